@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints to kvjax directories: `python -m checkpoints_convert --help`."""
+"""Conversion of Hugging Face and GGUF checkpoints to kvjax directories: `python -m checkpoints_convert --help`."""

@@ -7,12 +7,12 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status of `commands.run`, or 130 where it was interrupted."""
+    """Runs one command; returns the exit status of `commands.run`, or 130 after an interrupt."""
     for output in (sys.stdout, sys.stderr):
         if isinstance(output, io.TextIOWrapper):
-            output.reconfigure(encoding="utf-8", errors="backslashreplace")  # whatever the locale
+            output.reconfigure(encoding="utf-8", errors="backslashreplace")  # a locale may lack the characters of names
     try:
-        from checkpoints_convert import commands  # takes seconds, in which it may be interrupted too
+        from checkpoints_convert import commands  # in the `try`, since this import takes seconds
 
         return commands.run(argv)
     except KeyboardInterrupt:

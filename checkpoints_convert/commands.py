@@ -1,4 +1,4 @@
-"""What the command line does: convert, check and inspect."""
+"""The commands of `python -m checkpoints_convert`: convert, check and inspect."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from checkpoints_convert import convert as converting
 from checkpoints_convert.check import check
+from checkpoints_convert.convert import convert
 from checkpoints_convert.describe import describe
 from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.progress import progress_bar
@@ -36,26 +36,24 @@ converted, if it cannot."""
 
 
 def run_convert(args: argparse.Namespace) -> str:
-    """convert: returns what to print."""
     with progress_bar("convert") as progress:
-        converting.convert(args.src, args.dst, args.dtype, replace=args.force, progress=progress)
+        convert(args.src, args.dst, args.dtype, replace=args.force, progress=progress)
     return f"wrote {args.dst}; compare it with: python -m checkpoints_convert check {args.src} {args.dst}"
 
 
 def run_check(args: argparse.Namespace) -> str:
-    """check: returns what to print."""
     with progress_bar("check") as progress:
         report = check(args.src, args.dst, compare_logits=False if args.tensors_only else None, progress=progress)
     difference = report.logit_difference
-    why = "" if args.tensors_only else f" (not installed: {', '.join(report.lacking)})"
-    said = (
-        f"not compared{why}" if difference is None else f"within {difference:.1e} of the largest, against transformers"
-    )
-    return f"{args.dst}: config and all {report.tensors} tensors equal the source; logits {said}"
+    if difference is not None:
+        outcome = f"within {difference:.1e} of the largest, against transformers"
+    else:
+        reason = "" if args.tensors_only else f" (not installed: {', '.join(report.lacking)})"
+        outcome = f"not compared{reason}"
+    return f"{args.dst}: config and all {report.tensors} tensors equal the source; logits {outcome}"
 
 
 def run_inspect(args: argparse.Namespace) -> Table:
-    """inspect: returns what to print."""
     table = Table(title=str(args.dir), show_header=False, title_justify="left")
     for label, value in describe(args.dir).items():
         table.add_row(label, value)
@@ -63,7 +61,7 @@ def run_inspect(args: argparse.Namespace) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the command line; each command's function returns what to print."""
     top = argparse.ArgumentParser(
         prog="python -m checkpoints_convert",
         description="Convert Hugging Face checkpoints (safetensors) and GGUF files to kvjax directories.",
@@ -71,29 +69,33 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(required=True, metavar="convert | check | inspect")
-    one = commands.add_parser("convert", help="write SRC as a kvjax directory DST", description=CONVERT)
-    one.add_argument("src", help="Hugging Face directory (config.json, *.safetensors, tokenizer.json), or a GGUF file")
-    one.add_argument("dst", help="directory to write; it appears when it is complete")
-    one.add_argument(
+    convert_command = commands.add_parser("convert", help="write SRC as a kvjax directory DST", description=CONVERT)
+    convert_command.add_argument(
+        "src", help="Hugging Face directory (config.json, *.safetensors, tokenizer.json), or a GGUF file"
+    )
+    convert_command.add_argument("dst", help="directory to write; it appears when it is complete")
+    convert_command.add_argument(
         "--dtype",
         type=arguments.dtype_name,
         choices=arguments.DTYPES,
         help="type of the written weights, bf16 and the like are understood (default: as stored)",
     )
-    one.add_argument(
+    convert_command.add_argument(
         "--force", action="store_true", help="replace DST if it is a kvjax directory, once the new one is complete"
     )
-    one.set_defaults(run=run_convert)
-    two = commands.add_parser("check", help="compare DST with SRC: config, every tensor, logits", description=CHECK)
-    two.add_argument("src", help="Hugging Face directory, or GGUF file")
-    two.add_argument("dst", help="kvjax directory made from it")
-    two.add_argument(
+    convert_command.set_defaults(run=run_convert)
+    check_command = commands.add_parser(
+        "check", help="compare DST with SRC: config, every tensor, logits", description=CHECK
+    )
+    check_command.add_argument("src", help="Hugging Face directory, or GGUF file")
+    check_command.add_argument("dst", help="kvjax directory made from it")
+    check_command.add_argument(
         "--tensors-only", action="store_true", help="leave out the logits (they need both models in memory)"
     )
-    two.set_defaults(run=run_check)
-    three = commands.add_parser("inspect", help="what a directory or a GGUF file holds", description=INSPECT)
-    three.add_argument("dir", help="Hugging Face or kvjax directory, or GGUF file")
-    three.set_defaults(run=run_inspect)
+    check_command.set_defaults(run=run_check)
+    inspect_command = commands.add_parser("inspect", help="what a directory or a GGUF file holds", description=INSPECT)
+    inspect_command.add_argument("dir", help="Hugging Face or kvjax directory, or GGUF file")
+    inspect_command.set_defaults(run=run_inspect)
     return top
 
 

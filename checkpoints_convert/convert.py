@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,68 +10,88 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from checkpoints_convert.plan import TIED, Binding, Plan, plan
-from checkpoints_convert.source import Source, opened
+from checkpoints_convert.conversion_plan import TIED, Binding, ConversionPlan, plan_conversion
+from checkpoints_convert.source import Directory, Source
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, tokenizer
 from kvjax.utils.arguments import float_type
 
 Progress = Callable[[str, int, int], None]
-"""(what was just done, bytes of the source so far, bytes in all); first with nothing done, when all can begin."""
+"""(part that was just written, its bytes and those before it, bytes of all); called first with no part."""
+
+
+def open_source(path: str | Path) -> Source:
+    """Opens a Hugging Face directory or a GGUF file; raises KvjaxError with the remedy for anything else."""
+    if Path(path).suffix != ".gguf":
+        return Directory(path)
+    if not Path(path).is_file():
+        raise KvjaxError(f"there is no file {path}; give a GGUF file, or a Hugging Face directory")
+    if importlib.util.find_spec("gguf") is None:
+        raise KvjaxError('GGUF files are read with the package `gguf`; install it: pip install "kvjax[gguf]"')
+    from checkpoints_convert.gguf.gguf_source import GgufSource
+
+    return GgufSource(path)
 
 
 def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progress: Progress | None = None) -> Config:
-    """Writes `src`, a Hugging Face directory or a GGUF file, as the kvjax directory `dst`, in `dtype`.
+    """Writes a checkpoint as a kvjax directory, which appears when it is complete.
 
-    dtype: "bfloat16" or "bf16", for example; default as stored, float32 for codes of a few bits, and where several
-    types are mixed.
+    Args:
+      src: a Hugging Face directory or a GGUF file.
+      dst: the directory to write.
+      dtype: of the weights, as "bfloat16" or "bf16"; None as stored, float32 for quantized and mixed types.
+      replace: whether an existing checkpoint at `dst` is replaced.
+      progress: called after each part.
 
-    `dst` appears when it is complete. Raises KvjaxError, and writes nothing, for a checkpoint that cannot be converted
-    faithfully: unsupported config, tensors that are missing, left over, misshapen, truncated or not finite, and for one
-    with a tokenizer that does not work.
+    Returns:
+      The configuration.
+
+    Raises:
+      KvjaxError: before anything is written, for a checkpoint that cannot be converted faithfully: unsupported
+        config; tensors missing, left over, misshapen, truncated or not finite; a tokenizer that does not work.
     """
     checkpoint.refuse_existing(dst, replace)
-    wanted = None if dtype is None else float_type(dtype)
-    source = opened(src)
-    todo = plan(source)
-    kind = todo.dtype if wanted is None else wanted
-    refuse_untied_head(source, todo.config)
+    weight_dtype = None if dtype is None else float_type(dtype)
+    source = open_source(src)
+    plan = plan_conversion(source)
+    weight_dtype = plan.dtype if weight_dtype is None else weight_dtype
+    refuse_untied_head(source, plan.config)
     label = f"{source.config['model_type']} checkpoint {Path(src).resolve().name}"
     files = source.tokenizer_files()
     if tokenizer.FILE in files:
-        tokenizer.Tokenizer.from_bytes(files[tokenizer.FILE], Path(src) / tokenizer.FILE).try_out()
-    with checkpoint.Writer(dst, todo.config, kind, label, extra_files=files, replace=replace) as writer:
-        done, total = 0, sum(size(b.shape, kind) for b in todo.bindings)
+        tokenizer.Tokenizer.from_bytes(files[tokenizer.FILE], Path(src) / tokenizer.FILE).check_works()
+    with checkpoint.Writer(dst, plan.config, weight_dtype, label, extra_files=files, replace=replace) as writer:
+        done, total = 0, sum(num_bytes(b.shape, weight_dtype) for b in plan.bindings)
         if progress:
             progress("", done, total)
-        for name, subtree in parts(source, todo, kind):
+        for name, subtree in read_parts(source, plan, weight_dtype):
             writer.put(name, subtree)
-            del subtree  # or it would stay while the next part is read
-            done += sum(size(b.shape, kind) for b in todo.parts[name])
+            del subtree  # otherwise it stays in memory while the next part is read
+            done += sum(num_bytes(b.shape, weight_dtype) for b in plan.parts[name])
             if progress:
                 progress(name, done, total)
-    return todo.config
+    return plan.config
 
 
 def read(src: str | Path, dtype: str = "float32") -> tuple[Config, dict[str, Any]]:
-    """`src` as (config, parameter tree of NumPy arrays), all in memory and nothing written."""
-    source = opened(src)
-    todo = plan(source)
-    refuse_untied_head(source, todo.config)
-    return todo.config, dict(parts(source, todo, float_type(dtype)))
+    """Converts a checkpoint in memory: (config, parameter tree of NumPy arrays)."""
+    source = open_source(src)
+    plan = plan_conversion(source)
+    refuse_untied_head(source, plan.config)
+    return plan.config, dict(read_parts(source, plan, float_type(dtype)))
 
 
-def parts(source: Source, todo: Plan, dtype: np.dtype) -> Iterator[tuple[str, Any]]:
-    """(top-level entry, its tree of parameters), each read when it is asked for."""
-    for name, bindings in todo.parts.items():
+def read_parts(source: Source, plan: ConversionPlan, dtype: np.dtype) -> Iterator[tuple[str, Any]]:
+    """Yields (top-level entry, its tree of parameters), each read when it is asked for."""
+    for name, bindings in plan.parts.items():
         flat = {}
         for binding in bindings:
-            flat |= parameters(source, binding, dtype)
+            flat |= convert_tensor(source, binding, dtype)
         yield name, unflatten_dict(flat, sep="/")[name]
 
 
-def parameters(source: Source, binding: Binding, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """One source tensor as parameters in `dtype`, by path; raises KvjaxError naming it if a weight is not finite."""
+def convert_tensor(source: Source, binding: Binding, dtype: np.dtype) -> dict[str, np.ndarray]:
+    """Reads one source tensor as parameters by path; raises KvjaxError with its name if a weight is not finite."""
     tensor, name = source.read(binding.source), binding.source
     if not (finite := np.isfinite(tensor)).all():
         where = [int(i) for i in np.argwhere(~finite)[0]]
@@ -84,17 +105,15 @@ def parameters(source: Source, binding: Binding, dtype: np.dtype) -> dict[str, n
 
 
 def refuse_untied_head(source: Source, config: Config) -> None:
-    """Tied embeddings may come with a copy under the head's name; raises KvjaxError if it is no copy."""
+    """Raises KvjaxError if embeddings are tied and the checkpoint holds another tensor under the head's name."""
     head, embedding = TIED
-    if (
-        config.tie_embeddings
-        and head in source.tensors
-        and not np.array_equal(source.read(head), source.read(embedding))
-    ):
+    if not config.tie_embeddings or head not in source.tensors:
+        return
+    if not np.array_equal(source.read(head), source.read(embedding)):
         remedy = "set tie_word_embeddings to false in config.json to use both, or remove the tensor to tie them"
         raise KvjaxError(f"{head} differs from {embedding}, but config.json says that they are tied; {remedy}")
 
 
-def size(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Bytes of an array."""
+def num_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """The size of an array."""
     return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

@@ -1,7 +1,7 @@
-"""One table per model family: source tensor -> our parameter, and what else its config.json leaves unsaid.
+"""Model families as tables: source tensor -> our parameter, and the defaults that a config.json leaves out.
 
-Axes are written with the letters of `kvjax.types`, in the notation of einops: a source weight "(K G H) D" holds the
-query heads of all KV heads in its rows. Layer numbers stand for `{i}`.
+Axes have the letters of `kvjax.core.types`, in the notation of einops: a source weight "(K G H) D" holds the query
+heads of all KV heads in its rows. `{i}` is the layer's number.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvjax.errors import KvjaxError
 
 
 class Target(NamedTuple):
-    """A parameter, and how a source tensor becomes it."""
+    """A parameter, and the axes that turn a source tensor into it."""
 
     path: str
     axes: str  # "source axes -> our axes"
 
 
 class Rule(NamedTuple):
-    """A source tensor, and the parameters that it holds, one after the other along its first axis."""
+    """A source tensor, and the parameters that it holds along its first axis."""
 
     source: str
     targets: tuple[Target, ...]
@@ -57,14 +57,14 @@ LLAMA = (
     _rule("model.norm.weight", "final_norm/scale", "D -> D"),
     _rule("lm_head.weight", "head/kernel", "V D -> D V"),
 )
-"""All tensors that a Llama-like decoder can have; those whose parameter the config does not have do not apply."""
+"""All tensors that a Llama-like decoder can have; a rule whose parameter the config lacks does not apply."""
 
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)position_ids$")
-"""Buffers that old checkpoints carry and that the config already determines."""
+"""Buffers of old checkpoints, which the config determines."""
 
 
-def fused(table: tuple[Rule, ...], joins: Mapping[str, tuple[str, ...]]) -> tuple[Rule, ...]:
-    """`table` with modules stored as one; {"qkv_proj": ("q_proj", ...)} stacks their rows in table order."""
+def fuse(table: tuple[Rule, ...], joins: Mapping[str, tuple[str, ...]]) -> tuple[Rule, ...]:
+    """Returns the rules where modules are stored as one: {"qkv_proj": ("q_proj", ...)} stacks rows in table order."""
     names = {member: name for name, members in joins.items() for member in members}
     joined: dict[str, tuple[Target, ...]] = {}
     for rule in table:
@@ -75,12 +75,12 @@ def fused(table: tuple[Rule, ...], joins: Mapping[str, tuple[str, ...]]) -> tupl
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How transformers reads one `model_type`: its tensors, its defaults, and which config keys mean something."""
+    """One `model_type`, as transformers reads it: its tensors, its defaults, and the config keys that it obeys."""
 
     architecture: str
-    defaults: Mapping[str, Any]  # the config class's own, for keys that config.json leaves out
+    defaults: Mapping[str, Any]  # of its config class, for keys that config.json leaves out
     rules: tuple[Rule, ...] = LLAMA
-    always: tuple[str, ...] = ()  # fields of kvjax.models.Config that are on
+    always: tuple[str, ...] = ()  # boolean fields of kvjax.models.Config that are always true
     switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # config.json key -> such fields
     sliding: str = "never"  # "never" | "every layer" | "by layer": which layers `sliding_window` is for
     partial_rotary: bool = False  # whether `partial_rotary_factor` is obeyed
@@ -138,7 +138,7 @@ FAMILIES = {
         COMMON
         | {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096}
         | {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000},
-        rules=fused(LLAMA, {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}),
+        rules=fuse(LLAMA, {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}),
         sliding="every layer",
         partial_rotary=True,
     ),
@@ -146,7 +146,7 @@ FAMILIES = {
 
 
 def family(raw: Mapping[str, Any]) -> Family:
-    """The family of a config.json; raises KvjaxError naming an unsupported model type or architecture."""
+    """Returns the family of a config.json; raises KvjaxError for an unsupported model type or architecture."""
     kind, names = raw.get("model_type"), raw.get("architectures") or []
     supported = ", ".join(f"{k} ({f.architecture})" for k, f in FAMILIES.items())
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -155,6 +155,6 @@ def family(raw: Mapping[str, Any]) -> Family:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise KvjaxError(f"config.json: architectures must be a list of names, got {names!r:.80}; copy it again")
     if names and found.architecture not in names:
-        wanted = f"save it from transformers as {found.architecture}"
-        raise KvjaxError(f"architecture {names[0]!r:.80} of model_type {kind!r} is not supported; {wanted}")
+        remedy = f"save it from transformers as {found.architecture}"
+        raise KvjaxError(f"architecture {names[0]!r:.80} of model_type {kind!r} is not supported; {remedy}")
     return found

@@ -1,4 +1,4 @@
-"""A bar while weights are read and written."""
+"""A progress bar over the bytes of weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from checkpoints_convert import convert as converting
+from checkpoints_convert import convert
 
 
 @contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[converting.Progress]:
-    """A bar on stderr over the bytes of the weights, from the first report on: what is refused before has none."""
+def progress_bar(title: str) -> Iterator[convert.Progress]:
+    """Shows a bar on stderr from the first report on, so that a checkpoint refused before shows none."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
     task = bar.add_task(title, total=None)

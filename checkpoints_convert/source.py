@@ -1,8 +1,7 @@
-"""Where weights come from: a Hugging Face checkpoint directory, its JSON files, and its tensors read one at a time."""
+"""Sources of weights: the interface of a checkpoint to be converted, and Hugging Face directories."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -10,16 +9,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.errors import KvjaxError, printable
-from kvjax.models.chat import ChatTemplate
+from kvjax.errors import KvjaxError, escape_unprintable
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.utils import json_documents
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Stored types that are weights; any other is a quantised checkpoint or a buffer."""
+"""Stored types that are weights; any other is a quantized checkpoint or a buffer."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-INSTEAD = {
+REMEDIES = {
     **dict.fromkeys(
         PICKLES,
         "pickle files can run any code when opened and are not read; write safetensors from a model that you trust: "
@@ -29,7 +28,7 @@ INSTEAD = {
     "adapter_model.safetensors": "this is an adapter; merge it into its base model and save that",
     "consolidated.safetensors": "this is the publisher's own layout; use the Hugging Face layout of the model",
 }
-"""What may lie in the place of the weights, by the end of its name, and what to do then."""
+"""End of a file's name -> remedy, for files that lie where the weights should be."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,17 +40,17 @@ TOKENIZER_FILES = (
 
 
 class Tensor(NamedTuple):
-    """Where a tensor is and what it looks like."""
+    """A stored tensor, as its file's header describes it."""
 
     shape: tuple[int, ...]
-    dtype: str  # of what `read` gives, as safetensors spells it: "BF16"
+    dtype: str  # of the array that `read` returns, as safetensors spells it: "BF16"
     file: Path
     stored: str = ""  # the type in the file, where that is another
-    bytes: int | None = None  # in the file, where they are others than those of the shape and dtype
+    bytes: int | None = None  # in the file, where they differ from those of shape and dtype
 
 
 class Source(Protocol):
-    """Names, shapes and types of a checkpoint's tensors, by Hugging Face's names; `read` brings one into memory."""
+    """A checkpoint to be converted: its tensors by Hugging Face's names, each read into memory on its own."""
 
     format: str
     config: dict[str, Any]  # config.json
@@ -59,36 +58,24 @@ class Source(Protocol):
     tensors: dict[str, Tensor]
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """What belongs beside the converted weights."""
+        """Returns the files to copy into the converted directory, contents by name."""
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; no more of the file than that stays in memory."""
+        """Reads one tensor; no more of the file than that stays in memory."""
         ...
 
-    def peer(self) -> Callable[[str], np.ndarray]:
-        """What `read` does, by another reader of the same files where there is one: for comparisons."""
+    def independent_read(self) -> Callable[[str], np.ndarray]:
+        """Returns another implementation of `read`, if there is one, for comparisons."""
         ...
-
-
-def opened(path: str | Path) -> Source:
-    """A Hugging Face directory, or a GGUF file; raises KvjaxError with the remedy for what is neither."""
-    if Path(path).suffix != ".gguf":
-        return Directory(path)
-    if not Path(path).is_file():
-        raise KvjaxError(f"there is no file {path}; give a GGUF file, or a Hugging Face directory")
-    if importlib.util.find_spec("gguf") is None:
-        raise KvjaxError('GGUF files are read with the package `gguf`; install it: pip install "kvjax[gguf]"')
-    from checkpoints_convert.gguf_source import GgufSource
-
-    return GgufSource(path)
 
 
 class Directory:
     """A Hugging Face checkpoint with safetensors.
 
-    Raises KvjaxError when there are no safetensors (with the remedy for what is there instead), and lists every
-    missing shard, missing tensor and truncated file.
+    Raises:
+      KvjaxError: if there are no safetensors, with the remedy for what is there instead; or a list of all missing
+        shards, missing tensors and truncated files.
     """
 
     format = "Hugging Face"
@@ -99,29 +86,32 @@ class Directory:
             raise KvjaxError(
                 f"there is no directory {directory}; give the directory that holds config.json and the weights"
             )
-        config = self.json("config.json")
+        config = self._read_json("config.json")
         if config is None:
             raise KvjaxError(f"{directory} has no config.json; copy it from where the weights came from")
         self.config: dict[str, Any] = config
-        self.generation = self.json("generation_config.json")
-        self.tensors = self._tensors()
+        self.generation = self._read_json("generation_config.json")
+        self.tensors = self._read_headers()
 
-    def json(self, name: str) -> dict[str, Any] | None:
-        """A JSON object of the directory, or None if there is no such file."""
+    def _read_json(self, name: str) -> dict[str, Any] | None:
         file = self.directory / name
-        return json_documents.parsed(file.read_bytes(), file) if file.is_file() else None
+        return json_documents.parse_object(file.read_bytes(), file) if file.is_file() else None
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The tokenizer's files, which belong beside the converted weights, as they are.
+        """Returns the tokenizer's files as they are.
 
-        Raises KvjaxError for a link to a file of which nothing says that it belongs to the checkpoint (`homes`): what
-        it holds would be copied, whatever it is. And for a chat template with which the model would not load.
+        Raises:
+          KvjaxError: for a link that leads out of the checkpoint, and for a chat template that would not load.
         """
         files = [f for name in TOKENIZER_FILES if (f := self.directory / name).is_file()]
-        allowed = homes(self.directory)
+        # A link may lead to any file of the user, whose content would be copied. Hugging Face's cache is the exception:
+        # models--OWNER--NAME/snapshots/REVISION is full of links into models--OWNER--NAME/blobs.
+        own = self.directory.resolve()
+        cached = [f.parent for f in own.parents if f.name == "snapshots" and f.parent.name.startswith("models--")]
+        allowed = [own, *(model / "blobs" for model in cached)]
         for file in files:
             target = file.resolve()
-            if not any(target.is_relative_to(home) for home in allowed):
+            if not any(target.is_relative_to(folder) for folder in allowed):
                 raise KvjaxError(
                     f"{file} is a link to {target}, outside of the checkpoint; if that is the tokenizer that you want, "
                     "put a copy of it in the place of the link"
@@ -130,91 +120,79 @@ class Directory:
         return {file.name: file.read_bytes() for file in files}
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, as stored. The file is mapped for this call only, so no more than the tensor stays in memory."""
+        """Reads one tensor as stored; the file is mapped for this call only, so nothing else stays in memory."""
         with safe_open(self.tensors[name].file, framework="np") as f:
             return f.get_tensor(name)
 
-    def peer(self) -> Callable[[str], np.ndarray]:
-        """There is no other reader."""
+    def independent_read(self) -> Callable[[str], np.ndarray]:
+        """Returns `read`: safetensors has no second reader."""
         return self.read
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _read_headers(self) -> dict[str, Tensor]:
         if (self.directory / SINGLE).is_file():
-            return header(self.directory / SINGLE)
-        index = self.json(INDEX)
+            return read_header(self.directory / SINGLE)
+        index = self._read_json(INDEX)
         if index is None:
-            raise self._no_weights()
-        placed = index.get("weight_map")
-        if not isinstance(placed, dict) or not placed or any(Path(str(s)).name != s for s in placed.values()):
+            names = sorted(f.name for f in self.directory.iterdir())
+            for end, remedy in REMEDIES.items():
+                if found := [n for n in names if n.endswith(end)]:
+                    raise KvjaxError(f"{self.directory} has {found[0]} but neither {SINGLE} nor {INDEX}: {remedy}")
+            raise KvjaxError(f"{self.directory} has neither {SINGLE} nor {INDEX}; download the weights as safetensors")
+        shard_of = index.get("weight_map")
+        if not isinstance(shard_of, dict) or not shard_of or any(Path(str(s)).name != s for s in shard_of.values()):
             raise KvjaxError(
                 f"{self.directory / INDEX} has no usable weight_map from tensor to file name; copy it again"
             )
-        return self._sharded(placed)
+        return self._read_shards(shard_of)
 
-    def _sharded(self, placed: dict[str, str]) -> dict[str, Tensor]:
-        shards = sorted(set(placed.values()))
+    def _read_shards(self, shard_of: dict[str, str]) -> dict[str, Tensor]:
+        shards = sorted(set(shard_of.values()))
         if absent := [s for s in shards if not (self.directory / s).is_file()]:
-            raise KvjaxError(f"missing shards: {', '.join(map(printable, absent))}; copy them to {self.directory}")
+            names = ", ".join(map(escape_unprintable, absent))
+            raise KvjaxError(f"missing shards: {names}; copy them to {self.directory}")
         headers, problems = {}, []
         for shard in shards:
             try:
-                headers[shard] = header(self.directory / shard)
+                headers[shard] = read_header(self.directory / shard)
             except KvjaxError as e:
                 problems.append(str(e))
-        # a shard that could not be read has been told of already: its tensors count as there
+        # A damaged shard has been listed once already: its tensors count as present.
         problems += [
-            f"{printable(n)}: not in {printable(s)}, where {INDEX} says it is"
-            for n, s in placed.items()
-            if n not in headers.get(s, placed)
+            f"{escape_unprintable(n)}: not in {escape_unprintable(s)}, where {INDEX} says it is"
+            for n, s in shard_of.items()
+            if n not in headers.get(s, shard_of)
         ]
         problems += [
-            f"{printable(n)}: in {printable(s)} but not in {INDEX}"
-            for s, h in headers.items()
-            for n in h
-            if placed.get(n) != s
+            f"{escape_unprintable(n)}: in {escape_unprintable(s)} but not in {INDEX}"
+            for s, header in headers.items()
+            for n in header
+            if shard_of.get(n) != s
         ]
         if problems:
             raise KvjaxError("the shards and their index disagree; copy them again:\n  " + "\n  ".join(problems))
-        return {name: headers[shard][name] for name, shard in placed.items()}
-
-    def _no_weights(self) -> KvjaxError:
-        names = sorted(f.name for f in self.directory.iterdir())
-        for end, remedy in INSTEAD.items():
-            if found := [n for n in names if n.endswith(end)]:
-                return KvjaxError(f"{self.directory} has {found[0]} but neither {SINGLE} nor {INDEX}: {remedy}")
-        return KvjaxError(f"{self.directory} has neither {SINGLE} nor {INDEX}; download the weights as safetensors")
+        return {name: headers[shard][name] for name, shard in shard_of.items()}
 
 
-def homes(directory: Path) -> list[Path]:
-    """Where the files of a checkpoint may lie: in its directory, or where Hugging Face's cache keeps their contents.
-
-    That cache has models--OWNER--NAME/snapshots/REVISION full of links into models--OWNER--NAME/blobs.
-    """
-    own = directory.resolve()
-    cached = [f.parent for f in own.parents if f.name == "snapshots" and f.parent.name.startswith("models--")]
-    return [own, *(model / "blobs" for model in cached)]
-
-
-def header(file: Path) -> dict[str, Tensor]:
-    """Names, shapes and types of a safetensors file; raises KvjaxError if it is cut short or damaged."""
+def read_header(file: Path) -> dict[str, Tensor]:
+    """Reads names, shapes and types of a safetensors file; raises KvjaxError if it is cut short or damaged."""
     try:
         with safe_open(file, framework="np") as f:
             slices = {name: f.get_slice(name) for name in f.keys()}
             return {n: Tensor(tuple(s.get_shape()), s.get_dtype(), file) for n, s in slices.items()}
     except (SafetensorError, OSError) as e:
-        lost = beyond_the_end(file)
-        what = f"is truncated: it ends before {', '.join(map(printable, lost))}" if lost else f"is damaged ({e})"
+        lost = ", ".join(map(escape_unprintable, _truncated_tensors(file)))
+        what = f"is truncated: it ends before {lost}" if lost else f"is damaged ({e})"
         raise KvjaxError(f"{file} {what}; copy it again") from e
 
 
-def beyond_the_end(file: Path) -> list[str]:
-    """The tensors whose data a truncated safetensors file no longer holds; empty if not even its header is whole."""
+def _truncated_tensors(file: Path) -> list[str]:
+    """The tensors that a truncated safetensors file no longer holds whole; none if its header is damaged too."""
     try:
         size = file.stat().st_size
         with file.open("rb") as f:
+            # The layout of safetensors: the header's length in 8 bytes, the header in JSON, the data.
             start = 8 + int.from_bytes(f.read(8), "little")
             entries = json_documents.loads(f.read(min(start - 8, size)))
-        held = size - start
-        return [n for n, e in entries.items() if n != "__metadata__" and e["data_offsets"][1] > held]
+        return [n for n, e in entries.items() if n != "__metadata__" and e["data_offsets"][1] > size - start]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError):
         return []

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # `mkdocs` does not search the current folder for
 
 from docs import generate  # noqa: E402
 from docs.generate import methods  # noqa: E402
-from docs.generate.catalogue import recipes  # noqa: E402
+from docs.generate.entries import builtin_entries  # noqa: E402
 
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
@@ -82,7 +82,7 @@ def _rewrite_links(document: str, linked: set[str], text: str | None = None) -> 
         method = re.fullmatch(r"kvjax/methods/(\w+)\.py", path)
         if path.startswith("docs/") and path not in PAGES_OF_LINKS:
             page = path.removeprefix("docs/")
-        elif method is not None and method[1] in recipes():
+        elif method is not None and method[1] in builtin_entries():
             page = f"methods/{method[1]}.md"
         elif path in PAGES or path in PAGES_OF_LINKS:
             page = PAGES.get(path) or PAGES_OF_LINKS[path]

@@ -38,7 +38,7 @@ from experiments.bench.measuring import log_progress, make_parser, parse_integer
 from experiments.papers.common import run_script
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.ranking import Counted
+from kvjax.cache.eviction.ranking import MeasuredHeadTokens
 from kvjax.cache.eviction.scorers import Scorer, Scores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -57,8 +57,8 @@ from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.generation.prompt_runner import replay_prompts
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.model_calls import replay_prompts
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.strings import method_of
 
 SETTINGS = Path(__file__).with_suffix(".toml")
@@ -213,7 +213,7 @@ def _score(prompt: LayerPrompt, lengths: Array, layer: MethodLayer) -> Scores:
     return layer.method.select.scorer.scores(block, observation, layer.spec)
 
 
-def compute_scores(exact: Exact, method: str, replay_scores: list[Array] | None) -> list[Scores]:
+def compute_scores(exact: FullKV, method: str, replay_scores: list[Array] | None) -> list[Scores]:
     """Scores the prompts in every layer with a method's scorer, which may need the scores of a prompt replay."""
     plan, found = cast(Any, bind(method, exact.model.config)), []
     for i, prompt in enumerate(exact.prompts):
@@ -229,7 +229,7 @@ def compute_scores(exact: Exact, method: str, replay_scores: list[Array] | None)
     return found
 
 
-def replay_scores(exact: Exact, method: str) -> list[Array]:
+def replay_scores(exact: FullKV, method: str) -> list[Array]:
     """Runs the prompts a second time, for scorers that need it; returns the scores f32[B K S] of every layer."""
     copies = [LayerPrompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
@@ -249,19 +249,20 @@ def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
 def _select(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=PrecomputedScores(scores))
-    slots = select.most_of(width)
+    slots = select.max_kept_up_to(width)
     share = None if method.side_store is None else method.side_store.share
     if tokens is not None:
-        share = Counted(tokens, select.unit.size)
-    keep = select.counts(block, None, slots)
-    found = select.choose(block, None, keep, slots, spec, method.representatives, share, method.second_stage).slots
+        share = MeasuredHeadTokens(tokens, select.granularity.size)
+    keep = select.num_kept_per_sequence(block, None, slots)
+    components = {"representatives": method.representatives, "second_stage": method.second_stage}
+    found = select.select_slots(block, None, keep, slots, spec, head_budgets=share, **components).slots
     B, K = block.k.shape[:2]
     rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     found = jnp.broadcast_to(found, (B, K, found.shape[2]))
     return jnp.zeros((B, K, width), bool).at[rows, heads, jnp.where(found < 0, width, found)].set(True, mode="drop")
 
 
-def select_tokens(exact: Exact, method: str, scores: Sequence[Scores]) -> list[Array]:
+def select_tokens(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[Array]:
     """Selects the tokens that the method keeps of the prompts, bool[B K S] for each layer."""
     plan = cast(Any, bind(method, exact.model.config))
     pos = token_positions(exact.prompts[0].k[:, 0, :, 0], exact.lengths)[:, None]
@@ -296,7 +297,7 @@ def _fit_width(mask: Array, width: int) -> Array:
 class LaterQueries(NamedTuple):
     """Queries of the later questions and answers, and their exact attention."""
 
-    exact: Exact  # keys, values and queries of prompts with all that follows
+    exact: FullKV  # keys, values and queries of prompts with all that follows
     lengths: Array  # i32[B], of the prompts
     query_pos: Array  # i32[B Q], -1 for padding
     output: list[Array]  # f32[B K G Q H] for each layer, of exact attention
@@ -380,7 +381,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
                     replayed = replay_scores(exact, setting.method)
                 scores[scorer] = compute_scores(exact, setting.method, replayed)
             if setting.codec not in every:
-                every[setting.codec] = exact.under(add_component(EVERY_TOKEN, setting.codec), capacity)
+                every[setting.codec] = exact.compress(add_component(EVERY_TOKEN, setting.codec), capacity)
             masks = select_tokens(exact, setting.method, scores[scorer])
             context = hide_tokens(every[setting.codec], masks)
             tokens = np.stack([np.asarray(mask.sum(2)) for mask in masks])  # i64[L B K]
@@ -388,7 +389,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
             if later is not None and not setting.codec:
                 found["errors"] = attention_errors(later, masks)
         else:
-            context = exact.under(setting.method, capacity)
+            context = exact.compress(setting.method, capacity)
         found["right"], found["log_probabilities"] = ask(context, batch, width)
         record = {"about": about, "protocol": protocol, "seed": seed, "method": setting.method, **found}
         with args.out.open("a") as file:
@@ -398,9 +399,9 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         log_progress(f"{setting.method}: {100 * np.mean(found['right']):.0f}% ({time.perf_counter() - start:.1f} s)")
 
 
-def check(exact: Exact, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
+def check(exact: FullKV, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
     """Runs a setting as its method does; raises KvjaxError if its answers differ from those with hidden tokens."""
-    context = exact.under(setting.method, capacity)
+    context = exact.compress(setting.method, capacity)
     as_it_is, _ = ask(context, batch, width)
     log_progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
     if as_it_is != right:

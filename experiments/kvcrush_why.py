@@ -20,19 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from checkpoints_convert.gguf.pretokenizers import split
 from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.cache.eviction.granularity import by_unit, evictable, split, top
-from kvjax.cache.eviction.representatives import Units
+from kvjax.cache.eviction.granularity import evictable_mask, group_into_units
+from kvjax.cache.eviction.representatives import EvictableUnits
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.random import draw
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.kvcrush import KVCrush, votes
 
 WINDOW_TOKENS = 8  # of SnapKV: the last tokens, which always stay
@@ -49,7 +51,7 @@ class LayerScores(NamedTuple):
     future: Array  # f32[B K T], attention of the following tokens, 0 for the first token
 
 
-def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: int) -> LayerScores:
+def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: int) -> LayerScores:
     """Scores the first `length` tokens of a layer's keys and queries."""
     lengths = jnp.full_like(exact.lengths, length)
     queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)
@@ -61,18 +63,18 @@ def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: Exact, length: in
     return LayerScores(found.per_query_head, votes(units), _future(prompt, length, int(exact.lengths[0])))
 
 
-def _units(heads: Array, block: KVBlock, length: int) -> Units:
+def _units(heads: Array, block: KVBlock, length: int) -> EvictableUnits:
     part = split(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW_TOKENS, 1)
-    by_one = by_unit(heads, 0, 1)
-    valid = evictable(part, by_one.shape[3])
-    return Units(by_one, by_unit(block.k, 0, 1, 2), valid, valid)
+    by_one = group_into_units(heads, 0, 1)
+    valid = evictable_mask(part, by_one.shape[3])
+    return EvictableUnits(by_one, group_into_units(block.k, 0, 1, 2), valid, valid)
 
 
 def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
     """Mean attention of the queries length..end-1 to the prompt's tokens, f32[B K T], 0 for the first token."""
     q, k = prompt.q[:, :, :, length:end], prompt.k[:, :, :end]
     pos = jnp.broadcast_to(jnp.arange(end, dtype=jnp.int32), (k.shape[0], end))
-    p, _, total = weights(jnp.where(visible(pos[:, None], pos[:, length:]), scores(q, k), NEG))
+    p, _, total = weights(jnp.where(visible(pos[:, None], pos[:, length:]), scores(q, k), MASKED_LOGIT))
     mass = (p / total[..., None]).mean((2, 3))[:, :, :length]
     return mass.at[:, :, 0].set(0.0)
 
@@ -89,23 +91,23 @@ def select_tokens(found: LayerScores, bits: Array, budget: int, kind: str) -> tu
     old = jnp.broadcast_to(jnp.arange(T)[None] < T - WINDOW_TOKENS, (own.shape[0], T))
     quota = budget - WINDOW_TOKENS
     count = jnp.full(own.shape[0], int(quota * SHARE), jnp.int32)
-    best = top(own, old[:, None], jnp.full(own.shape[0], quota, jnp.int32))
+    best = top_k_mask(own, old[:, None], jnp.full(own.shape[0], quota, jnp.int32))
     if kind == "base":
         return best | ~old[:, None], jnp.zeros_like(best)
-    important = top(own, old[:, None], quota - count).any(1)
+    important = top_k_mask(own, old[:, None], quota - count).any(1)
     candidates = old & ~important
     if kind == "even":
         places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], old.shape)
-        taken = top(draw(0, places).astype(jnp.float32)[:, None], candidates[:, None], count)[:, 0]
+        taken = top_k_mask(draw(0, places).astype(jnp.float32)[:, None], candidates[:, None], count)[:, 0]
     else:
         taken = _representatives(bits, old, candidates, count, int(quota * SHARE))
-    others = top(own, (old & ~taken)[:, None], quota - taken.sum(-1, dtype=jnp.int32))
+    others = top_k_mask(own, (old & ~taken)[:, None], quota - taken.sum(-1, dtype=jnp.int32))
     return others | taken[:, None] | ~old[:, None], best & taken[:, None]
 
 
 def _representatives(bits: Array, valid: Array, candidates: Array, count: Array, places: int) -> Array:
     """bool[B T], by KVCrush's own rule with these signatures."""
-    chosen = KVCrush(SHARE).by_signature(bits, Units(None, None, valid, candidates), count, places)
+    chosen = KVCrush(SHARE).by_signature(bits, EvictableUnits(None, None, valid, candidates), count, places)
     B, T = valid.shape
     at = jnp.where(chosen < 0, T, chosen)
     return jnp.zeros((B, T), bool).at[jnp.arange(B)[:, None], at].set(True, mode="drop")

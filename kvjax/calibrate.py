@@ -14,8 +14,8 @@ from rich.progress import track
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_kinds import KINDS, Kind
-from kvjax.cache.eviction.scope import level_slots
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS, TableKind
+from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, Needs, Traits
 from kvjax.core.attention_mass import Observation
@@ -24,9 +24,9 @@ from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind, specs
 from kvjax.engine.prefill import measure_layers
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.generation.calls import prefill
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
-from kvjax.generation.reuse.full_kv import run_exact_prompts
+from kvjax.generation.model_calls import prefill
+from kvjax.generation.reuse.full_kv import observe_prompts
 from kvjax.methods.registry import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
@@ -37,18 +37,18 @@ from kvjax.utils import arguments
 class Counting:
     """A method whose state of a layer is what a kind of table counts of the prompts; it is never decoded with."""
 
-    kind: Kind
+    kind: TableKind
     traits = Traits()
 
     def bind(self, spec: LayerSpec) -> CountingLayer:
-        return CountingLayer(self.kind, spec if self.kind.placed else spec.without_index)
+        return CountingLayer(self.kind, spec if self.kind.needs_layer_index else spec.without_index)
 
 
 @dataclasses.dataclass(frozen=True)
 class CountingLayer:
     """It bound to one layer."""
 
-    kind: Kind
+    kind: TableKind
     spec: LayerSpec
 
     @property
@@ -69,16 +69,16 @@ class CountingLayer:
         return self.kind.count(block.clean(), observation, self.spec)
 
 
-def kind_of(text: str) -> Kind:
+def kind_of(text: str) -> TableKind:
     """A kind of table from its name, as in "bases", with its parameters where it has some: "joint_bases:heads=2".
 
     Raises KvjaxError for what there is not, with what there is.
     """
     load_all()  # the files of methods register the kinds that these need
     name, _, given = text.partition(":")
-    if name not in KINDS:
-        raise KvjaxError(f"unknown kind of table {name!r:.80}; there are {', '.join(sorted(KINDS))}")
-    kind = KINDS[name]
+    if name not in TABLE_KINDS:
+        raise KvjaxError(f"unknown kind of table {name!r:.80}; there are {', '.join(sorted(TABLE_KINDS))}")
+    kind = TABLE_KINDS[name]
     known = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     # A method has commas of its own, so it takes all that follows.
     head, method, rest = given.partition("method=")
@@ -92,7 +92,7 @@ def kind_of(text: str) -> Kind:
             has = " and ".join(f"{k}={what}" for k, what in is_what.items()) or "no parameters"
             raise KvjaxError(f"{text!r:.80} is no kind of table: {name} has {has}")
     values = {key: type(getattr(kind, key))(value) for key, _, value in pairs}
-    return cast(Kind, dataclasses.replace(cast(Any, kind), **values)) if pairs else kind
+    return cast(TableKind, dataclasses.replace(cast(Any, kind), **values)) if pairs else kind
 
 
 def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) -> list[dict[str, np.ndarray]]:
@@ -121,27 +121,27 @@ def arrays(model: Model, kind: str, documents: Prompts | None, rows: int = 1) ->
 def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> tuple[Any, ...]:
     """The statistics of documents, per layer, with one set for each of them."""
     kind = counting.kind
-    if not kind.measured_by:
+    if not kind.measuring_method:
         return prefill(model, ids, cast(KVMethod, counting), capacity=max(map(len, ids)))[1].layers
     # Whatever division the method has of its own, its scores are ranked over the model here.
-    ranking = dataclasses.replace(cast(Method, method_of(kind.measured_by)), **level_slots("model", page=16))
+    ranking = dataclasses.replace(cast(Method, method_of(kind.measuring_method)), **level_components("model", page=16))
     try:
         plan = bind(ranking, model.config)
     except IncompatibleMethod as e:
         raise IncompatibleMethod(
-            f"the tokens of all layers cannot be ranked by {kind.measured_by!r}: give a method that evicts after the "
-            "prompt by scores that layers have on one scale, such as turned_queries, kvzip or snapkv"
+            f"the tokens of all layers cannot be ranked by {kind.measuring_method!r}: give a method that evicts after "
+            "the prompt by scores that layers have on one scale, such as turned_queries, kvzip or snapkv"
         ) from e
     tokens, lengths = pad(ids)
     lengths = place(model, lengths, "B")
-    _, prompts = run_exact_prompts(model, plan, place(model, tokens, "B T"), lengths)
+    _, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
     measures = measure_layers(prompts, lengths, plan, Target(model.config, model.mesh))
     every = _count_layers(measures, lengths, kind=kind, layer=plan[0])
     return tuple(jax.tree.map(lambda x, i=i: x[i], every) for i in range(len(plan)))
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "layer"))
-def _count_layers(measures: Any, lengths: Array, kind: Kind, layer: MethodLayer) -> Any:
+def _count_layers(measures: Any, lengths: Array, kind: TableKind, layer: MethodLayer) -> Any:
     return kind.count_layers(layer, measures, lengths)
 
 

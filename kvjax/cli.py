@@ -18,7 +18,7 @@ import jax
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
-from kvjax.utils.files import text_of
+from kvjax.utils.files import read_text_file
 
 if TYPE_CHECKING:  # what a command needs is imported when it runs
     from kvjax.cache.protocol import KVMethod
@@ -280,7 +280,7 @@ def _calibrate(args: argparse.Namespace) -> None:
         safe_write.spare(args.text, "--text", args.out)
     model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
     if args.text is not None:
-        documents = calibrate.pieces(model, text_of(args.text, "--text"), args.tokens, args.context)
+        documents = calibrate.pieces(model, read_text_file(args.text, "--text"), args.tokens, args.context)
         read = f"{args.tokens} tokens of {args.text}"
     out = calibrate.calibrate(model, args.kind, args.out, documents, args.batch)
     print(f"{out}: {args.kind} of {args.model}, from {read}")
@@ -331,7 +331,7 @@ def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, A
     with Console(stderr=True).status("reading the prompt; a new length or method is compiled first"):
         run = start(model, prompts, method, **options)
     if len(run.state.out) == 1 and model.tokenizer is not None:
-        for piece in run.pieces(options["max_new_tokens"]):
+        for piece in run.text_deltas(options["max_new_tokens"]):
             print(piece, end="", flush=True)
         print(f"\n[{run.result().finish_reasons[0]}]")
         return run.result()
@@ -344,7 +344,7 @@ def _show(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, A
 def _read(name: str) -> str:
     """A file's text, or what stdin holds for "-"; UTF-8 whatever the locale."""
     if name != "-":
-        return text_of(Path(name), "--prompt-file")
+        return read_text_file(Path(name), "--prompt-file")
     if sys.stdin is None:
         raise KvjaxError("--prompt-file - reads standard input, which is closed; give it a text, or name a file")
     return sys.stdin.buffer.read().decode("utf-8")
@@ -356,12 +356,12 @@ def _conversation(prompt: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _models(args: argparse.Namespace) -> None:
-    from checkpoints_convert import packaged
+    from checkpoints_convert import package_models
 
-    width = max(map(len, packaged.MODELS))
+    width = max(map(len, package_models.MODELS))
     print(f"{'testbed':{width}} in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
-    for name, model in packaged.MODELS.items():
-        print(f"{name:{width}} {model.what}\n{'':{width}} {packaged.state(name)}")
+    for name, model in package_models.MODELS.items():
+        print(f"{name:{width}} {model.description}\n{'':{width}} {package_models.status(name)}")
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -382,14 +382,14 @@ def _check(args: argparse.Namespace) -> int:
 def _methods(args: argparse.Namespace) -> None:
     from kvjax.methods import listing
 
-    recipes = listing.chosen(args.names)
+    entries = listing.find_entries(args.names)
     if args.json:
-        print(json.dumps([listing.as_json(recipe) for recipe in recipes], indent=2))
+        print(json.dumps([listing.to_json(entry) for entry in entries], indent=2))
     elif args.names:
-        print("\n".join(listing.details(recipe) for recipe in recipes), end="")
+        print("\n".join(map(listing.format_details, entries)), end="")
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print(listing.overview(recipes, width))
+        print(listing.format_overview(entries, width))
 
 
 if __name__ == "__main__":

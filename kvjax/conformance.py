@@ -21,14 +21,14 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerState, Traits
-from kvjax.cache.validation import uncompared
+from kvjax.cache.validation import uncompared_fields
 from kvjax.core import memory
 from kvjax.errors import KvjaxError
-from kvjax.generation.calls import extend, logits, prefill
 from kvjax.generation.generate import generate
 from kvjax.generation.memory_plan import planned_bytes
+from kvjax.generation.model_calls import extend, logits, prefill
 from kvjax.methods.registry import load_all
-from kvjax.methods.strings import Part, joined, method_of, name_of, parts_given, parts_of
+from kvjax.methods.strings import format_methods, method_of, name_of, parse_parts, split_methods
 from kvjax.models.model import Model
 from kvjax.utils import arguments, display
 
@@ -177,7 +177,7 @@ def _any_left(tried: _Tried) -> bool:
 
 
 def _fields(tried: _Tried) -> str:
-    for field in uncompared("method", tried.method):
+    for field in uncompared_fields("method", tried.method):
         return f"{field} is not compared, so that methods which differ there share one compiled program"
     return ""
 
@@ -632,9 +632,10 @@ def _is_users(file: str) -> bool:
 
 def _smaller(name: str, length: int) -> str:
     """An example of a smaller budget for a method that a string makes."""
-    parts = list(parts_of(name))
-    for i, part in enumerate(parts):
-        if sizes := [size for size in load_all()[part.name].sizes if isinstance(part.values.get(size), int)]:
-            given = parts_given(name)[i].values | dict.fromkeys(sizes, max(length // 3 // len(sizes), 1))
-            return f", such as {joined([*parts_given(name)[:i], Part(part.name, given), *parts_given(name)[i + 1 :]])}"
+    components = list(parse_parts(name))
+    for i, part in enumerate(split_methods(name)):
+        if sizes := [size for size in load_all()[part.name].size_parameters if isinstance(part.values.get(size), int)]:
+            smaller = dict.fromkeys(sizes, max(length // 3 // len(sizes), 1))
+            components[i] = part._replace(values=components[i].values | smaller)
+            return f", such as {format_methods(components)}"
     return ""

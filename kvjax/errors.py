@@ -1,52 +1,60 @@
-"""The errors and warnings of kvjax, by name. All errors are `KvjaxError`, which is a `ValueError`."""
+"""The errors and warnings of kvjax. Every error is a `KvjaxError`, and that is a `ValueError`."""
 
 from __future__ import annotations
 
 __all__ = [
+    "ComponentConflict",
     "GradientThroughBits",
     "IncompatibleMethod",
     "KvjaxError",
     "KvjaxWarning",
     "OtherWeights",
-    "SlotTaken",
     "TracedCall",
-    "printable",
+    "escape_unprintable",
 ]
 
 
-def printable(text: str, keep: str = "") -> str:
-    """A text with whatever a terminal would obey (escape codes, line ends) spelled out, but for the characters `keep`.
+def escape_unprintable(text: str, keep: str = "") -> str:
+    """Returns `text` with control characters spelled out, but for the characters in `keep`.
 
-    Names in files are other people's text, and may hold such things.
+    Names in checkpoints and records come from other people, and a terminal obeys an escape code in an error message.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 class KvjaxError(ValueError):
-    """An input that kvjax cannot use; the message says which value, and what to do."""
+    """An input that kvjax cannot use; the message names the value and the remedy."""
 
     def __str__(self) -> str:
-        return printable(super().__str__(), keep="\n")
+        return escape_unprintable(super().__str__(), keep="\n")
 
 
 class KvjaxWarning(UserWarning):
-    """What kvjax does as it was told, though it is likely to disappoint."""
+    """A request that kvjax carries out, though the result is likely to disappoint."""
 
 
 class IncompatibleMethod(KvjaxError):
-    """Two slots of a method that cannot work together."""
+    """Two components of a method that cannot work together."""
+
+
+class ComponentConflict(IncompatibleMethod):
+    """Two composed methods that define the same component differently; `component` is its field in `Method`."""
+
+    def __init__(self, component: str, message: str):
+        super().__init__(message)
+        self.component = component
 
 
 class OtherWeights(KvjaxError):
-    """A cache that a model of other weights, configuration or dtype filled."""
+    """A cache that was filled by a model of other weights, configuration or dtype."""
 
 
 class TracedCall(KvjaxError):
-    """A convenient call within a JAX transformation; `kvjax.functional` has the function to use there."""
+    """A convenience call under a JAX transformation; the message names its counterpart in `kvjax.functional`."""
 
 
 class GradientThroughBits(KvjaxError):
-    """A gradient that would pass through integers, which carry none; `holder` says what these are."""
+    """A gradient that would pass through integers and be wrong without notice; `holder` names the integers."""
 
     def __init__(self, holder: str):
         super().__init__(
@@ -54,11 +62,3 @@ class GradientThroughBits(KvjaxError):
             "method with differentiable=True in kvjax.functional.bind, or put jax.lax.stop_gradient around what is no "
             "variable"
         )
-
-
-class SlotTaken(IncompatibleMethod):
-    """Two methods that fill the same slot differently."""
-
-    def __init__(self, slot: str, message: str):
-        super().__init__(message)
-        self.slot = slot

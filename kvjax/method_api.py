@@ -1,4 +1,4 @@
-"""What a new method is written with, in one import: the slots' base classes and the helpers that recipes use."""
+"""The names that a method is written with: the components' base classes and the helpers that methods share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import GradientThroughBits, IncompatibleMethod, KvjaxError
 from kvjax.methods.loading import load_methods
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial, constant, everything, selected
+from kvjax.methods.registry import register_method
 
 __all__ = [
     "Array",
     "BoundLayer",
-    "Bytes",
     "Codec",
     "Full",
     "GradientThroughBits",
@@ -57,19 +55,14 @@ __all__ = [
     "SecondStageScorer",
     "Selection",
     "SideStore",
-    "Sizes",
     "TokenBudget",
     "Traits",
-    "Trial",
     "attention_mass",
-    "constant",
-    "everything",
     "head_scores",
     "load_methods",
     "make_selection",
     "over_heads",
-    "recipe",
     "refuse_gradient",
-    "selected",
+    "register_method",
     "token_scores",
 ]

@@ -11,8 +11,8 @@ import pytest
 
 from kvjax.core import compile_cache
 from kvjax.engine import forward
-from kvjax.generation import compiled
-from kvjax.methods.registry import RECIPES, load_all
+from kvjax.generation import compile_options
+from kvjax.methods.registry import REGISTRY, load_all
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -49,12 +49,12 @@ def few_programs():
 
 
 @pytest.fixture
-def clean_catalogue():
+def clean_registry():
     """What a test registers is gone when it ends."""
     before = dict(load_all())
     yield
-    RECIPES.clear()
-    RECIPES.update(before)
+    REGISTRY.clear()
+    REGISTRY.update(before)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def traced_calls(monkeypatch):
         calls.append(call)
         return run_layer(*args, call=call, target=target)
 
-    compiled._jit.cache_clear()
+    compile_options.jit_with.cache_clear()
     monkeypatch.setattr(forward, "apply_layer", counted)
     yield calls
-    compiled._jit.cache_clear()
+    compile_options.jit_with.cache_clear()

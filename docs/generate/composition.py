@@ -1,48 +1,52 @@
-"""The page of which methods compose, decided by composing every pair."""
+"""The page of pairs that do not compose, decided by composing every pair."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 
-from docs.generate.catalogue import code_list, pair_verdict, recipes, refusals
+from docs.generate.entries import builtin_entries, code_list
+from docs.generate.pairs import judge_pair, refusals
 from kvjax.cache.method import Method
-from kvjax.methods.registry import Recipe
+from kvjax.methods.registry import MethodEntry
 
 
-def fills(recipe: Recipe) -> list[str]:
-    """The slots that a recipe fills."""
-    method, default = recipe.make(), Method()
+def component_names(entry: MethodEntry) -> list[str]:
+    """The components that a method defines."""
+    method, default = entry.make(), Method()
     names = [f.name for f in dataclasses.fields(Method) if f.compare]
     return [name for name in names if getattr(method, name) != getattr(default, name)]
 
 
-def row(recipe: Recipe) -> str:
+def table_row(entry: MethodEntry) -> str:
     """The row of one method."""
-    reasons = "; ".join(f"{code_list(names)} ({reason})" for reason, names in refusals(recipe.name).items())
-    return f"| [`{recipe.name}`](methods/{recipe.name}.md) | {code_list(fills(recipe))} | {reasons or 'none'} |"
+    reasons = "; ".join(f"{code_list(names)} ({reason})" for reason, names in refusals(entry.name).items())
+    return f"| [`{entry.name}`](methods/{entry.name}.md) | {code_list(component_names(entry))} | {reasons or 'none'} |"
 
 
 def page() -> str:
     """The page."""
-    pairs = list(itertools.combinations(recipes(), 2))
-    num_works = sum(pair_verdict(*pair).works for pair in pairs)
-    rows = "\n".join(map(row, recipes().values()))
+    entries = builtin_entries()
+    pairs = list(itertools.combinations(entries, 2))
+    num_composing = sum(judge_pair(*pair).composes for pair in pairs)
+    rows = "\n".join(map(table_row, entries.values()))
     return f"""# Which methods compose
 
-`a + b` fills the slots of both. Where it cannot, `IncompatibleMethod` says which slots and what to do. {num_works:,} of
-{len(pairs):,} pairs of {len(recipes())} methods compose; each pair was tried when this page was built.
+`a + b` has the components of both. Where they clash, `IncompatibleMethod` names the components and the remedy.
+{num_composing:,} of {len(pairs):,} pairs of {len(entries)} methods compose; each pair was tried when this page was
+built.
 
 A method composes with every method except those in its row.
 
-| method | fills | does not compose with |
+| method | defines | does not compose with |
 |---|---|---|
 {rows}
 
-- Methods that fill `representatives`, `merge`, `layer_budgets` or `side_store` may need a selection to stand on, as in
+- Methods that define `representatives`, `merge`, `layer_budgets` or `side_store` may need a selection, as in
   `snapkv:budget=256 + kvcrush`. Such a pair composes together with a selection.
-- `specache + kivi` keeps the host's tokens in low bits too; `offload + x` places on the host what `x` holds.
+- `specache + kivi` stores the host's tokens in low bits too; `offload + x` moves the cache of `x` to the host.
 
-The tests take a step with pairs of every kind and compare shapes, dtypes and memory kinds. Pairs that together fill
-every two slots are run on ragged batches and equal dense attention at their limits (`tests/contract/test_products.py`).
+The tests take a step with pairs of every kind and compare shapes, dtypes and memory kinds. Pairs that together define
+every two components run on ragged batches and equal dense attention at their limits
+(`tests/contract/test_products.py`).
 """

@@ -1,4 +1,4 @@
-"""The page of the field, from field.toml, the catalogue and what was measured on the testbed model."""
+"""The page of the field: the systems of field.toml, and what kvjax has of each."""
 
 from __future__ import annotations
 
@@ -8,95 +8,93 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
-from docs.generate.catalogue import recipes
-from docs.generate.methods import planned, prose
+from docs.generate.entries import builtin_entries
+from docs.generate.methods import planned_fractions, prose
 from experiments.methods import read_results
 
 TABLE = Path(__file__).with_name("field.toml")
+NUM_NUMBERS = 5  # columns of `numbers`
 
 
-def systems() -> dict[str, list[dict[str, Any]]]:
-    """The systems of the survey, and those that people use beside it."""
+def load_systems() -> dict[str, list[dict[str, Any]]]:
+    """The systems of the survey, and other systems in use."""
     return tomllib.loads(TABLE.read_text())
 
 
-def checked(system: dict[str, Any]) -> dict[str, Any]:
-    """The system; raises LookupError where it claims a method or a call that there is not, or claims nothing."""
+def check_system(system: dict[str, Any]) -> None:
+    """Raises LookupError for a system that claims an unknown method or call, or claims nothing."""
     name = system["name"]
     for method in system.get("methods", ()):
-        if method not in recipes():
-            raise LookupError(f"{name} claims the method {method!r}, which the catalogue does not have")
+        if method not in builtin_entries():
+            raise LookupError(f"{name} claims the method {method!r}, which kvjax does not have")
     for call in system.get("calls", ()):
         try:
             operator.attrgetter(call.removeprefix("kvjax."))(kvjax)
         except AttributeError:
-            raise LookupError(f"{name} claims {call}, which there is not") from None
-    if not any(system.get(what) for what in ("methods", "calls", "outside", "slot")):
+            raise LookupError(f"{name} claims {call}, which kvjax does not have") from None
+    if not any(system.get(key) for key in ("methods", "calls", "outside", "slot")):
         raise LookupError(f"{name} has neither a method nor a call, nor a reason")
-    return system
 
 
-def here(system: dict[str, Any]) -> str:
-    """What stands for a system."""
+def implementation(system: dict[str, Any]) -> str:
+    """The methods and calls that implement a system, or the reason why none does."""
     methods = [f"[`{name}`](methods/{name}.md)" for name in system.get("methods", ())]
     calls = [f"`{name}`" for name in system.get("calls", ())]
     if methods or calls:
         return ", ".join(methods + calls)
     if "outside" in system:
         return f"Outside. {system['outside']} Instead: {system['instead']}"
-    return f"Not here. What would carry it: {system['slot']}"
+    return f"Not here. It would need: {system['slot']}"
 
 
-def differs(system: dict[str, Any]) -> str:
-    """What is not as in the papers or their public code."""
-    ours = [recipes()[name] for name in system.get("methods", ())]
-    return " ".join(recipe.differs for recipe in ours if recipe.differs) or system.get("differs", "")
+def differences(system: dict[str, Any]) -> str:
+    """The differences from the papers or their public code."""
+    return " ".join(builtin_entries()[name].docs.differs for name in system.get("methods", ())) or system.get(
+        "differs", ""
+    )
 
 
-def numbers(system: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
-    """Bytes, quality and speed of its first method, beside those of the full cache."""
-    ours = [recipes()[name] for name in system.get("methods", ())]
-    method = next((recipe.example for recipe in ours if recipe.example in found), None)
+def numbers(system: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
+    """Bytes, quality and speed of a system's first method, as cells."""
+    examples = [builtin_entries()[name].example for name in system.get("methods", ())]
+    method = next((example for example in examples if example in results), None)
     if method is None:
-        return " | ".join([""] * 5)
-    row, full = found[method], found["full"]
-    sizes = (f"{fraction:.1%}" for fraction in planned(method))
+        return " | ".join([""] * NUM_NUMBERS)
+    row, full = results[method], results["full"]
+    sizes = (f"{fraction:.1%}" for fraction in planned_fractions(method))
     quality = f"{row['recall']:.1%} | {row['code_bits'] - full['code_bits']:+.3f}"
     speed = f"{row['speed']:.2f}x" if "speed" in row else ""
     return f"{' | '.join(sizes)} | {quality} | {speed}"
 
 
-HEAD = """| {first} | system | what it does | here | device | host | recall | code | speed |
-|---|---|---|---|---:|---:|---:|---:|---:|"""
-
-
-def table(rows: list[dict[str, Any]], found: dict[str, dict[str, Any]], first: str) -> str:
-    """One row per system."""
-    lines = [HEAD.format(first=first)]
-    for system in map(checked, rows):
+def table(systems: list[dict[str, Any]], results: dict[str, dict[str, Any]], first_column: str) -> str:
+    """A table with a row per system."""
+    lines = [
+        f"| {first_column} | system | what it does | here | device | host | recall | code | speed |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for system in systems:
+        check_system(system)
         title = f"{system['name']}: *{system['title']}*" if "title" in system else system["name"]
-        cells = (str(system.get("number", "")), title, system["does"], here(system), numbers(system, found))
+        cells = (str(system.get("number", "")), title, system["does"], implementation(system), numbers(system, results))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def notes(rows: list[dict[str, Any]]) -> str:
-    """What differs, system by system."""
-    return "\n".join(f"- **{system['name']}**: {prose(differs(system))}" for system in rows if differs(system))
-
-
 def page() -> str:
     """The page."""
-    field, found = systems(), read_results()
-    survey, beside = field["survey"], field["beside"]
-    works = sum("methods" in system or "calls" in system for system in survey)
+    systems, results = load_systems(), read_results()
+    survey, others = systems["survey"], systems["others"]
+    num_here = sum("methods" in system or "calls" in system for system in survey)
+    differing = [(system["name"], differences(system)) for system in (*survey, *others)]
+    notes = "\n".join(f"- **{name}**: {prose(text)}" for name, text in differing if text)
     return f"""---
 hide: [toc]
 ---
 
 # The field
 
-{works} of the {len(survey)} systems of the survey are here. Each of the others says why it is not, and what of its
+{num_here} of the {len(survey)} systems of the survey are here. Each of the others says why it is not, and what of its
 idea can be had.
 
 The numbers are of the first method that is named, at the setting on its page, on the testbed model: bytes of a context
@@ -106,13 +104,13 @@ contexts together, in float32 on two CPU cores (`python -m experiments.methods -
 
 ## The survey
 
-{table(survey, found, "no.")}
+{table(survey, results, "no.")}
 
-## What people use beside it
+## Other systems in use
 
-{table(beside, found, " ")}
+{table(others, results, " ")}
 
 ## What differs from the papers or their public code
 
-{notes([*survey, *beside])}
+{notes}
 """

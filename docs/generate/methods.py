@@ -1,4 +1,4 @@
-"""A page for each method and each family, from the methods' files and from what was measured."""
+"""The pages of methods and of families, from the methods' docstrings and from what was measured."""
 
 from __future__ import annotations
 
@@ -8,147 +8,133 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kvjax
-from docs.generate.catalogue import by_family, code_list, family_page, pair_verdict, recipes, refusals
-from docs.generate.equal_bytes import RESULTS, Result, fractions_row, fractions_table
-from docs.generate.parameters import describe
+from docs.generate.entries import builtin_entries, code_list, entries_by_family, family_path
+from docs.generate.equal_bytes import RESULTS, Result, method_row, method_table
+from docs.generate.pairs import judge_pair, refusals
 from experiments.methods import read_results
-from kvjax.cache.calibration.table_kinds import KINDS
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS
 from kvjax.cache.method import Method
-from kvjax.methods.registry import FAMILIES, Recipe
-from kvjax.methods.strings import parse, parts_given
+from kvjax.methods.registry import FAMILIES, MethodEntry
+from kvjax.methods.strings import parse, parse_parts
 
-Measured = Mapping[str, Mapping[str, Any]]
 FULL = "full"
-CONTEXT = 2048  # tokens, of the contexts of `experiments.methods`
+CONTEXT_TOKENS = 2048  # the length of the contexts of `experiments.methods`
 TRAITS = {
     "exact": "attention is that of the full cache",
     "evicts": "some tokens are lost for good",
     "constant": "the cache stops growing",
     "host": "a part of it lives in host memory",
-    "after_prompt": "the tokens to keep are chosen when the prompt ends, before later questions are known",
+    "after_prompt": "the tokens to keep are selected when the prompt ends, before later questions are known",
 }
 PAPERS = {
     r"(?<![\d.])(?:arXiv )?(\d{4}\.\d{5})(?!\d)": "[arXiv {0}](https://arxiv.org/abs/{0})",
     r"\bopenreview (\w{10})\b": "[OpenReview {0}](https://openreview.net/forum?id={0})",
 }
-"""How a citation names a paper -> its link."""
+"""How a reference names a paper -> its link."""
 
-ON_TESTBED = f"""The testbed model computed in float32 and read eight contexts of {CONTEXT:,} tokens. Recall is of eight
-questions each, asked after the context was compressed; code is 512 tokens of held-out source code after 1,536. Device
-and host are fractions of the exact cache's bytes, both in bfloat16, as planned for {CONTEXT:,} tokens; the KiB are
-those of one context as it was measured, in float32. `python -m experiments.methods` measures it."""
+ON_TESTBED = f"""The testbed model computed in float32 and read eight contexts of {CONTEXT_TOKENS:,} tokens. Recall is
+of eight questions each, asked after the context was compressed; code is 512 tokens of held-out source code after 1,536.
+Device and host are fractions of the exact cache's bytes, both in bfloat16, as planned for {CONTEXT_TOKENS:,} tokens;
+the KiB are those of one context as it was measured, in float32. `python -m experiments.methods` measures it."""
 
 
-def page(recipe: Recipe) -> str:
-    """One method's page."""
-    description = describe(recipe)
+def page(entry: MethodEntry) -> str:
+    """The page of one method."""
+    docs = entry.docs
     parts = [
-        f"# {recipe.name}",
-        prose(recipe.summary),
-        f"Source: {linked(prose(recipe.source))}. Family: [{recipe.family}](../{family_page(recipe.family)}). "
-        f"Code: `kvjax/methods/{recipe.make.__module__.rpartition('.')[2]}.py`.",
+        f"# {entry.name}",
+        prose(docs.summary),
+        f"Source: {link_papers(prose(docs.reference))}. Family: [{entry.family}](../{family_path(entry.family)}). "
+        f"Code: `kvjax/methods/{entry.make.__module__.rpartition('.')[2]}.py`.",
+        prose(docs.description),
         "## Use it",
-        usage(recipe),
+        usage(entry),
         "## Parameters",
-        parameters(recipe),
-        prose(description.notes),
-        *_section("What it computes", recipe.formula),
-        *_section("What differs from the paper or its public code", recipe.differs),
-        *real_model(lambda method: recipe.name in names_in(method)),
+        parameter_table(entry),
+        "## What it computes",
+        prose(docs.formula),
+        "## What differs from the paper or its public code",
+        prose(docs.differs),
+        *real_model_section(lambda method: entry.name in method_names(method)),
         "## On the testbed model",
-        testbed_table([FULL, recipe.example]),
+        testbed_table([FULL, entry.example]),
         ON_TESTBED,
         "## Components",
-        components(parse(recipe.example)),
-        *explained(recipe),
+        component_table(parse(entry.example)),
+        *class_sections(entry),
         "## With other methods",
-        pairs(recipe),
+        pair_lists(entry),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _section(title: str, text: str) -> list[str]:
-    return [f"## {title}", prose(text)] if text else []
-
-
-def usage(recipe: Recipe) -> str:
+def usage(entry: MethodEntry) -> str:
     """A command and a Python call to copy, with the setting that the page measures."""
+    calls = []
+    for name, values in parse_parts(entry.example):
+        # A value that is no Python literal, such as the fraction 25%, is given as its string.
+        literals = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
+        calls.append(f"kvjax.methods.{name}({', '.join(f'{key}={value!r}' for key, value in literals.items())})")
+    call = calls[0] if len(calls) == 1 else f"kvjax.compose({', '.join(calls)})"
     return f"""```sh
-kvjax eval --methods "full; {recipe.example}" --out out/{recipe.name}
+kvjax eval --methods "full; {entry.example}" --out out/{entry.name}
 ```
 
 ```python
 import kvjax
 
-method = {python_call(recipe.example)}
+method = {call}
 ```
 
-The string `{recipe.example}` and the value `method` are the same to every call, such as
+The string `{entry.example}` and the value `method` are the same to every call, such as
 [`kvjax.generate`](../generation.md) and [`kvjax.eval.compare`](../evaluation.md)."""
 
 
-def python_call(text: str) -> str:
-    """The call that makes the method of a string."""
-
-    def argument(value: Any) -> str:
-        return repr(value if isinstance(value, bool | int | float | str) else str(value))
-
-    calls = [
-        f"kvjax.methods.{part.name}({', '.join(f'{key}={argument(value)}' for key, value in part.values.items())})"
-        for part in parts_given(text)
-    ]
-    return calls[0] if len(calls) == 1 else f"kvjax.compose({', '.join(calls)})"
-
-
-def parameters(recipe: Recipe) -> str:
-    """The table of parameters, those that are explained together in one row."""
-    if not recipe.parameters:
+def parameter_table(entry: MethodEntry) -> str:
+    """The parameters with types, defaults and meanings; an empty default is shown as "" ."""
+    if not entry.parameters:
         return "None."
     rows = []
-    for group in describe(recipe).groups:
-        given = "<br>".join(map(_default, (recipe.parameters[name] for name in group.names)))
-        rows.append(f"| {given} | {prose(group.meaning, in_table=True)} |")
+    for name, meaning in entry.meanings.items():
+        parameter = entry.parameters[name]
+        type_name = parameter.annotation.__name__
+        type_name = "int or `25%`" if type_name in ("Tokens", "TokenBudget") else type_name
+        default = '""' if parameter.default == "" else parameter.default
+        rows.append(f"| `{name}={default}` {type_name} | {prose(meaning, in_table=True)} |")
     return "\n".join(["| parameter and default | meaning |", "|---|---|", *rows])
 
 
-def _default(parameter: inspect.Parameter) -> str:
-    """A parameter with its default as a string of a method has it, and its type; an empty text is shown as one."""
-    kind = "int or `25%`" if parameter.annotation.__name__ == "Tokens" else parameter.annotation.__name__
-    default = '""' if parameter.default == "" else parameter.default
-    return f"`{parameter.name}={default}` {kind}"
-
-
-def components(method: Any) -> str:
-    """The slots that a method fills, and its traits."""
+def component_table(method: Any) -> str:
+    """The components that a method defines, and its traits."""
     default = Method()
-    filled = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
-    rows = [f"| `{name}` | `{value}` |" for name, value in filled.items() if value != getattr(default, name)]
-    told = [said for name, said in TRAITS.items() if getattr(method.traits, name)]
-    table = "\n".join(["| slot | value |", "|---|---|", *rows]) if rows else "Every slot has its default."
-    return table + (f"\n\nIn short: {'; '.join(told)}." if told else "")
+    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
+    rows = [f"| `{name}` | `{value}` |" for name, value in values.items() if value != getattr(default, name)]
+    traits = [text for name, text in TRAITS.items() if getattr(method.traits, name)]
+    table = "\n".join(["| component | value |", "|---|---|", *rows]) if rows else "Every component has its default."
+    return table + (f"\n\nIn short: {'; '.join(traits)}." if traits else "")
 
 
-def explained(recipe: Recipe) -> list[str]:
-    """What the classes say to which a docstring refers: `KVCrush`, or that of a kind of table."""
-    module = sys.modules[recipe.make.__module__]
-    found = {name: getattr(module, name) for name in re.findall(r"`([A-Z]\w+)`", recipe.text)}
-    found |= {f"{kind} tables": type(KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", recipe.text)}
-    return [f"### {name}\n\n{prose(inspect.getdoc(told) or '')}" for name, told in found.items()]
+def class_sections(entry: MethodEntry) -> list[str]:
+    """The docstrings of classes that a method's docstring names, such as `KVCrush`, and of its kind of table."""
+    module, text = sys.modules[entry.make.__module__], " ".join([entry.docs.description, *entry.docs.args.values()])
+    named = {name: getattr(module, name) for name in re.findall(r"`([A-Z]\w+)`", text)}
+    named |= {f"{kind} tables": type(TABLE_KINDS[kind]) for kind in re.findall(r"of kind `(\w+)`", text)}
+    return [f"### {name}\n\n{prose(inspect.getdoc(cls) or '')}" for name, cls in named.items()]
 
 
-def pairs(recipe: Recipe) -> str:
-    """What a method composes with, folded away, and what it does not, by reason."""
-    others = [name for name in recipes() if name not in (recipe.name, FULL)]
-    works = [name for name in others if pair_verdict(recipe.name, name).works]
+def pair_lists(entry: MethodEntry) -> str:
+    """The methods that a method composes with, folded away, and the others with the reasons."""
+    others = [name for name in builtin_entries() if name not in (entry.name, FULL)]
+    composing = [name for name in others if judge_pair(entry.name, name).composes]
     parts = ["Composes with none."]
-    if works:
-        links = ", ".join(f"[`{name}`]({name}.md)" for name in works)
-        parts = [f'??? note "Composes with {len(works)} of {len(others)} methods"\n\n    {links}']
-    if refused := refusals(recipe.name):
+    if composing:
+        links = ", ".join(f"[`{name}`]({name}.md)" for name in composing)
+        parts = [f'??? note "Composes with {len(composing)} of {len(others)} methods"\n\n    {links}']
+    if refused := refusals(entry.name):
         rows = [f"| {code_list(names)} | {prose(reason, in_table=True)} |" for reason, names in refused.items()]
         parts.append("\n".join(["| does not compose with | because |", "|---|---|", *rows]))
     return "\n\n".join(parts)
@@ -156,31 +142,31 @@ def pairs(recipe: Recipe) -> str:
 
 @functools.cache
 def real_results() -> tuple[Result, ...]:
-    """What was measured at equal bytes on a real model."""
+    """The results at equal bytes on a real model."""
     documents = [json.loads(path.read_text()) for path in sorted(RESULTS.parent.glob("*.smollm2.json"))]
     return tuple(Result(document) for document in documents if {"bfloat16", "scores"} <= document.keys())
 
 
-def names_in(method: str) -> list[str]:
-    """The recipes that a method string names."""
-    return [part.name for part in parts_given(method)]
+def method_names(method: str) -> list[str]:
+    """The names of the methods that a string composes."""
+    return [part.name for part in parse_parts(method)]
 
 
-def real_model(wanted: Callable[[str], bool]) -> list[str]:
-    """The section of what real models do under the wanted methods; nothing where none was measured."""
+def real_model_section(is_wanted: Callable[[str], bool]) -> list[str]:
+    """The results of real models under the wanted methods; empty where none was measured."""
     found, shown = [], set()
     for result in real_results():
-        methods = [method for method in result.document["scores"] if method != FULL and wanted(method)]
-        # Runs share methods: what another one says, number for number, is said once.
-        rows = {method: fractions_row(result, method) for method in methods}
+        methods = [method for method in result.document["scores"] if method != FULL and is_wanted(method)]
+        # Runs share methods, and equal rows of two runs are shown once.
+        rows = {method: method_row(result, method) for method in methods}
         methods = [method for method, row in rows.items() if row not in shown]
         shown |= set(rows.values())
         if methods:
-            found += [fractions_table(result, [FULL, *methods]), _setting(result)]
+            found += [method_table(result, [FULL, *methods]), _describe_run(result)]
     return ["## On a real model", *found] if found else []
 
 
-def _setting(result: Result) -> str:
+def _describe_run(result: Result) -> str:
     document = result.document
     machine, seeds = document["machine"], ", ".join(map(str, document["seeds"]))
     return (
@@ -192,9 +178,9 @@ def _setting(result: Result) -> str:
 
 
 @functools.cache
-def planned(method: str) -> tuple[float, float]:
-    """Bytes of a context on the device and on the host, of the exact cache's, both in bfloat16."""
-    planned = kvjax.planned_bytes(method, _testbed_config(), CONTEXT, dtype="bfloat16")
+def planned_fractions(method: str) -> tuple[float, float]:
+    """Planned bytes of a context on the device and on the host, as fractions of the exact cache's, in bfloat16."""
+    planned = kvjax.planned_bytes(method, _testbed_config(), CONTEXT_TOKENS, dtype="bfloat16")
     return planned.fraction_of_full, planned.host_fraction_of_full
 
 
@@ -204,87 +190,86 @@ def _testbed_config() -> Any:
 
 
 def testbed_table(methods: Sequence[str]) -> str:
-    """What was measured on the testbed model; says how to measure what was not."""
-    found = read_results()
-    names = [name for name in dict.fromkeys(methods) if name in found]
-    rows = [_testbed_row(name, found[name]) for name in names]
+    """The results on the testbed model, and the methods without any."""
+    results = read_results()
+    names = [name for name in dict.fromkeys(methods) if name in results]
+    rows = []
+    for name in names:
+        row, (device, host) = results[name], planned_fractions(name)
+        numbers = f"{device:.1%} | {host:.1%} | {row['recall']:.1%} | {row['code_bits']:.3f} | {row['agreement']:.1%}"
+        kib = f"{row['device_bytes'] / 1024:,.0f} | {row['host_bytes'] / 1024:,.0f}"
+        rows.append(f"| `{name}` | {numbers} | {kib} |")
     heads = ["method", "device, bfloat16", "host, bfloat16", "recall", "code, bits per byte", "predicts as `full`"]
     heads += ["device KiB, float32", "host KiB, float32"]
     table = "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *rows])
-    missing = [name for name in methods if name not in found]
+    missing = [name for name in methods if name not in results]
     return table + (f"\n\nNot yet measured: {code_list(missing)}." if missing else "")
 
 
-def _testbed_row(name: str, row: Mapping[str, Any]) -> str:
-    device, host = planned(name)
-    numbers = f"{device:.1%} | {host:.1%} | {row['recall']:.1%} | {row['code_bits']:.3f} | {row['agreement']:.1%}"
-    return f"| `{name}` | {numbers} | {row['device_bytes'] / 1024:,.0f} | {row['host_bytes'] / 1024:,.0f} |"
-
-
-def family(name: str) -> str:
+def family_page(name: str) -> str:
     """The page of a family."""
-    members = by_family()[name]
+    members = entries_by_family()[name]
     rows = [
-        f"| [`{r.name}`](../../methods/{r.name}.md) | {prose(r.summary, in_table=True)}<br>`{r.example}` |"
-        for r in members
+        f"| [`{e.name}`](../../methods/{e.name}.md) | {prose(e.docs.summary, in_table=True)}<br>`{e.example}` |"
+        for e in members
     ]
-    own = {recipe.name for recipe in members} - {FULL}
+    own = {entry.name for entry in members} - {FULL}
     parts = [
-        f"# {_title(name)}",
+        f"# {_capitalize(name)}",
         prose(FAMILIES[name]),
         "\n".join(["| method | what it does, and a line to copy |", "|---|---|", *rows]),
-        *real_model(lambda method: bool(own & set(names_in(method)))),
+        *real_model_section(lambda method: bool(own & set(method_names(method)))),
         "## On the testbed model",
-        testbed_table([FULL, *(recipe.example for recipe in members)]),
+        testbed_table([FULL, *(entry.example for entry in members)]),
         ON_TESTBED,
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _title(family: str) -> str:
+def _capitalize(family: str) -> str:
     return family[0].upper() + family[1:]
 
 
-def index() -> str:
+def index_page() -> str:
     """The page of all methods."""
     parts = [
         "# Methods",
-        f"{len(recipes())} methods in {len(FAMILIES)} families. A method is a string or a value: `snapkv:budget=25%` "
-        'is `kvjax.methods.snapkv(budget="25%")`, and `a + b` [composes two](../composition.md). `kvjax methods` '
-        "prints this list.",
+        f"{len(builtin_entries())} methods in {len(FAMILIES)} families. A method is a string or a value: "
+        '`snapkv:budget=25%` is `kvjax.methods.snapkv(budget="25%")`, and `a + b` [composes two](../composition.md). '
+        "`kvjax methods` prints this list.",
     ]
-    for name, members in by_family().items():
-        lines = [f"- [`{r.name}`]({r.name}.md): {prose(r.summary)}" for r in members]
-        parts += [f"## [{_title(name)}](../{family_page(name)})", prose(FAMILIES[name]), "\n".join(lines)]
+    for name, members in entries_by_family().items():
+        lines = [f"- [`{e.name}`]({e.name}.md): {prose(e.docs.summary)}" for e in members]
+        parts += [f"## [{_capitalize(name)}](../{family_path(name)})", prose(FAMILIES[name]), "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
 def pages() -> dict[str, str]:
     """Path -> text, of all pages."""
-    found = {"methods/index.md": index()}
-    found |= {family_page(name): family(name) for name in FAMILIES}
-    return found | {f"methods/{recipe.name}.md": page(recipe) for recipe in recipes().values()}
+    texts = {"methods/index.md": index_page()}
+    texts |= {family_path(name): family_page(name) for name in FAMILIES}
+    return texts | {f"methods/{entry.name}.md": page(entry) for entry in builtin_entries().values()}
 
 
 def menu() -> list[Any]:
-    """The part of the menu with the methods: each family a group that opens with its own page."""
+    """The part of the site's menu with the methods: a group per family, which opens with the family's page."""
     groups = {
-        _title(name): [family_page(name), *({r.name: f"methods/{r.name}.md"} for r in members)]
-        for name, members in by_family().items()
+        _capitalize(name): [family_path(name), *({e.name: f"methods/{e.name}.md"} for e in members)]
+        for name, members in entries_by_family().items()
     }
     return ["methods/index.md", *({title: group} for title, group in groups.items())]
 
 
-def linked(text: str) -> str:
-    """A citation with links to the papers that it names."""
+def link_papers(text: str) -> str:
+    """A reference with links to the papers that it names."""
     for pattern, link in PAPERS.items():
         text = re.sub(pattern, lambda found, link=link: link.format(found[1]), text)
     return text
 
 
 def prose(text: str, in_table: bool = False) -> str:
-    """Text of a docstring as Markdown: methods in quotes as code, and signs of formulas as they are."""
-    names = "|".join(recipes())
+    """Text of a docstring as Markdown: methods in quotes as code, and the signs of formulas escaped."""
+    names = "|".join(builtin_entries())
     text = re.sub(rf"'((?:{names})(?:[: +][^']*)?)'", r"`\1`", text)
     pieces = re.split(r"(`[^`]*`)", text)
     escaped = [

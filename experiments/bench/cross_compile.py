@@ -99,7 +99,7 @@ def _move_to(mesh: Mesh | AbstractMesh, arguments: dict[str, Any], static: Seque
     """Replaces each array by its shape and dtype in the same kind of memory of another machine."""
 
     def describe(x: jax.Array) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=memory.kind(x))
+        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=memory.memory_kind(x))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return {name: x if name in static else jax.tree.map(describe, x) for name, x in arguments.items()}

@@ -13,7 +13,7 @@ import numpy as np
 import kvjax
 from experiments.bench.measuring import time_in_turns
 from kvjax.eval.run.machine import cores, version
-from kvjax.generation.reuse.full_kv import of_arrays
+from kvjax.generation.reuse.full_kv import full_kv_from_arrays
 
 
 class KvjaxDecoder:
@@ -75,8 +75,8 @@ def random_loop(model: kvjax.Model, method: str | kvjax.Method, batch: int, toke
 
     pairs = [(draw(i, 0), draw(i, 1)) for i in range(c.layers)]
     loop = KvjaxDecoder(model, method)
-    exact = of_arrays(model, pairs, jnp.full((batch,), tokens, jnp.int32))
-    loop.begin(exact.under(method, tokens + room), room)
+    exact = full_kv_from_arrays(model, pairs, jnp.full((batch,), tokens, jnp.int32))
+    loop.begin(exact.compress(method, tokens + room), room)
     return loop
 
 

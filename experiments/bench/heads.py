@@ -24,13 +24,13 @@ from experiments.bench.decoders import KvjaxDecoder, time_decode_steps
 from experiments.bench.shapes import SHAPES, describe
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.eval.run.machine import machine
-from kvjax.generation.reuse.full_kv import Exact
+from kvjax.generation.reuse.full_kv import FullKV
 
 EQUAL = "equal heads"
 MAX_POSITIONS = 2**20  # no prompt of random keys reaches the model's own limit
 
 
-def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> Exact:
+def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> FullKV:
     """Random keys, values and queries of every layer, as if a prompt had been read; no model runs."""
     c, key = model.config, jax.random.key(0)
     # Queries are scaled by 1/4 to 4: small ones attend to all tokens alike, large ones to few.
@@ -43,7 +43,7 @@ def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> Exact:
     scale = spread[:, None, :, None, None, None].astype(model.dtype)
     layers = [LayerPrompt(draw(i, 0), draw(i, 1), draw(i, 2, c.groups) * scale[i]) for i in range(c.layers)]
     lengths, logits = jnp.full((batch,), tokens, jnp.int32), jnp.zeros((batch, c.vocab_size))
-    return Exact(model, tuple(layers), lengths, logits)
+    return FullKV(model, tuple(layers), lengths, logits)
 
 
 def methods(tokens: int, fraction: float, pages: Sequence[int]) -> dict[str, str]:
@@ -65,7 +65,7 @@ def measure(
     loops, cells = {}, {}
     for name, text in sides.items():
         loops[name] = KvjaxDecoder(model, kvjax.parse(text))
-        loops[name].begin(prompts.under(text, tokens + room), room)
+        loops[name].begin(prompts.compress(text, tokens + room), room)
         heads = [head for layer in kvjax.kept_positions(loops[name].cache) for row in layer for head in row]
         kept = np.array([(head < tokens).sum() for head in heads])  # of the prompt's tokens
         size = kvjax.state_bytes(loops[name].cache)

@@ -44,7 +44,7 @@ def append_and_recall(buf: memory.Buffer, idx: jax.Array) -> tuple[memory.Buffer
         buf, total = carry
         i, idx = xs
         buf = memory.append(buf, row, jnp.broadcast_to(i, (B, 1)))
-        return (buf, total + memory.rows(buf, idx).sum() if idx.size else total), None
+        return (buf, total + memory.gather_tokens(buf, idx).sum() if idx.size else total), None
 
     xs = (jnp.arange(idx.shape[0], dtype=jnp.int32), idx)
     return jax.lax.scan(step, (buf, jnp.float32(0)), xs)[0]

@@ -20,7 +20,7 @@ from experiments.bench import measuring
 from experiments.bench.decoders import KvjaxDecoder, random_loop, time_decode_steps
 from experiments.bench.shapes import describe
 from kvjax.eval.run.machine import machine
-from kvjax.methods.strings import named
+from kvjax.methods.strings import resolve
 
 METHODS = "full; kivi:bits=4; kivi:bits=2; kivi:bits=1; specache:bits=2; specache:bits=1"
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = machine()
     shape = config(*map(int, args.heads.split("x")), args.head_dim)
     models = {d: kvjax.random_model(shape, dtype=jnp.dtype(d)) for d in ("float32", "bfloat16")}
-    methods = list(named(["full", args.methods]))
+    methods = list(resolve(["full", args.methods]))
     cells, tables = {}, []
     for tokens in args.tokens:
         measuring.log_progress(f"{tokens} tokens")

@@ -2,7 +2,7 @@
 
 python -m experiments.bench.packed_kernel [--bits 2] [--context 32768] [--batches 1,8]
 
-Sides: "kernel", `kvjax.core.kernels.packed.attend` (on a GPU only); "dequantised", its reference, which unpacks
+Sides: "kernel", `packed_attention.attend` (on a GPU only); "dequantised", its reference, which unpacks
 everything; "dense", kvjax's attention over the same numbers in bfloat16; "jax cudnn" and "jax xla",
 `jax.nn.dot_product_attention` on them, where it supports the shapes. The run stops if two sides disagree. A turn runs
 several times over enough layers to exceed the caches; seconds are per layer. GB/s counts the bytes that a side must
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from experiments.bench import measuring
 from kvjax.core.attention import attend_dense, merge
-from kvjax.core.kernels import packed
+from kvjax.core.kernels import packed_attention as packed
 from kvjax.core.types import KVBlock
 from kvjax.eval.run.machine import machine
 
@@ -40,13 +40,13 @@ def random_layer(key: jax.Array, B: int, S: int, bits: int) -> Layer:
     """Random codes of numbers between about -1 and 1, and these numbers in bfloat16."""
     keys = iter(jax.random.split(key, 6))
 
-    def codes(*scales: int) -> packed.Codes:
+    def codes(*scales: int) -> packed.PackedCodes:
         words = jax.random.bits(next(keys), (B, K, S * bits // 32, H), jnp.uint32)
         scale, lo = (jax.random.uniform(next(keys), (B, K, *scales), minval=0.5) for _ in "ab")
-        return packed.Codes(words, (scale * 2 / (2**bits - 1)).astype(jnp.bfloat16), (-lo).astype(jnp.bfloat16))
+        return packed.PackedCodes(words, (scale * 2 / (2**bits - 1)).astype(jnp.bfloat16), (-lo).astype(jnp.bfloat16))
 
     k, v = codes(S // GROUP, H), codes(S, H // GROUP)
-    dense = [f(x, bits).astype(jnp.bfloat16) for f, x in ((packed.keys, k), (packed.values, v))]
+    dense = [f(x, bits).astype(jnp.bfloat16) for f, x in ((packed.dequantize_keys, k), (packed.dequantize_values, v))]
     pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, 1, S))
     return {"packed": (k, v, pos), "dense": KVBlock(*dense, pos), "jax": tuple(x.swapaxes(1, 2) for x in dense)}
 
@@ -70,7 +70,7 @@ def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
     cudnn = {"jax cudnn": ("jax", functools.partial(theirs, "cudnn"))}
     return {
         **(kernel if gpu else {}),
-        "dequantised": ("packed", functools.partial(over_codes, packed.reference)),
+        "dequantised": ("packed", functools.partial(over_codes, packed.attend_reference)),
         "dense": ("dense", dense),
         **(cudnn if gpu else {}),
         "jax xla": ("jax", functools.partial(theirs, "xla")),

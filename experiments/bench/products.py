@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import measuring
-from kvjax.core.matmul import WITHOUT_PACKING, matmul
+from kvjax.core.matmul import NO_PACKING, matmul
 from kvjax.eval.run.machine import machine
 from kvjax.utils.arguments import float_type
 
 PASSES = 8  # per turn: threads of a machine that has paused are slow to wake
 Shape = tuple[int, int]
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
-PROGRAMS = {"packed": (jnp.matmul, None), "not packed": (jnp.matmul, WITHOUT_PACKING), "kvjax": (matmul, None)}
+PROGRAMS = {"packed": (jnp.matmul, None), "not packed": (jnp.matmul, NO_PACKING), "kvjax": (matmul, None)}
 """Name -> (the product, options of the compiler)."""
 
 

@@ -29,7 +29,7 @@ from experiments.bench.process import Killed, run_in_process
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
 from kvjax.eval.run.machine import machine
-from kvjax.methods.strings import split_many
+from kvjax.methods.strings import split_list
 from kvjax.models import Config
 from kvjax.utils.arguments import dtype_name
 
@@ -164,7 +164,7 @@ def row(found: dict[str, Any]) -> list[Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = measuring.make_parser(__doc__)
-    parser.add_argument("--methods", type=split_many, default=split_many(METHODS), help='separated by ";"')
+    parser.add_argument("--methods", type=split_list, default=split_list(METHODS), help='separated by ";"')
     parser.add_argument("--shape", choices=SHAPES, default="125m")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1000, help="of the prompt")

@@ -18,7 +18,7 @@ from kvjax.cli import use_compilation_cache
 from kvjax.eval.run.command import words
 from kvjax.eval.tasks import packaged
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.generation.reuse.full_kv import held_in_full
+from kvjax.generation.reuse.full_kv import full_kv_from_context
 from kvjax.models.tokenizer import FILE
 from kvjax.testbed import corpus, tasks
 
@@ -138,7 +138,7 @@ def answers(
 
 def compress(method: Method, context: Context) -> Context:
     """Compresses the keys and values of a context under `full`; only for methods that observe no queries."""
-    return held_in_full(context).under(method, context.cache.capacity)
+    return full_kv_from_context(context).compress(method, context.cache.capacity)
 
 
 def continuations(

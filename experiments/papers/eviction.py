@@ -21,7 +21,7 @@ from experiments.papers import common, questions
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.protocol import KVMethod
 from kvjax.generation.inputs import round_up
-from kvjax.methods.strings import Methods, named
+from kvjax.methods.strings import Methods, resolve
 from kvjax.testbed import corpus, tasks
 from kvjax.testbed.vocab import ASK, PAIR, SYMBOLS
 
@@ -81,7 +81,7 @@ class Prompts:
 
     def compress(self, method: str | KVMethod) -> Context:
         """The context that `kvjax.read` of these prompts under the method returns."""
-        return self.exact.under(method, self.capacity)
+        return self.exact.compress(method, self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +237,7 @@ def measure(
     Returns:
       the outcomes, and the bytes of each method.
     """
-    methods = methods if isinstance(methods, Mapping) else named(methods)
+    methods = methods if isinstance(methods, Mapping) else resolve(methods)
     found, parts = Measurements(), {}
     work = [(t, instances(args, model, t), QuestionPrompts) for t in questions.select_tasks(model, args.tasks, TASKS)]
     if with_text or not work:

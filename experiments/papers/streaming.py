@@ -24,7 +24,7 @@ from experiments.papers import common
 from experiments.papers.eviction_tables import make_panels, save_panels
 from kvjax import KvjaxError, Method, Model
 from kvjax.core.types import Array
-from kvjax.generation.calls import log_probs
+from kvjax.generation.model_calls import log_probs
 
 NUM_POINTS = 100  # of the curve and of the slope
 NUM_PARTS = 10  # rows of the table

@@ -14,12 +14,13 @@ import numpy as np
 
 import kvjax
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_file import FOLDER
-from kvjax.cache.calibration.table_kinds import KINDS, Kind
+from kvjax.cache.calibration.table_file import SHIPPED_TABLES
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS
 from kvjax.cache.protocol import LayerSpec
 from kvjax.calibrate import arrays
 from kvjax.core.rope import Rope
 from kvjax.engine.plan import specs
+from kvjax.eval.tasks.ruler import Kind
 from kvjax.methods.registry import load_all
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
@@ -37,14 +38,14 @@ EXAMPLES = {
 
 def write_kind(name: str) -> None:
     """Writes all tables of a kind."""
-    kind, folder = KINDS[name], FOLDER / name
+    kind, folder = TABLE_KINDS[name], SHIPPED_TABLES / name
     folder.mkdir(parents=True, exist_ok=True)
     source = "random numbers: an example of the format"
     for file, spec in EXAMPLES.items():
         table_file.write(folder / file, name, spec, [kind.example(spec, np.random.default_rng(0))], source)
     model = kvjax.load("testbed")
     all_specs = specs(model.config)
-    if type(kind).count is Kind.count and not kind.measured_by:  # comes from training, not from a text
+    if type(kind).count is Kind.count and not kind.measuring_method:  # comes from training, not from a text
         layers = [kind.example(spec, np.random.default_rng(spec.index)) for spec in all_specs]
     else:
         layers = arrays(model, name, corpus.load("train").windows(CONTEXT_TOKENS)[:NUM_CONTEXTS], rows=4)
@@ -77,10 +78,10 @@ def write_real(name: str, model_name: str) -> None:
     layers = arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT_TOKENS] for text in texts])
     read = f"{NUM_REAL_CONTEXTS} x {CONTEXT_TOKENS} tokens of the source code of Python's library"
     source = f"kvjax calibrate {name} {model_name}, {read}"
-    table_file.write(FOLDER / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, source)
+    table_file.write(SHIPPED_TABLES / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, source)
 
 
 if __name__ == "__main__":
     load_all()
-    for kind in sys.argv[1:] or sorted(KINDS):
+    for kind in sys.argv[1:] or sorted(TABLE_KINDS):
         write_kind(kind)

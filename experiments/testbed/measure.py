@@ -18,7 +18,7 @@ import kvjax
 from experiments.testbed import ngram
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import KVMethod
-from kvjax.generation.calls import log_probs
+from kvjax.generation.model_calls import log_probs
 from kvjax.models.model import Model
 from kvjax.testbed import corpus, tasks
 

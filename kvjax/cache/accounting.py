@@ -1,19 +1,25 @@
-"""Bytes and kept tokens, read off the cache."""
+"""Bytes and kept tokens of a cache, read off its arrays, or off their shapes alone."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, Cache, SizedLayer
+from kvjax.cache.protocol import Cache, SizedLayer
 from kvjax.core import memory
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import KVBlock
 
-KINDS = ("device", "pinned_host")
+if TYPE_CHECKING:
+    from kvjax.cache.bound_layer import MethodLayer
+
+MEMORY_KINDS: tuple[str, str] = "device", "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +42,17 @@ class CacheBytes:
 
     @property
     def total(self) -> dict[str, int]:
-        """Bytes of all arrays, by memory kind: what is held, and what is reserved."""
-        return {kind: self.held[kind] + self.reserved[kind] for kind in KINDS}
+        """Bytes of all arrays, `held` and `reserved`, by memory kind."""
+        return {kind: self.held[kind] + self.reserved[kind] for kind in MEMORY_KINDS}
 
     @property
     def fraction_of_full(self) -> float:
-        """What the device holds, as a fraction of the exact cache of the same tokens in the model's dtype."""
+        """`held` on the device, as a fraction of the exact cache of the same tokens in the model's dtype."""
         return self.held["device"] / self.full if self.full else 0.0
 
     @property
     def host_fraction_of_full(self) -> float:
-        """What host memory holds, as a fraction of the exact cache of the same tokens in the model's dtype."""
+        """`held` in host memory, as a fraction of the exact cache of the same tokens in the model's dtype."""
         return self.held["pinned_host"] / self.full if self.full else 0.0
 
     def __str__(self) -> str:
@@ -64,22 +70,22 @@ class CacheBytes:
     def __add__(self, other: CacheBytes) -> CacheBytes:
         """The bytes of two caches, of models in one dtype."""
         held, reserved = (
-            {kind: mine[kind] + theirs[kind] for kind in KINDS}
+            {kind: mine[kind] + theirs[kind] for kind in MEMORY_KINDS}
             for mine, theirs in ((self.held, other.held), (self.reserved, other.reserved))
         )
         return CacheBytes(held, reserved, self.full + other.full, self.dtype)
 
     def per_sequence(self, count: int) -> CacheBytes:
         """The mean of a batch of `count` sequences, rounded down."""
-        held, reserved = ({kind: part[kind] // count for kind in KINDS} for part in (self.held, self.reserved))
+        held, reserved = ({kind: part[kind] // count for kind in MEMORY_KINDS} for part in (self.held, self.reserved))
         return CacheBytes(held, reserved, self.full // count, self.dtype)
 
 
 def array_bytes(tree: Any) -> dict[str, int]:
     """Bytes of a pytree of arrays or typed abstract values, by memory kind."""
-    total: dict[str, int] = dict.fromkeys(KINDS, 0)
+    total: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
     for x in jax.tree.leaves(tree):
-        total[memory.kind(x)] += x.size * x.dtype.itemsize
+        total[memory.memory_kind(x)] += x.size * x.dtype.itemsize
     return total
 
 
@@ -95,31 +101,84 @@ def state_bytes(cache: Cache) -> CacheBytes:
     Raises:
       KvjaxError: the cache was used up by an answer that did not copy it.
     """
-    cache.check_whole()
+    cache.check_usable()
     total, empty = array_bytes(cache), array_bytes(())
     for layer, state in zip(cache.plan, cache.layers, strict=True):
-        # A layer that is no `kvjax.Method` need not tell: all its arrays then count as held.
+        # A layer that is no `kvjax.Method` need not tell its empty slots: all its arrays then count as held.
         if isinstance(layer, SizedLayer):
             for kind, size in layer.empty_bytes(state, cache.dtype).items():
                 empty[kind] += size
-    held = {kind: total[kind] - empty[kind] for kind in KINDS}
+    held = {kind: total[kind] - empty[kind] for kind in MEMORY_KINDS}
     full = full_bytes(cache.config, np.asarray(cache.length).tolist(), cache.dtype)
     return CacheBytes(held, empty, full, cache.dtype)
 
 
 def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
-    """Bytes that the exact cache holds of sequences of these lengths: keys, values, positions and lengths."""
+    """Bytes that the exact cache of sequences of these lengths holds: keys, values, positions and lengths."""
     per_token = 2 * config.kv_heads * config.head_dim * jnp.dtype(dtype).itemsize + 4
     return sum(config.layers * (length * per_token + 4) + 4 for length in lengths)
 
 
 def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
-    """[layer][row][key/value head]: the positions, ascending, of the tokens whose keys and values the cache holds."""
-    cache.check_whole()
-
-    def of_layer(layer: BoundLayer, state: Any) -> list[list[np.ndarray]]:
+    """[layer][sequence][key/value head]: the positions, ascending, of the tokens that the cache holds."""
+    cache.check_usable()
+    kept = []
+    for layer, state in zip(cache.plan, cache.layers, strict=True):
         pos = np.asarray(layer.positions(state))
         pos = np.broadcast_to(pos, (pos.shape[0], cache.config.kv_heads, pos.shape[2]))
-        return [[np.sort(head[head >= 0]) for head in row] for row in pos]
+        kept.append([[np.sort(head[head >= 0]) for head in heads] for heads in pos])
+    return kept
 
-    return [of_layer(layer, state) for layer, state in zip(cache.plan, cache.layers, strict=True)]
+
+@functools.lru_cache(maxsize=65_536)  # each length of a growing text is an entry for each distinct layer
+def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False) -> dict[str, int]:
+    """Bytes that codecs and reader keep of one sequence, found by tracing the layer: nothing is computed.
+
+    Args:
+      layer: a bound layer.
+      slots: of the sequence.
+      dtype: of the model's keys and values.
+      filled: whether to count only what tokens in all of these slots fill, and not all arrays.
+
+    Returns:
+      Bytes by memory kind, of one sequence and all its heads.
+    """
+
+    def store(block: KVBlock, queries: Observation) -> Any:
+        # A prompt that is fed through the method is stored before any query has been observed.
+        observes = layer.needs.observes and not layer.needs.prompt_chunk
+        k, v, reader_state = layer.stored(block, queries if observes else None)
+        if not filled:
+            return k, v, reader_state
+        return (
+            layer.k.used_part(k, slots),
+            layer.v.used_part(v, slots),
+            layer.method.read.used_part(reader_state, slots),
+        )
+
+    def abstract(*shape: int, of: Any = dtype) -> Any:  # typed Any, since its users say Array
+        return jax.ShapeDtypeStruct((1, *shape), of)
+
+    spec, num_queries = layer.spec, layer.needs.observed_queries
+    num_queries = slots if num_queries is None else num_queries
+    tokens = abstract(spec.num_kv_heads, slots, spec.head_dim)
+    q = abstract(spec.num_kv_heads, spec.num_groups, num_queries, spec.head_dim)
+    block = KVBlock(tokens, tokens, abstract(1, slots, of=jnp.int32))
+    # `jax.eval_shape` would not tell in which memory an array lies; the abstract values of a jaxpr do.
+    return array_bytes(jax.make_jaxpr(store)(block, Observation(q, abstract(num_queries, of=jnp.int32))).out_avals)
+
+
+def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int]:
+    """Bytes that a store keeps beyond the used slots of each sequence, by memory kind.
+
+    Args:
+      store: a pytree; its arrays with an entry for each slot have the slots as axis 2, and others count as used.
+      slots: of each sequence and head.
+      used: for each sequence of the batch, the slots that tokens fill: of each head, or their mean over the heads.
+    """
+    total = array_bytes(())
+    for x in jax.tree.leaves(store):
+        if x.shape[2:3] == (slots,):
+            per_slot = x.size * x.dtype.itemsize / (len(used) * slots)
+            total[memory.memory_kind(x)] += sum(int(per_slot * (slots - count)) for count in used)
+    return total

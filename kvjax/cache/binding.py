@@ -16,25 +16,23 @@ class LayerDependent(Protocol):
     """A component that differs between layers, or checks that it fits the layer."""
 
     def at(self, spec: LayerSpec) -> Any:
-        """The component that replaces it in one layer."""
+        """Returns the component that replaces it in one layer.
+
+        That component keeps `spec.without_index` and, where it truly needs the layer's number, that number in a field
+        of its own: if it kept the whole spec, every layer would have compiled programs of its own.
+        """
         ...
 
 
 def bind_component(component: Any, spec: LayerSpec) -> Any:
-    """Resolves what a component of a method does in one layer.
-
-    A component that depends on the layer's place, or must check that it fits the layer, has a method `at(spec)`, which
-    returns what stands in its place there. It keeps `spec.without_index` and, where it truly needs the layer's number,
-    that number in a field of its own; if it kept the whole spec, every layer would have compiled programs of its own.
-    Any other component has its fields resolved.
-    """
+    """Resolves a component in one layer: by its method `at` if it is `LayerDependent`, else field by field."""
     if isinstance(component, LayerDependent) and not isinstance(component, type):
         return component.at(spec)
     return bind_fields(component, spec)
 
 
 def bind_fields(component: Any, spec: LayerSpec) -> Any:
-    """Resolves each field of a dataclass, or each element of a tuple; the value itself where none of them changes."""
+    """Resolves each field of a dataclass or element of a tuple; returns the value itself where none changes."""
     if type(component) is tuple:
         parts = tuple(bind_component(x, spec) for x in component)
         return parts if any(new is not old for new, old in zip(parts, component, strict=True)) else component

@@ -1,4 +1,22 @@
-"""A method bound to one layer: what its slots do with a prompt, and with each token after it."""
+"""`MethodLayer`: a `kvjax.Method` bound to one layer, and what its components do with a prompt and with each token.
+
+The life of a prompt, in `MethodLayer.prefill`:
+
+1. The decoder attends the prompt exactly (or by `attend`) and hands over its keys and values, and an `Observation`: the
+   queries, attention sums and outputs that `needs` asked for.
+2. `select` scores the tokens and keeps the best; `second_stage` and `representatives` change a part of that choice.
+3. `merge` adds evicted tokens to kept ones. A `side_store` takes tokens out of the main slots, and selects for itself.
+4. `decode`, a policy that evicts at every step, takes over the tokens that fit its constant number of slots.
+5. The codecs `k` and `v` encode the tokens that are left; `read` makes its summaries of them.
+
+The life of a decoded token, in `MethodLayer.extend`:
+
+6. `decode` chooses the slot whose token leaves, if the cache is full.
+7. The codecs and the reader append the token; only then is the cache read, since a token attends to itself.
+8. `read` attends to the slots that it chooses, the side store to its own; the partial results merge exactly.
+9. `decode` updates its statistics with the attention weights of the step.
+10. Draft tokens (`commit` says how many tokens are none) are attended in plain precision and leave no trace.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +28,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import compatibility
-from kvjax.cache.chunked_extend import Extend, in_pieces, singly
+from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.decode_policy import first_empty
-from kvjax.cache.eviction.granularity import gather
+from kvjax.cache.eviction.decode_policy import first_empty_slot
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.state import StateOperations
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, hash_once
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, hash_once
 from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
@@ -36,15 +52,15 @@ PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class MethodLayer(StateOperations):
-    """A method bound to one layer: the `BoundLayer` of the contract, by the method's slots.
+    """A method bound to one layer: implements `BoundLayer` by the method's components.
 
-    Layers of a model that do the same are equal values, wherever they stand.
+    Layers that do the same are equal values, wherever they stand in the model, and share their compiled programs.
 
     Attributes:
-      method: its components as they are in this layer.
-      spec: the layer's, without its index.
-      budgets: the tokens that the selection would keep in each layer of the model, None for no bound; only where
-        layers divide one budget, empty otherwise.
+      method: the components as they are in this layer.
+      spec: the layer, without its index.
+      budgets: tokens that the selection would keep in each layer of the model, None for no bound; only where all layers
+        divide one budget, empty otherwise.
     """
 
     method: Method
@@ -53,89 +69,79 @@ class MethodLayer(StateOperations):
 
     @property
     def k(self) -> Codec:
-        """How keys are held."""
+        """Codec of the keys."""
         return self.method.k
 
     @property
     def v(self) -> Codec:
-        """How values are held."""
+        """Codec of the values."""
         return self.method.v
 
     @property
     def needs(self) -> Needs:
-        """What the slots ask of the decoder."""
+        """Requests of all components to the decoder."""
         m = self.method
-        asked = [
-            0 if m.select is None else m.select.scorer.num_queries,
-            0 if m.decode is None else m.decode.num_queries,
-        ]
-        asked += [x.num_queries for x in (m.k, m.v, m.read, m.side_store, m.layer_budgets) if x is not None]
-        queries = None if None in asked else max(n for n in asked if n is not None)
-        chunk = 0 if m.select else m.read.prompt_chunk
-        output = m.select is not None and (
-            m.select.scorer.needs_output or (m.second_stage is not None and m.second_stage.needs_output)
-        )
-        hidden = m.select is not None and m.select.scorer.needs_hidden
-        probe = None if m.select is None else m.select.scorer.replay
-        neighbour = 0 if m.side_store is None else m.side_store.paired_layer
-        endless = m.positions == "cache" or m.read.unbounded_length
-        shared = m.layer_budgets is not None
+        scorer = None if m.select is None else m.select.scorer
+        observers = (scorer, m.decode, m.k, m.v, m.read, m.side_store, m.layer_budgets)
+        num_queries = [observer.num_queries for observer in observers if observer is not None]
         return Needs(
-            observed_queries=queries,
-            prompt_chunk=chunk,
-            draft_tokens=m.read.draft_tokens,
-            global_budget=shared,
+            # One component that observes all queries (None) decides for the others.
+            observed_queries=None if None in num_queries else max(n for n in num_queries if n is not None),
+            hidden_states=scorer is not None and scorer.needs_hidden,
+            output_projection=scorer is not None
+            and (scorer.needs_output or (m.second_stage is not None and m.second_stage.needs_output)),
+            replay=None if scorer is None else scorer.replay,
+            paired_layer=0 if m.side_store is None else m.side_store.paired_layer,
+            global_budget=m.layer_budgets is not None,
+            # A selection takes the prompt as a whole, so a reader's own chunks are for methods without one.
+            prompt_chunk=0 if m.select else m.read.prompt_chunk,
             prompt_pattern=m.attend,
-            output_projection=output,
-            hidden_states=hidden,
-            replay=probe,
-            paired_layer=neighbour,
-            unbounded_length=endless,
+            draft_tokens=m.read.draft_tokens,
+            unbounded_length=m.positions == "cache" or m.read.unbounded_length,
         )
 
     @functools.cached_property
     def after_prompt(self) -> MethodLayer:
-        """The layer as decode steps need it: without the components that act on prompts alone.
+        """The layer for decode steps: without the components that act on prompts alone.
 
-        Methods that only select have one decode program in common. What is asked about a cache's content, as its bytes
-        or positions, is asked of the layer itself.
+        Methods that only select are equal in this form and share one decode program. Questions about the content of a
+        cache, such as its bytes and positions, go to the layer itself.
         """
-        if self.method.decode is not None:  # a policy may make the selection again
+        if self.method.decode is not None:  # a policy may repeat the selection
             return self
         method = dataclasses.replace(self.method, **dict.fromkeys(PROMPT_COMPONENTS))
         if method.side_store is not None:
             method = dataclasses.replace(method, side_store=method.side_store.after_prompt)
         return dataclasses.replace(self, method=method, budgets=())
 
-    def check(self) -> None:
-        """Raises IncompatibleMethod for slots that cannot work together."""
-        compatibility.check_components(self)
+    # Sizes.
 
-    def num_kept(self, prompt: int) -> int:
+    def num_kept(self, prompt_tokens: int) -> int:
         """Most tokens that a prompt of this length leaves in this layer."""
         m = self.method
-        kept = m.select.num_kept(prompt) if m.select else prompt
+        kept = m.select.num_kept(prompt_tokens) if m.select else prompt_tokens
         return m.decode.num_kept(self, kept) if m.decode else kept
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
-        """Slots for a prompt of so many tokens and so many more."""
+        """Slots for a prompt of this length and `headroom_tokens` more."""
         return self.num_slots_for(self.num_kept(prompt_tokens), headroom_tokens)
 
     def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
-        """Slots for so many prompt tokens that stay and so many more."""
-        if self.method.decode:
-            return self.method.decode.num_slots(self)
-        return (
-            self.method.side_store.num_main_slots(num_kept) if self.method.side_store else num_kept
-        ) + headroom_tokens
+        """Slots for `num_kept` tokens of a prompt and `headroom_tokens` more."""
+        m = self.method
+        if m.decode:  # its number of slots is constant
+            return m.decode.num_slots(self)
+        return (m.side_store.num_main_slots(num_kept) if m.side_store else num_kept) + headroom_tokens
 
     def positions(self, state: LayerState) -> Array:
-        """i32[B 1|K S], of the tokens held."""
+        """i32[B 1|K S], the position of the token in each slot, those of the side store last; -1 where it is empty."""
         if self.method.side_store is None:
             return state.pos
-        here, there = state.pos, self.method.side_store.positions(state.side_store)
-        heads = max(here.shape[1], there.shape[1])
-        return jnp.concatenate([jnp.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in (here, there)], 2)
+        parts = state.pos, self.method.side_store.positions(state.side_store)
+        heads = max(pos.shape[1] for pos in parts)
+        return jnp.concatenate([jnp.broadcast_to(pos, (pos.shape[0], heads, pos.shape[2])) for pos in parts], 2)
+
+    # A budget that all layers of the model divide: the members of `BudgetedLayer`.
 
     def measure(self, block: KVBlock, observation: Observation | None) -> Any:
         """See `BudgetedLayer`."""
@@ -147,23 +153,27 @@ class MethodLayer(StateOperations):
         assert self.method.layer_budgets is not None
         return self.method.layer_budgets.allocate_tokens(self, measures, lengths)
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        store = self._store_by_head
-        return int(tokens.max()) if store is None else store.slots_for(tokens)
+        store = self._divided_side_store
+        return int(tokens.max()) if store is None else store.num_kept_slots(tokens)
 
-    def with_room_for(self, slots: int) -> MethodLayer:
+    def with_kept_slots(self, slots: int) -> MethodLayer:
         """See `BudgetedLayer`."""
-        store = self._store_by_head
-        if store is None:
-            return self  # the number of its slots says it
-        return dataclasses.replace(self, method=dataclasses.replace(self.method, side_store=store.with_room_for(slots)))
+        store = self._divided_side_store
+        if store is None:  # the main slots are sized when the state is made
+            return self
+        return dataclasses.replace(
+            self, method=dataclasses.replace(self.method, side_store=store.with_kept_slots(slots))
+        )
 
     @property
-    def _store_by_head(self) -> SideStore | None:
-        """The store of heads of unequal length, where layers divide their budget among heads too."""
+    def _divided_side_store(self) -> SideStore | None:
+        """The side store, where the model's budget is divided among heads as well as layers."""
         m = self.method
         return m.side_store if m.layer_budgets is not None and m.layer_budgets.by_head else None
+
+    # The prompt.
 
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
@@ -173,7 +183,7 @@ class MethodLayer(StateOperations):
         return self.method.select.scorer.update_scores(block, start, observation, new, before, self.spec)
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> LayerState:
-        """The state after a prompt: block [B K T H], rows left-aligned, seen by the queries `observation`."""
+        """Compresses a prompt; see `BoundLayer`."""
         m = self.method
         side_store = policy_state = None
         if m.side_store:
@@ -182,73 +192,80 @@ class MethodLayer(StateOperations):
             block = self.selected(block, observation, min(num_slots, block.pos.shape[2]))
         if m.decode:
             if (m.side_store or m.select) and observation is not None:
-                observation = observation._replace(softmax_sums=None)  # those are over the whole prompt
-            stay, policy_state = m.decode.init(self, block, observation, num_slots)
-            block = gather(block, stay)
-        block = _grown(block, num_slots)
+                # The softmax was summed over the whole prompt, of which some tokens are gone: a policy sums anew.
+                observation = observation._replace(softmax_lse=None)
+            slots, policy_state = m.decode.init(self, block, observation, num_slots)
+            block = gather_tokens(block, slots)
+        # Empty slots follow the tokens, for what is decoded later.
+        more = [(0, 0), (0, 0), (0, num_slots - block.pos.shape[2])]
+        k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (block.k, block.v))
+        bias = None if block.bias is None else jnp.pad(block.bias, more)
+        block = KVBlock(k, v, jnp.pad(block.pos, more, constant_values=-1), bias)
+        # Under a policy any slot may be empty, so that no number says which are.
         n = None if m.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        k, v, reader_state = self.stored(block, observation)
-        return LayerState(k, v, block.pos, n, block.bias, reader_state, policy_state, side_store)
-
-    def stored(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
-        """What the codecs and the reader keep of the tokens in the slots: (keys, values, the reader's)."""
-        k, v = (
-            self.k.encode_prompt(self.as_held(block), block.pos, observation),
-            self.v.encode_prompt(block.v, block.pos, observation),
-        )
-        return k, v, self.method.read.init_state(block, observation, self.spec)
+        keys, values, reader_state = self.stored(block, observation)
+        return LayerState(keys, values, block.pos, n, block.bias, reader_state, policy_state, side_store)
 
     def selected(
         self, block: KVBlock, observation: Observation | None, slots: int, share: HeadBudgets | None = None
     ) -> KVBlock:
-        """What the selection leaves of a prompt, in at most so many slots, representatives and merging included.
+        """Applies the selection to a prompt, with representatives and merging.
 
-        share: of the places of all heads; a head may then have more tokens than `num_slots`.
+        Args:
+          block: the prompt [B K T H].
+          observation: of the prompt's queries.
+          slots: static size of the result.
+          share: division of the layer's budget among its heads; a head may then keep more than the mean budget.
+
+        Returns:
+          The tokens that stay [B K slots H], in the order of their positions.
         """
         m = self.method
         assert m.select is not None
-        keep = m.select.counts(block, observation, slots)
-        choice = m.select.choose(block, observation, keep, slots, self.spec, m.representatives, share, m.second_stage)
-        kept = gather(block, choice.slots)
+        keep = m.select.num_kept_per_sequence(block, observation, slots)
+        components = {"representatives": m.representatives, "second_stage": m.second_stage}
+        choice = m.select.select_slots(block, observation, keep, slots, self.spec, head_budgets=share, **components)
+        kept = gather_tokens(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
 
+    def stored(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
+        """Encodes the tokens of the main slots: (keys, values, the reader's state)."""
+        return (
+            self.k.encode_prompt(self.as_held(block), block.pos, observation),
+            self.v.encode_prompt(block.v, block.pos, observation),
+            self.method.read.init_state(block, observation, self.spec),
+        )
+
+    # Keys are stored before or after their rotation.
+
     def as_held(self, block: KVBlock) -> Array:
-        """The keys as the codec gets them: without rotation where it asks so, or positions are those in the cache."""
+        """The keys as the codec gets them: without rotation if it asks so, or if positions are indices in the cache."""
         if self.method.positions == "true" and not self.k.pre_rope:
             return block.k
         return self.spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)
 
     def keys(self, stored: Any, pos: Array) -> Array:
-        """All keys of the codec [B K S H], rotated to their positions i32[B 1|K S]."""
-        return self._rotated(self.k.decode(stored), pos)
+        """Decodes all keys [B K S H], rotated to their positions i32[B 1|K S]."""
+        return self._rotate_keys(self.k.decode(stored), pos)
 
     def key_rows(self, stored: Any, idx: Array, pos: Array) -> Array:
-        """Of these keys, those in slots idx i32[B K n] at positions i32[B 1|K n]: [B K n H]."""
-        return self._rotated(self.k.gather(stored, idx), pos)
+        """Decodes the keys [B K n H] in slots idx i32[B K n], rotated to their positions i32[B 1|K n]."""
+        return self._rotate_keys(self.k.gather(stored, idx), pos)
 
-    def _rotated(self, k: Array, pos: Array) -> Array:
+    def _rotate_keys(self, k: Array, pos: Array) -> Array:
         return self.spec.rope.rotate(k, pos).astype(k.dtype) if self.k.pre_rope else k
 
-    def _takes_singly(self, count: int, commit: int) -> bool:
-        """Whether a call of so many tokens, of which `commit` are kept, has to be one call for each of them."""
-        m = self.method
-        if count == 1:
-            return False
-        if m.decode is None:
-            # What is not kept changes nothing that others see, so one token and any guesses make a single step.
-            return commit > 1 and (m.k.sequential_writes or m.v.sequential_writes or m.read.sequential_writes)
-        # A policy takes one token a step, beside a guess only if the reader is made for that.
-        return commit > 1 or not m.read.draft_tokens
+    # Tokens after the prompt.
 
     def extend(self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None) -> StepResult:
-        """Attends T fresh tokens to past and fresh ones, and keeps the first `commit` of them.
+        """Attends T new tokens to past and new ones, and keeps the first `commit` of them; see `BoundLayer`.
 
-        A chunk of T tokens gives what T single steps give, of a method that guesses ahead what its loop gives: a call
-        does not know the guess that an earlier one would have gone on with.
+        A chunk of T tokens gives what T single steps give. A method with drafts is the exception: a call does not know
+        the draft that an earlier one would have carried.
         """
         if not self.needs.paired_layer or self.method.side_store is None:
             return self._in_steps(self._at_once, state, q, new, commit, cross_layer)
-        # What a pair of layers shares is that of all tokens of the call, however many are taken at a time.
+        # A pair of layers shares the content of its store for the whole call, in however many steps it is read.
         store, cross_layer = self.method.side_store.open_pair(self, state.side_store, cross_layer)
         opened = dataclasses.replace(state, side_store=store)
         out, after, _ = self._in_steps(self._at_once, opened, q, new, commit, None)
@@ -257,17 +274,24 @@ class MethodLayer(StateOperations):
     def _in_steps(
         self, at_once: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
     ) -> StepResult:
-        """`at_once`, with as many tokens at a time as the slots take."""
+        """Calls `at_once` with as many tokens at a time as the components can take."""
         m, T = self.method, q.shape[3]
-        if self._takes_singly(T, commit):
+        if m.decode is not None:
+            # A policy evicts for one token at a time. A draft may come with it only if the reader is made for drafts.
+            token_by_token = T > 1 and (commit > 1 or not m.read.draft_tokens)
+        else:
+            # Tokens that are not committed change nothing that others see, so that one token and any number of drafts
+            # are a single step.
+            token_by_token = commit > 1 and any(x.sequential_writes for x in (m.k, m.v, m.read))
+        if token_by_token:
             if commit < T and m.decode is None:
                 raise KvjaxError(
                     f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
                     "sequence per row, and no tree or beam of guesses"
                 )
-            return singly(at_once, state, q, new, commit, cross_layer)
+            return extend_token_by_token(at_once, state, q, new, commit, cross_layer)
         if 0 < m.read.prompt_chunk < T:
-            return in_pieces(at_once, state, q, new, commit, cross_layer, m.read.prompt_chunk)
+            return extend_in_chunks(at_once, state, q, new, commit, cross_layer, size=m.read.prompt_chunk)
         return at_once(state, q, new, commit, cross_layer)
 
     def _at_once(
@@ -279,7 +303,11 @@ class MethodLayer(StateOperations):
         cross_layer: Any,
         other_partial: Partial | None = None,
     ) -> StepResult:
-        """`extend` of tokens that the slots take in one call."""
+        """`extend` of tokens that all components take in one call.
+
+        Args:
+          other_partial: attention of the same queries to tokens outside this state (a shared prefix).
+        """
         m, T, q_pos = self.method, q.shape[3], new.pos[:, 0]
         if m.decode:
             new = new.clean()
@@ -288,50 +316,46 @@ class MethodLayer(StateOperations):
         with jax.named_scope("append"):
             state = self._append(state, new.first(commit))
         with jax.named_scope("read"):
-            others = [] if other_partial is None else [other_partial]
+            outside = [] if other_partial is None else [other_partial]
             if commit < T:
-                others.append(attend_dense(q, new.after(commit), q_pos, self.spec.window))
-            elsewhere = functools.reduce(combine, others) if others else None
-            found = m.read.read(self, state, q, q_pos, elsewhere, cross_layer)
-            parts = [found.part]
+                outside.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.window))
+            # A reader that adapts to the attention weights has to know how much weight lies outside its slots.
+            found = m.read.read(
+                self, state, q, q_pos, functools.reduce(combine, outside) if outside else None, cross_layer
+            )
+            partials = [found.part]
             if m.side_store:
-                parts.append(m.side_store.read(self, state, q, q_pos))
+                partials.append(m.side_store.read(self, state, q, q_pos))
         state = dataclasses.replace(state, reader_state=found.reader_state)
         if m.decode and commit:
             weights = found.weights[:, :, :, 0] if m.decode.needs_weights and found.weights is not None else None
             pos, policy_state = m.decode.after_token(self, state, weights, q_pos[:, :1])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
-        return StepResult(merge(parts + others), state, found.cross_layer)
+        return StepResult(merge(partials + outside), state, found.cross_layer)
 
     def _append(self, state: LayerState, new: KVBlock) -> LayerState:
-        """The state with fresh tokens: behind the last slot in use, or under a policy one in any empty slot."""
+        """Writes new tokens after the last slot in use, or, under a policy, one token into an empty slot."""
         count = new.pos.shape[2]
         pos = jnp.broadcast_to(new.pos, (*state.pos.shape[:2], count))
         if state.n is None:
             if not count:
                 return state
-            at, n = first_empty(state.pos), None
-            where = jnp.where(pos[:, :, 0] >= 0, at, state.pos.shape[2])  # of padding no position is noted
-        else:  # also without tokens: a codec may have something due before the next ones are read
-            at = where = state.n[:, None]
+            slot, n = first_empty_slot(state.pos), None
+            # A padding token must not take a position: its write goes beyond the last slot, where it is dropped.
+            pos_slot = jnp.where(pos[:, :, 0] >= 0, slot, state.pos.shape[2])
+        else:
+            # This runs without tokens too: a codec may have a group to encode before the next ones are read.
+            slot = pos_slot = state.n[:, None]
             n = state.n + (new.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         bias = state.bias
-        if bias is not None:  # a fresh token stands for itself alone
-            bias = memory.put(bias, jnp.zeros((*bias.shape[:2], count), bias.dtype), where)
+        if bias is not None:  # a new token counts once; only merged tokens have a bias
+            bias = memory.put(bias, jnp.zeros((*bias.shape[:2], count), bias.dtype), pos_slot)
         return dataclasses.replace(
             state,
-            k=self.k.append(state.k, self.as_held(new), at),
-            v=self.v.append(state.v, new.v, at),
-            pos=memory.put(state.pos, pos, where),
+            k=self.k.append(state.k, self.as_held(new), slot),
+            v=self.v.append(state.v, new.v, slot),
+            pos=memory.put(state.pos, pos, pos_slot),
             n=n,
             bias=bias,
-            reader_state=self.method.read.append(state.reader_state, new, at, self.spec),
+            reader_state=self.method.read.append(state.reader_state, new, slot, self.spec),
         )
-
-
-def _grown(block: KVBlock, slots: int) -> KVBlock:
-    """The block with empty slots behind it."""
-    more = [(0, 0), (0, 0), (0, slots - block.pos.shape[2])]
-    k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (block.k, block.v))
-    bias = None if block.bias is None else jnp.pad(block.bias, more)
-    return KVBlock(k, v, jnp.pad(block.pos, more, constant_values=-1), bias)

@@ -1,4 +1,4 @@
-"""Calls of a layer's `extend` with more tokens than it takes at a time."""
+"""Splits calls of a layer's `extend` with more tokens than its method takes at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ Extend = Callable[[LayerState, Array, KVBlock, int, Any], StepResult]
 """`BoundLayer.extend`."""
 
 
-def singly(extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
-    """One token after the other; those beyond `commit` are read on a state that is then thrown away."""
+def extend_token_by_token(
+    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
+) -> StepResult:
+    """`BoundLayer.extend` as one call for each token; arguments and result are those of `extend`."""
 
     def step(state: LayerState, xs: tuple[Array, KVBlock, Any]):
         q, (new, cross_layer) = xs[0][:, :, :, None], jax.tree.map(lambda x: x[:, :, None], xs[1:])
@@ -27,17 +29,17 @@ def singly(extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: in
 
     steps = (jnp.moveaxis(q, 3, 0), *jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (new, cross_layer)))
     state, outs = lax.scan(step, state, jax.tree.map(lambda x: x[:commit], steps))
-    if commit < q.shape[3]:
-        _, beyond = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
-        outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, beyond)
+    if commit < q.shape[3]:  # drafts see the ones before them, on a state that is then thrown away
+        _, draft_outs = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
+        outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outs, draft_outs)
     out, cross_layer = outs
     return StepResult(jnp.moveaxis(out, 0, 3), state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), cross_layer))
 
 
-def in_pieces(
-    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, size: int
+def extend_in_chunks(
+    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, *, size: int
 ) -> StepResult:
-    """So many tokens at a time; those beyond `commit` come last, in a call of their own."""
+    """`BoundLayer.extend` in chunks of `size` tokens; drafts come last, in a call of their own."""
     T, whole = q.shape[3], commit // size * size
     if T - commit > size:
         raise KvjaxError(
@@ -45,25 +47,26 @@ def in_pieces(
             f"{T}; bring at most {size} that are not kept"
         )
 
-    def call(state: LayerState, tokens: tuple[Array, KVBlock, Any], kept: int):
+    def call(state: LayerState, tokens: tuple[Array, KVBlock, Any], commit: int):
         q, new, cross_layer = tokens
-        out, state, cross_layer = extend(state, jnp.moveaxis(q, 2, 3), new, kept, cross_layer)
+        out, state, cross_layer = extend(state, jnp.moveaxis(q, 2, 3), new, commit, cross_layer)
         return state, (jnp.moveaxis(out, 3, 2), cross_layer)
 
-    def cut(x: Array) -> Array:
+    def split(x: Array) -> Array:
         return jnp.moveaxis(x[:, :, :whole].reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)
 
-    def joined(x: Array) -> Array:
+    def join(x: Array) -> Array:
         return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], whole, *x.shape[4:])
 
+    # The scan compiles one program for all whole chunks; the rest, of another shape, is called on its own.
     tokens, outs = (jnp.moveaxis(q, 3, 2), new, cross_layer), []  # all with T as axis 2
     if whole:
-        state, out = lax.scan(lambda state, piece: call(state, piece, size), state, jax.tree.map(cut, tokens))
-        outs.append(jax.tree.map(joined, out))
-    for first, last, kept in ((whole, commit, commit - whole), (commit, T, 0)):
+        state, out = lax.scan(lambda state, chunk: call(state, chunk, size), state, jax.tree.map(split, tokens))
+        outs.append(jax.tree.map(join, out))
+    for first, last, num_committed in ((whole, commit, commit - whole), (commit, T, 0)):
         if first < last:
             part = jax.tree.map(lambda x, at=slice(first, last): x[:, :, at], tokens)
-            state, out = call(state, part, kept)
+            state, out = call(state, part, num_committed)
             outs.append(out)
     out, cross_layer = jax.tree.map(lambda *parts: jnp.concatenate(parts, 2), *outs)
     return StepResult(jnp.moveaxis(out, 2, 3), state, cross_layer)

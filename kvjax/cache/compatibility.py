@@ -1,4 +1,4 @@
-"""Which slots of a method can work together in one layer."""
+"""Compatibility of a method's components in one layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvjax.errors import IncompatibleMethod
 if TYPE_CHECKING:
     from kvjax.cache.bound_layer import MethodLayer
 
-_WHY_NONE_LEAVES = {
+_WHY_NO_EVICTION = {
     "k": "its tokens, or its heads, are held together",
     "v": "its tokens, or its heads, are held together",
     "read": "its copy, summary or choice of tokens would keep what has left",
@@ -17,32 +17,29 @@ _WHY_NONE_LEAVES = {
 
 
 def check_components(layer: MethodLayer) -> None:
-    """Raises IncompatibleMethod for slots of a bound method that cannot; the message names them, and what to do."""
+    """Raises IncompatibleMethod, with the remedy, for components of a bound method that cannot work together."""
     m = layer.method
     for name in ("second_stage", "representatives", "merge", "layer_budgets"):
-        slot = getattr(m, name)
-        if slot is not None and m.select is None:
+        component = getattr(m, name)
+        if component is not None and m.select is None:
             raise IncompatibleMethod(
-                f"{slot} (slot `{name}`) works on an eviction method's selection and has none to stand on; "
+                f"{component} (slot `{name}`) works on an eviction method's selection and has none to stand on; "
                 "compose it with one, as in 'snapkv:budget=256 + kvcrush'"
             )
     if m.positions == "cache" and m.decode is None:
         raise IncompatibleMethod("positions inside the cache need a policy (slot `decode`), as `streaming_llm` has")
     for name in ("k", "v", "read"):
-        slot = getattr(m, name)
-        if m.decode is not None and not slot.supports_eviction:
+        component = getattr(m, name)
+        if m.decode is not None and not component.supports_eviction:
             raise IncompatibleMethod(
-                f"slot `decode` takes single tokens out of the cache, and slot `{name}`, {type(slot).__name__}, "
-                f"cannot lose one: {_WHY_NONE_LEAVES[name]}; leave one of them out"
+                f"slot `decode` takes single tokens out of the cache, and slot `{name}`, {type(component).__name__}, "
+                f"cannot lose one: {_WHY_NO_EVICTION[name]}; leave one of them out"
             )
     if m.attend is not None and layer.needs.prompt_chunk:
         raise IncompatibleMethod(
             f"slot `attend`, {m.attend}, and slot `read`, {type(m.read).__name__}, both say what the prompt's own "
             "queries read; leave one of them out"
         )
-    if m.side_store is not None:
-        m.side_store.check(layer)
-    if m.layer_budgets is not None:
-        m.layer_budgets.check(layer)
-    if m.decode is not None:
-        m.decode.check(layer)
+    for component in (m.side_store, m.layer_budgets, m.decode):
+        if component is not None:
+            component.check(layer)

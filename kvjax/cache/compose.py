@@ -1,4 +1,4 @@
-"""Two methods as one: the slots that either fills."""
+"""Composes two methods by merging the components that each defines."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from typing import Any
 from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
-from kvjax.errors import IncompatibleMethod, SlotTaken
+from kvjax.errors import ComponentConflict, IncompatibleMethod
 
 
 def compose(a: KVMethod, b: KVMethod) -> Method:
-    """A method that fills the slots of both; raises IncompatibleMethod when both fill the same slot differently.
+    """Returns the method with the components of both.
 
-    A codec and a placement combine (`Host(Plain())` with an `x` on the device is `Host(x)`).
+    A codec and a placement combine: `Host(Plain())` and a codec `x` on the device make `Host(x)`.
+
+    Raises:
+      IncompatibleMethod: where both define the same component differently (`ComponentConflict`), or one is no
+        `kvjax.Method`.
     """
     for x, y in ((a, b), (b, a)):
         if not isinstance(x, Method):
             raise IncompatibleMethod(
-                f"{x} is no kvjax.Method, so {_called(y)} finds no slot of it to fill; leave one of them out"
+                f"{x} is no kvjax.Method, so {_name(y)} finds no slot of it to fill; leave one of them out"
             )
     assert isinstance(a, Method) and isinstance(b, Method)
     default = Method()
@@ -29,29 +33,22 @@ def compose(a: KVMethod, b: KVMethod) -> Method:
             continue
         x, y, empty = (getattr(m, field.name) for m in (a, b, default))
         if field.name in ("k", "v"):
-            merged[field.name] = _codec(field.name, x, y, a, b)
-        elif x == empty or y == empty or x == y:
-            merged[field.name] = y if x == empty else x
+            # A placement is no codec of its own: 'offload + int4' keeps int4 codes on the host.
+            codecs = {codec.on_device() for codec in (x, y)} - {Plain()}
+            is_taken = len(codecs) > 1
+            codec: Codec = codecs.pop() if codecs else Plain()
+            merged[field.name] = Host(codec) if isinstance(x, Host) or isinstance(y, Host) else codec
         else:
-            raise _clash(field.name, x, y, a, b)
+            is_taken = x not in (empty, y) and y != empty
+            merged[field.name] = y if x == empty else x
+        if is_taken:
+            raise ComponentConflict(
+                field.name,
+                f"{_name(a)} and {_name(b)} both fill the slot `{field.name}`: {x} and {y}; "
+                "leave one of them out, or set the slot with dataclasses.replace",
+            )
     return Method(**merged, recipe=" + ".join(m.recipe for m in (a, b) if m.recipe))
 
 
-def _codec(slot: str, x: Codec, y: Codec, a: Method, b: Method) -> Codec:
-    inner = {c.on_device() for c in (x, y)} - {Plain()}
-    if len(inner) > 1:
-        raise _clash(slot, x, y, a, b)
-    codec = inner.pop() if inner else Plain()
-    return Host(codec) if isinstance(x, Host) or isinstance(y, Host) else codec
-
-
-def _clash(slot: str, x: Any, y: Any, a: Method, b: Method) -> SlotTaken:
-    return SlotTaken(
-        slot,
-        f"{_called(a)} and {_called(b)} both fill the slot `{slot}`: {x} and {y}; "
-        f"leave one of them out, or set the slot with dataclasses.replace",
-    )
-
-
-def _called(method: KVMethod) -> str:
+def _name(method: KVMethod) -> str:
     return method.recipe if isinstance(method, Method) and method.recipe else str(method)

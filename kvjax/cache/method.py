@@ -1,4 +1,4 @@
-"""A KV-cache method by slots: what becomes of a prompt's keys and values, and of each token after it."""
+"""`Method`: a KV-cache method as thirteen components, and how it is bound to the layers of a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, Host, Plain
+from kvjax.cache.compatibility import check_components
 from kvjax.cache.eviction.budget_allocation import LayerBudgets
-from kvjax.cache.eviction.budgets import budgets_of_layers
+from kvjax.cache.eviction.budgets import budgets_by_layer
 from kvjax.cache.eviction.decode_policy import Policy
 from kvjax.cache.eviction.merging import MergeRule
 from kvjax.cache.eviction.representatives import Representatives
@@ -21,24 +22,36 @@ from kvjax.cache.protocol import LayerSpec, Traits
 from kvjax.cache.readers.base import Reader
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.validation import check_hashable, check_kind
+from kvjax.cache.validation import check_component_type, check_hashable
 from kvjax.core.attention import AttentionPattern
 from kvjax.errors import KvjaxError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Method:
-    """What is stored where, and what a query reads: slots that compose, each with a default that changes nothing.
+    """A KV-cache method assembled from independent components; each defaults to a no-op.
 
-    After the prompt. select: which of its tokens stay. second_stage: by what other scores a part of these is chosen.
-    representatives: a share of these that stands for the lost ones.
-    merge: what of the lost is folded into those that stay. layer_budgets: how the budget is divided among all layers.
-    side_store: tokens that are held in a store of their own, by head or in fewer bits.
-    While decoding. decode: the policy that says which tokens leave; without one, all that is decoded stays.
-    positions: "true", or "cache", where a token's position is its index among those held (StreamingLLM).
-    Holding and reading. k, v: codecs of keys and values, and where they lie. read: which slots a query reads.
-    attend: what the prompt's own attention reads; without one it is exact.
-    device_layers: so many first layers stay on the device and are read in full (KCache, section 4.1).
+    A method is a frozen value without arrays: it is compared, hashed, and part of the key of a compiled program. `bind`
+    turns it into a `MethodLayer`, which does the work; the life of a prompt and of a token is told there.
+
+    Attributes:
+      select: chooses which prompt tokens stay in the cache. None: all of them.
+      second_stage: chooses among the selected tokens again, by other scores (CriticalKV). None: one stage.
+      representatives: fills a part of the selection with tokens that stand for the evicted ones (KVCrush). None: scores
+        alone decide.
+      merge: adds the evicted tokens to the ones that stay (CaM, D2O). None: evicted tokens are lost.
+      layer_budgets: divides the selection's budget among all layers of the model (CAKE). None: every layer has its own.
+      side_store: stores prompt tokens outside the main slots, by head (AdaKV) or in fewer bits (MiKV). None: all tokens
+        are in the main slots.
+      decode: evicts tokens while decoding (H2O, StreamingLLM). None: every decoded token stays.
+      positions: "true", a token's position in the text, or "cache", its index among the tokens that are still cached
+        (StreamingLLM). Default "true".
+      k: codec of the keys: their precision, and the memory that holds them. Default: as computed, on the device.
+      v: codec of the values, likewise.
+      read: chooses which slots a query attends to (Quest). Default: all.
+      attend: sparse attention pattern of the prompt's own queries (A-shape). None: causal attention.
+      device_layers: number of first layers that stay on the device and are read in full, whatever `k`, `v` and `read`
+        say (KCache, section 4.1). Default 0.
     """
 
     select: Selection | None = None
@@ -54,26 +67,28 @@ class Method:
     read: Reader = Full()
     attend: AttentionPattern | None = None
     device_layers: int = 0
-    recipe: str = dataclasses.field(default="", compare=False)  # the string that made it, as `name_of` checks
+    # The method's string, for names in tables. It is not compared: two ways to write a method give the same value.
+    recipe: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
-        for slot, kind in _kinds().items():
-            check_kind(slot, getattr(self, slot), kind)
-            check_hashable(slot, getattr(self, slot))
+        for name, kind in _component_types().items():
+            check_component_type(name, getattr(self, name), kind)
+            check_hashable(name, getattr(self, name))
         if self.device_layers < 0:
             raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
         if self.positions not in ("true", "cache"):
             raise KvjaxError(f"positions must be 'true' or 'cache', got {self.positions!r}")
 
     def __repr__(self) -> str:
-        """The slots that are filled."""
-        shown = (f.name for f in dataclasses.fields(self) if f.compare)
-        filled = (name for name in shown if getattr(self, name) != getattr(type(self), name))
-        return f"Method({', '.join(f'{name}={getattr(self, name)!r}' for name in filled)})"
+        """Names the components that differ from their defaults."""
+        compared = (f.name for f in dataclasses.fields(self) if f.compare)
+        changed = (name for name in compared if getattr(self, name) != getattr(type(self), name))
+        return f"Method({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     @property
     def traits(self) -> Traits:
-        """What reports may say of it."""
+        """Facts about the method, for reports."""
+        # A method is exact if nothing is left of it once its keys and values lie on the device.
         on_device = dataclasses.replace(self, k=self.k.on_device(), v=self.v.on_device(), device_layers=0)
         return Traits(
             evicts=self.select is not None or self.decode is not None,
@@ -81,34 +96,46 @@ class Method:
             constant=self.decode is not None,
             host=isinstance(self.k, Host)
             or isinstance(self.v, Host)
-            or (self.side_store is not None and self.side_store.host),
+            or (self.side_store is not None and self.side_store.uses_host_memory),
             after_prompt=self.select is not None,
         )
 
     def bind(self, spec: LayerSpec) -> MethodLayer:
-        """The method in one layer; raises for slots that cannot work together."""
+        """Binds the method to one layer of a model.
+
+        Args:
+          spec: the layer: its index, the model's numbers of layers and heads, its window and rotary embedding.
+
+        Returns:
+          The bound layer. It holds no index, so that layers which do the same are equal and share compiled programs.
+
+        Raises:
+          KvjaxError: a component does not fit the model, or components cannot work together (`IncompatibleMethod`).
+        """
         if self.device_layers > spec.num_layers:
             raise KvjaxError(
                 f"device_layers={self.device_layers} but the model has {spec.num_layers} layers; use "
                 f"0..{spec.num_layers}"
             )
-        given = dataclasses.replace(self, device_layers=0, recipe="")
         assert spec.index is not None
+        # Neither the string that made the method nor the number of device layers may tell equal layers apart.
+        unbound = dataclasses.replace(self, device_layers=0, recipe="")
         if spec.index < self.device_layers:
-            given = dataclasses.replace(given, k=self.k.on_device(), v=self.v.on_device(), read=Full())
-        here = bind_fields(given, spec)
+            unbound = dataclasses.replace(unbound, k=self.k.on_device(), v=self.v.on_device(), read=Full())
+        bound = bind_fields(unbound, spec)
         budgets: tuple[int | None, ...] = ()
         if self.layer_budgets is not None and self.select is not None:
-            budgets = tuple(budget.most() for budget in budgets_of_layers(self.select.budget, spec))
-        # These two are checked as they were given: in some layers they do nothing, and would be refused only in others.
-        checked = dataclasses.replace(here, side_store=given.side_store, read=given.read)
-        MethodLayer(checked, spec.without_index, budgets).check()
-        if here.side_store is not None and self.select is not None:
-            here = here.side_store.bind_budget(here, self.select.budget, spec)
-        return MethodLayer(here, spec.without_index, budgets)
+            budgets = tuple(budget.max_kept() for budget in budgets_by_layer(self.select.budget, spec))
+        # A side store or a reader may do nothing in this layer and something in another. Checking them as they were
+        # given refuses an impossible method in its first layer, and not in the middle of a model.
+        checked = dataclasses.replace(bound, side_store=unbound.side_store, read=unbound.read)
+        check_components(MethodLayer(checked, spec.without_index, budgets))
+        if bound.side_store is not None and self.select is not None:
+            bound = bound.side_store.bind_budget(bound, self.select.budget, spec)
+        return MethodLayer(bound, spec.without_index, budgets)
 
 
 @functools.cache
-def _kinds() -> dict[str, Any]:
-    """What each slot may hold."""
+def _component_types() -> dict[str, Any]:
+    """The annotated type of each component, by name."""
     return {name: kind for name, kind in typing.get_type_hints(Method).items() if name != "recipe"}

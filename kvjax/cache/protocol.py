@@ -38,7 +38,7 @@ class LayerSpec:
 
     Attributes:
       index: position in the model, 0 for the first layer. Only `KVMethod.bind` is told it; a bound layer keeps
-        `without_index`, so that it equals its likes and shares their compiled programs.
+        `without_index`, so that layers that do the same are equal and share their compiled programs.
       num_layers: layers of the model.
       num_kv_heads: key/value heads of the layer, on all devices together.
       num_groups: query heads per key/value head.
@@ -66,7 +66,7 @@ class Replay:
     """A second pass over the prompt in which the model repeats it chunk by chunk (KVzip, arXiv 2505.23416).
 
     Attributes:
-      chunk_tokens: tokens of the prompt that one repetition copies.
+      chunk_tokens: prompt tokens in a chunk, the part copied by one repetition.
       lead_tokens: tokens before the chunk that are copied too.
       first: instruction before the first chunk; unused without a tokenizer.
       later: instruction before every later chunk.
@@ -121,7 +121,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """Facts about a method that reports tell without running it.
+    """Facts about a method that reports show without running it.
 
     Attributes:
       evicts: some tokens are lost for good.
@@ -206,22 +206,26 @@ class KVMethod(Protocol):
 
 @runtime_checkable
 class BudgetedLayer(Protocol):
-    """A layer with `Needs.global_budget` (CAKE): it keeps its part of the tokens that all layers keep together."""
+    """A layer with `Needs.global_budget`: all layers divide one budget among them (CAKE)."""
 
     def measure(self, block: KVBlock, observation: Observation | None) -> Any:
-        """Arrays [B ..], what the layer's part of the budget is derived from."""
+        """Measures a prompt in this layer: a pytree of arrays [B ..]."""
         ...
 
     def divide_budget(self, measures: Any, lengths: Array) -> Array:
-        """Measures of all layers [L B ..], prompt lengths i32[B] -> tokens kept, i32[L B] or i32[L B K]."""
+        """Divides the budget by the measures of all layers [L B ..] and the prompts' lengths i32[B].
+
+        Returns:
+          Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
+        """
         ...
 
-    def slots_for(self, tokens: np.ndarray) -> int:
-        """Slots for what the layer keeps of the prompts: i32[B] tokens, or i32[B K] of each head."""
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
+        """Slots for the tokens that the layer keeps of the prompts: i32[B], or i32[B K] of each head."""
         ...
 
-    def with_room_for(self, slots: int) -> BoundLayer:
-        """The layer that has this many slots for what it keeps of the prompts."""
+    def with_kept_slots(self, slots: int) -> BoundLayer:
+        """Returns the layer with this many slots for the tokens that it keeps of the prompts."""
         ...
 
     def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
@@ -267,7 +271,7 @@ class RewindableLayer(Protocol[State]):
         ...
 
     def crop(self, state: State, count: Array) -> State:
-        """The state without the last count i32[B] tokens of each sequence, at most `max_rollback`."""
+        """Removes the last count i32[B] tokens of each sequence, at most `max_rollback`."""
         ...
 
 
@@ -275,12 +279,12 @@ class RewindableLayer(Protocol[State]):
 class EditableLayer(RewindableLayer[State], Protocol[State]):
     """A layer whose tokens can be taken out and put in again."""
 
-    def held(self, state: State) -> KVBlock:
-        """The keys, rotated to their positions, and values in the slots."""
+    def decoded_block(self, state: State) -> KVBlock:
+        """Decodes keys, rotated to their positions, and values of all slots."""
         ...
 
-    def appended(self, state: State, block: KVBlock) -> State:
-        """The state with tokens [B K T H] after the last one, which nothing attends to as they come."""
+    def append_block(self, state: State, block: KVBlock) -> State:
+        """Appends tokens [B K T H] after each sequence's last one without attending them."""
         ...
 
 
@@ -316,18 +320,18 @@ class ShareableLayer(BoundLayer[State], Protocol[State]):
 class BatchedLayer(Protocol[State]):
     """A layer whose state is not sequences along axis 0 alone, because some of them share a part of it."""
 
-    def rows(self, state: State, which: Array | np.ndarray) -> State:
-        """The sequences which i32[n] of a state, each as often as it is named."""
+    def take_sequences(self, state: State, which: Array | np.ndarray) -> State:
+        """Takes the sequences `which` i32[n], each as often as it is named."""
         ...
 
-    def joined(self, states: list[State]) -> State:
-        """The sequences of several states as one state; raises ValueError where shapes differ."""
+    def concat_sequences(self, states: list[State]) -> State:
+        """Concatenates the sequences of several states; raises ValueError where shapes differ."""
         ...
 
 
 @runtime_checkable
 class SizedLayer(Protocol[State]):
-    """A layer that tells which of its bytes no token fills; see `kvjax.cache.accounting`."""
+    """A layer that counts the bytes that no token fills; see `kvjax.cache.accounting`."""
 
     def empty_bytes(self, state: State, dtype: str) -> dict[str, int]:
         """Bytes of a state's slots that hold no token, by memory kind, under a model in this dtype."""
@@ -336,22 +340,23 @@ class SizedLayer(Protocol[State]):
 
 @runtime_checkable
 class PlannableLayer(Protocol[State]):
-    """A layer that tells the same of a state that exists only as shapes; see `kvjax.planned_bytes`."""
+    """A layer that counts these bytes of a state that exists only as shapes; see `kvjax.planned_bytes`."""
 
     def planned_empty_bytes(self, state: State, prompt: int, dtype: str) -> dict[str, int]:
-        """`SizedLayer.empty_bytes` of an abstract state, after prompts of `prompt` tokens."""
+        """`SizedLayer.empty_bytes` of an abstract state after prompts of `prompt` tokens each."""
         ...
 
 
 @runtime_checkable
 class InspectableLayer(Protocol[State]):
-    """A layer that tells how exactly it holds its tokens; see `kvjax.cache.token_status`."""
+    """A layer that measures how exactly it holds its tokens; see `kvjax.cache.token_status`."""
 
     def reconstruction_error(self, state: State, exact: KVBlock) -> tuple[Array, Array]:
-        """Relative errors of keys and of values f32[B K S], in the slots of `positions`; NaN where unknown.
+        """Compares the state with the exact keys and values [B K C H] of all tokens, each at its position.
 
-        exact [B K C H]: all tokens, each at its position. The result does not depend on the layer's index, so that
-        equal layers may share a program.
+        Returns:
+          Relative errors of keys and of values f32[B K S], in the slots of `positions`; NaN where unknown. They do not
+          depend on the layer's index, so that equal layers may share a program.
         """
         ...
 
@@ -372,15 +377,15 @@ class LayerState:
 
 @pytree
 class Cache:
-    """The KV cache of a model: one state per layer, how many tokens each row has seen, and the plan that made it."""
+    """The KV cache of a model."""
 
-    layers: tuple[Any, ...]
-    length: Array  # i32[B], also the position of the next token
-    capacity: int = dataclasses.field(metadata={"static": True})  # tokens per row
-    plan: tuple[BoundLayer, ...] = dataclasses.field(metadata={"static": True})  # one per layer
+    layers: tuple[Any, ...]  # one state per layer
+    length: Array  # i32[B], tokens of each sequence so far, also the position of the next one
+    capacity: int = dataclasses.field(metadata={"static": True})  # most tokens per sequence
+    plan: tuple[BoundLayer, ...] = dataclasses.field(metadata={"static": True})  # the bound layers that made the states
     config: Any = dataclasses.field(metadata={"static": True})  # of the model that filled it
     dtype: str = dataclasses.field(metadata={"static": True})  # of that model's keys and values
-    # A fingerprint of that model's weights; empty where nobody looked, as under a transformation of `params`.
+    # A fingerprint of that model's weights; empty where none was taken, as under a transformation of `params`.
     weights: str = dataclasses.field(default="", metadata={"static": True})
 
     def __repr__(self) -> str:
@@ -388,30 +393,28 @@ class Cache:
         return f"Cache({rows} rows, {layers} layers, capacity {self.capacity} tokens a row)"
 
     @property
-    def used_up(self) -> bool:
-        """Whether any of its arrays has been given away; one that somebody looks at, as `length`, may be left."""
+    def is_donated(self) -> bool:
+        """Whether a buffer of the cache was donated; one with another live reference, as `length`, may survive."""
         return any(x.is_deleted() for x in jax.tree.leaves(self))
 
-    def check_whole(self) -> None:
-        """Raises KvjaxError where its arrays have been given away."""
+    def check_usable(self) -> None:
+        """Raises KvjaxError for a cache whose buffers were donated, or whose arrays are traced."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(self)):
             raise TracedCall(
                 "this cache is traced by a JAX transformation, and what kvjax's convenient calls check and measure are "
                 "values: use kvjax.functional (prefill, extend, decode) inside jit, grad, vmap and scan"
             )
-        if self.used_up:
+        if self.is_donated:
             raise KvjaxError("this cache was used up by an answer that did not copy it; read the prompts again")
 
 
-def slots_of(layer: BoundLayer, lengths: tuple[int, ...], capacity: int) -> int:
-    """Slots of one layer for prompts of these lengths in a cache of `capacity` tokens per row.
-
-    Room is counted in multiples of 16, so that similar prompts share one compiled program.
-    """
+def num_layer_slots(layer: BoundLayer, lengths: tuple[int, ...], capacity: int) -> int:
+    """Slots of one layer for prompts of these lengths in a cache of `capacity` tokens per sequence."""
+    # Room is counted in multiples of 16, so that similar prompts share one compiled program.
     room = -(-(capacity - max(lengths)) // 16) * 16
     return min(capacity, max(layer.num_slots(n, room) for n in set(lengths)))
 
 
 def last_positions(lengths: Array, n: int) -> Array:
-    """i32[B n]: the last n positions of rows of lengths i32[B], -1 where a row has fewer."""
+    """i32[B n]: the last n positions of sequences of i32[B] tokens, -1 where a sequence has fewer."""
     return jnp.maximum(lengths[:, None] - n + jnp.arange(n, dtype=jnp.int32)[None], -1)

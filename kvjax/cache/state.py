@@ -1,4 +1,4 @@
-"""What a layer of `kvjax.Method` does with a state as a whole: the optional abilities of `kvjax.cache.protocol`.
+"""The optional abilities of a layer under `kvjax.Method`, which act on its state as a whole: see `cache.protocol`.
 
 Taking sequences out of a state, or joining them, needs no ability: every array of a state has B first.
 """
@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.eviction.granularity import gather
+from kvjax.cache.accounting import array_bytes, bytes_beyond, slot_bytes
 from kvjax.cache.protocol import BatchedLayer, BoundLayer, LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.readers.full import Full
-from kvjax.cache.slot_bytes import bytes_beyond, slot_bytes
 from kvjax.cache.token_status import relative_error
 from kvjax.core import memory
 from kvjax.core.attention import combine
-from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
 from kvjax.errors import IncompatibleMethod
 
 if TYPE_CHECKING:
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from kvjax.cache.codecs.base import Codec
     from kvjax.cache.method import Method
 
-KEEP = "a context is a value: keep the one of before, or branch it, instead of taking tokens back"
+CONTEXT_REMEDY = "a context is a value: keep the one of before, or branch it, instead of taking tokens back"
 
 
 class StateOperations:
-    """What a `MethodLayer` offers: the optional abilities of the protocol, where its components allow them."""
+    """The optional abilities of `MethodLayer`; each raises IncompatibleMethod where a component rules it out."""
 
     # Members of `MethodLayer`.
     method: Method
@@ -52,31 +51,31 @@ class StateOperations:
         return cast("MethodLayer", self)
 
     def empty_bytes(self, state: LayerState, dtype: str) -> dict[str, int]:
-        """Bytes of a state's slots, and of its side store, that hold no token, by memory kind."""
+        """`SizedLayer.empty_bytes`: of the slots and of the side store."""
         # Counted by NumPy: a reduction by JAX would be compiled for every shape.
         used = (np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)
-        empty = self._bytes_beyond(state, used.tolist(), dtype)
+        empty = self._empty_slot_bytes(state, used.tolist(), dtype)
         if self.method.side_store is None:
             return empty
-        beside = self.method.side_store.empty_bytes(state.side_store)
-        return {kind: size + beside[kind] for kind, size in empty.items()}
+        other = self.method.side_store.empty_bytes(state.side_store)
+        return {kind: size + other[kind] for kind, size in empty.items()}
 
     def planned_empty_bytes(self, state: LayerState, prompt: int, dtype: str) -> dict[str, int]:
-        """`empty_bytes` of an abstract state, after prompts of so many tokens each."""
-        side, kept = self.method.side_store, self.num_kept(prompt)
-        used = kept if side is None else side.num_main_slots(kept)
-        empty = self._bytes_beyond(state, [min(used, state.pos.shape[2])] * state.pos.shape[0], dtype)
-        if side is None:
+        """`PlannableLayer.planned_empty_bytes`: `empty_bytes` of an abstract state."""
+        side_store, kept = self.method.side_store, self.num_kept(prompt)
+        used = kept if side_store is None else side_store.num_main_slots(kept)
+        empty = self._empty_slot_bytes(state, [min(used, state.pos.shape[2])] * state.pos.shape[0], dtype)
+        if side_store is None:
             return empty
-        beside = side.planned_empty_bytes(state.side_store, kept, prompt)
-        return {kind: size + beside[kind] for kind, size in empty.items()}
+        other = side_store.planned_empty_bytes(state.side_store, kept, prompt)
+        return {kind: size + other[kind] for kind, size in empty.items()}
 
-    def _bytes_beyond(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:
-        """Bytes of the slots beyond the first `used` of each sequence; of the state, only shapes are looked at."""
+    def _empty_slot_bytes(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:
+        """Bytes of the slots beyond the first `used` of each sequence; only the shapes of the state are read."""
         slots = state.pos.shape[2]
-        if not slots:  # all that a prompt leaves is in the side store, and there is no room for more
-            return {"device": 0, "pinned_host": 0}
-        # Positions, biases and what a policy counts have one entry for each slot. Codes and summaries need not be
+        if not slots:  # the side store has the whole prompt, and there is no room for more tokens
+            return array_bytes(())
+        # Positions, biases and a policy's statistics have one entry for each slot. Codes and summaries need not be
         # proportional to the slots: groups are rounded up, and a residual window has a size of its own.
         total = bytes_beyond((state.pos, state.bias, state.policy_state), slots, used)
         every = slot_bytes(self._layer, slots, dtype)
@@ -86,77 +85,80 @@ class StateOperations:
         return total
 
     def max_rollback(self, state: LayerState) -> Array:
-        """i32[B]: of tokens in `n` slots, those that no group of a codec and no choice of the method binds."""
+        """`RewindableLayer.max_rollback`: the tokens after the last group that a codec has quantized for good."""
         self._check_append_only("give back tokens")
         assert state.n is not None  # as without a policy
-        bound = [codec.num_committed(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
-        return state.n - jnp.maximum(*bound)
+        committed = [codec.num_committed(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
+        return state.n - jnp.maximum(*committed)
 
     def crop(self, state: LayerState, count: Array) -> LayerState:
-        """The state without the last count i32[B] tokens of each row."""
+        """`RewindableLayer.crop`."""
         assert state.n is not None
         n = state.n - count
         slot = jnp.arange(state.pos.shape[2], dtype=jnp.int32)[None, None]
+        # Codecs keep the numbers of cropped tokens: an empty slot may hold anything.
         state = dataclasses.replace(state, pos=jnp.where(slot < n[:, None, None], state.pos, -1), n=n)
         return dataclasses.replace(state, reader_state=self.method.read.crop(self._layer, state))
 
-    def held(self, state: LayerState) -> KVBlock:
-        """Keys, rotated to their positions, and values of all slots."""
+    def decoded_block(self, state: LayerState) -> KVBlock:
+        """`EditableLayer.decoded_block`."""
         self._check_append_only("be edited")
         return KVBlock(self.keys(state.k, state.pos), self.v.decode(state.v), state.pos)
 
-    def appended(self, state: LayerState, block: KVBlock) -> LayerState:
-        """The state with a block's tokens behind the last one of each row."""
+    def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
+        """`EditableLayer.append_block`."""
         for name in ("k", "v", "read"):
-            slot = getattr(self.method, name)
-            if slot.sequential_writes:
+            component = getattr(self.method, name)
+            if component.sequential_writes:
                 raise IncompatibleMethod(
-                    f"slot `{name}`, {type(slot).__name__}, takes tokens one by one, as they are read, and cannot be "
-                    "edited; edit the text under `full`, which any method can then be made of "
+                    f"slot `{name}`, {type(component).__name__}, takes tokens one by one, as they are read, and cannot "
+                    "be edited; edit the text under `full`, which any method can then be made of "
                     "(`kvjax.generation.reuse.full_kv`)"
                 )
-        # Rows of unequal length end in different slots: only a write on the device drops what lies beyond.
-        there = memory.each(memory.to_device, state)
-        return memory.each(_placed_as, self._append(there, block.clean()), state)
+        # Sequences of unequal length end in different slots: only a write on the device drops what lies beyond.
+        appended = self._append(memory.map_buffers(memory.to_device, state), block.clean())
+        return memory.map_buffers(lambda new, old: memory.to_host(new) if old.host else new, appended, state)
 
     def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        """Queries of any rows over all slots, and over what is held apart."""
+        """`ShareableLayer.partial`: over all slots and the side store."""
         part = self.method.read.read(self._layer, state, q, q_pos, None, None).part
-        return (
-            combine(part, self.method.side_store.read(self._layer, state, q, q_pos)) if self.method.side_store else part
-        )
+        if self.method.side_store is None:
+            return part
+        return combine(part, self.method.side_store.read(self._layer, state, q, q_pos))
 
     def extend_with_prefix(
         self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
     ) -> StepResult:
-        """`extend`, where the queries attend to other tokens too, which `other_partial` has."""
+        """`ShareableLayer.extend_with_prefix`."""
+        # `_in_steps` cuts a call along its tokens, and cuts `cross_layer` with it along axis 2. So the other partial
+        # travels with that value, its T moved to axis 2 and back.
 
         def at_once(state: LayerState, q: Array, new: KVBlock, commit: int, both: Any):
-            cross_layer, other_partial = both
-            return self._at_once(
-                state, q, new, commit, cross_layer, Partial(*(jnp.moveaxis(x, 2, 3) for x in other_partial))
-            )
+            cross_layer, other = both
+            other = Partial(*(jnp.moveaxis(x, 2, 3) for x in other))
+            return self._at_once(state, q, new, commit, cross_layer, other)
 
-        both = cross_layer, Partial(*(jnp.moveaxis(x, 3, 2) for x in other_partial))  # as a carry is: with T as axis 2
+        both = cross_layer, Partial(*(jnp.moveaxis(x, 3, 2) for x in other_partial))
         return self._in_steps(at_once, state, q, new, commit, both)
 
     def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
-        """Of the slots, then of what is held apart: how far what is read is from what came, of keys and of values."""
-        here = gather(exact, state.pos)
-        keys = relative_error(self.k.decode(state.k), self.as_held(here))
-        values = relative_error(self.v.decode(state.v), here.v)
-        if self.method.side_store is None:
+        """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
+        expected = gather_tokens(exact, state.pos)
+        keys = relative_error(self.k.decode(state.k), self.as_held(expected))
+        values = relative_error(self.v.decode(state.v), expected.v)
+        side_store = self.method.side_store
+        if side_store is None:
             return keys, values
-        there = gather(exact, self.method.side_store.positions(state.side_store))
-        read = self.method.side_store.visible_block(self._layer, state.side_store)
+        expected = gather_tokens(exact, side_store.positions(state.side_store))
+        read = side_store.visible_block(self._layer, state.side_store)
         if read is None:
-            other_keys = other_values = jnp.full(there.k.shape[:3], jnp.nan)
+            other_keys = other_values = jnp.full(expected.k.shape[:3], jnp.nan)
         else:
-            other_keys, other_values = relative_error(read.k, there.k), relative_error(read.v, there.v)
+            other_keys, other_values = relative_error(read.k, expected.k), relative_error(read.v, expected.v)
         return jnp.concatenate([keys, other_keys], 2), jnp.concatenate([values, other_values], 2)
 
     def check_shared(self) -> None:
-        """A prefix is read in full, and stays as it is."""
+        """`ShareableLayer.check_shared`: a prefix is read in full, and stays as it is."""
         m = self.method
         if self.needs.paired_layer:
             raise IncompatibleMethod(
@@ -173,7 +175,7 @@ class StateOperations:
             )
 
     def check_with_prefix(self) -> None:
-        """Rows have tokens of their own, at true positions, seen whole."""
+        """`ShareableLayer.check_with_prefix`: a sequence's own tokens stand at true positions and are seen whole."""
         m = self.method
         reasons = (
             ("positions", m.positions != "true", "positions inside the cache would be those of the shared tokens too"),
@@ -194,41 +196,36 @@ class StateOperations:
                     "or under a method without it"
                 )
 
-    def _check_append_only(self, what: str) -> None:
+    def _check_append_only(self, ability: str) -> None:
         m = self.method
         for name in ("decode", "select", "side_store"):
             if getattr(m, name) is not None:
                 raise IncompatibleMethod(
                     f"slot `{name}`, {type(getattr(m, name)).__name__}, has made its choice among the tokens, so that "
-                    f"this cache cannot {what}; {KEEP}"
+                    f"this cache cannot {ability}; {CONTEXT_REMEDY}"
                 )
 
 
-def _placed_as(buffer: memory.Buffer, other: memory.Buffer) -> memory.Buffer:
-    """The buffer in the kind of memory in which another lies."""
-    return memory.to_host(buffer) if other.host else buffer
+def missing_ability(layer: BoundLayer, ability: str) -> IncompatibleMethod:
+    """Makes the error for a layer without an optional ability."""
+    return IncompatibleMethod(f"{type(layer).__name__} does not say how its cache could {ability}; {CONTEXT_REMEDY}")
 
 
-def missing(layer: BoundLayer, what: str) -> IncompatibleMethod:
-    """The error for a layer without an optional ability."""
-    return IncompatibleMethod(f"{type(layer).__name__} does not say how its cache could {what}; {KEEP}")
-
-
-def as_rows(layer: BoundLayer | None, state: Any, which: Array | np.ndarray) -> Any:
-    """Rows which i32[n] of a state, each as often as it is named."""
+def take_sequences(layer: BoundLayer | None, state: Any, which: Array | np.ndarray) -> Any:
+    """Takes the sequences which i32[n] of a state, each as often as it is named."""
     if isinstance(layer, BatchedLayer):
-        return layer.rows(state, which)
-    return jax.tree.map(lambda x: memory.rearranged(lambda a: a[which], x) if x.ndim else x, state)
+        return layer.take_sequences(state, which)
+    return jax.tree.map(lambda x: memory.apply_on_device(lambda a: a[which], x) if x.ndim else x, state)
 
 
-def as_one(layer: BoundLayer | None, states: list[Any]) -> Any:
-    """The rows of several states, one behind the other, as one state; raises ValueError where shapes differ."""
+def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
+    """Concatenates the sequences of several states; raises ValueError where shapes differ."""
     if isinstance(layer, BatchedLayer):
-        return layer.joined(states)
-    return jax.tree.map(lambda *xs: memory.rearranged(_behind, *xs) if xs[0].ndim else xs[0], *states)
+        return layer.concat_sequences(states)
 
+    def concat(*xs: Array) -> Array:
+        if len({(x.shape[1:], x.dtype) for x in xs}) > 1:
+            raise ValueError(f"arrays of {' and '.join(str(x.shape[1:]) for x in xs)} per row")
+        return jnp.concatenate(xs)
 
-def _behind(*xs: Array) -> Array:
-    if len({(x.shape[1:], x.dtype) for x in xs}) > 1:
-        raise ValueError(f"arrays of {' and '.join(str(x.shape[1:]) for x in xs)} per row")
-    return jnp.concatenate(xs)
+    return jax.tree.map(lambda *xs: memory.apply_on_device(concat, *xs) if xs[0].ndim else xs[0], *states)

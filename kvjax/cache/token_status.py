@@ -1,4 +1,4 @@
-"""What has become of each token: measured, by putting what a state gives back beside the keys and values that came."""
+"""The status of each token in a layer: whether it is held, where, and how exactly, measured on the state itself."""
 
 from __future__ import annotations
 
@@ -13,58 +13,59 @@ from kvjax.core.types import Array, KVBlock
 
 
 class TokenStatus(NamedTuple):
-    """Of the token at each position 0..C-1, in one layer; what is said of a token that is not held means nothing."""
+    """The status of the token at each position 0..C-1 in one layer; fields other than `held` count for held tokens."""
 
     held: Array  # bool[B K C]
-    key: Array  # f32[B K C], how far its key, as it is read, is from the one that came; NaN where that is not told
-    value: Array  # f32[B K C], likewise
-    key_host: Array  # bool[B K C], whether what is read comes from host memory
+    key: Array  # f32[B K C], relative error of the key as it is read; NaN where unknown
+    value: Array  # f32[B K C], relative error of the value
+    key_host: Array  # bool[B K C], whether the key is read from host memory
     value_host: Array  # bool[B K C]
 
 
 def token_status(layer: BoundLayer, state: Any, exact: KVBlock) -> TokenStatus:
-    """What a layer's state holds, and how; exact [B K C H]: the keys and values of all tokens, each at its position.
+    """Compares a layer's state with the exact keys and values.
 
-    A layer tells by `InspectableLayer.reconstruction_error`; of one without it is known which tokens it holds, and no
-    more. What a reader keeps beside the slots, such as copies of the newest tokens, is not looked at.
+    Copies that a reader keeps in addition to the slots, such as those of the newest tokens, are not looked at.
+
+    Args:
+      layer: the layer. One that is no `InspectableLayer` tells which tokens it holds, and no more.
+      state: of the layer.
+      exact: keys and values [B K C H] of all tokens, each at its position.
     """
     B, K, C = exact.k.shape[:3]
     pos = layer.positions(state)
     pos = jnp.broadcast_to(pos, (B, K, pos.shape[2]))
     if not isinstance(layer, InspectableLayer):
-        key = value = jnp.full(pos.shape, jnp.nan)
-        hosts = (jnp.zeros(pos.shape, bool),) * 2
+        errors = (jnp.full(pos.shape, jnp.nan),) * 2
+        on_host = (jnp.zeros(pos.shape, bool),) * 2
     else:
-        key, value = layer.reconstruction_error(state, exact)
-        # What changes when host memory is blank was read from there.
-        blank = layer.reconstruction_error(memory.each(_blank, state), exact) if _on_host(state) else (key, value)
-        hosts = tuple((a != b) & ~jnp.isnan(a) for a, b in zip((key, value), blank, strict=True))
+        errors = blank_errors = layer.reconstruction_error(state, exact)
+        # A layer does not tell which numbers it reads from the host. An error that changes when all of host memory is
+        # blank was measured on numbers from there.
+        if any(memory.is_host(x) for x in jax.tree.leaves(state)):
+            blank_errors = layer.reconstruction_error(memory.map_buffers(_blank_if_host, state), exact)
+        on_host = tuple((a != b) & ~jnp.isnan(a) for a, b in zip(errors, blank_errors, strict=True))
 
     def by_position(x: Array) -> Array:
-        return jnp.zeros((B, K, C), x.dtype).at[places(pos, (B, K, C))].set(x, mode="drop")
+        return jnp.zeros((B, K, C), x.dtype).at[scatter_index(pos, (B, K, C))].set(x, mode="drop")
 
-    return TokenStatus(*map(by_position, (pos >= 0, key, value, *hosts)))
+    return TokenStatus(*map(by_position, (pos >= 0, *errors, *on_host)))
 
 
-def places(pos: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Where positions i32[B 1|K n] lie in an array [B K C ...]: an index, of -1 one that a write with "drop" drops."""
+def scatter_index(pos: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """The index of positions i32[B 1|K n] in an array [B K C ...]; a write with "drop" drops those of -1."""
     B, K, C = shape[:3]
     return jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(pos >= 0, pos, C)
 
 
-def relative_error(read: Array, came: Array) -> Array:
-    """Rows [B K|1 S H] as they are read and as they came -> the length of the difference over the row's own, f32."""
-    read, came = read.astype(jnp.float32), came.astype(jnp.float32)
-    difference, length = (jnp.sqrt(jnp.square(x).sum(-1)) for x in (read - came, came))
+def relative_error(read: Array, exact: Array) -> Array:
+    """|read - exact| / |exact| of vectors [B K|1 S H], f32[B K S]."""
+    read, exact = read.astype(jnp.float32), exact.astype(jnp.float32)
+    difference, length = (jnp.sqrt(jnp.square(x).sum(-1)) for x in (read - exact, exact))
     return difference / jnp.maximum(length, 1e-30)
 
 
-def _on_host(state: Any) -> bool:
-    return any(memory.is_host(x) for x in jax.tree.leaves(state))
-
-
-def _blank(buffer: memory.Buffer) -> memory.Buffer:
-    """Zeros in the place of a buffer on the host."""
+def _blank_if_host(buffer: memory.Buffer) -> memory.Buffer:
     if not buffer.host:
         return buffer
     return memory.Buffer(jnp.zeros(buffer.data.shape, buffer.data.dtype), buffer.dtype)

@@ -1,4 +1,4 @@
-"""What may stand in a slot of a method: a value of the slot's kind, which says by its fields alone what it does."""
+"""Validates a method's components: right type, hashable, determined by their fields."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ from kvjax.cache.eviction.scorers import Scorer
 from kvjax.errors import KvjaxError
 
 
-def check_kind(slot: str, value: Any, kind: Any) -> None:
-    """Raises KvjaxError unless a value is of a slot's kind, a class or a union of classes."""
+def check_component_type(name: str, value: Any, kind: Any) -> None:
+    """Raises KvjaxError unless a component is of its type, a class or a union of classes."""
     if isinstance(value, type):
-        raise KvjaxError(f"{slot} is the class {value.__name__}, and must be a value of it, as {value.__name__}(...)")
+        raise KvjaxError(f"{name} is the class {value.__name__}, and must be a value of it, as {value.__name__}(...)")
     if isinstance(value, kind):
         return
     if isinstance(value, Scorer):
-        name = type(value).__name__
+        scorer = type(value).__name__
         raise KvjaxError(
-            f"{slot} is a scorer; kvjax.method_api.make_selection({name}(...), budget) makes a selection of it"
+            f"{name} is a scorer; kvjax.method_api.make_selection({scorer}(...), budget) makes a selection of it"
         )
-    wanted = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
-    raise KvjaxError(f"{slot} must be a {wanted}, got {value!r:.80}")
+    expected = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
+    raise KvjaxError(f"{name} must be a {expected}, got {value!r:.80}")
 
 
-def check_hashable(slot: str, value: Any) -> None:
-    """Raises KvjaxError that names what in a value has no hash, by which compiled programs are found again."""
-    for where, part in _parts(slot, value):
+def check_hashable(name: str, value: Any) -> None:
+    """Raises KvjaxError that names the part of a component without a hash, by which compiled programs are found."""
+    for path, part in _walk(name, value):
         if type(part).__hash__ is not None:
             continue
         if dataclasses.is_dataclass(part):
-            raise KvjaxError(f"{where} is a {type(part).__name__}, which must be a @dataclasses.dataclass(frozen=True)")
+            raise KvjaxError(f"{path} is a {type(part).__name__}, which must be a @dataclasses.dataclass(frozen=True)")
         raise KvjaxError(
-            f"{where} is a {type(part).__name__}, which has no hash: a tuple has one; arrays go into a table, or are "
+            f"{path} is a {type(part).__name__}, which has no hash: a tuple has one; arrays go into a table, or are "
             "made where they are used"
         )
 
 
-def uncompared(slot: str, value: Any) -> Iterator[str]:
-    """The fields in a value by which it is not compared, of classes that are not kvjax's own."""
-    for where, part in _parts(slot, value):
+def uncompared_fields(name: str, value: Any) -> Iterator[str]:
+    """Lists the fields that take no part in the comparison of a component, of classes that are not kvjax's own."""
+    for path, part in _walk(name, value):
         if dataclasses.is_dataclass(part) and type(part).__module__.partition(".")[0] != "kvjax":
-            yield from (f"{where}.{field.name}" for field in dataclasses.fields(part) if not field.compare)
+            yield from (f"{path}.{field.name}" for field in dataclasses.fields(part) if not field.compare)
 
 
-def _parts(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value and what its fields and tuples hold, innermost first, each with the way to it."""
+def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Walks through the compared fields of dataclasses and through tuples, innermost first: (path, value)."""
+    # Programs are found by equality, so only compared fields matter. Innermost first, so that an error names the very
+    # field at fault and not the component around it.
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             if field.compare:
-                yield from _parts(f"{where}.{field.name}", getattr(value, field.name, None))
-    if isinstance(value, tuple) and type(value) is tuple:
+                yield from _walk(f"{path}.{field.name}", getattr(value, field.name, None))
+    if isinstance(value, tuple) and type(value) is tuple:  # no named tuple
         for i, x in enumerate(value):
-            yield from _parts(f"{where}[{i}]", x)
-    yield where, value
+            yield from _walk(f"{path}[{i}]", x)
+    yield path, value

@@ -1,4 +1,4 @@
-"""What a prompt's queries say about its keys: the observation a scorer asks for, and blockwise passes over it."""
+"""The observation of a prompt's queries, and the attention weights that they give to each slot."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.core.attention import NEG, log_sum, scores, visible
+from kvjax.core.attention import MASKED_LOGIT, log_sum_exp, scores, visible
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock, exportable
+
+LogitTransform = Callable[[Array, Array, Array], Array]
+"""(logits f32[B K G Q S], positions of the queries i32[B Q], of the slots i32[B 1|K S]) -> logits of the same shape."""
 
 
 @exportable
 class Observation(NamedTuple):
-    """The last Q prompt queries of each row, after RoPE; only `pos` tells which of them are real."""
+    """The last Q queries of each prompt after RoPE, and what else a component asked for; the rest is None."""
 
     q: Array  # [B K G Q H]
-    pos: Array  # i32[B Q], positions in the prompt, -1 = padding
-    # i32[B] tokens of each row, or i32[B K] of each head, that stay by all layers' measures
+    pos: Array  # i32[B Q], positions in the prompt, -1 for padding; nothing else tells which queries are real
+    # i32[B] tokens that each sequence keeps, or i32[B K] that each head keeps, of a budget divided among the layers
     num_kept: Array | None = None
-    output_projection: Array | None = None  # [1 K G H D], the layer's output projection, where it is asked for
-    # [B 1 Q D], what these queries, and their keys and values, are made of, likewise
-    hidden_states: Array | None = None
-    replay_scores: Array | None = None  # f32[B K S], what a second pass over the prompt said of its tokens, likewise
-    paired_block: KVBlock | None = None  # the same prompt in the layer above or below, likewise
-    # f32[B K G Q], each query's `attention.log_sum` over the block, where it is known
-    softmax_sums: Array | None = None
-
-
-_NEVER = np.int32(2**30)  # a position behind all others
+    output_projection: Array | None = None  # [1 K G H D], of the layer
+    hidden_states: Array | None = None  # [B 1 Q D], the layer's inputs from which these queries were projected
+    replay_scores: Array | None = None  # f32[B K S], scores of the tokens from a second pass over the prompt
+    paired_block: KVBlock | None = None  # the same prompt in the layer above or below
+    # f32[B K G Q], the log-sum-exp of each query's logits to the block, where attention left it
+    softmax_lse: Array | None = None
 
 
 def attention_mass(
@@ -40,164 +39,170 @@ def attention_mass(
     observation: Observation,
     query_weights: Array,
     window: int | None = None,
-    at_once: int = 256,
-    logit_transform: Callable[[Array, Array, Array], Array] | None = None,
+    block_size: int = 256,
+    logit_transform: LogitTransform | None = None,
 ) -> tuple[Array, Array]:
-    """The attention that each slot receives: float32 softmax weights, summed over queries that count `query_weights`
-    f32[B Q].
+    """Sums the attention weights that each slot receives from the observed queries.
 
-    Causal, inside the layer's sliding window. Returns the sum f32[B K G S], and the sum of `query_weights` over the
-    queries that see the slot f32[B 1|K S]. Padding queries see nothing and empty slots receive 0, whatever they hold.
-    Memory grows with `at_once` squared, never with Q x S. logit_transform: what becomes, before the softmax, of the
-    logits f32[B K G Q S] of queries at i32[B Q] to slots that hold i32[B 1|K S].
+    Attention is causal and inside the layer's sliding window. Padding queries see nothing, and empty slots receive 0.
+
+    Args:
+      block: keys [B K S H] of the prompt.
+      observation: the queries.
+      query_weights: f32[B Q], by which each query's attention counts.
+      window: sliding window of the layer, in tokens.
+      block_size: memory grows with its square, never with Q x S.
+      logit_transform: applied to the logits before the softmax.
+
+    Returns:
+      (weighted sums f32[B K G S]; for each slot, the sum of `query_weights` over the queries that see it
+      f32[B 1|K S]).
     """
 
-    def received(p: Array, query_weights: Array, seen: Array) -> tuple[Array, Array]:
+    def reduce_queries(p: Array, query_weights: Array, mask: Array) -> tuple[Array, Array]:
         query_weights = query_weights[:, None, None, :, None]
-        return (p * query_weights).sum(3), jnp.where(seen, query_weights, 0.0).sum(3)[:, :, 0]
+        return (p * query_weights).sum(3), jnp.where(mask, query_weights, 0.0).sum(3)[:, :, 0]
 
-    return _summed(received, block, observation, query_weights, window, at_once, logit_transform)
+    return _sum_over_queries(
+        reduce_queries, block, observation, query_weights, window, block_size=block_size, transform=logit_transform
+    )
 
 
 class Moments(NamedTuple):
-    """Sums over queries of the attention p that each slot receives from them, f32[B K G S]."""
+    """Sums over queries of the attention weight p that each slot receives from them, f32[B K G S]."""
 
     p: Array
     square: Array  # of p * p
     p_log_p: Array  # of p * ln(p + 1e-10)
 
 
-def moments(block: KVBlock, observation: Observation, window: int | None = None, at_once: int = 256) -> Moments:
-    """The sums from which mean, variance and entropy of the attention to each slot follow, over all real queries.
+def moments(block: KVBlock, observation: Observation, window: int | None = None, block_size: int = 256) -> Moments:
+    """Sums from which mean, variance and entropy of each slot's attention weights follow, over all real queries.
 
-    Causal, inside the layer's sliding window; padding and memory as in `attention_mass`.
+    The arguments are those of `attention_mass`.
     """
 
-    def received(p: Array, query_weights: Array, seen: Array) -> Moments:
+    def reduce_queries(p: Array, query_weights: Array, mask: Array) -> Moments:
         return Moments(p.sum(3), (p * p).sum(3), (p * jnp.log(p + 1e-10)).sum(3))
 
-    return _summed(received, block, observation, jnp.ones(observation.pos.shape), window, at_once)
+    ones = jnp.ones(observation.pos.shape)
+    return _sum_over_queries(reduce_queries, block, observation, ones, window, block_size=block_size)
 
 
-class _Asking(NamedTuple):
-    """Some queries."""
+class _Queries(NamedTuple):
+    """A block of queries."""
 
     q: Array  # [B K G T H]
     pos: Array  # i32[B T]
-    query_weights: Array  # f32[B T], what each of them counts
-    sums: Array | None  # f32[B K G T], as in `Observation`
+    weights: Array  # f32[B T]
+    lse: Array | None  # f32[B K G T], `Observation.softmax_lse`
 
 
 class _Slots(NamedTuple):
-    """Some slots."""
+    """A block of slots."""
 
     k: Array  # [B K S H]
     pos: Array  # i32[B 1|K S]
 
 
-class _Look(NamedTuple):
-    """How queries look at all slots, which come in pieces: slots [n ..], n pieces of equal size."""
+_AFTER_ALL = np.int32(2**30)  # a position after all real ones
 
-    pieces: _Slots
+
+class _SlotBlocks(NamedTuple):
+    """All slots, in blocks of equal size, and how queries see them."""
+
+    slots: _Slots  # arrays [n ...], n blocks
     window: int | None
-    logit_transform: Callable[[Array, Array, Array], Array] | None
+    transform: LogitTransform | None
 
-    def logits(self, asking: _Asking, slots: _Slots) -> tuple[Array, Array]:
-        """(f32[B K G T S], NEG where a query does not see a slot; whether it does, bool[B 1|K 1 T S])."""
-        seen, found = visible(slots.pos, asking.pos, self.window), scores(asking.q, slots.k)
-        if self.logit_transform is not None:
-            found = self.logit_transform(found, asking.pos, slots.pos)
-        return jnp.where(seen, found, NEG), seen
+    def logits(self, queries: _Queries, slots: _Slots) -> tuple[Array, Array]:
+        """(f32[B K G T S], MASKED_LOGIT where a query does not see a slot; the mask bool[B 1|K 1 T S])."""
+        mask, logits = visible(slots.pos, queries.pos, self.window), scores(queries.q, slots.k)
+        if self.transform is not None:
+            logits = self.transform(logits, queries.pos, slots.pos)
+        return jnp.where(mask, logits, MASKED_LOGIT), mask
 
-    def if_seen(self, asking: _Asking, slots: _Slots, more: Callable[[Any], Any], before: Any) -> Any:
-        """more(before), or `before` where no query can see a slot: those in the future, and those before the window."""
-        if self.pieces.pos.shape[0] == 1:
-            return more(before)
-        some = jnp.where(slots.pos < 0, _NEVER, slots.pos).min() <= asking.pos.max()
+    def if_any_visible(self, queries: _Queries, slots: _Slots, update: Callable[[Any], Any], carry: Any) -> Any:
+        """Returns update(carry), or `carry` where causality and window hide all these slots from these queries."""
+        if self.slots.pos.shape[0] == 1:
+            return update(carry)
+        some = jnp.where(slots.pos < 0, _AFTER_ALL, slots.pos).min() <= queries.pos.max()
         if self.window is not None:
-            some &= slots.pos.max() > jnp.where(asking.pos < 0, _NEVER, asking.pos).min() - self.window
-        return lax.cond(some, more, lambda same: same, before)
+            some &= slots.pos.max() > jnp.where(queries.pos < 0, _AFTER_ALL, queries.pos).min() - self.window
+        return lax.cond(some, update, lambda carry: carry, carry)
 
-    def sums(self, asking: _Asking) -> Array:
-        """The log of the sum of each query's softmax over all slots, f32[B K G T]."""
-        if asking.sums is not None:
-            return asking.sums
+    def log_sum_exp(self, queries: _Queries) -> Array:
+        """f32[B K G T], over all slots."""
+        if queries.lse is not None:
+            return queries.lse
 
-        def over(before: tuple[Array, Array], slots: _Slots) -> tuple[tuple[Array, Array], None]:
-            def more(before: tuple[Array, Array]) -> tuple[Array, Array]:
-                found, _ = self.logits(asking, slots)
-                m = jnp.maximum(before[0], lax.stop_gradient(found.max(-1)))
-                return m, before[1] * jnp.exp(before[0] - m) + jnp.exp(found - m[..., None]).sum(-1)
+        def add_block(carry: tuple[Array, Array], slots: _Slots) -> tuple[tuple[Array, Array], None]:
+            def update(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                logits, _ = self.logits(queries, slots)
+                m = jnp.maximum(carry[0], lax.stop_gradient(logits.max(-1)))
+                return m, carry[1] * jnp.exp(carry[0] - m) + jnp.exp(logits - m[..., None]).sum(-1)
 
-            return self.if_seen(asking, slots, more, before), None
+            return self.if_any_visible(queries, slots, update, carry), None
 
-        shape = asking.q.shape[:-1]
-        (m, l), _ = lax.scan(over, vary((jnp.full(shape, NEG), jnp.zeros(shape))), self.pieces)
-        return log_sum(m, l)
-
-    def attention(self, asking: _Asking, slots: _Slots, sums: Array) -> tuple[Array, Array]:
-        """(weights f32[B K G T S] of softmaxes with these sums; which slots are seen, bool[B 1|K 1 T S])."""
-        found, seen = self.logits(asking, slots)
-        return jnp.where(found > NEG / 2, jnp.exp(found - sums[..., None]), 0.0), seen
+        shape = queries.q.shape[:-1]
+        (m, l), _ = lax.scan(add_block, vary((jnp.full(shape, MASKED_LOGIT), jnp.zeros(shape))), self.slots)
+        return log_sum_exp(m, l)
 
 
-def _summed(
-    received: Callable[[Array, Array, Array], Any],
+def _sum_over_queries(
+    reduce_queries: Callable[[Array, Array, Array], Any],
     block: KVBlock,
     observation: Observation,
     query_weights: Array,
     window: int | None,
-    at_once: int,
-    logit_transform: Callable[[Array, Array, Array], Array] | None = None,
+    *,
+    block_size: int,
+    transform: LogitTransform | None = None,
 ) -> Any:
-    """What slots have `received` from all queries: arrays [.. S].
-
-    received(p f32[B K G T S], query_weights f32[B T], seen bool[B 1|K 1 T S]) is asked for some queries and some slots
-    at a time, when the sum of these queries' softmax over all slots is known: what they see is read once for it where
-    `observation` does not bring it, and once more; the rest is not read at all.
-    """
+    """Sums reduce_queries(p f32[B K G T S], query_weights f32[B T], mask bool[B 1|K 1 T S]) -> [.. S] over blocks."""
     Q, S = observation.pos.shape[1], block.pos.shape[2]
-    queries = min(at_once, Q)
-    slots = min(at_once * at_once // queries, S)
-    known = (
-        None
-        if observation.softmax_sums is None or logit_transform is not None
-        else _pieces(observation.softmax_sums, 3, queries)
+    num_queries = min(block_size, Q)
+    num_slots = min(block_size * block_size // num_queries, S)
+    # A transform changes the logits, and with them their sum.
+    lse = None if transform is not None else observation.softmax_lse
+    query_blocks = _Queries(
+        _split_blocks(observation.q, 3, num_queries),
+        _split_blocks(observation.pos, 1, num_queries, -1),
+        _split_blocks(query_weights, 1, num_queries),
+        None if lse is None else _split_blocks(lse, 3, num_queries),
     )
-    asked = _Asking(
-        _pieces(observation.q, 3, queries),
-        _pieces(observation.pos, 1, queries, -1),
-        _pieces(query_weights, 1, queries),
-        known,
-    )
-    look = _Look(_Slots(_pieces(block.k, 2, slots), _pieces(block.pos, 2, slots, -1)), window, logit_transform)
+    slots = _Slots(_split_blocks(block.k, 2, num_slots), _split_blocks(block.pos, 2, num_slots, -1))
+    blocks = _SlotBlocks(slots, window, transform)
 
-    def of_piece(asking: _Asking, slots: _Slots, sums: Array) -> Any:
-        p, seen = look.attention(asking, slots, sums)
-        return received(p, asking.query_weights, seen)
+    def reduce_block(queries: _Queries, slots: _Slots, lse: Array) -> Any:
+        logits, mask = blocks.logits(queries, slots)
+        p = jnp.where(logits > MASKED_LOGIT / 2, jnp.exp(logits - lse[..., None]), 0.0)
+        return reduce_queries(p, queries.weights, mask)
 
-    def of_queries(total: Any, asking: _Asking) -> tuple[Any, None]:
-        sums = look.sums(asking)
+    # Two passes over the slots: a weight is known when its query's logits to all slots have been summed. Where
+    # attention left the sum in the observation, the first pass is saved.
+    def add_queries(total: Any, queries: _Queries) -> tuple[Any, None]:
+        lse = blocks.log_sum_exp(queries)
 
-        def onto(_: None, xs: tuple[_Slots, Any]) -> tuple[None, Any]:
-            slots, before = xs
+        def add_block(_: None, xs: tuple[_Slots, Any]) -> tuple[None, Any]:
+            slots, subtotal = xs
 
-            def more(before: Any) -> Any:
-                return jax.tree.map(jnp.add, before, of_piece(asking, slots, sums))
+            def update(subtotal: Any) -> Any:
+                return jax.tree.map(jnp.add, subtotal, reduce_block(queries, slots, lse))
 
-            return None, look.if_seen(asking, slots, more, before)
+            return None, blocks.if_any_visible(queries, slots, update, subtotal)
 
-        return lax.scan(onto, None, (look.pieces, total))[1], None
+        return lax.scan(add_block, None, (blocks.slots, total))[1], None
 
-    asking, piece = jax.tree.map(lambda x: x[0], (asked, look.pieces))
-    of_one = jax.eval_shape(lambda: of_piece(asking, piece, look.sums(asking)))
-    nothing = jax.tree.map(lambda x: jnp.zeros((len(look.pieces.pos), *x.shape), x.dtype), of_one)
-    total = lax.scan(of_queries, vary(nothing), asked)[0]
+    queries, slots = jax.tree.map(lambda x: x[0], (query_blocks, blocks.slots))
+    shapes = jax.eval_shape(lambda: reduce_block(queries, slots, blocks.log_sum_exp(queries)))
+    zeros = jax.tree.map(lambda x: jnp.zeros((len(blocks.slots.pos), *x.shape), x.dtype), shapes)
+    total = lax.scan(add_queries, vary(zeros), query_blocks)[0]
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)[..., :S], total)
 
 
-def _pieces(x: Array, axis: int, size: int, fill: int = 0) -> Array:
-    """x cut along an axis into n pieces of equal size, n comes first; the last one is filled up."""
+def _split_blocks(x: Array, axis: int, size: int, fill: int = 0) -> Array:
+    """Cuts an axis into n blocks of equal size, the last one padded with `fill`: [n ...]."""
     pad = [(0, -x.shape[axis] % size if a == axis else 0) for a in range(x.ndim)]
     x = jnp.pad(x, pad, constant_values=fill)
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)

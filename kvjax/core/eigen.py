@@ -16,7 +16,7 @@ from kvjax.core.types import Array
 SWEEPS = 10  # over all pairs; float32 needs six to nine of them for matrices of up to 256 rows
 
 
-def leading(matrix: Array, count: int) -> Array:
+def leading_eigenvectors(matrix: Array, count: int) -> Array:
     """Of positive semidefinite matrices f32[... n n] the eigenvectors of the greatest eigenvalues: f32[... n count].
 
     Jacobi's method: each round turns n / 2 disjoint pairs of rows and columns so that the number where they meet

@@ -1,4 +1,4 @@
-"""Marks for differentiation: no gradient passes through bits silently."""
+"""Differentiation rules at the border between numbers and bits: no gradient is lost there silently."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from kvjax.errors import GradientThroughBits
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def refuse_gradient(x: Array, holder: str) -> Array:
-    """Marks numbers that are about to become bits: the same numbers, but no gradient passes.
+    """Returns x, and raises if a gradient would pass: for numbers that are about to become bits.
 
-    Integers have no tangent, so that differentiation stops at them silently and gives a wrong number. Selections need
-    no mark, since an index is no code of a value; what only selects may be given through `lax.stop_gradient`.
+    Integers have no tangent, so differentiation stops at them silently and gives a wrong gradient. Indices that select
+    tokens need no such guard: they do not encode a value. Numbers that only select may pass `lax.stop_gradient`.
 
     Args:
-      x: numbers that codes, raw bits or words are made of next.
-      holder: what they become, for the error, as in "codes of Kivi".
+      x: numbers that become codes, raw bits or words next.
+      holder: name of the result in the error, as "codes of Kivi".
 
     Returns:
       x.
 
     Raises:
-      GradientThroughBits: when x is differentiated. A constant passes, also within a scan.
+      GradientThroughBits: when x is differentiated; a constant passes, also inside a scan.
     """
     return x
 
@@ -42,7 +42,7 @@ def _refuse(holder: str, primals: tuple[Array], tangents: tuple[Any]) -> tuple[A
 
 @jax.custom_jvp
 def with_gradient_of(value: Array, exact: Array) -> Array:
-    """`value`, bit for bit, with the gradient of `exact`, which has its shape and dtype."""
+    """Returns `value` with the gradient of `exact`, an array of its shape and dtype (straight-through estimator)."""
     return value
 
 

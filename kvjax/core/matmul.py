@@ -1,4 +1,7 @@
-"""Matrix products in the form that the backend multiplies fastest; what they give is the same up to rounding."""
+"""Matrix products in the form that each backend multiplies fastest; all forms agree up to rounding.
+
+x is [T in]: T tokens, or the sequences of a decode step.
+"""
 
 from __future__ import annotations
 
@@ -12,68 +15,61 @@ from jax import lax
 
 from kvjax.core.types import Array
 
-FEW = 64
-"""Rows up to which XLA's CPU backend multiplies narrow numbers several times faster when it sums in float32."""
-LARGE = 2**19
-"""Numbers in a float32 matrix from which multiplying one row with parts of it, side by side, is worth it."""
-PARTS = 2 ** (max(4, os.cpu_count() or 1).bit_length() - 1)
-"""Parts at most; more than two cores have, so that the last one to be done is done sooner."""
-PACKED_IN_VAIN = range(4, 33)
-"""Rows for which packing the weights in every product, as XLA's CPU backend does, takes longer than it saves."""
-WITHOUT_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
-"""The compiler's option by which that backend leaves such products to other code than YNNPACK."""
+FEW_TOKENS = 64
+"""Tokens up to which XLA:CPU multiplies 16-bit numbers several times faster when it sums in float32."""
+LARGE_WEIGHT = 2**19
+"""Elements of a float32 weight from which splitting the product of one token into parallel parts pays."""
+MAX_PARTS = 2 ** (max(4, os.cpu_count() or 1).bit_length() - 1)
+"""Most parts of such a product; more than two cores need, so that the last part to finish is a small one."""
+PACKING_DOES_NOT_PAY = range(4, 33)
+"""Numbers of tokens for which XLA:CPU packs the weights anew in every product, and that costs more than it saves."""
+NO_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
+"""Compiler options that leave such products to other code than YNNPACK."""
 
 
 def matmul(x: Array, w: Array) -> Array:
     """x [T in], w [in out] -> [T out] in x's dtype."""
-    if _few_and_narrow(x):
-        return _summed(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
-    if len(x) == 1 and x.dtype == jnp.float32 and w.size >= LARGE and jax.default_backend() == "cpu":
-        return _in_parts(x, w)
+    if _is_few_and_narrow(x):
+        return _sum_in_float32(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
+    if len(x) == 1 and x.dtype == jnp.float32 and w.size >= LARGE_WEIGHT and jax.default_backend() == "cpu":
+        # Split along the contracted axis: XLA:CPU multiplies a single row on one core.
+        parts = math.gcd(w.shape[0], MAX_PARTS)
+        x, w = x.reshape(parts, 1, -1), w.reshape(parts, -1, w.shape[1])
+        return lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,)))).sum(0)
     if jax.default_backend() == "gpu":
         return (_pad_single_row(x) @ w)[: len(x)]
     return x @ w
 
 
-def unembed(x: Array, rows: Array) -> Array:
-    """x [T D], rows [V D] -> dot products f32[T V]."""
+def unembed(x: Array, embedding: Array) -> Array:
+    """x [T D], embedding [V D] -> logits f32[T V]."""
     dims = (((1,), (1,)), ((), ()))
-    if not _few_and_narrow(x):
-        return lax.dot_general(x, rows, dims).astype(jnp.float32)
-    return _summed(x, rows, dims)
+    if not _is_few_and_narrow(x):
+        return lax.dot_general(x, embedding, dims).astype(jnp.float32)
+    return _sum_in_float32(x, embedding, dims)
 
 
-def options(rows: int, width: int, dtype: Any, tied: bool = False) -> dict[str, str]:
-    """Of a program that multiplies x [rows width] of a dtype with weights, what XLA's compiler is to be told.
-
-    Several rows go to YNNPACK, which packs the weights anew each time, unless that is turned off. tied: the program
-    multiplies with rows of an embedding too, and YNNPACK alone is fast at that.
-    """
-    wide = width >= 768 and not tied  # packing smaller weights costs less, as they stay in the processor's caches
-    in_vain = dtype == jnp.float32 and rows in PACKED_IN_VAIN and wide
-    return dict(WITHOUT_PACKING) if in_vain and jax.default_backend() == "cpu" else {}
+def compiler_options(num_tokens: int, width: int, dtype: Any, tied: bool = False) -> dict[str, str]:
+    """Returns XLA's options for a program that multiplies x [num_tokens width] with weights of this dtype."""
+    # Packing smaller weights costs less, because they stay in the processor's caches; and with a tied embedding only
+    # YNNPACK is fast.
+    is_wide = width >= 768 and not tied
+    turn_off = dtype == jnp.float32 and num_tokens in PACKING_DOES_NOT_PAY and is_wide
+    return dict(NO_PACKING) if turn_off and jax.default_backend() == "cpu" else {}
 
 
-def _in_parts(x: Array, w: Array) -> Array:
-    """x [1 in], w [in out] -> [1 out], summed over parts of the contraction, as XLA's CPU code leaves cores idle."""
-    parts = math.gcd(w.shape[0], PARTS)
-    x, w = x.reshape(parts, 1, -1), w.reshape(parts, -1, w.shape[1])
-    return lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,)))).sum(0)
+def _is_few_and_narrow(x: Array) -> bool:
+    return x.shape[0] <= FEW_TOKENS and x.dtype.itemsize < 4 and jax.default_backend() == "cpu"
 
 
-def _few_and_narrow(x: Array) -> bool:
-    return x.shape[0] <= FEW and x.dtype.itemsize < 4 and jax.default_backend() == "cpu"
-
-
-def _summed(x: Array, w: Array, dims: lax.DotDimensionNumbers) -> Array:
-    """A product with sums in float32."""
+def _sum_in_float32(x: Array, w: Array, dims: lax.DotDimensionNumbers) -> Array:
     return lax.dot_general(_pad_single_row(x), w, dims, preferred_element_type=jnp.float32)[: len(x)]
 
 
 def _pad_single_row(x: Array) -> Array:
-    """x [T D], with an empty row behind a single one.
+    """Adds a row of zeros to x [1 D]; XLA's code for matrices of one row is slow.
 
-    XLA's CPU code for a single row of narrow numbers is slow, and its GPU code writes every product of a weight with
-    its factor to memory and reads them all again to add them up: three times the bytes of the weights.
+    For 16-bit numbers on a CPU, and on a GPU, where it writes each product of a weight and its factor to memory and
+    reads them all again to add them: three times the bytes of the weights.
     """
     return jnp.pad(x, ((0, 1), (0, 0))) if len(x) == 1 else x

@@ -1,13 +1,13 @@
-"""The only file that knows JAX memory spaces: buffers on the device or in pinned host memory, rows in, rows out.
+"""Buffers of token vectors, on the device or in pinned host memory; no other module knows JAX's memory spaces.
 
 Rules found by measurement, kept here so that no method can get them wrong:
- - a row is appended with `dynamic_update_slice` on the host array itself: any other form copies the whole buffer;
- - append first, then recall from the returned buffer: the other order copies the whole buffer every step;
- - 16-bit floats are held as raw bits (their updates are slow on some backends), and whatever lives on the host
-   is held as raw bits, so that donation cannot pair a host input with a device output of the same type, which
-   aborts the process;
- - on the host two 16-bit values are held as one word of 32: TPUs keep two 16-bit rows together, and their compiler
-   aborts where one row alone is to be written there (libtpu 0.0.43).
+ - append with `dynamic_update_slice` on the host array itself: any other form copies the whole buffer;
+ - append first, then gather from the returned buffer: the other order copies the whole buffer at every step;
+ - 16-bit floats are stored as raw bits, because their updates are slow on some backends. On the host everything is
+   raw bits: donation may otherwise pair a host input with a device output of the same shape and type, which aborts the
+   process;
+ - on the host two 16-bit values are one 32-bit word: TPUs pack two 16-bit rows together, and their compiler aborts
+   where one row alone is written there (libtpu 0.0.43).
 """
 
 from __future__ import annotations
@@ -33,22 +33,20 @@ from kvjax.errors import KvjaxError
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RAW, WORDS = "raw bits of 16-bit floats in device memory", "words in host memory"
-"""Names of what floats are stored as, for errors."""
+"""Names of the stored forms of floats, for errors."""
 
-_UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of a number
 
 as_floats = jax.make_user_context(default_value=False)
-"""`with as_floats(True)`: what is packed stays floats on the device, so that gradients pass.
+"""`with as_floats(True)`: `pack` stores floats on the device as they are, so that gradients pass.
 
-Buffers take the same bytes. Programs of JAX are traced anew for either value.
+Buffers take the same bytes. JAX traces a program anew for either value.
 """
 
 
-def _computed(fun, where: str):
-    """`fun`, computed elsewhere than in the device's stream, its result in device memory (JAX renamed this in 0.11.1).
-
-    where: "device_host", by the host on host operands; or "gpu_stream:1", by a GPU beside what it does otherwise.
-    """
+def _compute_on(fun: Callable[..., Array], where: str) -> Callable[..., Array]:
+    """Runs `fun` on host operands by the "device_host", or by a GPU parallel to its other work ("gpu_stream:1")."""
+    # JAX 0.11.1 gave the function form, compute_on2 until then, the name of the context manager.
     compute_on: Any = getattr(_compute_on_module, "compute_on2", _compute_on_module.compute_on)
     if "out_memory_spaces" not in inspect.signature(compute_on).parameters:
         raise KvjaxError(
@@ -59,90 +57,98 @@ def _computed(fun, where: str):
 
 @pytree
 class Buffer:
-    """Rows [B K S W] of some dtype, held as raw bits or as words of two values where the rules above ask for it."""
+    """Token vectors [B K S W] of some dtype, stored as raw bits or words where the rules above ask for it."""
 
     data: Array
     dtype: str = dataclasses.field(metadata={"static": True})
 
     @property
     def host(self) -> bool:
-        """Whether the rows live in pinned host memory; works on tracers too."""
+        """Whether the vectors live in pinned host memory; works on tracers too."""
         return is_host(self.data)
 
 
-def each(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """`fun` of each buffer of a tree, and of what is in its place in other trees; what is no buffer stays as it is."""
+def map_buffers(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Applies `fun` to each buffer of a tree, with its counterparts in `others`; other leaves stay as they are."""
 
-    def apply(x: Any, *same_place: Any) -> Any:
-        return fun(x, *same_place) if isinstance(x, Buffer) else x
+    def apply(x: Any, *counterparts: Any) -> Any:
+        return fun(x, *counterparts) if isinstance(x, Buffer) else x
 
     return jax.tree.map(apply, tree, *others, is_leaf=lambda x: isinstance(x, Buffer))
 
 
 def is_host(x) -> bool:
     """Whether an array, tracer or abstract value lives in host memory."""
-    return kind(x) == "pinned_host"
+    return memory_kind(x) == "pinned_host"
 
 
-def kind(x) -> str:
-    """Memory kind of an array, tracer or abstract value: "pinned_host" or "device"."""
+def memory_kind(x) -> str:
+    """The memory kind of an array, tracer or abstract value: "pinned_host" or "device"."""
     abstract: Any = x if isinstance(x, AbstractValue) else jax.typeof(x)
     return "pinned_host" if abstract.memory_space == HOST else "device"
 
 
 def pack(x: Array, host: bool = False) -> Buffer:
-    """x [B K S W] as a buffer, on the device or (after a copy) in pinned host memory."""
-    raw = x.dtype.itemsize == 2 and not as_floats.value
-    buf = Buffer(_bits(x, RAW) if raw else x, x.dtype.name)
+    """Makes a buffer of x [B K S W], on the device or, by a copy, in pinned host memory."""
+    is_raw = x.dtype.itemsize == 2 and not as_floats.value
+    buf = Buffer(_to_bits(x, RAW) if is_raw else x, x.dtype.name)
     return to_host(buf) if host else buf
 
 
 def to_device(buf: Buffer) -> Buffer:
-    """The whole buffer in device memory."""
+    """Copies the whole buffer to device memory."""
     if not buf.host:
         return buf
-    bits = _value(jax.device_put(buf.data, DEVICE), _UINT[jnp.dtype(buf.dtype).itemsize])
+    bits = _from_bits(jax.device_put(buf.data, DEVICE), _UINT[jnp.dtype(buf.dtype).itemsize])
     return dataclasses.replace(buf, data=bits)
 
 
 def to_host(buf: Buffer) -> Buffer:
-    """The whole buffer in pinned host memory; on the device still `as_floats`."""
+    """Copies the whole buffer to pinned host memory; under `as_floats` it stays on the device."""
     if buf.host or as_floats.value:
         return buf
-    words = _words(_bits(buf.data, WORDS))
-    return dataclasses.replace(buf, data=jax.device_put(words, HOST))
+    return dataclasses.replace(buf, data=jax.device_put(_pair_words(_to_bits(buf.data, WORDS)), HOST))
 
 
 def unpack(buf: Buffer) -> Array:
-    """The rows [B K S W] in their own dtype, in device memory."""
-    return _value(to_device(buf).data, buf.dtype)
+    """Returns the vectors [B K S W] in their own dtype, in device memory."""
+    return _from_bits(to_device(buf).data, buf.dtype)
 
 
-def append(buf: Buffer, x: Array, at: Array, due: Array | None = None) -> Buffer:
-    """Writes x [B K T W] into the slots from at i32[B 1|K] on, of the rows with due bool[B]; at + T <= S there."""
-    x = _bits(x, WORDS if buf.host else RAW) if buf.data.dtype != x.dtype else x
-    x = _words(x) if buf.data.dtype != x.dtype else x  # as the buffer holds them: values, bits, or words
+def append(buf: Buffer, x: Array, at: Array, is_due: Array | None = None) -> Buffer:
+    """Writes token vectors into consecutive slots, in place inside a jitted loop.
+
+    Args:
+      buf: vectors [B K S W].
+      x: [B K T W], new vectors in the buffer's dtype.
+      at: i32[B 1|K], slot of the first of them; at + T <= S where they are written.
+      is_due: bool[B], the sequences to write; None for all.
+
+    Returns:
+      The buffer with the new vectors. Gather from this one, not from `buf`.
+    """
+    x = _to_bits(x, WORDS if buf.host else RAW) if buf.data.dtype != x.dtype else x
+    x = _pair_words(x) if buf.data.dtype != x.dtype else x
     if not x.shape[2]:
         return buf
     if not buf.host:
-        at = at if due is None else jnp.where(due[:, None], at, buf.data.shape[2])  # what lies outside is dropped
+        at = at if is_due is None else jnp.where(is_due[:, None], at, buf.data.shape[2])  # out of bounds: dropped
         return dataclasses.replace(buf, data=put(buf.data, x, at))
-    data, heads = buf.data, at.shape[1]
-    per_write = x.shape[1] // heads
-    for b in range(x.shape[0]):  # never a scatter on the host: it copies the buffer
-        for k in range(heads):
-            row = jax.device_put(x[b : b + 1, k * per_write : (k + 1) * per_write], HOST)
-            start = (jnp.int32(b), jnp.int32(k * per_write), at[b, k], jnp.int32(0))
-            write = functools.partial(lax.dynamic_update_slice, update=row, start_indices=start)
-            data = write(data) if due is None else lax.cond(due[b], write, lambda d: d, data)
+    # One update for each sequence and head, never a scatter: on the host a scatter copies the buffer.
+    data, num_starts = buf.data, at.shape[1]
+    heads_per_write = x.shape[1] // num_starts
+    for b in range(x.shape[0]):
+        for k in range(num_starts):
+            new = jax.device_put(x[b : b + 1, k * heads_per_write : (k + 1) * heads_per_write], HOST)
+            start = (jnp.int32(b), jnp.int32(k * heads_per_write), at[b, k], jnp.int32(0))
+            write = functools.partial(lax.dynamic_update_slice, update=new, start_indices=start)
+            data = write(data) if is_due is None else lax.cond(is_due[b], write, lambda d: d, data)
     return dataclasses.replace(buf, data=data)
 
 
 def put(data: Array, x: Array, at: Array) -> Array:
-    """Device arrays: data [B K S ...] with x [B K T ...] in the slots from at i32[B 1|K] on; the rest is dropped.
-
-    One scatter: in a decode loop `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
-    """
+    """Writes x [B K T ...] into data [B K S ...] on the device, from slot at i32[B 1|K] on; the excess is dropped."""
+    # A scatter: in a decode loop `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
     B, K, T = x.shape[:3]
     slot = at[:, :, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot)
@@ -150,78 +156,79 @@ def put(data: Array, x: Array, at: Array) -> Array:
 
 
 def add(data: Array, x: Array, slot: Array) -> Array:
-    """Device arrays: data [B K S ...] with x [B K T ...] added at slot i32[B T]; slots outside are dropped."""
+    """Adds x [B K T ...] to data [B K S ...] on the device, at slot i32[B T]; slots out of bounds are dropped."""
     B, K = x.shape[:2]
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot[:, None])
     return data.at[index].add(x, mode="drop")
 
 
 def take(x: Array, idx: Array) -> Array:
-    """Device arrays: rows idx i32[B 1|K n], in bounds, of x [B K S W] -> [B K n W]."""
+    """Gathers from x [B K S W] on the device at idx i32[B 1|K n], in bounds: [B K n W]."""
     return gather(x, jnp.broadcast_to(idx, (*x.shape[:2], idx.shape[2])))
 
 
-def piece(buf: Buffer, row: Array, rows: int, start: Array | int, count: int) -> Array:
-    """Of a device buffer seen as [B * K, S, W]: some rows from `row` and slots from `start`, in their own dtype."""
+def slice_tokens(buf: Buffer, first_head: Array, num_heads: int, start: Array | int, num_tokens: int) -> Array:
+    """Slices a device buffer, seen as [B * K, S, W], along its first two axes; the result is in the buffer's dtype."""
     data = buf.data.reshape(-1, *buf.data.shape[2:])
-    return _value(lax.dynamic_slice(data, (row, start, 0), (rows, count, data.shape[2])), buf.dtype)
+    sliced = lax.dynamic_slice(data, (first_head, start, 0), (num_heads, num_tokens, data.shape[2]))
+    return _from_bits(sliced, buf.dtype)
 
 
-def rows(buf: Buffer, idx: Array) -> Array:
-    """Rows at idx i32[B K n] -> [B K n W] in device memory; of a host buffer only these rows cross.
+def gather_tokens(buf: Buffer, idx: Array) -> Array:
+    """Gathers token vectors into device memory; from a host buffer only these vectors are transferred.
 
-    Indices outside [0, S) are clipped. Call it on the buffer that `append` returned.
+    Args:
+      buf: vectors [B K S W], as `append` returned them.
+      idx: i32[B K n], slots; those out of bounds are clipped.
+
+    Returns:
+      [B K n W] in the buffer's dtype.
     """
     idx = jnp.clip(idx, 0, buf.data.shape[2] - 1)
-    found = _from_host(buf.data, idx) if buf.host else gather(buf.data, idx)
-    return _value(found, buf.dtype)
+    if not buf.host:
+        vectors = gather(buf.data, idx)
+    elif jax.default_backend() == "gpu" and os.environ.get("KVJAX_FETCH_KERNEL") != "0" and fits(buf.data, idx):
+        # A GPU reads pinned host memory itself; elsewhere the host gathers, which needs the indices first.
+        vectors = _compute_on(fetch, "gpu_stream:1")(buf.data, idx)
+    else:
+        vectors = _compute_on(gather, "device_host")(buf.data, jax.device_put(idx, HOST))
+    return _from_bits(vectors, buf.dtype)
 
 
-def _from_host(data: Array, idx: Array) -> Array:
-    """Rows of host data: a GPU reads them itself, beside its other work; for all else the host gathers them."""
-    wanted = jax.default_backend() == "gpu" and os.environ.get("KVJAX_FETCH_KERNEL") != "0"
-    if wanted and fits(data, idx):
-        return _computed(fetch, "gpu_stream:1")(data, idx)
-    return _computed(gather, "device_host")(data, jax.device_put(idx, HOST))
+def dot_products(buf: Buffer, q: Array) -> Array:
+    """q [B K G T H] times all keys of a buffer [B K S H] -> f32[B K G T S] in device memory.
 
-
-def products(buf: Buffer, q: Array) -> Array:
-    """q [B K G T H] with all rows of a buffer [B K S H] -> f32[B K G T S] in device memory.
-
-    Of a host buffer no row crosses: the host computes the products.
+    The host itself multiplies with the keys of a host buffer: no key is transferred.
     """
     B, K, G, T, H = q.shape
     q = q.reshape(B, K, G * T, H)
+
+    def multiply(data: Array, q: Array) -> Array:  # no array is closed over: all operands of host code lie on the host
+        dims = (((3,), (3,)), ((0, 1), (0, 1)))
+        return lax.dot_general(_from_bits(data, buf.dtype), q, dims, preferred_element_type=jnp.float32)
+
     if buf.host:
-        found = _computed(functools.partial(_products, dtype=buf.dtype), "device_host")(
-            buf.data, jax.device_put(q, HOST)
-        )
+        products = _compute_on(multiply, "device_host")(buf.data, jax.device_put(q, HOST))
     else:
-        found = _products(buf.data, q, buf.dtype)
-    return found.swapaxes(2, 3).reshape(B, K, G, T, -1)
+        products = multiply(buf.data, q)
+    return products.swapaxes(2, 3).reshape(B, K, G, T, -1)
 
 
-def _products(rows: Array, q: Array, dtype: str) -> Array:
-    """Rows, as bits, with q [B K M H] -> f32[B K S M]; no constants, as in `gather`."""
-    dims = (((3,), (3,)), ((0, 1), (0, 1)))
-    return lax.dot_general(_value(rows, dtype), q, dims, preferred_element_type=jnp.float32)
-
-
-def _bits(x: Array, holder: str) -> Array:
+def _to_bits(x: Array, holder: str) -> Array:
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         return x
     return lax.bitcast_convert_type(refuse_gradient(x, holder), _UINT[x.dtype.itemsize])
 
 
-def _words(x: Array) -> Array:
-    """Bits [... W] of 16 as words [... W/2] of 32; as they are where they are no 16 or W is odd."""
+def _pair_words(x: Array) -> Array:
+    """uint16[... W] -> uint32[... W/2]; other types, and an odd W, stay as they are."""
     if x.dtype != jnp.uint16 or x.shape[-1] % 2:
         return x
     return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), jnp.uint32)
 
 
-def _value(x: Array, dtype: Any) -> Array:
-    """What bits or words [... W or W/2] stand for, [... W]."""
+def _from_bits(x: Array, dtype: Any) -> Array:
+    """Bits [... W] or words [... W/2] -> values [... W]."""
     dtype = jnp.dtype(dtype)
     if x.dtype == dtype:
         return x
@@ -229,33 +236,33 @@ def _value(x: Array, dtype: Any) -> Array:
     return values.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize // dtype.itemsize)
 
 
-def rearranged(fun: Callable[..., Array], *arrays: Array) -> Array:
-    """Concrete arrays, wherever they lie: `fun` of them, computed on the device and placed as the first of them was."""
+def apply_on_device(fun: Callable[..., Array], *arrays: Array) -> Array:
+    """Computes `fun` of concrete arrays on the device and places the result where the first of them lies."""
     return jax.device_put(fun(*(jax.device_put(x, DEVICE) for x in arrays)), arrays[0].sharding)
 
 
-class Installed(NamedTuple):
+class InstalledMemory(NamedTuple):
     """Bytes of memory, used or not; None where unknown."""
 
     device: int | None  # of all devices together
     host: int | None
-    shared: bool  # whether both are the same memory
+    shared: bool  # whether device and host are the same memory
 
 
-def installed(devices: Iterable[Any]) -> Installed:
-    """What these devices and this machine have."""
+def installed_memory(devices: Iterable[Any]) -> InstalledMemory:
+    """The memory of these devices and of this machine."""
     host, devices = None, list(devices)
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system tells
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has sysconf and these names
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if all(d.platform == "cpu" for d in devices):
-        return Installed(host, host, True)
-    each = [(d.memory_stats() or {}).get("bytes_limit") for d in devices]
-    known = [n for n in each if n is not None]
-    return Installed(sum(known) if len(known) == len(each) else None, host, False)
+        return InstalledMemory(host, host, True)
+    limits = [(d.memory_stats() or {}).get("bytes_limit") for d in devices]
+    known = [n for n in limits if n is not None]
+    return InstalledMemory(sum(known) if len(known) == len(limits) else None, host, False)
 
 
 def require_host_memory() -> None:
-    """Raises unless the default device has pinned host memory that this JAX version uses correctly."""
+    """Raises KvjaxError unless the default device has pinned host memory that this JAX version uses correctly."""
     device = jax.devices()[0]
     if "pinned_host" not in {m.kind for m in device.addressable_memories()}:
         raise KvjaxError(f"{device.platform} has no pinned_host memory; use a method without host placement")

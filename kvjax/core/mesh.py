@@ -1,8 +1,8 @@
-"""Devices: the only file that knows how arrays are spread over them.
+"""Device meshes; no other module knows how arrays are spread over devices.
 
-Batch rows lie along the mesh axis `data`, key/value heads, MLP width and vocabulary along `model`. A method never sees
-a mesh axis: `per_device` hands it the rows and heads of one device, and what concerns all heads of a layer goes through
-`over_heads`.
+Sequences lie along the mesh axis `data`; key/value heads, MLP width and vocabulary lie along `model`. A method never
+sees a mesh axis: `per_device` gives it the sequences and heads of one device, and what concerns all heads of a layer
+goes through `over_heads`.
 """
 
 from __future__ import annotations
@@ -29,106 +29,105 @@ _heads_axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("heads_
 
 
 def spec(axes: str, mesh: Mesh) -> PartitionSpec:
-    """Axis letters -> partition spec on a mesh; a mesh without the named axis leaves the letter unsharded."""
-    named = [RULES.get(a) for a in axes.split()]
-    return PartitionSpec(*(a if a in mesh.axis_names else None for a in named))
+    """Axis letters -> partition spec; a mesh that lacks a letter's axis leaves it unsharded."""
+    mesh_axes = [RULES.get(a) for a in axes.split()]
+    return PartitionSpec(*(a if a in mesh.axis_names else None for a in mesh_axes))
 
 
-def named(axes: str, mesh: Mesh) -> NamedSharding:
+def named_sharding(axes: str, mesh: Mesh) -> NamedSharding:
     """Axis letters -> sharding on a mesh."""
     return NamedSharding(mesh, spec(axes, mesh))
 
 
 def constrain(x: Array, axes: str, mesh: Mesh | None) -> Array:
-    """Inside jit: x laid out by its axis letters; without a mesh, x."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, named(axes, mesh))
+    """Constrains the sharding of x inside jit, by its axis letters; without a mesh, returns x."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, named_sharding(axes, mesh))
 
 
 def check_divides(letter: str, size: int, mesh: Mesh, remedy: str) -> None:
-    """Raises KvjaxError where devices cannot have equal parts of an axis of this letter and size."""
-    ways = mesh.shape.get(RULES[letter], 1) if letter in RULES else 1
-    if size % ways:
+    """Raises KvjaxError if an axis of this letter and size does not divide equally over the mesh."""
+    num_devices = mesh.shape.get(RULES[letter], 1) if letter in RULES else 1
+    if size % num_devices:
         raise KvjaxError(
-            f"axis {letter} of size {size} does not divide over the {ways} devices of mesh axis {RULES[letter]!r}; "
-            f"{remedy}"
+            f"axis {letter} of size {size} does not divide over the {num_devices} devices of mesh axis "
+            f"{RULES[letter]!r}; {remedy}"
         )
 
 
-def layer_axes(shape: tuple[int, ...], rows: int, heads: int) -> str:
-    """The axis letters of one array of a layer with so many rows and key/value heads, from its shape alone.
+def axes_of_layer_array(shape: tuple[int, ...], num_sequences: int, num_heads: int) -> str:
+    """Finds the axis letters of one array of a layer's state from its shape, by the rule of `kvjax.cache.protocol`.
 
-    The rule stands in `kvjax.cache.protocol`. Raises KvjaxError for a shape that cannot follow it.
+    Raises:
+      KvjaxError: if the shape does not follow the rule.
     """
     if not shape:
         return ""
-    rank, shared = len(shape), shape[0] == 1 != rows
-    divided = rank >= 3 and shape[1] == heads
-    if (shape[0] != rows and not shared) or (rank >= 3 and not divided and shape[1] != 1):
+    rank, is_shared = len(shape), shape[0] == 1 != num_sequences
+    has_heads = rank >= 3 and shape[1] == num_heads
+    if (shape[0] != num_sequences and not is_shared) or (rank >= 3 and not has_heads and shape[1] != 1):
         raise KvjaxError(
-            f"an array of a layer has shape {shape}, of which a mesh cannot tell what belongs to which device: its "
-            f"axes must be the batch's {rows} rows, or 1 for what all rows share, and then, where there are more than "
-            f"two, the layer's {heads} key/value heads, or 1 for what all heads share"
+            f"an array of a layer has shape {shape}, and a mesh cannot tell what belongs to which device: its axes "
+            f"must be the batch's {num_sequences} sequences, or 1 for what all of them share, and then, where there "
+            f"are more than two, the layer's {num_heads} key/value heads, or 1 for what all heads share"
         )
-    return ("1" if shared else "B") + (" K" if divided else "")
+    return ("1" if is_shared else "B") + (" K" if has_heads else "")
 
 
-def per_device(fun: Callable[..., Any], rows: int, heads: int, mesh: Mesh | None) -> Callable[..., Any]:
-    """`fun` of a layer's arrays, run by each device on its own rows and heads; without a mesh, `fun` itself.
+def per_device(fun: Callable[..., Any], num_sequences: int, num_heads: int, mesh: Mesh | None) -> Callable[..., Any]:
+    """Wraps a function of a layer's arrays so that each device runs it on its own sequences and heads.
 
-    Which axes of arguments and results are divided says `layer_axes`. Arrays in host memory stay there, each device's
-    part in its own. Shapes of results are found by tracing `fun` as one device would run it.
+    Arguments and results are divided as `axes_of_layer_array` says; arrays in host memory stay there. `num_sequences`
+    and `num_heads` are those of the whole layer. Without a mesh, returns `fun` itself.
     """
     if mesh is None:
         return fun
 
-    def spread(x: Any) -> PartitionSpec:
-        return spec(layer_axes(x.shape, rows, heads), mesh)
+    def partition(x: Any) -> PartitionSpec:
+        return spec(axes_of_layer_array(x.shape, num_sequences, num_heads), mesh)
 
-    def here(*args: Any) -> Any:
+    def run_locally(*args: Any) -> list[Array]:
         with heads_along(RULES["K"] if RULES["K"] in mesh.axis_names else None):
-            return fun(*args)
+            return [x for x in jax.tree.leaves(fun(*args)) if x.size]
 
-    def elements_here(*args: Any) -> list[Array]:
-        return [x for x in jax.tree.leaves(here(*args)) if x.size]
-
-    def empty(x: Any) -> Array:
-        place = NamedSharding(mesh, spread(x), memory_kind="pinned_host" if memory.is_host(x) else None)
-        return jax.device_put(jnp.zeros(x.shape, x.dtype), place)
+    def make_empty(x: Any) -> Array:
+        sharding = NamedSharding(mesh, partition(x), memory_kind="pinned_host" if memory.is_host(x) else None)
+        return jax.device_put(jnp.zeros(x.shape, x.dtype), sharding)
 
     def run(*args: Any) -> Any:
+        # Traced once as one device would run all of it, for the shapes of the results.
         traced, results = jax.make_jaxpr(fun, return_shape=True)(*args)
-        tree, types = jax.tree.structure(results), traced.out_avals  # which know the memory, as `results` does not
-        places = jax.tree.map(spread, args), [spread(x) for x in types if x.size]
-        # What is whole on several devices is equal there by the rule above; JAX's own check knows no host memory.
-        divided = jax.shard_map(elements_here, mesh=mesh, in_specs=places[0], out_specs=places[1], check_vma=False)
-        # A result without elements makes the compiler of JAX 0.11.2 end the process: such ones are made out here.
-        found = iter(divided(*args))
-        made = [next(found) if x.size else empty(x) for x in types]
-        return jax.tree.unflatten(tree, made)
+        types = traced.out_avals  # unlike `results`, these tell the memory kind
+        in_specs, out_specs = jax.tree.map(partition, args), [partition(x) for x in types if x.size]
+        # What a device holds whole is equal on all of them, by the rule; JAX's own check fails on host memory.
+        sharded = jax.shard_map(run_locally, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        # A result without elements makes the compiler of JAX 0.11.2 end the process, so those are made outside.
+        non_empty = iter(sharded(*args))
+        leaves = [next(non_empty) if x.size else make_empty(x) for x in types]
+        return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
     return run
 
 
 def vary(constants: Any) -> Any:
-    """Constants that may differ between devices, so that a loop can begin with them inside a caller's `jax.shard_map`.
+    """Marks constants as varying between devices, to start a loop's carry inside a caller's `jax.shard_map`.
 
-    JAX holds a constant to be equal on all devices, and wants the carry of a loop to be of one type in all rounds.
+    JAX takes a constant to be equal on all devices, and a carry must have one type in all iterations.
     """
+
+    def vary_along(x: Array, axis: str) -> Array:
+        try:
+            return lax.pcast(x, axis, to="varying")
+        except ValueError:  # it varies already
+            return x
+
     for axis in jax.sharding.get_abstract_mesh().manual_axes:
-        constants = jax.tree.map(functools.partial(_vary_along, axis=axis), constants)
+        constants = jax.tree.map(functools.partial(vary_along, axis=axis), constants)
     return constants
-
-
-def _vary_along(x: Array, axis: str) -> Array:
-    try:
-        return lax.pcast(x, axis, to="varying")
-    except ValueError:  # it varies already
-        return x
 
 
 @contextlib.contextmanager
 def heads_along(axis: str | None) -> Iterator[None]:
-    """While a layer is traced: its key/value heads are spread along this mesh axis."""
+    """Tells `over_heads`, while a layer is traced, along which mesh axis the key/value heads lie."""
     token = _heads_axis.set(axis)
     try:
         yield
@@ -137,45 +136,45 @@ def heads_along(axis: str | None) -> Iterator[None]:
 
 
 class over_heads:  # noqa: N801 (reads as a phrase: over_heads.sum)
-    """What concerns all key/value heads of a layer, wherever they are: x [B K ...] -> [B 1 ...]."""
+    """Reductions over all key/value heads of a layer, on whichever devices they are: x [B K ...] -> [B 1 ...]."""
 
     @staticmethod
     def sum(x: Array) -> Array:
         """The sum over all heads."""
-        axis, here = _heads_axis.get(), x.sum(1, keepdims=True, dtype=x.dtype)
-        return here if axis is None else lax.psum(here, axis)
+        axis, local = _heads_axis.get(), x.sum(1, keepdims=True, dtype=x.dtype)
+        return local if axis is None else lax.psum(local, axis)
 
     @staticmethod
     def mean(x: Array) -> Array:
         """The mean over all heads."""
-        axis, here = _heads_axis.get(), x.mean(1, keepdims=True)
-        return here if axis is None else lax.pmean(here, axis)
+        axis, local = _heads_axis.get(), x.mean(1, keepdims=True)
+        return local if axis is None else lax.pmean(local, axis)
 
     @staticmethod
     def max(x: Array) -> Array:
-        """The greatest over all heads."""
-        axis, here = _heads_axis.get(), x.max(1, keepdims=True)
-        return here if axis is None else lax.pmax(here, axis)
+        """The maximum over all heads."""
+        axis, local = _heads_axis.get(), x.max(1, keepdims=True)
+        return local if axis is None else lax.pmax(local, axis)
 
     @staticmethod
     def any(x: Array) -> Array:
-        """Whether it holds for any head, bool."""
-        axis, here = _heads_axis.get(), x.any(1, keepdims=True)
-        return here if axis is None else lax.pmax(here.astype("int32"), axis) > 0
+        """Whether x holds for any head, bool."""
+        axis, local = _heads_axis.get(), x.any(1, keepdims=True)
+        return local if axis is None else lax.pmax(local.astype("int32"), axis) > 0
 
     @staticmethod
     def gather(x: Array) -> Array:
-        """The rows of all heads, [B K ...] with the K of the whole layer."""
+        """The arrays of all heads: [B K ...] with the K of the whole layer."""
         axis = _heads_axis.get()
         return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
 
     @staticmethod
-    def own(x: Array, here: int) -> Array:
-        """Of what stands for all heads of the layer, x [K ...], the part of the `here` heads on this device."""
-        return lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 0)
+    def local_part(x: Array, num_local: int) -> Array:
+        """The part of x [K ...], given for all heads of the layer, that belongs to this device's `num_local` heads."""
+        return lax.dynamic_slice_in_dim(x, over_heads.first_head(num_local), num_local, 0)
 
     @staticmethod
-    def first(here: int) -> Array | int:
-        """Which head of the layer is the first of the `here` heads on this device."""
+    def first_head(num_local: int) -> Array | int:
+        """The index in the layer of the first of this device's `num_local` heads."""
         axis = _heads_axis.get()
-        return 0 if axis is None else lax.axis_index(axis) * here
+        return 0 if axis is None else lax.axis_index(axis) * num_local

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: applied to queries and keys, and taken off again (Su et al., 2021)."""
+"""Rotary position embeddings (Su et al., 2021), applied and removed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvjax.errors import KvjaxError
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings.
+    """Frequency scaling of rotary embeddings, for contexts longer than the one that a model was first trained on.
 
-    `linear` divides positions by `factor` (Chen et al., 2023); `llama3` divides only the frequencies whose
-    wavelength exceeds the original context, with a smooth band between (Llama 3.1 model card).
+    "linear" divides all frequencies by `factor` (Chen et al., 2023). "llama3" divides those with wavelengths above
+    original_max_positions / low_freq_factor and keeps those below original_max_positions / high_freq_factor, with a
+    smooth band between (Llama 3.1 model card).
     """
 
     kind: str  # "linear" | "llama3"
@@ -36,10 +37,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The rotation of a model: of the first `dim` channels of a head, in pairs (i, i + dim / 2).
+    """The rotary embedding of a model: it rotates the first `dim` channels of a head, in pairs (i, i + dim / 2).
 
-    A key is held after its rotation. `unrotate` takes the rotation of its position off, and `rotate` applies that of
-    any other position; both return float32, so that a key in a narrower dtype is rounded only where it is stored.
+    Caches hold keys after RoPE. `unrotate` removes the rotation of a key's position, and `rotate` applies that of
+    another one. Both return float32, so that a key in a narrower dtype is rounded only where it is stored.
     """
 
     dim: int
@@ -56,6 +57,7 @@ class Rope:
         if s.kind == "linear":
             return freq / s.factor
         wavelength = 2 * jnp.pi / freq
+        # Llama 3.1, `apply_scaling` of its reference code.
         long, short = s.original_max_positions / s.low_freq_factor, s.original_max_positions / s.high_freq_factor
         smooth = (s.original_max_positions / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
         blended = (1 - smooth) * freq / s.factor + smooth * freq
@@ -67,7 +69,7 @@ class Rope:
         return jnp.cos(angle), jnp.sin(angle)
 
     def rotate(self, x: Array, pos: Array) -> Array:
-        """Bare keys x [B K S H] rotated to positions i32[B 1|K S], float32; a position below 0 counts as 0."""
+        """Pre-RoPE keys x [B K S H] at pos i32[B 1|K S] -> rotated keys, float32; a position below 0 counts as 0."""
         return rotate(x.astype(jnp.float32), *self.angles(jnp.maximum(pos, 0)))
 
     def unrotate(self, x: Array, pos: Array) -> Array:
@@ -77,25 +79,22 @@ class Rope:
 
     def rotate_queries(self, q: Array, pos: Array) -> Array:
         """`rotate` for queries [B K G T H] at positions i32[B T]."""
-        return self.rotate(_as_rows(q), pos[:, None]).reshape(q.shape)
+        return self.rotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
     def unrotate_queries(self, q: Array, pos: Array) -> Array:
         """The inverse of `rotate_queries`."""
-        return self.unrotate(_as_rows(q), pos[:, None]).reshape(q.shape)
-
-
-def _as_rows(q: Array) -> Array:
-    """[B K G T H] -> [B K*G T H]."""
-    B, K, G, T, H = q.shape
-    return q.reshape(B, K * G, T, H)
+        return self.unrotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the leading channels of x [..., H]; the pairs are (i, i + dim / 2). Negate sin to undo it.
+    """Rotates the first channels of x [..., H] in float32; the pairs are (i, i + dim / 2). Negate sin to undo it.
 
-    cos and sin broadcast against x's leading axes: [..., dim / 2]. Computed in float32.
+    Args:
+      x: queries or keys.
+      cos: f32[..., dim / 2], broadcast against x's leading axes.
+      sin: as cos.
     """
     half = cos.shape[-1]
     a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], -1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else jnp.concatenate([rotated, x[..., 2 * half :]], -1)

@@ -1,8 +1,8 @@
-"""Static fields of pytrees as JSON and back, so that `jax.export` can write programs that take or return them.
+"""Static fields of pytrees as JSON, so that `jax.export` can write programs that take or return them.
 
-A file that somebody else wrote names classes, and so it decides what is called. Nothing is imported by name, and only
-values are made: tuples, numbers, texts, and frozen dataclasses and named tuples whose module is imported already. This
-is why pickle is not used.
+An exported program may come from somebody else, and it names the classes to build. So this is no pickle: nothing is
+imported by name, and only values are built (numbers, strings, tuples, and frozen dataclasses and named tuples of
+modules that are imported already).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvjax.utils import json_documents
 
 
 def dumps(value: Any) -> bytes:
-    """Writes what `loads` reads; raises KvjaxError for a value that is neither plain nor made of plain fields."""
+    """Writes a value for `loads`; raises KvjaxError for one that is not made of plain fields."""
     return json.dumps(_to_json(value)).encode()
 
 
@@ -43,32 +43,32 @@ def _to_json(value: Any) -> Any:
             f"{value!r:.80} is a static field of what is exported, and {cls.__name__} is neither a number, a text, a "
             "tuple, a frozen dataclass nor a named tuple; make it one of these"
         )
-    # What a class computes itself it computes again.
+    # A field with init=False is computed by the class itself, also when it is read back.
     names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else cls._fields
     fields = {name: _to_json(getattr(value, name)) for name in names}
     return {"module": cls.__module__, "class": cls.__qualname__, "fields": fields}
 
 
-def _from_json(said: Any) -> Any:
-    if isinstance(said, list):
-        return tuple(_from_json(x) for x in said)
-    if not isinstance(said, dict):
-        return said
-    name = f"{said['module']}.{said['class']}"
-    module = sys.modules.get(said["module"])
+def _from_json(raw: Any) -> Any:
+    if isinstance(raw, list):
+        return tuple(_from_json(x) for x in raw)
+    if not isinstance(raw, dict):
+        return raw
+    name = f"{raw['module']}.{raw['class']}"
+    module = sys.modules.get(raw["module"])
     if module is None:
         raise KvjaxError(
             f"{name} is needed to read this program, and its module is not imported; import it first, or load the file "
             "of a method with kvjax.method_api.load_methods"
         )
-    cls = functools.reduce(getattr, said["class"].split("."), module)
+    cls = functools.reduce(getattr, raw["class"].split("."), module)
     if not isinstance(cls, type) or not _is_value_class(cls):
         raise KvjaxError(f"{name} is neither a frozen dataclass nor a named tuple; export the program again")
-    return cls(**{key: _from_json(x) for key, x in said["fields"].items()})
+    return cls(**{key: _from_json(x) for key, x in raw["fields"].items()})
 
 
 def _is_value_class(cls: type) -> bool:
-    """Whether objects of a class are values that their fields make up."""
+    """Whether the fields of an object determine it."""
     if dataclasses.is_dataclass(cls):
         return cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     return issubclass(cls, tuple) and hasattr(cls, "_fields")

@@ -11,9 +11,9 @@ from kvjax.eval.page import safe_write
 from kvjax.explore import page
 from kvjax.explore.record import explored
 from kvjax.generation.inputs import token_ids
-from kvjax.methods.strings import named
+from kvjax.methods.strings import resolve
 from kvjax.models.model import Model, load
-from kvjax.utils.files import text_of
+from kvjax.utils.files import read_text_file
 
 METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
 MOST = 4096  # tokens of a text: beyond, a page is too large to open
@@ -21,7 +21,7 @@ MOST = 4096  # tokens of a text: beyond, a page is too large to open
 
 def run(args: argparse.Namespace) -> None:
     """Writes the page, and says how large it is; raises KvjaxError before anything runs if it can."""
-    methods = named(METHODS if args.methods is None else args.methods)
+    methods = resolve(METHODS if args.methods is None else args.methods)
     for name in ("steps", "tokens"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(file: Path) -> str:
-    text = text_of(file, "--text")
+    text = read_text_file(file, "--text")
     if not text.strip():
         raise KvjaxError(f"--text {file} has no text; give a file with some")
     return text

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerState
 from kvjax.cache.token_status import token_status
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxWarning
 from kvjax.explore import state
@@ -22,7 +22,7 @@ from kvjax.explore.steps import Steps
 from kvjax.explore.traced_state import Watch, Watched, own_cache, own_states, watched_layers
 from kvjax.generation.context import read
 from kvjax.generation.inputs import round_up
-from kvjax.methods.strings import Methods, named
+from kvjax.methods.strings import Methods, resolve
 from kvjax.models.model import Model
 
 
@@ -66,7 +66,7 @@ def explored(
     """
     say("full")
     capacity = round_up(len(prompt) + steps)
-    at = _begun(model, prompt, named("full")["full"], capacity)
+    at = _begun(model, prompt, resolve("full")["full"], capacity)
     answer = greedy(at, steps)
     attention, likeliest = [], []
     for token in answer:
@@ -75,7 +75,7 @@ def explored(
         attention.append(_exact_attention(at.cache)[:, :, : len(prompt) + len(answer)])
     exact = np.stack(attention, 2)
     found = []
-    for name, method in named(methods).items():
+    for name, method in resolve(methods).items():
         say(name)
         found.append(watched(_begun(model, prompt, method, capacity), name, answer, exact))
     return Explored(model.name, model.config.groups, list(prompt), answer, likeliest, exact, found)
@@ -138,5 +138,5 @@ def _exact_attention(cache: Cache) -> np.ndarray:
 def _weights(watch: Watch, length: Array, window: int | None) -> Array:
     came = watch.came
     seen = visible(came.pos, length[:, None] - 1, window)
-    p, _, l = weights(jnp.where(seen, scores(watch.q, came.k), NEG))
+    p, _, l = weights(jnp.where(seen, scores(watch.q, came.k), MASKED_LOGIT))
     return (p / l[..., None])[0, :, :, 0].mean(1)

@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.representatives import Units
+from kvjax.cache.eviction.representatives import EvictableUnits
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.protocol import BoundLayer, LayerSpec
-from kvjax.cache.token_status import places
+from kvjax.cache.token_status import scatter_index
 from kvjax.core.types import Array, KVBlock, pytree
 
 
@@ -36,9 +36,9 @@ class Noting:
         for units, first, size in self.represented:
             slot = first + units[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
             slot = jnp.where(units[:, :, None] >= 0, slot, -1).reshape(rows, 1, -1)
-            represents = represents.at[places(slot, represents.shape)].set(True, mode="drop")
+            represents = represents.at[scatter_index(slot, represents.shape)].set(True, mode="drop")
         for pos, changed in self.folded:
-            merged = merged.at[places(pos, merged.shape)].max(changed, mode="drop")
+            merged = merged.at[scatter_index(pos, merged.shape)].max(changed, mode="drop")
         return Notes(represents, merged)
 
 
@@ -60,7 +60,7 @@ class _Represent(_Heard):
         self.sinks = sinks
         self.share = slot.share  # from Python 3.12 on, a runtime protocol looks past `__getattr__`
 
-    def choose(self, units: Units, count: Array, places: int) -> Array:
+    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
         found = self.slot.choose(units, count, places)
         self.noting.represented.append((found, self.sinks, units.scores.shape[4]))
         return found

@@ -19,7 +19,7 @@ from kvjax.cache.protocol import (
     StepResult,
     Traits,
 )
-from kvjax.cache.token_status import places
+from kvjax.cache.token_status import scatter_index
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.explore.recorder import Notes, noted
@@ -92,7 +92,7 @@ class WatchedLayer:
         if not commit:
             return StepResult(out, state, cross_layer)
         kept = new.first(commit)
-        at = places(kept.pos, state.k.shape)
+        at = scatter_index(kept.pos, state.k.shape)
         k, v = (held.at[at].set(x, mode="drop") for held, x in ((state.k, kept.k), (state.v, kept.v)))
         state = dataclasses.replace(state, k=k, v=v, q=q[:, :, :, commit - 1 : commit])
         return StepResult(out, state, cross_layer)
@@ -114,13 +114,13 @@ class WatchedLayer:
         """See `BudgetedLayer`."""
         return self._budgeted.divide_budget(measures, lengths)
 
-    def slots_for(self, tokens: np.ndarray) -> int:
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        return self._budgeted.slots_for(tokens)
+        return self._budgeted.num_kept_slots(tokens)
 
-    def with_room_for(self, slots: int) -> WatchedLayer:
+    def with_kept_slots(self, slots: int) -> WatchedLayer:
         """See `BudgetedLayer`."""
-        return dataclasses.replace(self, own=self._budgeted.with_room_for(slots))
+        return dataclasses.replace(self, own=self._budgeted.with_kept_slots(slots))
 
     def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
         """See `BudgetedLayer`."""

@@ -1,13 +1,15 @@
-"""Every published method by its name: `kvjax.methods.snapkv(budget=256)`. One file each, imported when it is used."""
+"""Every published method by its name: `kvjax.methods.snapkv(budget=256)`. Each has a file, imported on first use."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import pkgutil
 import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for editors and type checkers; a test compares both lists with the files of this folder
+if TYPE_CHECKING:  # for editors and type checkers; at run time a method needs no line here
     from kvjax.methods.a2ats import a2ats as a2ats
     from kvjax.methods.a_shape import a_shape as a_shape
     from kvjax.methods.accumulated import accumulated as accumulated
@@ -82,99 +84,31 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares both lists w
     from kvjax.methods.zipcache import zipcache as zipcache
     from kvjax.methods.zipvl import zipvl as zipvl
 
-__all__ = [
-    "a2ats",
-    "a_shape",
-    "accumulated",
-    "adakv",
-    "arkvale",
-    "attention_gate",
-    "bfp",
-    "cake",
-    "cam",
-    "chunkkv",
-    "criticalkv",
-    "cskv",
-    "cur",
-    "d2o",
-    "double_sparsity",
-    "duo_attention",
-    "elastic_cache",
-    "ems",
-    "expected_attention",
-    "fp8",
-    "full",
-    "gear",
-    "h2o",
-    "head_shares",
-    "headkv",
-    "infllm",
-    "int4",
-    "int8",
-    "kcache",
-    "keydiff",
-    "keyformer",
-    "keynorm",
-    "kivi",
-    "kmeans",
-    "kvcrush",
-    "kvmerger",
-    "kvquant",
-    "kvzip",
-    "lagkv",
-    "lococo",
-    "locret",
-    "lookm",
-    "matryoshka",
-    "merged_heads",
-    "merging",
-    "mikv",
-    "minicache",
-    "offload",
-    "pyramidkv",
-    "quest",
-    "random",
-    "razor_attention",
-    "recompress",
-    "rekv",
-    "retrieval_attention",
-    "rkv",
-    "rocketkv",
-    "rotatekv",
-    "saq",
-    "scissorhands",
-    "shadowkv",
-    "sinks_and_recent",
-    "snapkv",
-    "specache",
-    "streaming_llm",
-    "think",
-    "tidal_decode",
-    "tova",
-    "triattention",
-    "turboquant",
-    "turned_queries",
-    "zipcache",
-    "zipvl",
-]
+INFRASTRUCTURE = ("docstrings", "listing", "loading", "method_hash", "registry", "strings")
+"""The modules of this folder that define no method."""
 
 
 class _MethodsPackage(types.ModuleType):
     """A package in which a method and the module that defines it have the same name, and the method wins."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in __all__:
+        if name == "__all__":
+            return dir(self)
+        module = f"{__name__}.{name}"
+        if name.startswith("_") or name in INFRASTRUCTURE or importlib.util.find_spec(module) is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{__name__}.{name}"), name)
+        return getattr(importlib.import_module(module), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The import of a submodule ends with setattr(package, name, submodule).
-        if name in __all__ and isinstance(value, types.ModuleType):
+        if isinstance(value, types.ModuleType) and name not in INFRASTRUCTURE:
             value = getattr(value, name)
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return list(__all__)
+        return sorted(
+            module.name for module in pkgutil.iter_modules(self.__path__) if module.name not in INFRASTRUCTURE
+        )
 
 
 sys.modules[__name__].__class__ = _MethodsPackage

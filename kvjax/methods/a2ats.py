@@ -10,7 +10,7 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least, require_observation
+from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers import codebook
@@ -21,8 +21,7 @@ from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -50,7 +49,7 @@ class Codewords(Index):
     num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
-        at_least("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
+        check_minimum("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
         if self.words > 2**16:
             raise KvjaxError(f"a codeword's number has 16 bits, got words={self.words} of A2ATS; use 65536 or fewer")
 
@@ -93,7 +92,7 @@ class Codewords(Index):
 
 
 @dataclasses.dataclass(frozen=True)
-class FarAway(Retrieve):
+class WindowedRopeRetrieval(Retrieve):
     """Retrieval by bare keys and queries as if all tokens were `distance` before the query: windowed RoPE."""
 
     distance: int = 2048
@@ -103,7 +102,7 @@ class FarAway(Retrieve):
         return self.index.fit(
             _bare(block, spec),
             observation._replace(
-                q=self._far(lax.stop_gradient(observation.q), observation.pos, spec), softmax_sums=None
+                q=self._far(lax.stop_gradient(observation.q), observation.pos, spec), softmax_lse=None
             ),
         )
 
@@ -116,12 +115,14 @@ class FarAway(Retrieve):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         asking = self._far(q, q_pos, layer.spec)
         return ReadResult(
-            self.found(layer, state, q, q_pos, asking, state.reader_state), state.reader_state, cross_layer=cross_layer
+            self.attend_retrieved(layer, state, q, q_pos, asking, state.reader_state),
+            state.reader_state,
+            cross_layer=cross_layer,
         )
 
     def _far(self, q: Array, q_pos: Array, spec: LayerSpec) -> Array:
@@ -146,38 +147,34 @@ def _f32(x: Array) -> Array:
     return x.astype(jnp.float32)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Four codewords of each head, the second moment, and a byte a token; rows of all tokens on the host."""
-    book = x.rows(4) + 4 * x.B * x.K * x.H * x.H
-    return Bytes(book + x.B * x.K * x.S + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "A2ATS, He et al. 2025, arXiv 2502.12665, by its abstract; there is no public code",
-    Trial(
-        "a2ats:topk=3,words=4,sinks=1,recent=2,distance=8",
-        "a2ats:topk=100,words=4,sinks=1,recent=2,distance=8",
-        _bytes,
-    ),
-    formula="score_s = (R_b q) c(s), c(s) = the codeword c with the least E[(q (k_s - c))^2], keys and codewords "
-    "before RoPE; read: sinks, the last `recent` tokens, and of the others the topk of the largest score",
-    differs="The codebook is made of each prompt, where the authors calibrate it. Windowed RoPE finds tokens; what it "
-    "found is read at its true position (unverified: the paper may read it at the fixed distance).",
-    example="a2ats:words=128",
-    sized_by="topk",
-    family="host memory",
-)
+@register_method(example="a2ats:words=128", family="host memory", sized_by="topk")
 def a2ats(
     topk: int = 256, words: int = 1024, sinks: int = 4, recent: int = 64, distance: int = 2048, rounds: int = 10
 ) -> Method:
-    """Keys and values lie on the host; a query fetches tokens whose codewords promise the largest logits.
+    """Stores keys and values on the host; a query fetches the tokens whose codewords promise the largest logits.
 
-    topk: tokens that a query head finds. words: codewords of a key/value head, which take as many keys; with the
-    queries' second moment, H * H numbers, they lie on the device, beside 1 byte a token up to 256 words, then 2. sinks,
-    recent: first and last tokens that are always read, the query's own included. distance: at which windowed RoPE takes
-    what is not among the last tokens. rounds: of k-means, over the prompt's keys. All defaults are unverified, no
-    paper's. A prompt attends exactly.
+    Attention in the prompt is exact. No default is from the paper; all are unverified.
+
+    Formula:
+      score_s = (R_b q) c(s), c(s) = the codeword c with the least E[(q (k_s - c))^2], keys and codewords before RoPE;
+      read: sinks, the last `recent` tokens, and of the others the topk of the largest score
+
+    Differs:
+      The codebook is made from each prompt, where the authors calibrate it. Windowed RoPE only finds tokens; attention
+      reads them at their true positions (unverified: the paper may read them at the fixed distance).
+
+    Args:
+      topk: tokens that a query head fetches.
+      words: codewords of a key/value head, each a mean of keys. They lie on the device with the queries' second moment
+        (H * H numbers) and a code of 1 byte per token, 2 bytes above 256 words.
+      sinks: first tokens that are always read.
+      recent: last tokens that are always read, the query's own included.
+      distance: position offset at which windowed RoPE scores all but the last tokens.
+      rounds: iterations of k-means over the prompt's keys.
+
+    Reference:
+      A2ATS, He et al. 2025, arXiv 2502.12665, by its abstract; there is no public code
     """
-    at_least("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
-    read = FarAway(Codewords(words, rounds), topk, sinks, recent, distance=distance)
+    check_minimum("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
+    read = WindowedRopeRetrieval(Codewords(words, rounds), topk, sinks, recent, distance=distance)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

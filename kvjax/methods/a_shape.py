@@ -6,11 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.core.types import Array
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, everything
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,31 +22,36 @@ class AShape:
     recent: int
 
     def __post_init__(self):
-        at_least("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
+        check_minimum("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
 
-    def sees(self, s: Array, t: Array) -> Array:
+    def is_visible(self, s: Array, t: Array) -> Array:
         """Whether a query at t reads the key at s: one of the first `sinks`, or of the last `recent`, t included."""
         return (s < self.sinks) | (s > t - self.recent)
 
-    def reads(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    def block_visibility(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
         """Of keys first..last and queries start..end: (whether any pair is read, whether all causal pairs are)."""
         some = (first < self.sinks) | (last > start - self.recent)
         beyond_sinks = jnp.maximum(first, self.sinks)
         return some, (last < self.sinks) | (beyond_sinks > end - self.recent)
 
 
-@recipe(
-    "A-shape heads of MInference, Jiang et al. 2024, arXiv 2407.02490, section 3; StreamingLLM's pattern, 2309.17453",
-    Trial("a_shape:sinks=1,recent=2", "a_shape:sinks=1,recent=100", everything),
-    formula="a prompt's query at t reads s <= t where s < sinks or s > t - recent",
-    differs="MInference gives each head one of three patterns by a search; here all heads have this one.",
-    example="a_shape:sinks=64,recent=512",
-    family="sparse reading",
-)
+@register_method(example="a_shape:sinks=64,recent=512", family="sparse reading")
 def a_shape(sinks: int = 1024, recent: int = 4096) -> Method:
-    """The prompt's own attention reads only its first tokens and a local window; decoding reads everything.
+    """Restricts the prompt's attention to the first tokens and a local window; decoding reads everything.
 
-    sinks, recent: tokens (MInference's baseline: 1,024 and 4,096); the window counts the query's own token. Blocks of
-    the prompt outside are skipped, so the prompt is read in time that grows with its length, not with the square.
+    Blocks of the prompt outside that shape are skipped, so prefill time grows with the length and not with its square.
+
+    Formula:
+      a prompt's query at t reads s <= t where s < sinks or s > t - recent
+
+    Differs:
+      MInference gives each head one of three patterns by a search; here all heads have this one.
+
+    Args:
+      sinks: first tokens that every query of the prompt reads (MInference's baseline: 1,024).
+      recent: last tokens that a query reads, its own included (MInference's baseline: 4,096).
+
+    Reference:
+      A-shape heads of MInference, Jiang et al. 2024, arXiv 2407.02490, section 3; StreamingLLM's pattern, 2309.17453
     """
     return Method(attend=AShape(sinks, recent))

@@ -6,22 +6,10 @@ from kvjax.cache.eviction import scorers
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
-@recipe(
-    "H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485",
-    Trial(
-        "accumulated:budget=5,recent=2,normalise=visible,decay=0.9",
-        "accumulated:budget=100,recent=2,normalise=visible,decay=0.9",
-        selected(5),
-    ),
-    formula="score_s = sum over the prompt's queries t >= s of decay^(T - 1 - t) softmax(q_t k_s), mean over a "
-    "head's query heads",
-    example="accumulated:budget=512,recent=256",
-    family="eviction after the prompt",
-)
+@register_method(example="accumulated:budget=512,recent=256", family="eviction after the prompt")
 def accumulated(
     budget: TokenBudget = 1024,
     recent: int = 8,
@@ -31,10 +19,26 @@ def accumulated(
     unit: str = "token",
     per: str = "head",
 ) -> Method:
-    """After the prompt each head keeps the tokens that received most attention in it, and the recent ones.
+    """Keeps the prompt tokens that received most attention from all of the prompt's queries, and the recent tokens.
 
-    normalise: "none", the sum over all queries (KVCache-Factory's H2O), or "visible", divided by the number of queries
-    that could see the token (kvpress' observed attention; there with recent=0). decay: A2SF's forgetting factor.
-    budget, unit, per as in `snapkv`. The method of the H2O paper evicts at every step: `h2o`.
+    The method of the H2O paper evicts at every step: see `h2o`.
+
+    Formula:
+      score_s = sum over the prompt's queries t >= s of decay^(T - 1 - t) softmax(q_t k_s), mean over a head's query
+      heads
+
+    Differs:
+      No difference from KVCache-Factory's H2O is known; normalise=visible is kvpress' ObservedAttentionPress.
+
+    Args:
+      budget, recent, sinks, unit, per: as in `make_selection`.
+      normalise: "none", the sum over all queries (KVCache-Factory's H2O), or "visible", that sum divided by the number
+        of queries that could see the token (kvpress' observed attention, there with recent=0).
+      decay: factor by which an older query counts less, A2SF's forgetting factor.
+
+    Reference:
+      H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485
     """
-    return Method(select=make_selection(scorers.Accumulated(normalise, decay), budget, sinks, recent, unit, per))
+    return Method(
+        select=make_selection(scorers.AccumulatedAttention(normalise, decay), budget, sinks, recent, unit, per)
+    )

@@ -8,15 +8,14 @@ from fractions import Fraction
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.granularity import top
 from kvjax.cache.eviction.ranking import BestOfModel, ModelRanking, count_best
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,66 +46,61 @@ class AdaKV(HeadBudgets):
         if self.rule == "adakv":
             return self._mixed(count_best(scores, allowed, quota), quota)
         safe = jnp.clip(fraction_of(self.alpha, quota + beside) - beside, 0, quota)
-        return count_best(jnp.where(top(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
+        return count_best(jnp.where(top_k_mask(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
 
     def _mixed(self, won: Array, quota: Array) -> Array:
         """(1 - alpha) * won i32[B K] + alpha * quota i32[B] in whole units, by largest remainder."""
         same = Fraction(self.alpha).limit_denominator(1000)
         parts, of = same.numerator * quota[:, None] + (same.denominator - same.numerator) * won, same.denominator
         left = won.shape[1] * quota - (parts // of).sum(-1, dtype=jnp.int32)
-        one_more = top((parts % of).astype(jnp.float32), jnp.ones(parts.shape, bool), left)
+        one_more = top_k_mask((parts % of).astype(jnp.float32), jnp.ones(parts.shape, bool), left)
         return parts // of + one_more.astype(jnp.int32)
 
 
 def _held_by_best(scores: Array, allowed: Array, quota: Array) -> Array:
     """f32[B K 1]: the share of each head's scores that its `quota` best units hold."""
     scores = jnp.where(allowed[:, None], scores, 0.0)
-    best = jnp.where(top(scores, allowed[:, None], quota), scores, 0.0)
+    best = jnp.where(top_k_mask(scores, allowed[:, None], quota), scores, 0.0)
     return best.sum(-1, keepdims=True) / jnp.maximum(scores.sum(-1, keepdims=True), 1e-30)
 
 
-_SNAPKV = "snapkv:budget={},window=2,kernel=3 + adakv:page=4"
-
-
-@recipe(
-    "AdaKV, Feng et al. 2024, arXiv 2407.11550; the rule of its public code, FFY0/AdaKV",
-    Trial(_SNAPKV.format(6), _SNAPKV.format(100), paged(6, page=4)),
-    Trial(_SNAPKV.format(6) + ",rule=kvpress", _SNAPKV.format(100) + ",rule=kvpress", paged(6, page=4), name="kvpress"),
-    Trial(
-        _SNAPKV.format(6) + ",scope=model",
-        _SNAPKV.format(100) + ",scope=model",
-        # Alone, a layer is planned with a page more, and with as many as the rounding of its slots to 16 may add.
-        paged(6, page=4, beside=5),
-        name="scope=model",
-    ),
-    formula="budget of head h = window + (1 - alpha) c_h + alpha b, b = budget - window, "
-    "c_h: how many of the K b best tokens of all heads are head h's",
-    differs="The authors' code rounds each head's budget, so that a layer keeps a few tokens more or less than its "
-    "budget; here fractions go to the heads with the greatest, and the total is exact.",
-    example="snapkv:budget=256 + adakv",
-    family="component over a selection",
-)
+@register_method(example="snapkv:budget=256 + adakv", family="component over a selection")
 def adakv(
     alpha: float = 0.2, rule: str = "adakv", normalise: bool = False, page: int = 16, scope: str = "layer"
 ) -> Method:
-    """Over an eviction method: a layer's budget is divided among its heads by their scores, and so are its bytes.
+    """Divides a layer's budget, and its bytes, among its heads by the scores of an eviction method.
 
-    Use it as in 'snapkv:budget=256 + adakv'. Window and sinks stay for every head. alpha: the share of each budget that
-    all heads get alike. rule: "adakv" or "kvpress", where that share is of a head's best tokens; normalise: weigh heads
-    first; both are explained in `AdaKV`. page: slots of the pages in which heads of unequal length are held, and
-    groups of tokens that a quantizer has must divide it, as in 'adakv:page=32 + kivi:group=32'. scope:
-    "layer", or "model" for one ranking over all heads of all layers, by which KVzip divides its budget: alpha is then
-    the share that is safe, as under rule "kvpress", and normalise divides each layer's scores by the sum of their
-    absolute values, as scores need that are on a scale of each layer's own, such as those of `keynorm`. Bytes are then
-    planned as an upper bound, and scores are computed twice.
+    Use it as in 'snapkv:budget=256 + adakv'. The window and the sinks stay in every head.
+
+    Formula:
+      budget of head h = window + (1 - alpha) c_h + alpha b, b = budget - window, c_h: how many of the K b best tokens
+      of all heads belong to head h
+
+    Differs:
+      The authors' code rounds each head's budget, so that a layer keeps a few tokens more or less than its budget; here
+      the heads with the largest remainders are rounded up, and the total is exact.
+
+    Args:
+      alpha: fraction of each budget that all heads get alike.
+      rule: "adakv", or "kvpress", where that fraction goes to each head's best tokens; see `AdaKV`.
+      normalise: whether heads are weighted first; see `AdaKV`. With scope=model it divides each layer's scores by the
+        sum of their absolute values, which scores on a scale of each layer's own need, such as those of `keynorm`.
+      page: slots of a page, in which heads of unequal length are stored. The groups of a quantizer that span tokens
+        must divide it, as in 'adakv:page=32 + kivi:group=32'.
+      scope: "layer", or "model" for one ranking over all heads of all layers, as KVzip divides its budget. With
+        "model", alpha is the guaranteed fraction as under rule "kvpress", bytes are planned as an upper bound, and
+        scores are computed twice.
+
+    Reference:
+      AdaKV, Feng et al. 2024, arXiv 2407.11550; the rule of its public code, FFY0/AdaKV
     """
     if scope not in ("layer", "model"):
         raise KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
     share = AdaKV(alpha, rule, normalise)
     if scope == "layer":
-        return Method(side_store=Pages(share, page))
+        return Method(side_store=PagedHeads(share, page))
     if rule != "adakv":
         raise KvjaxError(
             f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model"
         )
-    return Method(side_store=Pages(BestOfModel(), page), layer_budgets=ModelRanking(alpha, normalise))
+    return Method(side_store=PagedHeads(BestOfModel(), page), layer_budgets=ModelRanking(alpha, normalise))

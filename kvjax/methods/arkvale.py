@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve
 from kvjax.core import memory
@@ -16,8 +16,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, exportable
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @exportable
@@ -39,8 +38,8 @@ class TightBoxes(Boxes):
 
     size: int = 32
 
-    def summarise(self, keys: Array, real: Array) -> Box:
-        box, real = super().summarise(keys, real), real[..., None]
+    def summarize(self, keys: Array, real: Array) -> Box:
+        box, real = super().summarize(keys, real), real[..., None]
         middle = (box.low.astype(jnp.float32) + box.high.astype(jnp.float32)) / 2
         distance = jnp.where(real, jnp.abs(middle[:, :, :, None] - keys.astype(jnp.float32)), 0.0)
         count = jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -59,12 +58,12 @@ class TightBoxes(Boxes):
         if not count:
             return reader_state
         pages = (count + self.size - 2) // self.size + 1  # that so many tokens touch at most
-        keys, real = self._by_unit(new_tokens, offset, pages)
+        keys, real = self.split_units(new_tokens, offset, pages)
         before = jnp.arange(self.size, dtype=jnp.int32)[None, None] < offset[..., None]
         growing = jnp.where(before[..., None], memory.unpack(reader_state.growing), keys[:, :, 0])
         keys, real = keys.at[:, :, 0].set(growing), real.at[:, :, 0].set(real[:, :, 0] | before)
-        box = memory.each(
-            lambda held, new: memory.append(held, new, first), reader_state.box, self.summarise(keys, real)
+        box = memory.map_buffers(
+            lambda held, new: memory.append(held, new, first), reader_state.box, self.summarize(keys, real)
         )
         tokens = offset + (new_tokens.pos[:, :1] >= 0).sum(2, dtype=jnp.int32)
         next_page = jnp.minimum(tokens // self.size, pages - 1)[:, :, None, None, None]
@@ -75,35 +74,32 @@ class TightBoxes(Boxes):
         return over_heads.mean(super().score(summary.box, q).mean(2, keepdims=True))
 
 
-def _bytes(x: Sizes) -> Bytes:
-    digests = 2 * x.rows(-(-x.S // 2)) + x.rows(2)
-    return Bytes(digests + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "ArkVale, Chen et al., NeurIPS 2024; constants of its public code",
-    Trial(
-        "arkvale:budget=6,page=2,sinks=1,window=1,device_layers=0",
-        "arkvale:budget=100,page=2,sinks=1,window=1,device_layers=0",
-        _bytes,
-    ),
-    formula="c = (min + max) / 2, d = mean of |c - k| over a page's keys; score(page) = mean over the layer's query "
-    "heads of sum over channels of max(q (c - d), q (c + d))",
-    differs="The window counts tokens, not whole pages; pages are fetched anew for every token, where the authors keep "
-    "those of the last steps, the sinks and the window on the device.",
-    example="arkvale:budget=512,device_layers=1",
-    family="host memory",
-)
+@register_method(example="arkvale:budget=512,device_layers=1", family="host memory")
 def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2, device_layers: int = 2) -> Method:
-    """Nothing is lost: keys and values lie on the host, and a query reads the pages that small boxes recommend.
+    """Stores keys and values on the host; a query reads the pages that small bounding boxes recommend.
 
-    budget: tokens that a query reads beside its own page, in whole pages, sinks and window included (the authors' code
-    reads half of what its device cache holds, 4,096 tokens in its example). page: tokens. sinks, window: first and
-    latest pages that are always read; the window counts the query's own. device_layers: so many first layers stay on
-    the device and are read in full (the authors' evaluation: 2). All heads of a layer share their pages. A prompt
-    attends exactly.
+    No token is lost, and attention in the prompt is exact. All heads of a layer share their pages.
+
+    Formula:
+      c = (min + max) / 2, d = mean of |c - k| over a page's keys; score(page) = mean over the layer's query heads of
+      sum over channels of max(q (c - d), q (c + d))
+
+    Differs:
+      The window counts tokens, not whole pages. Pages are fetched for every token, where the authors keep those of the
+      last steps, the sinks and the window on the device.
+
+    Args:
+      budget: tokens that a query reads besides its own page, in whole pages, sinks and window included (the authors'
+        code reads half of its device cache, 4,096 tokens in its example).
+      page: tokens of a page.
+      sinks: first pages that are always read.
+      window: latest pages that are always read, the query's own included.
+      device_layers: first layers that stay on the device and are read in full (the authors' evaluation: 2).
+
+    Reference:
+      ArkVale, Chen et al., NeurIPS 2024; constants of its public code
     """
-    at_least("ArkVale", page=(page, 1), sinks=(sinks, 0), window=(window, 1))
+    check_minimum("ArkVale", page=(page, 1), sinks=(sinks, 0), window=(window, 1))
     recalled = budget // page - sinks - (window - 1)
     if recalled < 1:
         least = (sinks + window) * page

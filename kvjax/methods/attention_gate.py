@@ -9,34 +9,35 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.flags import Flagged
-from kvjax.cache.eviction.gates import Gates, attended
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.flags import ThresholdBudgets
+from kvjax.cache.eviction.gates import AttentionGateTable, gate_attention
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
 class Gate(Scorer):
-    """The logit with which a token's gate is open, for each key/value head (Zeng et al. 2024, 2410.12876; `Gates`)."""
+    """The logit with which a token's gate is open, for each key/value head (Zeng et al. 2024, 2410.12876)."""
 
-    given: Given
+    given: TableFile
     needs_hidden: ClassVar[bool] = True
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation, K = self.require_observation(observation), spec.num_kv_heads
         assert observation.hidden_states is not None
         wide = (None, None, None)
-        arrays = self.given.of(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)).values()
+        arrays = self.given.layer_arrays(
+            spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)
+        ).values()
         query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays)
         if query.shape[1] != observation.hidden_states.shape[3]:
             raise KvjaxError(
@@ -44,43 +45,45 @@ class Gate(Scorer):
                 f"{observation.hidden_states.shape[3]}; make a table for this model, as with `kvjax calibrate "
                 "attention_gate`"
             )
-        mixed = attended(observation.hidden_states, block.pos[:, 0], query, key, value)
+        mixed = gate_attention(observation.hidden_states, block.pos[:, 0], query, key, value)
         here = block.k.shape[1]
-        output, bias = over_heads.own(jnp.moveaxis(output, 2, 0), here), over_heads.own(bias, here)
+        output, bias = over_heads.local_part(jnp.moveaxis(output, 2, 0), here), over_heads.local_part(bias, here)
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
         return token_scores(logits + bias[None, :, None], block)
 
 
-@recipe(
-    "Attention-Gate, Zeng et al. 2024, arXiv 2410.12876",
-    Trial(
-        "attention_gate:budget=5,sinks=1,recent=1,page=4",
-        "attention_gate:budget=100,threshold=0,sinks=1,recent=1,page=4",
-        paged(5, page=4),
-    ),
-    formula="gate of all heads = sigmoid(sum over a of softmax(x Q_a (x K_a)^T / sqrt(C)) x V_a O_a + b), x the hidden "
-    "states of the prompt; a head keeps its tokens whose gate is above the threshold",
-    differs="The paper has no public code. Unverified: the layout of the gate, its bias, that it sees no positions and "
-    "the threshold. The prompt attends exactly, where the paper hides what is flagged from later tokens too; grouped "
-    "query heads have one gate. The budget, the sinks and the recents are not the paper's.",
-    example="attention_gate:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="attention_gate:budget=512", family="eviction after the prompt")
 def attention_gate(
     budget: int = 1024, threshold: float = 0.5, sinks: int = 4, recent: int = 32, table: str = "shipped", page: int = 16
 ) -> Method:
-    """After the prompt each head keeps the tokens that its gate flags, as many as these are, up to a budget.
+    """Keeps the prompt tokens that each head's trained gate flags, up to a budget.
 
-    budget: most prompt tokens per layer and key/value head in the mean, and what memory is reserved for. threshold: the
-    gate above which a token stays, 0 to 1; 0 keeps all that the budget holds. sinks, recent: first and last tokens that
-    stay whatever the gate says. table: a file of kind `attention_gate`, whose class says what it holds; those that ship
-    with kvjax are fitted by linear discriminants, as `kvjax calibrate attention_gate` does, where the paper trains
-    through the model. page: slots of the pages in which heads of unequal length are held.
+    Formula:
+      gate of all heads = sigmoid(sum over a of softmax(x Q_a (x K_a)^T / sqrt(C)) x V_a O_a + b), x the hidden states
+      of the prompt; a head keeps its tokens whose gate is above the threshold
+
+    Differs:
+      The paper has no public code. Unverified: the layout of the gate, its bias, that it sees no positions, and the
+      threshold. The prompt attends exactly, where the paper also hides evicted tokens from later ones; grouped query
+      heads share one gate. The budget, the sinks and the recent tokens are not in the paper.
+
+    Args:
+      budget: the most prompt tokens per layer and key/value head, on average over the heads; memory is reserved for
+        them.
+      threshold: gate value, 0 to 1, above which a token stays; 0 keeps all that the budget allows.
+      sinks: first tokens that stay whatever the gate says.
+      recent: last tokens that stay whatever the gate says.
+      table: a file of kind `attention_gate`. The shipped tables are fitted by linear discriminants, as `kvjax calibrate
+        attention_gate` does, where the paper trains through the model.
+      page: slots of a page, in which heads of unequal length are stored.
+
+    Reference:
+      Attention-Gate, Zeng et al. 2024, arXiv 2410.12876
     """
     if not 0 <= threshold < 1:
         raise KvjaxError(
             f"threshold is a gate's least probability to keep a token, 0 <= threshold < 1, got {threshold}"
         )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
-    select = make_selection(Gate(Gates.given(table)), budget, sinks, recent)
-    return Method(select=select, side_store=Pages(Flagged(above), page))
+    select = make_selection(Gate(AttentionGateTable.table_file(table)), budget, sinks, recent)
+    return Method(select=select, side_store=PagedHeads(ThresholdBudgets(above), page))

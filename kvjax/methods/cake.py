@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.budget_allocation import LayerBudgets, match_total
-from kvjax.cache.eviction.scorers import Window, before_window, in_window
+from kvjax.cache.eviction.scorers import WindowAttention, pre_window_mask, window_query_mask
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -16,17 +16,16 @@ from kvjax.core.attention_mass import Moments, Observation, moments
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Shifting(Window):
-    """`Window`, with mean + gamma * variance over the window's queries in place of their mean (2503.12491)."""
+class Shifting(WindowAttention):
+    """`WindowAttention`, with mean + gamma * variance over the window's queries in place of their mean (2503.12491)."""
 
     gamma: float = 200.0
 
-    def received(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
+    def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
         sums, count = _of_window(block, observation, self.num_queries, spec)
         return sums.p / count + self.gamma * _variance(sums, count)
 
@@ -55,7 +54,7 @@ class Preference(LayerBudgets):
         assert layer.method.select is not None
         asked = layer.method.select.scorer.require_observation(observation)
         sums, count = _of_window(block, asked, self.num_queries, layer.spec)
-        before = before_window(block, self.num_queries)[:, :, None]
+        before = pre_window_mask(block, self.num_queries)[:, :, None]
 
         def of_layer(x: Array) -> Array:
             """f32[B K G S], over the tokens before the window and all heads -> f32[B]."""
@@ -81,7 +80,7 @@ class Preference(LayerBudgets):
 
 def _of_window(block: KVBlock, observation: Observation, queries: int, spec: LayerSpec) -> tuple[Moments, Array]:
     """(what each slot receives from the window's queries, how many these are: f32[B 1 1 1])."""
-    mine = in_window(observation, queries)
+    mine = window_query_mask(observation, queries)
     count = mine.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
     return moments(block, Observation(observation.q, jnp.where(mine, observation.pos, -1)), spec.window), jnp.maximum(
         count, 1.0
@@ -94,16 +93,7 @@ def _variance(sums: Moments, count: Array) -> Array:
     return jnp.maximum(apart, 0.0) / jnp.maximum(count - 1, 1.0)
 
 
-@recipe(
-    "CAKE, Qin et al. 2025, arXiv 2503.12491; formulas and constants as in the public fork qtris123/cakekv of its code",
-    Trial("cake:budget=6,window=2,kernel=3", "cake:budget=100,window=2,kernel=3", selected(6)),
-    formula="tokens of a layer = window + L (budget - window) P / sum of P over layers, "
-    "P = (-sum p ln p)^(1/tau1) (sum var p)^(1/tau2); score_s = pool(mean p_s + gamma var p_s)",
-    differs="The authors' code keeps all of a prompt of up to budget + window tokens, and compresses again at every "
-    "decoded token; here a prompt longer than the budget is cut to it once, and what is decoded stays.",
-    example="cake:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="cake:budget=512", family="eviction after the prompt")
 def cake(
     budget: int = 1024,
     window: int = 32,
@@ -114,11 +104,27 @@ def cake(
     sinks: int = 0,
     unit: str = "token",
 ) -> Method:
-    """After the prompt layers share a budget by how far attention spreads and shifts; a head keeps what it shifts to.
+    """Divides a budget among layers by how far attention spreads and shifts, and keeps the tokens that it shifts to.
 
-    budget: prompt tokens kept per layer and key/value head in the mean of all layers, the window included. window: the
-    last queries, which are looked at and kept. kernel: tokens over which scores are averaged. gamma: what the variance
-    counts beside the mean. tau1, tau2: the higher, the less spread and shift count. unit: as in `snapkv`.
+    Formula:
+      tokens of a layer = window + L (budget - window) P / sum of P over layers, P = (-sum p ln p)^(1/tau1) (sum var
+      p)^(1/tau2); score_s = pool(mean p_s + gamma var p_s)
+
+    Differs:
+      The authors' code keeps a prompt of up to budget + window tokens whole, and compresses again at every decoded
+      token; here a prompt longer than the budget is cut to it once, and decoded tokens stay.
+
+    Args:
+      budget: prompt tokens kept per layer and key/value head, on average over the layers, the window included.
+      window: last queries of the prompt, which are observed, and whose tokens stay.
+      kernel: neighbors over which scores are averaged.
+      gamma: weight of the variance relative to the mean.
+      tau1: temperature of the spread; the higher, the less it counts.
+      tau2: temperature of the shift; the higher, the less it counts.
+      sinks, unit: as in `make_selection`.
+
+    Reference:
+      CAKE, Qin et al. 2025, arXiv 2503.12491; formulas and constants as in the public fork qtris123/cakekv of its code
     """
     scorer = Shifting(window, kernel, "avg", gamma=gamma)
     if budget <= window + sinks:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.eviction.merging import arriving, at_slot, kept_scores, lost_tokens
+from kvjax.cache.eviction.merging import evicted_mask, gather_at_slots, scatter_add, scores_of_kept
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -16,8 +16,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +41,14 @@ class Spread:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        lost, n = evicted_mask(block, choice), kept.k.shape[2]
         held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
-        number, mean = (at_slot(x, following) for x in self._windows(kept_scores(kept, choice), held))
+        number, mean = (gather_at_slots(x, following) for x in self._windows(scores_of_kept(kept, choice), held))
         # Not as a quotient: where the mean is 0, any attention is enough.
         likely = _chance(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.per_kv_head
         part = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
-        begun = arriving(part, jnp.where(lost & likely & (number > 0), following, n), n)
+        begun = scatter_add(part, jnp.where(lost & likely & (number > 0), following, n), n)
         v = kept.v.astype(jnp.float32) + jnp.where(held[..., None], _behind(begun, self.window), 0.0)
         return dataclasses.replace(kept, v=v.astype(kept.v.dtype))
 
@@ -77,29 +76,33 @@ def _windowed(x: Array, window: int, pad: tuple[int, int]) -> Array:
 
 def _chance(seed: int, layer: int, pos: Array, shape: tuple[int, ...]) -> Array:
     """f32[B K T]: uniform in [0, 1), by layer, head and position."""
-    head = over_heads.first(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
+    head = over_heads.first_head(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
     where = jnp.full(shape, layer, jnp.int32), jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)
     bits = draw(seed, *where) >> 8
     return bits.astype(jnp.float32) * np.float32(2**-24)
 
 
-@recipe(
-    "CaM, Zhang et al. 2024, ICML, openreview LCTmppB165; in the windows of kvpress' CAMPress",
-    Trial(
-        "accumulated:budget=6,recent=2 + cam:window=2", "accumulated:budget=100,recent=2 + cam:window=2", selected(6)
-    ),
-    formula="p_i = min(A_i / mean of A over the next m kept tokens, 1); with probability p_i: v_j <- v_j + v_i / m for "
-    "each of them",
-    differs="The authors merge one token a step while decoding, and take the mean over all recent tokens; here all "
-    "tokens that the prompt's selection loses are merged at once, each into its own window, as kvpress does for the "
-    "newest of them.",
-    example="accumulated:budget=256,recent=64 + cam",
-    family="component over a selection",
-)
+@register_method(example="accumulated:budget=256,recent=64 + cam", family="component over a selection")
 def cam(window: int = 32, seed: int = 0) -> Method:
-    """Over a selection: the values of lost tokens are spread over the kept tokens that follow them, by chance.
+    """Spreads the values of evicted tokens, at random by their attention, over the kept tokens that follow them.
 
-    Use it as in 'accumulated:budget=256,recent=64 + cam', whose scores are the attention of the paper. window: kept
-    tokens that take a part each (the authors: 32). seed: of the draws by layer, head and position. Keys stay.
+    Use it as in 'accumulated:budget=256,recent=64 + cam', whose scores are the attention of the paper. Keys stay as
+    they are.
+
+    Formula:
+      p_i = min(A_i / mean of A over the next m kept tokens, 1); with probability p_i: v_j <- v_j + v_i / m for each of
+      them
+
+    Differs:
+      The authors merge one token a step while decoding, and take the mean over all recent tokens; here all tokens that
+      the selection evicts from the prompt are merged at once, each into its own window, as kvpress does for the newest
+      of them.
+
+    Args:
+      window: kept tokens among which a value is divided (the authors: 32).
+      seed: seed of the draws, which depend on layer, head and position.
+
+    Reference:
+      CaM, Zhang et al. 2024, ICML, openreview LCTmppB165; in the windows of kvpress' CAMPress
     """
     return Method(merge=Spread(window, seed))

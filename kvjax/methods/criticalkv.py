@@ -12,11 +12,10 @@ from kvjax.cache.eviction.representatives import check_share
 from kvjax.cache.eviction.rescoring import SecondStageScorer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 EPSILON = 1e-4  # a token that nothing attends to may still win by its value
 
@@ -54,32 +53,34 @@ def added(v: Array, output: Array, at_once: int = 64) -> Array:
         return jnp.abs(changes).sum(-1).mean(2)
 
     size = min(at_once, v.shape[2])
-    norms = jnp.moveaxis(lax.map(of_some, cut(v, 2, size)), 0, 2)
+    norms = jnp.moveaxis(lax.map(of_some, split_blocks(v, 2, size)), 0, 2)
     return norms.reshape(*v.shape[:2], -1)[:, :, : v.shape[2]]
 
 
-_SNAPKV = "snapkv:budget={},window=2,kernel=3 + criticalkv"
-
-
-@recipe(
-    "CriticalKV, Feng et al. 2025, arXiv 2502.03805, as in kvpress' CriticalKVPress and CriticalAdaKVPress",
-    Trial(_SNAPKV.format(6), _SNAPKV.format(100), selected(6)),
-    formula="floor(n / 2) of a head's n tokens by the base score s; of the others those with the greatest "
-    "(s + 1e-4) * mean over its query heads of |v W_o|_1",
-    differs="It divides no budget: alone every head keeps equally many, as under `CriticalKVPress`; the paper's other "
-    "variant and `CriticalAdaKVPress` are '.. + adakv:rule=kvpress + criticalkv'. `docs/results.md` has what each "
-    "division keeps. Sinks and windows stay in any case, and count among the first half, where kvpress may lose a "
-    "part of the window in the second; over AdaKV each head's own count is halved, where kvpress keeps AdaKV's safe "
-    "share beside.",
-    example="snapkv:budget=512 + criticalkv",
-    family="component over a selection",
-)
+@register_method(example="snapkv:budget=512 + criticalkv", family="component over a selection")
 def criticalkv(share: float = 0.5) -> Method:
-    """Over an eviction method: half of its budget goes by its scores times what the values add to the layer's output.
+    """Gives half of an eviction method's budget to scores weighted by the value's effect on the layer's output.
 
-    Use it as in 'snapkv:budget=256 + criticalkv', or 'snapkv:budget=256 + adakv + criticalkv', where the budgets of
-    heads are those of AdaKV and each is halved. It is made for scores that are never negative, as attention is: of
-    negative ones a large value makes less. share: of a head's tokens, sinks and window among them, those that go by the
-    scorer alone (the paper and kvpress: 0.5).
+    Use it as in 'snapkv:budget=256 + criticalkv', or 'snapkv:budget=256 + adakv + criticalkv', where each of AdaKV's
+    head budgets is halved. The scores must not be negative, as attention is not: a large value would lower a negative
+    one.
+
+    Formula:
+      floor(n / 2) of a head's n tokens by the base score s; the rest by the largest (s + 1e-4) * mean over its query
+      heads of |v W_o|_1
+
+    Differs:
+      It divides no budget: alone every head keeps the same number of tokens, as under `CriticalKVPress`; the paper's
+      other variant and `CriticalAdaKVPress` are '.. + adakv:rule=kvpress + criticalkv'. `docs/results.md` has what each
+      division keeps. Sinks and windows always stay and count in the first half, where kvpress may lose a part of the
+      window in the second; over AdaKV each head's own count is halved, where kvpress also keeps AdaKV's guaranteed
+      fraction.
+
+    Args:
+      share: fraction of a head's tokens, sinks and window among them, that the base scores alone select (the paper and
+        kvpress: 0.5).
+
+    Reference:
+      CriticalKV, Feng et al. 2025, arXiv 2502.03805, as in kvpress' CriticalKVPress and CriticalAdaKVPress
     """
     return Method(second_stage=ByOutput(share))

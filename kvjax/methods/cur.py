@@ -14,8 +14,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 SMALL = 1e-30
 
@@ -53,18 +52,7 @@ class Cur(Scorer):
         return share.reshape(B, K, -1)[:, :, :S]
 
 
-@recipe(
-    "CURPress of kvpress, after CurDKV, Sengupta et al. 2025, arXiv 2509.15038",
-    Trial("cur:budget=5,window=4,sinks=1", "cur:budget=100,window=4,sinks=1", selected(5)),
-    formula="score_s = |k_s|^2 / (sum of |k|^2 in its window) * |v_s|^2 / (sum of |v|^2 in its window)",
-    differs="AdaCurDKV, the paper's variant that ranks the tokens of all heads of a layer, is 'cur + adakv' "
-    "(unverified: its safe share); alone every head keeps equally many, as in CurDKV and `CURPress`. "
-    "`docs/results.md` has what each division keeps. The random projection of keys and values before their norms are "
-    'taken, an option of kvpress that is off there, is left out. Its "mean" without windows adds norms that are not '
-    "shares; ours always adds shares.",
-    example="cur:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="cur:budget=512", family="eviction after the prompt")
 def cur(
     budget: TokenBudget = 1024,
     window: int = 16,
@@ -73,11 +61,26 @@ def cur(
     unit: str = "token",
     per: str = "head",
 ) -> Method:
-    """After the prompt each head keeps the tokens of the largest keys and values among neighbours; it sees no queries.
+    """Keeps the prompt tokens whose keys and values are large among their neighbors; it needs no queries.
 
-    The paper's AdaCurDKV divides a layer's budget among its heads: 'cur + adakv'; alone all heads keep equally many.
-    window: neighbours that a norm is compared with; a window as long as the prompt compares with all. leverage:
-    "product", "mean", "key" or "value". sinks: first tokens that always stay. As in kvpress. budget, unit, per as in
-    `snapkv`.
+    The paper's AdaCurDKV divides a layer's budget among its heads: 'cur + adakv'.
+
+    Formula:
+      score_s = |k_s|^2 / (sum of |k|^2 in its window) * |v_s|^2 / (sum of |v|^2 in its window)
+
+    Differs:
+      AdaCurDKV, the paper's variant that ranks the tokens of all heads of a layer, is 'cur + adakv' (unverified: its
+      guaranteed fraction); alone every head keeps the same number, as in CurDKV and `CURPress`. `docs/results.md` has
+      what each division keeps. The random projection of keys and values before their norms are taken, an option of
+      kvpress that is off there, is left out. With leverage=mean and no windows kvpress adds norms that are not
+      fractions; here fractions are always added.
+
+    Args:
+      budget, sinks, unit, per: as in `make_selection`.
+      window: neighbors that a norm is compared with; a window as long as the prompt compares with all (kvpress: 16).
+      leverage: "product", "mean", "key" or "value".
+
+    Reference:
+      CURPress of kvpress, after CurDKV, Sengupta et al. 2025, arXiv 2509.15038
     """
     return Method(select=make_selection(Cur(window, leverage), budget, sinks, 0, unit, per))

@@ -7,15 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.eviction.merging import Lost, arriving, mixed, nearest
+from kvjax.cache.eviction.merging import EvictedTokens, fold_into_kept, match_evicted, scatter_add
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial, selected
+from kvjax.methods.registry import register_method
 
 ROUNDING = 1e-6  # a cosine this little below the threshold has reached it: so that equal cosines fare alike
 
@@ -40,66 +39,60 @@ class D2O:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
         joins = _by_rank(lost) if self.rule == "authors" else _by_token(lost)
         slot = jnp.where(joins, lost.slot, n)
-        number = arriving(jnp.ones(slot.shape), slot, n)
+        number = scatter_add(jnp.ones(slot.shape), slot, n)
         if self.rule == "authors":
             own, by, whole = 1.0, lost.cosine, 1.0 + number
         else:
             own, by = np.float32(np.e), jnp.exp(lost.cosine)
-            whole = own + arriving(by, slot, n)
-        k, v = (mixed(x, own, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+            whole = own + scatter_add(by, slot, n)
+        k, v = (fold_into_kept(x, own, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
 
 
-def _by_rank(lost: Lost) -> Array:
+def _by_rank(lost: EvictedTokens) -> Array:
     """bool[B K T]: lost tokens of a rank at which the heads' mean cosine reaches the mean over all ranks and heads."""
     T = lost.mask.shape[2]
     rank = jnp.cumsum(lost.mask, 2, dtype=jnp.int32) - 1
     at = jnp.where(lost.mask, rank, T)
-    total, heads = (over_heads.sum(arriving(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
+    total, heads = (over_heads.sum(scatter_add(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
     mean = total.sum(2, keepdims=True) / jnp.maximum(heads.sum(2, keepdims=True), 1.0)
     enough = jnp.broadcast_to(total >= heads * (mean - ROUNDING), lost.mask.shape)
     return lost.mask & jnp.take_along_axis(enough, jnp.maximum(rank, 0), 2)
 
 
-def _by_token(lost: Lost) -> Array:
+def _by_token(lost: EvictedTokens) -> Array:
     """bool[B K T]: lost tokens whose cosine reaches the mean over those of their head."""
     number = lost.mask.sum(2, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
     mean = lost.cosine.sum(2, keepdims=True) / jnp.maximum(number, 1.0)
     return lost.mask & (lost.cosine >= mean - ROUNDING)
 
 
-def _counted(x: Sizes) -> Bytes:
-    return Bytes(selected(6)(x).device + x.positions(x.left(6), per_head=True))  # a bias is as large as a position
-
-
-@recipe(
-    "D2O, Wan et al. 2024, arXiv 2406.13035; the merge of its authors' code",
-    Trial("accumulated:budget=6,recent=2 + d2o", "accumulated:budget=100,recent=2 + d2o", selected(6)),
-    Trial(
-        "accumulated:budget=6,recent=2 + d2o:rule=paper,count=true",
-        "accumulated:budget=100,recent=2 + d2o:rule=paper,count=true",
-        _counted,
-        name="as in the paper, counted",
-    ),
-    formula="u_e = max cos(k_e, k_kept); where u_e >= mean u: x <- mean of x and of all u_e x_e (authors), or "
-    "(e x + sum of e^u_e x_e) / (e + sum of e^u_e) (paper)",
-    differs="D2O's budgets by layer are left out: the paper gives layers of dense attention more, and spares layers "
-    "0, 1 and the last; here all layers keep equally many. The default follows the public code, whose mean shrinks "
-    "what it merges; the paper's weights are rule=paper. Merging happens once, when the prompt ends, so the moving "
-    "average of thresholds has no use.",
-    example="accumulated:budget=256,recent=64,sinks=4 + d2o",
-    family="component over a selection",
-)
+@register_method(example="accumulated:budget=256,recent=64,sinks=4 + d2o", family="component over a selection")
 def d2o(rule: str = "authors", count: bool = False) -> Method:
-    """Over a selection: lost tokens that resemble a kept one are merged into it, keys and values both.
+    """Merges each evicted token that resembles a kept one into it, keys and values both.
 
-    D2O's budgets by layer are not part of this: all layers keep equally many tokens. Use it as in
-    'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. rule: "authors",
-    the public code's mean, or "paper", its exponential weights; see `D2O`. count: a slot also weighs as many times as
-    it stands for tokens (neither does; with it, equal tokens merge exactly). The threshold is the mean similarity in
-    the prompt; its moving average over decode steps does not apply, as nothing is merged while decoding.
+    Use it as in 'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. The
+    threshold is the mean similarity in the prompt.
+
+    Formula:
+      u_e = max cos(k_e, k_kept); where u_e >= mean u: x <- mean of x and of all u_e x_e (authors), or (e x + sum of
+      e^u_e x_e) / (e + sum of e^u_e) (paper)
+
+    Differs:
+      D2O's budgets by layer are left out: the paper gives layers of dense attention more, and spares layers 0, 1 and
+      the last; here all layers keep the same number. The default follows the public code, whose mean shrinks the merged
+      vectors; the paper's weights are rule=paper. Merging happens once, when the prompt ends, so the moving average of
+      thresholds has no use.
+
+    Args:
+      rule: "authors", the public code's mean, or "paper", its exponential weights; see `D2O`.
+      count: whether a slot's attention weight is multiplied by the number of tokens that it stands for (neither source
+        does; with it, equal tokens merge exactly).
+
+    Reference:
+      D2O, Wan et al. 2024, arXiv 2406.13035; the merge of its authors' code
     """
     return Method(merge=D2O(rule, count))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.eviction.channel_order import Channels
-from kvjax.cache.eviction.decode_policy import at_least, require_observation
+from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.readers.retrieval import Index, Retrieve
@@ -23,8 +23,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial, everything
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -50,14 +49,14 @@ class LabelChannels(Index):
     num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
-        at_least("Double Sparsity", factor=(self.factor, 1))
+        check_minimum("Double Sparsity", factor=(self.factor, 1))
         if self.bits != 16:
             MinMax(self.bits)  # knows which bits there are
 
     @property
     def codec(self) -> Codec:
         """How labels are held."""
-        return Plain() if self.bits == 16 else Rows(MinMax(self.bits))
+        return Plain() if self.bits == 16 else PerTokenCodec(MinMax(self.bits))
 
     def fit(self, block: KVBlock, observation: Observation | None) -> Labels:
         products = _products(block, require_observation(observation, "Double Sparsity", "all queries"))
@@ -104,15 +103,15 @@ class LabelChannels(Index):
 class Calibrated(Retrieve):
     """Labels in the channels of a table, which were found on other texts."""
 
-    table: Given | None = None
+    table: TableFile | None = None
 
     num_queries: ClassVar[int | None] = 0
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
         assert self.table is not None and isinstance(self.index, LabelChannels)
-        order = self.table.of(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
+        order = self.table.layer_arrays(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
         return self.index.in_order(
-            over_heads.own(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
+            over_heads.local_part(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
         )
 
 
@@ -130,42 +129,33 @@ def _products(block: KVBlock, observation: Observation) -> Array:
     return jnp.where((block.pos >= 0)[:, :, None, :, None], product, 0.0).sum(3).mean(2)
 
 
-def _bytes(each: int) -> Callable[[Sizes], Bytes]:
-    """Beside everything, labels of 8 channels: `each` bytes a token, or 0 for those of 8 numbers."""
-
-    def count(x: Sizes) -> Bytes:
-        labels = x.B * x.K * x.S * (each or 8 * x.itemsize)
-        return Bytes(everything(x).device + labels + 4 * x.B * x.K * 8)
-
-    return count
-
-
-SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
-
-
-@recipe(
-    "Double Sparsity, Yang et al. 2024, arXiv 2408.07092, section 3",
-    Trial(SMALL, "double_sparsity:heavy=100,factor=4,device_layers=0", _bytes(0)),
-    Trial(f"{SMALL},bits=4", "", _bytes(4 + 4), name="labels in 4 bits"),
-    Trial(f"{SMALL},table=shipped", "", _bytes(0), name="calibrated channels"),
-    formula="score_s = sum over channels c of q_c k_sc, c the H / factor channels of the largest mean of |q_c k_c|",
-    differs="Channels are chosen for each key/value head, and without a table from the prompt's own queries and keys, "
-    "where the authors calibrate those of each query head on 256 texts; a query's own token is always read.",
-    example="double_sparsity:heavy=256,factor=4,device_layers=1",
-    family="sparse reading",
-)
+@register_method(example="double_sparsity:heavy=256,factor=4,device_layers=1", family="sparse reading")
 def double_sparsity(
     heavy: int = 256, factor: int = 8, bits: int = 16, device_layers: int = 2, table: str = ""
 ) -> Method:
-    """Nothing is lost, but a query reads only the tokens whose keys suit it best in a few channels.
+    """Reads only the tokens whose keys match the query best in a few channels; no token is lost.
 
-    heavy: tokens that a query head reads, its own included. factor: one in so many channels makes a token's label.
-    bits: of a label's numbers, with a scale per token; 16 leaves them as they are (the authors: 256, 8, and 4 or 16).
-    device_layers: so many first layers are read in full (the authors: 2). table: the file of `kvjax calibrate
-    channels`, or "shipped", with the channels that labels take; without one each prompt chooses its own. A prompt
-    attends exactly.
+    Attention in the prompt is exact.
+
+    Formula:
+      score_s = sum over channels c of q_c k_sc, c the H / factor channels of the largest mean of |q_c k_c|
+
+    Differs:
+      Channels are selected for each key/value head, and without a table from the prompt's own queries and keys, where
+      the authors calibrate those of each query head on 256 texts; a query's own token is always read.
+
+    Args:
+      heavy: tokens that a query head reads, its own included (the authors: 256).
+      factor: one in this many channels belongs to a token's label (the authors: 8).
+      bits: bits of a label's numbers, with a scale per token; 16 stores them as they are (the authors: 4 or 16).
+      device_layers: first layers that are read in full (the authors: 2).
+      table: the file of `kvjax calibrate channels`, or "shipped", with the channels of the labels; without one each
+        prompt selects its own.
+
+    Reference:
+      Double Sparsity, Yang et al. 2024, arXiv 2408.07092, section 3
     """
-    at_least("Double Sparsity", heavy=(heavy, 2))
+    check_minimum("Double Sparsity", heavy=(heavy, 2))
     labels = LabelChannels(factor, bits)
-    read = Calibrated(labels, heavy - 1, table=Channels.given(table)) if table else Retrieve(labels, heavy - 1)
+    read = Calibrated(labels, heavy - 1, table=Channels.table_file(table)) if table else Retrieve(labels, heavy - 1)
     return Method(read=read, device_layers=device_layers)

@@ -5,60 +5,72 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.cache.calibration.head_tables import HeadWeights
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.head_budgets import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.head_budgets import (
+    ALL_TOKENS,
+    HeadTableBudgets,
+    HeadTokens,
+    MeanOfHeads,
+    check_head_fractions,
+    scores_of_all_heads,
+    top_heads_mask,
+)
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
-from kvjax.methods.registry import recipe
+from kvjax.cache.side_store.paged_heads import PagedHeads
+from kvjax.methods.registry import register_method
 from kvjax.methods.sinks_and_recent import Newest
-from kvjax.methods.trial import Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class Streaming(ByTable):
+class Streaming(HeadTableBudgets):
     """Heads whose weight is below the quantile `sparsity` of all heads' keep `streaming` tokens, the others all.
 
     As the authors' code has it: nothing streams at 0, everything at 1. Where weights are equal, the earlier head
     streams; there, chance decides.
     """
 
-    given: Given
+    given: TableFile
     sparsity: float
     streaming: int
 
     def __post_init__(self):
-        check_share_of_heads(sparsity=self.sparsity)
+        check_head_fractions(sparsity=self.sparsity)
 
-    def at(self, spec: LayerSpec) -> Lengths:
+    def at(self, spec: LayerSpec) -> HeadTokens:
         assert spec.index is not None
-        weights = of_all_heads(self.given, spec, "weights")
+        weights = scores_of_all_heads(self.given, spec, "weights")
         below = -fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
-        full = highest(weights, weights.size - below)[spec.index]
-        return Lengths(tuple(ALL if whole else self.streaming for whole in full.tolist()))
+        full = top_heads_mask(weights, weights.size - below)[spec.index]
+        return HeadTokens(tuple(ALL_TOKENS if whole else self.streaming for whole in full.tolist()))
 
 
-@recipe(
-    "DuoAttention, Xiao et al. 2024, arXiv 2410.10819, section 3; its public code, mit-han-lab/duo-attention",
-    # One of the battery's two heads keeps all 9 tokens, the other 3: 6 in the mean.
-    Trial("duo_attention:sinks=1,recent=2,page=4", "duo_attention:sinks=1,recent=100,page=4", paged(6, page=4)),
-    formula="head h keeps all tokens if alpha_h >= quantile(alpha, sparsity), else s < sinks or s >= T - recent",
-    differs="Attention in the prompt is exact, and all heads keep what is decoded, both as in kvpress; the authors' "
-    "streaming heads also read the prompt by first and last tokens only, and drop decoded ones behind their window.",
-    example="duo_attention",
-    family="heads of unequal length",
-)
+@register_method(family="heads of unequal length")
 def duo_attention(
     sparsity: float = 0.5, sinks: int = 64, recent: int = 256, table: str = "shipped", page: int = 16
 ) -> Method:
-    """After the prompt some heads keep all of its tokens, the others its first and its last ones.
+    """Keeps the whole prompt in retrieval heads, and its first and last tokens in streaming heads.
 
-    sparsity: the share of the model's key/value heads that stream, those of the least weight (the authors: 0.5 under
-    grouped heads, 0.75 without). sinks, recent: what these keep (64 and 256 in its evaluation). table: a file of kind
-    `heads`, with a weight of each key/value head, such as the trained gates alpha or what `kvjax calibrate heads`
-    makes; "shipped" for the shipped model's. page: slots of the pages in which heads of unequal length are held.
+    Formula:
+      head h keeps all tokens if alpha_h >= quantile(alpha, sparsity), else s < sinks or s >= T - recent
+
+    Differs:
+      Attention in the prompt is exact, and all heads keep decoded tokens, both as in kvpress; the authors' streaming
+      heads also read the prompt by first and last tokens only, and drop decoded tokens that leave their window.
+
+    Args:
+      sparsity: fraction of the model's key/value heads that stream, those of the lowest weight (the authors: 0.5 under
+        grouped heads, 0.75 without).
+      sinks: first tokens that a streaming head keeps (the authors' evaluation: 64).
+      recent: last tokens that a streaming head keeps (the authors' evaluation: 256).
+      table: a file of kind `heads`, with a weight for each key/value head, such as the trained gates alpha or the
+        output of `kvjax calibrate heads`; "shipped" for the shipped model's.
+      page: slots of a page, in which heads of unequal length are stored.
+
+    Reference:
+      DuoAttention, Xiao et al. 2024, arXiv 2410.10819, section 3; its public code, mit-han-lab/duo-attention
     """
-    rule = Streaming(HeadWeights.given(table), sparsity, sinks + recent)
-    return Method(select=Selection(Newest(), rule, sinks, recent), side_store=Pages(rule, page))
+    rule = Streaming(HeadWeights.table_file(table), sparsity, sinks + recent)
+    return Method(select=Selection(Newest(), MeanOfHeads(rule), sinks, recent), side_store=PagedHeads(rule, page))

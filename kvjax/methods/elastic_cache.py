@@ -8,17 +8,16 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.decode_policy import Policy, at_least
-from kvjax.cache.eviction.merging import arriving, lost_tokens, mixed
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.decode_policy import Policy, check_minimum
+from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, scatter_add
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 LAST = 1  # the last token of a prompt always stays
 
@@ -35,11 +34,11 @@ class IntoAnchors:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        lost, n = evicted_mask(block, choice), kept.k.shape[2]
         slot = jnp.where(lost, self._nearest(block, kept, lost), n)
         one = jnp.ones(slot.shape)
-        whole = 1.0 + arriving(one, slot, n)
-        k, v = (mixed(x, 1.0, y, one, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        whole = 1.0 + scatter_add(one, slot, n)
+        k, v = (fold_into_kept(x, 1.0, y, one, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v)
 
     def _nearest(self, block: KVBlock, kept: KVBlock, lost: Array) -> Array:
@@ -67,11 +66,11 @@ class FixedPoint(Policy):
     distance: int = 25
 
     def __post_init__(self):
-        at_least("Elastic Cache", distance=(self.distance, 1))
+        check_minimum("Elastic Cache", distance=(self.distance, 1))
 
     def check(self, layer: MethodLayer) -> None:
         m = layer.method
-        budget = None if m.select is None else m.select.most()
+        budget = None if m.select is None else m.select.max_kept()
         if budget is None or m.layer_budgets is not None:
             raise IncompatibleMethod(
                 f"slot `decode`, {self}, holds as many tokens as slot `select` leaves of any prompt, and here that is "
@@ -85,7 +84,7 @@ class FixedPoint(Policy):
 
     def num_slots(self, layer: MethodLayer) -> int:
         assert layer.method.select is not None
-        most = layer.method.select.most()
+        most = layer.method.select.max_kept()
         assert most is not None
         return most + 1
 
@@ -105,23 +104,27 @@ class FixedPoint(Policy):
         return jnp.where(full & (pos == jnp.sort(pos, 2)[:, :, leaves, None]), -1, pos), None
 
 
-@recipe(
-    "Elastic Cache, Liu et al. 2024, arXiv 2407.18121; constants of its public code, liuzuyan/ElasticCache",
-    Trial("elastic_cache:budget=6,sinks=1,distance=3", "elastic_cache:budget=100,sinks=1,distance=3", constant(7)),
-    formula="prompt: x_a <- mean of x_a and of all lost x_e for which |a - e| is least, for keys and values; decode: "
-    "over the budget, the token with `distance` newer ones leaves",
-    differs="The public code takes the result of argsort for ranks, so that what it keeps is all but arbitrary, and "
-    "drops tokens at places that are off by its first ones; here real ranks are used. Its budget is a share of the "
-    "text so far, here a number of tokens.",
-    example="elastic_cache:budget=512",
-    family="merging",
-)
+@register_method(example="elastic_cache:budget=512", family="merging")
 def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25) -> Method:
-    """A layer keeps its most attended prompt tokens, averages the others into them, and stays at its size.
+    """Keeps a layer's most attended prompt tokens, averages the others into them, and never grows beyond its budget.
 
-    budget: tokens of a layer, the same for all heads, by the attention that they received in the prompt. sinks: the
-    first tokens, which always stay beside the last one (1 in the evaluation of the public code, 4 in its class).
-    distance: while decoding the token leaves that has so many newer ones (25).
+    Formula:
+      prompt: x_a <- mean of x_a and of all evicted x_e for which |a - e| is least, for keys and values; decode: over
+      the budget, the token with `distance` newer ones leaves
+
+    Differs:
+      The public code takes the result of argsort for ranks, so that its selection is almost arbitrary, and drops tokens
+      at slots that are off by the number of its sinks; here real ranks are used. Its budget is a fraction of the text
+      so far, here a number of tokens.
+
+    Args:
+      budget: tokens of a layer, the same for all heads, by the attention that they received in the prompt.
+      sinks: first tokens that always stay, as does the last one (1 in the evaluation of the public code, 4 in its
+        class).
+      distance: the token that leaves while decoding has this many newer ones (25).
+
+    Reference:
+      Elastic Cache, Liu et al. 2024, arXiv 2407.18121; constants of its public code, liuzuyan/ElasticCache
     """
-    select = make_selection(Accumulated(), budget, sinks, LAST, per="layer")
+    select = make_selection(AccumulatedAttention(), budget, sinks, LAST, per="layer")
     return Method(select=select, merge=IntoAnchors(sinks), decode=FixedPoint(distance))

@@ -8,18 +8,25 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.merging import SMALL, Lost, arriving, directions, kept_scores, mixed, nearest
+from kvjax.cache.eviction.merging import (
+    MIN_KEY_NORM,
+    EvictedTokens,
+    fold_into_kept,
+    match_evicted,
+    scatter_add,
+    scores_of_kept,
+    unit_vectors,
+)
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, in_window
+from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, window_query_mask
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +46,7 @@ class GlobalLocal(Scorer):
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         obs = self.require_observation(observation)
         everywhere, number = attention_mass(block, obs, jnp.ones(obs.pos.shape), spec.window)
-        nearby, _ = attention_mass(block, obs, in_window(obs, self.window).astype(jnp.float32), spec.window)
+        nearby, _ = attention_mass(block, obs, window_query_mask(obs, self.window).astype(jnp.float32), spec.window)
         heads = _share(everywhere / jnp.maximum(number, 1.0)[:, :, None]) + _share(nearby)
         return head_scores(heads, heads.mean(2), block)
 
@@ -70,25 +77,25 @@ class IntoCentres:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
         joins = self._band(lost, choice) & (lost.cosine >= self.threshold)
         slot = jnp.where(joins, lost.slot, n)
-        by = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), SMALL)
-        own = jnp.maximum(kept_scores(kept, choice), SMALL)
-        whole = own + arriving(by, slot, n)
+        by = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), MIN_KEY_NORM)
+        own = jnp.maximum(scores_of_kept(kept, choice), MIN_KEY_NORM)
+        whole = own + scatter_add(by, slot, n)
 
         def mean(x: Array, y: Array) -> Array:
-            return mixed(x, own[..., None], y, by, slot, whole)
+            return fold_into_kept(x, own[..., None], y, by, slot, whole)
 
-        direction, norm = (mean(of(kept.k), of(block.k)) for of in (directions, _norms))
-        touched = arriving(jnp.ones(slot.shape), slot, n)[..., None] > 0
-        k = jnp.where(touched, (directions(direction) * norm).astype(kept.k.dtype), kept.k)
+        direction, norm = (mean(of(kept.k), of(block.k)) for of in (unit_vectors, _norms))
+        touched = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
+        k = jnp.where(touched, (unit_vectors(direction) * norm).astype(kept.k.dtype), kept.k)
         return dataclasses.replace(kept, k=k, v=mean(kept.v, block.v))
 
-    def _band(self, lost: Lost, choice: SelectedSlots) -> Array:
+    def _band(self, lost: EvictedTokens, choice: SelectedSlots) -> Array:
         """bool[B K T]: the lost tokens of the highest scores."""
         stay = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
-        return top(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, stay.sum(-1, dtype=jnp.int32)))
+        return top_k_mask(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, stay.sum(-1, dtype=jnp.int32)))
 
 
 def _norms(keys: Array) -> Array:
@@ -96,26 +103,30 @@ def _norms(keys: Array) -> Array:
     return jnp.linalg.norm(keys.astype(jnp.float32), axis=-1, keepdims=True)
 
 
-@recipe(
-    "EMS, Li et al. 2024, arXiv 2412.08521",
-    Trial("ems:budget=6,window=2,threshold=0", "ems:budget=100,window=2", selected(6)),
-    formula="score = G / sum G + L / sum L; of the next best tokens those with max cos(k_e, k_centre) >= threshold: "
-    "v <- sum of s v / sum of s, k likewise in direction and in norm",
-    differs="The paper has no public code. Unverified: that all heads have the same budget and band, that the two "
-    "scores are added as shares, the width of the band, the threshold, the window, and that norms are averaged. "
-    "Merging happens once, when the prompt ends.",
-    example="ems:budget=512",
-    family="merging",
-)
+@register_method(example="ems:budget=512", family="merging")
 def ems(
     budget: TokenBudget = 256, window: int = 32, band: float = 1.0, threshold: float = 0.6, sinks: int = 0
 ) -> Method:
-    """Each head keeps its best tokens by global and local attention, merges the next best, and evicts the rest.
+    """Keeps each head's best tokens by global and local attention, merges the next best into them, and evicts the rest.
 
-    budget: prompt tokens kept per head, the window included (256 in the paper's main table). window: the last queries,
-    whose attention is the local one, and whose tokens stay. band: tokens that may merge, as a multiple of those that
-    stay. threshold: the least cosine of two keys that merge. sinks: first tokens that always stay. The last four have
-    no verified source.
+    Formula:
+      score = G / sum G + L / sum L; of the next best tokens those with max cos(k_e, k_center) >= threshold: v <- sum of
+      s v / sum of s, k likewise in direction and in norm
+
+    Differs:
+      The paper has no public code. Unverified: that all heads have the same budget and band, that the two scores are
+      added as fractions, the width of the band, the threshold, the window, the sinks, and that norms are averaged.
+      Merging happens once, when the prompt ends.
+
+    Args:
+      budget: as in `make_selection`; the window is included (256 in the paper's main table).
+      window: last queries of the prompt, whose attention is the local one, and whose tokens stay.
+      band: tokens that may merge, as a multiple of the kept ones.
+      threshold: lowest cosine of two keys that merge.
+      sinks: as in `make_selection`.
+
+    Reference:
+      EMS, Li et al. 2024, arXiv 2412.08521
     """
     select = make_selection(GlobalLocal(window), budget, sinks, window)
     return Method(select=select, merge=IntoCentres(band, threshold))

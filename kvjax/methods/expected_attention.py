@@ -9,18 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.future_queries import mean_over_bare, still_seen, sum_of_queries, turned_ahead
+from kvjax.cache.eviction.future_queries import mean_over_pre_rope, rotate_ahead, sum_queries, visible_to_next_query
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +48,8 @@ class ExpectedAttention(Scorer):
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block = block.clean()
         logits = expected_logits(block.k, *self._to_come(block, self.require_observation(observation), spec.rope))
-        readable = still_seen(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
-        p, _, l = weights(jnp.where(readable, logits, NEG))
+        readable = visible_to_next_query(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
+        p, _, l = weights(jnp.where(readable, logits, MASKED_LOGIT))
         heads = p / jnp.maximum(l, 1e-30)[..., None]
         if self.value_norms:
             norms = jnp.sqrt(jnp.square(block.v.astype(jnp.float32)).sum(-1))
@@ -60,8 +59,8 @@ class ExpectedAttention(Scorer):
     def _to_come(self, block: KVBlock, observation: Observation, rope: Rope) -> tuple[Array, Array | None]:
         """Mean f32[B K G H] and covariance f32[B K G H H] of the queries to come."""
         counted, steps = observation.pos >= self.sinks, jnp.arange(self.future, dtype=jnp.int32)
-        bare = mean_over_bare(observation, counted, rope, sum_of_queries)[:, :, :, None]
-        mean = turned_ahead(bare, rope, block, steps)[:, :, :, 0]
+        bare = mean_over_pre_rope(observation, counted, rope, sum_queries)[:, :, :, None]
+        mean = rotate_ahead(bare, rope, block, steps)[:, :, :, 0]
         if not self.covariance:
             return mean, None
 
@@ -69,8 +68,8 @@ class ExpectedAttention(Scorer):
             apart = (q - bare) * counts
             return jnp.einsum("bkgqh,bkgqi->bkghi", apart, apart)
 
-        half = turned_ahead(mean_over_bare(observation, counted, rope, products), rope, block, steps)
-        return mean, turned_ahead(half.swapaxes(3, 4), rope, block, steps)
+        half = rotate_ahead(mean_over_pre_rope(observation, counted, rope, products), rope, block, steps)
+        return mean, rotate_ahead(half.swapaxes(3, 4), rope, block, steps)
 
 
 def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_once: int = 256) -> Array:
@@ -87,19 +86,7 @@ def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_
     return jnp.moveaxis(lax.map(of_key, jnp.moveaxis(keys, 2, 0), batch_size=keys_at_once), 0, 3)
 
 
-@recipe(
-    "Expected Attention, Devoto et al. 2025, arXiv 2510.00636; constants of its public code, kvpress",
-    Trial("expected_attention:budget=5,sinks=1,future=4", "expected_attention:budget=100,sinks=1", selected(5)),
-    formula="score_s = |v_s| mean over a head's query heads of softmax_s(m k_s / sqrt(H) + k_s C k_s / (2 H)), "
-    "m = R mean(q), C = R cov(q) R^T of the prompt's bare queries, R = mean of the next rotations",
-    differs="kvpress' evaluation runs it over AdaKV, as 'expected_attention:epsilon=0.01 + "
-    "adakv:rule=kvpress' does; alone every head keeps equally many tokens, as under `ExpectedAttentionPress`. "
-    "`docs/results.md` has what each division keeps. Statistics are those of a row's own queries as the model makes "
-    "them, so models that normalise queries work too, where kvpress computes them from hidden states; tokens that "
-    "have left a layer's sliding window score 0.",
-    example="expected_attention:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="expected_attention:budget=512", family="eviction after the prompt")
 def expected_attention(
     budget: TokenBudget = 1024,
     sinks: int = 4,
@@ -110,13 +97,32 @@ def expected_attention(
     unit: str = "token",
     per: str = "head",
 ) -> Method:
-    """After the prompt each head keeps the tokens that queries to come are expected to attend to.
+    """Keeps the prompt tokens that future queries are expected to attend to.
 
-    kvpress' evaluation divides its budget by head: 'expected_attention:epsilon=0.01 + adakv:rule=kvpress'; alone all
-    heads keep equally many. sinks: first tokens, which stay and are left out of all statistics. future: positions ahead
-    that the queries are turned to, in the mean. covariance: whether the queries' spread counts, beside their mean.
-    value_norms, epsilon: scores are (expected attention + epsilon) |v|. These constants are kvpress'. budget, unit, per
-    as in `snapkv`.
+    kvpress' evaluation divides its budget among heads: 'expected_attention:epsilon=0.01 + adakv:rule=kvpress'; alone
+    all heads keep the same number.
+
+    Formula:
+      score_s = |v_s| mean over a head's query heads of softmax_s(m k_s / sqrt(H) + k_s C k_s / (2 H)), m = R mean(q), C
+      = R cov(q) R^T of the prompt's queries before RoPE, R = mean of the next rotations
+
+    Differs:
+      kvpress' evaluation runs it over AdaKV, as 'expected_attention:epsilon=0.01 + adakv:rule=kvpress' does; alone
+      every head keeps the same number of tokens, as under `ExpectedAttentionPress`. `docs/results.md` has what each
+      division keeps. Statistics are of a sequence's own queries as the model makes them, so models that normalize
+      queries work too, where kvpress computes them from hidden states; tokens that have left a layer's sliding window
+      score 0.
+
+    Args:
+      budget, unit, per: as in `make_selection`.
+      sinks: as in `make_selection`; they are left out of all statistics (kvpress: 4).
+      future: positions ahead over which the rotation of queries is averaged (kvpress: 512).
+      covariance: whether the spread of the queries counts, and not their mean alone.
+      value_norms: whether scores are multiplied by the norm of the value.
+      epsilon: scores are (expected attention + epsilon) |v|.
+
+    Reference:
+      Expected Attention, Devoto et al. 2025, arXiv 2510.00636; constants of its public code, kvpress
     """
     scorer = ExpectedAttention(sinks, future, covariance, value_norms, epsilon)
     return Method(select=make_selection(scorer, budget, sinks, unit=unit, per=per))

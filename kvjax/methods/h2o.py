@@ -8,15 +8,21 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, require_observation, without_lowest
+from kvjax.cache.eviction.decode_policy import (
+    Policy,
+    check_minimum,
+    evict_lowest,
+    policy_state_at,
+    require_observation,
+    top_slots,
+)
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +55,7 @@ class H2O(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
+        check_minimum("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
         if not 0 <= self.decay <= 1:
             raise KvjaxError(f"decay of H2O must be between 0 and 1, got {self.decay}; 1 forgets nothing")
         if self.normalise not in ("none", "visible-count"):
@@ -71,8 +77,8 @@ class H2O(Policy):
         pos = jnp.broadcast_to(block.pos, score.shape)
         protected = pos > last[..., None] - self.recent
         rank = jnp.where(protected, jnp.inf, self._rank(score, pos, last[..., None], layer.spec))
-        chosen = best(rank, pos, min(self.heavy + self.recent, slots))
-        return chosen, marks_at(score, chosen, slots)
+        chosen = top_slots(rank, pos, min(self.heavy + self.recent, slots))
+        return chosen, policy_state_at(score, chosen, slots)
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t = q_pos[:, None]  # [B 1 1]
@@ -81,7 +87,7 @@ class H2O(Policy):
         score = jnp.where(t >= 0, self.decay * before + self._share(weights.sum(2)), state.policy_state)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
         rank = self._rank(score, state.pos, t, layer.spec)
-        return without_lowest(rank, state.pos, old, t >= 0), score
+        return evict_lowest(rank, state.pos, old, t >= 0), score
 
     def _share(self, received: Array) -> Array:
         """Attention received, f32[B K S], as the heads choose by it."""
@@ -98,28 +104,27 @@ class H2O(Policy):
         return score / jnp.maximum(visible_to, 1).astype(jnp.float32)
 
 
-@recipe(
-    "H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485",
-    Trial("h2o:heavy=3,recent=2", "h2o:heavy=90,recent=10", constant(6, marks=4)),
-    Trial(
-        "h2o:heavy=3,recent=2,decay=0.9,normalise=visible-count,granularity=layer",
-        "h2o:heavy=90,recent=10,decay=0.9,normalise=visible-count,granularity=layer",
-        constant(6, marks=4),
-        name="one set per layer",
-    ),
-    formula="score_s = sum over queries t >= s of softmax over what is held; over budget, the lowest outside "
-    "the last `recent` leaves",
-    differs="The authors' simulation masks tokens and drops none; their real_drop is this without grouped heads.",
-    example="h2o:heavy=256,recent=256",
-    sized_by="heavy,recent",
-    family="eviction at every step",
-)
+@register_method(example="h2o:heavy=256,recent=256", family="eviction at every step", sized_by="heavy,recent")
 def h2o(
     heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"
 ) -> Method:
-    """Heavy hitters and recent tokens, chosen again at every step, in constant memory.
+    """Keeps heavy hitters and recent tokens, selected again at every step, in constant memory.
 
-    heavy, recent: tokens (the paper: a tenth of the prompt each). decay: of all scores, each step. normalise: "none"
-    (the paper) or "visible-count". granularity: "kv", each key/value head its own tokens, or "layer".
+    Formula:
+      score_s = sum over queries t >= s of softmax over the cached tokens; over budget, the lowest outside the last
+      `recent` leaves
+
+    Differs:
+      The authors' simulation masks tokens and drops none; their real_drop is this without grouped heads.
+
+    Args:
+      heavy: heavy hitters that stay (the paper: a tenth of the prompt).
+      recent: last tokens that always stay (the paper: a tenth of the prompt).
+      decay: factor on all scores at each step, A2SF's forgetting factor.
+      normalise: "none" (the paper) or "visible-count", the number of queries that could see the token.
+      granularity: "kv", where each key/value head has tokens of its own, or "layer".
+
+    Reference:
+      H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485
     """
     return Method(decode=H2O(heavy, recent, decay, normalise, granularity))

@@ -12,21 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.budgets import Budget, budgets_of_layers, kept_by_length
-from kvjax.cache.eviction.ranking import Candidates, Counted
+from kvjax.cache.eviction.budgets import Budget, budgets_by_layer, num_kept_by_length
+from kvjax.cache.eviction.ranking import Candidates, MeasuredHeadTokens
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged
+from kvjax.methods.registry import register_method
 
 FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
 """Budgets, as fractions of a text, at which a table is calibrated."""
@@ -37,9 +36,9 @@ LENGTHS_AT_ONCE = 1024
 TOLERANCE = 1e-3  # how far the mean of a table's shares may be from its fraction: they are stored in float32
 
 
-@table("head_shares")
+@register_table_kind("head_shares")
 @dataclasses.dataclass(frozen=True)
-class CalibratedShares(Kind):
+class CalibratedShares(TableKind):
     """The fraction of a text's tokens that each head keeps when the tokens of all heads of all layers are ranked.
 
     Arrays of a layer: `fractions` f32[R], budgets as fractions of a text, ascending, equal in all layers; `shares`
@@ -54,13 +53,13 @@ class CalibratedShares(Kind):
     method: str = "turned_queries"
 
     @property
-    def measured_by(self) -> str:
+    def measuring_method(self) -> str:
         return self.method
 
     def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Any:
         """Tokens kept i32[L B K R], by each head and by all heads of the model, and tokens of the texts."""
         assert layer.method.select is not None
-        size, shape = layer.method.select.unit.size, measures.scores.shape[:3]
+        size, shape = layer.method.select.granularity.size, measures.scores.shape[:3]
         kept = []
         for part in FRACTIONS:
             # Scores do not depend on the budget: only the number of places does.
@@ -101,7 +100,7 @@ class Division:
     case, and the tokens of its units. represented: the share of a layer's units that representatives take.
     """
 
-    given: Given
+    given: TableFile
     model: tuple[int, int, int, int]  # layers, kv_heads, groups, head_dim
     budget: Budget
     sinks: int
@@ -112,16 +111,16 @@ class Division:
     def tokens(self, longest: int) -> np.ndarray:
         """i32[longest + 1, L, K], of prompts of 0..longest tokens."""
         # The selection's own check: a budget in tokens must have room for what stays in any case.
-        kept_by_length(self.budget, longest, self.sinks + self.recent)
+        num_kept_by_length(self.budget, longest, self.sinks + self.recent)
         return _tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
 
     def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For prompts of 0..longest tokens: tokens that always stay, units there are, units that stay in the mean.
 
-        This is `units.split` for all lengths at once.
+        This is `split_prompt` for all lengths at once.
         """
         length = np.arange(longest + 1)
-        budget = self.budget.by_length(longest)
+        budget = self.budget.num_kept_by_length(longest)
         keep = np.maximum(budget, np.minimum(length, self.sinks + self.recent)).astype(np.int64)
         front = np.minimum(self.sinks, keep)
         back = np.minimum(self.recent, keep - front)
@@ -185,13 +184,13 @@ def round_to_totals(wanted: np.ndarray, total: np.ndarray, least: np.ndarray, mo
 
 
 @functools.lru_cache(maxsize=16)
-def _arrays(given: Given, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _arrays(given: TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """(fractions f64[R], shares f64[L K R]) of a table; raises KvjaxError for one that is none of this model."""
     shares, fractions = [], []
     for i in range(model[0]):
         spec = LayerSpec(i, *model, None, Rope(model[3]))
-        size = given.of(spec, fractions=(None,))["fractions"].shape[0]
-        found = given.of(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
+        size = given.layer_arrays(spec, fractions=(None,))["fractions"].shape[0]
+        found = given.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
         shares.append(found["shares"].astype(np.float64))
         fractions.append(found["fractions"].astype(np.float64).tolist())
     at, anew = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
@@ -215,8 +214,8 @@ def _arrays(given: Given, model: tuple[int, int, int, int]) -> tuple[np.ndarray,
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDivision(HeadBudgets, Budget):
-    """A division in one layer: the mean of its heads, as the selection's budget, and what each head keeps."""
+class LayerDivision(HeadBudgets):
+    """The tokens that a division gives to each head of one layer."""
 
     division: Division
     index: int  # of the layer
@@ -224,32 +223,39 @@ class LayerDivision(HeadBudgets, Budget):
     def tokens_by_length(self, longest: int) -> np.ndarray:
         return self.division.tokens(longest)[:, self.index]
 
-    def by_length(self, longest: int) -> np.ndarray:
-        """The mean over the heads, rounded up to whole units."""
-        tokens, size = self.tokens_by_length(longest), self.division.size
-        always = self.division.quota(longest)[0]
-        units = (tokens - always[:, None]).sum(1) // size
-        return (always - size * (-units // tokens.shape[1])).astype(np.int32)
-
-    def kept(self, length: int) -> int:
-        return int(self.by_length(length)[length])
-
-    def most(self) -> int | None:
-        most = self.division.budget.most()
-        if most is None:
-            return None
-        # Below the table's first fraction shares are proportional to it: of longer prompts no head keeps more.
-        first = _arrays(self.division.given, self.division.model)[0][0]
-        return int(self.by_length(int(most / first) + 2 * self.division.size).max())
-
-    def of_rows(self, lengths: Array, longest: int) -> HeadBudgets:
+    def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
         return _OfRows(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
 
 
-class _OfRows(Counted):
+@dataclasses.dataclass(frozen=True)
+class LayerMean(Budget):
+    """The budget of a selection under a `LayerDivision`: the mean of the layer's heads, rounded up to whole units."""
+
+    heads: LayerDivision
+
+    def num_kept(self, length: int) -> int:
+        return int(self.num_kept_by_length(length)[length])
+
+    def num_kept_by_length(self, longest: int) -> np.ndarray:
+        tokens, size = self.heads.tokens_by_length(longest), self.heads.division.size
+        always = self.heads.division.quota(longest)[0]
+        units = (tokens - always[:, None]).sum(1) // size
+        return (always - size * (-units // tokens.shape[1])).astype(np.int32)
+
+    def max_kept(self) -> int | None:
+        division = self.heads.division
+        most = division.budget.max_kept()
+        if most is None:
+            return None
+        # Below the table's first fraction shares are proportional to it: of longer prompts no head keeps more.
+        first = _arrays(division.given, division.model)[0][0]
+        return int(self.num_kept_by_length(int(most / first) + 2 * division.size).max())
+
+
+class _OfRows(MeasuredHeadTokens):
     """Numbers of a layer whose budget is its own: its heads take each other's places, and no other layer's."""
 
-    def others(self, spec: LayerSpec) -> int:
+    def num_other_heads(self, spec: LayerSpec) -> int:
         return spec.num_kv_heads - 1
 
 
@@ -257,7 +263,7 @@ class _OfRows(Counted):
 class CalibratedDivision(HeadBudgets):
     """The rule of a table: with a layer and its selection it becomes a `LayerDivision`."""
 
-    given: Given
+    given: TableFile
 
     def at(self, spec: LayerSpec) -> CalibratedDivision:
         _arrays(self.given, _shape(spec))
@@ -266,7 +272,7 @@ class CalibratedDivision(HeadBudgets):
     def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection, HeadBudgets]:
         select = method.select
         assert select is not None
-        if len(set(budgets_of_layers(budget, spec))) > 1:
+        if len(set(budgets_by_layer(budget, spec))) > 1:
             raise IncompatibleMethod(
                 "head shares (slot `side_store`) divide one budget among all layers, and "
                 f"{type(select.budget).__name__} (slot `select`) has divided it already; give all layers the same, as "
@@ -274,38 +280,39 @@ class CalibratedDivision(HeadBudgets):
             )
         represented = 0.0 if method.representatives is None else method.representatives.share
         division = Division(
-            self.given, _shape(spec), select.budget, select.sinks, select.recent, select.unit.size, represented
+            self.given, _shape(spec), select.budget, select.sinks, select.recent, select.granularity.size, represented
         )
         assert spec.index is not None
         mine = LayerDivision(division, spec.index)
-        return dataclasses.replace(select, budget=mine), mine
+        return dataclasses.replace(select, budget=LayerMean(mine)), mine
 
 
 def _shape(spec: LayerSpec) -> tuple[int, int, int, int]:
     return spec.num_layers, spec.num_kv_heads, spec.num_groups, spec.head_dim
 
 
-_SNAPKV = "snapkv:budget={},window=2,kernel=3 + head_shares:page=4"
-
-
-@recipe(
-    "kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416",
-    # The example table gives one of the battery's two heads 7 of 9 tokens, the other 5: as many pages as 6 and 6.
-    Trial(_SNAPKV.format(6), _SNAPKV.format(100), paged(6, page=4)),
-    formula="head h of layer l keeps s_lh(b / T) T of a prompt's T tokens, b the budget, s interpolated in a table "
-    "whose mean over all heads is b / T; whole numbers whose sum is b times the heads of all layers",
-    differs="There is no paper. KVzip ranks the tokens of each prompt, so that a head keeps more of one prompt than of "
-    "another; here that ranking is made once, on other texts, and each head keeps a number known beforehand.",
-    example="turned_queries:budget=512,level=head + head_shares",
-    family="component over a selection",
-)
+@register_method(example="turned_queries:budget=512,level=head + head_shares", family="component over a selection")
 def head_shares(table: str = "shipped", page: int = 16) -> Method:
-    """Over an eviction method: one budget is divided among all heads of all layers by a table calibrated once.
+    """Divides one budget among all heads of all layers by a table that is calibrated once.
 
-    Use it as in 'snapkv:budget=25% + head_shares', or 'kvzip:budget=25%,level=head + head_shares'. How many tokens a
-    head keeps depends on the prompt's length alone, so shapes and bytes are known before any prompt is read; which
-    tokens, the selection says. Sinks and recent tokens stay in every head. table: a file of kind `head_shares`, which
-    `kvjax calibrate head_shares` makes from a few texts; "shipped" for the tables of the shipped model, SmolLM2-135M
-    and Qwen2.5-Coder-0.5B. page: slots of the pages in which heads of unequal length are held.
+    Use it as in 'snapkv:budget=25% + head_shares', or 'kvzip:budget=25%,level=head + head_shares'. The number of tokens
+    that a head keeps depends on the prompt's length alone, so shapes and bytes are known before any prompt is read; the
+    selection says which tokens. Sinks and recent tokens stay in every head.
+
+    Formula:
+      head h of layer l keeps s_lh(b / T) T of a prompt's T tokens, b the budget, s interpolated in a table whose mean
+      over all heads is b / T; whole numbers whose sum is b times the heads of all layers
+
+    Differs:
+      There is no paper. KVzip ranks the tokens of each prompt, so that a head keeps more of one prompt than of another;
+      here that ranking is made once, on other texts, and each head keeps a number that is known beforehand.
+
+    Args:
+      table: a file of kind `head_shares`, which `kvjax calibrate head_shares` makes from a few texts; "shipped" for the
+        tables of the shipped model, SmolLM2-135M and Qwen2.5-Coder-0.5B.
+      page: slots of a page, in which heads of unequal length are stored.
+
+    Reference:
+      kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416
     """
-    return Method(side_store=Pages(CalibratedDivision(CalibratedShares.given(table)), page))
+    return Method(side_store=PagedHeads(CalibratedDivision(CalibratedShares.table_file(table)), page))

@@ -7,27 +7,26 @@ import dataclasses
 import numpy as np
 
 from kvjax.cache.calibration.head_tables import HeadWeights
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.head_budgets import ByTable, Lengths, of_all_heads
+from kvjax.cache.eviction.head_budgets import HeadTableBudgets, HeadTokens, MeanOfHeads, scores_of_all_heads
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Important(ByTable):
+class Important(HeadTableBudgets):
     """A head's tokens: what all have alike, its share by weight of a pool of all layers and heads, and its window.
 
     Of the b = budget - window tokens beside the window, floor(b / beta) of each head go into the pool, and the others
     all heads have alike; numbers are rounded half to even, as in the authors' code.
     """
 
-    given: Given
+    given: TableFile
     budget: int
     window: int
     beta: float
@@ -40,8 +39,8 @@ class Important(ByTable):
         if self.beta < 1:
             raise KvjaxError(f"beta must be at least 1, got {self.beta}; 1 puts everything into the pool")
 
-    def at(self, spec: LayerSpec) -> Lengths:
-        weights = of_all_heads(self.given, spec, "weights")
+    def at(self, spec: LayerSpec) -> HeadTokens:
+        weights = scores_of_all_heads(self.given, spec, "weights")
         if weights.min() < 0 or not weights.any():
             raise KvjaxError(
                 f"weights of heads must be 0 or more and not all 0, got {weights.min():g} to {weights.max():g} in "
@@ -50,23 +49,10 @@ class Important(ByTable):
         each = self.budget - self.window
         pooled = int(each // self.beta)
         tokens = np.round(weights / weights.sum() * pooled * weights.size + each - pooled)
-        return Lengths(tuple(self.window + int(n) for n in tokens[spec.index]))
+        return HeadTokens(tuple(self.window + int(n) for n in tokens[spec.index]))
 
 
-@recipe(
-    "HeadKV, Fu et al. 2024, arXiv 2410.19258, section 3; its public code, FYYFU/HeadKV",
-    Trial(
-        "headkv:budget=6,window=2,kernel=3,page=4",
-        "headkv:budget=100,window=2,kernel=3,page=4",
-        paged(6, page=4),
-    ),
-    formula="b = budget - window, p = floor(b / beta); head h keeps its window and round(w_h / sum w * p L K + b - p) "
-    "more, the best by SnapKV's score",
-    differs="The table is of key/value heads, and so are the numbers, where the authors' are of query heads; it can be "
-    "any: their retrieval and reasoning scores need questions about needles, which no calibration here asks.",
-    example="headkv:budget=256",
-    family="heads of unequal length",
-)
+@register_method(example="headkv:budget=256", family="heads of unequal length")
 def headkv(
     budget: int = 128,
     beta: float = 1.01,
@@ -76,13 +62,27 @@ def headkv(
     table: str = "shipped",
     page: int = 16,
 ) -> Method:
-    """After the prompt important heads keep many of its tokens, the others few, in whatever layers they are.
+    """Gives important heads of the whole model many of the prompt's tokens, and the others few.
 
-    budget: prompt tokens per layer and key/value head in the mean, the window included. beta: at 1 all of it goes by
-    importance, and the greater, the more all heads keep alike (1.01 in KVCache-Factory; the authors try 1.005 to 10).
-    window, kernel, pool: of SnapKV's scores, by which each head chooses. table: a file of kind `heads`, with a weight
-    of each key/value head; "shipped" for the shipped model's. page: slots of the pages in which heads are held.
+    Formula:
+      b = budget - window, p = floor(b / beta); head h keeps its window and round(w_h / sum w * p L K + b - p) more, the
+      best by SnapKV's score
+
+    Differs:
+      The table is of key/value heads, and so are the numbers, where the authors' are of query heads. Any table works;
+      the authors' retrieval and reasoning scores need questions about needles, which no calibration here asks.
+
+    Args:
+      budget: prompt tokens kept per layer and key/value head, on average over all heads, the window included.
+      beta: at 1 all of the budget is divided by importance; the larger, the more all heads keep alike (1.01 in
+        KVCache-Factory; the authors try 1.005 to 10).
+      window, kernel, pool: as in `snapkv`.
+      table: a file of kind `heads`, with a weight for each key/value head; "shipped" for the shipped model's.
+      page: slots of a page, in which heads of unequal length are stored.
+
+    Reference:
+      HeadKV, Fu et al. 2024, arXiv 2410.19258, section 3; its public code, FYYFU/HeadKV
     """
-    rule = Important(HeadWeights.given(table), budget, window, beta)
-    scorer = scorers.Window(window, kernel, pool)
-    return Method(select=make_selection(scorer, rule, 0, window), side_store=Pages(rule, page))
+    rule = Important(HeadWeights.table_file(table), budget, window, beta)
+    scorer = scorers.WindowAttention(window, kernel, pool)
+    return Method(select=make_selection(scorer, MeanOfHeads(rule), 0, window), side_store=PagedHeads(rule, page))

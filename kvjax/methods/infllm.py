@@ -11,27 +11,26 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
-from kvjax.cache.readers.retrieval import slots_of_queries
-from kvjax.cache.readers.ring_buffer import Ring
+from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
+from kvjax.cache.readers.retrieval import slot_lookup
+from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import memory
-from kvjax.core.attention import NEG, combine, mix, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, combine, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
 class Recent:
     """What the device holds beside the rows of all tokens: the latest ones again, and what blocks are found by."""
 
-    k: memory.Buffer  # [B K P H] after RoPE, in the P places of a `Ring`
+    k: memory.Buffer  # [B K P H] after RoPE, in the P places of a `RingBuffer`
     v: memory.Buffer  # [B K P H]
     mass: Array  # f32[B K G P], attention received while inside the window
     formed: Array  # i32[B], blocks so far
@@ -83,7 +82,7 @@ class Blocks(Reader):
 
     def __post_init__(self):
         fields = {name: (getattr(self, name), 1) for name in ("block", "local", "topk", "representatives")}
-        at_least("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
+        check_minimum("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
         if self.prompt_chunk > self.local:
             raise KvjaxError(
                 f"chunk of InfLLM must not exceed local={self.local}, got {self.prompt_chunk}; use {self.local}"
@@ -120,18 +119,18 @@ class Blocks(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
-        rope, n, own_slots = layer.spec.rope, state.n[:, None], slots_of_queries(state, q_pos)
+        rope, n, own_slots = layer.spec.rope, state.n[:, None], slot_lookup(state, q_pos)
         kept = (q_pos >= 0) & (own_slots(q_pos) < n)
         reader_state = self._form(layer, state, state.n - kept.sum(-1, dtype=jnp.int32))
         far_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))
         near = self._near(state, reader_state)
         left = self._left(layer, state, reader_state, near, q.shape[3])
         found = [] if reader_state.keys is None else [self._recall(layer, state, reader_state, far_q, kept)]
-        if found and guessed is not None:
+        if found and other_partial is not None:
             found.append(self._recall(layer, state, reader_state, far_q, (q_pos >= 0) & ~kept))
 
         def attend(q: Array, t: Array, far_q: Array) -> tuple[Partial, Array]:
@@ -145,7 +144,7 @@ class Blocks(Reader):
             share = jnp.exp(part.m - total.m) / jnp.maximum(total.l, 1e-30)
             return total, jnp.where(kept, p * share[..., None], 0.0).sum(3, keepdims=True)
 
-        part, mass = by_query_blocks(attend, q, q_pos, 64, far_q)  # of mass, one sum for each block of queries
+        part, mass = map_query_blocks(attend, q, q_pos, 64, far_q)  # of mass, one sum for each block of queries
         return ReadResult(
             part, dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3)), cross_layer=cross_layer
         )
@@ -156,16 +155,16 @@ class Blocks(Reader):
         inside = visible(tokens.block.pos, t, layer.spec.window)
         return inside & (behind < self.local), inside & (behind >= self.local)
 
-    def _ring(self, slots: int) -> Ring:
+    def _ring(self, slots: int) -> RingBuffer:
         """Places for recent tokens, of a layer of so many slots: whole blocks, so that none wraps around.
 
         The window, an unfinished block, the last chunk and this one: tokens are written before blocks are formed.
         """
         most = self.local + self.block - 1 + 2 * self.prompt_chunk
-        return Ring(self.sinks, -(-max(min(most, slots - self.sinks), 1) // self.block) * self.block)
+        return RingBuffer(self.sinks, -(-max(min(most, slots - self.sinks), 1) // self.block) * self.block)
 
-    def _ring_of(self, mass: Array) -> Ring:
-        return Ring(self.sinks, mass.shape[3] - self.sinks)
+    def _ring_of(self, mass: Array) -> RingBuffer:
+        return RingBuffer(self.sinks, mass.shape[3] - self.sinks)
 
     def _first(self, blocks: Array) -> Array:
         """The slot behind so many blocks."""
@@ -212,7 +211,7 @@ class Blocks(Reader):
         B, K = state.reader_state.mass.shape[:2]
         slot = self._first(number)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
         place = jnp.broadcast_to(self._ring_of(state.reader_state.mass).place(slot), (B, K, self.block))
-        bare = layer.spec.rope.unrotate(memory.rows(state.reader_state.k, place), _of(state.pos, slot))
+        bare = layer.spec.rope.unrotate(memory.gather_tokens(state.reader_state.k, place), _of(state.pos, slot))
         mass = jnp.take_along_axis(state.reader_state.mass, place[:, :, None], 3)
         best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
         return lax.stop_gradient(jnp.take_along_axis(bare[:, :, None], best[..., None], 3).mean(3))
@@ -279,31 +278,11 @@ def _weighed(q: Array, block: KVBlock, seen: Array) -> tuple[Array, Partial]:
     s = scores(q, block.k)
     if block.bias is not None:
         s = s + block.bias[:, :, None, None]
-    p, m, l = weights(jnp.where(seen, s, NEG))
+    p, m, l = weights(jnp.where(seen, s, MASKED_LOGIT))
     return p, Partial(mix(p, block.v), m, l)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Rows of all tokens on the host; on the device 1 sink, a ring of 14, their mass, and the keys of 9 blocks."""
-    places, blocks = 15, (x.S - 1 - 4) // 2
-    recent = 2 * x.rows(places) + 4 * x.B * x.K * x.G * places + x.G * x.rows(blocks)
-    return Bytes(recent + x.positions(x.S) + 2 * x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "InfLLM, Xiao et al. 2024, arXiv 2402.04617, section 3",
-    Trial(
-        "infllm:block=2,sinks=1,local=4,topk=9,representatives=1,chunk=4",
-        "infllm:block=2,sinks=1,local=24,topk=9,representatives=1,chunk=4",
-        _bytes,
-    ),
-    formula="key(block) = mean of the keys without RoPE of its tokens with the most attention mass; "
-    "score(block) = mean query of the chunk at the far angle times key(block), summed over heads",
-    differs="Blocks are fetched anew for every chunk: there is no cache of blocks on the device. As in the paper the "
-    "tokens of one call share a lookup: a question fed at once reads other blocks than one fed token by token.",
-    example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128",
-    family="host memory",
-)
+@register_method(example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128", family="host memory")
 def infllm(
     block: int = 128,
     sinks: int = 128,
@@ -313,11 +292,29 @@ def infllm(
     chunk: int = 512,
     per_head: bool = False,
 ) -> Method:
-    """Sinks, a window, and the topk most relevant blocks of the past, whose rows live in pinned host memory.
+    """Reads the sinks, a local window, and the most relevant blocks of the past, which lie in pinned host memory.
 
-    block: tokens of a block. sinks: first tokens, which are always read. local: the window. topk: blocks that are read.
-    representatives: tokens whose mean key stands for a block. chunk: tokens processed at a time; the attention of the
-    prompt is restricted too. per_head: a choice of blocks per key/value head instead of one per layer.
+    The attention of the prompt is restricted in the same way.
+
+    Formula:
+      key(block) = mean of the keys before RoPE of its tokens with the most attention mass; score(block) = mean query of
+      the chunk at the far angle times key(block), summed over heads
+
+    Differs:
+      Blocks are fetched for every chunk: there is no cache of blocks on the device. As in the paper the tokens of one
+      call share a lookup: a question fed at once reads other blocks than one fed token by token.
+
+    Args:
+      block: tokens of a block.
+      sinks: first tokens that are always read.
+      local: tokens of the local window.
+      topk: blocks that are read.
+      representatives: tokens whose mean key represents a block.
+      chunk: prompt tokens that are processed at a time.
+      per_head: whether each key/value head selects its blocks, instead of one set per layer.
+
+    Reference:
+      InfLLM, Xiao et al. 2024, arXiv 2402.04617, section 3
     """
     read = Blocks(block, sinks, local, topk, representatives, chunk, per_head)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import MinMax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.method import Method
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
-def _bytes(x: Sizes) -> Bytes:
-    codes_and_scale = x.H // 2 + 4
-    return Bytes(2 * x.B * x.K * x.S * codes_and_scale + x.positions(x.S) + x.per_row())
-
-
-def _on_host(x: Sizes) -> Bytes:
-    here = x.positions(x.S) + x.per_row()
-    return Bytes(here, _bytes(x).device - here)
-
-
-@recipe(
-    "vLLM, kv_cache_dtype int4_per_token_head; rotation: QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, section 3",
-    Trial("int4", "", _bytes),
-    Trial("int4:rotate=false", "", _bytes, name="not rotated"),
-    Trial("int4 + offload", "", _on_host, name="on the host"),
-    formula="x = row H / sqrt(d); s = (max x - min x) / 15, z = round(-min x / s), code = round(x / s + z), "
-    "x' = (code - z) s",
-    differs="A row of one sign has zero taken into its range, as in QuaRot; vLLM's formula would clip it.",
-    example="int4",
-    family="quantization by token",
-)
+@register_method(family="quantization by token")
 def int4(rotate: bool = True, clip: float = 1.0) -> Method:
-    """Every token's key and value of a head in 4 bits with a scale of its own, and coded only once, when it comes.
+    """Quantizes every token's key and value of a head to 4 bits with a scale of its own, once, when it arrives.
 
-    rotate: rows are multiplied by a Hadamard matrix first, which spreads outliers (vLLM, QuaRot). clip: of a row's
-    least and greatest number the share that its codes span; what lies outside takes the nearest code (QuaRot's clip
-    ratio: 1 by default, which clips nothing). Attention in the prompt is exact. Takes H / 2 + 4 bytes per token, head,
-    and each of key and value, for a head size of H.
+    Attention in the prompt is exact. A key or a value of head size H takes H / 2 + 4 bytes.
+
+    Formula:
+      x = x0 M / sqrt(d) for a token vector x0 and the Hadamard matrix M; s = (max x - min x) / 15, z = round(-min x /
+      s), code = round(x / s + z), x' = (code - z) s
+
+    Differs:
+      The range of a vector of one sign is extended to zero, as in QuaRot; vLLM's formula would clip it.
+
+    Args:
+      rotate: whether vectors are multiplied by a Hadamard matrix first, which spreads outliers (vLLM, QuaRot).
+      clip: fraction of a vector's smallest and largest number that its codes span; numbers outside take the nearest
+        code (QuaRot's clip ratio: 1 by default, which clips nothing).
+
+    Reference:
+      vLLM, kv_cache_dtype int4_per_token_head; rotation: QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, section 3
     """
-    rows = Rows(MinMax(4, clip), "hadamard" if rotate else "")
+    rows = PerTokenCodec(MinMax(4, clip), "hadamard" if rotate else "")
     return Method(k=rows, v=rows)

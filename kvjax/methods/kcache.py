@@ -12,12 +12,11 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks, logits, shares
+from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks, normalize_weights
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class TopV(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         keys = layer.k.load(state.k)
@@ -60,42 +59,35 @@ class TopV(Reader):
             values = jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32)
             heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
             o = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
-            return ReadResult(Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=shares(p, l))
+            return ReadResult(
+                Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=normalize_weights(p, l)
+            )
 
-        return by_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
-
-
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(x.rows(x.S) + x.positions(x.S) + x.per_row(), x.rows(x.S))
+        return map_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
 
 
-@recipe(
-    "KCache, He & Wu 2024, arXiv 2404.18057, sections 3.1 and 4.1",
-    Trial("kcache:n=3,device_layers=0", "kcache:n=100,device_layers=0", _bytes),
-    Trial(
-        "kcache:n=3,device_layers=0,renormalise=true",
-        "kcache:n=100,device_layers=0,renormalise=true",
-        _bytes,
-        name="renormalised",
-    ),
-    Trial(
-        "kcache:n=3,device_layers=0,granularity=kv",
-        "kcache:n=100,device_layers=0,granularity=kv",
-        _bytes,
-        name="one set per head",
-    ),
-    formula="p = softmax(q_t k_s / sqrt(H)) over all s <= t; out = sum of p_s v_s over the n largest p_s",
-    differs="The paper's formula leaves the weights as they are, its text suggests dividing by their sum: "
-    "renormalise. We know of no public code.",
-    example="kcache:n=32",
-    family="host memory",
-)
+@register_method(example="kcache:n=32", family="host memory")
 def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, granularity: str = "query") -> Method:
-    """Keys on the device, values in pinned host memory; exact scores, and only the n heaviest values are fetched.
+    """Keeps keys on the device and values in pinned host memory, and reads only the n values of the largest weights.
 
-    n: values per head and step (the paper: 32, 64, 128). device_layers: so many first layers keep their values on
-    the device and read all of them (the paper: 0..3, and 1 in its detailed table). renormalise: divide by the
-    weight of the n chosen slots (the paper's formula does not, its text suggests it). granularity: "query", one set
-    per query head (the paper), or "kv", one per key/value head.
+    Scores are exact.
+
+    Formula:
+      p = softmax(q_t k_s / sqrt(H)) over all s <= t; out = sum of p_s v_s over the n largest p_s
+
+    Differs:
+      The paper's formula leaves the weights as they are, its text suggests dividing by their sum: see renormalise. No
+      public code is known.
+
+    Args:
+      n: values read per head and step (the paper: 32, 64, 128).
+      device_layers: first layers that keep their values on the device and read all of them (the paper: 0 to 3, and 1 in
+        its detailed table).
+      renormalise: whether weights are divided by their sum over the n slots (the paper's formula does not, its text
+        suggests it).
+      granularity: "query", one set per query head (the paper), or "kv", one per key/value head.
+
+    Reference:
+      KCache, He & Wu 2024, arXiv 2404.18057, sections 3.1 and 4.1
     """
     return Method(v=Host(Plain()), read=TopV(n, renormalise, granularity), device_layers=device_layers)

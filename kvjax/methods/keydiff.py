@@ -13,8 +13,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +36,25 @@ def _unit(x: Array) -> Array:
     return x / jnp.maximum(length, 1e-12)
 
 
-@recipe(
-    "KeyDiff, Park et al. 2025, arXiv 2504.15364, section 3; scored once after the prompt as in kvpress",
-    Trial("keydiff:budget=5", "keydiff:budget=100", selected(5)),
-    formula="score_s = -cos(k_s, mean over the row's tokens of k / |k|)",
-    differs="The paper compresses block by block while it reads the prompt, and later blocks attend to what is left; "
-    "here, as in kvpress, the prompt is attended in full and compressed once.",
-    example="keydiff:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="keydiff:budget=512", family="eviction after the prompt")
 def keydiff(
     budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
 ) -> Method:
-    """After the prompt each head keeps the tokens whose keys differ most from the mean key; it sees no queries.
+    """Keeps the prompt tokens whose keys differ most from the mean key; it needs no queries.
 
-    budget, unit, per as in `snapkv`. With 'keydiff + recompress:every=1' it chooses again at every step.
+    With 'keydiff + recompress:every=1' it selects again at every decoded token.
+
+    Formula:
+      score_s = -cos(k_s, mean over the sequence's tokens of k / |k|)
+
+    Differs:
+      The paper compresses block by block while it reads the prompt, and later blocks attend to what is left; here, as
+      in kvpress (KeyDiffPress), the prompt is attended in full and compressed once.
+
+    Args:
+      budget, sinks, recent, unit, per: as in `make_selection`.
+
+    Reference:
+      KeyDiff, Park et al. 2025, arXiv 2504.15364, section 3; scored once after the prompt as in kvpress
     """
     return Method(select=make_selection(KeyDiff(), budget, sinks, recent, unit, per))

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, require_observation, without_lowest
+from kvjax.cache.eviction.decode_policy import (
+    Policy,
+    check_minimum,
+    evict_lowest,
+    policy_state_at,
+    require_observation,
+    top_slots,
+)
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core import attention
@@ -18,8 +25,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array, KVBlock, exportable
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @exportable
@@ -55,7 +61,7 @@ class Keyformer(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
+        check_minimum("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
         if min(self.tau, self.tau_end) <= 0:
             raise KvjaxError(
                 f"temperatures of Keyformer must be above 0, got tau={self.tau} and tau_end={self.tau_end}; it uses 1 "
@@ -81,8 +87,8 @@ class Keyformer(Policy):
         score = attention_mass(block, observation, every, layer.spec.window, logit_transform=noisy)[0].sum(2)
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
-        chosen = best(rank, pos, min(self.budget, slots))
-        return chosen, Marks(marks_at(score, chosen, slots), last[:, 0] + 1)
+        chosen = top_slots(rank, pos, min(self.budget, slots))
+        return chosen, Marks(policy_state_at(score, chosen, slots), last[:, 0] + 1)
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
         t, prompt = q_pos[:, None], state.policy_state.prompt  # [B 1 1], [B]
@@ -94,7 +100,7 @@ class Keyformer(Policy):
         before = jnp.where(state.pos == t, 0.0, state.policy_state.score)
         score = jnp.where(t >= 0, before + added, state.policy_state.score)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        return without_lowest(score, state.pos, old, t >= 0), Marks(score, prompt)
+        return evict_lowest(score, state.pos, old, t >= 0), Marks(score, prompt)
 
     def noise(self, spec: LayerSpec, here: int, q_pos: Array, pos: Array) -> Array:
         """Gumbel noise f32[B K G T S] of the `here` key/value heads on this device, by positions of queries and keys.
@@ -102,7 +108,7 @@ class Keyformer(Policy):
         q_pos i32[B T], pos i32[B 1|K S].
         """
         layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
-        head = over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
+        head = over_heads.first_head(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
         group = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :, None, None]
         bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
@@ -111,33 +117,35 @@ class Keyformer(Policy):
 
 def tempered(weights: Array, noise: Array, tau: Array) -> Array:
     """Softmax weights f32[... S] -> the softmax of their logits plus noise, over tau; what had no weight has none."""
-    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.NEG)
+    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.MASKED_LOGIT)
     p, _, l = attention.weights(logits)
     return p / jnp.maximum(l, 1e-30)[..., None]
 
 
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(constant(6, marks=4)(x).device + x.per_row())
-
-
-@recipe(
-    "Keyformer, Adnan et al. 2024, arXiv 2403.09054, and its public code, d-matrix-ai/keyformer-llm",
-    Trial("keyformer:budget=5,recent=2", "keyformer:budget=100,recent=10", _bytes),
-    formula="score_s = sum over queries t >= s of softmax_s((q_t k_s / sqrt(H) + Gumbel noise) / tau_t); over budget, "
-    "the lowest outside the last `recent` leaves",
-    differs="The authors' code masks tokens and drops none, hides each token for good that leaves the recent ones, so "
-    "that only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.",
-    example="keyformer:budget=512,recent=153",
-    family="eviction at every step",
-)
+@register_method(example="keyformer:budget=512,recent=153", family="eviction at every step")
 def keyformer(
     budget: int = 1024, recent: int = 307, tau: float = 1.0, tau_end: float = 2.0, steps: int = 100, seed: int = 0
 ) -> Method:
-    """Key tokens and recent tokens, chosen again at every step by attention with noise, in constant memory.
+    """Keeps key tokens and recent tokens, selected again at every step by attention with noise, in constant memory.
 
-    budget: tokens that stay, `recent` included (the authors' runs: 60 percent of the prompt, of these 30 percent
-    recent). tau, tau_end: temperature for the prompt, and at the end of its rise (the paper's). steps: decoded tokens
-    over which it rises: give the length of the answer, as the paper does; 100 is a rise of 0.01 a token, the default of
-    the authors' configuration. seed: of the noise.
+    Formula:
+      score_s = sum over queries t >= s of softmax_s((q_t k_s / sqrt(H) + Gumbel noise) / tau_t); over budget, the
+      lowest outside the last `recent` leaves
+
+    Differs:
+      The authors' code masks tokens and drops none, hides every token for good that leaves the recent ones, so that
+      only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.
+
+    Args:
+      budget: tokens that stay, `recent` included (the authors' runs: 60 % of the prompt).
+      recent: last tokens that always stay (the authors' runs: 30 % of the budget).
+      tau: temperature for the prompt (the paper's).
+      tau_end: temperature at the end of its rise (the paper's).
+      steps: decoded tokens over which the temperature rises. Give the length of the answer, as the paper does; 100 is a
+        rise of 0.01 per token, the default of the authors' configuration.
+      seed: seed of the noise.
+
+    Reference:
+      Keyformer, Adnan et al. 2024, arXiv 2403.09054, and its public code, d-matrix-ai/keyformer-llm
     """
     return Method(decode=Keyformer(budget, recent, tau, tau_end, steps, seed))

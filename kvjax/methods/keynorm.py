@@ -13,31 +13,36 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyNorm(Scorer):
     """Tokens with small keys matter: minus the key's norm (Devoto et al. 2024, arXiv 2406.11430)."""
 
-    comparable = False  # each layer's norms are on a scale of their own
+    is_comparable = False  # each layer's norms are on a scale of their own
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         return token_scores(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)
 
 
-@recipe(
-    "Devoto et al. 2024, arXiv 2406.11430",
-    Trial("keynorm:budget=5,per=layer", "keynorm:budget=100,per=layer", selected(5, per_head=False)),
-    formula="score_s = -|k_s|",
-    differs="The authors' example (alessiodevoto/l2compress) compresses no tokens of layers 0 and 1; here, as under "
-    "`KnormPress`, all layers keep equally many.",
-    example="keynorm:budget=512,sinks=4,recent=64",
-    family="eviction after the prompt",
-)
+@register_method(example="keynorm:budget=512,sinks=4,recent=64", family="eviction after the prompt")
 def keynorm(
     budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
 ) -> Method:
-    """After the prompt each head keeps the tokens with the smallest keys; budget, unit, per as in `snapkv`."""
+    """Keeps the prompt tokens with the smallest keys; it needs no queries.
+
+    Formula:
+      score_s = -|k_s|
+
+    Differs:
+      The authors' example (alessiodevoto/l2compress) compresses no tokens of layers 0 and 1; here, as under
+      `KnormPress`, all layers keep the same number.
+
+    Args:
+      budget, sinks, recent, unit, per: as in `make_selection`.
+
+    Reference:
+      Devoto et al. 2024, arXiv 2406.11430
+    """
     return Method(select=make_selection(KeyNorm(), budget, sinks, recent, unit, per))

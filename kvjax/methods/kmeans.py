@@ -7,15 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.representatives import Units, check_share
+from kvjax.cache.eviction.representatives import EvictableUnits, check_share
 from kvjax.cache.method import Method
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.kvcrush import votes
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class KMeans:
         if self.features not in ("keys", "bits"):
             raise KvjaxError(f"features must be 'keys' or 'bits', got {self.features!r}")
 
-    def choose(self, units: Units, count: Array, places: int) -> Array:
+    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
         """Units -> i32[B places] as in `Representatives`; place i is that of centroid i."""
         U = units.valid.shape[1]
         if U < places:
@@ -65,7 +64,7 @@ class KMeans:
         mine = _members(d, used, units.candidates) > 0
         return jnp.where(mine.any(1), _nearest(jnp.where(mine, d, jnp.inf), 1)[:, 0], -1)
 
-    def _features(self, units: Units) -> Array:
+    def _features(self, units: EvictableUnits) -> Array:
         """f32[B U F]."""
         if self.features == "bits":
             return votes(units).astype(jnp.float32)
@@ -91,23 +90,26 @@ def _members(d: Array, used: Array, candidates: Array) -> Array:
     return (mine & used[:, None] & candidates[..., None]).astype(jnp.float32)
 
 
-@recipe(
-    "the baseline of KVCrush's Figure 6, arXiv 2503.00022, section IV-C",
-    Trial(
-        "snapkv:budget=7,window=2,kernel=3 + kmeans:share=0.5,iterations=2",
-        "snapkv:budget=100,window=2,kernel=3 + kmeans:share=0.5,iterations=2",
-        selected(7),
-    ),
-    formula="representatives: of each cluster of the lost tokens (Lloyd's iterations over their keys) the one "
-    "nearest to its centroid",
-    differs="The paper does not say what is clustered.",
-    example="snapkv:budget=512 + kmeans",
-    family="component over a selection",
-)
+@register_method(example="snapkv:budget=512 + kmeans", family="component over a selection")
 def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> Method:
-    """Over an eviction method: as `kvcrush`, with representatives from k-means over the evicted tokens.
+    """Gives a part of an eviction method's budget to representatives from k-means over the evicted tokens.
 
-    Use it as in 'snapkv:budget=256 + kmeans'. share: as in `kvcrush`. iterations: Lloyd's, of each row. features:
-    "keys", or "bits", those of kvcrush; the paper does not say which. seed: of the centroids that it starts from.
+    Use it as in 'snapkv:budget=256 + kmeans'; `kvcrush` finds representatives without clustering.
+
+    Formula:
+      representatives: the token nearest to the centroid of each cluster of the evicted tokens (Lloyd's iterations over
+      their keys)
+
+    Differs:
+      The paper does not say what is clustered.
+
+    Args:
+      share: as in `kvcrush`.
+      iterations: Lloyd's iterations, of each sequence.
+      features: "keys", or "bits", the signatures of `kvcrush`; the paper does not say which.
+      seed: seed of the initial centroids.
+
+    Reference:
+      the baseline of KVCrush's Figure 6, arXiv 2503.00022, section IV-C
     """
     return Method(representatives=KMeans(share, iterations, features, seed))

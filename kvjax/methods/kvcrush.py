@@ -7,15 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.representatives import Units, check_share
+from kvjax.cache.eviction.representatives import EvictableUnits, check_share
 from kvjax.cache.method import Method
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +52,11 @@ class KVCrush:
             if getattr(self, name) not in values:
                 raise KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
-    def choose(self, units: Units, count: Array, places: int) -> Array:
+    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
         """Section III-B, and Units -> i32[B places] as in `Representatives`."""
         return self.by_signature(votes(units, self.bits), units, count, places)
 
-    def by_signature(self, bits: Array, units: Units, count: Array, places: int) -> Array:
+    def by_signature(self, bits: Array, units: EvictableUnits, count: Array, places: int) -> Array:
         """The same, from the units' signatures bool[B U n]."""
         d = hamming(pack(bits), pack(self._anchor(bits, units.valid)))
         count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
@@ -98,14 +97,14 @@ class KVCrush:
         return _first(jnp.pad(order, [(0, 0), (0, max(places - U, 0))])[:, :places], count)
 
 
-def votes(units: Units, kind: str = "heads") -> Array:
+def votes(units: EvictableUnits, kind: str = "heads") -> Array:
     """bool[B U n]: each unit's bits, n = c tokens x query heads ("heads") or c tokens ("positions")."""
     B, _, _, U, c = units.scores.shape
     s = over_heads.gather(units.scores)
     s = s.mean((1, 2), keepdims=True) if kind == "positions" else s
     s = s.reshape(B, -1, U * c)
     allowed = jnp.repeat(units.valid, c, -1)[:, None]
-    ones = top(s, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
+    ones = top_k_mask(s, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
     return jnp.moveaxis(ones.reshape(B, -1, U, c), 1, 3).reshape(B, U, -1)
 
 
@@ -126,32 +125,31 @@ def _first(idx: Array, count: Array) -> Array:
     return jnp.where(jnp.arange(idx.shape[1])[None] < count[:, None], idx, -1)
 
 
-_PAGES = "accumulated:budget={},recent=2,sinks=2,unit=page2 + kvcrush:share=0.5,anchor=mean,rule=stride,bits=positions"
-
-
-@recipe(
-    "KVCrush, Jha et al. 2025, arXiv 2503.00022, sections III-A to III-C",
-    Trial(
-        "snapkv:budget=7,window=2,kernel=3 + kvcrush:share=0.5",
-        "snapkv:budget=100,window=2,kernel=3 + kvcrush:share=0.5",
-        selected(7),
-    ),
-    Trial(_PAGES.format(8), _PAGES.format(100), selected(8), name="pages"),
-    formula="bit_h(s) = whether token s is in head h's better half; representatives: one of each bucket of "
-    "equal count in the order of the Hamming distance to an anchor",
-    differs="The paper's rule for buckets cannot be followed with a single anchor (fewer distances than "
-    "buckets); the three rules that one can mean are given, and OpenVINO's is rule=stride with "
-    "bits=positions.",
-    example="snapkv:budget=512 + kvcrush",
-    family="component over a selection",
-)
+@register_method(example="snapkv:budget=512 + kvcrush", family="component over a selection")
 def kvcrush(
     share: float = 0.25, anchor: str = "random", rule: str = "buckets", bits: str = "heads", seed: int = 0
 ) -> Method:
-    """Over an eviction method: a share of its budget goes to tokens that stand for the evicted ones.
+    """Gives a part of an eviction method's budget to tokens that represent the evicted ones.
 
-    Use it as in 'snapkv:budget=256 + kvcrush'. share: of what the budget leaves beside sinks and recents (the paper:
-    0.25 on LongBench, 0.2 to 0.5 best). anchor: "random", "mean", "alternate", "zeros" or "ones". rule: "buckets",
-    "stride" or "bins"; bits: "heads" (the paper) or "positions" (OpenVINO); both are explained in `KVCrush`.
+    Use it as in 'snapkv:budget=256 + kvcrush'.
+
+    Formula:
+      bit_h(s) = whether token s is in head h's better half; representatives: one of each bucket of equal count in the
+      order of the Hamming distance to an anchor
+
+    Differs:
+      The paper's rule for buckets cannot be followed with a single anchor (fewer distances than buckets); the three
+      readings of it are given, and OpenVINO's is rule=stride with bits=positions.
+
+    Args:
+      share: fraction of the budget, sinks and recent tokens aside, for representatives (the paper: 0.25 on LongBench,
+        0.2 to 0.5 best).
+      anchor: "random", "mean", "alternate", "zeros" or "ones", see `KVCrush`.
+      rule: "buckets", "stride" (OpenVINO) or "bins", see `KVCrush`.
+      bits: "heads" (the paper) or "positions" (OpenVINO), see `KVCrush`.
+      seed: seed of the random anchor and the random member of a bucket.
+
+    Reference:
+      KVCrush, Jha et al. 2025, arXiv 2503.00022, sections III-A to III-C
     """
     return Method(representatives=KVCrush(share, anchor, rule, bits, seed))

@@ -7,18 +7,24 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.merging import arriving, at_slot, directions, lost_tokens, mixed
-from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, before_window, below_others, head_scores
+from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, gather_at_slots, scatter_add, unit_vectors
+from kvjax.cache.eviction.scorers import (
+    AccumulatedAttention,
+    Scorer,
+    Scores,
+    head_scores,
+    pre_window_mask,
+    rank_below_others,
+)
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +51,13 @@ class Sets:
     def of(self, block: KVBlock, scores: Array) -> Array:
         """i32[B K T]: the set of each token, counted from its row's first, T in empty slots; scores f32[B K T]."""
         T = scores.shape[2]
-        real, old = block.pos >= 0, before_window(block, self.recent)
-        heavy = top(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
+        real, old = block.pos >= 0, pre_window_mask(block, self.recent)
+        heavy = top_k_mask(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
         free = old & ~heavy
-        towards = directions(block.clean().k)
+        towards = unit_vectors(block.clean().k)
         cosine = _shifted((towards[:, :, 1:] * towards[:, :, :-1]).sum(-1))
         excess = real.sum(2, dtype=jnp.int32) - self.budget
-        joined = top(cosine, free & _shifted(free[:, :, :-1]), jnp.maximum(excess, 0))
+        joined = top_k_mask(cosine, free & _shifted(free[:, :, :-1]), jnp.maximum(excess, 0))
         return jnp.where(real, jnp.cumsum(~joined, 2, dtype=jnp.int32) - 1, T)
 
     def pivots(self, block: KVBlock, scores: Array) -> Array:
@@ -60,7 +66,7 @@ class Sets:
         place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], sets.shape)
         index = (*_heads(sets), sets)
         highest = jnp.full(sets.shape, -jnp.inf).at[index].max(scores, mode="drop")
-        best = scores == at_slot(highest, sets)
+        best = scores == gather_at_slots(highest, sets)
         first = jnp.full(sets.shape, T).at[index].min(jnp.where(best, place, T), mode="drop")
         return place == first.at[index].get(mode="fill", fill_value=-1)
 
@@ -83,10 +89,12 @@ class Pivots(Scorer):
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        found = Accumulated().scores(block, observation, spec)
+        found = AccumulatedAttention().scores(block, observation, spec)
         others = (block.pos >= 0) & ~self.sets.pivots(block, found.per_kv_head)
         return head_scores(
-            below_others(found.per_query_head, others[:, :, None]), below_others(found.per_kv_head, others), block
+            rank_below_others(found.per_query_head, others[:, :, None]),
+            rank_below_others(found.per_kv_head, others),
+            block,
         )
 
 
@@ -109,15 +117,15 @@ class Gaussian:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         slot, n = self._slots(block, kept, choice), kept.k.shape[2]
-        number = arriving(jnp.ones(slot.shape), slot, n)
+        number = scatter_add(jnp.ones(slot.shape), slot, n)
         pivot = memory.take(kept.k, jnp.minimum(slot, n - 1)).astype(jnp.float32)
         distance = jnp.square(block.k.astype(jnp.float32) - pivot).sum(-1)
         variance = jnp.full(number.shape, self.sigma**2)
         if not self.sigma:
-            variance = arriving(distance, slot, n) / (1.0 + number)
-        by = jnp.exp(-distance / jnp.maximum(2 * at_slot(variance, slot), 1e-12))
-        whole = 1.0 + arriving(by, slot, n)
-        k, v = (mixed(x, 1.0, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+            variance = scatter_add(distance, slot, n) / (1.0 + number)
+        by = jnp.exp(-distance / jnp.maximum(2 * gather_at_slots(variance, slot), 1e-12))
+        whole = 1.0 + scatter_add(by, slot, n)
+        k, v = (fold_into_kept(x, 1.0, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
 
     def _slots(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots) -> Array:
@@ -128,35 +136,32 @@ class Gaussian:
         of_kept = jnp.where(held >= 0, jnp.take_along_axis(sets, jnp.maximum(held, 0), 2), sets.shape[2])
         place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], held.shape)
         slot = jnp.full(sets.shape, n).at[(*_heads(sets), of_kept)].min(place, mode="drop")
-        return jnp.where(lost_tokens(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
+        return jnp.where(evicted_mask(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
 
 
-def _counted(x: Sizes) -> Bytes:
-    return Bytes(selected(6)(x).device + x.positions(x.left(6), per_head=True))  # a bias is as large as a position
-
-
-_SIZES = "kvmerger:budget={},heavy=1,recent=2"
-
-
-@recipe(
-    "KVMerger, Wang et al. 2024, arXiv 2407.08454",
-    Trial(_SIZES.format(6), _SIZES.format(100), selected(6)),
-    Trial(_SIZES.format(6) + ",count=true", _SIZES.format(100) + ",count=true", _counted, name="counted"),
-    formula="g_i = exp(-|k_p - k_i|^2 / 2 sigma^2), p: the most attended of a set of neighbours; x <- sum of g_i x_i / "
-    "sum of g_i, for keys and values",
-    differs="The paper has no public code. It joins neighbours whose cosine reaches a threshold (0.75); here the "
-    "threshold of each head is what its budget asks for. Unverified: sigma (as in public ports, the root mean square "
-    "distance of the set), how many tokens are left out of merging, and a factor on merged values, in whose place "
-    "stands `count`. No layer is spared.",
-    example="kvmerger:budget=512",
-    family="merging",
-)
+@register_method(example="kvmerger:budget=512", family="merging")
 def kvmerger(budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float = 0.0, count: bool = False) -> Method:
-    """Runs of neighbours with similar keys become one token each, until no more than the budget are left.
+    """Merges runs of neighboring tokens with similar keys until no more than the budget are left.
 
-    budget: prompt tokens kept per head, at least 2 heavy + recent + 1. heavy, recent: the most attended and the last
-    tokens, which are not merged (the paper has both; how many is unverified). sigma: of the Gaussian, 0 for each set's
-    own; see `Gaussian`. count: a slot also weighs as many times as it stands for tokens.
+    Formula:
+      g_i = exp(-|k_p - k_i|^2 / 2 sigma^2), p: the most attended token of a set of neighbors; x <- sum of g_i x_i / sum
+      of g_i, for keys and values
+
+    Differs:
+      The paper has no public code. It joins neighbors whose cosine reaches a threshold (0.75); here each head has the
+      threshold that its budget asks for. Unverified: sigma (as in public ports, the root mean square distance of the
+      set), how many tokens are left out of merging, and a factor on merged values, which `count` replaces. No layer is
+      spared.
+
+    Args:
+      budget: prompt tokens kept per head, at least 2 heavy + recent + 1.
+      heavy: most attended tokens, which are not merged (in the paper; their number is unverified).
+      recent: last tokens, which are not merged (in the paper; their number is unverified).
+      sigma: width of the Gaussian, 0 for each set's own; see `Gaussian`.
+      count: whether a slot's attention weight is multiplied by the number of tokens that it stands for.
+
+    Reference:
+      KVMerger, Wang et al. 2024, arXiv 2407.08454
     """
     sets = Sets(budget, heavy, recent)
     return Method(select=make_selection(Pivots(sets), budget, recent=recent), merge=Gaussian(sets, sigma, count))

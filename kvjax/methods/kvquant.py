@@ -4,70 +4,65 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.codecs.exact_prefix import FirstExact
-from kvjax.cache.codecs.nonuniform import Levels, NonUniform
-from kvjax.cache.codecs.outliers import ByChannel, ByToken, Outliers
-from kvjax.cache.codecs.sparse import Sparse
-from kvjax.cache.eviction.representatives import Count
+from kvjax.cache.codecs.exact_prefix import ExactPrefix
+from kvjax.cache.codecs.nonuniform import LevelTable, NonUniformCodec
+from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
+from kvjax.cache.codecs.sparse import DenseAndSparse
+from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.method import Method
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
-class BeyondQuantiles(Outliers):
+class QuantileOutliers(Outliers):
     """What does not lie between the quantiles share / 2 and 1 - share / 2 of a vector: at least its two ends."""
 
     mean_of_all = False
 
-    def on_a_side(self, length: Count) -> Count:
-        return super().on_a_side(length - 1) + 1 if self.share else super().on_a_side(length)
+    def num_per_side(self, length: IntOrArray) -> IntOrArray:
+        return super().num_per_side(length - 1) + 1 if self.share else super().num_per_side(length)
 
 
 @dataclasses.dataclass(frozen=True)
-class OfChannels(BeyondQuantiles, ByChannel):
+class ChannelQuantileOutliers(QuantileOutliers, ChannelOutliers):
     """Outliers of each channel."""
 
 
 @dataclasses.dataclass(frozen=True)
-class OfTokens(BeyondQuantiles, ByToken):
+class TokenQuantileOutliers(QuantileOutliers, TokenOutliers):
     """Outliers of each token."""
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Four bits a number; two outliers of every channel, of the prompt and of chunks of 4, and of every token."""
-    chunks = 1 + x.S // 4
-    codes = 2 * (x.B * x.K * x.S * x.H // 2 + x.rows(4) + 2 * x.per_row())
-    keys = x.rows(2 * chunks) + x.B * x.K * 2 * chunks * x.H * (4 + x.itemsize)
-    values = x.B * x.K * x.S * (2 * x.itemsize + 2 * (1 + x.itemsize))
-    return Bytes(codes + keys + values + 2 * x.rows(1) + x.positions(x.S) + x.per_row())
-
-
-@recipe(
-    "KVQuant, Hooper et al. 2024, arXiv 2401.18079, section 3; constants of its authors' code",
-    Trial("kvquant:every=4", "kvquant:every=4,first=100", _bytes),
-    formula="per channel of K before RoPE, per token of V: outliers beyond the quantiles (1 -+ 0.99) / 2 exact; "
-    "of the rest x' = level[code] h + m, h = (max - min) / 2, m = (max + min) / 2, code = the level nearest to "
-    "(x - m) / h",
-    differs="Ranges are those of each prompt and of chunks behind it, which wait as they came until they are full: the "
-    "authors calibrate those of keys. A token's values are taken by head, not all heads together.",
-    example="kvquant",
-    sized_by="bits",
-    family="quantization by channel and group",
-)
+@register_method(family="quantization by channel and group", sized_by="bits")
 def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 128, table: str = "") -> Method:
-    """Uneven levels for what is common, and what is rare as it was: no number far from the others costs them precision.
+    """Quantizes to non-uniform levels, and stores outliers and the first tokens exactly.
 
-    bits: 2, 3 or 4 (the authors'; also 8). outliers: the share that is held exactly, of each channel of the keys and of
-    each token of the values, and never less than the two ends (0.01; with 0 there are none). first: so many first
-    tokens are exact (1). every: decoded tokens stay as they came until so many are there, and get ranges of their own
-    (unverified: no paper's). table: a file of levels that are made with kvjax.cache.codecs.nonuniform, for keys and
-    values of each layer; without one they are those of NormalFloat (authors: by Fisher information). An outlier takes
-    4 bytes beside itself in a key, and 1 in a value. Attention in the prompt is exact.
+    Keys are quantized by channel before RoPE, values by token. Attention in the prompt is exact. An outlier takes 4
+    bytes besides its number in a key, and 1 in a value.
+
+    Formula:
+      per channel of K before RoPE, per token of V: outliers beyond the quantiles (1 -+ 0.99) / 2 exact; of the rest x'
+      = level[code] h + m, h = (max - min) / 2, m = (max + min) / 2, code = the level nearest to (x - m) / h
+
+    Differs:
+      Ranges are those of each prompt and of chunks of decoded tokens, which stay exact until they are full, where the
+      authors calibrate those of keys. A token's values are quantized by head, not all heads together.
+
+    Args:
+      bits: 2, 3 or 4 (the authors'; also 8).
+      outliers: fraction stored exactly of each channel of the keys and of each token of the values, never less than the
+        two extremes (the authors: 0.01; 0 for none).
+      first: first tokens that are exact (the authors: 1).
+      every: decoded tokens that stay exact until they fill a chunk with ranges of its own (unverified: in no paper).
+      table: a file of kind `levels`, for keys and values of each layer; without one the levels are those of NormalFloat
+        (the authors': by Fisher information).
+
+    Reference:
+      KVQuant, Hooper et al. 2024, arXiv 2401.18079, section 3; constants of its authors' code
     """
-    levels = Levels.given(table) if table else None
-    keys = NonUniform(bits, every, "channel", levels, "keys")
-    values = NonUniform(bits, every, "token", levels, "values")
+    levels = LevelTable.table_file(table) if table else None
+    keys = NonUniformCodec(bits, every, "channel", levels, "keys")
+    values = NonUniformCodec(bits, every, "token", levels, "values")
     return Method(
-        k=FirstExact(Sparse(keys, OfChannels(outliers), pre_rope=True), first),
-        v=FirstExact(Sparse(values, OfTokens(outliers)), first),
+        k=ExactPrefix(DenseAndSparse(keys, ChannelQuantileOutliers(outliers), pre_rope=True), first),
+        v=ExactPrefix(DenseAndSparse(values, TokenQuantileOutliers(outliers)), first),
     )

@@ -8,19 +8,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scope import level_slots
+from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, Replay
-from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.cache.readers.base import split_blocks
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged, selected
+from kvjax.methods.registry import register_method
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -86,12 +85,16 @@ class Repeated(Scorer):
 
         def add(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, q_pos, asking = queries
-            p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), NEG))
+            p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), MASKED_LOGIT))
             given = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * asking[:, None, None, :, None]
             return jnp.maximum(most, (given * counts[:, :, :, None]).max((2, 3))), None
 
         asking = _inverse_norms(observation)
-        blocks = cut(observation.q, 3, 64), cut(observation.pos, 1, 64, -1), cut(asking, 1, 64)
+        blocks = (
+            split_blocks(observation.q, 3, 64),
+            split_blocks(observation.pos, 1, 64, -1),
+            split_blocks(asking, 1, 64),
+        )
         most, _ = lax.scan(add, vary(jnp.zeros(piece.k.shape[:3])), blocks)
         most = jnp.where(own_pos >= 0, most, 0.0)
         held = lax.dynamic_slice_in_dim(before, first, size, 2)
@@ -112,26 +115,7 @@ def _inverse_norms(observation: Observation) -> Array:
     return jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(norms, 1e-6), 0.0)
 
 
-@recipe(
-    "KVzip, Kim et al. 2025, arXiv 2505.23416, section 3; constants and KVzip+ of kvpress",
-    # Alone, a layer is planned with a page more, and with as many as the rounding of its slots to 16 may add.
-    Trial("kvzip:budget=5,sinks=1,page=4", "kvzip:budget=100,page=4", paged(5, page=4, beside=5)),
-    Trial(
-        "kvzip:budget=5,sinks=1,level=layer,page=4",
-        "kvzip:budget=100,level=layer,page=4",
-        paged(5, page=4),
-        name="level=layer",
-    ),
-    Trial("kvzip:budget=5,sinks=1,level=head", "kvzip:budget=100,level=head", selected(5), name="level=head"),
-    Trial("kvzip:budget=5,sinks=1,plus=true,level=head", "", selected(5), name="plus"),
-    formula="score_s = max over queries t that repeat s's piece, and over query heads, of softmax(q_t k_s); plus: "
-    "times |v_s W_o| / |x_t|; the L K T c pairs of the highest scores stay, of all heads of all layers",
-    differs="The first tokens always stay, in every head; the template's end of turn is not put behind the "
-    "instruction. level=layer is `layerwise=True` of kvpress; level=head is the authors' `--level pair-uniform`, and "
-    "their `--level head`, which drops whole heads, is not here. `docs/results.md` has what each division keeps.",
-    example="kvzip:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="kvzip:budget=512", family="eviction after the prompt")
 def kvzip(
     budget: TokenBudget = 1024,
     chunk: int = 2048,
@@ -141,14 +125,33 @@ def kvzip(
     level: str = "model",
     page: int = 16,
 ) -> Method:
-    """After the prompt the model keeps what it needs to repeat it, whatever will be asked later.
+    """Keeps the tokens that the model needs to repeat the prompt, whatever will be asked later.
 
-    budget: prompt tokens kept per layer and key/value head, in the mean. chunk, lead: the prompt is repeated in pieces
-    of so many tokens, each behind an instruction (for a model with a tokenizer) and the last tokens of the piece
-    before. sinks: the first tokens, which always stay and are seen by every repetition. plus: KVzip+. level: who shares
-    the budget by one ranking of scores: "model", all heads of all layers, as the authors do it; "layer", all heads of a
-    layer; or "head", where every head keeps equally many tokens. page: slots of the pages in which heads of unequal
-    length are held, if level is not "head". Costs about two more prefills; the prompt itself attends exactly. With
-    level=model bytes are planned as an upper bound, and scores are computed twice.
+    It costs about two more prefills; the prompt itself attends exactly. With level=model bytes are planned as an upper
+    bound, and scores are computed twice.
+
+    Formula:
+      score_s = max over queries t that repeat s's chunk, and over query heads, of softmax(q_t k_s); plus: times |v_s
+      W_o| / |x_t|; the L K T c pairs of the highest scores stay, of all heads of all layers
+
+    Differs:
+      The first tokens always stay, in every head; the template's end of turn is not appended to the instruction.
+      level=layer is `layerwise=True` of kvpress; level=head is the authors' `--level pair-uniform`, and their `--level
+      head`, which drops whole heads, is not here. `docs/results.md` has what each division keeps.
+
+    Args:
+      budget: as in `make_selection`, on average over the heads that share it.
+      chunk: tokens of the prompt that are repeated at a time, after an instruction (for a model with a tokenizer).
+      lead: last tokens of the previous chunk that the instruction quotes.
+      sinks: as in `make_selection`; every repetition sees them.
+      plus: whether scores are those of KVzip+.
+      level: the heads that share the budget by one ranking of scores: "model", all heads of all layers, as the authors
+        do; "layer", all heads of a layer; or "head", where every head keeps the same number of tokens.
+      page: slots of a page, in which heads of unequal length are stored, unless level is "head".
+
+    Reference:
+      KVzip, Kim et al. 2025, arXiv 2505.23416, section 3; constants and KVzip+ of kvpress
     """
-    return Method(select=make_selection(Repeated(chunk, lead, sinks, plus), budget, sinks), **level_slots(level, page))
+    return Method(
+        select=make_selection(Repeated(chunk, lead, sinks, plus), budget, sinks), **level_components(level, page)
+    )

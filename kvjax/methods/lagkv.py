@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.granularity import by_unit
+from kvjax.cache.eviction.granularity import group_into_units
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
@@ -15,8 +15,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 NARROW = 1e-6  # a channel that spans less than this in a partition does not vary there
 
@@ -44,7 +43,7 @@ class LagKV(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         real = block.clean()
-        keys, values = (by_unit(x.astype(jnp.float32), self.sinks, self.lag, 2) for x in (real.k, real.v))
+        keys, values = (group_into_units(x.astype(jnp.float32), self.sinks, self.lag, 2) for x in (real.k, real.v))
         scored = (_spread(keys) + _spread(values)) / 2
         if not self.cross:
             scored = scored.argsort(-1).argsort(-1).astype(jnp.float32) / self.lag
@@ -69,16 +68,7 @@ def _spread(x: Array) -> Array:
     return weight / weight.sum(-1, keepdims=True)
 
 
-@recipe(
-    "LagKV, Liang et al. 2025, arXiv 2504.04704; scored once after the prompt as in kvpress",
-    Trial("lagkv:budget=6,lag=2,sinks=1", "lagkv:budget=100,lag=2,sinks=1", selected(6)),
-    formula="x = (k - min_next) / (max_next - min_next) by channel, score = softmax over the partition of std(x); "
-    "mean of key's and value's, ranked within the partition",
-    differs="The authors compress each partition as soon as the next is full, also while decoding; here, as in "
-    "kvpress, the prompt is compressed once. kvpress leaves ties among the unscored to chance; here the later stay.",
-    example="lagkv:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="lagkv:budget=512", family="eviction after the prompt")
 def lagkv(
     budget: TokenBudget = 1024,
     lag: int = 128,
@@ -87,10 +77,26 @@ def lagkv(
     unit: str = "token",
     per: str = "head",
 ) -> Method:
-    """After the prompt each head keeps the tokens that stand out from those that follow; it sees no queries.
+    """Keeps the prompt tokens that stand out from the tokens that follow them; it needs no queries.
 
-    lag: tokens of a partition; the last whole one and what follows it stay first. sinks: first tokens that always stay.
-    Both as in kvpress (the class in the authors' code: 1024 and 16). cross: partitions compete with one another.
-    budget, unit, per as in `snapkv`. 'lagkv + recompress:every=128' goes on while decoding.
+    'lagkv + recompress:every=128' goes on while decoding.
+
+    Formula:
+      x = (k - min_next) / (max_next - min_next) by channel, score = softmax over the partition of std(x); mean of key's
+      and value's, ranked within the partition
+
+    Differs:
+      The authors compress each partition as soon as the next is full, also while decoding; here, as in kvpress, the
+      prompt is compressed once. kvpress leaves ties among the unscored tokens to chance; here the later ones stay.
+
+    Args:
+      budget, unit, per: as in `make_selection`.
+      lag: tokens of a partition; the last whole partition and what follows it stay before all others (kvpress: 128; the
+        class in the authors' code: 1024).
+      sinks: as in `make_selection` (kvpress: 4; the class in the authors' code: 16).
+      cross: whether partitions compete with one another.
+
+    Reference:
+      LagKV, Liang et al. 2025, arXiv 2504.04704; scored once after the prompt as in kvpress
     """
     return Method(select=make_selection(LagKV(lag, sinks, cross), budget, sinks, 0, unit, per))

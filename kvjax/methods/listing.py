@@ -1,54 +1,56 @@
-"""What `kvjax methods` prints: a line for each method, by family, or all that is known of some."""
+"""The text of `kvjax methods`: a line for each method, by family, or everything that is known of some."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.methods.registry import FAMILIES, OWN_FAMILY, Recipe, load_all
-from kvjax.methods.strings import recipe_of
+from kvjax.methods.registry import FAMILIES, OWN_FAMILY, MethodEntry, load_all
+from kvjax.methods.strings import find_entry
 
-MORE = "`kvjax methods NAME ...` has parameters, defaults and sources; `a + b` composes methods"
+HINT = "`kvjax methods NAME ...` has parameters, defaults and references; `a + b` composes methods"
 
 
-def chosen(names: Sequence[str]) -> list[Recipe]:
+def find_entries(names: Sequence[str]) -> list[MethodEntry]:
     """These methods in this order, or all by name; raises KvjaxError with the nearest name for an unknown one."""
-    return [recipe_of(name) for name in names] or [recipe for _, recipe in sorted(load_all().items())]
+    return [find_entry(name) for name in names] or [entry for _, entry in sorted(load_all().items())]
 
 
-def overview(recipes: Sequence[Recipe], width: int | None) -> str:
-    """A line for each method below its family's; width: columns to which lines are cut, None for whole ones."""
-    longest = max(len(recipe.name) for recipe in recipes)
+def format_overview(entries: Sequence[MethodEntry], width: int | None) -> str:
+    """A line for each method below its family's; `width` is the columns to which lines are cut, None for no cut."""
+    longest = max(len(entry.name) for entry in entries)
     lines = []
     for family in (*FAMILIES, OWN_FAMILY):
-        if members := [recipe for recipe in recipes if recipe.family == family]:
+        if members := [entry for entry in entries if entry.family == family]:
             lines += ["", f"{family}: {FAMILIES[family]}" if family in FAMILIES else family]
-            lines += [f"  {recipe.name:{longest}}  {recipe.summary}".rstrip() for recipe in members]
-    return "\n".join([*(_cut(line, width) for line in lines[1:]), "", MORE])
+            lines += [f"  {entry.name:{longest}}  {entry.docs.summary}".rstrip() for entry in members]
+    if width is not None:
+        lines = [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
+    return "\n".join([*lines[1:], "", HINT])
 
 
-def _cut(line: str, width: int | None) -> str:
-    return line if width is None or len(line) <= width else line[: width - 1] + "…"
+def format_details(entry: MethodEntry) -> str:
+    """A method's parameters with types, defaults and meanings, its family, and the sections of its docstring."""
+    docs, parameters = entry.docs, entry.parameters
+    defaults = {name: "" if p.default is p.empty else f" = {p.default}" for name, p in parameters.items()}
+    signature = ", ".join(f"{name}: {p.annotation.__name__}{defaults[name]}" for name, p in parameters.items())
+    sections = {"reference": docs.reference, "family": entry.family, "formula": docs.formula, "differs": docs.differs}
+    lines = [docs.summary, *docs.description.splitlines()]
+    lines += [f"{title}: {text}" for title, text in sections.items() if text]
+    lines += [f"  {name}: {meaning}" for name, meaning in entry.meanings.items() if meaning]
+    return f"{entry.name}({signature})\n" + "".join(f"    {line}\n" for line in lines if line)
 
 
-def details(recipe: Recipe) -> str:
-    """Parameters with their defaults, source, family, what differs, and the whole description."""
-    given = ", ".join(f"{n}: {p.annotation.__name__}{_default(p)}" for n, p in recipe.parameters.items())
-    lines = [f"source: {recipe.source}", f"family: {recipe.family}"]
-    lines += [f"differs: {recipe.differs}"] if recipe.differs else []
-    lines += recipe.text.splitlines()
-    return f"{recipe.name}({given})\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines)
-
-
-def _default(parameter: Any) -> str:
-    return "" if parameter.default is parameter.empty else f" = {parameter.default}"
-
-
-def as_json(recipe: Recipe) -> dict[str, Any]:
+def to_json(entry: MethodEntry) -> dict[str, Any]:
     """The same as a JSON object."""
+    docs, meanings = entry.docs, entry.meanings
     parameters = {
-        name: {"type": p.annotation.__name__, "default": None if p.default is p.empty else p.default}
-        for name, p in recipe.parameters.items()
+        name: {
+            "type": p.annotation.__name__,
+            "default": None if p.default is p.empty else p.default,
+            "meaning": meanings[name],
+        }
+        for name, p in entry.parameters.items()
     }
-    fields = ("name", "family", "summary", "source", "differs")
-    return {**{name: getattr(recipe, name) for name in fields}, "parameters": parameters}
+    sections = {"summary": docs.summary, "formula": docs.formula, "differs": docs.differs, "source": docs.reference}
+    return {"name": entry.name, "family": entry.family, **sections, "parameters": parameters}

@@ -1,4 +1,4 @@
-"""Methods of one's own: loaded from a file, from a module, or from the entry points of installed packages."""
+"""Loads users' methods from a file, from a module, or from the entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import warnings
 from pathlib import Path
 
 from kvjax.errors import KvjaxError, KvjaxWarning
-from kvjax.methods.registry import RECIPES, Recipe, file_of, is_ours, load_all
+from kvjax.methods.registry import REGISTRY, MethodEntry, is_builtin, load_all, source_file
 
-ENTRY_POINTS = "kvjax.methods"
+ENTRY_POINT_GROUP = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""
 
-_DIGESTS: dict[Path, str] = {}  # of the files that were loaded, so that a file that was edited is loaded again
-_BEGUN: set[importlib.metadata.EntryPoint] = set()
-_LOCK = threading.RLock()  # another thread waits for all methods; this one may ask for some while it loads others
+_DIGESTS: dict[Path, str] = {}  # SHA-256 of each loaded file, so that an edited file is loaded again
+_STARTED: set[importlib.metadata.EntryPoint] = set()
+_LOCK = threading.RLock()  # reentrant: a package may ask for other methods while its own are loading
 
 
 def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Loads methods of your own, whose names then work in strings wherever those of kvjax do.
+    """Loads methods of your own, so that their names work in strings wherever those of kvjax do.
 
-    A file that was loaded before is loaded again only if it was edited. The folder of a file, or the current one
-    for a module, is put at the end of `sys.path`, so that it may import its neighbours.
+    A file that was loaded before is loaded again only if it was edited. The folder of the file, or the current folder
+    for a module, goes to the end of `sys.path`, so that it may import the files next to it.
 
     Args:
       source: a Python file such as "my_method.py", or a module such as "my_package.methods".
@@ -48,27 +48,31 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
       ('value_norm',)
     """
     text, before = os.fspath(source), dict(load_all())
+    path = Path(text)
+    # A package's folder may be given as a module's name: it is no path to a file.
+    is_file = text.endswith(".py") or os.sep in text or (path.exists() and not (path / "__init__.py").exists())
     try:
-        module = _load_file(Path(text)) if _names_file(text) else _import(text)
+        module = _load_file(path) if is_file else _import_module(text)
     except BaseException:
-        RECIPES.clear()  # nothing of what failed stays
-        RECIPES.update(before)
+        # A file that fails halfway must not leave half of its methods registered.
+        REGISTRY.clear()
+        REGISTRY.update(before)
         raise
-    if names := _names(module, before):
+    if names := _find_methods(module, before):
         return names
     raise KvjaxError(
-        f'{text} defines no method; one is a function below `@recipe("where it comes from")` that returns a '
-        "kvjax.Method, with `recipe` from kvjax.method_api"
+        f"{text} defines no method; one is a function below `@register_method` that returns a kvjax.Method, with "
+        "`register_method` from kvjax.method_api"
     )
 
 
 def load_entry_points() -> None:
-    """Loads the methods that installed packages name, once; one that fails is told as a KvjaxWarning."""
+    """Loads the methods that installed packages name, once; one that fails gives a KvjaxWarning."""
     with _LOCK:
         for entry in _entry_points():
-            if entry in _BEGUN:
+            if entry in _STARTED:
                 continue
-            _BEGUN.add(entry)
+            _STARTED.add(entry)
             try:
                 _load_entry_point(entry)
             except Exception as e:
@@ -83,23 +87,17 @@ def load_entry_points() -> None:
 
 @functools.cache
 def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
-    """Those of this group; looking through all installed packages takes longer than a method's string."""
-    return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
+    """The entry points of the group, cached because a search of all installed packages is slow."""
+    return tuple(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
 
 
 def _load_entry_point(entry: importlib.metadata.EntryPoint) -> None:
-    found = entry.load()
-    if isinstance(found, types.ModuleType):
-        if not _names(found, RECIPES):
+    value = entry.load()
+    if isinstance(value, types.ModuleType):
+        if not _find_methods(value, REGISTRY):
             raise KvjaxError("the module defines no method")
-    elif not any(recipe.make is found for recipe in RECIPES.values()):
-        raise KvjaxError("it is neither a module nor a function below @recipe")
-
-
-def _names_file(text: str) -> bool:
-    """Whether a text is meant as a path rather than as a dotted name."""
-    path = Path(text)
-    return text.endswith(".py") or os.sep in text or (path.exists() and not (path / "__init__.py").exists())
+    elif not any(method.make is value for method in REGISTRY.values()):
+        raise KvjaxError("it is neither a module nor a function below @register_method")
 
 
 def _load_file(path: Path) -> types.ModuleType:
@@ -112,17 +110,17 @@ def _load_file(path: Path) -> types.ModuleType:
     known = _find_module(path)
     if known and _DIGESTS.get(path, digest) == digest:
         return known
-    for name in [name for name, recipe in RECIPES.items() if file_of(recipe.make) == path]:
-        del RECIPES[name]  # what was edited may have another name
+    for name in [name for name, entry in REGISTRY.items() if source_file(entry.make) == path]:
+        del REGISTRY[name]  # the edited file may have renamed its methods
     name = known.__name__ if known else _module_name(path)
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None  # with a loader there is one
+    assert spec is not None  # it is None only without a loader
     module = importlib.util.module_from_spec(spec)
     _extend_path(path.parent)
-    sys.modules[name] = module  # dataclasses look for their module there
+    sys.modules[name] = module  # dataclasses look up their module there
     try:
-        # Not by the loader: its compiled files tell an edit only by the second and the size.
+        # The loader itself would use a compiled file, which notices an edit only by its second and its size.
         exec(loader.source_to_code(source, str(path)), module.__dict__)
     except BaseException as e:
         sys.modules.pop(name) if known is None else sys.modules.update({name: known})
@@ -134,7 +132,7 @@ def _load_file(path: Path) -> types.ModuleType:
 
 
 def _find_module(path: Path) -> types.ModuleType | None:
-    """The module that is this file, under whatever name; `__main__`, too."""
+    """The module that was imported from this file, under any name, `__main__` included."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and os.path.basename(file) == path.name and Path(file).resolve() == path:
@@ -143,7 +141,7 @@ def _find_module(path: Path) -> types.ModuleType | None:
 
 
 def _module_name(path: Path) -> str:
-    """The file's own name, as `import` would have it, unless that is another module's."""
+    """The file's name as `import` would have it, or a new name where that is taken."""
     name = path.stem
     taken = name in sys.modules
     if not taken and name.isidentifier():
@@ -155,7 +153,7 @@ def _module_name(path: Path) -> str:
     return name
 
 
-def _import(name: str) -> types.ModuleType:
+def _import_module(name: str) -> types.ModuleType:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name):
         raise KvjaxError(f"{name!r:.80} is neither a file nor the name of a module; give a file such as my_method.py")
     _extend_path(Path.cwd())
@@ -173,26 +171,34 @@ def _import(name: str) -> types.ModuleType:
 
 
 def _extend_path(folder: Path) -> None:
-    # At the end: a file of the user's called like a module of Python or of JAX must not stand in for it.
+    # At the end, so that a user's file named like a module of Python or JAX does not shadow it.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def _names(module: types.ModuleType, before: dict[str, Recipe]) -> tuple[str, ...]:
-    """The methods that a module defines or imports, or that came with it."""
-    own = {name: recipe for name, recipe in RECIPES.items() if not is_ours(recipe.make)}
+def _find_methods(module: types.ModuleType, before: dict[str, MethodEntry]) -> tuple[str, ...]:
+    """The names of users' methods that a module defines or imports, or that were registered since `before`."""
     values = {id(value) for value in vars(module).values()}
-
-    def belongs(name: str, recipe: Recipe) -> bool:
-        inside = f"{recipe.make.__module__}.".startswith(f"{module.__name__}.")
-        return inside or id(recipe.make) in values or recipe is not before.get(name)
-
-    return tuple(name for name, recipe in own.items() if belongs(name, recipe))
+    return tuple(
+        name
+        for name, entry in REGISTRY.items()
+        if not is_builtin(entry.make)
+        and (
+            f"{entry.make.__module__}.".startswith(f"{module.__name__}.")
+            or id(entry.make) in values
+            or entry is not before.get(name)
+        )
+    )
 
 
 def _explain(error: BaseException, source: str | Path, path: Path | None) -> str:
-    """Where and why a file or module failed, in one line; path: of the file, if it is one."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename, path)]
+    """Describes in one line where and why a file or module failed; `path` is None for a module."""
+    machinery = ("<", str(Path(__file__).parent.parent), os.path.dirname(importlib.__file__))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if (frame.filename == str(path) if path else not frame.filename.startswith(machinery))
+    ]
     where, line = (str(source), frames[-1].lineno) if path and frames else (str(source), None)
     if not path and frames:
         where, line = f"{source}: {os.path.relpath(frames[-1].filename)}", frames[-1].lineno
@@ -208,16 +214,8 @@ def _explain(error: BaseException, source: str | Path, path: Path | None) -> str
     return f"{where}: {_first_line(error)}{remedy}"
 
 
-def _is_users(file: str, path: Path | None) -> bool:
-    """Whether a line of a traceback is in the file, or, of a module, neither kvjax's nor Python's machinery."""
-    if path is not None:
-        return file == str(path)
-    return not file.startswith(("<", str(Path(__file__).parent.parent), os.path.dirname(importlib.__file__)))
-
-
 def _first_line(error: BaseException) -> str:
-    said = (str(error).splitlines() or [""])[0]
+    line = (str(error).splitlines() or [""])[0]
     if isinstance(error, KvjaxError):
-        return said
-    said = error.msg if isinstance(error, SyntaxError) else said
-    return f"{type(error).__name__}: {said}"
+        return line
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else line}"

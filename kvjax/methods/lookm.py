@@ -8,16 +8,15 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.merging import Lost, arriving, mixed, nearest
-from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, below_others, head_scores
+from kvjax.cache.eviction.merging import EvictedTokens, fold_into_kept, match_evicted, scatter_add
+from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, head_scores, rank_below_others
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 RULES = ("pivot", "average", "weighted", "normalised")
 
@@ -30,12 +29,14 @@ class TextPrior(Scorer):
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        found = Accumulated().scores(block, observation, spec)
+        found = AccumulatedAttention().scores(block, observation, spec)
         image = jnp.zeros(block.pos.shape, bool)
         for first, last in self.images:
             image |= (block.pos >= first) & (block.pos <= last)
         return head_scores(
-            below_others(found.per_query_head, image[:, :, None]), below_others(found.per_kv_head, image), block
+            rank_below_others(found.per_query_head, image[:, :, None]),
+            rank_below_others(found.per_kv_head, image),
+            block,
         )
 
 
@@ -56,15 +57,18 @@ class IntoNearest:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
-        number = arriving(jnp.ones(lost.slot.shape), lost.slot, n)
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
+        number = scatter_add(jnp.ones(lost.slot.shape), lost.slot, n)
         own = 1.0 + number / 2 if self.rule == "pivot" else jnp.ones(number.shape)
         by = self._weights(lost)
-        whole = 1.0 + (arriving(by, lost.slot, n) if self.rule == "normalised" else number)
-        k, v = (mixed(x, own[..., None], y, by, lost.slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        whole = 1.0 + (scatter_add(by, lost.slot, n) if self.rule == "normalised" else number)
+        k, v = (
+            fold_into_kept(x, own[..., None], y, by, lost.slot, whole)
+            for x, y in ((kept.k, block.k), (kept.v, block.v))
+        )
         return dataclasses.replace(kept, k=k, v=v)
 
-    def _weights(self, lost: Lost) -> Array:
+    def _weights(self, lost: EvictedTokens) -> Array:
         """f32[B K T]: what each lost token is multiplied by."""
         if self.rule == "weighted":
             return lost.cosine
@@ -87,26 +91,31 @@ def _ranges(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-@recipe(
-    "LOOK-M, Wan et al. 2024, arXiv 2406.18139; its public code, SUSTechBruce/LOOK-M",
-    Trial("lookm:budget=6,recent=2,sinks=1,images=1-4", "lookm:budget=100,recent=2,images=1-4", selected(6)),
-    formula="e = argmax cos(k_e, k_kept); pivot: x <- (x + sum of (x_e + x) / 2) / (1 + N), for keys and values",
-    differs="The public code keeps all text beside its budget, here text has the first claim on it; its 'average' and "
-    "'weighted' leave out lost tokens of low similarity (the latter is then `d2o`, and the former mixes its tokens "
-    "up), here as in the paper all are merged. Merging happens once, when the prompt ends.",
-    example="lookm:budget=512,recent=256",
-    family="merging",
-)
+@register_method(example="lookm:budget=512,recent=256", family="merging")
 def lookm(
     budget: TokenBudget = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = ""
 ) -> Method:
-    """Heavy hitters and recent tokens stay, text before images; what leaves is merged into the nearest of them.
+    """Keeps heavy hitters and recent tokens, text before images, and merges evicted tokens into the nearest kept ones.
 
-    budget, recent, sinks: prompt tokens that each head keeps, and the last and first among them that always stay (the
-    public code: a tenth of the prompt recent and as much heavy, and the first 4 where nothing tells images from text).
-    rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `IntoNearest`. images:
-    the positions that leave first, in every row, as in "5-580/600-1175": for a model of text a part of the prompt that
-    matters less, such as a pasted table; empty, no token has a prior, and this is H2O's choice with merging.
+    Formula:
+      e = argmax cos(k_e, k_kept); pivot: x <- (x + sum of (x_e + x) / 2) / (1 + N), for keys and values
+
+    Differs:
+      The public code keeps all text in addition to its budget, here text has the first claim on it. Its 'average' and
+      'weighted' leave out evicted tokens of low similarity (the latter is then `d2o`, and the former confuses its
+      tokens); here, as in the paper, all are merged. Merging happens once, when the prompt ends.
+
+    Args:
+      budget: as in `make_selection` (the public code: a fifth of the prompt).
+      recent: as in `make_selection` (the public code: a tenth of the prompt).
+      sinks: as in `make_selection` (the public code: 4 where nothing tells images from text).
+      rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `IntoNearest`.
+      images: positions that leave first, in every sequence, as in "5-580/600-1175". For a text model it can name a part
+        of the prompt that matters less, such as a pasted table. If empty, no token has a prior, and the selection is
+        H2O's.
+
+    Reference:
+      LOOK-M, Wan et al. 2024, arXiv 2406.18139; its public code, SUSTechBruce/LOOK-M
     """
     return Method(
         select=make_selection(TextPrior(_ranges(images)), budget, sinks, recent),

@@ -6,16 +6,15 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import top
-from kvjax.cache.eviction.merging import SMALL, arriving, mixed, nearest
+from kvjax.cache.eviction.merging import MIN_KEY_NORM, fold_into_kept, match_evicted, scatter_add
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +35,17 @@ class IntoValues:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = nearest(block, kept, choice), kept.k.shape[2]
+        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
         joins = lost.mask & (lost.cosine >= self.threshold)
         if self.fraction < 1:
             # Where no cosines are equal, these are the ones that reach the quantile 1 - fraction.
             number = 1 + fraction_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
-            joins &= top(lost.cosine, lost.mask, number)
+            joins &= top_k_mask(lost.cosine, lost.mask, number)
         theirs, there = _norms(block.v), jnp.minimum(lost.slot, n - 1)
-        share = theirs / (theirs + jnp.take_along_axis(_norms(kept.v), there, 2) + SMALL)
+        share = theirs / (theirs + jnp.take_along_axis(_norms(kept.v), there, 2) + MIN_KEY_NORM)
         weight = jnp.maximum(lost.cosine, 0.0) * share
         slot = jnp.where(joins, lost.slot, n)
-        v = mixed(kept.v, 1.0, block.v, weight, slot, 1.0 + arriving(weight, slot, n))
+        v = fold_into_kept(kept.v, 1.0, block.v, weight, slot, 1.0 + scatter_add(weight, slot, n))
         return dataclasses.replace(kept, v=v)
 
 
@@ -54,25 +53,24 @@ def _norms(x: Array) -> Array:
     return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
 
 
-@recipe(
-    "MergingPress of kvpress, after Token Merging (Bolya et al. 2022, arXiv 2210.09461) and D2O (arXiv 2406.13035)",
-    Trial("keynorm:budget=6 + merging", "keynorm:budget=100 + merging", selected(6)),
-    Trial(
-        "keynorm:budget=6 + merging:threshold=0.1,fraction=0.5",
-        "keynorm:budget=100 + merging:threshold=0.1,fraction=0.5",
-        selected(6),
-        name="the nearest half",
-    ),
-    formula="u_e = max cos(k_e, k_kept), w_e = max(u_e, 0) |v_e| / (|v_e| + |v|); v <- (v + sum of w_e v_e) / (1 + "
-    "sum of w_e)",
-    differs="Of lost tokens with equal cosines at the quantile of `fraction` the earlier ones merge, not all.",
-    example="snapkv:budget=256 + merging",
-    family="component over a selection",
-)
+@register_method(example="snapkv:budget=256 + merging", family="component over a selection")
 def merging(threshold: float = 0.0, fraction: float = 1.0) -> Method:
-    """Over a selection: the value of each lost token goes into that of the kept one with the nearest key.
+    """Merges the value of each evicted token into that of the kept token with the most similar key.
 
-    Use it as in 'snapkv:budget=256 + merging'. threshold: the least cosine of the two keys. fraction: of each head's
-    lost tokens, the most similar ones that may merge (kvpress: 1 for retrieval, 0.75 for extraction). Keys stay.
+    Use it as in 'snapkv:budget=256 + merging'. Keys stay as they are.
+
+    Formula:
+      u_e = max cos(k_e, k_kept), w_e = max(u_e, 0) |v_e| / (|v_e| + |v|); v <- (v + sum of w_e v_e) / (1 + sum of w_e)
+
+    Differs:
+      Of evicted tokens with equal cosines at the quantile of `fraction` the earlier ones merge, not all.
+
+    Args:
+      threshold: lowest cosine of the two keys.
+      fraction: fraction of each head's evicted tokens that may merge, the most similar ones (kvpress: 1 for retrieval,
+        0.75 for extraction).
+
+    Reference:
+      MergingPress of kvpress, after Token Merging (Bolya et al. 2022, arXiv 2210.09461) and D2O (arXiv 2406.13035)
     """
     return Method(merge=IntoValues(threshold, fraction))

@@ -12,8 +12,7 @@ from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core.attention import scores
 from kvjax.core.types import Array, exportable
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @exportable
@@ -38,7 +37,7 @@ class Boxes(Index):
         if self.size < 1:
             raise KvjaxError(f"a page holds at least 1 token, got {self.size}; the paper uses 16")
 
-    def summarise(self, keys: Array, real: Array) -> Box:
+    def summarize(self, keys: Array, real: Array) -> Box:
         most = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
         low, high = (jnp.where(real[..., None], keys, side) for side in (most, -most))
         return Box(low.min(3), high.max(3))
@@ -51,29 +50,26 @@ class Boxes(Index):
         return scores(jnp.maximum(q, zero), summary.high) + scores(jnp.minimum(q, zero), summary.low)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    boxes = 2 * x.rows(-(-x.S // 2))
-    return Bytes(2 * x.rows(x.S) + boxes + x.positions(x.S) + x.per_row())
-
-
-SMALL, LIMIT = "quest:budget=6,page=2,device_layers=0", "quest:budget=100,page=2,device_layers=0"
-
-
-@recipe(
-    "Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3 and Algorithm 1",
-    Trial(SMALL, LIMIT, _bytes),
-    Trial(f"{SMALL},per=head", f"{LIMIT},per=head", _bytes, name="one set per head"),
-    formula="score(page) = sum over channels c of max(q_c min_c, q_c max_c), min and max over the page's keys",
-    differs="The current page is always read, as in the authors' CUDA code; their evaluation code may drop it.",
-    example="quest:budget=512",
-    family="sparse reading",
-)
+@register_method(example="quest:budget=512", family="sparse reading")
 def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers: int = 2) -> Method:
-    """Nothing is lost, but a query reads only the pages of keys whose bounding box promises the highest logits.
+    """Reads only the pages of keys whose bounding box promises the highest logits; no token is lost.
 
-    budget: tokens that a query reads, in whole pages; at least three pages, the current one included. page: tokens.
-    per: "query", each query head its own pages (the paper), or "head", one set per key/value head. device_layers: so
-    many first layers are read in full (the paper: 2). A prompt attends exactly.
+    Attention in the prompt is exact.
+
+    Formula:
+      score(page) = sum over channels c of max(q_c min_c, q_c max_c), min and max over the page's keys
+
+    Differs:
+      The current page is always read, as in the authors' CUDA code; their evaluation code may drop it.
+
+    Args:
+      budget: tokens that a query reads, in whole pages; at least three pages, the current one included.
+      page: tokens of a page.
+      per: "query", where each query head has pages of its own (the paper), or "head", one set per key/value head.
+      device_layers: first layers that are read in full (the paper: 2).
+
+    Reference:
+      Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3 and Algorithm 1
     """
     if budget < 1:
         raise KvjaxError(f"budget must be at least 1 token, got {budget}; the paper uses 256 to 4096")

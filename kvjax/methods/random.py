@@ -16,8 +16,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import KVBlock
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +27,26 @@ class Random(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         pos = jnp.broadcast_to(block.pos, block.k.shape[:3])
-        head = over_heads.first(pos.shape[1]) + jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
+        head = over_heads.first_head(pos.shape[1]) + jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
         bits = draw(self.seed, jnp.broadcast_to(head, pos.shape), pos) >> 8
         return token_scores(bits.astype(jnp.float32) * np.float32(2**-24), block)
 
 
-@recipe(
-    "the baseline of chance",
-    Trial("random:budget=5,sinks=1,recent=1", "random:budget=100,sinks=1,recent=1", selected(5)),
-    formula="score_s uniform in [0, 1) by seed, head and position",
-    example="random:budget=512,sinks=4,recent=64",
-    family="eviction after the prompt",
-)
+@register_method(example="random:budget=512,sinks=4,recent=64", family="eviction after the prompt")
 def random(budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
-    """After the prompt each head keeps tokens drawn by seed, head and position."""
+    """Keeps prompt tokens drawn at random by seed, head and position.
+
+    Formula:
+      score_s uniform in [0, 1) by seed, head and position
+
+    Differs:
+      None; it is a baseline.
+
+    Args:
+      budget, sinks, recent, unit: as in `make_selection`.
+      seed: seed of the draws.
+
+    Reference:
+      the baseline of chance
+    """
     return Method(select=make_selection(Random(seed), budget, sinks, recent, unit, "head"))

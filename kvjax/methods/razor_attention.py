@@ -8,29 +8,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.calibration.head_tables import RetrievalHeads
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.head_budgets import ALL, ByTable, Lengths, check_share_of_heads, highest, of_all_heads
-from kvjax.cache.eviction.merging import lost_tokens
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.head_budgets import (
+    ALL_TOKENS,
+    HeadTableBudgets,
+    HeadTokens,
+    MeanOfHeads,
+    check_head_fractions,
+    scores_of_all_heads,
+    top_heads_mask,
+)
+from kvjax.cache.eviction.merging import evicted_mask
 from kvjax.cache.eviction.selection import SelectedSlots, Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
+from kvjax.methods.registry import register_method
 from kvjax.methods.sinks_and_recent import Newest
-from kvjax.methods.trial import Bytes, Sizes, Trial, paged
 
 
 @dataclasses.dataclass(frozen=True)
-class Razor(ByTable):
+class Razor(HeadTableBudgets):
     """Heads among the highest in echo or in induction keep all tokens; the others the ends of a row, and one between.
 
     echo, induction: the shares of all heads of the model that are highest, rounded. recent: the last tokens of a row
     that other heads keep, or one in `part` of all of its tokens where that is more; part 0: never.
     """
 
-    given: Given
+    given: TableFile
     echo: float
     induction: float
     sinks: int
@@ -38,17 +45,17 @@ class Razor(ByTable):
     part: int
 
     def __post_init__(self):
-        check_share_of_heads(echo=self.echo, induction=self.induction)
+        check_head_fractions(echo=self.echo, induction=self.induction)
         if self.part < 0:
             raise KvjaxError(f"part must be 0 or more, got {self.part}; RazorAttention keeps one token in 5")
 
-    def at(self, spec: LayerSpec) -> Lengths:
+    def at(self, spec: LayerSpec) -> HeadTokens:
         full = np.zeros((spec.num_layers, spec.num_kv_heads), bool)
         for name, share in (("echo", self.echo), ("induction", self.induction)):
-            full |= highest(of_all_heads(self.given, spec, name), round(share * full.size))
+            full |= top_heads_mask(scores_of_all_heads(self.given, spec, name), round(share * full.size))
         beside = self.sinks + 1  # and the token that stands for all between
-        tokens = (ALL if whole else beside + self.recent for whole in full[spec.index].tolist())
-        return Lengths(tuple(tokens), self.part, beside)
+        tokens = (ALL_TOKENS if whole else beside + self.recent for whole in full[spec.index].tolist())
+        return HeadTokens(tuple(tokens), self.part, beside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Compensation:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = lost_tokens(block, choice), kept.k.shape[2]
+        lost, n = evicted_mask(block, choice), kept.k.shape[2]
         loses = lost.any(2, keepdims=True)
         place = choice.slots[:, :, min(self.sinks, n - 1), None]  # of the token whose slot it takes
         folded = lost | (loses & (jnp.arange(block.k.shape[2])[None, None] == place))
@@ -78,25 +85,7 @@ class Compensation:
         return dataclasses.replace(kept, k=compensated(kept.k, block.k), v=compensated(kept.v, block.v), bias=bias)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """One of the battery's two heads keeps all 9 tokens, the other 4: 7 in the mean; each slot of a page has a bias."""
-    return paged(7, page=4, bias=True)(x)
-
-
-@recipe(
-    "RazorAttention, Tang et al. 2024, arXiv 2407.15891, section 3; constants of its experiments",
-    Trial(
-        "razor_attention:sinks=1,recent=2,induction=0.5,page=4",
-        "razor_attention:sinks=1,recent=100,induction=0.5,page=4",
-        _bytes,
-    ),
-    formula="retrieval heads keep all; others sinks, the last max(S0, N / C) and one token (mean k, mean v) of the N_d "
-    "between them, with ln N_d on its logit",
-    differs="The buffer is measured once, when the prompt ends, and all heads keep what is decoded. Unverified: "
-    "that the token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.",
-    example="razor_attention:recent=256",
-    family="heads of unequal length",
-)
+@register_method(example="razor_attention:recent=256", family="heads of unequal length")
 def razor_attention(
     recent: int = 4000,
     part: int = 5,
@@ -106,15 +95,32 @@ def razor_attention(
     table: str = "shipped",
     page: int = 16,
 ) -> Method:
-    """After the prompt retrieval heads keep all of its tokens, the others first and last ones and one for all between.
+    """Keeps the whole prompt in retrieval heads; other heads keep its ends and one token that averages the rest.
 
-    recent, part: the last tokens that other heads keep, or one in `part` of the prompt's where that is more (the paper:
-    4000 and 5; 0 for never). sinks: the first ones (4). echo, induction: shares of the model's key/value heads that
-    are retrieval heads, by either score (0.01 and 0.14). table: a file of kind `retrieval_heads`, which `kvjax
-    calibrate retrieval_heads` makes of random tokens; "shipped" for the shipped model's. page: slots of the pages in
-    which heads of unequal length are held.
+    Formula:
+      retrieval heads keep all; others the sinks, the last max(S0, N / C) and one token (mean k, mean v) of the N_d
+      between them, with ln N_d on its logit
+
+    Differs:
+      The buffer's size is set once, when the prompt ends, and all heads keep decoded tokens. Unverified: that the
+      averaged token counts N_d times, as remembered of the paper; Huawei's golden-stick counts it once.
+
+    Args:
+      recent: last tokens that the other heads keep (the paper: 4000).
+      part: they keep one in `part` of the prompt's tokens where that is more than `recent` (the paper: 5; 0 for never).
+      sinks: first tokens that the other heads keep (the paper: 4).
+      echo: fraction of the model's key/value heads that are retrieval heads by the echo score (the paper: 0.01).
+      induction: likewise by the induction score (the paper: 0.14).
+      table: a file of kind `retrieval_heads`, which `kvjax calibrate retrieval_heads` makes from random tokens;
+        "shipped" for the shipped model's.
+      page: slots of a page, in which heads of unequal length are stored.
+
+    Reference:
+      RazorAttention, Tang et al. 2024, arXiv 2407.15891, section 3; constants of its experiments
     """
-    rule = Razor(RetrievalHeads.given(table), echo, induction, sinks, recent, part)
+    rule = Razor(RetrievalHeads.table_file(table), echo, induction, sinks, recent, part)
     return Method(
-        select=Selection(Newest(), rule, sinks, recent), merge=Compensation(sinks), side_store=Pages(rule, page)
+        select=Selection(Newest(), MeanOfHeads(rule), sinks, recent),
+        merge=Compensation(sinks),
+        side_store=PagedHeads(rule, page),
     )

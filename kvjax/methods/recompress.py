@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.decode_policy import Policy
-from kvjax.cache.eviction.granularity import gather
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState, last_positions
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array, KVBlock, gather_tokens
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Recompress(Policy):
                 f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
                 "with one, as in 'snapkv:budget=256 + recompress:every=128'"
             )
-        if select.most() is None:
+        if select.max_kept() is None:
             raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
         if layer.method.merge is not None or layer.method.layer_budgets is not None:
             raise IncompatibleMethod(
@@ -60,7 +57,7 @@ class Recompress(Policy):
     def target(self, layer: MethodLayer) -> int:
         """Tokens that are left by a compression."""
         assert layer.method.select is not None
-        most = layer.method.select.most()
+        most = layer.method.select.max_kept()
         assert most is not None
         return most
 
@@ -105,9 +102,11 @@ class Recompress(Policy):
         assert method.select is not None
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
         held = KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos)
-        in_order = gather(held, order)
+        in_order = gather_tokens(held, order)
         keep = jnp.where(due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
-        chosen = method.select.choose(in_order, state.policy_state, keep, S, layer.spec, method.representatives).slots
+        chosen = method.select.select_slots(
+            in_order, state.policy_state, keep, S, layer.spec, representatives=method.representatives
+        ).slots
         slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
         slot = jnp.where(chosen >= 0, slot, S)
         B, K, _ = slot.shape
@@ -143,34 +142,23 @@ def _with_query(observation: Observation, q: Array, q_pos: Array) -> Observation
     return Observation(new.reshape(observation.q.shape), memory.put(observation.pos[:, None], q_pos[:, None], at)[:, 0])
 
 
-def _bytes(slots: int) -> Callable[[Sizes], Bytes]:
-    """A selection of two last queries: these, with their positions, are kept beside the slots."""
-
-    def count(x: Sizes) -> Bytes:
-        queries = 2 * x.B * (x.K * x.G * x.H * x.itemsize + 4)
-        return Bytes(2 * x.rows(slots) + x.positions(slots, per_head=True) + queries)
-
-    return count
-
-
-_SNAPKV = "snapkv:budget={},window=2,kernel=3 + recompress:every={}"
-_KVCRUSH = "snapkv:budget={},window=2,kernel=3 + kvcrush:share=0.5 + recompress:every={}"
-
-
-@recipe(
-    "periodic compression while decoding, as kvpress' DecodingPress does it",
-    Trial(_SNAPKV.format(6, 3), _SNAPKV.format(100, 3), _bytes(6 + 3 + 1)),
-    Trial(_KVCRUSH.format(7, 2), _KVCRUSH.format(100, 2), _bytes(7 + 2 + 1), name="over kvcrush"),
-    formula="whenever budget + every tokens are held: the selection is made again by the latest queries",
-    differs="kvpress compresses after a step's attention, here before the next token comes in, whose query is asked "
-    "too; it also counts steps below its target, and rotates every buffered query to the newest position.",
-    example="snapkv:budget=512 + recompress:every=32",
-    family="component over a selection",
-)
+@register_method(example="snapkv:budget=512 + recompress:every=32", family="component over a selection")
 def recompress(every: int = 128) -> Method:
-    """Over an eviction method: back to its budget whenever `every` tokens have been decoded, in constant memory.
+    """Returns an eviction method to its budget whenever `every` tokens have been decoded, in constant memory.
 
-    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. every: decoded tokens between compressions
-    (kvpress: 512). The scorer looks at the latest queries.
+    Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. The scorer observes the latest queries.
+
+    Formula:
+      whenever budget + every tokens are cached, the selection is made again by the latest queries
+
+    Differs:
+      kvpress compresses after a step's attention, here before the next token comes in, whose query is observed too;
+      kvpress also counts steps below its target, and rotates every buffered query to the newest position.
+
+    Args:
+      every: decoded tokens between compressions (kvpress: 512).
+
+    Reference:
+      periodic compression while decoding, as kvpress' DecodingPress does it
     """
     return Method(decode=Recompress(every))

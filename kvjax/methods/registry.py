@@ -1,4 +1,4 @@
-"""The register of published methods: each file of this folder adds its own."""
+"""The registry of methods: every file of this folder registers its own, and users register theirs."""
 
 from __future__ import annotations
 
@@ -13,224 +13,265 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import numpy as np
 
 import kvjax.methods
-from kvjax.cache.eviction.budgets import Tokens
+from kvjax.cache.eviction.budgets import TokenBudget, parse_budget
 from kvjax.errors import KvjaxError
-from kvjax.methods.trial import Trial
+from kvjax.methods.docstrings import MethodDocs, check_docstring, parse_docstring, resolve_meaning
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A published method: how to make it, and where it comes from."""
+class MethodEntry:
+    """A registered method.
+
+    Args:
+      name: its name in method strings.
+      make: the function that makes it from its parameters.
+      docs: the parts of the function's docstring.
+      example: the string with which its page measures it, on contexts of 2,048 tokens.
+      family: one of `FAMILIES`, or `OWN_FAMILY`.
+      sized_by: the parameters, separated by commas, that say how much it stores; "" for `budget` or `bits`.
+    """
 
     name: str
     make: Callable[..., Any]
-    source: str
-    trials: tuple[Trial, ...] = ()  # rows of the battery of tests
-    formula: str = ""  # what it computes, for its page
-    differs: str = ""  # in a sentence, what is not as in the public code or the paper
-    example: str = ""  # the string with which its page measures it on contexts of 2,048 tokens; default its name
-    sized_by: str = ""  # the parameters, separated by commas, that say how much it holds; default `budget` or `bits`
-    family: str = ""  # one of FAMILIES, or OWN_FAMILY
+    docs: MethodDocs
+    example: str
+    family: str
+    sized_by: str
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Its parameters with types and defaults."""
+        """The parameters with types and defaults."""
         return dict(inspect.signature(self.make, eval_str=True).parameters)
 
     @property
-    def sizes(self) -> tuple[str, ...]:
-        """The parameters that say how many tokens it holds, or in how many bits; none for a method of one size."""
+    def size_parameters(self) -> tuple[str, ...]:
+        """The parameters that say how many tokens it stores, or in how many bits; none for a method of one size."""
         default = next((name for name in ("budget", "bits") if name in self.parameters), "")
         return tuple(filter(None, (self.sized_by or default).split(",")))
 
     @property
-    def summary(self) -> str:
-        """What it does, in one line."""
-        return self.text.partition("\n")[0]
-
-    @property
-    def text(self) -> str:
-        """What its docstring says; nothing where there is none."""
-        return inspect.getdoc(self.make) or ""
+    def meanings(self) -> dict[str, str]:
+        """The meaning of each parameter in a sentence; "" for one that a user's docstring does not describe."""
+        docs = {name: entry.docs for name, entry in REGISTRY.items()}
+        return {name: resolve_meaning(name, self.docs, docs) for name in self.parameters}
 
 
 FAMILIES = {
-    "exact": "All tokens are kept and read, exactly.",
-    "quantization by token": "All tokens in fewer bits; each token's key or value has a scale of its own.",
-    "quantization by channel and group": "All tokens in fewer bits; channels or groups of tokens share scales, "
-    "and outliers, the newest or the important tokens keep more.",
-    "fewer numbers per vector": "All tokens, in fewer channels, in low rank, or shared among heads or layers.",
+    "exact": "All tokens are stored and read exactly.",
+    "quantization by token": "All tokens are stored in fewer bits; each token's key or value has a scale of its own.",
+    "quantization by channel and group": "All tokens are stored in fewer bits; channels or groups of tokens share "
+    "scales, and outliers, the newest or the important tokens get more bits.",
+    "fewer numbers per vector": "All tokens are stored, in fewer channels, in low rank, or shared among heads or "
+    "layers.",
     "host memory": "Values, or keys and values, lie in host memory, and a query fetches the tokens that count.",
     "sparse reading": "All tokens stay on the device, and a query reads only some of them.",
-    "eviction after the prompt": "Tokens are chosen once, when the prompt has been read; the others are gone.",
+    "eviction after the prompt": "Tokens are selected once, at the end of the prompt; the others are evicted.",
     "heads of unequal length": "Some heads keep many tokens and the others few.",
-    "merging": "Tokens that leave are folded into those that stay.",
-    "eviction at every step": "Tokens leave while the answer is decoded, in constant memory.",
-    "component over a selection": "Refines a method that chooses tokens: write `snapkv + kvcrush`.",
+    "merging": "Evicted tokens are merged into kept ones.",
+    "eviction at every step": "Tokens are evicted while the answer is decoded, in constant memory.",
+    "component over a selection": "The method refines one that selects tokens: write `snapkv + kvcrush`.",
 }
 """The families of methods, in the order in which lists and menus show them, with what is common to their members."""
 
 OWN_FAMILY = "your own"
 
 P = ParamSpec("P")
-M = TypeVar("M")  # a method: `Method`, or what implements the contract itself
+M = TypeVar("M")  # a method: `Method`, or a class that implements the protocol itself
 
-LARGEST = 2**30  # the sum of two such numbers, a window behind a block, is still a 32-bit integer
+MAX_NUMBER = 2**30  # the sum of two such numbers, such as a window and a block, still fits 32 bits
 
-RECIPES: dict[str, Recipe] = {}
+REGISTRY: dict[str, MethodEntry] = {}
 
 
-def recipe(
-    source: str,
-    *trials: Trial,
-    formula: str = "",
-    differs: str = "",
-    example: str = "",
-    sized_by: str = "",
-    family: str = OWN_FAMILY,
-) -> Callable[[Callable[P, M]], Callable[P, M]]:
-    """Registers a function that returns a method, with its citation, under the function's name; see `Recipe`."""
-    if not isinstance(source, str):
-        raise KvjaxError('a recipe says where its method comes from: @recipe("an idea of mine")')
+@overload
+def register_method(make: Callable[P, M], /) -> Callable[P, M]: ...
+
+
+@overload
+def register_method(
+    *, example: str = "", family: str = OWN_FAMILY, sized_by: str = ""
+) -> Callable[[Callable[P, M]], Callable[P, M]]: ...
+
+
+def register_method(
+    make: Callable[P, M] | None = None, /, *, example: str = "", family: str = OWN_FAMILY, sized_by: str = ""
+) -> Any:
+    """Registers a function that returns a method, under the function's name; its docstring is the method's text.
+
+    The docstring has a summary and may have the sections `Formula:`, `Differs:` (from the paper or its public code),
+    `Args:` and `Reference:`. All of them are required of the methods of kvjax, none of a user's own. `Args:` may say
+    `as in` another method, or `make_selection`, for a parameter that is described there.
+
+    Args:
+      make: the function, where the decorator stands without arguments.
+      example: the string with which the method's page measures it, on contexts of 2,048 tokens; default its name.
+      family: one of `FAMILIES`; the default is that of users' own methods.
+      sized_by: the parameters, separated by commas, that say how much it stores; default `budget` or `bits`.
+
+    Returns:
+      The function, which checks its arguments and notes the method's string in the method.
+
+    Raises:
+      KvjaxError: the function's name is taken, a parameter has no type, the family is unknown, or the docstring of a
+        method of kvjax is incomplete.
+
+    Example:
+      >>> @register_method
+      ... def recent_only(tokens: int = 64) -> Method:
+      ...     '''Keeps the most recent tokens.'''
+      ...     return Method(decode=SinksAndRecent(tokens, sinks=0))
+    """
     if family not in (*FAMILIES, OWN_FAMILY):
         raise KvjaxError(f"no family {family!r} of methods; leave it out, or take one of {', '.join(FAMILIES)}")
 
     def register(make: Callable[P, M]) -> Callable[P, M]:
+        if not callable(make):
+            raise KvjaxError(
+                f"@register_method takes no source, got {make!r:.60}; write it into the docstring, below `Reference:`"
+            )
         signature = inspect.signature(make, eval_str=True)
-        _check_recipe(make, signature)
+        _check_registration(make, signature)
+        name, docs = make.__name__, parse_docstring(make.__doc__ or "")
+        if is_builtin(make) and make.__doc__:  # `python -OO` strips all docstrings
+            check_docstring(name, docs, list(signature.parameters))
 
         @functools.wraps(make)
-        def named(*args: P.args, **kwargs: P.kwargs) -> M:
+        def make_and_name(*args: P.args, **kwargs: P.kwargs) -> M:
             try:
-                given = signature.bind(*args, **kwargs).arguments
+                arguments = signature.bind(*args, **kwargs).arguments
             except TypeError as e:
-                raise TypeError(_why_no_call(make.__name__, signature, kwargs, e)) from None
-            for key, value in given.items():
-                _check_value(make.__name__, signature.parameters[key], value)
-            text = ",".join(f"{k}={v}" for k, v in given.items())
+                raise TypeError(_explain_call_error(name, signature, kwargs, e)) from None
+            for key, value in arguments.items():
+                _check_value(name, signature.parameters[key], value)
             method = make(*args, **kwargs)
             if not hasattr(method, "recipe"):
-                raise KvjaxError(f"the recipe {make.__name__} must return a method, and returned {method!r:.60}")
-            return dataclasses.replace(cast(Any, method), recipe=make.__name__ + (f":{text}" if text else ""))
+                raise KvjaxError(f"{name} must return a method, and returned {method!r:.60}")
+            text = ",".join(f"{key}={value}" for key, value in arguments.items())
+            return dataclasses.replace(cast(Any, method), recipe=name + (f":{text}" if text else ""))
 
-        name = make.__name__
-        RECIPES[name] = Recipe(name, named, source, trials, formula, differs, example or name, sized_by, family)
-        return named
+        REGISTRY[name] = MethodEntry(name, make_and_name, docs, example or name, family, sized_by)
+        return make_and_name
 
-    return register
+    return register if make is None else register(make)
 
 
-def _check_recipe(make: Callable[..., Any], signature: inspect.Signature) -> None:
-    """Raises KvjaxError for a name or a parameter that no string can have, and for the name of a method of kvjax."""
+def _check_registration(make: Callable[..., Any], signature: inspect.Signature) -> None:
+    """Raises KvjaxError for a name or a parameter that no string can have, and for a name that is taken."""
     name = make.__name__
     if not name.isidentifier():
-        raise KvjaxError(f"a recipe is called by its function's name, and {name!r} is no name of one")
+        raise KvjaxError(f"a method is called by its function's name, and {name!r} is no name of one")
     for parameter in signature.parameters.values():
         if not isinstance(parameter.annotation, type) or parameter.annotation is parameter.empty:
             raise KvjaxError(
                 f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
                 f"`{parameter.name}: int = 4`"
             )
-    if is_ours(make) or (other := _load_ours().get(name)) is None:
+    if is_builtin(make) or (other := _import_builtin_methods().get(name)) is None:
         return
-    if is_ours(other.make):
-        raise KvjaxError(f"kvjax has a method called {name} ({other.source}); give yours another name")
-    files = [file_of(other.make), file_of(make)]
+    if is_builtin(other.make):
+        raise KvjaxError(f"kvjax has a method called {name} ({other.docs.reference}); give yours another name")
+    # A notebook's cell has no file and may define its method again; so may an edited file.
+    files = [source_file(other.make), source_file(make)]
     if None not in files and files[0] != files[1]:
         raise KvjaxError(f"two files define a method called {name}: {files[0]} and {files[1]}; rename one of them")
 
 
-def is_ours(make: Callable[..., Any]) -> bool:
-    """Whether a recipe's function is kvjax's and not a user's."""
+def is_builtin(make: Callable[..., Any]) -> bool:
+    """Whether a registered function is kvjax's and not a user's."""
     return make.__module__.startswith(f"{kvjax.methods.__name__}.")
 
 
-def file_of(make: Callable[..., Any]) -> Path | None:
-    """The file in which a recipe's function stands; None for one of a shell, or of a notebook's cell."""
+def source_file(make: Callable[..., Any]) -> Path | None:
+    """The file that defines a registered function; None for one of a shell or of a notebook's cell."""
     code = getattr(inspect.unwrap(make), "__code__", None)
     file = code and Path(code.co_filename)
     return file.resolve() if file and file.is_file() else None
 
 
-KINDS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, bool: (bool, np.bool_), str: (str, os.PathLike)}
-"""What a call may give for a parameter of these types."""
+ACCEPTED_TYPES: dict[Any, Any] = {
+    int: numbers.Integral,
+    float: numbers.Real,
+    bool: (bool, np.bool_),
+    str: (str, os.PathLike),
+}
+"""A parameter's annotation -> the types of the values that a call may pass."""
 
 
-def _check_value(recipe: str, parameter: inspect.Parameter, value: Any) -> None:
-    """Raises KvjaxError for a value of another type than the parameter's, or a number that no device has."""
-    want, name = parameter.annotation, f"parameter {parameter.name!r} of {recipe}"
-    if want is Tokens:
+def _check_value(method: str, parameter: inspect.Parameter, value: Any) -> None:
+    """Raises KvjaxError for a value of another type than the parameter's, or a number that fits no device."""
+    want, name = parameter.annotation, f"parameter {parameter.name!r} of {method}"
+    if want is TokenBudget:
         try:
-            Tokens(value)
+            parse_budget(value)
         except KvjaxError as e:
             raise KvjaxError(f"{name}: {e}") from None
-    elif want in KINDS:
-        is_number = want in (int, float)
-        if not isinstance(value, KINDS[want]) or (is_number and (isinstance(value, bool) or value != value)):
-            raise KvjaxError(is_no_value(recipe, parameter, value))
-    if (
-        isinstance(value, numbers.Real) and abs(cast(float, value)) > LARGEST
-    ):  # also of what is a number or something else
-        raise KvjaxError(f"{name} must be at most {LARGEST:,}, got {value!r:.60}; no text is so long")
+    elif want in ACCEPTED_TYPES:
+        # A bool is an Integral to Python, and NaN is a Real.
+        is_no_number = want in (int, float) and (isinstance(value, bool) or value != value)
+        if is_no_number or not isinstance(value, ACCEPTED_TYPES[want]):
+            raise KvjaxError(describe_wrong_type(method, parameter, value))
+    # Parameters of other types, such as a number or a text, may be numbers too.
+    if isinstance(value, numbers.Real) and abs(cast(float, value)) > MAX_NUMBER:
+        raise KvjaxError(f"{name} must be at most {MAX_NUMBER:,}, got {value!r:.60}; no text is so long")
 
 
-def is_no_value(recipe: str, parameter: inspect.Parameter, given: Any) -> str:
-    """The error that says which type a parameter has, and what to write for a number of another one."""
+def describe_wrong_type(method: str, parameter: inspect.Parameter, value: Any) -> str:
+    """The error text for a value of the wrong type, with what to write instead where that is a number."""
     want, name = parameter.annotation, parameter.name
-    said = f"parameter {name!r} of {recipe} is {want.__name__}, got {given!r:.60} (default {parameter.default!r})"
-    if isinstance(given, bool) and want in (int, float):
-        return f"{said}; write a {'whole ' if want is int else ''}number"
+    text = f"parameter {name!r} of {method} is {want.__name__}, got {value!r:.60} (default {parameter.default!r})"
+    if isinstance(value, bool) and want in (int, float):
+        return f"{text}; write a {'whole ' if want is int else ''}number"
     try:
-        value = float(given) if want in (int, float) else None
+        number = float(value) if want in (int, float) else None
     except (TypeError, ValueError, OverflowError):
-        value = None
-    if value is None or not abs(value) <= LARGEST:
-        return said
-    if want is float or value == int(value):
-        return f"{said}; write {name}={value:.12g}"
-    if abs(value) < 1:  # of a share nobody knows how many are meant
-        return f"{said}; write a whole number"
-    return f"{said}; write {name}={math.floor(value)} or {name}={math.ceil(value)}"
+        number = None
+    if number is None or not abs(number) <= MAX_NUMBER:
+        return text
+    if want is float or number == int(number):
+        return f"{text}; write {name}={number:.12g}"
+    if abs(number) < 1:  # a fraction such as 0.25, which no whole number near it can stand for
+        return f"{text}; write a whole number"
+    return f"{text}; write {name}={math.floor(number)} or {name}={math.ceil(number)}"
 
 
-def has_no_parameter(recipe: str, name: str, known: Sequence[str]) -> str:
-    """The error that names the parameter that is nearest, and all of them."""
-    close = nearest(name, known)
+def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> str:
+    """The error text that names the nearest parameter, and all of them."""
+    close = suggest_name(name, known)
     has = f"has {', '.join(known)}" if known else "has none"
-    return f"{recipe} has no parameter {name!r}" + (f"{close} It {has}" if close else f"; it {has}")
+    return f"{method} has no parameter {name!r}" + (f"{close} It {has}" if close else f"; it {has}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A question for the name that is nearest to one that nobody knows; nothing where all are far."""
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """A question for the known name that is nearest to an unknown one, or "" where all are far."""
     close = difflib.get_close_matches(name, list(known), 1, 0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _why_no_call(recipe: str, signature: inspect.Signature, given: Iterable[str], error: TypeError) -> str:
-    """What is wrong with a call, as Python says it, or by the keyword that the recipe has not."""
+def _explain_call_error(method: str, signature: inspect.Signature, keywords: Iterable[str], error: TypeError) -> str:
+    """Names the unknown keyword of a call, or repeats what Python says."""
     known = list(signature.parameters)
-    for name in given:
+    for name in keywords:
         if name not in known:
-            return has_no_parameter(recipe, name, known)
-    return f"{recipe}: {error}; it has {', '.join(known) or 'no parameters'}"
+            return describe_unknown_parameter(method, name, known)
+    return f"{method}: {error}; it has {', '.join(known) or 'no parameters'}"
 
 
-def load_all() -> dict[str, Recipe]:
-    """All recipes: those of kvjax, those of installed packages, and those that the user has defined or loaded."""
-    from kvjax.methods.loading import load_entry_points  # which needs this module
+def load_all() -> dict[str, MethodEntry]:
+    """Imports and returns all methods: kvjax's, installed packages', and the user's own."""
+    from kvjax.methods.loading import load_entry_points  # loading imports this module
 
-    _load_ours()
+    _import_builtin_methods()
     load_entry_points()
-    return RECIPES
+    return REGISTRY
 
 
-def _load_ours() -> dict[str, Recipe]:
-    """Imports every file of this folder, each of which registers its own."""
+def _import_builtin_methods() -> dict[str, MethodEntry]:
+    """Imports every file of this folder, so that it registers its methods."""
     for module in pkgutil.iter_modules(kvjax.methods.__path__):
         importlib.import_module(f"kvjax.methods.{module.name}")
-    return RECIPES
+    return REGISTRY

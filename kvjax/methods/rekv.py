@@ -9,17 +9,16 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult
-from kvjax.cache.readers.retrieval import Index, Retrieve, slots_of_queries
+from kvjax.cache.readers.retrieval import Index, Retrieve, slot_lookup
 from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -39,7 +38,7 @@ class MeanKeys(Index):
 
     size: int
 
-    def summarise(self, keys: Array, real: Array) -> Array:
+    def summarize(self, keys: Array, real: Array) -> Array:
         return jnp.where(real[..., None], keys.astype(jnp.float32), 0.0).sum(3)
 
     def join(self, before: Array, more: Array) -> Array:
@@ -71,7 +70,7 @@ class ByQuestion(Retrieve):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -79,10 +78,12 @@ class ByQuestion(Retrieve):
         bare = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question
         asking = question[:, :, :, None] + jnp.cumsum(bare, 3)
-        kept = (slots_of_queries(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
+        kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
         reader_state = dataclasses.replace(state.reader_state, question=question + jnp.where(kept, bare, 0.0).sum(3))
         return ReadResult(
-            self.found(layer, state, q, q_pos, asking, reader_state.blocks), reader_state, cross_layer=cross_layer
+            self.attend_retrieved(layer, state, q, q_pos, asking, reader_state.blocks),
+            reader_state,
+            cross_layer=cross_layer,
         )
 
 
@@ -91,28 +92,30 @@ def _bare(block: KVBlock, spec: LayerSpec) -> KVBlock:
     return dataclasses.replace(block, k=spec.rope.unrotate(block.k, block.pos))
 
 
-def _bytes(x: Sizes) -> Bytes:
-    numbers = x.B * x.K * x.H * (-(-x.S // 2) + x.G)
-    return Bytes(4 * numbers + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "ReKV, Di et al. 2025, arXiv 2503.00540; constants of its public code for LLaVA-OneVision",
-    Trial("rekv:topk=1,block=2,sinks=1,recent=2", "rekv:topk=99,block=2,sinks=1,recent=2", _bytes),
-    formula="score(block) = cos(mean of the queries since the prompt, mean of the block's keys), both without RoPE "
-    "and over all heads of the layer as one vector",
-    differs="A question's tokens look up one after the other, by the mean so far, and those of its answer count too; "
-    "keys keep their positions, which the authors count anew; the cosine is the paper's, their code takes the product.",
-    example="rekv:topk=4,block=64,recent=128",
-    family="host memory",
-)
+@register_method(example="rekv:topk=4,block=64,recent=128", family="host memory")
 def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -> Method:
-    """A context is read and kept on the host; question and answer read the blocks that the question's mean finds.
+    """Stores a context on the host; question and answer read the blocks that the question's mean query finds.
 
-    Made for video, where a block is a frame; in text it is a stretch of tokens. topk: blocks that are read. block:
-    tokens (a frame of LLaVA-OneVision has 196). sinks: first tokens, always read (the authors: what comes before the
-    video). recent: last tokens, always read, for question and answer. Unlike `infllm`, all keys of a block make its
-    key, the prompt attends exactly, and one question goes on asking: ask it of a context by `kvjax.read`.
+    The method is made for video, where a block is a frame; in text it is a run of tokens. Unlike in `infllm`, all keys
+    of a block make its key, the prompt attends exactly, and one question goes on asking: ask it of a context by
+    `kvjax.read`.
+
+    Formula:
+      score(block) = cos(mean of the queries since the prompt, mean of the block's keys), both before RoPE and over all
+      heads of the layer as one vector
+
+    Differs:
+      A question's tokens look up one after the other, by the mean so far, and those of its answer count too; keys keep
+      their positions, which the authors renumber; the cosine is the paper's, their code takes the product.
+
+    Args:
+      topk: blocks that are read.
+      block: tokens of a block (a frame of LLaVA-OneVision has 196).
+      sinks: first tokens, which are always read (the authors: the tokens before the video).
+      recent: last tokens, which are always read, for question and answer.
+
+    Reference:
+      ReKV, Di et al. 2025, arXiv 2503.00540; constants of its public code for LLaVA-OneVision
     """
-    at_least("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
+    check_minimum("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
     return Method(k=Host(Plain()), v=Host(Plain()), read=ByQuestion(MeanKeys(block), topk, sinks, recent))

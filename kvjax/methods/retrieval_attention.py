@@ -11,23 +11,22 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
+from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.cache.readers.ring_buffer import Ring
+from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, scores, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
 class Static:
-    """The rows of first and last tokens, a second time, in the P places of a `Ring`."""
+    """The rows of first and last tokens, a second time, in the P places of a `RingBuffer`."""
 
     k: memory.Buffer  # [B K P H]
     v: memory.Buffer  # [B K P H]
@@ -49,7 +48,7 @@ class HostSearch(Reader):
 
     def __post_init__(self):
         name = "RetrievalAttention"
-        at_least(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
+        check_minimum(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Static:
         ring = self._ring(block.pos.shape[2])
@@ -68,7 +67,7 @@ class HostSearch(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -87,16 +86,16 @@ class HostSearch(Reader):
             others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, found, -1))
             return combine(attend_dense(q, static, q_pos, window), others)
 
-        return ReadResult(by_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
+        return ReadResult(map_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
 
-    def _ring(self, slots: int) -> Ring:
+    def _ring(self, slots: int) -> RingBuffer:
         """The places in a layer of so many slots; of as many slots as there are places, the same."""
         places = min(slots, self.sinks + self.recent)
         sinks = min(self.sinks, places - 1)
-        return Ring(sinks, places - sinks)
+        return RingBuffer(sinks, places - sinks)
 
 
-def _held(ring: Ring, n: Array) -> Array:
+def _held(ring: RingBuffer, n: Array) -> Array:
     """i32[B 1 P]: the slots in the ring's places after n i32[B] tokens, -1 where there is none."""
     return ring.slots(n, jnp.full_like(n, ring.sinks))
 
@@ -121,24 +120,26 @@ def _logits(layer: MethodLayer, state: LayerState, q: Array) -> Array:
     return s if state.bias is None else s + state.bias[:, :, None, None]
 
 
-def _bytes(x: Sizes) -> Bytes:
-    return Bytes(2 * x.rows(1 + 2) + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
-
-
-@recipe(
-    "RetrievalAttention, Liu et al. 2024, arXiv 2409.10516, section 3; static tokens of Microsoft's MInference",
-    Trial("retrieval_attention:topk=2,sinks=1,recent=2", "retrieval_attention:topk=100,sinks=1,recent=2", _bytes),
-    formula="a query reads s < sinks, s > t - recent, and of the others the topk of the largest q_t k_s",
-    differs="The search is exact, over all keys on the host, like the flat index of Microsoft's code; the paper's is "
-    "approximate, by an index that follows the distribution of queries.",
-    example="retrieval_attention:sinks=64,recent=256",
-    family="host memory",
-)
+@register_method(example="retrieval_attention:sinks=64,recent=256", family="host memory")
 def retrieval_attention(topk: int = 100, sinks: int = 128, recent: int = 512) -> Method:
-    """Keys and values lie on the host, where each query head's best keys are searched; exactly, without an index.
+    """Stores keys and values on the host, where each query head's best keys are found by exact search.
 
-    topk: keys that a query head finds (unverified: the paper's; Microsoft's code takes 2,000). sinks, recent: first and
-    last tokens, held on the device too and always read. The products of a search are computed by the host, and only
-    they and the rows found cross over. A prompt attends exactly.
+    Attention in the prompt is exact. The host computes the products of a search; only they and the token vectors found
+    cross the bus.
+
+    Formula:
+      a query reads s < sinks, s > t - recent, and of the others the topk of the largest q_t k_s
+
+    Differs:
+      The search is exact, over all keys on the host, like the flat index of Microsoft's code; the paper's is
+      approximate, by an index that follows the distribution of queries.
+
+    Args:
+      topk: keys that a query head finds (unverified: the paper's; Microsoft's code takes 2,000).
+      sinks: first tokens, which also lie on the device and are always read.
+      recent: last tokens, which also lie on the device and are always read.
+
+    Reference:
+      RetrievalAttention, Liu et al. 2024, arXiv 2409.10516, section 3; static tokens of Microsoft's MInference
     """
     return Method(k=Host(Plain()), v=Host(Plain()), read=HostSearch(topk, sinks, recent))

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.scorers import Scorer, Scores, before_window, check_kernel, pooled, token_scores
+from kvjax.cache.eviction.scorers import Scorer, Scores, check_kernel, pool_scores, pre_window_mask, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -17,8 +17,7 @@ from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.recompress import Recompress, latest
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class RKV(Scorer):
         check_kernel(self.kernel)
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        block, before = block.clean(), before_window(block, self.num_queries)
+        block, before = block.clean(), pre_window_mask(block, self.num_queries)
         received = self._received(
             block, latest(self.require_observation(observation), self.num_queries), before, spec.window
         )
@@ -56,10 +55,10 @@ class RKV(Scorer):
         """f32[B K S]: the attention that tokens before the window receive; anything elsewhere."""
         seen = attention.visible(block.pos, observation.pos, window)[:, :, 0] & before[:, :, None]
         logits = attention.scores(observation.q, block.k).max(2)
-        p, _, l = attention.weights(jnp.where(seen, logits, attention.NEG))
+        p, _, l = attention.weights(jnp.where(seen, logits, attention.MASKED_LOGIT))
         count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
         received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
-        return pooled(received, before, self.kernel, "max")
+        return pool_scores(received, before, self.kernel, "max")
 
 
 def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
@@ -89,26 +88,11 @@ def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
     total = lax.scan(add, vary(jnp.zeros((B, K, S))), parts)[0]
     real = block.pos >= 0
     count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    p, _, l = attention.weights(jnp.where(real, total / count, attention.NEG))
+    p, _, l = attention.weights(jnp.where(real, total / count, attention.MASKED_LOGIT))
     return p / jnp.maximum(l, 1e-30)[..., None]
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Six tokens, three more and an empty slot, and the two last queries with their positions."""
-    queries = 2 * x.B * (x.K * x.G * x.H * x.itemsize + 4)
-    return Bytes(2 * x.rows(6 + 3 + 1) + x.positions(6 + 3 + 1, per_head=True) + queries)
-
-
-@recipe(
-    "R-KV, Cai et al. 2025, arXiv 2505.24133; the rules of its public code, Zefan-Cai/R-KV",
-    Trial("rkv:budget=6,window=2,kernel=3,every=3", "rkv:budget=100,window=2,kernel=3,every=3", _bytes),
-    formula="score_s = mix * pooled window attention - (1 - mix) * softmax_s(mean over keys of cos(k, k_s), the newest "
-    "near duplicate spared); back to `budget` tokens whenever `every` more are held",
-    differs="The authors compress after the newest token has come in and before it attends, here before it comes in; "
-    "the prompt is compressed too. Of near duplicates the paper spares the newest beta, its code and this the newest.",
-    example="rkv:budget=512,every=32",
-    family="eviction at every step",
-)
+@register_method(example="rkv:budget=512,every=32", family="eviction at every step")
 def rkv(
     budget: int = 1024,
     window: int = 8,
@@ -117,12 +101,28 @@ def rkv(
     threshold: float = 0.5,
     every: int = 128,
 ) -> Method:
-    """Back to its budget whenever `every` tokens have come, of those that are attended to and not redundant.
+    """Returns to its budget whenever `every` tokens have come, and keeps tokens that are attended to and not redundant.
 
-    budget: tokens of each key/value head after a compression, the window included (the paper's runs: 1024 to 3072).
-    window, kernel: the last queries, and neighbours that share the greatest attention. mix: share of attention in a
-    score (the paper; 0.07 in the class of the authors' code). threshold: cosine above which keys are near duplicates.
-    every: tokens between compressions. The prompt is compressed likewise, and the memory is constant.
+    The prompt is compressed likewise, and the memory is constant.
+
+    Formula:
+      score_s = mix * pooled window attention - (1 - mix) * softmax_s(mean over keys of cos(k, k_s), the newest near
+      duplicate spared); back to `budget` tokens whenever `every` more are cached
+
+    Differs:
+      The authors compress after the newest token has come in and before it attends, here before it comes in; the prompt
+      is compressed too. Of near duplicates the paper spares the newest beta, its code and this the newest.
+
+    Args:
+      budget: tokens of each key/value head after a compression, the window included (the paper's runs: 1024 to 3072).
+      window: last queries, which score the others; their own tokens always stay.
+      kernel: neighbors that share the largest attention among them.
+      mix: weight of attention in a score (the paper: 0.1; 0.07 in the class of the authors' code).
+      threshold: cosine above which keys are near duplicates.
+      every: tokens between compressions.
+
+    Reference:
+      R-KV, Cai et al. 2025, arXiv 2505.24133; the rules of its public code, Zefan-Cai/R-KV
     """
     scorer = RKV(window, kernel, mix, threshold)
     return Method(select=make_selection(scorer, budget, 0, window), decode=Recompress(every))

@@ -8,16 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.decode_policy import at_least
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve
-from kvjax.core.attention import NEG, scores, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,43 +50,40 @@ class Hybrid(Boxes):
         channel = lax.top_k(size.mean(2), max(1, int(H * self.share)))[1]
         return (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
 
-    def among(self, score: Array, candidates: Array) -> Array:
-        p, _, l = weights(jnp.where(candidates, score, NEG))
+    def rescale(self, score: Array, candidates: Array) -> Array:
+        p, _, l = weights(jnp.where(candidates, score, MASKED_LOGIT))
         return (p / jnp.maximum(l, 1e-30)[..., None]).mean(2, keepdims=True)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    slots = x.left(7)
-    boxes = 2 * x.rows(-(-slots // 2))
-    return Bytes(2 * x.rows(slots) + boxes + x.positions(slots, per_head=True) + x.per_row())
-
-
-@recipe(
-    "RocketKV, Behnam et al. 2025, arXiv 2502.14051; constants of TensorRT-LLM",
-    Trial(
-        "rocketkv:budget=7,topk=4,page=2,window=2,kernel=3",
-        "rocketkv:budget=100,topk=100,page=2,window=2,kernel=3",
-        _bytes,
-    ),
-    formula="score(page) = mean over query heads of softmax(sum over channels c of q_c M_c / t), M_c the page's max "
-    "or min by the sign of the heads' summed q_c, t = sqrt(H sum_c |q_c| / sum |q|), c the channels of the largest |q|",
-    differs="Whole pages are read instead of single tokens, and always the query's own; pages are as long from step to "
-    "step, whatever has come.",
-    example="rocketkv:budget=1024,topk=256",
-    family="sparse reading",
-)
+@register_method(example="rocketkv:budget=1024,topk=256", family="sparse reading")
 def rocketkv(
     budget: int = 2048, topk: int = 256, page: int = 4, channels: float = 0.25, window: int = 32, kernel: int = 63
 ) -> Method:
-    """After the prompt each head keeps what SnapKV keeps, generously; a query then reads only the best pages of that.
+    """Keeps a generous selection by SnapKV; a query then reads only the best pages of it.
 
-    budget, window, kernel: of the prompt, as in `snapkv`, with max pooling. topk: tokens that a query reads, in whole
-    pages, its own page included (TensorRT-LLM: 64 pages). page: tokens. channels: the share of the head size by which
-    pages are found (the authors shrink tokens and channels alike: 1 / page; TensorRT-LLM takes all). A prompt attends
-    exactly.
+    Attention in the prompt is exact.
+
+    Formula:
+      score(page) = mean over query heads of softmax(sum over channels c of q_c M_c / t), M_c the page's max or min by
+      the sign of the heads' summed q_c, t = sqrt(H sum_c |q_c| / sum |q|), c the channels of the largest |q|
+
+    Differs:
+      Whole pages are read instead of single tokens, and always the query's own; the page length is fixed, whatever the
+      length of the text.
+
+    Args:
+      budget: prompt tokens kept per layer and key/value head, the window included.
+      topk: tokens that a query reads, in whole pages, its own page included (TensorRT-LLM: 64 pages).
+      page: tokens of a page.
+      channels: fraction of the head size by which pages are found (the authors shrink tokens and channels alike: 1 /
+        page; TensorRT-LLM takes all).
+      window, kernel: as in `snapkv`; the pooling is a maximum.
+
+    Reference:
+      RocketKV, Behnam et al. 2025, arXiv 2502.14051; constants of TensorRT-LLM
     """
-    at_least("RocketKV", page=(page, 1))
+    check_minimum("RocketKV", page=(page, 1))
     if topk < 2 * page:
         raise KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
-    select = make_selection(scorers.Window(window, kernel, "max", reduce_first=True), budget, recent=window)
+    select = make_selection(scorers.WindowAttention(window, kernel, "max", reduce_first=True), budget, recent=window)
     return Method(select=select, read=Retrieve(Hybrid(page, channels), topk // page - 1, per="head"))

@@ -9,16 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, marks_at, newest_first, require_observation
+from kvjax.cache.eviction.decode_policy import (
+    Policy,
+    check_minimum,
+    policy_state_at,
+    require_observation,
+    sort_newest_first,
+    top_slots,
+)
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Scissorhands(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
+        check_minimum("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
         if not 0 <= self.drop < 1:
             raise KvjaxError(f"drop of Scissorhands is a share of the budget in [0, 1), got {self.drop}; it uses 0.5")
         if self.low < self.recent:
@@ -84,10 +90,10 @@ class Scissorhands(Policy):
         pos = jnp.broadcast_to(block.pos, count.shape)
         over = over[:, None, None]
         rank = jnp.where(pos > end[:, None, None] - 1 - self.recent, 0, -count)
-        chosen = best(rank, pos, min(self.budget, slots))
+        chosen = top_slots(rank, pos, min(self.budget, slots))
         place = jnp.arange(chosen.shape[2])[None, None]  # they come in the order of their rank
         chosen = jnp.where(over & (place >= self.low), -1, chosen)
-        return chosen, jnp.where(over, 0, marks_at(count, chosen, slots))
+        return chosen, jnp.where(over, 0, policy_state_at(count, chosen, slots))
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
@@ -106,7 +112,7 @@ class Scissorhands(Policy):
 
     def _compress(self, pos: Array, count: Array, t: Array, due: Array) -> tuple[Array, Array]:
         """Of rows that are due, all but `low` slots of each head are emptied."""
-        order = newest_first(jnp.where(pos > t - self.recent, 0, -count), pos)
+        order = sort_newest_first(jnp.where(pos > t - self.recent, 0, -count), pos)
         place = jnp.argsort(order, axis=2).astype(jnp.int32)
         return jnp.where(due & (place >= self.low), -1, pos), jnp.where(due, 0, count)
 
@@ -125,7 +131,7 @@ def below_mean(block: KVBlock, observation: Observation, counts: Array, window: 
     def add(total, i):
         qi, ti = (lax.dynamic_slice_in_dim(x, i * at_once, at_once, a) for x, a in ((q, 3), (t, 1)))
         seen = visible(block.pos, ti, window)
-        p, _, l = weights(jnp.where(seen, scores(qi, block.k), NEG))
+        p, _, l = weights(jnp.where(seen, scores(qi, block.k), MASKED_LOGIT))
         p = (p / jnp.maximum(l, 1e-30)[..., None]).mean(2)
         seen = seen[:, :, 0]  # [B K|1 q S]
         mean = 1 / jnp.maximum(seen.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
@@ -135,23 +141,25 @@ def below_mean(block: KVBlock, observation: Observation, counts: Array, window: 
     return lax.scan(add, zero, jnp.arange(blocks, dtype=jnp.int32))[0]
 
 
-@recipe(
-    "Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4",
-    Trial(
-        "scissorhands:budget=6,history=4,recent=2", "scissorhands:budget=90,history=4,recent=2", constant(7, marks=4)
-    ),
-    formula="count_s = how often softmax(q_t k_s) < 1 / (tokens held) in the last `history` steps; over budget, "
-    "the highest counts leave, m at a time",
-    differs="All layers have the same budget, where the paper gives later layers more (unverified: how much). The "
-    "history is one count per slot from the compression before; with m + 1 >= history, the paper's setting, that is "
-    "the same.",
-    example="scissorhands:budget=512",
-    family="eviction at every step",
-)
+@register_method(example="scissorhands:budget=512", family="eviction at every step")
 def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Method:
-    """Drops, in batches, the tokens whose attention was below the mean most often, in constant memory.
+    """Drops, in batches, the tokens whose attention was most often below the mean, in constant memory.
 
-    The paper's larger budgets of later layers are not part of this. history: so many last steps count. recent: tokens
-    that always stay. drop: share of the budget that goes at a time.
+    Formula:
+      count_s = how often softmax(q_t k_s) < 1 / (cached tokens) in the last `history` steps; over budget, the highest
+      counts leave, m at a time
+
+    Differs:
+      All layers have the same budget, where the paper gives later layers more (unverified: how much). The history is
+      one count per slot since the last compression; with m + 1 >= history, the paper's setting, that is the same.
+
+    Args:
+      budget: tokens of each key/value head.
+      history: last steps that count.
+      recent: last tokens that always stay.
+      drop: fraction of the budget that is dropped at a time.
+
+    Reference:
+      Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4
     """
     return Method(decode=Scissorhands(budget, history, recent, drop))

@@ -10,20 +10,19 @@ from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.low_rank import Fitted
-from kvjax.cache.eviction.granularity import gather, slots_where, top
+from kvjax.cache.codecs.low_rank import PromptLowRank
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.cache.side_store.base import SideStore
 from kvjax.core import memory
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -49,7 +48,7 @@ class Shadow(SideStore):
     outliers: int = 48
     local: int = 4
 
-    host = True
+    uses_host_memory = True
 
     def __post_init__(self):
         if min(self.chunk, self.rank) < 1 or min(self.outliers, self.local) < 0 or self.budget < self.chunk:
@@ -72,7 +71,7 @@ class Shadow(SideStore):
         block = block.clean()
         chunks = max(most // self.chunk - self.local, 1)
         slot = jnp.arange(chunks * self.chunk, dtype=jnp.int32)[None, None]
-        front = gather(block, jnp.where(slot < block.pos.shape[2], slot, -1))
+        front = gather_tokens(block, jnp.where(slot < block.pos.shape[2], slot, -1))
         landmarks, likeness = self._landmarks(front.k)
         away = self._away(block, likeness)
         here = self._here(block, away, min(self.num_main_slots(most), slots))
@@ -83,14 +82,14 @@ class Shadow(SideStore):
         length = (block.pos[:, :1] >= 0).sum(-1, dtype=jnp.int32)
         chunk = jnp.arange(likeness.shape[2], dtype=jnp.int32)[None, None]
         whole = chunk < (length // self.chunk - self.local)[..., None]
-        outliers = top(-likeness, whole, jnp.full_like(length, self.outliers))
+        outliers = top_k_mask(-likeness, whole, jnp.full_like(length, self.outliers))
         return jnp.repeat(whole & ~outliers, self.chunk, -1)
 
     def _here(self, block: KVBlock, away: Array, slots: int) -> KVBlock:
         """What stays in the slots."""
         after = jnp.zeros((*away.shape[:2], block.pos.shape[2]), bool)
         away = jnp.concatenate([away, after], 2)[:, :, : block.pos.shape[2]]
-        return gather(block, slots_where((block.pos >= 0) & ~away, slots))
+        return gather_tokens(block, mask_to_slots((block.pos >= 0) & ~away, slots))
 
     def _store(self, layer: MethodLayer, block: KVBlock, front: KVBlock, away: Array) -> LayerState:
         """The chunks, with directions that are fitted to all tokens of the prompt."""
@@ -111,7 +110,7 @@ class Shadow(SideStore):
 
     def _inner(self, layer: MethodLayer) -> MethodLayer:
         """The layer as the chunks see it."""
-        fitted = Fitted(0, rank=self.rank, pre_rope=True).at(layer.spec)
+        fitted = PromptLowRank(0, rank=self.rank, pre_rope=True).at(layer.spec)
         return dataclasses.replace(layer, method=Method(k=fitted, v=Host()))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
@@ -121,14 +120,14 @@ class Shadow(SideStore):
 
         def attend(q: Array, q_pos: Array) -> Partial:
             seen = visible(newest, q_pos, layer.spec.window)
-            p, _, l = weights(jnp.where(seen, scores(q, landmarks), NEG))
+            p, _, l = weights(jnp.where(seen, scores(q, landmarks), MASKED_LOGIT))
             share = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
             best, chunk = lax.top_k(jnp.where(seen, share, -1.0), min(self.budget // self.chunk, share.shape[4]))
             within = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)
             slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + within, -1)
             return attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))
 
-        return by_query_blocks(attend, q, q_pos, 16)
+        return map_query_blocks(attend, q, q_pos, 16)
 
     def positions(self, store: Chunked) -> Array:
         return store.tokens.pos
@@ -138,34 +137,28 @@ class Shadow(SideStore):
         return KVBlock(inner.keys(held.k, held.pos), inner.v.decode(held.v), held.pos)
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Of 9 tokens the first 6 in chunks of 2, at rank 8; room for one outlier chunk, a local one, and one left over."""
-    slots = x.left(5)
-    exact = 2 * x.rows(slots) + x.positions(slots, per_head=True) + x.per_row()
-    keys = x.B * 6 * 8 * x.itemsize + 4 * x.B * x.K * x.H * 8
-    return Bytes(exact + keys + x.rows(3) + x.positions(6, per_head=True), x.rows(6))
-
-
-@recipe(
-    "ShadowKV, Sun et al. 2024, arXiv 2410.21465, section 4; constants of its authors' code",
-    Trial(
-        "shadowkv:budget=2,chunk=2,rank=8,outliers=1,local=1",
-        "shadowkv:budget=100,chunk=2,rank=64,outliers=1,local=1",
-        _bytes,
-    ),
-    formula="K = U_r S_r V_r^T of a prompt's keys before RoPE, all heads together; score(chunk) = max over a head's "
-    "queries of softmax(q mean(chunk) / sqrt(d)); k' = RoPE((U_r S_r V_r^T)[chunk])",
-    differs="The right singular vectors come from the keys' outer products, which gives the same factors; each query "
-    "chooses its chunks, where the code adds up those of one call; a prompt shorter than the budget is no error.",
-    example="shadowkv:budget=512,rank=16",
-    family="host memory",
-)
+@register_method(example="shadowkv:budget=512,rank=16", family="host memory")
 def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4) -> Method:
-    """Keys of a prompt in low rank and its values on the host; landmarks of chunks say which are rebuilt and fetched.
+    """Stores a prompt's keys in low rank and its values on the host, and reads the chunks that landmarks select.
 
-    budget: tokens that a query reads of the chunks. chunk: tokens. rank: numbers of a token for all heads together, at
-    most all of their channels. outliers: chunks of each head that are exact because a token of them is unlike their
-    mean. local: so many last chunks of the prompt are exact, and all that is decoded (2048, 8, 160, 48, 4). Attention
-    in the prompt is exact.
+    Decoded tokens and the prompt's own attention are exact. The defaults are the authors'.
+
+    Formula:
+      K = U_r S_r V_r^T of a prompt's keys before RoPE, all heads together; score(chunk) = max over a head's queries of
+      softmax(q mean(chunk) / sqrt(d)); k' = RoPE((U_r S_r V_r^T)[chunk])
+
+    Differs:
+      The right singular vectors come from the keys' outer products, which gives the same factors; each query selects
+      its chunks, where the code adds up those of one call; a prompt shorter than the budget is no error.
+
+    Args:
+      budget: tokens that a query reads in chunks.
+      chunk: tokens of a chunk.
+      rank: numbers stored per token for all heads together, at most all of their channels.
+      outliers: chunks of each head that are exact because one of their tokens is unlike their mean.
+      local: last chunks of the prompt that are exact.
+
+    Reference:
+      ShadowKV, Sun et al. 2024, arXiv 2410.21465, section 4; constants of its authors' code
     """
     return Method(side_store=Shadow(budget, chunk, rank, outliers, local))

@@ -12,8 +12,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +23,22 @@ class Newest(Scorer):
         return token_scores(jnp.broadcast_to(block.pos, block.k.shape[:3]).astype(jnp.float32), block)
 
 
-@recipe(
-    "StreamingLLM as a prompt-only baseline (KVCache-Factory, kvpress)",
-    Trial("sinks_and_recent:budget=5,sinks=2", "sinks_and_recent:budget=100,sinks=2", selected(5, per_head=False)),
-    formula="s < sinks or s >= T - (budget - sinks)",
-    example="sinks_and_recent:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="sinks_and_recent:budget=512", family="eviction after the prompt")
 def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> Method:
-    """After the prompt only its first and last tokens stay, at their true positions; all that is decoded stays too."""
+    """Keeps only the prompt's first and last tokens, at their true positions, and all decoded tokens.
+
+    Formula:
+      s < sinks or s >= T - (budget - sinks)
+
+    Differs:
+      No difference from kvpress' StreamingLLMPress is known; StreamingLLM itself, which also evicts while decoding, is
+      `streaming_llm`.
+
+    Args:
+      budget: prompt tokens kept per layer and key/value head, the sinks included.
+      sinks: as in `make_selection`.
+
+    Reference:
+      StreamingLLM as a prompt-only baseline (KVCache-Factory, kvpress)
+    """
     return Method(select=make_selection(Newest(), budget, sinks, max(budget - sinks, 0), "token", "layer"))

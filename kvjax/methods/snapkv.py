@@ -6,20 +6,10 @@ from kvjax.cache.eviction import scorers
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
-@recipe(
-    "SnapKV, Li et al. 2024, arXiv 2404.14469, section 4; constants of its LongBench runs",
-    Trial("snapkv:budget=6,window=2,kernel=3", "snapkv:budget=100,window=2,kernel=3", selected(6)),
-    formula="score_s = mean over the window's queries of softmax(q k_s), pooled over neighbours; per key/value "
-    "head the mean over its query heads",
-    differs="Grouped heads choose together by their mean, as in kvpress; the authors' code repeats keys to "
-    "query heads first.",
-    example="snapkv:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="snapkv:budget=512", family="eviction after the prompt")
 def snapkv(
     budget: TokenBudget = 1024,
     window: int = 32,
@@ -31,16 +21,32 @@ def snapkv(
     unit: str = "token",
     per: str = "head",
 ) -> Method:
-    """After the prompt each head keeps its window and the tokens that the window's queries attend to most, pooled.
+    """Keeps the prompt tokens that its last queries attend to most, and the window of these queries.
 
-    budget: prompt tokens kept per layer and key/value head, the window included, or a share of each prompt such as 25%;
-    what is decoded is kept too, one row a token. window, kernel, pool: the last queries, and the pooling over
-    neighbours, "max" or "avg" (the class in the authors' code: 64, 5, avg). reduce, reduce_first: over a key/value
-    head's query heads, mean or max, before or after pooling. unit: "token", or "chunk8", "page32" and the like. per:
-    "head", or "layer" for one set for all heads.
+    Tokens are evicted once, when the prompt ends; decoded tokens are all kept.
+
+    Formula:
+      score_s = mean over the window's queries of softmax(q k_s), pooled over neighbors; per key/value head the mean
+      over its query heads
+
+    Differs:
+      Grouped heads select together by their mean, as in kvpress; the authors' code (FasterDecoding/SnapKV) repeats keys
+      to query heads first.
+
+    Args:
+      budget: as in `make_selection`; the window is included.
+      window: last queries of the prompt that score the others; their own tokens always stay.
+      kernel: neighbors over which a token's attention is pooled, odd.
+      pool: "max" or "avg" (the class in the authors' code has window 64, kernel 5, avg).
+      reduce: "mean" or "max" over the query heads of a key/value head.
+      reduce_first: whether to reduce before pooling.
+      sinks, unit, per: as in `make_selection`.
+
+    Reference:
+      SnapKV, Li et al. 2024, arXiv 2404.14469, section 4; constants of its LongBench runs
     """
     return Method(
         select=make_selection(
-            scorers.Window(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per
+            scorers.WindowAttention(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per
         )
     )

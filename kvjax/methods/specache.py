@@ -15,13 +15,11 @@ from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import Reader, ReadResult
-from kvjax.core.attention import NEG, combine, partial, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, attend_scores, combine, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.kivi import codes_bytes
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @pytree
@@ -85,8 +83,12 @@ class Speculative(Reader):
             reader_state, k=self.k.append(reader_state.k, new.k, at), v=self.v.append(reader_state.v, new.v, at)
         )
 
-    def filled(self, reader_state: Copy, num_tokens: int) -> Any:
-        return self.k.filled(reader_state.k, num_tokens), self.v.filled(reader_state.v, num_tokens), reader_state.rows
+    def used_part(self, reader_state: Copy, num_tokens: int) -> Any:
+        return (
+            self.k.used_part(reader_state.k, num_tokens),
+            self.v.used_part(reader_state.v, num_tokens),
+            reader_state.rows,
+        )
 
     def read(
         self,
@@ -94,7 +96,7 @@ class Speculative(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         assert state.n is not None
@@ -110,7 +112,7 @@ class Speculative(Reader):
             rows = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
         else:
             rows = reader_state.rows
-        part, mass = self._mixed(layer, state, s, q, rows, q_pos, guessed)
+        part, mass = self._mixed(layer, state, s, q, rows, q_pos, other_partial)
         if self.speculative:
             with jax.named_scope("prefetch"):  # nothing else in this step waits for it
                 new = self._fetch(layer, state, mass, self.k.num_quantized(state.n))
@@ -123,7 +125,7 @@ class Speculative(Reader):
         s = self.k.scores(q, state.reader_state.k)
         if state.bias is not None:
             s = s + state.bias[:, :, None, None]
-        return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, NEG)
+        return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
 
     def _mixed(
         self,
@@ -133,7 +135,7 @@ class Speculative(Reader):
         q: Array,
         rows: Fetched,
         q_pos: Array,
-        guessed: Partial | None,
+        other_partial: Partial | None,
     ) -> tuple[Partial, Array]:
         """Attention over low-bit and fetched slots; and the last query's weight of each slot, f32[B K S]."""
         at = jnp.maximum(rows.idx, 0)
@@ -142,13 +144,13 @@ class Speculative(Reader):
         exact = scores(q, rows.k)
         if state.bias is not None:
             exact = exact + jnp.take_along_axis(state.bias, at, 2)[:, :, None, None]
-        hot = jnp.where(visible(pos, q_pos, layer.spec.window), exact, NEG)  # [B K G T n]
+        hot = jnp.where(visible(pos, q_pos, layer.spec.window), exact, MASKED_LOGIT)  # [B K G T n]
         slot = jnp.where(rows.idx >= 0, rows.idx, s.shape[-1])
         replaced = _put(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
-        p, m, l = weights(jnp.where(replaced[:, :, None, None], NEG, s))
-        fetched = partial(hot, rows.v)
+        p, m, l = weights(jnp.where(replaced[:, :, None, None], MASKED_LOGIT, s))
+        fetched = attend_scores(hot, rows.v)
         part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), fetched)
-        total = part if guessed is None else combine(part, guessed)
+        total = part if other_partial is None else combine(part, other_partial)
 
         def last_share(p: Array, m: Array) -> Array:
             """The last query's softmax weights, over all that it reads, of unnormalised ones with maximum m."""
@@ -156,7 +158,7 @@ class Speculative(Reader):
             return self._over_group(share[:, :, :, -1])
 
         low = last_share(p, m)
-        high = last_share(jnp.where(hot > NEG / 2, jnp.exp(hot - fetched.m[..., None]), 0.0), fetched.m)
+        high = last_share(jnp.where(hot > MASKED_LOGIT / 2, jnp.exp(hot - fetched.m[..., None]), 0.0), fetched.m)
         return part, _put(low, slot, high)
 
     def _over_group(self, w: Array) -> Array:
@@ -186,32 +188,7 @@ def _put(x: Array, idx: Array, value: Any) -> Array:
     return x.at[jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], idx].set(value, mode="drop")
 
 
-def _trial(more: str = "", bits: int = 1, guesses: bool = True, name: str = "") -> Trial:
-    topk, group, residual = 3, 4, 4
-
-    def count(x: Sizes) -> Bytes:
-        fetched = guesses * x.B * x.K * topk * (2 * x.H * x.itemsize + 4)
-        copy = codes_bytes(x, bits, group, residual)
-        return Bytes(copy + fetched + x.positions(x.S) + x.per_row(), 2 * x.rows(x.S))
-
-    def text(topk: int) -> str:
-        return f"specache:bits={bits},group={group},residual={residual},topk={topk}" + (f",{more}" if more else "")
-
-    return Trial(text(topk), text(100), count, exact_from=int(guesses), name=name)
-
-
-@recipe(
-    "SpeCache, Jie et al. 2025, arXiv 2503.16163, section 3.3 and Algorithms 1-3",
-    _trial(),
-    _trial("reduce=max", bits=2, name="2 bits, the greatest of the query heads"),
-    _trial("speculative=false", guesses=False, name="waiting"),
-    formula="out = softmax over the exact logits of the topk fetched rows and the low-bit logits of the others; "
-    "topk: the heaviest weights of the guessed next token's query, one step earlier",
-    differs="Only true tokens are kept; the paper's Algorithm 3 would append the guess too. The authors "
-    "published no code.",
-    example="specache:bits=1",
-    family="host memory",
-)
+@register_method(example="specache:bits=1", family="host memory")
 def specache(
     bits: int = 1,
     group: int = 32,
@@ -221,14 +198,30 @@ def specache(
     one_bit: str = "improved",
     reduce: str = "mean",
 ) -> Method:
-    """Everything exact in pinned host memory, a KIVI copy on the device, and the topk rows that count fetched ahead.
+    """Stores everything exactly on the host and a low-bit copy on the device, and prefetches the tokens that matter.
 
-    bits, group, residual, one_bit: of the copy, as in `kivi` (the paper: 1 or 2 bits, groups of 32 or 64, 64 recent
-    tokens, so that 64 fetched rows make the 128 of its KIVI). topk: rows per key/value head and step (the paper: 64).
-    speculative: each step also runs a guess of the next token, which chooses the rows of the next step, so that they
-    come while this one computes; False: each query chooses its own and waits. Only true tokens are ever kept (the
-    paper's Algorithm 3 would append the guess too). Candidates are slots held in low bits; recent tokens are exact.
-    reduce: over the query heads of a key/value head, "mean" or "max".
+    Candidates for fetching are the slots in low bits; recent tokens are exact.
+
+    Formula:
+      out = softmax over the exact logits of the topk fetched tokens and the low-bit logits of the others; topk: the
+      largest weights of the predicted next token's query, one step earlier
+
+    Differs:
+      Only true tokens are kept; the paper's Algorithm 3 would append the predicted one too. The authors published no
+      code.
+
+    Args:
+      bits: as in `kivi`; SpeCache has 1 or 2 for the low-bit copy.
+      group: as in `kivi`; SpeCache has 32 or 64.
+      topk: tokens fetched per key/value head and step (the paper: 64).
+      residual: as in `kivi`; SpeCache has 64, which 64 fetched tokens extend to KIVI's 128.
+      speculative: whether each step also runs a draft of the next token, whose query selects the tokens of the next
+        step, so that they are fetched during this one; otherwise each query selects its own and waits.
+      one_bit: as in `kivi`.
+      reduce: reduction over the query heads of a key/value head, "mean" or "max".
+
+    Reference:
+      SpeCache, Jie et al. 2025, arXiv 2503.16163, section 3.3 and Algorithms 1-3
     """
 
     def low(axis):

@@ -7,13 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least
+from kvjax.cache.eviction.decode_policy import Policy, check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class SinksAndRecent(Policy):
     sinks: int = 4
 
     def __post_init__(self):
-        at_least("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
+        check_minimum("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
 
     def num_slots(self, layer: MethodLayer) -> int:
         return self.sinks + self.recent + 1
@@ -57,31 +56,32 @@ class SinksAndRecent(Policy):
         oldest = jnp.where(behind, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
         return jnp.where(full & behind & (pos == oldest), -1, pos), None
 
-    def index(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
+    def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
         if layer.method.select is not None:
-            return super().index(layer, held, pos)
+            return super().cache_positions(layer, held, pos)
         # Without gaps between the recent tokens, the newest position alone tells.
         base = jnp.maximum(held.max(2, keepdims=True) - self.sinks - self.recent, 0)
         return jnp.where(pos < self.sinks, pos, pos - base)
 
 
-@recipe(
-    "StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2",
-    Trial("streaming_llm:recent=3,sinks=2", "streaming_llm:recent=90,sinks=2", constant(6)),
-    Trial(
-        "streaming_llm:recent=3,sinks=2,reindex=false",
-        "streaming_llm:recent=90,sinks=2,reindex=false",
-        constant(6),
-        name="true positions",
-    ),
-    formula="t sees the first `sinks` tokens, the last `recent` ones and itself, at their indices in the cache",
-    example="streaming_llm:recent=508",
-    sized_by="recent",
-    family="eviction at every step",
-)
+@register_method(example="streaming_llm:recent=508", family="eviction at every step", sized_by="recent")
 def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> Method:
-    """The first and the most recent tokens, in constant memory for a text without end.
+    """Keeps the first and the most recent tokens, in constant memory for a text of any length.
 
-    reindex: positions are indices inside the cache (the paper); False: true positions. A prompt is attended in full.
+    Attention in the prompt is exact.
+
+    Formula:
+      t sees the first `sinks` tokens, the last `recent` ones and itself, at their indices in the cache
+
+    Differs:
+      No difference is known; reindex=false keeps true positions, as kvpress and KVCache-Factory do.
+
+    Args:
+      recent: last tokens that stay.
+      sinks: first tokens that always stay (the paper: 4).
+      reindex: whether positions are indices inside the cache (the paper) instead of true positions.
+
+    Reference:
+      StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2
     """
     return Method(decode=SinksAndRecent(recent, sinks), positions="cache" if reindex else "true")

@@ -12,14 +12,13 @@ from jax import lax
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks, logits
+from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, everything
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ class PersistentTokens(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
         if cross_layer is None or self.chooses:
@@ -71,7 +70,7 @@ class PersistentTokens(Reader):
             own = jnp.broadcast_to(q_pos[:, None, None, :, None], (*q.shape[:4], 1))
             return attend_slots(layer, state, q, q_pos, _slots(state.pos, jnp.concatenate([chosen, own], -1)))
 
-        return ReadResult(by_query_blocks(attend, q, q_pos, 16, chosen), cross_layer=cross_layer)
+        return ReadResult(map_query_blocks(attend, q, q_pos, 16, chosen), cross_layer=cross_layer)
 
     def _choose(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
         """Attention to everything; the carry is the positions of each query's tokens, i32[B K T G n], -1 if unused."""
@@ -82,12 +81,14 @@ class PersistentTokens(Reader):
             s = logits(layer, state, q, q_pos, keys)
             p, m, l = weights(s)
             earlier = state.pos[:, :, None, None] < q_pos[:, None, None, :, None]
-            best, slot = lax.top_k(jnp.where(earlier, s, NEG), count)
+            best, slot = lax.top_k(jnp.where(earlier, s, MASKED_LOGIT), count)
             pos = jnp.broadcast_to(state.pos, (*s.shape[:2], state.pos.shape[2]))
             pos = jnp.take_along_axis(pos, slot.reshape(*s.shape[:2], -1), 2).reshape(slot.shape)
-            return ReadResult(Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > NEG / 2, pos, -1))
+            return ReadResult(
+                Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > MASKED_LOGIT / 2, pos, -1)
+            )
 
-        found = by_query_blocks(attend, q, q_pos, 64)
+        found = map_query_blocks(attend, q, q_pos, 64)
         return found._replace(cross_layer=jnp.moveaxis(found.cross_layer, 3, 2))
 
 
@@ -101,21 +102,26 @@ def _slots(held: Array, wanted: Array) -> Array:
     return jnp.where(there, slot, -1).reshape(wanted.shape)
 
 
-@recipe(
-    "TidalDecode, Yang et al. 2024, arXiv 2410.05076, section 3",
-    Trial("tidal_decode:topk=3,dense=0", "tidal_decode:topk=100,dense=0", everything),
-    formula="layer l reads {t} and the topk - 1 tokens s < t of the highest q_t k_s in the last choosing layer below l",
-    differs="A query's own token is always read and is one of the topk, as in the authors' CUDA code; their evaluation "
-    "code may drop it.",
-    example="tidal_decode:topk=256,dense=1,reselect=2",
-    family="sparse reading",
-)
+@register_method(example="tidal_decode:topk=256,dense=1,reselect=2", family="sparse reading")
 def tidal_decode(topk: int = 256, dense: int = 2, reselect: int = 13) -> Method:
-    """Nothing is lost, but most layers read only the tokens that a layer below them has found to count.
+    """Reads, in most layers, only the tokens that an earlier layer selected by its exact attention; no token is lost.
 
-    topk: tokens that a query head reads in such a layer, its own included. dense: so many first layers read everything;
-    the next one too, and it chooses. reselect: the layer, counted from 0, that chooses again (the authors' code: 13 for
-    Llama 3 with 32 layers, 9 in an earlier version). A prompt attends exactly. On a model of fewer layers nothing is
-    chosen again.
+    Attention in the prompt is exact.
+
+    Formula:
+      layer l reads {t} and the topk - 1 tokens s < t of the highest q_t k_s in the last selecting layer below l
+
+    Differs:
+      A query's own token is always read and is one of the topk, as in the authors' CUDA code; their evaluation code may
+      drop it.
+
+    Args:
+      topk: tokens that a query head reads in such a layer, its own included.
+      dense: first layers that read everything; the next one does too, and it selects.
+      reselect: the layer, counted from 0, that selects again (the authors' code: 13 for Llama 3 with 32 layers, 9 in an
+        earlier version). A model of fewer layers has none.
+
+    Reference:
+      TidalDecode, Yang et al. 2024, arXiv 2410.05076, section 3
     """
     return Method(read=PersistentTokens(topk, dense, reselect))

@@ -8,15 +8,14 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, at_least, best, require_observation, without_lowest
+from kvjax.cache.eviction.decode_policy import Policy, check_minimum, evict_lowest, require_observation, top_slots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, constant
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Tova(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        at_least("TOVA", budget=(self.budget, 1))
+        check_minimum("TOVA", budget=(self.budget, 1))
 
     def num_slots(self, layer: MethodLayer) -> int:
         return self.budget + 1
@@ -50,16 +49,16 @@ class Tova(Policy):
         weight = over_heads.mean(attention_mass(block, observation, by, layer.spec.window)[0].mean(2))
         if self.keep_newest:
             weight = jnp.where(block.pos == last[:, None], jnp.inf, weight)
-        return best(weight, block.pos, min(self.budget, slots)), None
+        return top_slots(weight, block.pos, min(self.budget, slots)), None
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, None]:
         t = q_pos[:, None]  # [B 1 1]
         may_leave = (state.pos >= 0) & ~(self.keep_newest & (state.pos == t))
-        return without_lowest(over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
+        return evict_lowest(over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
 
     def check(self, layer: MethodLayer) -> None:
         select = layer.method.select
-        if select is not None and select.per != "layer":
+        if select is not None and select.scope != "layer":
             raise IncompatibleMethod(
                 f"slot `decode`, {self}, cannot work with slot `select` by {select.scorer}: TOVA holds the same tokens "
                 "in all heads of a layer, and this selection keeps others in each; give it per=layer, as in "
@@ -67,18 +66,21 @@ class Tova(Policy):
             )
 
 
-@recipe(
-    "TOVA, Oren et al. 2024, arXiv 2401.06104, section 3.2",
-    Trial("tova:budget=4", "tova:budget=100", constant(5)),
-    Trial("tova:budget=4,keep_newest=true", "tova:budget=100,keep_newest=true", constant(5), name="keeps the newest"),
-    formula="w_s = mean over all heads of softmax(q_t k_s / sqrt(H)); over budget, the token of the lowest w_s leaves",
-    example="tova:budget=512",
-    family="eviction at every step",
-)
+@register_method(example="tova:budget=512", family="eviction at every step")
 def tova(budget: int = 1024, keep_newest: bool = False) -> Method:
-    """Over budget, the token that the newest query attends to least leaves, in constant memory.
+    """Evicts, over the budget, the token that the newest query attends to least, in constant memory.
 
-    budget: tokens that stay after each step, the newest included (the paper: an eighth to a quarter of the text).
-    keep_newest: the newest token always stays (kvpress); by default it competes, as in the authors' code.
+    Formula:
+      w_s = mean over all heads of softmax(q_t k_s / sqrt(H)); over budget, the token of the lowest w_s leaves
+
+    Differs:
+      No difference from the authors' code is known; keep_newest=true is kvpress' rule.
+
+    Args:
+      budget: tokens that stay after each step, the newest included (the paper: an eighth to a quarter of the text).
+      keep_newest: whether the newest token always stays (kvpress); by default it competes, as in the authors' code.
+
+    Reference:
+      TOVA, Oren et al. 2024, arXiv 2401.06104, section 3.2
     """
     return Method(decode=Tova(budget, keep_newest))

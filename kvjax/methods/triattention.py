@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.future_queries import mean_over_bare, still_seen, sum_of_queries, turned_ahead
+from kvjax.cache.eviction.future_queries import mean_over_pre_rope, rotate_ahead, sum_queries, visible_to_next_query
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, selected
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +45,19 @@ class TriAttention(Scorer):
         block, observation, rope = block.clean(), self.require_observation(observation), spec.rope
 
         def sums(q: Array, counts: Array) -> tuple[Array, Array]:
-            return sum_of_queries(q, counts), moduli(q, rope.dim).sum(3)
+            return sum_queries(q, counts), moduli(q, rope.dim).sum(3)
 
-        mean, modulus = mean_over_bare(observation, observation.pos >= 0, rope, sums)
+        mean, modulus = mean_over_pre_rope(observation, observation.pos >= 0, rope, sums)
         steps = jnp.asarray(2 ** np.arange(self.furthest.bit_length()), jnp.int32)
-        turned = turned_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
+        turned = rotate_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
         keys = block.k.astype(jnp.float32)
         heads = jnp.einsum("bkgh,bksh->bkgs", turned, keys)
         spread = modulus - moduli(mean, rope.dim)
         heads += jnp.einsum("bkgf,bksf->bkgs", spread, moduli(keys, rope.dim))
-        readable = still_seen(block, spec.window)
+        readable = visible_to_next_query(block, spec.window)
         if self.normalise:
             heads = standardised(heads, readable)
-        heads = jnp.where(readable, heads, NEG)
+        heads = jnp.where(readable, heads, MASKED_LOGIT)
         return head_scores(heads, heads.max(2), block)
 
 
@@ -76,18 +75,7 @@ def standardised(x: Array, counted: Array) -> Array:
     return apart / jnp.maximum(jnp.sqrt(variance), 1e-6)
 
 
-@recipe(
-    "TriAttention, Mao et al. 2026, arXiv 2604.04921; constants of its authors' vLLM plugin",
-    Trial("triattention:budget=5,recent=2,furthest=8", "triattention:budget=100,recent=2", selected(5)),
-    formula="score_s = mean over d of sum_f |m_f| |k_f| cos((t - s + d) w_f + arg(m_f conj k_f)) + (a_f - |m_f|) |k_f| "
-    "with m and a the mean and the mean modulus of a head's bare queries",
-    differs="Each layer and head makes a choice of its own, the authors' `per_layer_per_head`, where their default is "
-    "one of all layers; all keep equally many in both. Statistics come from a row's own queries, those of the prompt "
-    "and under `recompress` the last `every`, where the authors calibrate them once per model and keep them in a "
-    "file; the prompt counts towards the budget, where their code protects it by default.",
-    example="triattention:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="triattention:budget=512", family="eviction after the prompt")
 def triattention(
     budget: TokenBudget = 2048,
     recent: int = 128,
@@ -97,11 +85,29 @@ def triattention(
     unit: str = "token",
     per: str = "head",
 ) -> Method:
-    """After the prompt each head keeps the tokens that suit its mean query at the distances ahead, and the recent ones.
+    """Keeps the tokens that match each head's mean query at the distances ahead, and the recent ones.
 
-    budget, recent: the authors' plugin keeps 2,048 tokens and among them the last 128. furthest: the distances ahead
-    are the powers of two up to it. normalise: over each query head's scores before the greatest is taken (optional in
-    the authors' code, on in TensorRT-LLM). The authors compress every 128 tokens while decoding:
-    'triattention + recompress:every=128'. unit, per as in `snapkv`.
+    The authors compress every 128 tokens while decoding: 'triattention + recompress:every=128'.
+
+    Formula:
+      score_s = mean over d of sum_f |m_f| |k_f| cos((t - s + d) w_f + arg(m_f conj k_f)) + (a_f - |m_f|) |k_f| with m
+      and a the mean and the mean modulus of a head's queries before RoPE
+
+    Differs:
+      Each layer and head selects for itself, the authors' `per_layer_per_head`, where their default is one selection
+      for all layers; all keep the same number in both. Statistics come from a sequence's own queries, those of the
+      prompt and under `recompress` the last `every`, where the authors calibrate them once per model and keep them in a
+      file; the prompt counts towards the budget, where their code protects it by default.
+
+    Args:
+      budget: as in `make_selection` (the authors' plugin: 2,048).
+      recent: as in `make_selection` (the authors' plugin: 128).
+      furthest: largest distance ahead; the distances are the powers of two up to it.
+      normalise: whether each query head's scores are normalized before the largest is taken (optional in the authors'
+        code, on in TensorRT-LLM).
+      sinks, unit, per: as in `make_selection`.
+
+    Reference:
+      TriAttention, Mao et al. 2026, arXiv 2604.04921; constants of its authors' vLLM plugin
     """
     return Method(select=make_selection(TriAttention(furthest, normalise), budget, sinks, recent, unit, per))

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.ends import Ends
-from kvjax.cache.codecs.even import EvenSteps
+from kvjax.cache.codecs.ends import ExactEndLayers
+from kvjax.cache.codecs.even import UniformQuantizer
 from kvjax.cache.codecs.lloyd import LloydMax
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.cache.method import Method
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
-def _trial(text: str, k_bits: int, v_bits: int, name: str = "") -> Trial:
-    def count(x: Sizes) -> Bytes:
-        length, ends = 2, 2 + 2
-        row = x.H * k_bits // 8 + length + x.H * v_bits // 8 + ends
-        return Bytes(x.B * x.K * x.S * row + x.positions(x.S) + x.per_row())
-
-    return Trial(text, "", count, name=name)
-
-
-@recipe(
-    "TurboQuant, Zandieh et al. 2025, arXiv 2504.19874; as in vLLM, kv_cache_dtype turboquant_4bit_nc and its like",
-    _trial("turboquant", 4, 4),
-    _trial("turboquant:k_bits=3,v_bits=3", 3, 3, "3 bits"),
-    formula="K: y = k H / (sqrt(d) |k|), c = the nearest Lloyd-Max level of N(0, 1/d), k' = |k| c / |c|; "
-    "V: code = floor((v - min) / s + 1/2), s = (max - min) / (2^bits - 1)",
-    differs="As in vLLM, and not in the paper: Hadamard's matrix without random signs takes the place of a random "
-    "rotation, and the paper's extra bit per number for the sign of the projected residual (QJL) is left out. FP8 keys "
-    "beyond 448 take that value.",
-    example="turboquant:ends=0",
-    family="quantization by token",
-)
+@register_method(example="turboquant:ends=0", family="quantization by token")
 def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int = 2) -> Method:
-    """Keys rotated, in 3 or 4 bits at the best levels for what a rotation makes of them; values in 3 or 4 bits.
+    """Quantizes rotated keys to the best levels for their distribution, and values uniformly, to 3 or 4 bits.
 
-    k_bits, v_bits: 4 and 4 (vLLM's `turboquant_4bit_nc`), 3 and 4 (`k3v4_nc`), 3 and 3 (`3bit_nc`), or 8 and 4
-    (`k8v4`: keys in FP8 e4m3 without rotation or scale); vLLM reports 3 %, 11 %, 21 % and 1 % more perplexity for these
-    four. correct: a key keeps its length (the presets `_nc`). ends: so many layers at each end of the model are exact,
-    at most half of all (vLLM: 2); with 0 none are. Attention in the prompt is exact. Takes H k_bits / 8 + 2 bytes for a
-    key and H v_bits / 8 + 4 for a value, per token and head of size H.
+    Attention in the prompt is exact. A key of head size H takes H k_bits / 8 + 2 bytes and a value H v_bits / 8 + 4.
+
+    Formula:
+      K: y = k H / (sqrt(d) |k|), c = the nearest Lloyd-Max level of N(0, 1/d), k' = |k| c / |c|; V: code = floor((v -
+      min) / s + 1/2), s = (max - min) / (2^bits - 1)
+
+    Differs:
+      As in vLLM, and not in the paper, Hadamard's matrix without random signs replaces a random rotation, and the
+      paper's extra bit per number for the sign of the projected residual (QJL) is left out. FP8 keys beyond 448 take
+      that value.
+
+    Args:
+      k_bits: bits of a key: 3 or 4, or 8 for FP8 e4m3 without rotation or scale.
+      v_bits: bits of a value: 3 or 4. vLLM's presets (k_bits, v_bits) are 4 and 4 (`turboquant_4bit_nc`), 3 and 4
+        (`k3v4_nc`), 3 and 3 (`3bit_nc`), 8 and 4 (`k8v4`); it reports 3 %, 11 %, 21 % and 1 % more perplexity for
+        these.
+      correct: whether a key keeps its norm (the presets `_nc`).
+      ends: layers at each end of the model that are exact, at most half of all (vLLM: 2; 0 for none).
+
+    Reference:
+      TurboQuant, Zandieh et al. 2025, arXiv 2504.19874; as in vLLM, kv_cache_dtype turboquant_4bit_nc and its like
     """
-    keys = Rows(Fp8(scaled=False)) if k_bits == 8 else Rows(LloydMax(k_bits, correct), "hadamard")
-    return Method(k=Ends(keys, ends), v=Ends(Rows(EvenSteps(v_bits)), ends))
+    keys = PerTokenCodec(Fp8(scaled=False)) if k_bits == 8 else PerTokenCodec(LloydMax(k_bits, correct), "hadamard")
+    return Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(PerTokenCodec(UniformQuantizer(v_bits)), ends))

@@ -9,21 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.future_queries import still_seen
+from kvjax.cache.eviction.competition import level_components
+from kvjax.cache.eviction.future_queries import visible_to_next_query
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scope import level_slots
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import cut
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.cache.readers.base import split_blocks
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Trial, paged, selected
+from kvjax.methods.registry import register_method
 
 QUERIES_AT_ONCE = 64  # a block of [64, T] weights is in memory, not one of [T, T]
 
@@ -68,21 +67,21 @@ class TurnedQueries(Scorer):
         asking = observation.pos >= 0
         behind = jnp.where(asking, (end + self.ahead)[:, None], -1)
         # A sliding window only hides what no later query will see: those tokens get nothing below.
-        readable = still_seen(block, spec.window)[:, :, :, None]
+        readable = visible_to_next_query(block, spec.window)[:, :, :, None]
 
         def add(total: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, before, there = queries
             bare = spec.rope.unrotate_queries(q, jnp.maximum(before, 0))
             turned = spec.rope.rotate_queries(bare, jnp.maximum(there, 0)).astype(q.dtype)
             allowed = visible(block.pos, there) & readable
-            p, _, l = weights(jnp.where(allowed, scores(turned, block.k), NEG))
+            p, _, l = weights(jnp.where(allowed, scores(turned, block.k), MASKED_LOGIT))
             p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 
         blocks = (
-            cut(observation.q, 3, QUERIES_AT_ONCE),
-            cut(observation.pos, 1, QUERIES_AT_ONCE, -1),
-            cut(behind, 1, QUERIES_AT_ONCE, -1),
+            split_blocks(observation.q, 3, QUERIES_AT_ONCE),
+            split_blocks(observation.pos, 1, QUERIES_AT_ONCE, -1),
+            split_blocks(behind, 1, QUERIES_AT_ONCE, -1),
         )
         heads, _ = lax.scan(add, vary(jnp.zeros((*observation.q.shape[:3], block.k.shape[2]))), blocks)
         if self.reduce == "mean":
@@ -103,25 +102,7 @@ class TurnedQueries(Scorer):
         return observation._replace(q=jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos=pos)
 
 
-@recipe(
-    "kvjax's own",
-    Trial(
-        "turned_queries:budget=5,sinks=1,ahead=4,page=4", "turned_queries:budget=100,page=4", paged(5, page=4, beside=5)
-    ),
-    Trial(
-        "turned_queries:budget=5,sinks=1,ahead=4,level=head",
-        "turned_queries:budget=100,level=head",
-        selected(5),
-        name="level=head",
-    ),
-    formula="score_s = max over queries t of the prompt, and over query heads, of "
-    "softmax_s(R(T + ahead) R(-t) q_t . k_s) over all T tokens, R(p) the rotation of position p; the L K budget pairs "
-    "of the highest scores stay, of all heads of all layers",
-    differs="There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the "
-    "prompt's own queries, so that the model runs once.",
-    example="turned_queries:budget=512",
-    family="eviction after the prompt",
-)
+@register_method(example="turned_queries:budget=512", family="eviction after the prompt")
 def turned_queries(
     budget: TokenBudget = 1024,
     ahead: int = 32,
@@ -133,18 +114,35 @@ def turned_queries(
     level: str = "model",
     page: int = 16,
 ) -> Method:
-    """After the prompt the model keeps the tokens that the prompt's own queries would attend to from behind it.
+    """Keeps the tokens that the prompt's own queries would attend to if they came after it.
 
-    budget: prompt tokens kept per layer and key/value head in the mean, those that always stay included. ahead: tokens
-    between the prompt's end and the place that its queries are turned to. sinks, recent: first and last tokens that
-    always stay. reduce: "max" or "mean" over the queries. stride, last: every so many-th query of this last fraction of
-    the prompt asks, and costs fall in proportion (1 and 1.0: all). level: who shares the budget by one ranking of
-    scores: "model", all heads of all layers, for which it is made; "layer", all heads of a layer; or "head", where
-    every head keeps equally many tokens. page: slots of the pages in which heads of unequal length are held, if level
-    is not "head". Costs one more attention pass over the prompt, and no run of the model; with level=model bytes are
-    planned as an upper bound, and scores are computed twice.
+    It costs one more attention pass over the prompt, and no run of the model. With level=model bytes are planned as an
+    upper bound, and scores are computed twice.
+
+    Formula:
+      score_s = max over queries t of the prompt, and over query heads, of softmax_s(R(T + ahead) R(-t) q_t . k_s) over
+      all T tokens, R(p) the rotation of position p; the L K budget pairs of the highest scores stay, of all heads of
+      all layers
+
+    Differs:
+      There is no paper. KVzip's scores come from queries of a repetition of the prompt; these come from the prompt's
+      own queries, so that the model runs once.
+
+    Args:
+      budget: as in `make_selection`, on average over the heads that share it; tokens that always stay are included.
+      ahead: tokens between the prompt's end and the position that its queries are rotated to.
+      sinks, recent: as in `make_selection`.
+      reduce: "max" or "mean" over the queries.
+      stride: every stride-th query is used, and costs fall in proportion.
+      last: fraction of the prompt, at its end, whose queries are used.
+      level: the heads that share the budget by one ranking of scores: "model", all heads of all layers, for which it is
+        made; "layer", all heads of a layer; or "head", where every head keeps the same number of tokens.
+      page: slots of a page, in which heads of unequal length are stored, unless level is "head".
+
+    Reference:
+      kvjax's own
     """
     return Method(
         select=make_selection(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent),
-        **level_slots(level, page),
+        **level_components(level, page),
     )

@@ -7,20 +7,18 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
-from kvjax.cache.eviction.granularity import top
+from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.mixed_precision import Tier
+from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
+from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Probes(Scorer):
         length = (observation.pos >= 0).sum(-1, dtype=jnp.int32)
         first = length + fraction_of(self.share, -length)  # of the newest
         chance = (draw(self.seed, observation.pos) >> 8).astype(jnp.float32)
-        drawn = top(
+        drawn = top_k_mask(
             chance, (observation.pos >= 0) & (observation.pos < first[:, None]), fraction_of(self.share, length)
         )
         slot = jnp.where(drawn | (observation.pos >= first[:, None]), jnp.arange(Q, dtype=jnp.int32)[None], Q)
@@ -73,36 +71,7 @@ class Probes(Scorer):
         return Observation(q, jnp.where(slot < Q, jnp.take_along_axis(observation.pos, at, 1), -1))
 
 
-def tiers_bytes(x: Sizes, stay: int, low: int) -> Bytes:
-    """With room for so many prompt tokens in 4 bits, for so many in 2, and chunks of 3 decoded tokens."""
-    heads, number = x.B * x.K, x.itemsize
-    slots = x.left(stay)
-    codes = 2 * heads * x.H * (slots * 4 + low * 2) // 8  # of keys and of values
-    channels = 3 * heads * x.H * number  # minimum and scale of keys, root of values: of each tier, and of each chunk
-    tokens = 2 * heads * number * (slots + low)  # minimum and scale of values
-    recent = 2 * heads * 3 * x.H * number
-    positions = x.positions(slots + low, per_head=True)
-    counts = 9 * x.per_row()  # slots in use; of four codecs those of the prompt, and those that are codes
-    return Bytes(codes + channels * (2 + slots // 3) + tokens + recent + positions + counts)
-
-
-def _bytes(x: Sizes) -> Bytes:
-    """With 40 % of the prompt in 2 bits."""
-    low = 2 * x.prompt // 5
-    return tiers_bytes(x, x.prompt - low, low)
-
-
-@recipe(
-    "ZipCache, He et al. 2024, arXiv 2405.14256; constants of its authors' code",
-    Trial("zipcache:every=3", "", _bytes),
-    formula="s_i = sum over probes of A_i / number of queries that see token i; the lowest 40 % of a head in 2 bits, "
-    "the others in 4; K by channel, V by token after division by sqrt(max |V|) of each channel",
-    differs="Values have a minimum and a scale for each token and head, where the public code has one for all heads "
-    "(of different tokens, as each head ranks its own); probes are drawn without replacement; a chunk of decoded "
-    "tokens goes to the higher bits as a whole, where the code ranks it by its last query; statistics never mix rows.",
-    example="zipcache",
-    family="quantization by channel and group",
-)
+@register_method(family="quantization by channel and group")
 def zipcache(
     share: float = 0.4,
     low: int = 2,
@@ -112,14 +81,32 @@ def zipcache(
     normalise: str = "queries",
     seed: int = 0,
 ) -> Method:
-    """All tokens of a prompt in few bits, by channel (keys) and by token (values), and the least salient in fewer.
+    """Quantizes a prompt's keys by channel and values by token, the least salient tokens to fewer bits.
 
-    share: of each head's prompt tokens, the lowest, that are held in `low` bits (the public code: 40 %). low, high:
-    bits of these and of the others (the public code: 2 and 4). every: what is decoded stays exact until so many tokens
-    have come, then all of them become codes of `high` bits (100). probes: the share of prompt queries that saliency
-    comes from, twice: the newest, and some drawn by `seed` (5 %). normalise: the attention that a token receives from
-    them, over all "queries" that see it (the public code) or over the "probes" that do. Attention in the prompt is
-    exact.
+    Attention in the prompt is exact.
+
+    Formula:
+      s_i = sum over probes of A_i / number of queries that see token i; the lowest 40 % of a head in 2 bits, the others
+      in 4; K by channel, V by token after division by sqrt(max |V|) of each channel
+
+    Differs:
+      Values have a minimum and a scale for each token and head, where the public code has one for all heads (of
+      different tokens, as each head ranks its own); probes are drawn without replacement; a chunk of decoded tokens
+      goes to the higher bits as a whole, where the code ranks it by its last query; statistics never mix sequences.
+
+    Args:
+      share: fraction of each head's prompt tokens, the least salient, in `low` bits (the public code: 40 %).
+      low: bits of the least salient tokens (the public code: 2).
+      high: bits of the other tokens (the public code: 4).
+      every: decoded tokens that stay exact until they fill a chunk, which is quantized to `high` bits (100).
+      probes: fraction of the prompt's queries from which saliency comes, twice: the newest, and some drawn by `seed` (5
+        %).
+      normalise: the divisor of the attention that a token receives: "queries", all that see it (the public code), or
+        "probes", all probes that do.
+      seed: seed of the drawn probes.
+
+    Reference:
+      ZipCache, He et al. 2024, arXiv 2405.14256; constants of its authors' code
     """
-    tier = Tier(Probes(probes, normalise, seed), share, Channels(low), SeparableTokens(low))
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))
+    tier = ScoredTiers(Probes(probes, normalise, seed), share, Channelwise(low), SeparableTokenwise(low))
+    return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

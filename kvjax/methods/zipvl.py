@@ -8,24 +8,22 @@ import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
-from kvjax.cache.eviction.granularity import top
+from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.mixed_precision import Tiers
+from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import recipe
-from kvjax.methods.trial import Bytes, Sizes, Trial
-from kvjax.methods.zipcache import Probes, tiers_bytes
+from kvjax.methods.registry import register_method
+from kvjax.methods.zipcache import Probes
 
 
 @dataclasses.dataclass(frozen=True)
-class Unimportant(Tiers):
+class Unimportant(PrecisionTiers):
     """All tokens but the fewest that receive `tau` of the attention in their layer, counted for each row.
 
     The count is that of the layer: attention is averaged over all of its heads. Which tokens these are each head says
@@ -55,14 +53,14 @@ class Unimportant(Tiers):
     def num_main_slots(self, kept: int) -> int:
         return -fraction_of(self.most, -kept)  # rounded up
 
-    def room(self, kept: int) -> int:
+    def low_tier_tokens(self, kept: int) -> int:
         return kept - fraction_of(self.least, kept)
 
-    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         """Of equal scores the earlier ones go into the low tier."""
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return top(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
+        return top_k_mask(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
 
     def important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
         """i32[B]: how many tokens of each row are important."""
@@ -74,22 +72,7 @@ class Unimportant(Tiers):
         return jnp.clip(count, fraction_of(self.least, length), -fraction_of(self.most, -length))
 
 
-def _bytes(x: Sizes) -> Bytes:
-    """Of 9 prompt tokens, room for 7 (70 %, rounded up) in 4 bits and for 8 (all but 20 %, rounded down) in 2."""
-    return tiers_bytes(x, 7, 8)
-
-
-@recipe(
-    "ZipVL, He et al. 2024, arXiv 2410.08584 (version 1), section 3; tiers: ZipCache, arXiv 2405.14256",
-    Trial("zipvl:every=3,least=0.2,most=0.7", "", _bytes),
-    formula="p = the fewest tokens that receive tau of all attention from the probes, heads averaged; in each head the "
-    "p tokens of the highest normalised attention in 4 bits, the others in 2",
-    differs="The prompt's own attention is exact, where the paper reads the important tokens alone: that choice comes "
-    "from the data. Shapes are static: both tiers have room for every token, 6 bits a number, unless least and most "
-    "bound the count. Without public code; unverified: tau, and that p counts attention before it is normalised.",
-    example="zipvl:least=0.2,most=0.6",
-    family="quantization by channel and group",
-)
+@register_method(example="zipvl:least=0.2,most=0.6", family="quantization by channel and group")
 def zipvl(
     tau: float = 0.97,
     least: float = 0.0,
@@ -101,12 +84,27 @@ def zipvl(
     normalise: str = "queries",
     seed: int = 0,
 ) -> Method:
-    """All tokens of a prompt in few bits, and in fewer those that a layer's attention can do without.
+    """Quantizes a prompt, and gives fewer bits to the tokens that a layer's attention can do without.
 
-    tau: the share of the attention that important tokens keep. least, most: bounds on their share of a head's tokens;
-    the tiers take `most` times `high` and 1 - `least` times `low` bits a number, since arrays cannot shrink with what
-    is counted (the paper: no bounds). low, high, every, probes, normalise, seed: as in `zipcache`.
+    Formula:
+      p = the fewest tokens that receive tau of all attention from the probes, heads averaged; in each head the p tokens
+      of the highest normalised attention in 4 bits, the others in 2
+
+    Differs:
+      The prompt's own attention is exact, where the paper reads the important tokens alone: that selection depends on
+      the data. Shapes are static: both tiers have room for every token, 6 bits a number, unless least and most bound
+      the count. There is no public code; unverified: tau, and that p counts attention before it is normalized.
+
+    Args:
+      tau: fraction of the attention that important tokens keep.
+      least: lower bound on their fraction of a head's tokens. Arrays cannot shrink with the data, so the tiers take
+        `most` times `high` and 1 - `least` times `low` bits a number (the paper: no bounds).
+      most: upper bound on that fraction.
+      low, high, every, probes, normalise, seed: as in `zipcache`.
+
+    Reference:
+      ZipVL, He et al. 2024, arXiv 2410.08584 (version 1), section 3; tiers: ZipCache, arXiv 2405.14256
     """
-    keys, values = Channels(low), SeparableTokens(low)
+    keys, values = Channelwise(low), SeparableTokenwise(low)
     tier = Unimportant(Probes(probes, normalise, seed), tau, keys, values, least, most)
-    return Method(side_store=tier, k=Channels(high, every), v=SeparableTokens(high, every))
+    return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

@@ -1,4 +1,4 @@
-"""What distinguishes one decoder family from another, as declared data."""
+"""The configuration of a decoder: all that distinguishes one model family from another, as data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from kvjax.core.rope import Rope, RopeScaling
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments, json_documents
 
-LARGEST = 2**31 - 1  # sizes and positions are 32-bit integers on a device
+MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit integers on a device
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A decoder-only transformer with RoPE, RMSNorm and a gated SiLU MLP.
 
-    Axis letters in brackets are those of `kvjax.core.types`. `windows` has one entry per layer: the number of
-    most recent positions that a query sees (itself included), or None for all of them.
+    Axis letters in the comments are those of `kvjax.core.types`.
     """
 
     vocab_size: int  # V
@@ -32,9 +31,9 @@ class Config:
     max_positions: int = 4096
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_fraction: float = 1.0  # share of the head dim that is rotated
+    rope_fraction: float = 1.0  # fraction of the head dim that is rotated
     rope_scaling: RopeScaling | None = None
-    windows: tuple[int | None, ...] | None = None
+    windows: tuple[int | None, ...] | None = None  # by layer, latest positions that a query sees; None: all
     tie_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -45,14 +44,14 @@ class Config:
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "max_positions"):
-            arguments.integer(f"config field {name}", getattr(self, name), 1, LARGEST)
+            arguments.integer(f"config field {name}", getattr(self, name), 1, MAX_SIZE)
         if self.heads % self.kv_heads:
             raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.windows is not None and len(self.windows) != self.layers:
             raise KvjaxError(f"windows has {len(self.windows)} entries for {self.layers} layers; give one per layer")
         for window in self.windows or ():
             if window is not None:
-                arguments.integer("config field windows", window, 1, LARGEST)
+                arguments.integer("config field windows", window, 1, MAX_SIZE)
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             arguments.integer("config field eos_ids or bos_id", token, 0, self.vocab_size - 1)
         for name in ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
@@ -63,23 +62,23 @@ class Config:
             if not (isinstance(x, float | int) and 0 < x <= sys.float_info.max):
                 raise KvjaxError(f"config field {name} must be a positive number, got {x!r}")
         if self.rope_fraction > 1:
-            raise KvjaxError(f"config field rope_fraction is a share of a head, at most 1, got {self.rope_fraction}")
+            raise KvjaxError(f"config field rope_fraction is a fraction of a head, at most 1, got {self.rope_fraction}")
         if self.rotary_dim % 2:
             raise KvjaxError(f"rotary dim must be even, got {self.rotary_dim} of head_dim {self.head_dim}")
 
     @property
     def groups(self) -> int:
-        """G, query heads per key/value head."""
+        """G, query heads of a key/value head."""
         return self.heads // self.kv_heads
 
     @property
     def rotary_dim(self) -> int:
-        """How many leading channels of a head are rotated."""
+        """The number of channels of a head that are rotated, from the first on."""
         return int(self.head_dim * self.rope_fraction)
 
     @property
     def rope(self) -> Rope:
-        """The rotation of queries and keys."""
+        """The rotary embedding of queries and keys."""
         return Rope(self.rotary_dim, self.rope_theta, self.rope_scaling)
 
     def window(self, layer: int) -> int | None:
@@ -87,12 +86,12 @@ class Config:
         return None if self.windows is None else self.windows[layer]
 
     def to_json(self) -> str:
-        """As text; `from_json` reads it back to an equal config."""
+        """Writes the config for `from_json`."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Config:
-        """From the text of `to_json`; raises KvjaxError on a foreign or damaged file."""
+        """Reads what `to_json` wrote; raises KvjaxError for anything else."""
         try:
             raw: dict[str, Any] = json_documents.loads(text)
             scaling = raw.pop("rope_scaling", None)

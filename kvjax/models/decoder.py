@@ -1,4 +1,4 @@
-"""One decoder; its families are fields of `Config`, and what attention reads is the caller's `attend`."""
+"""The decoder. Model families are fields of `Config`, and the caller's `attend` decides what attention reads."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvjax.models.layers import Linear, RMSNorm
 
 Angles = tuple[Array, Array]  # cos and sin, each f32[B T H/2]
 Attend = Callable[[int, Array, Array, Array, Array], tuple[Array, Any]]
-"""(layer, q [B K G T H], k [B K T H], both rotated, v [B K T H], x [B T D] of which these were made) -> (out
-[B K G T H], that layer's new state)."""
+"""(layer, q [B K G T H], k [B K T H], both after RoPE, v [B K T H], the attention's input x [B T D]) -> (attention
+output [B K G T H], the layer's new state)."""
 
 
 class Attention(nn.Module):
-    """Projections and RoPE around `attend`."""
+    """The projections and RoPE around `attend`."""
 
     config: Config
     layer: int
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x: Array, angles: Angles, attend: Attend, last: Array | None) -> tuple[Array, Any]:
+    def __call__(self, x: Array, angles: Angles, attend: Attend, query_indices: Array | None) -> tuple[Array, Any]:
         c = self.config
         D, K, G, H = c.width, c.kv_heads, c.groups, c.head_dim
 
         def linear(name, *a, **kw):
             return Linear(*a, **kw, dtype=self.dtype, name=name)
 
-        q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(pick(x, last)), 1, 3)
+        q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(take_tokens(x, query_indices)), 1, 3)
         k = jnp.moveaxis(linear("k", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
         v = jnp.moveaxis(linear("v", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
         if c.qk_norm:
             q = RMSNorm(H, c.norm_eps, "H", self.dtype, name="q_norm")(q)
             k = RMSNorm(H, c.norm_eps, "H", self.dtype, name="k_norm")(k)
-        q = rotate(q, *(pick(a, last)[:, None, None] for a in angles))
+        q = rotate(q, *(take_tokens(a, query_indices)[:, None, None] for a in angles))
         k = rotate(k, *(a[:, None] for a in angles))
         out, state = attend(self.layer, q, k, v, x)
         out = jnp.moveaxis(out.astype(x.dtype), 3, 1)
@@ -68,18 +68,17 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP with residuals.
-
-    last i32[B Q]: of each row only the outputs [B Q D] at these indices are wanted. The layer then makes keys and
-    values of all tokens, and queries of these only.
-    """
+    """Pre-norm attention and MLP with residuals."""
 
     config: Config
     layer: int
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x: Array, angles: Angles, attend: Attend, last: Array | None = None) -> tuple[Array, Any]:
+    def __call__(
+        self, x: Array, angles: Angles, attend: Attend, query_indices: Array | None = None
+    ) -> tuple[Array, Any]:
+        """Computes the outputs [B Q D] of the tokens at query_indices i32[B Q], or of all; keys and values of all."""
         c = self.config
 
         def norm(name):
@@ -87,29 +86,29 @@ class Layer(nn.Module):
 
         with jax.named_scope("attention"):
             attention = Attention(c, self.layer, self.dtype, name="attention")
-            y, state = attention(norm("attention_norm")(x), angles, attend, last)
-        x = pick(x, last) + y
+            y, state = attention(norm("attention_norm")(x), angles, attend, query_indices)
+        x = take_tokens(x, query_indices) + y
         with jax.named_scope("mlp"):
             return x + MLP(c, self.dtype, name="mlp")(norm("mlp_norm")(x)), state
 
 
-def pick(x: Array, last: Array | None) -> Array:
-    """x [B T ...] at indices last i32[B Q] of each row, [B Q ...]; all of x without it."""
-    return x if last is None else jnp.take_along_axis(x, jnp.expand_dims(last, range(2, x.ndim)), 1)
+def take_tokens(x: Array, indices: Array | None) -> Array:
+    """Takes from x [B T ...] the tokens of each sequence at i32[B Q]: [B Q ...]; None takes all."""
+    return x if indices is None else jnp.take_along_axis(x, jnp.expand_dims(indices, range(2, x.ndim)), 1)
 
 
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
-    """Fresh parameters with their axis letters (`flax.linen.unbox` drops them)."""
+    """Initializes parameters, boxed with their axis letters (`flax.linen.unbox` drops these)."""
 
     def attend(layer: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, None]:
-        return q, None  # shapes are all that matters here
+        return q, None  # only shapes matter here
 
     zero = jnp.zeros((1, 1), jnp.int32)
     return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]
 
 
 class Decoder(nn.Module):
-    """tokens i32[B T], pos i32[B T] -> (hidden [B T D] before the final projection, per-layer states)."""
+    """tokens i32[B T], pos i32[B T] -> (hidden states [B T D] after the final norm, the layers' states)."""
 
     config: Config
     dtype: jnp.dtype = jnp.float32
@@ -132,20 +131,20 @@ class Decoder(nn.Module):
         return self.final_norm(x), tuple(states)
 
     def embed(self, tokens: Array, pos: Array) -> tuple[Array, Angles]:
-        """What the first layer takes: (x [B T D], the angles of RoPE)."""
+        """Returns the first layer's input: (x [B T D], the angles of RoPE)."""
         return self.embedding[tokens], self.config.rope.angles(pos)
 
     def finish(self, x: Array) -> Array:
-        """What the last layer gives, [... D] -> logits f32[... V]."""
+        """The last layer's output [... D] -> logits f32[... V]."""
         return self.unembed(self.final_norm(x))
 
     def unembed(self, hidden: Array) -> Array:
-        """hidden [... D] -> logits f32[... V]."""
+        """Hidden states after the final norm [... D] -> logits f32[... V]."""
         if not self.config.tie_embeddings:
             return self.head(hidden).astype(jnp.float32)
         return unembed(hidden.reshape(-1, hidden.shape[-1]), self.embedding).reshape(*hidden.shape[:-1], -1)
 
     def logits(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
-        """`__call__` then `unembed`: logits f32[B T V] and states."""
+        """Runs `__call__`, then `unembed`: (logits f32[B T V], the layers' states)."""
         hidden, states = self(tokens, pos, attend)
         return self.unembed(hidden), states

@@ -1,4 +1,4 @@
-"""Norms and linear maps; every parameter declares its axis letters."""
+"""RMSNorm and linear maps; every parameter declares its axis letters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.core.types import Array
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, in float32 whatever the dtype (Zhang & Sennrich, 2019)."""
+    """Root-mean-square norm over the last axis, computed in float32 (Zhang & Sennrich, 2019)."""
 
     size: int
     eps: float
@@ -32,14 +32,11 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A linear map named by axis letters: `axes="D K G H"` holds a kernel [D, K, G, H]; contracts the first axes.
+    """A linear map named by axis letters: x [... in-axes] -> [... out-axes]."""
 
-    x [... in-axes] -> [... out-axes]. One matrix product: with more axes XLA transposes the kernel each time.
-    """
-
-    axes: str
-    shape: Sequence[int]
-    contract: int = 1
+    axes: str  # of the kernel, as "D K G H", input axes first
+    shape: Sequence[int]  # of the kernel
+    contract: int = 1  # number of input axes
     bias: bool = False
     dtype: jnp.dtype = jnp.float32
 
@@ -49,6 +46,7 @@ class Linear(nn.Module):
         size_in, size_out, lead = math.prod(shape[:n]), math.prod(shape[n:]), x.shape[: x.ndim - n]
         init: Any = nn.with_logical_partitioning(nn.initializers.normal(size_in**-0.5), names)
         kernel = self.param("kernel", init, shape, self.dtype)
+        # As one matrix product: a contraction over several axes makes XLA transpose the kernel each time.
         y = matmul(x.reshape(-1, size_in), kernel.reshape(size_in, size_out)).reshape(*lead, *shape[n:])
         if self.bias:
             zeros: Any = nn.with_logical_partitioning(nn.initializers.zeros, names[n:])

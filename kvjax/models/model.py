@@ -1,4 +1,4 @@
-"""A model: configuration, parameters, tokenizer and chat template, ready for use."""
+"""A model that is ready for use: configuration, parameters, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import importlib
 import pathlib
 from importlib import resources
 from typing import Any
@@ -17,122 +18,132 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.core.compile_cache import use_compilation_cache
-from kvjax.core.random import seeded
+from kvjax.core.random import key_from_seed
 from kvjax.errors import KvjaxError
-from kvjax.models import checkpoint, conversations
-from kvjax.models.chat import ChatTemplate
+from kvjax.models import checkpoint
+from kvjax.models.chat_template import ChatTemplate, Messages, render_conversations
 from kvjax.models.config import Config
-from kvjax.models.conversations import Messages
 from kvjax.models.decoder import init
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.utils.arguments import float_type
 
+MODEL_RESOLVERS = ["checkpoints_convert.package_models"]
+"""Modules that find models by name. They stand above this one, so they are imported when a name is looked up.
+
+Each has `MODELS`, whose keys are the names, and `directory(name)`, which returns a checkpoint directory, converted if
+need be.
+"""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Model:
-    """params is the Flax parameter tree of `kvjax.models.Decoder`; mesh, when given, is where they live."""
+    """A decoder with its parameters, and the tokenizer and chat template of its checkpoint, if it has any."""
 
     config: Config
-    params: Any
+    params: Any  # parameter tree of `kvjax.models.Decoder`
     tokenizer: Tokenizer | None = None
-    mesh: Mesh | None = None
+    mesh: Mesh | None = None  # where the parameters live
     name: str = ""
     chat_template: ChatTemplate | None = None
 
     def __repr__(self) -> str:
-        c, count = self.config, sum(x.size for x in jax.tree.leaves(self.params))
+        c, num_parameters = self.config, sum(x.size for x in jax.tree.leaves(self.params))
         shape = f"{c.layers} layers, width {c.width}, {c.heads} heads on {c.kv_heads} of {c.head_dim}"
-        return f"Model({self.name or 'no name'}: {count:,} parameters in {self.dtype}, {shape})"
+        return f"Model({self.name or 'no name'}: {num_parameters:,} parameters in {self.dtype}, {shape})"
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the parameters, the activations and the cache."""
+        """The dtype of the parameters, the activations and the cache."""
         return self.params["embedding"].dtype
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What tells models of one configuration apart: a digest of the first few numbers of every parameter."""
-        found = hashlib.sha256()
+        """A digest of the first numbers of every parameter, which tells models of one configuration apart."""
+        digest = hashlib.sha256()
         for x in jax.tree.leaves(self.params):
+            # As NumPy where that copies nothing: slicing a JAX array compiles a program for each shape.
             on_cpu = all(device.platform == "cpu" for device in x.devices())
-            first = (np.asarray(x) if on_cpu else x)[tuple(slice(4) for _ in x.shape)]  # on CPUs nothing is compiled
-            found.update(np.asarray(first).tobytes())
-        return found.hexdigest()
+            first = (np.asarray(x) if on_cpu else x)[tuple(slice(4) for _ in x.shape)]
+            digest.update(np.asarray(first).tobytes())
+        return digest.hexdigest()
 
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer; raises when the checkpoint came without one."""
+        """Returns the tokenizer; raises KvjaxError if the checkpoint has none."""
         if self.tokenizer is None:
             raise KvjaxError("this model has no tokenizer.json: pass prompts as lists of token ids")
         return self.tokenizer
 
     def chat_ids(self, messages: Messages) -> list[list[int]]:
-        """The ids that the model reads for one conversation, or for each of a batch, up to where its answer begins.
+        """Returns the token ids of one conversation, or of each of a batch, up to where the model's answer begins.
 
         They are prompts for `kvjax.generate` and `kvjax.read`. The template writes all special tokens, and none is
-        added; a special token that is spelled out in a message is read as that token, as in transformers. Raises
-        KvjaxError for messages without a known role or a text, and for a model without tokenizer or chat template.
+        added. A special token spelled out in a message is read as that token, as in transformers.
+
+        Raises:
+          KvjaxError: for messages without a known role or a text, and for a model without tokenizer or chat template.
         """
         tokenizer = self.text_tokenizer()
         return [tokenizer.encode(text, special_tokens=False) for text in self.chat_texts(messages)]
 
     def chat_texts(self, messages: Messages) -> list[str]:
-        """The text of which `chat_ids` gives the ids, for each conversation."""
-        return conversations.texts(self.chat_template, messages)
+        """Returns the text that `chat_ids` encodes, for each conversation."""
+        return render_conversations(self.chat_template, messages)
 
 
 def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Model:
-    """Opens a directory that checkpoints_convert wrote, or a model by its name, as `kvjax models` lists them.
+    """Loads a checkpoint directory of `checkpoints_convert`, or a model by name, as `kvjax models` lists them.
 
-    A text is a name only where nothing lies at that path.
-    dtype: of parameters and cache, "bfloat16" or "bf16" for example, default as stored. mesh: parameters are restored
-    straight to their shards.
-    Programs that are compiled from now on are kept on disk (see `use_compilation_cache`). Raises KvjaxError for a
-    directory that is missing, foreign, incomplete or damaged.
+    Programs that are compiled from now on are cached on disk (`use_compilation_cache`).
+
+    Args:
+      path: a directory; a string that is no existing path is a name.
+      dtype: of parameters and cache, as "bfloat16" or "bf16"; None as stored.
+      mesh: parameters are restored straight to their shards on it.
+
+    Raises:
+      KvjaxError: for an unknown name, and for a directory that is missing, foreign, incomplete or damaged.
     """
     use_compilation_cache()
     dtype = None if dtype is None else float_type(dtype)
     name = str(path)
-    where = path if isinstance(path, pathlib.Path) else located(name)
-    if isinstance(path, str) and isinstance(where, pathlib.Path) and not where.exists():
-        raise _unknown(name)
-    config = checkpoint.manifest(where).config
+    directory = path if isinstance(path, pathlib.Path) else find_checkpoint(name)
+    if isinstance(path, str) and isinstance(directory, pathlib.Path) and not directory.exists():
+        names = ["testbed", *(model for resolver in _resolvers() for model in resolver.MODELS)]
+        close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
+        mean = f"did you mean {close[0]!r}? Models" if close else "models"
+        raise KvjaxError(
+            f"there is no checkpoint directory {name}, and no model of that name; {mean} that go by a name: "
+            f"{', '.join(names)} (`kvjax models` says where each comes from). Any other is a checkpoint of Hugging "
+            "Face or a GGUF file that is converted first, python -m checkpoints_convert convert SRC DST, and opened "
+            "as DST"
+        )
+    config = checkpoint.read_manifest(directory).config
     shardings = None if mesh is None else param_shardings(config, mesh)
-    config, params = checkpoint.restore(where, dtype=dtype, shardings=shardings)
-    tokenizer = Tokenizer.from_directory(where) if (where / "tokenizer.json").is_file() else None
-    return Model(config, params, tokenizer, mesh, name, ChatTemplate.from_directory(where))
+    config, params = checkpoint.restore(directory, dtype=dtype, shardings=shardings)
+    tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    return Model(config, params, tokenizer, mesh, name, ChatTemplate.from_directory(directory))
 
 
-def located(name: str) -> Any:
-    """The directory of a model: one that holds a checkpoint, "testbed", or that of a package, converted first.
+def find_checkpoint(name: str) -> Any:
+    """Returns the directory of a model: a checkpoint at that path first, then a model of that name.
 
-    Any other path stays as it is.
+    Without either, returns the path itself.
     """
     path = pathlib.Path(name)
     if (path / checkpoint.MANIFEST).exists():
         return path
     if name == "testbed":
         return resources.files("kvjax") / "testbed"
-    from checkpoints_convert import packaged  # the converters stand on this file
+    resolver = next((resolver for resolver in _resolvers() if name in resolver.MODELS), None)
+    return path if resolver is None else resolver.directory(name)
 
-    return packaged.directory(name) if name in packaged.MODELS else path
 
-
-def _unknown(name: str) -> KvjaxError:
-    """What to say where neither a directory nor a model has that name."""
-    from checkpoints_convert import packaged
-
-    names = ["testbed", *packaged.MODELS]
-    close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, 1)
-    mean = f"did you mean {close[0]!r}? Models" if close else "models"
-    return KvjaxError(
-        f"there is no checkpoint directory {name}, and no model of that name; {mean} that go by a name: "
-        f"{', '.join(names)} (`kvjax models` says where each comes from). Any other is a checkpoint of Hugging Face or "
-        "a GGUF file that is converted first, python -m checkpoints_convert convert SRC DST, and opened as DST"
-    )
+def _resolvers() -> list[Any]:
+    return [importlib.import_module(module) for module in MODEL_RESOLVERS]
 
 
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:
-    """A model with random parameters: for tests and benchmarks, where only shapes and speed matter."""
-    params = jax.jit(lambda key: nn.unbox(init(config, key, float_type(dtype))))(seeded(seed))
+    """Makes a model with random parameters, for tests and benchmarks where only shapes and speed matter."""
+    params = jax.jit(lambda key: nn.unbox(init(config, key, float_type(dtype))))(key_from_seed(seed))
     return Model(config, params, name="random")

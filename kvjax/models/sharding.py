@@ -1,4 +1,4 @@
-"""Where parameters live on a mesh."""
+"""The placement of parameters on a mesh."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from kvjax.core.mesh import check_divides, named
+from kvjax.core.mesh import check_divides, named_sharding
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 
 
 def abstract_params(config: Config, dtype) -> dict:
-    """Shapes and axis letters of all parameters, without making any."""
+    """Returns the shapes and axis letters of all parameters without making any."""
     return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
 
 
 def param_shardings(config: Config, mesh: Mesh) -> dict:
-    """A NamedSharding per parameter; raises when an axis does not divide."""
+    """Returns a NamedSharding for each parameter; raises KvjaxError if an axis does not divide over the mesh."""
     for letter, size in (("K", config.kv_heads), ("F", config.mlp_width), ("V", config.vocab_size)):
         check_divides(letter, size, mesh, "use a mesh axis that divides kv_heads, mlp_width and vocab_size")
     axes = nn.get_partition_spec(abstract_params(config, "float32"))
-    return jax.tree.map(lambda p: named(" ".join(p), mesh), axes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(
+        lambda p: named_sharding(" ".join(p), mesh), axes, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )

@@ -1,1 +1,1 @@
-"""Helpers without JAX arrays: arguments, files, JSON documents, locks, printing."""
+"""Helpers that know nothing about models or caches: arguments, files, JSON documents, locks, printing."""

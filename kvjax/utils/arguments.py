@@ -1,4 +1,4 @@
-"""What numbers and types of numbers the public calls take: checked in one place, so that all errors say it alike."""
+"""Checks of numbers and dtypes, in one place, so that all public calls report errors alike."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import numpy as np
 from kvjax.errors import KvjaxError
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Of parameters and caches."""
+"""Types that parameters and caches may have."""
 SHORT_DTYPES = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": "float16", "fp16": "float16"}
-"""How papers and other programs call them; NumPy's own "f16" is a number of 16 bytes."""
+"""Abbreviations of papers and other programs; NumPy reads "f16" as a float of 16 bytes."""
 
 
 def integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
-    """`value` as an int; raises KvjaxError where it is none, or below `least` or above `most`."""
-    if not _is(value, numbers.Integral, "iu") or not least <= value <= most:
+    """Returns `value` as an int; raises KvjaxError unless it is an integer from `least` to `most`."""
+    if not _is_scalar(value, numbers.Integral, "iu") or not least <= value <= most:
         raise KvjaxError(f"{name} must be an integer from {least} to {most}, got {value!r:.80}{remedy}")
     return int(value)
 
 
 def number(name: str, value: Any, least: float, most: float, remedy: str = "") -> float:
-    """`value` as a float; raises KvjaxError where it is no finite number, or below `least` or above `most`."""
-    if not _is(value, numbers.Real, "iuf") or not math.isfinite(value) or not least <= value <= most:
+    """Returns `value` as a float; raises KvjaxError unless it is a finite number from `least` to `most`."""
+    if not _is_scalar(value, numbers.Real, "iuf") or not math.isfinite(value) or not least <= value <= most:
         raise KvjaxError(f"{name} must be a number from {least:g} to {most:g}, got {value!r:.80}{remedy}")
     return float(value)
 
 
 def float_type(dtype: Any) -> np.dtype:
-    """One of DTYPES, given by its name, long or short, or as a type; raises KvjaxError for another."""
+    """Returns one of DTYPES, given as a type or by its long or short name; raises KvjaxError for any other."""
     try:
         found = jnp.dtype(dtype_name(dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
@@ -45,12 +45,12 @@ def float_type(dtype: Any) -> np.dtype:
 
 
 def dtype_name(word: str) -> str:
-    """The long name of a dtype that is called by a short one; any other word as it is."""
+    """Returns the long name of a dtype's short name; any other word stays as it is."""
     return SHORT_DTYPES.get(word, word)
 
 
-def _is(value: Any, kind: type, dtypes: str) -> bool:
-    """Whether it is a number of Python, NumPy or JAX of that kind; truth values are none."""
+def _is_scalar(value: Any, kind: type, dtypes: str) -> bool:
+    """Whether `value` is a scalar of Python, NumPy or JAX of that kind; booleans are not numbers."""
     if isinstance(value, jax.Array):
         return value.ndim == 0 and value.dtype.kind in dtypes
     return isinstance(value, kind) and not isinstance(value, bool)

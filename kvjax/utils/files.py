@@ -1,4 +1,4 @@
-"""Files: texts that are read, and what is written whole or not at all."""
+"""Text files to read, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,45 +12,48 @@ from typing import BinaryIO
 from kvjax.errors import KvjaxError
 
 
-def text_of(path: Path, called: str) -> str:
-    """The text of a UTF-8 file; raises KvjaxError, by what the file is called, for one that cannot be read as such."""
+def read_text_file(path: Path, name: str) -> str:
+    """Reads a UTF-8 file; raises KvjaxError with `name`, the option or argument that gave the path, if that fails."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise KvjaxError(f"cannot read {called} {path} ({e}); give a UTF-8 text file") from e
+        raise KvjaxError(f"cannot read {name} {path} ({e}); give a UTF-8 text file") from e
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into, which takes the place of `path` once all of it is on disk.
+def replace_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file to write into; it takes the place of `path` when the block ends and all of it is on disk.
 
-    Whatever goes wrong before leaves `path` as it was, and nothing beside it. Of a link the file that it leads to is
-    replaced. Raises KvjaxError for a path at which no file can be made.
+    If anything fails before, `path` stays as it was and no other file remains. A link stays, and its target is
+    replaced.
+
+    Raises:
+      KvjaxError: if no file can be made at `path`.
     """
     path = Path(os.path.realpath(path))
     if os.path.isdir(path):
         raise KvjaxError(f"cannot write {path}, which is a folder; give the path of a file in it")
     if os.path.exists(path) and not os.path.isfile(path):
         raise KvjaxError(f"cannot write {path}, which is a device or pipe; give the path of a file")
-    fresh = path.parent / f".kvjax-{secrets.token_hex(8)}.partial"  # not tempfile: its files are their owner's alone
-    with _naming(path):
+    fresh = path.parent / f".kvjax-{secrets.token_hex(8)}.partial"  # not tempfile: only the owner may read its files
+    with _name_path(path):
         file = fresh.open("xb")
     try:
         with file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        with _naming(path):
+            os.fsync(file.fileno())  # without it, a crash after the rename may leave an empty file
+        with _name_path(path):
             fresh.replace(path)
     except BaseException:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with contextlib.suppress(OSError):  # the first error is the one to report
             fresh.unlink(missing_ok=True)
         raise
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Raises KvjaxError, by this path, where there can be no file."""
+def _name_path(path: Path) -> Iterator[None]:
+    """Turns an OSError into a KvjaxError that names the path which the user gave."""
     try:
         yield
     except OSError as e:

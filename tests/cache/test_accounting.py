@@ -101,7 +101,7 @@ def test_decoded_tokens_are_held_and_no_longer_reserved(method):
 
 
 def test_a_prefix_that_sequences_share_is_held_once():
-    shared = kvjax.read(MODEL, PROMPTS[:1], "full", room=0).share([[1, 2, 3]] * 4, room=8)
+    shared = kvjax.read(MODEL, PROMPTS[:1], "full", room=0).extend_prefix([[1, 2, 3]] * 4, room=8)
     found = shared.bytes
     alone = bytes_after(PROMPTS[:1], "full", 128)
     assert found.full == full_bytes(MODEL.config, [73] * 4, "float32")
@@ -135,7 +135,7 @@ def test_a_cache_that_was_used_up_has_no_bytes():
 
 
 def test_a_method_that_saves_nothing_says_so_once(monkeypatch):
-    monkeypatch.setattr(checks, "_TOLD", set())
+    monkeypatch.setattr(checks, "_WARNED_METHODS", set())
     short = [[1, 2, 3]]
     with pytest.warns(
         KvjaxWarning, match="^snapkv:budget=256 saves nothing on this prompt: .* a longer prompt"

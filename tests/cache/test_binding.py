@@ -19,7 +19,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.engine.plan import bind, specs
 from kvjax.method_api import Method, Policy, Scorer, make_selection, token_scores
 from kvjax.testing import toy_model
-from tests.contract.table import TRIALS
+from tests.contract.cases import CASES
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1]]
 
@@ -59,10 +59,10 @@ SELECTING = (
 """Methods that only select: what is left of a prompt is then held and read as under `full`."""
 
 
-@pytest.mark.parametrize("name", TRIALS)
-def test_layers_that_do_the_same_are_equal_values(name):
-    plan = bind(TRIALS[name].small, kvjax.load("testbed").config)
-    prompt, decode, _ = DIFFERENT.get(name, (1, 1, ""))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_layers_that_do_the_same_are_equal_values(case):
+    plan = bind(case.small, kvjax.load("testbed").config)
+    prompt, decode, _ = DIFFERENT.get(case.id, (1, 1, ""))
     assert len(plan) == 4 and len(set(plan)) == prompt
     assert len({layer.after_prompt for layer in plan}) == decode
     assert all(layer.spec.index is None for layer in plan)

@@ -9,7 +9,7 @@ import kvjax
 from kvjax.cache import protocol
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.protocol import EditableLayer, KVMethod, LayerSpec, RewindableLayer, SizedLayer, Traits
-from kvjax.cache.shared_prefix import Behind, Shared
+from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod
 from kvjax.core.rope import Rope
 from kvjax.errors import IncompatibleMethod
 
@@ -50,13 +50,13 @@ def test_a_layer_of_components_offers_all_but_what_shared_states_need():
     layer = kvjax.parse("full").bind(SPEC)
     assert isinstance(layer, MethodLayer)
     assert [ability.__name__ for ability in ABILITIES if not isinstance(layer, ability)] == ["BatchedLayer"]
-    shared = Behind(kvjax.parse("full"), kvjax.parse("full")).bind(SPEC)
+    shared = SharedPrefixMethod(kvjax.parse("full"), kvjax.parse("full")).bind(SPEC)
     assert isinstance(shared, protocol.BatchedLayer) and isinstance(shared, SizedLayer)
 
 
 def test_what_cannot_be_edited_or_shared_is_told_by_name():
-    with pytest.raises(IncompatibleMethod, match="Bare cannot be read beside other tokens"):
-        Behind(Bare(), kvjax.parse("full")).bind(SPEC)
+    with pytest.raises(IncompatibleMethod, match="Bare cannot be read together with other tokens"):
+        SharedPrefixMethod(Bare(), kvjax.parse("full")).bind(SPEC)
     layer = kvjax.parse("full").bind(SPEC)
     with pytest.raises(IncompatibleMethod, match="Bare does not say how its cache could give back tokens"):
-        dataclasses.replace(Shared(layer, layer), own=Bare()).held(type("State", (), {"own": None}))
+        dataclasses.replace(SharedPrefixLayer(layer, layer), own=Bare()).decoded_block(type("State", (), {"own": None}))

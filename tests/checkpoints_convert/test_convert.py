@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 import kvjax
 from checkpoints_convert import check as checking
 from checkpoints_convert.__main__ import main
-from checkpoints_convert.check import check, lacking
-from checkpoints_convert.convert import convert, parts, read
-from checkpoints_convert.plan import plan
+from checkpoints_convert.check import check, missing_packages
+from checkpoints_convert.conversion_plan import plan_conversion
+from checkpoints_convert.convert import convert, read, read_parts
 from checkpoints_convert.source import Directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -52,7 +52,7 @@ def test_dtype_is_the_stored_one_unless_asked(tmp_path):
     convert(ROOT / "mistral", tmp_path / "as stored")
     convert(ROOT / "mistral", tmp_path / "wide", "f32")
     convert(ROOT / "qwen3", tmp_path / "narrow", "bf16")
-    assert checkpoint.manifest(tmp_path / "as stored").dtype == "bfloat16"
+    assert checkpoint.read_manifest(tmp_path / "as stored").dtype == "bfloat16"
     assert checkpoint.restore(tmp_path / "wide")[1]["embedding"].dtype == jnp.float32
     source = Directory(ROOT / "qwen3").read("model.embed_tokens.weight")
     narrow = checkpoint.restore(tmp_path / "narrow")[1]["embedding"]
@@ -63,7 +63,7 @@ def test_dtype_is_the_stored_one_unless_asked(tmp_path):
 def test_progress_reaches_the_total(tmp_path):
     seen = []
     convert(ROOT / "mistral", tmp_path / "out", progress=lambda *args: seen.append(args))
-    names = checkpoint.part_names(checkpoint.manifest(tmp_path / "out").parameters)
+    names = checkpoint.part_names(checkpoint.read_manifest(tmp_path / "out").parameters)
     assert [name for name, _, _ in seen] == ["", *names] and seen[0][1] == 0
     assert seen[-1][1] == seen[-1][2] == 2 * 6736 and all(a[1] <= b[1] for a, b in zip(seen, seen[1:], strict=False))
 
@@ -120,7 +120,7 @@ def test_what_is_refused_has_no_bar(hf, tmp_path, monkeypatch, capsys, refused):
 def test_an_empty_folder_is_written_to(tmp_path):
     (tmp_path / "out").mkdir()
     assert main(["convert", str(ROOT / "mistral"), str(tmp_path / "out")]) == 0
-    assert checkpoint.manifest(tmp_path / "out")
+    assert checkpoint.read_manifest(tmp_path / "out")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -219,10 +219,10 @@ def random_llama(directory, layers: int, width: int = 128) -> int:
 
 def peak_of_writing(source: Directory, out: Path) -> int:
     """Bytes that are held at once while all parts of a source are read and written."""
-    todo = plan(source)  # traces the decoder's shapes, which is not what is measured
+    todo = plan_conversion(source)  # traces the decoder's shapes, which is not what is measured
     with checkpoint.Writer(out, todo.config, todo.dtype) as writer:
         tracemalloc.start()
-        for name, subtree in parts(source, todo, todo.dtype):
+        for name, subtree in read_parts(source, todo, todo.dtype):
             writer.put(name, subtree)
             del subtree
         peak = tracemalloc.get_traced_memory()[1]
@@ -257,14 +257,14 @@ def test_check_names_every_difference(hf, tmp_path):
 def test_check_compares_logits_where_transformers_is_installed(tmp_path):
     convert(ROOT / "qwen3", tmp_path / "out", "bf16")  # rounds: the peer's weights are rounded alike
     difference = check(ROOT / "qwen3", tmp_path / "out").logit_difference
-    assert 0 < difference < 1e-4 if not lacking(ROOT / "qwen3") else difference is None
+    assert 0 < difference < 1e-4 if not missing_packages(ROOT / "qwen3") else difference is None
 
 
 def test_logits_of_a_gguf_file_need_one_package_more(tmp_path, monkeypatch):
     monkeypatch.setattr(checking.importlib.util, "find_spec", lambda name: None if name == "accelerate" else name)
     file = tmp_path / "model.gguf"
     file.touch()
-    assert (lacking(file), lacking(ROOT / "qwen3")) == (("accelerate",), ())
+    assert (missing_packages(file), missing_packages(ROOT / "qwen3")) == (("accelerate",), ())
 
 
 @pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (2e-4, True), (np.nan, True)])

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.__main__ import main
+from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import convert
 from checkpoints_convert.describe import describe
-from checkpoints_convert.plan import plan
 from checkpoints_convert.source import INDEX, Directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -25,7 +25,7 @@ ESCAPE = "\x1b[2J"
 
 def refusal(directory) -> str:
     with pytest.raises(KvjaxError) as e:
-        plan(Directory(directory))
+        plan_conversion(Directory(directory))
     return str(e.value)
 
 
@@ -103,10 +103,10 @@ def test_ids_that_are_none_are_named(hf, key, ids):
 def test_ids_of_generation_config_and_beyond_the_vocabulary(hf):
     mistral = hf("mistral")
     mistral.config(bos_token_id=40, eos_token_id=[39, 40])
-    config = plan(Directory(mistral.directory)).config
+    config = plan_conversion(Directory(mistral.directory)).config
     assert config.bos_id is None and config.eos_ids == (2,)
     (mistral.directory / "generation_config.json").unlink()
-    assert plan(Directory(mistral.directory)).config.eos_ids == (39,)
+    assert plan_conversion(Directory(mistral.directory)).config.eos_ids == (39,)
     (mistral.directory / "generation_config.json").write_text('{"eos_token_id": {"a": [1]}}')
     assert "eos_token_id must name tokens" in refusal(mistral.directory)
 
@@ -172,13 +172,13 @@ def test_escape_codes_in_names_and_values_do_not_reach_the_terminal(hf, tmp_path
 
 
 def edited(directory: Path, change) -> str:
-    """What is said of a manifest that was changed, its digest with it."""
+    """Returns the error of a manifest that was changed together with its digest."""
     raw = json.loads((directory / checkpoint.MANIFEST).read_text())
     raw.pop("digest")
     change(raw)
-    (directory / checkpoint.MANIFEST).write_text(json.dumps(raw | {"digest": checkpoint.of_json(raw)}))
+    (directory / checkpoint.MANIFEST).write_text(json.dumps(raw | {"digest": checkpoint.json_digest(raw)}))
     with pytest.raises(KvjaxError) as e:
-        checkpoint.manifest(directory)
+        checkpoint.read_manifest(directory)
     return str(e.value)
 
 
@@ -210,7 +210,7 @@ def test_manifests_made_to_do_harm(tmp_path, change, says):
 def test_a_deeply_nested_manifest_is_named(tmp_path):
     (tmp_path / checkpoint.MANIFEST).write_bytes(DEEP)
     with pytest.raises(KvjaxError, match="kvjax.json is damaged"):
-        checkpoint.manifest(tmp_path)
+        checkpoint.read_manifest(tmp_path)
 
 
 def test_places_that_cannot_be_written(tmp_path, capsys):
@@ -248,5 +248,5 @@ def test_a_full_disk_leaves_what_was_there(hf, tmp_path, monkeypatch, capsys, wh
             patched.setattr(where, fails)
             assert main(["convert", str(source), str(target), *options]) == 2
         assert "No space left" in capsys.readouterr().err
-    assert checkpoint.manifest(out).config.windows == (6, 6)
+    assert checkpoint.read_manifest(out).config.windows == (6, 6)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama3", "out"]

@@ -31,7 +31,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["job control", "none"])
 def shell(request):
-    """What a process inherits of SIGINT from a shell."""
+    """Sets the SIGINT handling that a child inherits from a shell."""
     before = signal.signal(signal.SIGINT, request.param)
     yield
     signal.signal(signal.SIGINT, before)

@@ -14,7 +14,7 @@ import kvjax
 from checkpoints_convert.convert import convert, read
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from tests.checkpoints_convert.gguf_files import write
+from tests.checkpoints_convert.gguf.gguf_files import write
 from tests.fixtures import ROOT
 
 KILLS = 20

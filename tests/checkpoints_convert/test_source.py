@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints_convert.plan import plan
+from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.source import INDEX, Directory
 from kvjax.errors import KvjaxError
 from tests.fixtures import ROOT
@@ -18,7 +18,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 def refusal(directory) -> str:
     with pytest.raises(KvjaxError) as e:
-        plan(Directory(directory))
+        plan_conversion(Directory(directory))
     return str(e.value)
 
 
@@ -26,15 +26,15 @@ def test_sharded_and_stored_types():
     source = Directory(ROOT / "llama3")
     assert len({t.file for t in source.tensors.values()}) == 2
     assert source.read(Q).dtype == ml_dtypes.bfloat16
-    assert plan(source).dtype == ml_dtypes.bfloat16
-    assert plan(Directory(ROOT / "llama2")).dtype == np.float16
-    assert plan(Directory(ROOT / "qwen3")).dtype == np.float32
+    assert plan_conversion(source).dtype == ml_dtypes.bfloat16
+    assert plan_conversion(Directory(ROOT / "llama2")).dtype == np.float16
+    assert plan_conversion(Directory(ROOT / "qwen3")).dtype == np.float32
 
 
 def test_mixed_types_become_float32(hf):
     mistral = hf("mistral")
     norm = mistral.tensor("model.norm.weight").astype(np.float16)
-    assert plan(Directory(mistral.tensors(model__norm__weight=norm))).dtype == np.float32
+    assert plan_conversion(Directory(mistral.tensors(model__norm__weight=norm))).dtype == np.float32
 
 
 def test_all_problems_with_names_and_shapes_are_told_together(hf):
@@ -50,7 +50,7 @@ def test_all_problems_with_names_and_shapes_are_told_together(hf):
     assert "model.norm.weight: missing" in said
     assert "model.stranger: no such tensor" in said
     assert "lm_head.weight: shape [40, 15], config.json says [40, 16]" in said
-    assert "model.embed_tokens.weight: stored as I8; save it dequantised" in said
+    assert "model.embed_tokens.weight: stored as I8; save it dequantized" in said
 
 
 def test_missing_head_names_the_key_that_would_explain_it(hf):
@@ -64,7 +64,7 @@ def test_a_long_list_is_cut(hf):
 
 def test_old_buffers_are_ignored(hf):
     buffers = {f"model__layers__{i}__self_attn__rotary_emb__inv_freq": np.ones(4, np.float32) for i in (0, 1)}
-    assert len(plan(Directory(hf("mistral").tensors(**buffers))).bindings) == 21
+    assert len(plan_conversion(Directory(hf("mistral").tensors(**buffers))).bindings) == 21
 
 
 def test_truncated_file_names_the_tensors_that_are_lost(hf):

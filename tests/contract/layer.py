@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.protocol import BoundLayer, LayerSpec, slots_of
+from kvjax.cache.protocol import BoundLayer, LayerSpec, num_layer_slots
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
@@ -165,7 +165,7 @@ def _through_the_method(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: 
 
 def slots(layer: BoundLayer, capacity: int = CAPACITY) -> int:
     """Slots of a layer that the battery's prompts fill."""
-    return slots_of(layer, tuple(map(int, LENGTHS)), capacity)
+    return num_layer_slots(layer, tuple(map(int, LENGTHS)), capacity)
 
 
 @functools.cache
@@ -210,7 +210,7 @@ def _stepped(layer: BoundLayer):
 
 
 def stack(d: Data, count: int = STEPS) -> Fresh:
-    """The fresh tokens of so many steps, one behind the other."""
+    """The new tokens of `count` steps, stacked along a leading axis."""
     return jax.tree.map(lambda *x: jnp.stack(x), *[d.token(t) for t in range(count)])
 
 

@@ -1,4 +1,4 @@
-"""What the battery runs over: all trials of all methods, which stand in the methods' own files, and all their pairs."""
+"""The methods, cases and pairs that the battery runs over."""
 
 from __future__ import annotations
 
@@ -7,45 +7,41 @@ import itertools
 
 from kvjax.cache.protocol import BoundLayer
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.registry import Recipe, load_all
+from kvjax.methods.registry import load_all
 from kvjax.methods.strings import parse
-from kvjax.methods.trial import Sizes, Trial
 from tests.contract import layer
+from tests.contract.cases import FIRST_CASES
+from tests.contract.method_case import LayerShape
 
-RECIPES = load_all()
-TRIALS: dict[str, Trial] = {
-    f"{recipe.name}, {trial.name}" if trial.name else recipe.name: trial
-    for recipe in RECIPES.values()
-    for trial in recipe.trials
-}
-PAIRS = tuple(itertools.combinations(RECIPES, 2))
+REGISTRY = load_all()
+PAIRS = tuple(itertools.combinations(REGISTRY, 2))
 
 
-def sizes(itemsize: int) -> Sizes:
-    """The layer of the battery, for the methods' formulas."""
-    return Sizes(layer.B, layer.K, layer.G, layer.H, layer.CAPACITY, layer.LONGEST, itemsize)
+def layer_shape(itemsize: int) -> LayerShape:
+    """The battery's layer, for the formulas of bytes."""
+    return LayerShape(layer.B, layer.K, layer.G, layer.H, layer.CAPACITY, layer.LONGEST, itemsize)
 
 
-def parts(recipe: Recipe, limit: bool = False) -> tuple[list[str], list[str]]:
-    """Of a recipe's first trial, small or at its limit: (what names the recipe itself, the selection it stands on)."""
-    trial = recipe.trials[0]
-    every = [part.strip() for part in (trial.limit if limit else trial.small).split("+")]
-    own = [part for part in every if part.split(":")[0] == recipe.name]
-    return own, [part for part in every if part not in own]
+def split_case(method: str, lossless: bool = False) -> tuple[list[str], list[str]]:
+    """Splits a method's first case into the method itself and the selection below it."""
+    case = FIRST_CASES[method]
+    components = [component.strip() for component in (case.lossless if lossless else case.small).split("+")]
+    own = [component for component in components if component.split(":")[0] == method]
+    return own, [component for component in components if component not in own]
 
 
-def together(a: str, b: str, limit: bool = False) -> str:
-    """The string of two recipes; where one of them stands on a selection and the other is none, over a selection."""
-    (x, below_x), (y, below_y) = (parts(RECIPES[name], limit) for name in (a, b))
-    if any(parse(part).select for part in x + y):
+def pair_string(a: str, b: str, lossless: bool = False) -> str:
+    """The string of two methods, over a selection where one of them needs it and the other is none."""
+    (x, below_x), (y, below_y) = (split_case(name, lossless) for name in (a, b))
+    if any(parse(component).select for component in x + y):
         return " + ".join(x + y)
     return " + ".join((below_x or below_y) + x + y)
 
 
 @functools.cache
-def pair(a: str, b: str) -> BoundLayer | IncompatibleMethod:
-    """Two recipes composed and bound to the battery's layer, or the error that says why they cannot be."""
+def bind_pair(a: str, b: str) -> BoundLayer | IncompatibleMethod:
+    """Two methods composed and bound to the battery's layer, or the error that says why they do not compose."""
     try:
-        return layer.bound(together(a, b))
+        return layer.bound(pair_string(a, b))
     except IncompatibleMethod as e:
         return e

@@ -241,7 +241,7 @@ class Half(Codec):
         return stored if self.fault == "nothing new" else memory.append(stored, x.astype(jnp.float16), at)
 
     def gather(self, stored, idx):
-        return memory.rows(stored, idx - int(self.fault == "the row before")).astype(jnp.float32)
+        return memory.gather_tokens(stored, idx - int(self.fault == "the row before")).astype(jnp.float32)
 
 
 def halves(fault: str) -> Method:

@@ -15,11 +15,10 @@ import pytest
 
 import kvjax
 from kvjax.cache import protocol
-from kvjax.cache.eviction.granularity import gather
 from kvjax.cache.protocol import LayerSpec, Needs, Traits
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array, KVBlock, gather_tokens
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
@@ -73,7 +72,7 @@ class LastTokensLayer:
     def _last(self, *blocks: KVBlock) -> KVBlock:
         k, v, pos = (jnp.concatenate(x, 2) for x in zip(*((b.k, b.v, b.pos) for b in blocks), strict=True))
         newest = jnp.argsort(pos, axis=2)[:, :, -self.count :].astype(jnp.int32)
-        return gather(KVBlock(k, v, pos).clean(), newest)
+        return gather_tokens(KVBlock(k, v, pos).clean(), newest)
 
 
 def members(cls: type) -> set[str]:
@@ -195,7 +194,7 @@ def test_a_cache_of_another_dtype_is_refused(model, method):
 
 
 def test_a_shared_cache_of_another_dtype_is_refused(model):
-    shared = [kvjax.read(m, [[1, 2]], "full").share([[3], [4]], "int4", room=8).cache for m in (model, HALF)]
+    shared = [kvjax.read(m, [[1, 2]], "full").extend_prefix([[3], [4]], "int4", room=8).cache for m in (model, HALF)]
     assert check_cache(model, shared[0]) is shared[0] and check_cache(HALF, shared[1]) is shared[1]
     with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
         check_cache(HALF, shared[0])
@@ -219,7 +218,7 @@ def test_strings_and_values_are_taken_alike(model):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (kvjax.methods.kcache, r"kcache is a recipe, not a method yet: call it, as in kvjax.methods.kcache\(\)"),
+        (kvjax.methods.kcache, r"kcache is a function that makes a method: call it, as in kvjax.methods.kcache\(\)"),
         (None, "a method is a value such as .* or a string such as 'kcache:n=64', got None"),
         (["full"], r"a method is a value .* got \['full'\]"),
         (LastTokens, "a method is a value .* got <class"),
@@ -230,7 +229,7 @@ def test_what_is_no_method_says_what_is(model, wrong, says):
         kvjax.prefill(model, [[1]], wrong)
 
 
-def test_a_changed_value_is_not_called_by_the_recipe_that_made_it():
+def test_a_changed_value_is_not_called_by_the_string_that_made_it():
     made = kvjax.methods.kcache(n=64)
     assert kvjax.name_of(made) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
     changed = dataclasses.replace(made, device_layers=3)

@@ -15,20 +15,21 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.method import Method
-from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, slots_of
+from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, num_layer_slots
 from kvjax.cache.readers.full import Full
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import layer_axes, named, over_heads, per_device
+from kvjax.core.mesh import axes_of_layer_array, named_sharding, over_heads, per_device
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
-from kvjax.engine import sharded_layer
+from kvjax.engine.layer_prompt import prefill_layer
+from kvjax.engine.modes import extend_layer
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 from tests.contract import layer
+from tests.contract.cases import FIRST_CASES
 
 B, K, G, H = 4, 4, 2, 32
 LENGTHS = np.array([9, 1, 6, 4], np.int32)
@@ -55,9 +56,9 @@ OTHERS = (
 
 
 def battery() -> list[tuple[str, tuple[int, int]]]:
-    """(method, mesh): all meshes for what concerns all heads; one that divides heads for each recipe's first trial."""
-    trials = sorted({recipe.trials[0].small for recipe in load_all().values()} - set(ALL_HEADS))
-    return [*itertools.product(ALL_HEADS, MESHES), *OTHERS, *zip(trials, itertools.cycle(MESHES[:2]))]
+    """(method, mesh): all meshes for what concerns all heads; one that divides heads for each method's first case."""
+    first_cases = sorted({case.small for case in FIRST_CASES.values()} - set(ALL_HEADS))
+    return [*itertools.product(ALL_HEADS, MESHES), *OTHERS, *zip(first_cases, itertools.cycle(MESHES[:2]))]
 
 
 def mesh_of(shape: tuple[int, int]) -> Mesh:
@@ -76,20 +77,21 @@ class Spread:
         return self.layer.needs
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
-        return sharded_layer.prefill(self.layer, block, observation, num_slots, self.mesh)
+        return prefill_layer(self.layer, block, observation, num_slots, self.mesh)
 
     def extend(
         self, state: Any, q: jax.Array, new: KVBlock, commit: int, cross_layer: Any
     ) -> tuple[jax.Array, Any, Any]:
-        return sharded_layer.extend(self.layer, state, q, new, commit, cross_layer, self.mesh)
+        return extend_layer(self.layer, state, q, new, commit, cross_layer, mesh=self.mesh)
 
     def update_scores(
         self, block: KVBlock, start: jax.Array, observation: Observation, new: KVBlock, before: jax.Array
     ) -> jax.Array:
-        return sharded_layer.update_scores(self.layer, block, start, observation, new, before, self.mesh)
+        update = per_device(self.layer.update_scores, *block.k.shape[:2], mesh=self.mesh)
+        return update(block, start, observation, new, before)
 
     def measure(self, block: KVBlock, observation: Observation | None) -> jax.Array:
-        return sharded_layer.measure(self.layer, block, observation, self.mesh)
+        return per_device(self.layer.measure, *block.k.shape[:2], mesh=self.mesh)(block, observation)
 
     def divide_budget(self, measures: jax.Array, lengths: jax.Array) -> jax.Array:
         return self.layer.divide_budget(measures, lengths)
@@ -108,7 +110,7 @@ def inputs() -> tuple[Any, Any]:
 
 def run(bound: BoundLayer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
     """(the state after the prompts, what the steps give, the state after them)."""
-    slots = slots_of(bound, tuple(LENGTHS.tolist()), layer.CAPACITY)
+    slots = num_layer_slots(bound, tuple(LENGTHS.tolist()), layer.CAPACITY)
     here = bound if mesh is None else Spread(bound, mesh)
 
     def whole(prompt: Any, steps: Any) -> tuple[Any, jax.Array, Any]:
@@ -119,7 +121,9 @@ def run(bound: BoundLayer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
 
     given = inputs()
     if mesh is not None:
-        given = jax.tree.map(lambda x: jax.device_put(x, named(layer_axes(x.shape, B, K), mesh)), given)
+        given = jax.tree.map(
+            lambda x: jax.device_put(x, named_sharding(axes_of_layer_array(x.shape, B, K), mesh)), given
+        )
     return jax.jit(whole)(*given)
 
 
@@ -148,7 +152,7 @@ def test_c9_four_devices_give_what_one_gives(method, shape):
 
 
 def kind_of(x: jax.Array) -> tuple[Any, ...]:
-    return x.shape, x.dtype, memory.kind(x), x.sharding.memory_kind
+    return x.shape, x.dtype, memory.memory_kind(x), x.sharding.memory_kind
 
 
 def check_divided(x: jax.Array, data: int, model: int) -> None:
@@ -224,7 +228,7 @@ def test_what_concerns_all_heads_is_said_of_all_heads(shape):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, K, 5)), jnp.float32)
 
     def of_all(x: jax.Array) -> dict[str, jax.Array]:
-        first = over_heads.first(x.shape[1]) + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
+        first = over_heads.first_head(x.shape[1]) + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
         return {
             "sum": over_heads.sum(x),
             "mean": over_heads.mean(x),
@@ -249,13 +253,13 @@ def test_what_concerns_all_heads_is_said_of_all_heads(shape):
 
 def test_shapes_say_which_axes_are_divided():
     shapes = [(), (B,), (B, K), (B, K, 1), (B, 1, K), (1, K, 5), (1, 1, 5), (1,)]
-    assert [layer_axes(s, B, K) for s in shapes] == ["", "B", "B", "B K", "B", "1 K", "1", "1"]
+    assert [axes_of_layer_array(s, B, K) for s in shapes] == ["", "B", "B", "B K", "B", "1 K", "1", "1"]
 
 
 @pytest.mark.parametrize("shape", [(K,), (2, K, 5), (3, 5, K), (7, 3)])
 def test_a_shape_that_a_mesh_cannot_divide_is_an_error(shape):
     with pytest.raises(KvjaxError, match="cannot tell what belongs to which device"):
-        layer_axes(shape, 3, K)
+        axes_of_layer_array(shape, 3, K)
 
 
 def test_rows_that_do_not_divide_over_a_mesh_are_an_error():

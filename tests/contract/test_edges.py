@@ -19,10 +19,10 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import observed_block
 from kvjax.methods.strings import parse
 from tests.contract import layer
+from tests.contract.cases import FIRST_CASES
 from tests.contract.edges import batches, those_not
-from tests.contract.table import RECIPES
 
-METHODS = [parse(recipe.trials[0].small) for recipe in RECIPES.values()]
+METHODS = [parse(case.small) for case in FIRST_CASES.values()]
 SELECTING = {method.select.scorer: method for method in METHODS if method.select is not None}
 """Each scorer once, with a method that chooses by it."""
 

@@ -11,14 +11,15 @@ import jax
 import numpy as np
 import pytest
 
+from docs.generate.pairs import judge_pair
 from kvjax import parse
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.pairs import verdict
 from tests.contract import layer
-from tests.contract.table import PAIRS, RECIPES, pair, parts, together
+from tests.contract.cases import FIRST_CASES
+from tests.contract.table import PAIRS, REGISTRY, bind_pair, pair_string, split_case
 
 NUMBER = re.compile(r"[\d.]+")
 REMEDY = re.compile(r"[;:] (compose|give|leave|use) ")
@@ -47,70 +48,73 @@ def abstract_types(bound: BoundLayer) -> list:
     return layer.traced(run, *layer.prompt(d), [d.tokens(0, count) for count, _ in commits])
 
 
-@pytest.mark.parametrize("a", RECIPES)
+@pytest.mark.parametrize("a", REGISTRY)
 def test_c8_every_pair_exists_or_names_slots_and_remedy(a):
-    for b in RECIPES:
-        found = pair(*sorted((a, b))) if a != b else None
+    for b in REGISTRY:
+        found = bind_pair(*sorted((a, b))) if a != b else None
         if isinstance(found, IncompatibleMethod):
             assert "slot `" in str(found) and REMEDY.search(str(found)), f"{a} + {b}: {found}"
 
 
 @functools.cache
-def filled(name: str) -> set[str]:
-    """The slots that a recipe fills by itself."""
-    own, default = parse(parts(RECIPES[name])[0][0]), Method()
-    slots = (f.name for f in dataclasses.fields(Method) if f.compare)
-    return {slot for slot in slots if getattr(own, slot) != getattr(default, slot)}
+def component_names(name: str) -> set[str]:
+    """The components that a method defines by itself."""
+    own, default = parse(split_case(name)[0][0]), Method()
+    names = (f.name for f in dataclasses.fields(Method) if f.compare)
+    return {each for each in names if getattr(own, each) != getattr(default, each)}
 
 
 @functools.cache
-def kind(name: str) -> str:
-    """What a recipe fills its slots with, apart from numbers and from what a scorer makes of its queries."""
-    method, default = parse(" + ".join(parts(RECIPES[name])[0])), Method()
-    filled = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
-    filled = {slot: value for slot, value in filled.items() if value != getattr(default, slot)}
+def component_kinds(name: str) -> str:
+    """A method's components apart from their numbers and from how a scorer uses its queries."""
+    method, default = parse(" + ".join(split_case(name)[0])), Method()
+    components = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
+    components = {each: value for each, value in components.items() if value != getattr(default, each)}
     if method.select is not None:
         select, scorer = method.select, method.select.scorer
         asks = {0: "no queries", None: "all queries"}.get(scorer.num_queries, "some queries")
-        seen = [asks, scorer.needs_output, scorer.needs_hidden, scorer.replay is not None]
-        filled["select"] = (type(select.budget), select.unit, select.per, *seen)
-    return NUMBER.sub("", str(filled))
+        observation = [asks, scorer.needs_output, scorer.needs_hidden, scorer.replay is not None]
+        components["select"] = (type(select.budget), select.granularity, select.scope, *observation)
+    return NUMBER.sub("", str(components))
 
 
-def unlike() -> list[tuple[str, str]]:
-    """Pairs that exist, so many that each kind of method meets one of each set of slots that others fill."""
+def distinct_pairs() -> list[tuple[str, str]]:
+    """Pairs in which each kind of method meets each set of components that others define."""
     met: set[tuple[str, frozenset[str]]] = set()
     found = []
     for a, b in PAIRS:
-        if isinstance(pair(a, b), IncompatibleMethod):
+        if isinstance(bind_pair(a, b), IncompatibleMethod):
             continue
-        meetings = {(kind(a), frozenset(filled(b))), (kind(b), frozenset(filled(a)))}
+        meetings = {
+            (component_kinds(a), frozenset(component_names(b))),
+            (component_kinds(b), frozenset(component_names(a))),
+        }
         if meetings - met:
             met |= meetings
             found.append((a, b))
     return found
 
 
-@pytest.mark.parametrize(("a", "b"), unlike())
+@pytest.mark.parametrize(("a", "b"), distinct_pairs())
 def test_c8_a_pair_keeps_its_types_through_a_step(a, b):
-    first, *others = abstract_types(pair(a, b))
+    first, *others = abstract_types(bind_pair(a, b))
     for other in others:
         assert other == first
 
 
 def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_two_values_for_one_slot():
-    verdicts = {pair: verdict(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
+    verdicts = {pair: judge_pair(*pair) for pair in itertools.combinations(OF_THE_PAPERS, 2)}
     assert len(verdicts) == 120
-    assert len([p for p, v in verdicts.items() if not v.works and not v.reason.startswith("both ")]) <= 12
+    assert len([v for v in verdicts.values() if not v.composes and not v.reason.startswith("both ")]) <= 12
 
 
 @functools.cache
-def chosen() -> tuple[tuple[str, str], ...]:
-    """Pairs that exist, so few that each two slots that any pair fills are filled together once."""
+def covering_pairs() -> tuple[tuple[str, str], ...]:
+    """A few pairs that together define every two components that any pair defines."""
     ways = {
-        p: {frozenset(s) for s in itertools.product(*map(filled, p))}
+        p: {frozenset(s) for s in itertools.product(*map(component_names, p))}
         for p in PAIRS
-        if isinstance(pair(*p), MethodLayer)
+        if isinstance(bind_pair(*p), MethodLayer)
     }
     missing, found = set().union(*ways.values()), []
     while missing:
@@ -120,9 +124,9 @@ def chosen() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize(("a", "b"), chosen())
-def test_a_row_under_two_methods_is_independent_of_neighbours_and_padding(a, b):
-    bound, text, clean, dirty = pair(a, b), together(a, b), layer.data(), layer.data(padding=1e4)
+@pytest.mark.parametrize(("a", "b"), covering_pairs())
+def test_a_sequence_under_two_methods_is_independent_of_neighbours_and_padding(a, b):
+    bound, text, clean, dirty = bind_pair(a, b), pair_string(a, b), layer.data(), layer.data(padding=1e4)
     want = layer.run(text, clean)
     np.testing.assert_array_equal(layer.run(text, dirty, state=layer.prefill(bound, dirty, padding=1e4)), want)
     for row in layer.run(text, layer.rows(clean, [2] * layer.B)):
@@ -135,10 +139,10 @@ def assert_exact(text: str, exact_from: int) -> None:
     np.testing.assert_allclose(got, want, atol=5e-6)
 
 
-@pytest.mark.parametrize(("a", "b"), [p for p in chosen() if all(RECIPES[name].trials[0].limit for name in p)])
+@pytest.mark.parametrize(("a", "b"), [p for p in covering_pairs() if all(FIRST_CASES[name].lossless for name in p)])
 def test_two_methods_at_their_limits_are_dense_attention(a, b):
-    exact_from = max(RECIPES[name].trials[0].exact_from for name in (a, b))
-    assert_exact(together(a, b, limit=True), exact_from)
+    exact_from = max(FIRST_CASES[name].exact_from for name in (a, b))
+    assert_exact(pair_string(a, b, lossless=True), exact_from)
 
 
 @pytest.mark.parametrize(

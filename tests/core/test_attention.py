@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.attention import NEG, Partial, causal, causal_with_sums, merge, partial, scores, visible
+from kvjax.core.attention import (
+    MASKED_LOGIT,
+    Partial,
+    attend_scores,
+    causal_attention,
+    causal_attention_with_lse,
+    merge,
+    scores,
+    visible,
+)
 from kvjax.testing import dense_attention
 
 B, K, G, H = 2, 2, 3, 4
@@ -31,14 +40,14 @@ def test_any_partition_of_the_slots_merges_to_dense_attention(cuts):
     q, k, v = qkv(2, 10)
     q_pos = jnp.full((B, 2), 9)
     edges = [0, *cuts, 10]
-    parts = [partial(scores(q, k[:, :, a:b]), v[:, :, a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    parts = [attend_scores(scores(q, k[:, :, a:b]), v[:, :, a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     np.testing.assert_allclose(merge(parts), expected(q, k, v, np.asarray(q_pos[0])), atol=1e-6)
 
 
 def test_slots_that_nothing_sees_change_nothing():
     q, k, v = qkv(1, 6)
-    part = partial(scores(q, k), v)
-    hidden = partial(jnp.full((B, K, G, 1, 5), NEG), jnp.full((B, K, 5, H), 1e3))
+    part = attend_scores(scores(q, k), v)
+    hidden = attend_scores(jnp.full((B, K, G, 1, 5), MASKED_LOGIT), jnp.full((B, K, 5, H), 1e3))
     np.testing.assert_array_equal(merge([part, hidden]), merge([part]))
     assert not np.any(merge([hidden, hidden]))
 
@@ -71,14 +80,14 @@ def test_visible_is_filled_past_and_inside_the_window():
 def test_blockwise_causal_attention_is_dense(block, window):
     q, k, v = qkv(13, 13)
     np.testing.assert_allclose(
-        causal(q, k, v, window=window, block=block), expected(q, k, v, np.arange(13), window), atol=1e-6
+        causal_attention(q, k, v, window=window, block=block), expected(q, k, v, np.arange(13), window), atol=1e-6
     )
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_the_sums_of_softmaxes_are_those_of_all_logits(window):
     q, k, v = qkv(13, 13)
-    sums = causal_with_sums(q, k, v, window=window, block=4)[1]
+    sums = causal_attention_with_lse(q, k, v, window=window, block=4)[1]
     s, t = np.arange(13)[None], np.arange(13)[:, None]
     seen = (s <= t) & (s > t - (window or 13))
     want = np.log(np.where(seen, np.exp(np.einsum("bkgth,bksh->bkgts", q, k) * H**-0.5), 0).sum(-1))
@@ -88,7 +97,7 @@ def test_the_sums_of_softmaxes_are_those_of_all_logits(window):
 @pytest.mark.parametrize("start", [0, 3, 8])
 def test_a_chunk_at_an_offset_sees_all_before_it_and_nothing_after(start):
     q, k, v = qkv(4, 16)
-    out = jax.jit(lambda s: causal(q, k, v, s, block=4))(start)
+    out = jax.jit(lambda s: causal_attention(q, k, v, s, block=4))(start)
     np.testing.assert_allclose(out, expected(q, k, v, start + np.arange(4)), atol=1e-6)
 
 
@@ -96,13 +105,13 @@ def test_memory_of_blockwise_attention_has_no_square_array():
     T = 2048
     shape = jax.ShapeDtypeStruct((1, 1, 1, T, 8), jnp.float32)
     kv = jax.ShapeDtypeStruct((1, 1, T, 8), jnp.float32)
-    compiled = jax.jit(lambda q, k, v: causal(q, k, v, block=128)).lower(shape, kv, kv).compile()
+    compiled = jax.jit(lambda q, k, v: causal_attention(q, k, v, block=128)).lower(shape, kv, kv).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < T * T * 4 / 8
 
 
 def test_it_is_differentiable():
     q, k, v = qkv(9, 9)
-    got = jax.grad(lambda q: jnp.sum(causal(q, k, v, block=4) ** 2))(q)
+    got = jax.grad(lambda q: jnp.sum(causal_attention(q, k, v, block=4) ** 2))(q)
     eps, direction = 1e-3, jnp.ones_like(q)
-    f = lambda s: float(jnp.sum(causal(q + s * direction, k, v, block=4) ** 2))  # noqa: E731
+    f = lambda s: float(jnp.sum(causal_attention(q + s * direction, k, v, block=4) ** 2))  # noqa: E731
     np.testing.assert_allclose(float(jnp.vdot(got, direction)), (f(eps) - f(-eps)) / (2 * eps), rtol=2e-2)

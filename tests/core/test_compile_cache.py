@@ -8,19 +8,19 @@ import pytest
 
 import kvjax
 from kvjax.core import compile_cache, matmul
-from kvjax.core.matmul import WITHOUT_PACKING
+from kvjax.core.matmul import NO_PACKING
 from kvjax.engine import forward
 from kvjax.errors import KvjaxError
-from kvjax.generation import compiled, timing
-from kvjax.generation.compiled import jit_with
+from kvjax.generation import compile_options, timing
+from kvjax.generation.compile_options import jit_with
 from kvjax.testing import toy_model
 
 
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "tied", "told"),
     [
-        (4, 768, jnp.float32, False, WITHOUT_PACKING),
-        (32, 2048, jnp.float32, False, WITHOUT_PACKING),
+        (4, 768, jnp.float32, False, NO_PACKING),
+        (32, 2048, jnp.float32, False, NO_PACKING),
         (8, 768, jnp.float32, True, {}),
         (4, 576, jnp.float32, False, {}),
         (1, 768, jnp.float32, False, {}),
@@ -29,26 +29,26 @@ from kvjax.testing import toy_model
     ],
 )
 def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, width, dtype, tied, told):
-    assert matmul.options(rows, width, dtype, tied) == told
+    assert matmul.compiler_options(rows, width, dtype, tied) == told
 
 
 def test_the_options_reach_the_compiler(monkeypatch):
-    monkeypatch.setattr(matmul, "options", lambda *args: {"xla_backend_optimization_level": "high"})
-    compiled._known.cache_clear()
+    monkeypatch.setattr(matmul, "compiler_options", lambda *args: {"xla_backend_optimization_level": "high"})
+    compile_options._supported_options.cache_clear()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
-        compiled.options_for(1, 8, jnp.float32)
+        compile_options.options_for(1, 8, jnp.float32)
 
 
 def test_what_a_version_of_the_compiler_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(matmul, "options", lambda *args: {"xla_of_another_version": "true"})
-    assert compiled.options_for(1, 8, jnp.float32) == ()
+    monkeypatch.setattr(matmul, "compiler_options", lambda *args: {"xla_of_another_version": "true"})
+    assert compile_options.options_for(1, 8, jnp.float32) == ()
 
 
 def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch):
     model = toy_model(layers=1)
     want = kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens
     dropped = []
-    monkeypatch.setattr(compile_cache, "MAPPINGS", 0)
+    monkeypatch.setattr(compile_cache, "MAX_MAPPINGS", 0)
     monkeypatch.setattr(timing, "_MANY_PROGRAMS", 0)  # every call then drops what was compiled before it
     monkeypatch.setattr(
         compile_cache, "clear_compiled", lambda drop=compile_cache.clear_compiled: dropped.append(drop())
@@ -66,13 +66,13 @@ def test_compilation_is_told_apart_from_running():
 
 def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alone(monkeypatch):
     model, prompts = toy_model(width=768, layers=1), [[5, 3, 8], [7], [1, 2], [9, 9, 4]]
-    texts, jitted = [], jit_with(forward.apply_layer, ("call", "target"), ("state",), tuple(WITHOUT_PACKING.items()))
+    texts, jitted = [], jit_with(forward.apply_layer, ("call", "target"), ("state",), tuple(NO_PACKING.items()))
 
     def lowered(*args, **static):
         texts.append(jitted.lower(*args, **static).compile().as_text())
         return jitted(*args, **static)
 
-    compiled_for = compiled.compiled_for
+    compiled_for = compile_options.compiled_for
 
     def watched(model, num_tokens, **more):
         found = compiled_for(model, num_tokens, **more)

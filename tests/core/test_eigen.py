@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.eigen import leading
+from kvjax.core.eigen import leading_eigenvectors
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 20, 33])
@@ -20,7 +20,7 @@ def test_they_span_what_those_of_lapack_span(n):
     rows[3], rows[4], rows[5] = rows[3] * 1e12, 0.0, np.eye(40, n)
     given = np.einsum("bsi,bsj->bij", rows, rows)
     count = (n + 1) // 2
-    run = jax.jit(functools.partial(leading, count=count))
+    run = jax.jit(functools.partial(leading_eigenvectors, count=count))
     got = np.asarray(run(jnp.asarray(given)), np.float64)
     np.testing.assert_allclose(got.swapaxes(1, 2) @ got, np.broadcast_to(np.eye(count), (6, count, count)), atol=1e-5)
     for matrix, vectors in zip(given.astype(np.float64), got, strict=True):

@@ -1,4 +1,4 @@
-"""Products of few and of many rows beside NumPy's, whatever form they take."""
+"""Matrix products of few and of many tokens against NumPy's, in each form that they take."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.matmul import FEW, LARGE, PARTS, matmul, unembed
+from kvjax.core.matmul import FEW_TOKENS, LARGE_WEIGHT, MAX_PARTS, matmul, unembed
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, FEW, FEW + 1])
+@pytest.mark.parametrize("rows", [1, 2, 7, FEW_TOKENS, FEW_TOKENS + 1])
 @pytest.mark.parametrize(("dtype", "off"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)])
 def test_products_are_numpys(rows, dtype, off):
     rng = np.random.default_rng(rows)
@@ -26,12 +26,12 @@ def test_products_are_numpys(rows, dtype, off):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=2 * off * np.abs(want).max())
 
 
-@pytest.mark.parametrize("size_in", [LARGE // 128, LARGE // 128 + 1])
+@pytest.mark.parametrize("size_in", [LARGE_WEIGHT // 128, LARGE_WEIGHT // 128 + 1])
 def test_one_row_and_a_large_matrix_are_multiplied_in_parts_where_it_divides(size_in):
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((1, size_in), (size_in, 128)))
     run = jax.jit(matmul).lower(x, w)
-    assert f"tensor<{math.gcd(size_in, PARTS)}x1x128xf32>" in run.as_text()
+    assert f"tensor<{math.gcd(size_in, MAX_PARTS)}x1x128xf32>" in run.as_text()
     np.testing.assert_allclose(run.compile()(x, w), np.float64(x) @ np.float64(w), atol=1e-3)
 
 
@@ -45,7 +45,7 @@ def test_a_gpu_multiplies_no_row_alone(monkeypatch, rows):
     np.testing.assert_allclose(run.compile()(x, w), np.float64(x) @ np.float64(w), atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, FEW])
+@pytest.mark.parametrize("rows", [1, FEW_TOKENS])
 def test_narrow_numbers_are_summed_in_float32(rows):
     """bfloat16 has no number between 2,048 and 2,064."""
     x = jnp.ones((rows, 2052), jnp.bfloat16)

@@ -67,7 +67,7 @@ def test_append_writes_each_row_at_its_own_slot(host, dtype):
 def test_rows_are_the_rows_asked_for(host, dtype):
     x = values(dtype=dtype)
     idx = jnp.array([[[0, 5, 5], [15, 2, 0]], [[1, 1, 1], [7, 8, 99]]])
-    got = jax.jit(memory.rows)(memory.pack(x, host), idx)
+    got = jax.jit(memory.gather_tokens)(memory.pack(x, host), idx)
     want = np.take_along_axis(np.asarray(x), np.clip(np.asarray(idx), 0, S - 1)[..., None], 2)
     np.testing.assert_array_equal(bits(got), bits(want))
     assert not memory.is_host(got)
@@ -78,7 +78,7 @@ def loop(carry, steps: int):
         buf, q, n = c
         buf = memory.append(buf, q, n[:, None])
         idx = jnp.broadcast_to(n[:, None, None], (B, K, 1))
-        return (buf, q + memory.rows(buf, idx), n + 1), None
+        return (buf, q + memory.gather_tokens(buf, idx), n + 1), None
 
     return lax.scan(step, carry, length=steps)[0]
 
@@ -103,7 +103,7 @@ def test_the_copy_detector_detects_recall_before_append():
 
     def wrong(c, _):  # the order that copies: this is the positive control
         buf, q, n = c
-        got = memory.rows(buf, jnp.broadcast_to(n[:, None, None], (B, K, 1)))
+        got = memory.gather_tokens(buf, jnp.broadcast_to(n[:, None, None], (B, K, 1)))
         return (memory.append(buf, q, n[:, None]), q + got, n + 1), None
 
     carry = (memory.pack(jnp.zeros((B, K, S, W)), True), jnp.ones((B, K, 1, W)), jnp.zeros(B, jnp.int32))

@@ -15,8 +15,8 @@ from kvjax import functional
 from kvjax.core import static_fields
 from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import load_all
 from kvjax.testing import toy_model
+from tests.contract.cases import CASES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +52,9 @@ class Mutable:
 
 def test_plans_of_all_methods_come_back():
     config = toy_model(layers=1, width=8, head_dim=32, mlp_width=16).config
-    for recipe in load_all().values():
-        for trial in recipe.trials:
-            plan = functional.bind(trial.small, config)
-            assert static_fields.loads(static_fields.dumps((plan, config, 3, "float32"))) == (
-                plan,
-                config,
-                3,
-                "float32",
-            )
+    for case in CASES:
+        values = (functional.bind(case.small, config), config, 3, "float32")
+        assert static_fields.loads(static_fields.dumps(values)) == values
 
 
 def test_a_state_of_ones_own_is_exported():

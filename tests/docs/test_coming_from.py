@@ -96,7 +96,7 @@ def test_what_a_window_over_all_layers_hides_can_be_dropped():
     assert dropped.tokens == exact.tokens and dropped.bytes.total["device"] < exact.bytes.total["device"]
 
 
-def test_the_code_runs_from_top_to_bottom(monkeypatch, tmp_path, clean_catalogue):
+def test_the_code_runs_from_top_to_bottom(monkeypatch, tmp_path, clean_registry):
     """A toy model stands for those that are loaded, with a chat template."""
     values = run_page("docs/coming_from.md", monkeypatch, tmp_path)
     length = int(values["context"].cache.length[0])

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import kvjax
-from kvjax.methods.registry import RECIPES, is_ours, load_all
+from kvjax.methods.registry import REGISTRY, is_builtin, load_all
 from kvjax.testing import toy_model
 from tests.helpers.documents import (
     FENCE,
@@ -35,7 +35,7 @@ OWN_METHODS = {
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_ELSEWHERE])
-def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, monkeypatch, tmp_path, clean_catalogue):
+def test_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, monkeypatch, tmp_path, clean_registry):
     run_page(page, monkeypatch, tmp_path)
 
 
@@ -44,7 +44,7 @@ def test_the_readme_is_short():
 
 
 def test_the_readme_counts_the_methods():
-    ours = [recipe for recipe in load_all().values() if is_ours(recipe.make)]
+    ours = [entry for entry in load_all().values() if is_builtin(entry.make)]
     assert f"{len(ours)} ways to" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -54,7 +54,7 @@ def test_every_page_with_code_is_run():
 
 
 @pytest.mark.parametrize("page", (*DOCUMENTS, *SITE))
-def test_methods_in_the_text_of_a_page_can_be_used(page, clean_catalogue):
+def test_methods_in_the_text_of_a_page_can_be_used(page, clean_registry):
     """In line, `snapkv:budget=25%` is a method if its first word is the name of one; so is `kvjax ...` a command."""
     text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
     names = "|".join(load_all())
@@ -99,12 +99,13 @@ def test_of_a_table_of_the_evaluation_all_but_the_scores_is_compared():
 
 
 @pytest.mark.parametrize(
-    "code", [b for page in ("README.md", "docs/writing_a_method.md") for b in python_code(page) if "@recipe" in b]
+    "code",
+    [b for page in ("README.md", "docs/writing_a_method.md") for b in python_code(page) if "@register_method" in b],
 )
-def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_catalogue):
-    before = set(RECIPES)
+def test_a_method_of_the_documents_generates_alone_and_in_company(code, clean_registry):
+    before = set(REGISTRY)
     exec(compile(code, "document", "exec", dont_inherit=True), {"__name__": "document"})
-    (name,) = set(RECIPES) - before
+    (name,) = set(REGISTRY) - before
     model, prompts = toy_model(), [list(range(1, 20)), [5, 6, 7]]
     for method in (name, OWN_METHODS[name]):
         together = kvjax.generate(model, prompts, method, max_new_tokens=4).tokens

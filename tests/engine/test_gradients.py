@@ -30,15 +30,15 @@ from kvjax.core.gradients import refuse_gradient
 from kvjax.engine.plan import specs
 from kvjax.engine.straight_through import StraightThrough, make_differentiable
 from kvjax.errors import GradientThroughBits, KvjaxError
-from kvjax.methods.registry import load_all
 from kvjax.methods.specache import Copy
 from kvjax.methods.strings import parse
 from kvjax.models.config import Config
 from kvjax.models.model import random_model
 from tests.contract import layer as one_layer
+from tests.contract.cases import FIRST_CASES
 
 STEPPED = set("bfp fp8 gear int4 int8 kivi kvquant mikv rotatekv saq specache turboquant zipcache zipvl".split())
-SMALL = {name: recipe.trials[0].small for name, recipe in load_all().items() if recipe.trials} | {
+SMALL = {name: case.small for name, case in FIRST_CASES.items()} | {
     "codes that only select": "double_sparsity:heavy=3,factor=4,bits=4,device_layers=0",
     "codes in pages": "snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4",
     "codes of what stays": "snapkv:budget=6,window=2,kernel=3 + int4",

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.attention import NEG
-from kvjax.engine.sampling import SamplingParams, filtered, row_keys, sample
+from kvjax.core.attention import MASKED_LOGIT
+from kvjax.engine.sampling import SamplingParams, apply_filters, sample, sequence_keys
 from kvjax.errors import KvjaxError
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
@@ -24,12 +24,12 @@ LOGITS = jnp.asarray(np.log(P), jnp.float32)
 
 
 def kept(**fields) -> list[list[int]]:
-    out = filtered(SamplingParams(temperature=1.0, **fields).sampler(), LOGITS)
-    return [np.flatnonzero(row > NEG / 2).tolist() for row in np.asarray(out)]
+    out = apply_filters(SamplingParams(temperature=1.0, **fields).sampler(), LOGITS)
+    return [np.flatnonzero(row > MASKED_LOGIT / 2).tolist() for row in np.asarray(out)]
 
 
 def test_greedy_takes_the_first_of_the_likeliest():
-    assert sample(SamplingParams().sampler(), LOGITS, row_keys(jax.random.key(0), 2)).tolist() == [0, 0]
+    assert sample(SamplingParams().sampler(), LOGITS, sequence_keys(jax.random.key(0), 2)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_temperature_divides_the_logits():
 
 def test_a_rows_draw_does_not_depend_on_its_neighbours():
     s = SamplingParams(temperature=1.0, top_p=0.9).sampler()
-    keys = row_keys(jax.random.key(3), 2)
-    assert sample(s, LOGITS, keys)[0] == sample(s, LOGITS[:1], row_keys(jax.random.key(3), 1))[0]
+    keys = sequence_keys(jax.random.key(3), 2)
+    assert sample(s, LOGITS, keys)[0] == sample(s, LOGITS[:1], sequence_keys(jax.random.key(3), 1))[0]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Every method under every transformation of JAX, on the smallest model that can fail.
 
-Programs are shared: what is traced alone is traced for every trial, and one program per method, a scan inside `vmap`
+Programs are shared: what is traced alone is traced for every case, and one program per method, a scan inside `vmap`
 inside the caller's own `shard_map` inside `jit`, is compared with `kvjax.prefill` and `kvjax.generate`, and its logits
 with those of an exported `extend` of several tokens.
 """
@@ -27,17 +27,11 @@ from kvjax.cache.protocol import Cache
 from kvjax.core import memory
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
-from kvjax.methods.registry import load_all
 from kvjax.models.model import Model
 from kvjax.testing import toy_model
+from tests.contract.cases import CASES, FIRST_CASES
 
-TRIALS: dict[str, str] = {
-    f"{recipe.name}, {trial.name}" if trial.name else recipe.name: trial.small
-    for recipe in load_all().values()
-    for trial in recipe.trials
-}
-METHODS = tuple({name.partition(",")[0]: name for name in reversed(TRIALS)}.values())[::-1]
-"""The first trial of each method."""
+SMALL = {case.id: case.small for case in CASES}
 KINDS = ("full", "offload", "kivi", "h2o", "adakv", "quest", "minicache")
 """Methods whose states are unlike each other, for what concerns a state as a whole."""
 
@@ -74,7 +68,7 @@ class Case:
     """A method on a model, and what the convenient calls give."""
 
     def __init__(self, name: str):
-        self.name, self.method = name, TRIALS[name]
+        self.name, self.method = name, SMALL[name]
         self.model = toy(2 if name in SEVERAL_LAYERS else 1)
         self.config, self.params = self.model.config, self.model.params
         self.plan = functional.bind(self.method, self.config)
@@ -92,15 +86,15 @@ class Case:
         return logits, cache, jnp.asarray(tokens, jnp.int32)
 
 
-@pytest.fixture(scope="module", params=TRIALS)
+@pytest.fixture(scope="module", params=SMALL)
 def every_case(request: pytest.FixtureRequest) -> Case:
-    """Every trial of every method: for what is only traced."""
+    """Every case of every method: for what is only traced."""
     return Case(request.param)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[case.id for case in FIRST_CASES.values()])
 def case(request: pytest.FixtureRequest) -> Case:
-    """The first trial of every method: for what is compiled and run."""
+    """The first case of every method: for what is compiled and run."""
     return Case(request.param)
 
 
@@ -286,6 +280,7 @@ import jax
 import numpy as np
 from kvjax import functional
 from kvjax.testing import toy_model
+from tests.contract.cases import CASES, FIRST_CASES
 
 jax.config.update("jax_num_cpu_devices", 4)
 for method, layers, program, numbers in zip(*[iter(sys.argv[1:])] * 4):

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.errors import KvjaxError
 from kvjax.methods.strings import parse
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model

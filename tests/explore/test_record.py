@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.attention import causal
+from kvjax.core.attention import causal_attention
 from kvjax.engine.positions import token_positions
 from kvjax.explore import state
 from kvjax.explore.record import explored
@@ -105,7 +105,7 @@ def exact_attention(model, ids):
 
     def attend(i, q, k, v, x):
         seen.append((np.asarray(q, np.float64)[0], np.asarray(k, np.float64)[0]))
-        return causal(q, k, v), None
+        return causal_attention(q, k, v), None
 
     tokens = jnp.asarray([ids], jnp.int32)
     Decoder(model.config, model.dtype).apply({"params": model.params}, tokens, token_positions(tokens), attend)

@@ -17,7 +17,7 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.model import Model
 from kvjax.testing import toy_model
 

@@ -45,9 +45,9 @@ for column in context.stream(max_new_tokens=3, sampling=params):
     print([token for token in column if token is not None])
 print(kvjax.chat(model, [{"role": "user", "content": "Hello"}], fixed, max_new_tokens=9, sampling=params).text[0])
 print(kvjax.planned_bytes(both, model, 1000), kvjax.state_bytes(cache).total, kvjax.score(model, ["a"], ["b"], both))
-print(kvjax.name_of(both), kvjax.cache_ops.rows(cache, [0]).capacity, kvjax.__version__)
+print(kvjax.name_of(both), kvjax.cache_ops.take(cache, [0]).capacity, kvjax.__version__)
 print(kvjax.speculative.speculate(model, ["a"], methods.quest(budget=64), "int4", sampling=params).acceptance)
-print(kvjax.reuse.read_exactly(model, ["a text"]).under(both, capacity=512).bytes)
+print(kvjax.reuse.read_exactly(model, ["a text"]).compress(both, capacity=512).bytes)
 print(check_method(methods.snapkv(budget=30), toy_model()).seconds)
 """
 """Right calls, which the checker must accept."""

@@ -13,9 +13,9 @@ from kvjax.engine.forward import Target, layer_calls, run_layer
 from kvjax.engine.modes import FullPrefill
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import load_all
-from kvjax.methods.strings import parts_of
+from kvjax.methods.strings import split_methods
 from kvjax.testing import toy_model
+from tests.contract.cases import FIRST_CASES
 
 PROMPTS = [list(range(1, 38)), [8, 3], list(range(40, 74)), list(range(5, 17))]
 SELECT = [
@@ -46,7 +46,7 @@ COMPOSED = [
     SELECT[11],
     "kivi:bits=4,group=8,residual=8 + specache:bits=1,group=8,residual=8,topk=3",
 ]
-EACH = [recipe.trials[0].small for recipe in load_all().values()] + COMPOSED
+EACH = [case.small for case in FIRST_CASES.values()] + COMPOSED
 PACKED = ("rotatekv", "saq")  # codes of each token's row in two bits
 FEW = [PROMPTS[i] for i in (0, 1, 3)]  # the last two, alone, share one set of shapes
 
@@ -69,7 +69,7 @@ def full(model):
 
 @pytest.mark.parametrize("method", EACH)
 def test_a_row_of_a_padded_batch_is_the_row_alone(model, larger_heads, full, method):
-    larger = any(part.values.get("table") == "shipped" or part.name in PACKED for part in parts_of(method))
+    larger = any(part.values.get("table") == "shipped" or part.name in PACKED for part in split_methods(method))
     model = larger_heads if larger else model
     together = kvjax.read(model, FEW, method, capacity=64)
     tokens = together.generate(max_new_tokens=8).tokens

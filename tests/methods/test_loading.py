@@ -20,8 +20,8 @@ from kvjax.eval.page import paired
 from kvjax.eval.run import store
 from kvjax.method_api import load_methods
 from kvjax.methods import loading
-from kvjax.methods.method_hash import identity
-from kvjax.methods.registry import RECIPES
+from kvjax.methods.method_hash import method_hash
+from kvjax.methods.registry import REGISTRY
 from kvjax.testing import toy_model
 
 VALUE_NORM = """
@@ -29,7 +29,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.method_api import Method, Scorer, token_scores, recipe, make_selection
+from kvjax.method_api import Method, Scorer, token_scores, register_method, make_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ValueNorm(Scorer):
         return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
-@recipe("an idea of mine")
+@register_method
 def {name}(budget: int = 256) -> Method:
     "After the prompt each head keeps the tokens with the largest values."
     return Method(select=make_selection(ValueNorm(), budget))
@@ -48,7 +48,7 @@ def {name}(budget: int = 256) -> Method:
 
 
 @pytest.fixture(autouse=True)
-def nothing_remains(clean_catalogue, monkeypatch, tmp_path):
+def nothing_remains(clean_registry, monkeypatch, tmp_path):
     """Modules, paths and what was loaded are as before."""
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -85,15 +85,15 @@ def test_a_loaded_method_works_in_strings_wherever_methods_do(tmp_path):
 def test_a_file_is_loaded_once_and_again_when_it_was_edited(tmp_path):
     path = write(tmp_path / "mine.py")
     load_methods(path)
-    method, before = kvjax.parse("value_norm"), identity(kvjax.parse("value_norm"))
+    method, before = kvjax.parse("value_norm"), method_hash(kvjax.parse("value_norm"))
     assert load_methods(str(path)) == ("value_norm",) and kvjax.parse("value_norm") == method
     assert load_methods("mine") == load_methods("./mine.py") == ("value_norm",)  # the same file by other names
     assert kvjax.parse("value_norm") == method
     write(path, sign="-")
     assert load_methods(path) == ("value_norm",)
-    assert identity(kvjax.parse("value_norm")) != before == identity(method)
+    assert method_hash(kvjax.parse("value_norm")) != before == method_hash(method)
     write(path, name="other")
-    assert load_methods(path) == ("other",) and "value_norm" not in RECIPES
+    assert load_methods(path) == ("other",) and "value_norm" not in REGISTRY
 
 
 def test_a_file_that_is_imported_has_the_same_methods(tmp_path):
@@ -101,7 +101,7 @@ def test_a_file_that_is_imported_has_the_same_methods(tmp_path):
     sys.path.append(str(tmp_path))
     import mine_too  # type: ignore
 
-    assert load_methods(path) == ("value_norm",) and RECIPES["value_norm"].make is mine_too.value_norm
+    assert load_methods(path) == ("value_norm",) and REGISTRY["value_norm"].make is mine_too.value_norm
 
 
 def test_a_module_of_a_package_and_what_it_brings(tmp_path):
@@ -137,7 +137,7 @@ def test_two_files_of_one_name_and_a_neighbour(tmp_path):
             "import sys\nsys.exit(1)\n",
             "mine.py, line 2: it ends the program as it is loaded; put that below `if __name",
         ),
-        ("x = 1\n", "mine.py defines no method; one is a function below `@recipe"),
+        ("x = 1\n", "mine.py defines no method; one is a function below `@register_method"),
         (VALUE_NORM.replace("{name}", "snapkv"), "mine.py, line 17: kvjax has a method called snapkv"),
         (VALUE_NORM + "\nraise ValueError('two\\nlines')\n", "mine.py, line 22: ValueError: two$"),
     ],
@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_loaded_is_told_in_a_line(tmp_path, capsys, text, 
     with pytest.raises(KvjaxError, match=says) as error:
         load_methods("mine.py")
     assert "\n" not in str(error.value)
-    assert "value_norm" not in RECIPES  # nor can half of it be used
+    assert "value_norm" not in REGISTRY  # nor can half of it be used
     assert cli.main(["methods", "--load", "mine.py"]) == 2
     assert capsys.readouterr().err == f"kvjax: {error.value}\n"
 
@@ -173,12 +173,12 @@ def test_what_is_no_source_of_methods(tmp_path, source, says):
 
 def test_one_name_in_two_files_is_an_error_that_names_both(tmp_path):
     load_methods(write(tmp_path / "a.py"))
-    before = RECIPES["value_norm"]
+    before = REGISTRY["value_norm"]
     with pytest.raises(
         KvjaxError, match=r"b.py, line 17: two files define a method called value_norm: .*a.py and .*b.py"
     ):
         load_methods(write(tmp_path / "b.py"))
-    assert RECIPES["value_norm"] is before
+    assert REGISTRY["value_norm"] is before
 
 
 def test_every_command_loads(tmp_path, capsys):
@@ -232,7 +232,7 @@ def test_a_run_goes_on_with_the_file_and_not_with_an_edited_one(tmp_path, capsys
     assert run() == 2
     assert "'value_norm:budget=16' is not the method that was recorded under this name" in capsys.readouterr().err
     # A report needs no file: the records say what is known of the method.
-    del RECIPES["value_norm"]
+    del REGISTRY["value_norm"]
     found = paired.Run(store.read(tmp_path / "run"))
     assert found.methods["value_norm:budget=16"].traits.evicts
     assert cli.main(["report", "run"]) == 0
@@ -274,7 +274,7 @@ def test_a_script_that_loads_itself_has_its_methods_already(tmp_path, monkeypatc
 
 
 def entry(name: str, value: str) -> importlib.metadata.EntryPoint:
-    return importlib.metadata.EntryPoint(name, value, loading.ENTRY_POINTS)
+    return importlib.metadata.EntryPoint(name, value, loading.ENTRY_POINT_GROUP)
 
 
 def test_installed_packages_bring_methods_and_a_broken_one_is_named(tmp_path, monkeypatch):
@@ -291,7 +291,7 @@ def test_installed_packages_bring_methods_and_a_broken_one_is_named(tmp_path, mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(loading, "_entry_points", lambda: found)
-    monkeypatch.setattr(loading, "_BEGUN", set())
+    monkeypatch.setattr(loading, "_STARTED", set())
     with pytest.warns(KvjaxWarning) as warned:
         assert kvjax.parse("value_norm:budget=4 + int4") and kvjax.parse("second")
     told = [str(w.message) for w in warned]

@@ -22,11 +22,12 @@ from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
 from kvjax.eval import Spec, compare
 from kvjax.eval.run import store
-from kvjax.method_api import Method, Scorer, make_selection, recipe, token_scores
-from kvjax.methods.method_hash import identity
-from kvjax.methods.strings import named, parse
+from kvjax.method_api import Method, Scorer, make_selection, register_method, token_scores
+from kvjax.methods.method_hash import method_hash
+from kvjax.methods.registry import load_all
+from kvjax.methods.strings import parse, resolve
 from kvjax.testing import toy_model
-from tests.contract.table import RECIPES
+from tests.contract.cases import CASES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,25 +48,25 @@ def signed(sign: float = 1.0, budget: int = 8, **more: Any) -> Method:
 
 @pytest.mark.parametrize("method", ["full", "snapkv:budget=8 + kvcrush", "cake", "matryoshka:table=shipped"])
 def test_a_method_of_kvjax_is_known_by_its_values(method):
-    assert identity(parse(method)) == identity(parse(method))
-    assert identity(parse(method)) != identity(parse(f"{method} + offload"))
+    assert method_hash(parse(method)) == method_hash(parse(method))
+    assert method_hash(parse(method)) != method_hash(parse(f"{method} + offload"))
 
 
 def test_every_setting_of_every_method_is_told_apart():
     """Strings that make equal methods have one identity, and others another."""
-    methods = {parse(text) for r in RECIPES.values() for t in r.trials for text in (t.small, t.limit) if text}
-    for made in RECIPES.values():  # each parameter by itself, where the others may stay as they are
+    methods = {parse(text) for case in CASES for text in (case.small, case.lossless) if text}
+    for made in load_all().values():  # each parameter by itself, where the others may stay as they are
         for name, value in itertools.product(made.parameters, (3, 7, 0.5, True, "layer")):
             with contextlib.suppress(KvjaxError, TypeError):
                 methods.add(made.make(**{name: value}))
     assert len(methods) > 300
-    assert len({identity(method) for method in methods}) == len(methods)
+    assert len({method_hash(method) for method in methods}) == len(methods)
 
 
 def test_a_method_of_ones_own_is_known_by_all_its_fields():
     others = [signed(-1.0), signed(budget=9), signed(powers=(1, 3)), signed(note="another")]
-    assert identity(signed()) == identity(signed())
-    assert len({identity(method) for method in (signed(), *others)}) == 5
+    assert method_hash(signed()) == method_hash(signed())
+    assert len({method_hash(method) for method in (signed(), *others)}) == 5
 
 
 OWN = """
@@ -96,16 +97,16 @@ def test_a_method_of_ones_own_is_known_by_the_text_of_its_classes(tmp_path, monk
         monkeypatch.delitem(sys.modules, "an_own_scorer", raising=False)
         importlib.invalidate_caches()
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        return identity(Method(select=make_selection(importlib.import_module("an_own_scorer").Own(), 8)))
+        return method_hash(Method(select=make_selection(importlib.import_module("an_own_scorer").Own(), 8)))
 
     assert told() == told() != told(sign="-")
     assert told() != told(factor="22")  # of what it inherits
 
 
 def test_another_version_of_kvjax_is_another_identity(monkeypatch):
-    before = identity(parse("full"))
+    before = method_hash(parse("full"))
     monkeypatch.setattr(kvjax, "__version__", "99.0", raising=False)
-    assert identity(parse("full")) != before
+    assert method_hash(parse("full")) != before
 
 
 def test_a_function_is_not_known_by_its_address():
@@ -119,17 +120,17 @@ def test_a_function_is_not_known_by_its_address():
     def made() -> Method:
         return Method(select=make_selection(Own(lambda x: x), 8))
 
-    assert identity(made()) == identity(made())
+    assert method_hash(made()) == method_hash(made())
 
 
 def test_a_table_is_known_by_its_content(tmp_path):
     (spec,), table = specs(toy_model(layers=1).config), tmp_path / "table"
     write(table, "bases", spec, [{"keys": np.ones((2, 2))}])
     copy = shutil.copy(table, tmp_path / "copy")
-    first = identity(parse(f"matryoshka:table={table}"))
-    assert identity(parse(f"matryoshka:table={copy}")) == first
+    first = method_hash(parse(f"matryoshka:table={table}"))
+    assert method_hash(parse(f"matryoshka:table={copy}")) == first
     write(table, "bases", spec, [{"keys": np.zeros((2, 2))}])
-    assert identity(parse(f"matryoshka:table={table}")) != first
+    assert method_hash(parse(f"matryoshka:table={table}")) != first
 
 
 def of_one_name() -> Method:
@@ -145,12 +146,12 @@ def of_one_name() -> Method:
 
 def test_two_methods_of_one_name_are_not_put_in_one_table():
     with pytest.raises(KvjaxError, match="two different methods are both called"):
-        named([of_one_name(), of_one_name()])
+        resolve([of_one_name(), of_one_name()])
     same = signed()
-    assert len(named([same, same, "full", "full"])) == 2
+    assert len(resolve([same, same, "full", "full"])) == 2
 
 
-def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(tmp_path, clean_catalogue):
+def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(tmp_path, clean_registry):
     model, spec = kvjax.load("testbed"), Spec(lengths=(64,), contexts=1)
 
     def run(model, method):
@@ -159,13 +160,14 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
     def mine(budget: int = 8) -> Method:
         return signed(1.0)
 
-    recipe("an idea of mine")(mine)
+    register_method(mine)
     before = run(model, "mine")
     assert run(model, "mine") == before
 
     records = tmp_path / "run" / store.RECORDS
     written = records.read_text()
-    records.write_text(re.sub('"meant": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))  # as kvjax 0.1 wrote
+    # kvjax 0.1 called the field `meant`.
+    records.write_text(re.sub('"method_hash": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))
     assert len(store.read(tmp_path / "run")) == written.count("\n")
     with pytest.raises(KvjaxError, match="or the version of kvjax have changed. Choose another --out"):
         run(model, "mine")
@@ -174,7 +176,7 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
     def mine(budget: int = 8) -> Method:
         return signed(-1.0)
 
-    recipe("a better idea")(mine)
+    register_method(mine)
     with pytest.raises(KvjaxError, match="'mine' is not the method that was recorded under this name"):
         run(model, "mine")
     other = dataclasses.replace(model, params=jax.tree.map(lambda x: x * 1.5, model.params))

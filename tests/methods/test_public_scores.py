@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.codecs.thin import Thin
-from kvjax.cache.eviction.granularity import per_head
-from kvjax.cache.eviction.scorers import Accumulated, Scorer, Scores, Window
+from kvjax.cache.codecs.thin import ChannelPruner
+from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, WindowAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
@@ -36,12 +35,12 @@ from tests.fixtures import ROOT
 
 T, HALF, LAYER = 50, 25, 1
 SPEC = LayerSpec(index=LAYER, num_layers=3, num_kv_heads=2, num_groups=2, head_dim=16, window=None, rope=Rope(16))
-SNAPKV = Window(num_queries=8, kernel=5)
+SNAPKV = WindowAttention(num_queries=8, kernel=5)
 CASES = {
     # case -> our scorer, first tokens and last tokens that kvpress fills with a constant
     "snapkv": (SNAPKV, 0, 8),
     "pyramidkv": (SNAPKV, 0, 8),
-    "observed": (Accumulated("visible"), 0, 0),
+    "observed": (AccumulatedAttention("visible"), 0, 0),
     "knorm": (KeyNorm(), 0, 0),
     "keydiff": (KeyDiff(), 0, 0),
     # Behind 4 sinks come five partitions of 8 tokens, the last of which has no next one, and 6 tokens.
@@ -129,8 +128,8 @@ def test_scores_are_those_of_kvpress(case):
 
 def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer():
     """TOVA: the mean over all query heads; the last token always stays."""
-    ours = scored(Window(num_queries=1, kernel=1))
-    ours = np.asarray(per_head(jnp.asarray(ours)[None], "layer"))[0, 0]
+    ours = scored(WindowAttention(num_queries=1, kernel=1))
+    ours = np.asarray(ours).mean(0)
     for public in pressed("tova"):
         assert_close(ours[:-1], public[:-1])
     assert ours.argmax() == T - 1
@@ -140,7 +139,7 @@ def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
     """StreamingLLM: kvpress scores what it keeps by 1 and the others by 0; ours scores by position."""
     block, _ = prompt()
     select = make_selection(Newest(), HALF, sinks=4, per="layer")
-    choose = jax.jit(functools.partial(select.choose, slots=HALF, spec=SPEC))
+    choose = jax.jit(functools.partial(select.select_slots, num_slots=HALF, spec=SPEC))
     kept = np.asarray(choose(block, None, jnp.array([HALF])).slots)[0, 0]
     for public in pressed("streaming"):
         np.testing.assert_array_equal(np.flatnonzero(public == 1), kept)
@@ -180,7 +179,7 @@ def test_think_keeps_the_same_channels_of_each_head_and_zeros_stand_for_the_othe
     window is that of ours, 32 queries.
     """
     block, seen = prompt()
-    codec, stays = Thin(1 - percent / 100, num_queries=32), stored()[f"think/{percent}"]
+    codec, stays = ChannelPruner(1 - percent / 100, num_queries=32), stored()[f"think/{percent}"]
 
     @jax.jit
     def held(k, pos, seen):

@@ -12,10 +12,11 @@ from kvjax import Method, compose, methods, name_of, parse
 from kvjax.cache.codecs.base import Host, Plain
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.method_api import recipe
+from kvjax.method_api import register_method
+from kvjax.methods.docstrings import parse_docstring
 from kvjax.methods.kcache import TopV
-from kvjax.methods.registry import FAMILIES, OWN_FAMILY, RECIPES, load_all
-from kvjax.methods.strings import split_many
+from kvjax.methods.registry import FAMILIES, OWN_FAMILY, REGISTRY, load_all
+from kvjax.methods.strings import split_list
 from kvjax.testing import toy_model
 
 
@@ -24,7 +25,7 @@ def test_a_string_is_the_call():
     assert parse(" kcache : n=64 , device_layers=2 ") == methods.kcache(n=64, device_layers=2)
     assert parse("kcache:renormalise=true,granularity=kv") == methods.kcache(renormalise=True, granularity="kv")
     assert parse("kcache") == methods.kcache()
-    assert split_many("full; kcache:n=64;") == ["full", "kcache:n=64"]
+    assert split_list("full; kcache:n=64;") == ["full", "kcache:n=64"]
 
 
 def test_the_papers_defaults():
@@ -47,7 +48,7 @@ def test_compose_takes_strings_and_values_and_any_number_of_them():
         compose("full", "kcache:n=8", "kcache:n=9")
     with pytest.raises(KvjaxError, match="unknown method 'int5'"):
         compose("full", "int5")
-    with pytest.raises(KvjaxError, match="int4 is a recipe, not a method yet"):
+    with pytest.raises(KvjaxError, match="int4 is a function that makes a method"):
         compose("full", methods.int4)
 
 
@@ -83,12 +84,12 @@ def test_a_wrong_string_names_the_nearest(text, says):
 
 def test_no_method_is_an_error():
     with pytest.raises(KvjaxError, match="no method in"):
-        split_many(" ; ")
+        split_list(" ; ")
 
 
-def test_every_recipe_has_a_source_and_a_summary():
+def test_every_method_has_a_reference_and_a_summary():
     for r in load_all().values():
-        assert r.source and r.summary.endswith(".") and name_of(r.make()) == r.name
+        assert r.docs.reference and r.docs.summary.endswith(".") and name_of(r.make()) == r.name
 
 
 def test_every_method_of_kvjax_has_a_family_and_every_family_has_methods():
@@ -103,16 +104,16 @@ def test_the_files_of_methods_are_loaded_one_after_the_other():
     assert done.stdout.split()[:4] == ["a2ats", "a_shape", "accumulated", "adakv"]
 
 
-def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_catalogue):
+def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_registry):
     def idea() -> Method:
         return Method()
 
-    recipe("an idea of mine")(idea)
-    assert RECIPES["idea"].family == OWN_FAMILY
-    recipe("an idea of mine", family="host memory")(idea)
-    assert RECIPES["idea"].family == "host memory"
+    register_method(idea)
+    assert REGISTRY["idea"].family == OWN_FAMILY
+    register_method(family="host memory")(idea)
+    assert REGISTRY["idea"].family == "host memory"
     with pytest.raises(KvjaxError, match="no family 'mine' of methods; leave it out, or take one of exact, "):
-        recipe("an idea of mine", family="mine")
+        register_method(family="mine")
 
 
 @pytest.mark.parametrize("text", ["cskv:table=runs+v2/t.st", "cskv:table=a,b/t.st"])
@@ -123,15 +124,15 @@ def test_a_path_that_is_cut_by_what_divides_methods_is_recognised(text):
         parse(text)
 
 
-def test_a_recipe_without_a_docstring_says_nothing_of_itself(clean_catalogue):
-    @recipe("an idea of mine")
+def test_a_method_of_ones_own_needs_no_docstring(clean_registry):
+    @register_method
     def silent(budget: int = 4) -> Method:
         return Method()
 
-    assert load_all()["silent"].summary == load_all()["silent"].text == ""
+    assert load_all()["silent"].docs == parse_docstring("") and load_all()["silent"].meanings == {"budget": ""}
 
 
-def test_a_recipe_that_no_string_could_name_is_refused(clean_catalogue):
+def test_a_method_that_no_string_could_name_is_refused(clean_registry):
     def untyped(budget=4) -> Method:
         return Method()
 
@@ -156,10 +157,10 @@ def test_a_recipe_that_no_string_could_name_is_refused(clean_catalogue):
         (sum_of, "called by its function's name, and 'a.b' is no name of one"),
     ]:
         with pytest.raises(KvjaxError, match=says):
-            recipe("an idea")(make)
-    with pytest.raises(KvjaxError, match="a recipe says where its method comes from"):
-        recipe(none)
-    recipe("an idea")(none)
-    with pytest.raises(KvjaxError, match="the recipe none must return a method, and returned None"):
+            register_method(make)
+    with pytest.raises(KvjaxError, match="takes no source, got 'an idea'; write it into the docstring, below"):
+        register_method("an idea")
+    register_method(none)
+    with pytest.raises(KvjaxError, match="none must return a method, and returned None"):
         parse("none")
-    recipe("a better idea")(none)  # one's own may be written anew
+    register_method(none)  # one's own may be written anew

@@ -17,7 +17,7 @@ import kvjax
 from kvjax import cli
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testing import toy_model
 
@@ -203,7 +203,7 @@ def test_damaged_files(directory, config, says):
 
 
 def tokenizer() -> tokenizers.Tokenizer:
-    """256 byte tokens and three special ones, of which the post-processor puts <s> in front of plain prompts."""
+    """256 byte tokens and three special ones; the post-processor puts <s> in front of plain prompts."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     inner = tokenizers.Tokenizer(models.BPE(vocab, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

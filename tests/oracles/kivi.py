@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def quantise(x: np.ndarray, bits: int, one_bit: str = "improved") -> tuple[np.ndarray, np.generic, np.generic]:
+def quantize(x: np.ndarray, bits: int, one_bit: str = "improved") -> tuple[np.ndarray, np.generic, np.generic]:
     """One group x [n] -> codes u32[n], scale, lo; each arithmetic operation is rounded to the dtype of x.
 
     KIVI: lo = min, s = (max - min) / (2^b - 1), code = round(clamp((x - lo) / s, 0, 2^b - 1)), half to even. One bit,
@@ -37,7 +37,7 @@ def quantise(x: np.ndarray, bits: int, one_bit: str = "improved") -> tuple[np.nd
     return np.array(codes, np.uint32), scale, lo
 
 
-def dequantise(codes: np.ndarray, scale: np.generic, lo: np.generic) -> np.ndarray:
+def dequantize(codes: np.ndarray, scale: np.generic, lo: np.generic) -> np.ndarray:
     """codes u32[n] -> [n] in the dtype of scale: the product is rounded, then the sum."""
     t = type(scale)
     return np.array([t(int(c)) * scale + lo for c in codes], np.dtype(t))
@@ -45,7 +45,7 @@ def dequantise(codes: np.ndarray, scale: np.generic, lo: np.generic) -> np.ndarr
 
 def through(x: np.ndarray, bits: int, one_bit: str = "improved") -> np.ndarray:
     """One group x [n] -> what is left of it after quantising."""
-    return dequantise(*quantise(x, bits, one_bit))
+    return dequantize(*quantize(x, bits, one_bit))
 
 
 def pack(codes: list[int], bits: int) -> list[int]:

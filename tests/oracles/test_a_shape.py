@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.attention import attend_dense, causal, merge
+from kvjax.core.attention import attend_dense, causal_attention, merge
 from kvjax.core.types import KVBlock
 from kvjax.engine.positions import token_positions
 from kvjax.errors import KvjaxError
@@ -31,14 +31,14 @@ def expected(q, k, v, sinks: int, recent: int) -> np.ndarray:
 
 def test_a_query_reads_the_sinks_and_those_just_before_it():
     assert oracle.read_by(5, 1, 2) == [0, 4, 5]
-    assert [s for s in range(6) if bool(AShape(1, 2).sees(jnp.int32(s), jnp.int32(5)))] == [0, 4, 5]
+    assert [s for s in range(6) if bool(AShape(1, 2).is_visible(jnp.int32(s), jnp.int32(5)))] == [0, 4, 5]
 
 
 @pytest.mark.parametrize("block", [1, 3, 5, 64])
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 1), (1, 2), (4, 3), (2, 9), (40, 1)])
 def test_blockwise_attention_is_the_dense_one_under_the_mask(block, sinks, recent):
     q, k, v = qkv(14)
-    got = causal(q, k, v, block=block, pattern=AShape(sinks, recent))
+    got = causal_attention(q, k, v, block=block, pattern=AShape(sinks, recent))
     np.testing.assert_allclose(got, expected(q, k, v, sinks, recent), atol=1e-6)
 
 
@@ -47,7 +47,7 @@ def test_what_a_block_says_of_itself_is_true_of_its_pairs():
     for first, start in np.ndindex(12, 12):
         last, end = first + 2, start + 3
         pairs = [s in oracle.read_by(t, 3, 4) for s in range(first, last + 1) for t in range(start, end + 1) if s <= t]
-        some, every = (bool(x) for x in pattern.reads(*(jnp.int32(x) for x in (first, last, start, end))))
+        some, every = (bool(x) for x in pattern.block_visibility(*(jnp.int32(x) for x in (first, last, start, end))))
         assert some >= any(pairs) and every <= all(pairs)
         if last <= start:
             assert some == any(pairs) and every == all(pairs)
@@ -57,14 +57,14 @@ def test_blocks_that_no_query_reads_are_skipped():
     q, k, v = qkv(16)
     pattern = AShape(2, 4)
     unread = v.at[:, :, 2:4].set(jnp.nan)  # of the last queries: masked, it would still make their mix NaN
-    out = causal(q, k, unread, block=2, pattern=pattern)
-    np.testing.assert_array_equal(out[:, :, :, 8:], causal(q, k, v, block=2, pattern=pattern)[:, :, :, 8:])
+    out = causal_attention(q, k, unread, block=2, pattern=pattern)
+    np.testing.assert_array_equal(out[:, :, :, 8:], causal_attention(q, k, v, block=2, pattern=pattern)[:, :, :, 8:])
 
 
 @pytest.mark.parametrize("start", [0, 5, 9])
 def test_a_chunk_at_an_offset_reads_as_in_the_whole(start):
     q, k, v = qkv(14)
-    got = causal(q[:, :, :, start : start + 4], k, v, start, block=3, pattern=AShape(2, 3))
+    got = causal_attention(q[:, :, :, start : start + 4], k, v, start, block=3, pattern=AShape(2, 3))
     np.testing.assert_allclose(got, expected(q, k, v, 2, 3)[:, :, :, start : start + 4], atol=1e-6)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import kvjax
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.gates import Gates, attended
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.gates import AttentionGateTable, gate_attention
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
@@ -21,7 +21,7 @@ from tests.oracles import attention_gate as oracle
 from tests.oracles import eviction
 
 SPEC = layer.spec()
-TABLE = Gates().example(SPEC, np.random.default_rng(3))
+TABLE = AttentionGateTable().example(SPEC, np.random.default_rng(3))
 
 
 def written(path, **changed: np.ndarray) -> str:
@@ -48,11 +48,11 @@ def test_the_example_by_hand():
     assert oracle.kept(got, 0.5, 2, 0, 0) == [[0]]
     hidden, pos = np.array([1.0, 0.0], np.float32).reshape(1, 1, 2, 1), np.arange(2, dtype=np.int32)[None]
     w = w.astype(np.float32)
-    np.testing.assert_allclose(attended(hidden, pos, w, w, np.full((1, 1, 1), 4, np.float32))[0, 0, :, 0], [3, 2])
+    np.testing.assert_allclose(gate_attention(hidden, pos, w, w, np.full((1, 1, 1), 4, np.float32))[0, 0, :, 0], [3, 2])
 
 
 def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
-    d, gate = layer.data(2), Gate(Given(written(tmp_path), "attention_gate"))
+    d, gate = layer.data(2), Gate(TableFile(written(tmp_path), "attention_gate"))
     scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).per_kv_head)
     for padding in (0.0, np.inf):
         got = np.asarray(scored(*shown(d, padding)))
@@ -78,7 +78,7 @@ def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, th
 def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to():
     """Of two texts of nine tokens: the first five are asked, by the last four, and two of them stay."""
     d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 9], np.int32))
-    kind, (block, seen) = Gates(keep=40, channels=4, ridge=20), shown(d)
+    kind, (block, seen) = AttentionGateTable(keep=40, channels=4, ridge=20), shown(d)
     count = jax.jit(lambda block, seen: kind.count(block, seen, SPEC))
     counted = jax.tree.map(lambda x: np.asarray(x, np.float64)[[0, 2]].sum(0), count(block, seen))
     made = kind.arrays(counted, SPEC)
@@ -106,7 +106,7 @@ def test_what_cannot_be_says_so(tmp_path):
         with pytest.raises(KvjaxError, match=f"0 <= threshold < 1, got {threshold}"):
             kvjax.methods.attention_gate(threshold=threshold)
     narrow = {name: TABLE[name][:, :5] for name in ("query", "key", "value")}
-    gate = Gate(Given(written(tmp_path, **narrow), "attention_gate"))
+    gate = Gate(TableFile(written(tmp_path, **narrow), "attention_gate"))
     with pytest.raises(
         KvjaxError, match="read hidden states of 5 channels, and the model has 8; make a table for this"
     ):
@@ -116,6 +116,6 @@ def test_what_cannot_be_says_so(tmp_path):
         ({"channels": 0}, "must be at least 1, got 0"),
     ):
         with pytest.raises(KvjaxError, match=says):
-            Gates(**wrong)
+            AttentionGateTable(**wrong)
     with pytest.raises(KvjaxError, match=r"each head would keep \[0, 1\] of 3 tokens that are asked, none or all"):
-        Gates().arrays({"kept": np.array([0.0, 1]), "tokens": np.array([3.0])}, SPEC)
+        AttentionGateTable().arrays({"kept": np.array([0.0, 1]), "tokens": np.array([3.0])}, SPEC)

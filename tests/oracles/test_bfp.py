@@ -10,8 +10,8 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.ordered import Ordered
-from kvjax.cache.codecs.per_token import Rows
+from kvjax.cache.codecs.ordered import SortedChannels
+from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.errors import KvjaxError
 from tests.contract import layer
@@ -21,8 +21,8 @@ from tests.oracles.held import attended
 POS = jnp.arange(6, dtype=jnp.int32)[None, None]
 
 
-def through(quantiser: BlockFloat, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
+def through(quantizer: BlockFloat, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 
@@ -74,15 +74,15 @@ def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():
         run = jax.jit(lambda x: codec.decode(codec.encode(x, POS)))
         return np.abs(np.asarray(run(jnp.asarray(x, jnp.float32))) - x)[..., others].mean()
 
-    rows = Rows(BlockFloat(4, 8))
-    assert error(Ordered(rows)) < 0.2 * error(rows)
+    rows = PerTokenCodec(BlockFloat(4, 8))
+    assert error(SortedChannels(rows)) < 0.2 * error(rows)
 
 
 @pytest.mark.parametrize("place", [lambda c: c, Host])
 def test_an_order_alone_changes_nothing(place):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 6, 8)), jnp.float32)
     q = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 2, 1, 8)), jnp.float32)
-    ordered, plain = place(Ordered(Plain())), Plain()
+    ordered, plain = place(SortedChannels(Plain())), Plain()
     a, b = (c.append(c.encode(x, POS), 2 * x[:, :, :1], jnp.array([[5]])) for c in (ordered, plain))
     assert array_bytes(a)["device"] == 2 * 8 * 4 + (0 if place is Host else array_bytes(b)["device"])
     p = plain.scores(q, b)
@@ -97,7 +97,7 @@ def test_an_order_alone_changes_nothing(place):
 
 
 def test_without_a_prompt_channels_stay_as_they_are():
-    stored = Ordered(Plain()).encode(jnp.full((1, 1, 2, 8), jnp.inf), jnp.full((1, 1, 2), -1))
+    stored = SortedChannels(Plain()).encode(jnp.full((1, 1, 2, 8), jnp.inf), jnp.full((1, 1, 2), -1))
     assert stored.order.tolist() == [[list(range(8))]]
 
 

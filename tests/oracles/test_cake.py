@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.eviction.budgets import Ratio
+from kvjax.cache.eviction.budgets import PromptFraction
 from kvjax.core.attention_mass import Observation, moments
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
@@ -177,6 +177,6 @@ def test_wrong_values_say_so():
         with pytest.raises(KvjaxError, match=says):
             kvjax.methods.cake(**fields)
     method = kvjax.Method(select=kvjax.methods.cake().select, layer_budgets=Preference())
-    ratio = dataclasses.replace(method.select, budget=Ratio(0.5))
+    ratio = dataclasses.replace(method.select, budget=PromptFraction(0.5))
     with pytest.raises(KvjaxError, match="grows with the text"):
         dataclasses.replace(method, select=ratio).bind(layer.spec()).divide_budget(jnp.ones((1, 1)), jnp.array([90]))

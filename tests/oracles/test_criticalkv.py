@@ -24,7 +24,7 @@ def test_the_example_by_hand():
     assert oracle.kept(score, c, 2) == [0, 3] and oracle.kept(score, [1] * 4, 2) == [0, 1]
     own, new = (jnp.asarray(x, jnp.float32)[None, None] for x in (score, (np.array(score) + 1e-4) * c))
     count, beside = jnp.array([2], jnp.int32), jnp.array([0], jnp.int32)
-    by = TwoStage(0.5, new).scores(own, jnp.ones((1, 1, 4), bool), count, beside)
+    by = TwoStage(0.5, new).rank(own, jnp.ones((1, 1, 4), bool), count, beside)
     assert sorted(np.argsort(-by[0, 0])[:2].tolist()) == [0, 3]
 
 

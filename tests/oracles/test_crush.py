@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache.eviction.granularity import Chunk, Page, Token
-from kvjax.cache.eviction.representatives import Units
-from kvjax.cache.eviction.scorers import Accumulated, Window
+from kvjax.cache.eviction.representatives import EvictableUnits
+from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.core.random import draw
 from kvjax.errors import KvjaxError
 from kvjax.methods.kmeans import KMeans
@@ -68,7 +68,7 @@ def some_units(c: int, padding: float = 0.0, seed: int = 0):
     scores = np.where(valid[:, None, None, :, None], rng.normal(size=(B, K, G, U, c)), padding).astype(np.float32)
     keys = np.where(valid[:, None, :, None, None], rng.normal(size=(B, K, U, c, H)), padding).astype(np.float32)
     candidates = valid & (rng.random((B, U)) < 0.8)
-    return Units(scores, keys, valid, candidates), np.array([7, 2, 20], np.int32)
+    return EvictableUnits(scores, keys, valid, candidates), np.array([7, 2, 20], np.int32)
 
 
 def found(rest, c: int):
@@ -124,13 +124,13 @@ CASES = [
 
 @pytest.mark.parametrize(("unit", "rest"), CASES, ids=str)
 def test_kvcrush_keeps_what_the_oracle_keeps(unit, rest):
-    out = run(*batch(), KEEP, scorer=Accumulated(), unit=unit, represent=rest, **ARGUMENTS)
+    out = run(*batch(), KEEP, scorer=AccumulatedAttention(), unit=unit, represent=rest, **ARGUMENTS)
     for b in range(len(LENGTHS)):
-        assert tokens(out, b) == wanted(Accumulated(), b, rest, unit)
+        assert tokens(out, b) == wanted(AccumulatedAttention(), b, rest, unit)
 
 
 def test_kvcrush_over_snapkv_for_the_whole_layer():
-    scorer, rest = Window(W, 3), KVCrush(0.5, "ones")
+    scorer, rest = WindowAttention(W, 3), KVCrush(0.5, "ones")
     out = run(*batch(queries=W), KEEP, scorer=scorer, unit=Token(), represent=rest, per="layer", **ARGUMENTS)
     for b in range(len(LENGTHS)):
         assert tokens(out, b) == wanted(scorer, b, rest, Token(), "layer")
@@ -142,13 +142,13 @@ def test_kvcrush_over_snapkv_for_the_whole_layer():
 def test_a_row_has_the_same_representatives_alone(c, rest):
     units, count = some_units(c)
     scores, keys, valid, candidates = (x[2:] for x in units)
-    row = Units(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
+    row = EvictableUnits(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
     got = representatives(rest, row, count[2:], 11)
     np.testing.assert_array_equal(got[0], np.asarray(representatives(rest, units, count, 11))[2])
 
 
 def test_rows_are_the_same_alone_and_whatever_the_padding_holds():
-    arguments = dict(scorer=Accumulated(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
+    arguments = dict(scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
     together = run(*batch(), KEEP, **arguments)
     for padding in (1e4, np.inf):
         np.testing.assert_array_equal(together.pos, run(*batch(padding=padding), KEEP, **arguments).pos)
@@ -156,12 +156,14 @@ def test_rows_are_the_same_alone_and_whatever_the_padding_holds():
 
 
 def test_representatives_are_shared_and_the_count_stays():
-    plain = run(*batch(), KEEP, scorer=Accumulated(), unit=Token(), represent=KVCrush(0.0), **ARGUMENTS)
-    crushed = run(*batch(), KEEP, scorer=Accumulated(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
+    plain = run(*batch(), KEEP, scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(0.0), **ARGUMENTS)
+    crushed = run(*batch(), KEEP, scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
     for b, n in enumerate(LENGTHS):
         a, c = tokens(plain, b), tokens(crushed, b)
         assert [len(x) for x in a] == [len(x) for x in c] == [min(n, KEEP[b])] * 2
-        assert a == eviction_oracle.kept(both(Accumulated(), b, n)[1], int(KEEP[b]), 2, W)  # a share of 0 is none
+        assert a == eviction_oracle.kept(
+            both(AccumulatedAttention(), b, n)[1], int(KEEP[b]), 2, W
+        )  # a share of 0 is none
     new = [set(c) - set(a) for a, c in zip(tokens(plain, 0), tokens(crushed, 0), strict=True)]
     assert new[0] & new[1] and max(map(len, new)) <= 3  # a quarter of 14
 
@@ -180,7 +182,7 @@ def test_of_equal_tokens_kmeans_keeps_one_and_its_empty_clusters_stay_where_they
     rows = np.stack([np.random.default_rng(b).permutation(values) for b in range(3)]).astype(np.float32)
     keys = np.broadcast_to(rows[:, None, :, None, None], units.keys.shape)
     every = np.ones((3, 13), bool)
-    got = representatives(KMeans(), Units(units.scores, keys, every, every), np.full(3, 7, np.int32), 11)
+    got = representatives(KMeans(), EvictableUnits(units.scores, keys, every, every), np.full(3, 7, np.int32), 11)
     start = np.argsort(numbers(0, 13), kind="stable")[:7]
     for row, x in zip(np.asarray(got), rows, strict=True):
         want = oracle.kmeans(dict(enumerate(x[:, None])), start, 10)

@@ -12,8 +12,8 @@ import pytest
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.head_tables import HeadWeights
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.head_budgets import ALL
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.head_budgets import ALL_TOKENS
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
@@ -53,13 +53,13 @@ def test_the_example_by_hand(tmp_path):
 
 def test_heads_stream_as_in_the_authors_code(tmp_path):
     weights = np.random.default_rng(0).permutation(12).reshape(3, 4) / 12
-    table = Given(written(tmp_path, weights, SPEC), "heads")
+    table = TableFile(written(tmp_path, weights, SPEC), "heads")
     for sparsity in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1):
         rule = Streaming(table, sparsity, 5)
         found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(3)]
-        np.testing.assert_array_equal(np.array(found) == ALL, oracle.full_heads(weights, sparsity))
-    equal = Streaming(Given(written(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
-    assert [equal.at(dataclasses.replace(SPEC, index=i)).tokens.count(ALL) for i in range(3)] == [0, 2, 4]
+        np.testing.assert_array_equal(np.array(found) == ALL_TOKENS, oracle.full_heads(weights, sparsity))
+    equal = Streaming(TableFile(written(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
+    assert [equal.at(dataclasses.replace(SPEC, index=i)).tokens.count(ALL_TOKENS) for i in range(3)] == [0, 2, 4]
 
 
 def test_unequal_heads_are_read_as_under_a_mask(tmp_path):
@@ -124,7 +124,7 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
 
 
 def test_wrong_values_say_so(tmp_path):
-    with pytest.raises(KvjaxError, match=r"sparsity is a share of the model's heads, from 0 to 1, and got 1.5"):
+    with pytest.raises(KvjaxError, match=r"sparsity is a fraction of the model's heads, from 0 to 1, and got 1.5"):
         kvjax.methods.duo_attention(sparsity=1.5)
     with pytest.raises(KvjaxError, match="no table of heads can be read from"):
         kvjax.methods.duo_attention(table=str(tmp_path / "none"))

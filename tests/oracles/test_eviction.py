@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvjax.cache.eviction.budgets import Uniform
-from kvjax.cache.eviction.granularity import Chunk, Page, Token, gather
-from kvjax.cache.eviction.scorers import Accumulated, Window
+from kvjax.cache.eviction.granularity import Chunk, Page, Token
+from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.cache.eviction.selection import Selection
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock
+from kvjax.core.types import KVBlock, gather_tokens
 from kvjax.methods.keynorm import KeyNorm
 from kvjax.methods.random import Random
 from tests.contract.layer import spec
@@ -28,7 +28,9 @@ STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "represent", "win
 def run(block, obs, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
     """The block that a selection leaves of another."""
     select = Selection(scorer, Uniform(slots), sinks, recent, unit, per)
-    return gather(block, select.choose(block, obs, keep, slots, spec(window), represent).slots)
+    return gather_tokens(
+        block, select.select_slots(block, obs, keep, slots, spec(window), representatives=represent).slots
+    )
 
 
 def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
@@ -58,10 +60,10 @@ def both(scorer, b: int, n: int, window=None, seed: int = 0):
     """The oracle's scores of row b: per query head [K G T] and per key/value head [K T]."""
     q, k, _, _ = oracle.prompts(LENGTHS, S, seed)
     a = oracle.attention(q[b, :, :, :n], k[b, :, :n], window)
-    if isinstance(scorer, Window):
+    if isinstance(scorer, WindowAttention):
         s = scorer
         return oracle.snapkv(a, s.num_queries, s.kernel, s.pool, s.reduce, s.reduce_first)
-    if isinstance(scorer, Accumulated):
+    if isinstance(scorer, AccumulatedAttention):
         return oracle.h2o(a, scorer.normalise, scorer.decay, window)
     kv = -np.sqrt((k[b, :, :n].astype(np.float64) ** 2).sum(-1))
     return kv[:, None], kv
@@ -81,9 +83,9 @@ def tokens(block: KVBlock, b: int) -> list[list[int]]:
 
 
 CASES = [  # scorer, sliding window; tests/cache/eviction/test_scorers.py compares the scores themselves
-    (Window(W, 5), 9),
-    (Window(W, 3, pool="max", reduce_first=True), None),
-    (Accumulated("visible", decay=0.8), 9),
+    (WindowAttention(W, 5), 9),
+    (WindowAttention(W, 3, pool="max", reduce_first=True), None),
+    (AccumulatedAttention("visible", decay=0.8), 9),
     (KeyNorm(), None),
 ]
 KEEP = np.array([16, 16, 13, 12], np.int32)
@@ -106,7 +108,7 @@ def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
     ("unit", "per"), [(Chunk(4), "head"), (Chunk(5, "max"), "layer"), (Chunk(3, "mean"), "head"), (Page(2), "layer")]
 )
 def test_whole_chunks_and_pages(unit, per):
-    scorer, keep = Accumulated(), np.array([21, 9, 20, 11], np.int32)
+    scorer, keep = AccumulatedAttention(), np.array([21, 9, 20, 11], np.int32)
     out = run(*batch(), keep, slots=24, scorer=scorer, sinks=2, recent=3, unit=unit, per=per)
     want = expected(scorer, keep, 2, 3, unit.size, unit.score, per)
     for b in range(len(LENGTHS)):

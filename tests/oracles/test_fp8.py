@@ -15,8 +15,8 @@ from tests.oracles import fp8 as oracle
 from tests.oracles.held import attended
 
 
-def through(quantiser: Fp8, x: np.ndarray) -> np.ndarray:
-    return np.asarray(jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))(jnp.asarray(x, jnp.float32)))
+def through(quantizer: Fp8, x: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))(jnp.asarray(x, jnp.float32)))
 
 
 def test_the_example_by_hand():

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.outliers import ByChannel, ByToken
-from kvjax.cache.codecs.residual import Residual
-from kvjax.cache.codecs.tokens import Tokens
+from kvjax.cache.codecs.chunk_quant import Channelwise, Tokenwise
+from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers
+from kvjax.cache.codecs.residual import LowRankResidual
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import gear as oracle
@@ -33,10 +32,12 @@ def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
     np.testing.assert_allclose(out, attended(d, hold("channel"), hold("token")), atol=2e-5)
 
 
-def codec_of(axis: str, bits: int = 2, every: int = 3, share: float = 0.5, rank: int = 2, later: int = 1) -> Residual:
+def codec_of(
+    axis: str, bits: int = 2, every: int = 3, share: float = 0.5, rank: int = 2, later: int = 1
+) -> LowRankResidual:
     if axis == "channel":
-        return Residual(Channels(bits, every), ByChannel(share), rank, later)
-    return Residual(Tokens(bits, every), ByToken(share), rank, later)
+        return LowRankResidual(Channelwise(bits, every), ChannelOutliers(share), rank, later)
+    return LowRankResidual(Tokenwise(bits, every), TokenOutliers(share), rank, later)
 
 
 def tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
@@ -47,7 +48,7 @@ def tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
 
 
 @functools.cache
-def encoded(codec: Residual) -> np.ndarray:
+def encoded(codec: LowRankResidual) -> np.ndarray:
     """What a prompt comes back as."""
     x, pos = tokens()
     run = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))
@@ -67,7 +68,7 @@ def test_outliers_come_back_bit_for_bit(axis):
     assert exact >= 40
 
 
-def error(codec: Residual) -> float:
+def error(codec: LowRankResidual) -> float:
     """The sum of squares of what a prompt loses."""
     x, pos = tokens()
     return float(np.square(encoded(codec) - x, where=np.asarray(pos)[..., None] >= 0, out=np.zeros_like(x)).sum())
@@ -112,13 +113,13 @@ def test_by_hand_an_outlier_widens_no_scale():
 
     @jax.jit
     def run(x):
-        return *ByToken(0.5).found(x, pos >= 0), codec.decode(codec.encode(x, pos))
+        return *TokenOutliers(0.5).find(x, pos >= 0), codec.decode(codec.encode(x, pos))
 
     out, others, back = run(x)
     assert out[0, 0, 0].tolist() == [True, False, False, True]
     np.testing.assert_allclose(others[0, 0, 0], [25.75, 1.0, 2.0, 25.75])
     np.testing.assert_allclose(back[0, 0, 0], [0, 1, 2, 100], atol=1e-5)
-    assert ByChannel(0.02).places(2048) == 40 and ByChannel(0.02).places(20) == 0
+    assert ChannelOutliers(0.02).num_outliers(2048) == 40 and ChannelOutliers(0.02).num_outliers(20) == 0
 
 
 def test_what_has_no_meaning_is_refused():

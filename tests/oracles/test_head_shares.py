@@ -11,8 +11,8 @@ import pytest
 import kvjax
 from kvjax import calibrate
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.budgets import Ratio, Uniform
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.budgets import PromptFraction, Uniform
 from kvjax.engine.plan import bind, specs
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.head_shares import CalibratedShares, Division
@@ -70,7 +70,13 @@ def test_the_example_by_hand(tmp_path):
     assert oracle.numbers(shares, [0.25], 8, 10).tolist() == [[8, 8]]
     assert oracle.kept([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
     division = Division(
-        Given(written(tmp_path, shares, [0.25], layer.spec()), "head_shares"), shape(1, 2), Uniform(10), 4, 4, 1, 0.0
+        TableFile(written(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
+        shape(1, 2),
+        Uniform(10),
+        4,
+        4,
+        1,
+        0.0,
     )
     assert division.tokens(40)[40].tolist() == [[12, 8]]
 
@@ -79,15 +85,17 @@ def shape(layers: int, heads: int) -> tuple[int, int, int, int]:
     return layers, heads, layer.G, layer.H
 
 
-@pytest.mark.parametrize("budget", [Uniform(16), Uniform(41), Ratio(0.25), Ratio(0.6), Ratio(0.03)])
+@pytest.mark.parametrize(
+    "budget", [Uniform(16), Uniform(41), PromptFraction(0.25), PromptFraction(0.6), PromptFraction(0.03)]
+)
 @pytest.mark.parametrize(("sinks", "recent", "size"), [(0, 0, 1), (4, 8, 1), (1, 2, 4), (0, 3, 5)])
 @pytest.mark.parametrize("spread", [0.0, 0.9])
 def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, spread, tmp_path):
     shares, spec = made_up(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS)
-    table = Given(written(tmp_path, shares, spec=spec), "head_shares")
+    table = TableFile(written(tmp_path, shares, spec=spec), "head_shares")
     found = Division(table, shape(LAYERS, HEADS), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
-        base = budget.kept(n)
+        base = budget.num_kept(n)
         want = oracle.numbers(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
         np.testing.assert_array_equal(found[n], want, f"{n} tokens")
         always, _, mean = oracle.always_and_units(n, base, sinks, recent, size)
@@ -141,7 +149,7 @@ def test_a_plan_says_exactly_what_is_held_and_allocated(method, length, model, t
     context = kvjax.read(model, [prompt], text, room=16)
     planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
     assert (planned.held, planned.reserved) == (context.bytes.held, context.bytes.reserved)
-    known = [part.method.side_store.share.tokens_by_length(length)[length] for part in context.cache.plan]
+    known = [part.method.side_store.head_budgets.tokens_by_length(length)[length] for part in context.cache.plan]
     np.testing.assert_array_equal(lengths_of(context)[0], known)
 
 

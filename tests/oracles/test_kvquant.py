@@ -10,10 +10,10 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.calibration import table_file
-from kvjax.cache.codecs.nonuniform import Levels, NonUniform, fitted, normal_float, normed
-from kvjax.cache.codecs.sparse import Sparse
+from kvjax.cache.codecs.nonuniform import LevelTable, NonUniformCodec, fit_levels, normal_float_levels, normalize_levels
+from kvjax.cache.codecs.sparse import DenseAndSparse
 from kvjax.errors import KvjaxError
-from kvjax.methods.kvquant import OfChannels, OfTokens
+from kvjax.methods.kvquant import ChannelQuantileOutliers, TokenQuantileOutliers
 from tests.contract import layer
 from tests.oracles import kvquant as oracle
 from tests.oracles.held import attended
@@ -21,9 +21,9 @@ from tests.oracles.online import rope
 
 
 def test_the_levels_of_four_bits_are_nf4():
-    np.testing.assert_allclose(normal_float(4), oracle.NF4, atol=1e-6)
+    np.testing.assert_allclose(normal_float_levels(4), oracle.NF4, atol=1e-6)
     for bits in (2, 3, 8):
-        levels = normal_float(bits)
+        levels = normal_float_levels(bits)
         assert len(levels) == 2**bits and (np.diff(levels) > 0).all() and 0 in levels
         assert levels[0] == -1 and levels[-1] == 1
 
@@ -48,10 +48,12 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
     np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
 
 
-@pytest.mark.parametrize(("axis", "outliers", "share"), [("channel", OfChannels, 0.5), ("token", OfTokens, 0.0)])
+@pytest.mark.parametrize(
+    ("axis", "outliers", "share"), [("channel", ChannelQuantileOutliers, 0.5), ("token", TokenQuantileOutliers, 0.0)]
+)
 def test_what_is_held_is_the_oracles(axis, outliers, share):
     """Prompts of 13, 2 and 0 tokens and nine more of each, in 3 bits; a row may hold any finite number."""
-    codec, lengths, S, H = Sparse(NonUniform(3, 4, axis), outliers(share)), np.array([13, 2, 0]), 22, 32
+    codec, lengths, S, H = DenseAndSparse(NonUniformCodec(3, 4, axis), outliers(share)), np.array([13, 2, 0]), 22, 32
     x = np.random.default_rng(0).normal(size=(3, 2, S, H))
     x[0, 0, 3], x[0, 1, :, 5], x[1, 1] = 1e30, 0.0, 7.0
     x = x.astype(np.float32)
@@ -70,7 +72,7 @@ def test_what_is_held_is_the_oracles(axis, outliers, share):
 
     every, some = map(np.asarray, jax.jit(run)(dirty))
     np.testing.assert_array_equal(some, every[:, :, [8, 0, 3]])
-    levels = normal_float(3).astype(float)
+    levels = normal_float_levels(3).astype(float)
     for b, n in enumerate(map(int, lengths)):
         for h in range(2):
             want = oracle.held(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
@@ -80,9 +82,9 @@ def test_what_is_held_is_the_oracles(axis, outliers, share):
 def test_levels_are_fitted_by_weight_and_normed():
     """Numbers without weight move no level; Q-Norm restores mean and deviation."""
     x, weight = np.array([-1.0, -0.8, 0.0, 0.1, 0.2, 1.0]), np.array([1.0, 3, 0, 1, 1, 2])
-    levels = fitted(x, weight, 1)
+    levels = fit_levels(x, weight, 1)
     np.testing.assert_allclose(levels, [-0.85, 2.3 / 4])
-    held = normed(x, levels)[[0, 0, 0, 1, 1, 1] if x[2] < levels.mean() else [0, 0, 1, 1, 1, 1]]
+    held = normalize_levels(x, levels)[[0, 0, 0, 1, 1, 1] if x[2] < levels.mean() else [0, 0, 1, 1, 1, 1]]
     np.testing.assert_allclose([held.mean(), held.std()], [x.mean(), x.std()])
 
 
@@ -90,7 +92,7 @@ def test_a_table_gives_each_layers_levels(tmp_path):
     spec, near = layer.spec(), np.array([-1.0, -0.2, 0.4, 1])
     table = {"keys": np.stack([near, near * 2]).astype(np.float32), "values": np.zeros((2, 4), np.float32)}
     path = str(table_file.write(tmp_path / "levels", "levels", spec, [table]))
-    codec = NonUniform(2, 4, "token", Levels.given(path), "keys").at(spec)
+    codec = NonUniformCodec(2, 4, "token", LevelTable.table_file(path), "keys").at(spec)
     x = jnp.asarray([[0.0, 3, 5, 8, 10] + [10] * 27])[None, None]
     read = codec.decode(codec.encode(x, jnp.zeros((1, 1, 1), jnp.int32)))[0, 0, 0, :5]
     np.testing.assert_allclose(read, [-5, 3, 3, 9, 15], rtol=1e-6)  # 5 + 5 * 2 * (-1, -0.2, -0.2, 0.4, 1)

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.cache.calibration import table_file
 from kvjax.cache.eviction.convolution import Convolution
-from kvjax.cache.eviction.convolution_table import Convolutions, halved, missed
+from kvjax.cache.eviction.convolution_table import ConvolutionTable, relative_error, split_texts
 from kvjax.core.attention_mass import Observation
 from kvjax.errors import KvjaxError
 from tests.contract import layer
@@ -61,7 +61,7 @@ def test_slots_are_the_oracles_whatever_padding_holds(tmp_path, dtype, budget, r
 
 
 def test_a_calibrated_table_makes_later_queries_miss_less():
-    kind = Convolutions(slots=1, kernel=3, length=9, steps=40)
+    kind = ConvolutionTable(slots=1, kernel=3, length=9, steps=40)
     d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 7], np.int32))
     q, block = layer.prompt(d, padding=np.inf)
     count = jax.jit(lambda block, q: kind.count(block.clean(), Observation(q, block.pos[:, 0]), SPEC))
@@ -72,8 +72,8 @@ def test_a_calibrated_table_makes_later_queries_miss_less():
         np.testing.assert_array_equal(joined[name][:, 2, ..., :7, :], x[2][..., :7, :])
     made = kind.arrays(joined, SPEC)
     assert {name: x.shape for name, x in made.items()} == {"weight": (1, 64, 3), "bias": (1,), "normalizer": (1,)}
-    texts = halved(block.clean(), jnp.nan_to_num(q, posinf=0.0), 2, SPEC)
-    share = jax.jit(lambda by: missed(by, texts, 1, None))
+    texts = split_texts(block.clean(), jnp.nan_to_num(q, posinf=0.0), 2, SPEC)
+    share = jax.jit(lambda by: relative_error(by, texts, 1, None))
     after = share(Convolution(*(jnp.asarray(x, jnp.float32) for x in made.values())))
     assert float(after) < 0.97 * float(share(kind._start(SPEC)))
 
@@ -90,8 +90,8 @@ def test_what_cannot_be_says_so(tmp_path):
                 lambda q, block, text=text: layer.after_prompt(layer.bound(text), q, block, 22), *layer.prompt(d)
             )
     with pytest.raises(KvjaxError, match="needs an odd kernel and all others at least 1"):
-        Convolutions(kernel=4)
-    kind = Convolutions(slots=8, length=9)
+        ConvolutionTable(kernel=4)
+    kind = ConvolutionTable(slots=8, length=9)
     q, block = layer.prompt(d)
     counted = kind.count(block, Observation(q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="no text loses a token; give texts of 33 tokens or more, as `length`"):

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.retaining import RetainingHeads, as_released, by_head
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.retaining import RetainingHeads, group_by_head, ungroup_heads
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.locret import Retaining
+from kvjax.methods.locret import RetainingScorer
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import locret as oracle
@@ -39,7 +39,7 @@ def written(path, fc1, fc2, spec=SPEC) -> str:
 @functools.cache
 def compiled(table: str, spec: LayerSpec = SPEC):
     """The scorer with a table as a program."""
-    scorer = Retaining(Given(table, "locret"))
+    scorer = RetainingScorer(TableFile(table, "locret"))
     return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
 
 
@@ -80,7 +80,7 @@ def test_scores_are_the_oracles_and_each_head_keeps_its_best_and_the_local_token
 
 def test_released_weights_come_back_as_they_were():
     fc1 = weights()[0]
-    np.testing.assert_array_equal(as_released(by_head(fc1, SPEC), SPEC), fc1)
+    np.testing.assert_array_equal(ungroup_heads(group_by_head(fc1, SPEC), SPEC), fc1)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -108,8 +108,8 @@ def test_what_cannot_be_says_so(tmp_path):
     fc1, fc2 = weights()
     block = layer.prompt(layer.data())[1]
     with pytest.raises(KvjaxError, match="scores by queries, got none; observe all of each row"):
-        Retaining(Given(written(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
-    wrong = Retaining(Given(written(tmp_path, fc1[:, 1:], fc2), "locret"))
+        RetainingScorer(TableFile(written(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
+    wrong = RetainingScorer(TableFile(written(tmp_path, fc1[:, 1:], fc2), "locret"))
     with pytest.raises(KvjaxError, match=r"`0.fc1` of .* has shape \(5, 255\), expected \(any, 256\)"):
         wrong.scores(block, Observation(layer.data().q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="ridge must be at least 1, got 0"):

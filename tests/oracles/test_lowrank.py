@@ -14,8 +14,8 @@ import pytest
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.low_rank import Fitted, FromTable
-from kvjax.cache.codecs.recent import Recent
+from kvjax.cache.codecs.low_rank import CalibratedLowRank, PromptLowRank
+from kvjax.cache.codecs.recent import ExactWindow
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from tests.contract import layer
 from tests.oracles import lowrank as oracle
@@ -53,7 +53,7 @@ def test_by_hand(tmp_path):
     spec = dataclasses.replace(layer.spec(head_dim=2), num_kv_heads=1, num_groups=1)
     arrays = {"values": np.full((1, 2, 1), 0.5**0.5, np.float32), "values_mean": np.array([[1, 0]], np.float32)}
     path = table_file.write(tmp_path / "table", "bases", spec, [arrays])
-    codec = FromTable(table=Bases.given(str(path)), share=0.5).at(spec)
+    codec = CalibratedLowRank(table=Bases.table_file(str(path)), share=0.5).at(spec)
     x, pos = jnp.array([3.0, 0.0]).reshape(1, 1, 1, 2), jnp.zeros((1, 1, 1), jnp.int32)
     stored = codec.encode(x, pos)
     np.testing.assert_allclose(stored.rows.data.ravel(), [2**0.5], rtol=1e-6)
@@ -105,7 +105,10 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
     spec = dataclasses.replace(layer.spec(head_dim=4), num_kv_heads=4)
     size = heads or 4
     x = np.random.default_rng(0).normal(size=(2, 4, 9, 4)).astype(np.float32)
-    codec, pos = Fitted(heads, rank=2 * size).at(spec), jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9))
+    codec, pos = (
+        PromptLowRank(heads, rank=2 * size).at(spec),
+        jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9)),
+    )
     want = np.zeros_like(x)
     for b in range(2):
         for first in range(0, 4, size):
@@ -130,7 +133,7 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
 
 def test_the_newest_tokens_are_exact_wherever_they_are_read():
     """Scores, mixes and single rows agree with what is decoded, and a token loses its exact copy when it is old."""
-    codec = Recent(Fitted(rank=2).at(layer.spec()), 3)
+    codec = ExactWindow(PromptLowRank(rank=2).at(layer.spec()), 3)
     x = np.random.default_rng(0).normal(size=(1, K, 8, H)).astype(np.float32)
     pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1).astype(jnp.int32)[None, None]
 

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.eviction.granularity import gather
-from kvjax.cache.eviction.merging import nearest
+from kvjax.cache.eviction.merging import match_evicted
 from kvjax.cache.eviction.scorers import Scores
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.random import draw
 from kvjax.core.rope import Rope
-from kvjax.core.types import KVBlock
+from kvjax.core.types import KVBlock, gather_tokens
 from kvjax.methods.cam import Spread
 from kvjax.methods.d2o import D2O
 from kvjax.methods.merging import IntoValues
@@ -52,7 +51,7 @@ def ragged(seed=0, padding=0.0) -> tuple[KVBlock, SelectedSlots]:
 
 def plain(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
     """What the rule makes of a choice."""
-    return rule(block, gather(block, choice.slots), choice, SPEC)
+    return rule(block, gather_tokens(block, choice.slots), choice, SPEC)
 
 
 @functools.cache
@@ -94,13 +93,17 @@ def test_it_is_its_oracle(rule):
         assert (got.bias is None) == (number is None)
         if number is not None:
             np.testing.assert_allclose(got.bias[b, :, :kept], np.log(number), atol=1e-6)
-    assert (np.abs(got.v - gather(block, choice.slots).clean().v).max((1, 2, 3)) > 0).tolist() == [True, False, True]
+    assert (np.abs(got.v - gather_tokens(block, choice.slots).clean().v).max((1, 2, 3)) > 0).tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_padding_and_compiling_change_nothing_and_positions_stay(rule):
     want = merged(rule, *ragged())
-    np.testing.assert_array_equal(want.pos, gather(ragged()[0], ragged()[1].slots).pos)
+    np.testing.assert_array_equal(want.pos, gather_tokens(ragged()[0], ragged()[1].slots).pos)
     for padding in (1e4, np.inf, np.nan):
         jax.tree.map(np.testing.assert_array_equal, merged(rule, *ragged(padding=padding)), want)
     eager = plain(rule, *ragged())
@@ -122,7 +125,7 @@ def test_where_nothing_is_lost_all_stays_bit_for_bit(rule):
 def test_the_order_of_lost_tokens_does_not_matter(rule):
     block, choice = ragged()
     block, choice = jax.tree.map(lambda x: x[:1], (block, choice))
-    kept = gather(block, choice.slots)
+    kept = gather_tokens(block, choice.slots)
     order = np.arange(T)
     lost = sorted(set(range(T)) - set(np.asarray(choice.slots[0]).ravel().tolist()))
     order[lost] = lost[::-1]
@@ -134,8 +137,8 @@ def test_the_order_of_lost_tokens_does_not_matter(rule):
 
 def test_many_tokens_are_compared_a_block_at_a_time():
     block, choice = ragged(padding=np.nan)
-    kept = gather(block, choice.slots)
-    at_once, by_five = (nearest(block, kept, choice, n) for n in (256, 5))
+    kept = gather_tokens(block, choice.slots)
+    at_once, by_five = (match_evicted(block, kept, choice, n) for n in (256, 5))
     np.testing.assert_array_equal(by_five.mask, at_once.mask)
     np.testing.assert_array_equal(by_five.slot, at_once.slot)
     np.testing.assert_allclose(by_five.cosine, at_once.cosine, atol=1e-6)
@@ -189,7 +192,7 @@ def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(na
     twins = np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 0])
     k, v = (jnp.asarray(x[:, :, twins], jnp.float32) for x in rng.normal(size=(2, B, K, 5, H)))
     block = KVBlock(k, v, jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32), (B, 1, 10)))
-    first_five = dataclasses.replace(kvjax.methods.sinks_and_recent(budget=5, sinks=5).select, per="head")
+    first_five = dataclasses.replace(kvjax.methods.sinks_and_recent(budget=5, sinks=5).select, scope="head")
     bound = dataclasses.replace(READERS[name], merge=D2O(count=True), select=first_five).bind(SPEC)
     q = jnp.asarray(rng.normal(size=(B, K, G, 3, H)), jnp.float32)
     fresh = jnp.asarray(rng.normal(size=(2, B, K, 3, H)), jnp.float32)

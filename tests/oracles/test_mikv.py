@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.balanced import Balanced
+from kvjax.cache.codecs.balanced import ChannelBalancer
 from kvjax.cache.codecs.base import Plain
-from kvjax.cache.codecs.tokens import Tokens
+from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation
 from kvjax.errors import KvjaxError
@@ -63,7 +63,7 @@ def weights_of(q, k) -> np.ndarray:
     """The weights of one head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
-    return np.asarray(Balanced(Plain()).found(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0]
+    return np.asarray(ChannelBalancer(Plain()).found(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0]
 
 
 def test_weights_by_hand():
@@ -76,7 +76,7 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
     x, q = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 2, 6, 8), (2, 2, 3, 6, 8)))
     pos = jnp.asarray([np.arange(6), [0, 1, -1, -1, -1, -1]], jnp.int32)
     dirty = jnp.where(pos[:, None, :, None] < 0, jnp.inf, x)
-    codec, at = Balanced(Plain()), jnp.asarray([[5], [2]], jnp.int32)
+    codec, at = ChannelBalancer(Plain()), jnp.asarray([[5], [2]], jnp.int32)
 
     @jax.jit
     def run(x, q):
@@ -98,7 +98,7 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
     x = np.random.default_rng(bits).normal(size=(1, 2, 5, 32)).astype(np.float32)
     x[0, 0, 1], x[0, 1, 2] = 0.0, -7.5
     pos = jnp.asarray([[[0, 1, 2, 3, -1]]], jnp.int32)
-    codec = Tokens(bits, group=16)
+    codec = Tokenwise(bits, group=16)
     idx = jnp.asarray([[[3, 0], [2, 2]]], jnp.int32)
 
     @jax.jit
@@ -128,4 +128,4 @@ def test_what_has_no_meaning_is_refused():
     with pytest.raises(KvjaxError, match="group 12 does not divide the head size 32; the nearest that does is 8"):
         layer.prefill(layer.bound("mikv:group=12"), layer.data())
     with pytest.raises(KvjaxError, match="has seen none"):
-        Balanced(Plain()).encode_prompt(jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2), jnp.int32), None)
+        ChannelBalancer(Plain()).encode_prompt(jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2), jnp.int32), None)

@@ -12,17 +12,16 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.directions import between, by_length, likeness
+from kvjax.cache.codecs.directions import signed_squared_cosine, slerp, split_length
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec
 from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import layer_axes, named
+from kvjax.core.mesh import axes_of_layer_array, named_sharding
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
-from kvjax.engine import sharded_layer
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
-from kvjax.engine.modes import LayerCall
+from kvjax.engine.modes import LayerCall, extend_layer
 from kvjax.errors import KvjaxError
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.models.config import Config
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
@@ -36,13 +35,13 @@ CAPACITY, STEPS = 64, 3
 
 
 @functools.cache
-def exactly() -> Exact:
+def exactly() -> FullKV:
     return read_exactly(MODEL, PROMPTS)
 
 
 @functools.cache
 def context_under(method: str) -> kvjax.Context:
-    return exactly().under(method, CAPACITY)
+    return exactly().compress(method, CAPACITY)
 
 
 def cache_under(method: str) -> Cache:
@@ -159,7 +158,7 @@ def test_padding_counts_for_nothing(index):
 
 def test_a_quarter_turn_by_hand():
     """Six tenths of it are 54 degrees."""
-    got = between(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
+    got = slerp(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
     np.testing.assert_allclose(got[0], [0.587785, 0.809017], atol=1e-6)
     np.testing.assert_allclose(oracle.between(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), got[0], atol=1e-6)
 
@@ -167,20 +166,20 @@ def test_a_quarter_turn_by_hand():
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e3])
 def test_where_no_plane_is_given_the_direction_is_one_of_both(scale):
     a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)) * scale, jnp.float32)
-    unit = by_length(a)[1]
+    unit = split_length(a)[1]
     np.testing.assert_allclose(np.linalg.norm(unit, axis=-1), 1.0, atol=1e-6)
     for b, t, want in ((a, 0.6, unit), (-a, 0.6, -unit), (-a, 0.3, unit), (0 * a, 0.6, unit), (a * 2, 0.0, unit)):
-        np.testing.assert_allclose(between(a, b, t), want, atol=1e-5)
+        np.testing.assert_allclose(slerp(a, b, t), want, atol=1e-5)
     for b in (-a, 0 * a):
-        assert np.isfinite(between(0 * a, b, 0.6)).all() and np.isfinite(between(a, b, 0.5)).all()
+        assert np.isfinite(slerp(0 * a, b, 0.6)).all() and np.isfinite(slerp(a, b, 0.5)).all()
 
 
 def test_the_angle_is_the_same_whichever_layer_asks():
     a, b = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(1).normal(size=(2, 1000, 128)))
-    np.testing.assert_array_equal(likeness(a, b), jax.jit(likeness)(b, a))
+    np.testing.assert_array_equal(signed_squared_cosine(a, b), jax.jit(signed_squared_cosine)(b, a))
     cos = np.array([np.cos(oracle.angle(x, y)) for x, y in zip(np.float64(a), np.float64(b), strict=True)])
-    np.testing.assert_allclose(likeness(a, b), cos * np.abs(cos), atol=1e-3)
-    assert not np.asarray(likeness(0 * a, b)).any()
+    np.testing.assert_allclose(signed_squared_cosine(a, b), cos * np.abs(cos), atol=1e-3)
+    assert not np.asarray(signed_squared_cosine(0 * a, b)).any()
 
 
 def test_bytes_are_the_planned_ones_and_below_those_of_full():
@@ -215,13 +214,15 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
             prompt = LayerPrompt(mine.k, mine.v, mine.q[:, :, :, :0], paired=(other.k, other.v))
             call = LayerCall(bound, None, cache.layers[LOWER].pos.shape[2])
             state = encode_prompt(call, prompt, exact.lengths, CAPACITY, mesh)
-            out, state, carry = sharded_layer.extend(bound, state, q, block, STEPS, carry, mesh)
+            out, state, carry = extend_layer(bound, state, q, block, STEPS, carry, mesh=mesh)
             outs.append(out)
             states.append(state)
         return outs, states
 
     given = list(exact.prompts[LOWER:]), fresh
-    two = run(*jax.tree.map(lambda x: jax.device_put(x, named(layer_axes(x.shape, 3, 2), mesh)), given))
+    two = run(
+        *jax.tree.map(lambda x: jax.device_put(x, named_sharding(axes_of_layer_array(x.shape, 3, 2), mesh)), given)
+    )
     for state in two[1]:
         parts = [shard.data.shape for shard in state.side_store.k_length.addressable_shards]
         assert [shape[:2] for shape in parts] == [(3, 1), (3, 1)]
@@ -250,4 +251,4 @@ def test_what_has_no_meaning_is_refused():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)
     with pytest.raises(KvjaxError, match="slot `side_store`, SharedDirections"):
-        context_under("minicache:share=0.2").share([[1, 2]], "full", of=[0])
+        context_under("minicache:share=0.2").extend_prefix([[1, 2]], "full", of=[0])

@@ -11,9 +11,9 @@ import pytest
 
 import kvjax
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.head_tables import COPIES, RetrievalHeads
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.eviction.head_budgets import ALL
+from kvjax.cache.calibration.head_tables import NUM_COPIES, RetrievalHeads
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.eviction.head_budgets import ALL_TOKENS
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.calibrate import calibrate
 from kvjax.core.attention_mass import Observation
@@ -41,10 +41,10 @@ def written(path, echo, induction, spec=None) -> str:
 @pytest.mark.parametrize(("echo", "induction"), [(0.01, 0.14), (0.1, 0.3), (0, 0), (1, 0)])
 def test_the_highest_of_either_score_are_retrieval_heads(tmp_path, echo, induction):
     scores = np.random.default_rng(0).permutation(40).reshape(2, 5, 4)
-    rule = Razor(Given(written(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
+    rule = Razor(TableFile(written(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
     found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(5)]
     want = oracle.retrieval_heads(*scores, echo, induction)
-    np.testing.assert_array_equal(found, np.where(want, ALL, 1 + 2 + 1))
+    np.testing.assert_array_equal(found, np.where(want, ALL_TOKENS, 1 + 2 + 1))
 
 
 @pytest.mark.parametrize("part", [0, 2])
@@ -97,7 +97,7 @@ def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
         want = [oracle.looked_back(a, period) for a in attention[head]]
         np.testing.assert_allclose([found["echo"][head], found["induction"][head]], np.max(want, 0), rtol=1e-5)
     ids = kind.documents(50, 1000)[0]
-    assert len(ids) == 1000 and ids[:250] * COPIES == ids and max(ids) < 50
+    assert len(ids) == 1000 and ids[:250] * NUM_COPIES == ids and max(ids) < 50
 
 
 def test_merging_alone_leaves_heads_without_loss_bit_for_bit():
@@ -123,6 +123,6 @@ def test_a_table_is_made_without_any_text_and_serves_the_model(tmp_path):
 
 
 def test_wrong_values_say_so():
-    for fields, says in (({"echo": 2.0}, "echo is a share of"), ({"part": -1}, "part must be 0 or more, got -1")):
+    for fields, says in (({"echo": 2.0}, "echo is a fraction of"), ({"part": -1}, "part must be 0 or more, got -1")):
         with pytest.raises(KvjaxError, match=says):
             kvjax.methods.razor_attention(**fields)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.per_token import Absmax, Rows
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.quantizers import Absmax
 from kvjax.core import memory
 from kvjax.errors import KvjaxError
 from kvjax.methods.retrieval_attention import retrieval_attention
@@ -50,15 +51,15 @@ def test_the_host_computes_the_products_that_the_device_would(dtype):
     d = layer.data(dtype=dtype)
     q, rows = d.q[:, :, :, :2], memory.pack(d.k)
     want = jnp.einsum("bkgth,bksh->bkgts", q, d.k, preferred_element_type=jnp.float32)
-    run = jax.jit(memory.products)
+    run = jax.jit(memory.dot_products)
     for held in (rows, memory.to_host(rows)):
         found = run(held, q)
-        assert memory.kind(found) == "device" and found.dtype == jnp.float32
+        assert memory.memory_kind(found) == "device" and found.dtype == jnp.float32
         np.testing.assert_allclose(found, want, atol=1e-4)
 
 
 def test_keys_in_codes_are_searched_on_the_device():
-    d, codec = layer.data(), Host(Rows(Absmax()))
+    d, codec = layer.data(), Host(PerTokenCodec(Absmax()))
     stored = codec.encode(d.k, jnp.zeros((layer.B, 1, d.k.shape[2]), jnp.int32))
     found = jax.jit(codec.score_in_place)(d.q[:, :, :, :2], stored)
     want = jnp.einsum("bkgth,bksh->bkgts", d.q[:, :, :, :2], codec.decode(stored)) / np.sqrt(layer.H)

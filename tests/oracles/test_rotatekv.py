@@ -12,9 +12,9 @@ import pytest
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.across_heads import AcrossHeads
-from kvjax.cache.codecs.per_token import Rows
-from kvjax.cache.codecs.zero_point import ZeroPoint
+from kvjax.cache.codecs.across_heads import CrossHeadRotation
+from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.zero_point import ZeroPointQuantizer
 from kvjax.errors import KvjaxError
 from kvjax.testing import dense_attention
 from tests.contract import layer
@@ -29,8 +29,8 @@ def test_the_codes_by_hand():
     assert oracle.coded(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0
 
 
-def through(quantiser: ZeroPoint, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
+def through(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 
@@ -38,9 +38,9 @@ def through(quantiser: ZeroPoint, x: np.ndarray) -> np.ndarray:
 def test_rows_of_any_sign_and_size_are_their_oracles(bits, clip):
     x = np.random.default_rng(bits).normal(size=(12, 32)) + np.array([0, 5, -40, 0.5])[np.arange(12) % 4, None]
     x[8:] *= np.array([[1e4], [1e-20], [0], [1]])
-    got = through(ZeroPoint(bits, clip), x)
+    got = through(ZeroPointQuantizer(bits, clip), x)
     np.testing.assert_allclose(got, [oracle.read(*oracle.coded(row, bits, clip)) for row in x], rtol=1e-5)
-    alike = through(ZeroPoint(bits), np.full((1, 32), -3.0))
+    alike = through(ZeroPointQuantizer(bits), np.full((1, 32), -3.0))
     np.testing.assert_allclose(alike, -3.0, rtol=1e-4)
 
 
@@ -64,7 +64,7 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
     spec, rng = layer.spec(), np.random.default_rng(0)
     mean = rng.normal(size=(layer.K, layer.H)).astype(np.float32)
     path = table_file.write(tmp_path / "means", "bases", spec, [{"bare_keys_mean": mean}])
-    codec = AcrossHeads(Rows(ZeroPoint(8)), 2, Bases.given(str(path))).at(spec)
+    codec = CrossHeadRotation(PerTokenCodec(ZeroPointQuantizer(8)), 2, Bases.table_file(str(path))).at(spec)
     x, pos = jnp.asarray(rng.normal(size=(3, 2, 4, 32)), jnp.float32), jnp.zeros((3, 1, 4), jnp.int32)
     some = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)
 

@@ -13,7 +13,8 @@ import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs import bit_packing, blockwise
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.per_token import Absmax, MinMax, Quantiser, Rows, hadamard
+from kvjax.cache.codecs.per_token import PerTokenCodec, hadamard
+from kvjax.cache.codecs.quantizers import Absmax, MinMax, Quantizer
 from kvjax.core import attention, memory
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
@@ -22,7 +23,7 @@ from tests.oracles import rows as oracle
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(Quantiser):
+class Exact(Quantizer):
     """Loses nothing, so that only the rotation is left."""
 
     def encode(self, x):
@@ -32,7 +33,12 @@ class Exact(Quantiser):
         return jnp.concatenate(coded, -1)
 
 
-CODECS = (Rows(MinMax(4)), Rows(MinMax(4), "hadamard"), Rows(MinMax(2), "hadamard"), Rows(Absmax()))
+CODECS = (
+    PerTokenCodec(MinMax(4)),
+    PerTokenCodec(MinMax(4), "hadamard"),
+    PerTokenCodec(MinMax(2), "hadamard"),
+    PerTokenCodec(Absmax()),
+)
 
 
 def data(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
@@ -88,11 +94,11 @@ def test_eight_bits_on_either_side_of_zero():
         np.testing.assert_allclose(read, oracle.absmax(row), atol=1e-6)
 
 
-@pytest.mark.parametrize("quantiser", [MinMax(1), MinMax(4), Absmax()])
+@pytest.mark.parametrize("quantizer", [MinMax(1), MinMax(4), Absmax()])
 @pytest.mark.parametrize("row", [0.0, 2.5, -7.0])
-def test_rows_of_one_number(quantiser, row):
+def test_rows_of_one_number(quantizer, row):
     x = jnp.full((32,), row)
-    np.testing.assert_allclose(quantiser.decode(quantiser.encode(x)), x, rtol=1e-5)
+    np.testing.assert_allclose(quantizer.decode(quantizer.encode(x)), x, rtol=1e-5)
 
 
 @pytest.mark.parametrize("H", [1, 2, 8, 64])
@@ -109,11 +115,11 @@ def test_what_is_read_is_what_the_codes_say(codec):
     assert np.isfinite(held).all() and held.dtype == x.dtype
     turn = oracle.sylvester(16) if codec.rotate else np.eye(16)
     for row, got in zip(real(x, pos).astype(np.float64), real(held, pos), strict=True):
-        if isinstance(codec.quantiser, Absmax):
+        if isinstance(codec.quantizer, Absmax):
             want = oracle.absmax(row)
         else:
-            want = turn @ oracle.read_min_max(*oracle.min_max(turn @ row, codec.quantiser.bits))
-        step = np.ptp(row) / (2 ** getattr(codec.quantiser, "bits", 8) - 1)
+            want = turn @ oracle.read_min_max(*oracle.min_max(turn @ row, codec.quantizer.bits))
+        step = np.ptp(row) / (2 ** getattr(codec.quantizer, "bits", 8) - 1)
         assert np.abs(got - want).max() <= 2 * step  # a tie may fall the other way, by one step
         assert np.median(np.abs(got - want)) <= 1e-3 * np.abs(row).max()
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, held), 0.0)
@@ -125,21 +131,21 @@ def test_what_is_read_is_what_the_codes_say(codec):
 
 @pytest.mark.parametrize("S", [6, 8])
 def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
-    codec = Rows(MinMax(4), "hadamard")
+    codec = PerTokenCodec(MinMax(4), "hadamard")
     x, pos, q = data(S)
     stored = codec.encode(x, pos)
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, x), 0.0)
     whole = codec.scores(q, stored), codec.mix(p, stored)
-    monkeypatch.setattr(blockwise, "CHUNK", 3)
-    monkeypatch.setattr(blockwise, "PIECE", 2 * 3 * 16)
-    assert blockwise.size_of(4, S, 16) == (2, 3)
+    monkeypatch.setattr(blockwise, "MAX_TILE_SLOTS", 3)
+    monkeypatch.setattr(blockwise, "MAX_TILE_NUMBERS", 2 * 3 * 16)
+    assert blockwise.tile_size(4, S, 16) == (2, 3)
     np.testing.assert_allclose(codec.scores(q, stored), whole[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(codec.mix(p, stored), whole[1], rtol=1e-5, atol=1e-4)
 
 
 def test_a_rotation_alone_loses_nothing():
     x, pos, q = data()
-    turned, plain = Rows(Exact(), "hadamard"), Plain()
+    turned, plain = PerTokenCodec(Exact(), "hadamard"), Plain()
     a, b = turned.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
     assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are held as they are turned
     p = jax.nn.softmax(jnp.where(pos[:, :, None, None] >= 0, plain.scores(q, b), -jnp.inf))
@@ -162,7 +168,7 @@ def test_a_row_is_coded_once_wherever_it_goes(codec, place, dtype):
     empty = codec.encode(jnp.zeros_like(x), jnp.full_like(pos, -1))
     at = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
     one = jax.jit(codec.append)(empty, x[:, :, 2:3], at)
-    assert jax.tree.map(memory.kind, one) == jax.tree.map(memory.kind, empty)
+    assert jax.tree.map(memory.memory_kind, one) == jax.tree.map(memory.memory_kind, empty)
     got = jax.jit(codec.gather)(one, at[:, :, None])
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(whole[:, :, 2:3], np.float32))
     assert got.dtype == dtype
@@ -186,7 +192,7 @@ def test_head_sizes_that_fill_no_words_or_have_no_matrix_are_refused():
     with pytest.raises(KvjaxError, match="clip"):
         MinMax(4, 1.5)
     with pytest.raises(KvjaxError, match="rotate"):
-        Rows(rotate="random")
+        PerTokenCodec(rotate="random")
 
 
 COMPOSED = (

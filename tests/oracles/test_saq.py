@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.stairs import Staircase
+from kvjax.cache.codecs.stairs import StaircaseQuantizer
 from kvjax.core import memory
 from kvjax.errors import KvjaxError
 from tests.contract import layer
@@ -52,7 +52,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
 )
 def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
     """Prompts of 13, 3 and 0 tokens, and fifteen more of each: every block goes all the way down."""
-    codec, lengths, steps, S, H = place(Staircase(bits, 4, axis, 4)), np.array([13, 3, 0]), 15, 28, 16
+    codec, lengths, steps, S, H = place(StaircaseQuantizer(bits, 4, axis, 4)), np.array([13, 3, 0]), 15, 28, 16
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 2, S, H)).astype(dtype)
     slot = np.arange(S)[None]
@@ -70,7 +70,7 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
         return first, last, codec.decode(last), codec.gather(last, some)
 
     first, last, all_of, some = jax.jit(run)(dirty)
-    assert jax.tree.map(memory.kind, last) == jax.tree.map(memory.kind, first)
+    assert jax.tree.map(memory.memory_kind, last) == jax.tree.map(memory.memory_kind, first)
     assert all_of.dtype == some.dtype == dtype
     for b, n in enumerate(lengths):
         for h in range(2):
@@ -97,7 +97,7 @@ def test_bits_fall_and_are_really_packed():
     x, pos = jax.ShapeDtypeStruct((1, 1, 64, 32), jnp.float32), jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
     codes = 32 * (16 * 8 + 16 * 4 + 32 * 2) // 8
     scales = 2 * 4 * 32 * (64 // 16)
-    held = array_bytes(jax.eval_shape(Staircase((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
+    held = array_bytes(jax.eval_shape(StaircaseQuantizer((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
     assert held == codes + scales + 16 * 32 * 4 + 4
 
 
@@ -112,4 +112,4 @@ def test_what_has_no_meaning_is_refused():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)
     with pytest.raises(KvjaxError, match="does not divide the head size"):
-        Staircase((8, 4), 4, "channel", 4).encode(jnp.ones((1, 1, 4, 6)), jnp.zeros((1, 1, 4), jnp.int32))
+        StaircaseQuantizer((8, 4), 4, "channel", 4).encode(jnp.ones((1, 1, 4, 6)), jnp.zeros((1, 1, 4), jnp.int32))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.codecs.low_rank import Fitted
+from kvjax.cache.codecs.low_rank import PromptLowRank
 from kvjax.core import memory
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.shadowkv import Shadow
@@ -22,7 +22,7 @@ METHOD = "shadowkv:" + ",".join(f"{name}={n}" for name, n in SIZES.items())
 def test_by_hand():
     """(1, 2), (2, 4) and (0, 0) are of rank 1, with the singular value 5: one number a token rebuilds them."""
     spec = layer.LayerSpec(0, 1, 1, 1, 2, None, layer.Rope(2))
-    codec, x = Fitted(0, rank=1).at(spec), jnp.array([[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]])[None, None]
+    codec, x = PromptLowRank(0, rank=1).at(spec), jnp.array([[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]])[None, None]
     stored = codec.encode(x, jnp.arange(3, dtype=jnp.int32)[None, None])
     assert stored.rows.data.shape == (1, 1, 3, 1)
     np.testing.assert_allclose(jnp.linalg.norm(stored.rows.data), 5, rtol=1e-6)
@@ -44,7 +44,7 @@ def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_t
     bound, d = layer.bound(METHOD), layer.data()
     state = layer.prefill(bound, d)
     store = state.side_store.tokens
-    assert memory.kind(store.v.data) == "pinned_host" and memory.kind(store.k.rows.data) == "device"
+    assert memory.memory_kind(store.v.data) == "pinned_host" and memory.memory_kind(store.k.rows.data) == "device"
     for b, n in enumerate(map(int, d.lengths)):
         for h in range(layer.K):
             held, exact = oracle.divided(np.asarray(d.k[b, h, :n], np.float64), 2, 1, 1)

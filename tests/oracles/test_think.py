@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.thin import Thin
+from kvjax.cache.codecs.thin import ChannelPruner
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.think import Older
+from kvjax.methods.think import OlderTokens
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import think as oracle
@@ -44,7 +44,7 @@ def found(q, k, **parameters) -> list[int]:
     """The channels of a head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
-    run = jax.jit(Thin(**parameters).found)
+    run = jax.jit(ChannelPruner(**parameters).found)
     return np.asarray(run(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0].tolist()
 
 
@@ -65,7 +65,7 @@ def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.A
     return jnp.asarray(x, dtype), pos[:, None], Observation(q, pos)
 
 
-@pytest.mark.parametrize("codec", [Thin(0.4), Host(Thin(0.4))])
+@pytest.mark.parametrize("codec", [ChannelPruner(0.4), Host(ChannelPruner(0.4))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dtype):
     x, pos, seen = prompt(dtype=dtype)
@@ -114,6 +114,6 @@ def test_what_has_no_meaning_is_refused():
             layer.bound(text)
     x, pos, _ = prompt()
     with pytest.raises(KvjaxError, match="has seen none"):
-        Thin().encode_prompt(x, pos, None)
+        ChannelPruner().encode_prompt(x, pos, None)
     with pytest.raises(KvjaxError, match="observe 32 of them"):
-        Older(Thin()).held(KVBlock(x, x, pos), KVBlock(x, x, pos), None)
+        OlderTokens(ChannelPruner()).held(KVBlock(x, x, pos), KVBlock(x, x, pos), None)

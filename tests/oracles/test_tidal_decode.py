@@ -90,7 +90,7 @@ def test_tokens_0_and_3_by_hand():
     pos = jnp.arange(5, dtype=jnp.int32)[None, None]
     block = KVBlock(k, jnp.ones_like(k), pos)
     q = jnp.array([1.0, 0]).reshape(1, 1, 1, 1, 2)
-    fresh = block.after(4)
+    fresh = block.without_first(4)
     v = jnp.broadcast_to(jnp.array([1.0, 10, 100, 1000, 10000])[None, None, :, None], k.shape)
     values = KVBlock(jnp.zeros_like(k), v, pos)
 
@@ -105,7 +105,7 @@ def test_tokens_0_and_3_by_hand():
         _, _, carry = bound_layer.extend(state, q, fresh, 1, carry)
     np.testing.assert_array_equal(carry[0, 0, 0, 0], [0, 3])
     bound_layer, state = prefilled(reader, values)
-    out, _, _ = bound_layer.extend(state, q, values.after(4), 1, carry)
+    out, _, _ = bound_layer.extend(state, q, values.without_first(4), 1, carry)
     np.testing.assert_allclose(out[0, 0, 0, 0], (1 + 1000 + 10000) / 3, rtol=1e-6)
 
 

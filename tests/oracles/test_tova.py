@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.eviction.decode_policy import without_lowest
+from kvjax.cache.eviction.decode_policy import evict_lowest
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from tests.contract import layer
 from tests.oracles import tova as oracle
@@ -63,9 +63,9 @@ def test_over_budget_the_oldest_of_the_lowest_leaves_and_only_where_there_is_no_
     pos = jnp.array([[[7, 2, 5, 3]], [[7, 2, -1, 3]], [[7, 2, 5, 3]]])
     rank = jnp.array([[[0.1, 0.2, 0.1, 0.1]]] * 3)
     real = jnp.array([True, True, False])[:, None, None]
-    left = without_lowest(rank, pos, pos >= 0, real)
+    left = evict_lowest(rank, pos, pos >= 0, real)
     assert left.tolist() == [[[7, 2, 5, -1]], [[7, 2, -1, 3]], [[7, 2, 5, 3]]]
-    assert without_lowest(rank, pos, pos > 5, real)[0].tolist() == [[-1, 2, 5, 3]]
+    assert evict_lowest(rank, pos, pos > 5, real)[0].tolist() == [[-1, 2, 5, 3]]
 
 
 def test_under_a_selection_all_heads_must_hold_the_same():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.eviction.future_queries import mean_over_bare, sum_of_queries
+from kvjax.cache.eviction.future_queries import mean_over_pre_rope, sum_queries
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
@@ -47,7 +47,7 @@ def test_the_mean_is_that_of_the_counted_queries_a_block_at_a_time():
     q, block = layer.prompt(d, np.inf)
     seen = Observation(q, block.pos[:, 0])
     of_row = jax.jit(
-        lambda seen: mean_over_bare(seen, seen.pos >= 1, Rope(layer.H), sum_of_queries, queries_at_once=4),
+        lambda seen: mean_over_pre_rope(seen, seen.pos >= 1, Rope(layer.H), sum_queries, queries_at_once=4),
     )
     got = np.asarray(of_row(seen))
     for row, n in enumerate(d.lengths.tolist()):

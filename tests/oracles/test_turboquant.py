@@ -10,9 +10,9 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.even import EvenSteps
-from kvjax.cache.codecs.lloyd import LloydMax, levels
-from kvjax.cache.codecs.per_token import Quantiser
+from kvjax.cache.codecs.even import UniformQuantizer
+from kvjax.cache.codecs.lloyd import LloydMax, lloyd_max_levels
+from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError
@@ -28,13 +28,13 @@ from tests.oracles.rows import sylvester
     [(4, 2, [0.22629, 0.75478]), (128, 3, [0.02165, 0.06679, 0.11872, 0.19007])],
 )
 def test_the_levels_are_the_published_ones(d, bits, upper):
-    np.testing.assert_allclose(levels(d, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
-    np.testing.assert_allclose(levels(d, bits), oracle.levels(d, bits), atol=1e-7)
+    np.testing.assert_allclose(lloyd_max_levels(d, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
+    np.testing.assert_allclose(lloyd_max_levels(d, bits), oracle.levels(d, bits), atol=1e-7)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4])
 def test_each_level_is_the_mean_of_a_normal_number_in_its_cell(bits):
-    level = levels(64, bits).astype(float) * 8
+    level = lloyd_max_levels(64, bits).astype(float) * 8
     edges = [-np.inf, *(level[1:] + level[:-1]) / 2, np.inf]
     want = [oracle.exact_mean(a, b) for a, b in zip(edges, edges[1:], strict=False)]
     np.testing.assert_allclose(level, want, rtol=2e-3)
@@ -50,8 +50,8 @@ def test_the_example_by_hand():
     np.testing.assert_allclose(q @ oracle.key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
 
 
-def through(quantiser: Quantiser, x: np.ndarray) -> np.ndarray:
-    run = jax.jit(lambda x: quantiser.decode(quantiser.encode(x)))
+def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
+    run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
 
@@ -61,7 +61,7 @@ def test_keys_and_values_are_their_oracles(bits):
     got = through(LloydMax(bits), x @ sylvester(32)) @ sylvester(32)
     np.testing.assert_allclose(got, [oracle.key(row, bits)[1] for row in x], atol=1e-4)
     np.testing.assert_allclose(np.linalg.norm(got, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
-    np.testing.assert_allclose(through(EvenSteps(bits), x), [oracle.value(row, bits) for row in x], atol=1e-5)
+    np.testing.assert_allclose(through(UniformQuantizer(bits), x), [oracle.value(row, bits) for row in x], atol=1e-5)
 
 
 @pytest.mark.parametrize(("k_bits", "v_bits", "correct"), [(4, 4, True), (3, 4, False)])
@@ -78,11 +78,11 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, cor
     np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
 
 
-@pytest.mark.parametrize("quantiser", [LloydMax(3), LloydMax(4, False), EvenSteps(3)])
-def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantiser):
-    read = through(quantiser, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
+@pytest.mark.parametrize("quantizer", [LloydMax(3), LloydMax(4, False), UniformQuantizer(3)])
+def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
+    read = through(quantizer, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
     assert np.isfinite(read).all() and not read[0].any()
-    if isinstance(quantiser, EvenSteps):
+    if isinstance(quantizer, UniformQuantizer):
         np.testing.assert_array_equal(read[1:, 0], [2.5, 65504, -65504])  # the largest that float16 has
 
 

@@ -12,11 +12,10 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
-from kvjax.cache.side_store.mixed_precision import Tier
+from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
 from kvjax.core.types import KVBlock
@@ -98,23 +97,25 @@ def test_a_draw_depends_on_the_position_alone():
 @pytest.mark.parametrize("reader", ["full", "kcache:n=100,device_layers=0"])
 def test_two_exact_tiers_are_the_full_cache(reader, window):
     d = layer.data()
-    exact = dataclasses.replace(kvjax.parse(reader), side_store=Tier(Accumulated(), 0.4))
+    exact = dataclasses.replace(kvjax.parse(reader), side_store=ScoredTiers(AccumulatedAttention(), 0.4))
     np.testing.assert_allclose(layer.run(exact, d, window), layer.run("full", d, window), atol=5e-6)
 
 
 def test_without_a_low_tier_it_is_the_high_codec_alone():
     d = layer.data()
-    alone = Method(k=Channels(4, 3), v=SeparableTokens(4, 3))
-    got = layer.run(dataclasses.replace(alone, side_store=Tier(Probes(), 0.0, Channels(2), SeparableTokens(2))), d)
+    alone = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
+    got = layer.run(
+        dataclasses.replace(alone, side_store=ScoredTiers(Probes(), 0.0, Channelwise(2), SeparableTokenwise(2))), d
+    )
     np.testing.assert_allclose(got, layer.run(alone, d), atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", [Channels, SeparableTokens])
+@pytest.mark.parametrize("codec", [Channelwise, SeparableTokenwise])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
     x = np.random.default_rng(0).normal(size=(2, 1, 6, 5)).astype(np.float32)
     x[:, :, :, 2] = 0.0
-    x[1] = 3.0 if codec is Channels else 0.0
+    x[1] = 3.0 if codec is Channelwise else 0.0
     x, pos = jnp.asarray(x, dtype), jnp.asarray([[[0, 1, 2, 3, -1, -1]], [[0, 1, -1, -1, -1, -1]]], jnp.int32)
     dirty = jnp.where(pos[..., None] >= 0, x, jnp.inf)
     codec = codec(8)
@@ -126,7 +127,7 @@ def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
 
 
 @pytest.mark.parametrize(
-    "codec", [Channels(2, 3), SeparableTokens(4, 3), Host(Channels(4, 3)), Host(SeparableTokens(2, 3))]
+    "codec", [Channelwise(2, 3), SeparableTokenwise(4, 3), Host(Channelwise(4, 3)), Host(SeparableTokenwise(2, 3))]
 )
 def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_codes(codec):
     """Rows of 5 and of 2 tokens, and seven more of each; channels that do not fill a word."""
@@ -145,7 +146,7 @@ def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_code
     idx = jnp.asarray([[[11, 0, 4], [7, 7, 2]], [[8, 1, 0], [3, 5, 6]]], jnp.int32)
     np.testing.assert_array_equal(codec.gather(stored, idx), jnp.take_along_axis(decoded, idx[..., None], 2))
     inner = codec.on_device()
-    rule = oracle.channels if isinstance(inner, Channels) else oracle.separable
+    rule = oracle.channels if isinstance(inner, Channelwise) else oracle.separable
     for b, n in enumerate((5, 2)):
         for h in range(2):
             want = np.asarray(x[b, h, : n + 7], np.float64)
@@ -159,8 +160,8 @@ def test_bits_are_really_packed():
     x, pos = jnp.ones((1, 2, 64, 32)), jnp.arange(64, dtype=jnp.int32)[None, None]
     counts = 2 * 4
     codes = 2 * 64 * 32 * 4 // 8
-    assert array_bytes(Channels(4).encode(x, pos))["device"] == codes + 2 * 2 * 32 * 4 + counts
-    assert array_bytes(SeparableTokens(4).encode(x, pos))["device"] == codes + 2 * (32 + 2 * 64) * 4 + counts
+    assert array_bytes(Channelwise(4).encode(x, pos))["device"] == codes + 2 * 2 * 32 * 4 + counts
+    assert array_bytes(SeparableTokenwise(4).encode(x, pos))["device"] == codes + 2 * (32 + 2 * 64) * 4 + counts
 
 
 def test_a_row_of_a_ragged_batch_generates_what_it_generates_alone():
@@ -185,6 +186,6 @@ def test_what_has_no_meaning_is_refused():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)
     with pytest.raises(KvjaxError, match="holds a prompt and nothing after it"):
-        codec = Channels(4)
+        codec = Channelwise(4)
         x, at = jnp.ones((1, 1, 4, 8)), jnp.zeros((1, 1), jnp.int32)
         codec.append(codec.encode(x, jnp.arange(4, dtype=jnp.int32)[None, None]), x[:, :, :1], at)

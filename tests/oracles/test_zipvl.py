@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.codecs.channels import Channels
-from kvjax.cache.codecs.separable import SeparableTokens
+from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
 from kvjax.cache.method import Method
 from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
@@ -70,7 +69,7 @@ def counted(received: list[float], tau: float) -> int:
 
 @functools.cache
 def important(tau: float):
-    tier = Unimportant(Probes(1.0), tau, Channels(2), SeparableTokens(2))
+    tier = Unimportant(Probes(1.0), tau, Channelwise(2), SeparableTokenwise(2))
     return jax.jit(functools.partial(tier.important, spec=layer.spec(head_dim=5)))
 
 
@@ -83,7 +82,7 @@ def test_by_hand_of_six_three_and_one_tenth():
 
 def test_all_of_the_attention_is_that_of_all_tokens():
     d = layer.data()
-    alone = Method(k=Channels(4, 3), v=SeparableTokens(4, 3))
+    alone = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
     np.testing.assert_allclose(layer.run("zipvl:tau=1,every=3", d), layer.run(alone, d), atol=1e-6)
 
 

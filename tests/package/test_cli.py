@@ -34,10 +34,14 @@ def test_generate_prints_text_and_json(tmp_path, capsys):
     assert set(result["bytes"]["held"]) == {"device", "pinned_host"} and len(result["tokens"][0]) <= 8
 
 
-def test_methods_lists_every_recipe_with_source_and_defaults(capsys):
+def test_methods_lists_every_method_with_source_and_defaults(capsys):
     assert cli.main(["methods", "--json"]) == 0
     methods = {m["name"]: m for m in json.loads(capsys.readouterr().out)}
-    assert methods["kcache"]["parameters"]["n"] == {"type": "int", "default": 128}
+    assert methods["kcache"]["parameters"]["n"] == {
+        "type": "int",
+        "default": 128,
+        "meaning": "Values read per head and step (the paper: 32, 64, 128).",
+    }
     assert cli.main(["methods", *methods]) == 0
     text = capsys.readouterr().out
     assert all(name in text and m["source"] in text for name, m in methods.items())
@@ -61,7 +65,7 @@ def test_methods_has_a_line_for_each_below_its_family(capsys, monkeypatch):
 def test_methods_tells_all_of_the_named_ones_and_the_nearest_of_unknown_ones(capsys):
     assert cli.main(["methods", "kivi", "snapkv"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("kivi(bits: int = 2, ") and "\nsnapkv(budget: Tokens = 1024, " in text
+    assert text.startswith("kivi(bits: int = 2, ") and "\nsnapkv(budget: TokenBudget = 1024, " in text
     assert "    family: eviction after the prompt\n" in text and "quest" not in text
     assert cli.main(["methods", "--json", "kivi"]) == 0
     (kivi,) = json.loads(capsys.readouterr().out)

@@ -99,13 +99,13 @@ def test_all_of_it_has_longer_contexts_and_more_methods(monkeypatch, tmp_path):
         found.update(full=full)
         raise kvjax.KvjaxError("enough")
 
-    def named(methods):
+    def resolve(methods):
         found.update(methods=methods)
         return {}
 
     whole = demo.exam
     monkeypatch.setattr(demo, "exam", exam)
-    monkeypatch.setattr(demo, "named", named)
+    monkeypatch.setattr(demo, "resolve", resolve)
     assert cli.main(["demo", "--full", "--out", str(tmp_path)]) == 2
     assert found == {"full": True, "methods": demo.ALL_METHODS}
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2

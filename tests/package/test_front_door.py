@@ -23,13 +23,13 @@ from tests.fixtures import ROOT
     [
         (100.9, "got 100.9; write budget=100, a whole number of tokens"),
         (256.0, "got 256.0; write budget=256, a whole number of tokens"),
-        (0.25, 'got 0.25; for this share write budget="25%"'),
-        (0.001, 'got 0.001; for this share write budget="0.1%"'),
+        (0.25, 'got 0.25; for this fraction write budget="25%"'),
+        (0.001, 'got 0.001; for this fraction write budget="0.1%"'),
         (True, "got True; write a number of tokens, as in budget=256"),
         (None, "got None"),
         (float("nan"), "got nan"),
         ("100.9", "got '100.9'; write budget=100, a whole number of tokens"),
-        ("0.25", "got '0.25'; for this share write 25%"),
+        ("0.25", "got '0.25'; for this fraction write 25%"),
     ],
 )
 @pytest.mark.parametrize("method", ["snapkv", "kvzip", "random"])
@@ -38,7 +38,7 @@ def test_a_budget_is_whole_or_a_share(method, budget, remedy):
         getattr(methods, method)(budget=budget)
 
 
-@pytest.mark.parametrize(("text", "remedy"), [("0.25", "for this share write 25%"), ("64.0", "budget=64, a")])
+@pytest.mark.parametrize(("text", "remedy"), [("0.25", "for this fraction write 25%"), ("64.0", "budget=64, a")])
 def test_a_budget_in_a_string_has_its_remedy_as_a_string(text, remedy):
     with pytest.raises(KvjaxError, match=re.escape(remedy)):
         kvjax.parse(f"snapkv:budget={text}")
@@ -132,7 +132,7 @@ def test_a_dtype_has_short_names(short, name, tmp_path):
     with checkpoint.Writer(tmp_path / "out", model.config, short) as writer:
         for part, tree in model.params.items():
             writer.put(part, tree)
-    assert checkpoint.manifest(tmp_path / "out").dtype == name
+    assert checkpoint.read_manifest(tmp_path / "out").dtype == name
     assert kvjax.load(tmp_path / "out").dtype == name
     assert kvjax.load(tmp_path / "out", dtype=short).dtype == name
     other = "float32" if name == "float16" else "float16"
@@ -141,7 +141,7 @@ def test_a_dtype_has_short_names(short, name, tmp_path):
             writer.put(part, tree)
     assert kvjax.load(tmp_path / "other", dtype=short).dtype == name
     assert convert(ROOT / "llama3", tmp_path / "converted", short)
-    assert checkpoint.manifest(tmp_path / "converted").dtype == name
+    assert checkpoint.read_manifest(tmp_path / "converted").dtype == name
 
 
 def test_what_is_no_dtype_is_refused_with_all_names(tmp_path):

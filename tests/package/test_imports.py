@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,10 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
+KNOWN_CIRCLES = [("kvjax.methods.registry", "kvjax.methods.loading")]
+"""The registry loads the methods of installed packages when all methods are asked for, and these register there."""
+
+
 @pytest.mark.parametrize(
     "code", ["import kvjax", "from kvjax import *", "import kvjax.cli; kvjax.cli._parser().format_help()"]
 )
@@ -38,25 +44,73 @@ def test_only_what_every_call_needs_is_imported(code):
     loaded = set(json.loads(done.stdout))
     assert "kvjax" in loaded
     assert loaded.isdisjoint(HEAVY)
-    methods = {path.stem for path in (ROOT / "kvjax/methods").glob("*.py") if "\n@recipe(" in path.read_text()}
+    methods = {path.stem for path in (ROOT / "kvjax/methods").glob("*.py") if "\n@register_method(" in path.read_text()}
     assert len(methods) > 60
     assert loaded.isdisjoint(f"kvjax.methods.{name}" for name in methods)
     assert not [name for name in loaded if name.startswith(("kvjax.eval", "kvjax.explore", "kvjax.testbed"))]
 
 
+def modules() -> dict[str, Path]:
+    """The modules of both packages by name."""
+    files = [path for package in ("kvjax", "checkpoints_convert") for path in (ROOT / package).rglob("*.py")]
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files)
+    return dict(zip(names, files, strict=True))
+
+
+def imports_of(path: Path, names: Iterable[str], at_run_time: bool) -> set[str]:
+    """The modules among `names` that a file imports, inside functions too; at run time, not those for types alone."""
+    tree = ast.parse(path.read_text())
+    if at_run_time:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+                node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & set(names)
+
+
 def test_a_folder_imports_only_from_folders_above_it_in_the_map():
     """Within functions too; the map is the table of CONTRIBUTING."""
-    rows = re.findall(r"^\| `kvjax/(\w+)/` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    assert len(rows) > 7
-    upward = []
-    for number, folder in enumerate(rows):
-        below = tuple(f"kvjax.{name}" for name in rows[number + 1 :])
-        for path in (ROOT / "kvjax" / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                modules = []
-                if isinstance(node, ast.ImportFrom):
-                    modules = [node.module or ""]
-                elif isinstance(node, ast.Import):
-                    modules = [name.name for name in node.names]
-                upward += [f"{path}: {module}" for module in modules if module.startswith(below)]
+    folders = re.findall(r"^\| `(kvjax/\w+|checkpoints_convert)/` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(folders) > 8
+    every, upward = modules(), []
+    for number, folder in enumerate(folders):
+        package = folder.replace("/", ".")
+        below = tuple(name.replace("/", ".") + "." for name in folders[number + 1 :])
+        for name, path in every.items():
+            if name == package or name.startswith(f"{package}."):
+                imported = imports_of(path, every, at_run_time=False)
+                upward += [f"{name}: {x}" for x in imported if f"{x}.".startswith(below)]
     assert not upward
+
+
+def test_what_stands_on_nothing_imports_nothing_of_the_floors_above():
+    """`kvjax.errors` is the ground, and core and utils stand on it and on each other alone."""
+    every = modules()
+    for name, path in every.items():
+        if name == "kvjax.errors" or name.startswith(("kvjax.core", "kvjax.utils")):
+            grounds = ("kvjax.errors", "kvjax.core", "kvjax.utils")
+            assert all(x.startswith(grounds) for x in imports_of(path, every, at_run_time=False) - {"kvjax"}), name
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """A circle is an error of `graphlib` that lists its modules."""
+    every = modules()
+    graph = {name: imports_of(path, every, at_run_time=True) for name, path in every.items()}
+    # A package is imported before its modules, and may import them: `from package import module` needs no edge to it.
+    for name, imported in graph.items():
+        imported -= {x for x in imported if any(y.startswith(f"{x}.") for y in imported)} | {name}
+    for first, second in KNOWN_CIRCLES:
+        graph[first].discard(second)
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_a_model_is_found_by_name_in_a_fresh_interpreter():
+    """`kvjax.load` reaches the converters, which stand above it, through its table of resolvers."""
+    code = "import kvjax\ntry:\n    kvjax.load('smollm2-135')\nexcept kvjax.KvjaxError as e:\n    print(e)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "did you mean 'smollm2-135m'?" in done.stdout, done.stderr

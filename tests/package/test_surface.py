@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.methods.registry import RECIPES, is_ours, load_all
+from kvjax.methods.registry import REGISTRY, is_builtin, load_all
 
 ROOT = Path(__file__).parents[2]
 NAMED = (
@@ -75,16 +76,16 @@ import json, sys
 import kvjax
 none = {count}
 kvjax.KvjaxError
-print(json.dumps([none, "kvjax.errors" in sys.modules, "jax" in sys.modules, "flax" in sys.modules, "kvjax.generation" in sys.modules]))
+print(json.dumps([none, *(name in sys.modules for name in ("kvjax.errors", "jax", "flax", "kvjax.generation"))]))
 """
     assert asked(code) == [0, True, False, False, False]
 
 
-def test_the_methods_that_are_named_are_those_of_the_folder_and_of_the_catalogue():
-    ours = sorted(name for name, recipe in load_all().items() if is_ours(recipe.make))
-    typed = [line.split()[-1] for line in Path(kvjax.methods.__file__).read_text().splitlines() if " import " in line]
-    typed = [name for name in typed if name in RECIPES]
-    assert sorted(kvjax.methods.__all__) == ours == sorted(typed) and sorted(dir(kvjax.methods)) == ours
+def test_the_methods_of_the_package_are_those_of_the_registry():
+    names = sorted(name for name, entry in load_all().items() if is_builtin(entry.make))
+    typed = re.findall(r"import (\w+) as \1$", Path(kvjax.methods.__file__).read_text(), re.MULTILINE)
+    assert sorted(dir(kvjax.methods)) == sorted(kvjax.methods.__all__) == names and set(typed) <= set(names)
+    assert all(getattr(kvjax.methods, name) is REGISTRY[name].make for name in names)
 
 
 def test_a_method_is_found_by_its_name_whether_or_not_its_module_was_imported():

@@ -56,8 +56,8 @@ def test_editors_are_told_of_the_types():
     assert (typecheck.ROOT / "kvjax/py.typed").is_file()
 
 
-def test_a_recipe_shows_the_signature_and_the_docstring_of_its_function():
-    for recipe in load_all().values():
-        assert inspect.signature(recipe.make) == inspect.signature(inspect.unwrap(recipe.make))
-        assert recipe.make.__doc__ == inspect.unwrap(recipe.make).__doc__
+def test_a_registered_function_shows_the_signature_and_the_docstring_of_its_function():
+    for entry in load_all().values():
+        assert inspect.signature(entry.make) == inspect.signature(inspect.unwrap(entry.make))
+        assert entry.make.__doc__ == inspect.unwrap(entry.make).__doc__
     assert list(inspect.signature(kvjax.methods.snapkv).parameters)[:2] == ["budget", "window"]

@@ -76,7 +76,7 @@ def mix_all(p: Array, v: Array) -> Array:
 def mix_selected(p: Array, idx: Array, v: Array) -> Array:
     """Mixes the values at idx i32[B K G 1 n] with weights p [B K G 1 n]."""
     B, K, G, T, n = idx.shape
-    values = memory.rows(memory.pack(v), idx.reshape(B, K, -1)).reshape(B, K, G, T, n, -1)
+    values = memory.gather_tokens(memory.pack(v), idx.reshape(B, K, -1)).reshape(B, K, G, T, n, -1)
     return jnp.einsum("bkgtn,bkgtnh->bkgth", p, values)
 
 
@@ -116,7 +116,7 @@ def configuration(name: str) -> Config:
         return CONFIGS[name]
     where = resources.files("kvjax") / "testbed" if name == "testbed" else Path(name)
     try:
-        return checkpoint.manifest(where).config
+        return checkpoint.read_manifest(where).config
     except KvjaxError as e:
         raise KvjaxError(f"{e}; --model takes a checkpoint directory, testbed, {', '.join(CONFIGS)}") from e
 

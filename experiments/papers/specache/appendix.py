@@ -21,7 +21,7 @@ from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.longbench import SOURCE
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.methods.strings import named
+from kvjax.methods.strings import resolve
 
 TASKS = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tasks = suite.expand(args.tasks or ([f"longbench.{t}" for t in TASKS] if real else own))
     labels = methods(length, args.ratios, min(64, model.config.head_dim), args.block or (128 if real else 16))
     if args.methods:
-        labels = {m: m for m in named(args.methods)}
+        labels = {m: m for m in resolve(args.methods)}
     spec = Spec((length,), args.contexts, 4, 5, args.seed, args.text, args.data)
     found = mean_scores(evaluate_methods(args, model, list(labels.values()), tasks, spec), labels)
     tables = [score_table(f"SpeCache, appendix C: {args.model}, {length:,} tokens, ours", found)]

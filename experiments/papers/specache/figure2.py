@@ -27,7 +27,7 @@ from experiments.bench.decoders import random_loop, time_decode_steps
 from experiments.papers import common, questions
 from kvjax import KvjaxError, Model
 from kvjax.core import memory
-from kvjax.core.attention import NEG, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.eval.page.charts import percents
 from kvjax.eval.run.machine import machine
@@ -39,7 +39,7 @@ PERCENTS = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
 def top_hits(q: Array, k: Array, at: Array, sizes: tuple[int, ...], window: int | None) -> Array:
     """Mean fraction of attention on the heaviest keys, f32[n] for n sizes: q [B K G Q H] at positions i32[Q]."""
     pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
-    p, _, l = weights(jnp.where(visible(pos, at[None], window), scores(q, k), NEG))
+    p, _, l = weights(jnp.where(visible(pos, at[None], window), scores(q, k), MASKED_LOGIT))
     best = lax.top_k(p / l[..., None], max(sizes))[0].mean((0, 1, 2, 3))
     return jnp.cumsum(best)[jnp.array(sizes) - 1]
 
@@ -70,7 +70,9 @@ def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: 
         rank = jnp.where(kept & (slot <= t - recent), received, jnp.inf)
         over = kept.sum(-1, keepdims=True) > size
         kept = kept & ~(over & (slot == rank.argmin(-1, keepdims=True)))
-        s = jnp.where(visible(slot[0, 0, 0][None], t[None, None], window), scores(qt[:, :, :, None], k), NEG)[..., 0, :]
+        s = jnp.where(visible(slot[0, 0, 0][None], t[None, None], window), scores(qt[:, :, :, None], k), MASKED_LOGIT)[
+            ..., 0, :
+        ]
         p, _, l = weights(s)
         exact = (p / l[..., None])[None]
         # Attention sums are renormalized over the remaining keys: the real method never sees the evicted ones.
@@ -139,7 +141,7 @@ def move_runs(model: Model, tokens: int, rows: int) -> dict[str, Callable[[], fl
     rng, every = np.random.default_rng(0), np.tile(np.arange(tokens, dtype=np.int32), (1, c.kv_heads, 1))
     idx = [jnp.asarray(rng.permuted(every, axis=2)[:, :, :rows]) for _ in whole]
     bring = jax.jit(lambda bufs: [memory.unpack(b) for b in bufs])
-    fetch = jax.jit(lambda bufs, idx: [memory.rows(b, i) for b, i in zip(bufs, idx, strict=True)])
+    fetch = jax.jit(lambda bufs, idx: [memory.gather_tokens(b, i) for b, i in zip(bufs, idx, strict=True)])
     todo = {"all": (bring, whole), "run": (bring, run), "scattered": (fetch, whole, idx)}
     for f, *xs in todo.values():
         jax.block_until_ready(f(*xs))

@@ -28,7 +28,7 @@ from kvjax.eval.run.bars import bars
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.methods.strings import named, parts_of
+from kvjax.methods.strings import resolve, split_methods
 
 TASK = "niah"
 METHODS = "full; kivi:bits=1,group={group}; specache:bits=1,group={group}"
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.depths < 2 or args.contexts < 1:
         raise KvjaxError(f"--depths must be at least 2 and --contexts 1, got {args.depths} and {args.contexts}")
     before, model = machine(), kvjax.load(args.model)
-    methods = list(named(args.methods.format(group=args.group)))
+    methods = list(resolve(args.methods.format(group=args.group)))
     spec = Spec(tuple(args.lengths or lengths(model)), args.contexts, 1, args.depths, args.seed, args.text)
     records = evaluate_methods(args, model, methods, [TASK], spec)
     found, path = cells(records), args.out / "specache_figure4.png"
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     total = {m: method_score(results["cells"], m) for m in results["methods"]}
-    of_recipe = {part.name: m for m in reversed(total) for part in parts_of(m)}
+    of_recipe = {part.name: m for m in reversed(total) for part in split_methods(m)}
     low, back = of_recipe.get("kivi"), of_recipe.get("specache")
     ours = "; ".join(f"{m} {format_method_score(o)}" for m, o in total.items())
     paper = "no numbers: one bit mostly red, with SpeCache as 16 bits"

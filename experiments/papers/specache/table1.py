@@ -16,7 +16,7 @@ import kvjax
 from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 from kvjax import Config, Model
-from kvjax.methods.strings import parts_of
+from kvjax.methods.strings import split_methods
 
 PAIR = ("kivi:bits={bits},group={group}", "specache:bits={bits},group={group}")
 """The defaults are the paper's: kivi keeps 128 recent tokens exact, specache 64 recent and 64 fetched ones."""
@@ -104,7 +104,7 @@ def paper_cells(method: str) -> list[str | None]:
     papers = [MODELS["Mistral-7B"], MODELS["LLaMA-3-8B"]]
     if method == "full":
         return [f"{p.full:.1f}" for p in papers]
-    (part,) = parts_of(method)
+    (part,) = split_methods(method)
     key = part.values["bits"], part.values["group"]
     return [f"{p.longbench[key][part.name == 'specache']:.1f}" if key in p.sizes else None for p in papers]
 

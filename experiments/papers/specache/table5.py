@@ -11,7 +11,7 @@ from typing import Any
 import kvjax
 from experiments.bench.measuring import machine, report, table
 from experiments.papers import common
-from kvjax.methods.strings import parts_of
+from kvjax.methods.strings import split_methods
 
 # Qasper, 2WikiMQA, RB-P of LLaMA-3-8B, by (method, levels); `full` is from Table 1.
 PAPER = {
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
     """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    parts = [(parts_of(r["method"])[0], r) for r in results[1:]]
+    parts = [(split_methods(r["method"])[0], r) for r in results[1:]]
     found = {(part.name, part.values["one_bit"]): common.mean_accuracy(r) for part, r in parts}
     low, back = found["kivi", "improved"], found["specache", "improved"]
     levels = found["kivi", "improved"] > found["kivi", "original"]

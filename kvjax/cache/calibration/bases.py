@@ -1,4 +1,4 @@
-"""Calibrated bases: the directions in which keys and values vary most, of each head or of several together."""
+"""Calibrated bases: the principal directions of keys and values, of each head or of several heads together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -18,15 +18,18 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 
 
-@table("bases")
+@register_table_kind("bases")
 @dataclasses.dataclass(frozen=True)
-class Bases(Kind):
-    """The principal directions of each layer's keys, bare and rotated, and of its values, by falling variance.
+class Bases(TableKind):
+    """The principal directions of each layer's keys, without and with rotation, and of its values.
 
-    heads: so many neighbouring key/value heads have directions in common, in all of their channels; 1: each its own; 0:
-    all of a layer. With U = K / heads such groups of C = heads * H channels, for each of `keys`, `bare_keys` and
-    `values`: an array of its name f32[U C C], a direction a column, of which the first r are the best basis of rank r
-    for what is left after the mean; `..._mean` f32[U C]; `..._deviation` f32[U C], the standard deviation along each.
+    With U = K / heads groups of C = heads * H channels, `keys`, `bare_keys` and `values` have three arrays each: the
+    directions f32[U C C], one a column, by falling variance, so that the first r are the best basis of rank r for the
+    vectors less their mean; `..._mean` f32[U C]; `..._deviation` f32[U C], the standard deviation along each direction.
+
+    Args:
+      heads: neighboring key/value heads that have directions in common, over all of their channels: 1 for each head's
+        own, 0 for all heads of a layer.
     """
 
     heads: int = 1
@@ -34,29 +37,32 @@ class Bases(Kind):
     of: ClassVar[tuple[str, ...]] = ("keys", "bare_keys", "values")
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Any]:
-        full = (block.pos >= 0)[..., None]
-        bare = jnp.where(full, spec.rope.unrotate(block.k, block.pos), 0.0)
-        rows = {"keys": block.k.astype(jnp.float32), "bare_keys": bare, "values": block.v.astype(jnp.float32)}
-        groups = {name: in_groups(rows[name], self.heads, spec) for name in self.of}
+        is_real = (block.pos >= 0)[..., None]
+        bare = jnp.where(is_real, spec.rope.unrotate(block.k, block.pos), 0.0)
+        vectors = {"keys": block.k.astype(jnp.float32), "bare_keys": bare, "values": block.v.astype(jnp.float32)}
+        groups = {name: group_heads(vectors[name], self.heads, spec) for name in self.of}
         return {
-            "tokens": full.sum(2, keepdims=True, dtype=jnp.float32),
+            "tokens": is_real.sum(2, keepdims=True, dtype=jnp.float32),
             "sums": {name: x.sum(2, keepdims=True) for name, x in groups.items()},
-            "products": {name: products(x) for name, x in groups.items()},
+            "products": {name: sum_outer_products(x) for name, x in groups.items()},
         }
 
     def arrays(self, counted: dict[str, Any], spec: LayerSpec) -> Mapping[str, np.ndarray]:
         made, tokens = {}, np.maximum(counted["tokens"], 1)
         for name in self.of:
             mean = counted["sums"][name] / tokens
-            directions, variance = _principal(counted["products"][name] / tokens - mean.swapaxes(1, 2) * mean)
-            made |= {name: directions, f"{name}_mean": mean[:, 0], f"{name}_deviation": np.sqrt(variance)}
+            covariance = counted["products"][name] / tokens - mean.swapaxes(1, 2) * mean
+            variances, directions = np.linalg.eigh(covariance)  # ascending
+            # Rounding may leave a covariance with a slightly negative eigenvalue.
+            deviation = np.sqrt(np.maximum(variances[..., ::-1], 0))
+            made |= {name: directions[..., ::-1], f"{name}_mean": mean[:, 0], f"{name}_deviation": deviation}
         return {name: x.astype(np.float32) for name, x in made.items()}
 
 
-@table("joint_bases")
+@register_table_kind("joint_bases")
 @dataclasses.dataclass(frozen=True)
 class JointBases(Bases):
-    """The same of several heads together, by default all of a layer; of bare keys and of values alone."""
+    """`Bases` of several heads together, by default all of a layer; of keys without rotation and of values alone."""
 
     heads: int = 0
 
@@ -64,7 +70,7 @@ class JointBases(Bases):
 
 
 def group_size(heads: int, spec: LayerSpec) -> int:
-    """How many heads are together, 0 standing for all of them; raises KvjaxError where they do not divide the layer."""
+    """Heads in a group, where 0 stands for all of them; raises KvjaxError where they do not divide the layer."""
     size = spec.num_kv_heads if heads == 0 else heads
     if size < 1 or spec.num_kv_heads % size:
         raise KvjaxError(
@@ -74,8 +80,11 @@ def group_size(heads: int, spec: LayerSpec) -> int:
     return size
 
 
-def in_groups(x: Array, heads: int, spec: LayerSpec) -> Array:
-    """Rows x [B K S H] of this device's heads -> those of all groups of the layer, [B U S C], on every device."""
+def group_heads(x: Array, heads: int, spec: LayerSpec) -> Array:
+    """Concatenates the vectors x [B K S H] of neighboring heads: [B U S C].
+
+    A group of several heads may lie on several devices, so every device then gets all groups of the layer.
+    """
     size = group_size(heads, spec)
     if size == 1:
         return x
@@ -84,12 +93,6 @@ def in_groups(x: Array, heads: int, spec: LayerSpec) -> Array:
     return every.reshape(B, K // size, size, S, H).swapaxes(2, 3).reshape(B, K // size, S, size * H)
 
 
-def products(x: Array) -> Array:
-    """Rows x f32[B U S C] -> the sum of their outer products, f32[B U C C]."""
+def sum_outer_products(x: Array) -> Array:
+    """Sums the outer products of vectors x f32[B U S C] over S: f32[B U C C]."""
     return jnp.einsum("busc,busd->bucd", x, x, precision=lax.Precision.HIGHEST)
-
-
-def _principal(moment: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Covariances f64[U C C] -> (eigenvectors as columns, eigenvalues [U C]), the greatest first."""
-    values, vectors = np.linalg.eigh(moment)
-    return vectors[..., ::-1], np.maximum(values[..., ::-1], 0)

@@ -1,4 +1,4 @@
-"""Arrays that a method is given in a file: learned weights, calibrated matrices, shares of heads.
+"""Tables: arrays that a method reads from a file, such as learned weights, calibrated matrices, budgets of heads.
 
 The file is a safetensors file. Its arrays are named by layer, as in `3.bases`; its metadata say which `kind` of table
 it is and for which model it was made: `layers`, `kv_heads`, `groups` and `head_dim`. `write` makes one.
@@ -20,30 +20,39 @@ from safetensors.numpy import save
 
 from kvjax.cache.protocol import LayerSpec
 from kvjax.errors import KvjaxError
-from kvjax.utils.files import replacing
+from kvjax.utils.files import replace_atomically
 
 FORMAT = "kvjax-table-1"
-SHAPE = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "num_groups", "head_dim": "head_dim"}
-"""What the file's metadata say of the model, and the field of `LayerSpec` that each is."""
+SPEC_FIELDS = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "num_groups", "head_dim": "head_dim"}
+"""The file's metadata about the model -> the field of `LayerSpec`."""
 
 SHIPPED = "shipped"
-"""The path that stands for the tables that ship with kvjax: the one that fits the model."""
+"""The path that stands for the tables that ship with kvjax; a layer takes the table that fits the model."""
 
-FOLDER = Path(__file__).parents[2] / "tables"
-"""Where these lie, in a folder for each kind."""
+SHIPPED_TABLES = Path(__file__).parents[2] / "tables"
+"""Their folder, with a folder for each kind."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
-    """A file of arrays for every layer. Two are equal if they are of one kind and their files have the same content.
+class TableFile:
+    """A file of arrays for every layer; two are equal if they are of one kind and their files have the same content.
 
-    path: "shipped" stands for the tables of this kind that ship with kvjax, of which a layer takes the one that fits.
+    Args:
+      path: the file, or "shipped".
+      kind: the name of a `TableKind`.
+      digest: hash of the content, computed from the file where it is not given.
+      index: of the layer, from `at`.
+
+    Raises:
+      KvjaxError: for a file that cannot be read.
     """
 
+    # Compiled programs are found by the method's value. They hold the arrays as constants, so the content takes part in
+    # the comparison, and the path does not.
     path: str = dataclasses.field(compare=False)
     kind: str
     digest: str = dataclasses.field(default="", repr=False)
-    index: int | None = None  # of the layer, from `at`
+    index: int | None = None
 
     def __post_init__(self):
         if self.digest:
@@ -60,68 +69,92 @@ class Given:
     def _files(self) -> list[Path]:
         if self.path != SHIPPED:
             return [Path(self.path)]
-        return sorted((FOLDER / self.kind).glob("*.safetensors"))
+        return sorted((SHIPPED_TABLES / self.kind).glob("*.safetensors"))
 
-    def at(self, spec: LayerSpec) -> Given:
-        """The arrays of one layer alone; it has compiled programs of its own, of which they are constants."""
+    def at(self, spec: LayerSpec) -> TableFile:
+        """Returns the table bound to one layer, which therefore has a compiled program of its own."""
         return dataclasses.replace(self, index=spec.index)
 
-    def of(self, spec: LayerSpec, **shapes: tuple[int | None, ...]) -> dict[str, np.ndarray]:
-        """The arrays of one layer, each of the shape that is asked for, None for any size.
+    def layer_arrays(self, spec: LayerSpec, **shapes: tuple[int | None, ...]) -> dict[str, np.ndarray]:
+        """Reads arrays of one layer.
 
-        Raises KvjaxError for another kind of table, one of another model, a missing array or one of another shape.
+        Args:
+          spec: the layer; its index is used where the table is not bound to a layer.
+          **shapes: the expected shape of each array, by name; None for an axis of any size.
+
+        Raises:
+          KvjaxError: for another kind of table, one of another model, or an array that is missing, of another shape, or
+            not finite.
         """
-        arrays, index = self._arrays(spec), spec.index if self.index is None else self.index
+        arrays, index = self._read_fitting(spec), spec.index if self.index is None else self.index
         found = {}
-        for name, shape in shapes.items():
+        for name, expected in shapes.items():
             array = arrays.get(f"{index}.{name}")
             if array is None:
                 raise KvjaxError(f"{self.path} has no array `{index}.{name}`; make the table anew")
-            if not _fits(array.shape, shape):
-                wanted = ", ".join("any" if n is None else str(n) for n in shape)
+            if len(array.shape) != len(expected) or any(
+                size not in (None, n) for n, size in zip(array.shape, expected, strict=True)
+            ):
+                shape = ", ".join("any" if n is None else str(n) for n in expected)
                 raise KvjaxError(
-                    f"`{index}.{name}` of {self.path} has shape {array.shape}, expected ({wanted}); make the "
-                    "table anew for this model"
+                    f"`{index}.{name}` of {self.path} has shape {array.shape}, expected ({shape}); make the table anew "
+                    "for this model"
                 )
             if not np.isfinite(array).all():
                 raise KvjaxError(f"`{index}.{name}` of {self.path} holds a number that is not finite")
             found[name] = array
         return found
 
-    def _arrays(self, spec: LayerSpec) -> Mapping[str, np.ndarray]:
-        """All arrays of the file that fits the model."""
-        if self.path != SHIPPED:
-            metadata, arrays = _content(self.path, self.digest)
-            self._check(metadata, spec)
-            return arrays
-        for file in self._files():
-            metadata, arrays = _content(str(file), self.digest)
-            if all(metadata.get(name) == str(getattr(spec, SHAPE[name])) for name in SHAPE):
-                return arrays
-        shape = ", ".join(f"{name}={getattr(spec, SHAPE[name])}" for name in SHAPE)
-        raise KvjaxError(
-            f"kvjax ships no table of {self.kind} for a model of {shape}; make one, as with `kvjax calibrate "
-            f"{self.kind}`, and give its path as table=..."
-        )
-
-    def _check(self, metadata: Mapping[str, str], spec: LayerSpec) -> None:
+    def _read_fitting(self, spec: LayerSpec) -> Mapping[str, np.ndarray]:
+        """Reads all arrays of the file, or of the shipped file that fits the model."""
+        model = {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
+        if self.path == SHIPPED:
+            for file in self._files():
+                metadata, arrays = _read(str(file), self.digest)
+                if metadata.items() >= model.items():
+                    return arrays
+            shape = ", ".join(f"{name}={value}" for name, value in model.items())
+            raise KvjaxError(
+                f"kvjax ships no table of {self.kind} for a model of {shape}; make one, as with `kvjax calibrate "
+                f"{self.kind}`, and give its path as table=..."
+            )
+        metadata, arrays = _read(self.path, self.digest)
         if metadata.get("format") != FORMAT or metadata.get("kind") != self.kind:
             is_kind = metadata.get("kind", "none that kvjax knows")
             raise KvjaxError(f"{self.path} is a table of {is_kind}, and one of {self.kind} is needed")
-        for name in SHAPE:
-            if metadata.get(name) != str(getattr(spec, SHAPE[name])):
+        for name, value in model.items():
+            if metadata.get(name) != value:
                 raise KvjaxError(
                     f"{self.path} was made for a model of {name}={metadata.get(name)}, and this one has "
-                    f"{name}={getattr(spec, SHAPE[name])}; make a table for this model, as with `kvjax calibrate`"
+                    f"{name}={value}; make a table for this model, as with `kvjax calibrate`"
                 )
+        return arrays
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: str, digest: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Reads (metadata, arrays); the digest is part of the cache's key, so that a file made anew is read again."""
+    try:
+        with safe_open(path, "numpy") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as e:
+        raise KvjaxError(f"{path} is no safetensors file that can be read: {e}") from None
 
 
 def write(
     path: str | Path, kind: str, spec: LayerSpec, layers: Sequence[Mapping[str, np.ndarray]], source: str = ""
 ) -> Path:
-    """Writes a table, whole or not at all: one set of arrays for each layer of the model that any of its specs tells.
+    """Writes a table, whole or not at all.
 
-    source: where the arrays come from, for those who look into the file. Raises KvjaxError for a wrong number of sets.
+    Args:
+      path: of the file.
+      kind: the name of a `TableKind`.
+      spec: any layer of the model.
+      layers: the arrays of each layer, by name.
+      source: a note on where the arrays come from, kept in the metadata.
+
+    Raises:
+      KvjaxError: for a wrong number of layers.
     """
     if len(layers) != spec.num_layers:
         raise KvjaxError(f"{len(layers)} sets of arrays for {spec.num_layers} layers; give one per layer")
@@ -130,22 +163,7 @@ def write(
         f"{i}.{name}": np.ascontiguousarray(array) for i, layer in enumerate(layers) for name, array in layer.items()
     }
     metadata = {"format": FORMAT, "kind": kind, "source": source}
-    metadata |= {name: str(getattr(spec, SHAPE[name])) for name in SHAPE}
-    with replacing(path) as file:
+    metadata |= {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
+    with replace_atomically(path) as file:
         file.write(save(arrays, metadata))
     return path
-
-
-def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    """Whether an array has a wanted shape, None standing for any size."""
-    return len(shape) == len(wanted) and all(w in (None, n) for n, w in zip(shape, wanted, strict=True))
-
-
-@functools.lru_cache(maxsize=16)
-def _content(path: str, digest: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """(metadata, arrays) of a file whose content has this digest."""
-    try:
-        with safe_open(path, "numpy") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as e:
-        raise KvjaxError(f"{path} is no safetensors file that can be read: {e}") from None

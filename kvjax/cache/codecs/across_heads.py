@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs.base import Codec, CodecWrapper
 from kvjax.cache.codecs.per_token import hadamard
 from kvjax.cache.protocol import LayerSpec
@@ -29,7 +29,7 @@ class Reordered:
 
 
 @dataclasses.dataclass(frozen=True)
-class AcrossHeads(CodecWrapper):
+class CrossHeadRotation(CodecWrapper):
     """Another codec, for bare keys that Hadamard's matrix has spread over `heads` neighbouring heads (RotateKV).
 
     Where these do not divide a layer's heads, it is as many as divide both; 0 stands for all heads.
@@ -42,14 +42,14 @@ class AcrossHeads(CodecWrapper):
     """
 
     heads: int = 4
-    means: Given | None = None
+    means: TableFile | None = None
     spec: LayerSpec | None = None  # of the layer, from `at`
 
     pre_rope: ClassVar[bool] = True
     supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
 
     @property
-    def by_head(self) -> bool:
+    def is_head_specific(self) -> bool:
         return self.means is not None  # whose order is that of certain heads
 
     def at(self, spec: LayerSpec) -> Codec:
@@ -83,7 +83,7 @@ class AcrossHeads(CodecWrapper):
         asked = over_heads.gather(idx).reshape(B, 1, -1)
         held = self.inner.gather(stored.rows, jnp.broadcast_to(asked, (B, here, asked.shape[2])))
         keys = self._keys(held, stored.order).reshape(B, here, self.spec.num_kv_heads, n, self.spec.head_dim)
-        mine = (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32))[None, :, None, None, None]
+        mine = (over_heads.first_head(here) + jnp.arange(here, dtype=jnp.int32))[None, :, None, None, None]
         return jnp.take_along_axis(keys, mine, 2)[:, :, 0].astype(stored.dtype)
 
     def load(self, stored: Reordered) -> Reordered:
@@ -102,7 +102,7 @@ class AcrossHeads(CodecWrapper):
         """f32[1 K*H]: the mean of the rotated keys that the table was made of."""
         assert self.spec is not None and self.means is not None
         K, H = self.spec.num_kv_heads, self.spec.head_dim
-        mean = self.means.of(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
+        mean = self.means.layer_arrays(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
         return self._turned(jnp.asarray(mean, jnp.float32).reshape(1, K * H))
 
     def _order(self, sums: Array, here: int) -> Array:
@@ -110,7 +110,7 @@ class AcrossHeads(CodecWrapper):
         assert self.spec is not None
         order = jnp.argsort(sums, -1, stable=True).astype(jnp.int32)
         places = order.reshape(order.shape[0], self.spec.num_kv_heads, -1)
-        return lax.dynamic_slice_in_dim(places, over_heads.first(here), here, 1)
+        return lax.dynamic_slice_in_dim(places, over_heads.first_head(here), here, 1)
 
     def _rotated(self, x: Array) -> Array:
         """Keys x [B K T H] of this device's heads -> the rotated channels of all heads, f32[B T C]."""
@@ -122,7 +122,7 @@ class AcrossHeads(CodecWrapper):
         places = jnp.argsort(_joined(over_heads.gather(order)), -1)
         rotated = jnp.take_along_axis(_joined(every), places[:, None], -1)
         keys = self._turned(rotated).reshape(every.shape)
-        return lax.dynamic_slice_in_dim(keys, over_heads.first(here), here, 2).swapaxes(1, 2)
+        return lax.dynamic_slice_in_dim(keys, over_heads.first_head(here), here, 2).swapaxes(1, 2)
 
     def _turned(self, x: Array) -> Array:
         """x f32[... C], each group of heads rotated; the rotation is its own inverse."""

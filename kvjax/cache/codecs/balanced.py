@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, pytree
 
@@ -22,7 +22,7 @@ class Weighted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Balanced(KeysByPrompt):
+class ChannelBalancer(PromptAdaptiveKeys):
     """Channels are multiplied by b = sqrt(max |q| / max |k|) and those of queries divided by it (MiKV, 2402.18096).
 
     Products stay what they are, and outliers are shared between both. The maxima are those of a prompt, over the query
@@ -45,7 +45,7 @@ class Balanced(KeysByPrompt):
     def supports_eviction(self) -> bool:
         return self.inner.supports_eviction
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """f32[B K 1 H]: the weights."""
         asked = _largest(observation.q, (observation.pos >= 0)[:, None, None, :, None], (2, 3))[:, :, None]
         held = _largest(x, (pos >= 0)[..., None], (2,))[:, :, None]
@@ -53,7 +53,7 @@ class Balanced(KeysByPrompt):
         # The quotient itself may exceed what a number can be.
         return jnp.where(both, jnp.sqrt(asked) / jnp.sqrt(jnp.where(both, held, 1.0)), 1.0)
 
-    def held(self, x: Array, pos: Array, found: Array) -> Weighted:
+    def encode_with(self, x: Array, pos: Array, found: Array) -> Weighted:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         return Weighted(self.inner.encode(_times(x, found), pos), found)
 

@@ -1,4 +1,4 @@
-"""How one of K or V is held: the codec, and its placement in device or host memory."""
+"""The components `k` and `v` of a method: how keys or values are stored, and in which memory."""
 
 from __future__ import annotations
 
@@ -13,77 +13,87 @@ from kvjax.core.types import Array
 
 
 class Codec:
-    """Rows [B K S H] <-> what is stored. A codec reads nothing of empty slots (pos < 0): padding never sets a scale.
+    """Stores the keys or the values [B K S H] of one layer.
 
-    A codec is a frozen dataclass with four methods: `encode`, `decode`, `append` and `gather`. The others have a
-    default that follows from these; a codec gives its own where that is faster.
+    A codec is a frozen dataclass that defines `encode`, `decode`, `append` and `gather`. The other members have
+    defaults that follow from these four; a codec overrides one where it can be faster or cheaper. Empty slots (pos < 0)
+    may hold anything when a codec gets them, so they must not influence what it stores, such as a quantization scale.
     """
 
-    sequential_writes = False  # whether fresh tokens must be written one by one
-    # whether a token can be written to any slot, or leave it; otherwise only behind the last one
-    supports_eviction = True
-    pre_rope = False  # whether it is given keys without their rotation, and gives them back so
-    is_smooth = False  # whether what it gives back is a smooth function of what came, which gradients may pass as it is
-    by_head = False  # whether it holds each head in a way of its own, so that rows of another cannot take its place
-    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `encode_prompt` wants to see
+    sequential_writes = False  # whether `append` takes at most one token per call
+    supports_eviction = True  # whether any slot can be overwritten; otherwise tokens are only appended after the last
+    pre_rope = False  # whether it stores keys before their rotation by RoPE
+    is_smooth = False  # whether `decode` is a differentiable function of what was encoded
+    is_head_specific = False  # whether each head is stored differently, so that a page cannot move between heads
+    num_queries: int | None = 0  # last prompt queries of each sequence that `encode_prompt` observes, as in `Needs`
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
-        """`encode` of what a prompt leaves, by a codec that asks for its queries, or goes by them."""
+        """`encode` for the tokens that a prompt leaves; override it in a codec that observes the prompt's queries."""
         return self.encode(x, pos)
 
     def encode(self, x: Array, pos: Array) -> Any:
-        """x [B K S H], pos i32[B 1|K S] -> stored."""
+        """Stores all slots of a cache.
+
+        Args:
+          x: [B K S H], keys or values; arbitrary in empty slots.
+          pos: i32[B 1|K S], positions, -1 in empty slots.
+
+        Returns:
+          The stored form: any pytree. `memory.Buffer`s within it can be placed in host memory.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no method `encode`")
 
     def decode(self, stored: Any) -> Array:
-        """stored -> [B K S H], in device memory."""
+        """Restores all slots: [B K S H] in device memory."""
         raise NotImplementedError(f"{type(self).__name__} has no method `decode`")
 
     def append(self, stored: Any, x: Array, at: Array) -> Any:
-        """Puts x [B K T H] into the slots from at i32[B 1|K] on; an `at` per head only where `supports_eviction`."""
+        """Writes x [B K T H] from slot at i32[B 1|K] on; `at` differs between heads only where `supports_eviction`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `append`")
 
     def gather(self, stored: Any, idx: Array) -> Array:
-        """Rows idx i32[B K n] -> [B K n H] in device memory; only these move."""
+        """Restores the slots idx i32[B K n]: [B K n H] in device memory; only these cross from the host."""
         raise NotImplementedError(f"{type(self).__name__} has no method `gather`")
 
     def load(self, stored: Any) -> Any:
-        """stored, in device memory."""
+        """Copies the stored form to device memory, for `scores` and `mix`."""
         return stored
 
     def scores(self, q: Array, stored: Any) -> Array:
-        """q [B K G T H] against all stored keys (in device memory) -> f32[B K G T S], over the root of H."""
+        """Scaled dot products of q [B K G T H] and all keys, f32[B K G T S]; `stored` in device memory."""
         return attention.scores(q, self.decode(stored))
 
     def score_in_place(self, q: Array, stored: Any) -> Array:
-        """`scores`, computed where the keys lie if the codec can; the base brings them to the device."""
-        return self.scores(q, self.load(memory.each(memory.to_device, stored)))
+        """`scores`, computed in the memory where the keys are, if the codec can do so."""
+        return self.scores(q, self.load(memory.map_buffers(memory.to_device, stored)))
 
     def mix(self, p: Array, stored: Any) -> Array:
-        """Weights f32[B K G T S] over all stored values (in device memory) -> f32[B K G T H]."""
+        """Sums all values by the weights p f32[B K G T S]: f32[B K G T H]; `stored` in device memory."""
         return attention.mix(p, self.decode(stored))
 
     def num_quantized(self, n: Array) -> Array:
-        """n i32[B] tokens in a row -> how many of the first will be held inexactly when the next token is read."""
+        """i32[B]: how many of the first n i32[B] tokens of each sequence are inexact when the next token is read."""
         return jnp.zeros_like(n)
 
     def num_committed(self, stored: Any, n: Array) -> Array:
-        """Of n i32[B] tokens in each row, how many of the first can never be taken back: groups hold them for good."""
+        """i32[B]: how many of the first n i32[B] tokens cannot be rolled back, because they share stored numbers."""
         return jnp.zeros_like(n) if self.supports_eviction else n
 
-    def filled(self, stored: Any, num_tokens: int) -> Any:
-        """The part of `stored` that its first tokens fill, in a cache with slots for no others; for counting bytes.
+    def used_part(self, stored: Any, num_tokens: int) -> Any:
+        """The arrays, or parts of them, that a cache with `num_tokens` slots would have; its bytes are reported.
 
-        A codec says it that has arrays of a size of its own, such as a window of recent tokens.
+        Override it in a codec with arrays whose size does not follow from the slots, such as a recent window.
         """
         return stored
 
     def in_pages(self, page: int) -> Codec | None:
-        """The codec that holds pages of `page` slots, each with tokens of one head that never change; None if none can.
+        """The codec that stores immutable pages of `page` slots, each of one head; None if this one cannot.
 
-        It is asked for `encode` and `decode` alone, of [B K S H] in whole pages, each filled from its front. What it
-        stores has an entry for each slot as axis 2; one for each page where it is a `ByPage`. Raises KvjaxError for
-        pages that it does not fit.
+        Only `encode` and `decode` are called on it, with [B K S H] in whole pages that are filled from the front. Its
+        arrays have one entry per slot in axis 2; those with one entry per page stand in a `PagedArrays`.
+
+        Raises:
+          IncompatibleMethod: for a page size that does not suit the codec.
         """
         return self if self.supports_eviction else None
 
@@ -92,17 +102,17 @@ class Codec:
         return self
 
     def on_host(self) -> Codec:
-        """The same codec, stored as suits the host, from where single rows are fetched."""
+        """The same codec in the layout that suits gathering single tokens from host memory."""
         return self
 
 
-class ByPage:
-    """Marks what is stored of pages in arrays with an entry for each page, not for each slot, as axis 2."""
+class PagedArrays:
+    """Marks a pytree of arrays [B K P ...] whose axis 2 counts pages, not slots."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Codec):
-    """Rows as they are, in the model's dtype, on the device."""
+    """Stores keys or values exactly, in the model's dtype."""
 
     is_smooth = True
 
@@ -116,44 +126,30 @@ class Plain(Codec):
         return memory.append(stored, x, at)
 
     def gather(self, stored: memory.Buffer, idx: Array) -> Array:
-        return memory.rows(stored, idx)
+        return memory.gather_tokens(stored, idx)
 
     def score_in_place(self, q: Array, stored: memory.Buffer) -> Array:
-        return memory.products(stored, q) * q.shape[-1] ** -0.5
+        return memory.dot_products(stored, q) * q.shape[-1] ** -0.5
+
+
+def _delegate(member: str) -> Any:
+    """A flag or a method that is the inner codec's."""
+    return property(lambda self: getattr(self.inner, member))
 
 
 @dataclasses.dataclass(frozen=True)
 class CodecWrapper(Codec):
-    """A codec around another one. What it does not say for itself is as the inner one has it."""
+    """A codec around an inner one, which has these members unless a subclass overrides them."""
 
     inner: Codec
 
-    @property
-    def sequential_writes(self) -> bool:
-        return self.inner.sequential_writes
-
-    @property
-    def supports_eviction(self) -> bool:
-        return self.inner.supports_eviction
-
-    @property
-    def pre_rope(self) -> bool:
-        return self.inner.pre_rope
-
-    @property
-    def is_smooth(self) -> bool:
-        return self.inner.is_smooth
-
-    @property
-    def by_head(self) -> bool:
-        return self.inner.by_head
-
-    @property
-    def num_queries(self) -> int | None:
-        return self.inner.num_queries
-
-    def num_quantized(self, n: Array) -> Array:
-        return self.inner.num_quantized(n)
+    sequential_writes = _delegate("sequential_writes")
+    supports_eviction = _delegate("supports_eviction")
+    pre_rope = _delegate("pre_rope")
+    is_smooth = _delegate("is_smooth")
+    is_head_specific = _delegate("is_head_specific")
+    num_queries = _delegate("num_queries")
+    num_quantized = _delegate("num_quantized")
 
     def on_device(self) -> Codec:
         return dataclasses.replace(self, inner=self.inner.on_device())
@@ -164,45 +160,33 @@ class CodecWrapper(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Host(CodecWrapper):
-    """Placement: the inner codec's buffers live in pinned host memory, and only what is asked for comes back."""
+    """Places the inner codec's buffers in pinned host memory; only what a reader asks for is copied to the device."""
 
     inner: Codec = Plain()
+
+    # `scores` and `mix` get what `load` returned; the others work on host buffers, which know where they are.
+    append = _delegate("append")
+    gather = _delegate("gather")
+    scores = _delegate("scores")
+    score_in_place = _delegate("score_in_place")
+    mix = _delegate("mix")
+    num_committed = _delegate("num_committed")
+    used_part = _delegate("used_part")
 
     def __post_init__(self):
         object.__setattr__(self, "inner", self.inner.on_host())
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
-        return memory.each(memory.to_host, self.inner.encode_prompt(x, pos, observation))
+        return memory.map_buffers(memory.to_host, self.inner.encode_prompt(x, pos, observation))
 
     def encode(self, x: Array, pos: Array) -> Any:
-        return memory.each(memory.to_host, self.inner.encode(x, pos))
+        return memory.map_buffers(memory.to_host, self.inner.encode(x, pos))
 
     def decode(self, stored: Any) -> Array:
         return self.inner.decode(self.load(stored))
 
     def load(self, stored: Any) -> Any:
-        return self.inner.load(memory.each(memory.to_device, stored))
-
-    def append(self, stored: Any, x: Array, at: Array) -> Any:
-        return self.inner.append(stored, x, at)
-
-    def gather(self, stored: Any, idx: Array) -> Array:
-        return self.inner.gather(stored, idx)
-
-    def scores(self, q: Array, stored: Any) -> Array:
-        return self.inner.scores(q, stored)
-
-    def score_in_place(self, q: Array, stored: Any) -> Array:
-        return self.inner.score_in_place(q, stored)
-
-    def mix(self, p: Array, stored: Any) -> Array:
-        return self.inner.mix(p, stored)
-
-    def num_committed(self, stored: Any, n: Array) -> Array:
-        return self.inner.num_committed(stored, n)
-
-    def filled(self, stored: Any, num_tokens: int) -> Any:
-        return self.inner.filled(stored, num_tokens)
+        return self.inner.load(memory.map_buffers(memory.to_device, stored))
 
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)

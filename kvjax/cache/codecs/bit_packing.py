@@ -1,4 +1,4 @@
-"""Group quantisation to 1, 2, 4 or 8 bits, and codes packed into 32-bit words."""
+"""Group quantization to 1, 2, 4 or 8 bits, and the packing of codes into 32-bit words."""
 
 from __future__ import annotations
 
@@ -11,118 +11,137 @@ from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
 BITS = (1, 2, 4, 8)
+"""Widths of codes that lie side by side in a word."""
+
 ROW_BITS = (1, 2, 3, 4, 8)
-"""Of codes that are packed along the whole of an axis: of 3 bits they do not lie side by side in a word."""
+"""Widths of codes that are packed along a whole axis, which can split codes of 3 bits between words."""
 
 ONE_BIT = ("improved", "original")
 
 
-def quantise(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Array, Array]:
-    """x [... g], a group per last axis -> (codes uint32[... g], scale [... 1], lo [... 1]); x' = code * scale + lo.
+def quantize(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Array, Array]:
+    """Quantizes groups of numbers to evenly spaced levels between each group's minimum and maximum.
 
-    KIVI's rule (Liu et al. 2024, arXiv 2402.02750, section 3.2): lo the minimum, scale = (max - min) / (2^bits - 1),
-    the clamped quotient rounded half to even, every operation rounded to x's dtype. One bit, "improved": the levels
-    are the midpoints of the lower and the upper half of [min, max] (SpeCache, eq. 3); the bit says in which half x
-    lies, as the paper's text has it: its formula taken literally rounds a maximum to code 2. "original": KIVI's rule,
-    with the levels min and max. A constant group has codes 0 and comes back exactly.
+    KIVI's rule (Liu et al. 2024, arXiv 2402.02750, section 3.2): lo = min, scale = (max - min) / (2^bits - 1), and the
+    code is the clamped quotient, rounded half to even. A constant group has codes 0 and is restored exactly.
+
+    Args:
+      x: [... g], one group per last axis. Every operation is rounded to its dtype, as in the authors' code.
+      bits: 1, 2, 4 or 8.
+      one_bit: levels of 1-bit codes. "improved": the midpoints of the lower and upper half of [min, max]; the bit says
+        in which half x lies (SpeCache, eq. 3, as its text describes it: the formula taken literally rounds a maximum to
+        code 2). "original": KIVI's rule, with the levels min and max.
+
+    Returns:
+      codes uint32[... g], scale [... 1] and lo [... 1]; `dequantize` computes codes * scale + lo.
     """
-    half = _rounder(x.dtype)
+    round_ = _make_rounder(x.dtype)
     y = x.astype(jnp.float32)
     lo, hi = y.min(-1, keepdims=True), y.max(-1, keepdims=True)
-    span = half(jnp.minimum(hi - lo, float(jnp.finfo(x.dtype).max)))
+    # max - min can overflow the dtype to infinity, and the group would be restored as NaN.
+    span = round_(jnp.minimum(hi - lo, float(jnp.finfo(x.dtype).max)))
     if bits == 1 and one_bit == "improved":
-        codes = (y >= half(half(lo + hi) * 0.5)) & (span > 0)
-        scale, lo = half(span * 0.5), half(half(half(lo + lo + lo) + hi) * 0.25)
+        codes = (y >= round_(round_(lo + hi) * 0.5)) & (span > 0)
+        scale, lo = round_(span * 0.5), round_(round_(round_(lo + lo + lo) + hi) * 0.25)
         lo = jnp.where(span > 0, lo, hi)
     else:
         top = 2**bits - 1
-        # By a bare constant XLA would not divide, but multiply by its rounded reciprocal.
-        scale = half(span / jnp.where(span > 0, float(top), 1.0))
+        # XLA replaces a division by a bare constant with a product by its rounded reciprocal, which changes last bits.
+        scale = round_(span / jnp.where(span > 0, float(top), 1.0))
         safe = jnp.where(scale > 0, scale, 1.0)
-        codes = jnp.where(scale > 0, jnp.round(jnp.clip(half(half(y - lo) / safe), 0.0, top)), 0.0)
+        codes = jnp.where(scale > 0, jnp.round(jnp.clip(round_(round_(y - lo) / safe), 0.0, top)), 0.0)
     return codes.astype(jnp.uint32), scale.astype(x.dtype), lo.astype(x.dtype)
 
 
-def dequantise(codes: Array, scale: Array, lo: Array) -> Array:
-    """codes uint32[... g], scale and lo [... 1] or [... g] -> [... g] in scale's dtype, rounded per operation."""
-    half = _rounder(scale.dtype)
-    # The maximum changes nothing, but keeps product and sum from becoming one operation that rounds only once.
-    product = jnp.maximum(half(number(codes) * scale.astype(jnp.float32)), 0.0)
-    return half(product + lo.astype(jnp.float32)).astype(scale.dtype)
+def dequantize(codes: Array, scale: Array, lo: Array) -> Array:
+    """codes uint32[... g], scale and lo [... 1|g] -> [... g] in scale's dtype, rounded after each operation."""
+    round_ = _make_rounder(scale.dtype)
+    # The maximum changes no value, but stops XLA from fusing product and sum into one operation that rounds only once.
+    product = jnp.maximum(round_(codes_to_float(codes) * scale.astype(jnp.float32)), 0.0)
+    return round_(product + lo.astype(jnp.float32)).astype(scale.dtype)
 
 
-def number(codes: Array) -> Array:
-    """uint32 codes as float32; through int32, which processors convert faster."""
+def _make_rounder(dtype):
+    """Returns the rounding of a float32 result to `dtype`: it then equals that of the narrower operation itself."""
+    info = jnp.finfo(dtype)
+
+    def reduce(x):
+        return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+    if info.nexp == 8:
+        return reduce
+    # Below its smallest normal number float16 continues in equal steps, where `reduce_precision` gives zero.
+    step, normal = float(info.smallest_subnormal), float(info.smallest_normal)
+    return lambda x: jnp.where(jnp.abs(x) < normal, jnp.round(x / step) * step, reduce(x))
+
+
+def codes_to_float(codes: Array) -> Array:
+    """uint32 codes as float32."""
+    # Processors convert signed integers faster, and no code has the sign bit.
     return lax.bitcast_convert_type(codes, jnp.int32).astype(jnp.float32)
 
 
-def fill(bits: int) -> int:
-    """The fewest codes that fill whole words."""
-    return math.lcm(bits, 32) // bits
-
-
-def check_clip(clip: float) -> None:
-    """Raises KvjaxError for a share of a row's range that codes cannot span."""
-    if not 0 < clip <= 1:
-        raise KvjaxError(f"clip must lie in (0, 1], got {clip}; 1 lets all numbers of a row in")
-
-
-def check_bits(bits: int, known: tuple[int, ...]) -> None:
-    """Raises KvjaxError for a width of codes that is not known."""
-    if bits not in known:
-        near = min(known, key=lambda b: abs(b - bits))
-        raise KvjaxError(f"bits must be one of {', '.join(map(str, known))}, got {bits}; the nearest is {near}")
-
-
-def check_fills(H: int, bits: int) -> None:
-    """Raises KvjaxError where a row of H codes does not fill whole words."""
-    if H % fill(bits):
-        raise KvjaxError(
-            f"{bits}-bit codes fill 32-bit words {fill(bits)} at a time, and the head size {H} is no multiple of "
-            "that; use more bits, or `kivi`, which packs along the tokens"
-        )
-
-
 def pack(codes: Array, bits: int, axis: int) -> Array:
-    """uint32 codes -> words along `axis`: code j of a word at bit bits * j.
+    """Packs uint32 codes into words along `axis`: code j of a word begins at bit bits * j.
 
-    Codes of 3 bits come as the words of all their lower two bits, and behind these the words of all their highest.
+    3-bit codes become the words of all their low two bits, followed by the words of all their high bits.
     """
-    per = 32 // bits
+    per_word = 32 // bits
     axis %= codes.ndim
     if bits == 3:
         return jnp.concatenate([pack(codes & 3, 2, axis), pack(codes >> 2, 1, axis)], axis)
-    split = codes.reshape(*codes.shape[:axis], codes.shape[axis] // per, per, *codes.shape[axis + 1 :])
-    return (split << _shifts(bits, axis + 1, split.ndim)).sum(axis + 1, dtype=jnp.uint32)
+    split = codes.reshape(*codes.shape[:axis], codes.shape[axis] // per_word, per_word, *codes.shape[axis + 1 :])
+    return (split << _bit_offsets(bits, axis + 1, split.ndim)).sum(axis + 1, dtype=jnp.uint32)
 
 
 def unpack(words: Array, bits: int, axis: int) -> Array:
-    """The codes of `pack`, uint32."""
+    """Unpacks the words of `pack`: uint32 codes."""
     axis %= words.ndim
     if bits == 3:
         low, high = jnp.split(words, [words.shape[axis] * 2 // 3], axis)
         return unpack(low, 2, axis) | unpack(high, 1, axis) << 2
     wide = jnp.expand_dims(words, axis + 1)
-    codes = (wide >> _shifts(bits, axis + 1, wide.ndim)) & jnp.uint32(2**bits - 1)
+    codes = (wide >> _bit_offsets(bits, axis + 1, wide.ndim)) & jnp.uint32(2**bits - 1)
     return codes.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
 
 
-def _shifts(bits: int, axis: int, ndim: int) -> Array:
-    """Bit offsets within a word, along `axis` of `ndim`."""
+def _bit_offsets(bits: int, axis: int, ndim: int) -> Array:
+    """The bit at which each code of a word begins, along `axis` of `ndim` axes."""
     shape = [1] * ndim
     shape[axis] = 32 // bits
     return (jnp.arange(32 // bits, dtype=jnp.uint32) * bits).reshape(shape)
 
 
-def _rounder(dtype):
-    """Rounds a float32 result to a narrower dtype and back: one float32 operation so rounded is that dtype's own."""
-    info = jnp.finfo(dtype)
+def codes_in_whole_words(bits: int) -> int:
+    """The smallest number of codes that fills whole words."""
+    return math.lcm(bits, 32) // bits
 
-    def narrow(x):
-        return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
-    if info.nexp == 8:
-        return narrow
-    # Below the smallest normal number float16 goes on in equal steps, where reduce_precision gives zero.
-    step, normal = float(info.smallest_subnormal), float(info.smallest_normal)
-    return lambda x: jnp.where(jnp.abs(x) < normal, jnp.round(x / step) * step, narrow(x))
+def check_bits(bits: int, known: tuple[int, ...]) -> None:
+    """Raises KvjaxError for an unknown width of codes."""
+    if bits not in known:
+        near = min(known, key=lambda b: abs(b - bits))
+        raise KvjaxError(f"bits must be one of {', '.join(map(str, known))}, got {bits}; the nearest is {near}")
+
+
+def check_clip(clip: float) -> None:
+    """Raises KvjaxError for a fraction of a vector's range that codes cannot span."""
+    if not 0 < clip <= 1:
+        raise KvjaxError(f"clip must lie in (0, 1], got {clip}; 1 lets all numbers of a row in")
+
+
+def check_fills(H: int, bits: int) -> None:
+    """Raises KvjaxError where H codes do not fill whole words."""
+    num_codes = codes_in_whole_words(bits)
+    if H % num_codes:
+        raise KvjaxError(
+            f"{bits}-bit codes fill 32-bit words {num_codes} at a time, and the head size {H} is no multiple of that; "
+            "use more bits, or `kivi`, which packs along the tokens"
+        )
+
+
+def check_divides(name: str, size: int, H: int) -> None:
+    """Raises KvjaxError where groups of `size` channels do not divide the head size; `name` is the parameter's."""
+    if H % size:
+        near = min((n for n in range(1, H + 1) if H % n == 0), key=lambda n: abs(n - size))
+        raise KvjaxError(f"{name} {size} does not divide the head size {H}; the nearest that does is {near}")

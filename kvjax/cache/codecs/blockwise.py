@@ -1,4 +1,4 @@
-"""Attention to rows that are held in codes: a piece of heads and slots at a time is decoded, and used at once."""
+"""Attention to quantized keys and values that decodes one tile of heads and slots at a time, and uses it at once."""
 
 from __future__ import annotations
 
@@ -12,68 +12,69 @@ from kvjax.core import attention
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array
 
-PIECE, CHUNK = 2**21, 2048  # numbers, and slots at most, decoded at a time: none of it goes through main memory
+# A tile of this size stays in a processor's cache, so decoded numbers never pass through main memory.
+MAX_TILE_NUMBERS, MAX_TILE_SLOTS = 2**21, 2048
 
-Decode = Callable[[Array, int, Array | int, int], Array]
-"""(first row of B * K, how many rows, first slot, how many slots) -> f32[rows slots H], finite in every slot."""
+DecodeTile = Callable[[Array, int, Array | int, int], Array]
+"""(first row of B * K, number of rows, first slot, number of slots) -> f32[rows slots H], finite in every slot."""
 
 
-class Size(NamedTuple):
-    """What is decoded at a time."""
+class TileSize(NamedTuple):
+    """The heads and slots that are decoded at a time."""
 
     rows: int  # of B * K, which they divide
     slots: int
 
 
-def size_of(rows: int, slots: int, H: int, whole: int = 1) -> Size:
-    """Pieces of so many rows of B * K and slots: PIECE numbers at most, where that is possible, in `whole` slots."""
-    chunk = min(max(min(CHUNK, PIECE // H) // whole, 1) * whole, slots)
-    fits = [n for n in range(1, rows + 1) if rows % n == 0 and n * chunk * H <= PIECE]
-    return Size(max(fits, default=1), chunk)
+def tile_size(num_rows: int, num_slots: int, H: int, slot_multiple: int = 1) -> TileSize:
+    """Returns the largest tile of at most `MAX_TILE_NUMBERS` numbers, or `slot_multiple` slots if these are more.
+
+    `num_rows` is B * K; `slot_multiple` slots can only be decoded together, such as those of a word.
+    """
+    slots = max(min(MAX_TILE_SLOTS, MAX_TILE_NUMBERS // H) // slot_multiple, 1) * slot_multiple
+    slots = min(slots, num_slots)
+    fits = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n * slots * H <= MAX_TILE_NUMBERS]
+    return TileSize(max(fits, default=1), slots)
 
 
-def scores(q: Array, slots: int, size: Size, decode: Decode) -> Array:
-    """q [B K G T H] against the keys in so many slots -> f32[B K G T S], over the root of H."""
+def scores(q: Array, num_slots: int, size: TileSize, decode: DecodeTile) -> Array:
+    """Scaled dot products of q [B K G T H] and the keys in `num_slots` slots: f32[B K G T S]."""
     B, K, G, T, H = q.shape
     q_rows = q.astype(jnp.float32).reshape(B * K, G, T, H)
 
-    def piece(row: Array, start: Array | int, count: int) -> Array:
+    def score_tile(row: Array, start: Array | int, count: int) -> Array:
         q = lax.dynamic_slice_in_dim(q_rows, row, size.rows, 0)[None]
         return attention.scores(q, decode(row, size.rows, start, count)[None])[0]
 
-    def of_rows(row: Array) -> Array:
-        def step(_, i):
-            return (None, piece(row, i * size.slots, size.slots))
-
-        s = lax.scan(step, None, jnp.arange(slots // size.slots, dtype=jnp.int32))[1]
+    def score_rows(row: Array) -> Array:
+        tiles = jnp.arange(num_slots // size.slots, dtype=jnp.int32)
+        s = lax.map(lambda i: score_tile(row, i * size.slots, size.slots), tiles)
         s = jnp.moveaxis(s, 0, 3).reshape(size.rows, G, T, -1)
-        left = slots % size.slots
-        return jnp.concatenate([s, piece(row, slots - left, left)], -1) if left else s
+        rest = num_slots % size.slots
+        return jnp.concatenate([s, score_tile(row, num_slots - rest, rest)], -1) if rest else s
 
-    return lax.map(of_rows, _first_rows(B * K, size)).reshape(B, K, G, T, slots)
+    # `map`, not `vmap`: rows run one after the other, so that a single tile is decoded at any time.
+    first_rows = jnp.arange(0, B * K, size.rows, dtype=jnp.int32)
+    return lax.map(score_rows, first_rows).reshape(B, K, G, T, num_slots)
 
 
-def mix(p: Array, H: int, size: Size, decode: Decode) -> Array:
-    """Weights f32[B K G T S] over the values [.. H] in these slots -> f32[B K G T H]."""
-    B, K, G, T, slots = p.shape
-    p_rows = p.reshape(B * K, G, T, slots)
+def mix(p: Array, H: int, size: TileSize, decode: DecodeTile) -> Array:
+    """Sums the values [.. H] by weights p f32[B K G T S]: f32[B K G T H]."""
+    B, K, G, T, num_slots = p.shape
+    p_rows = p.reshape(B * K, G, T, num_slots)
 
-    def piece(row: Array, start: Array | int, count: int) -> Array:
+    def mix_tile(row: Array, start: Array | int, count: int) -> Array:
         p = lax.dynamic_slice(p_rows, (row, 0, 0, start), (size.rows, G, T, count))
         return attention.mix(p[None], decode(row, size.rows, start, count)[None])[0]
 
-    def of_rows(row: Array) -> Array:
+    def mix_rows(row: Array) -> Array:
         def step(acc, i):
-            return (acc + piece(row, i * size.slots, size.slots), None)
+            return (acc + mix_tile(row, i * size.slots, size.slots), None)
 
         zero = vary(jnp.zeros((size.rows, G, T, H)))
-        out = lax.scan(step, zero, jnp.arange(slots // size.slots, dtype=jnp.int32))[0]
-        left = slots % size.slots
-        return out + piece(row, slots - left, left) if left else out
+        out = lax.scan(step, zero, jnp.arange(num_slots // size.slots, dtype=jnp.int32))[0]
+        rest = num_slots % size.slots
+        return out + mix_tile(row, num_slots - rest, rest) if rest else out
 
-    return lax.map(of_rows, _first_rows(B * K, size)).reshape(B, K, G, T, H)
-
-
-def _first_rows(rows: int, size: Size) -> Array:
-    """The first row of each piece."""
-    return jnp.arange(0, rows, size.rows, dtype=jnp.int32)
+    first_rows = jnp.arange(0, B * K, size.rows, dtype=jnp.int32)
+    return lax.map(mix_rows, first_rows).reshape(B, K, G, T, H)

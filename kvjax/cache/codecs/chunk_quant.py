@@ -1,4 +1,4 @@
-"""Codes that are made once: for the prompt as a whole, then for each full chunk of what is decoded."""
+"""Codecs that quantize a prompt as a whole, and then every full chunk of decoded tokens, per channel or per token."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kvjax.errors import KvjaxError
 
 
 @exportable
-class Coded(NamedTuple):
-    """Tokens as codes, and what restores them."""
+class ChunkCodes(NamedTuple):
+    """A chunk of T tokens as codes, with the numbers that restore it."""
 
     codes: Array  # uint32[B K T H]
-    own: Array | None  # [B K T A], what each token has for itself
-    shared: Array | None  # [B K 1 C], what all of them share
+    own: Array | None  # [B K T A], the numbers of each token
+    shared: Array | None  # [B K 1 C], the numbers of the chunk
 
 
 @pytree
-class Chunks:
-    """Slots 0..settled-1 as codes; the others, the newest, as they came, slot i at place i modulo P."""
+class ChunkState:
+    """Slots 0..num_quantized-1 as codes; the newest tokens are exact, slot i at index i modulo P of `recent`."""
 
     codes: memory.Buffer  # uint32 words [B K S W], packed along channels
     own: memory.Buffer | None  # [B K S A]
     shared: memory.Buffer | None  # [B K U C], of the prompt, then of each chunk
     recent: Array  # [B K P H]
-    prompt: Array  # i32[B], slots of the prompt
+    prompt: Array  # i32[B], tokens of the prompt
     num_quantized: Array  # i32[B]
 
     @property
@@ -44,128 +44,204 @@ class Chunks:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkCodec(Codec):
-    """The base of codecs whose tokens share something: `quantise` and `restore` make one.
+    """The base of codecs that quantize chunks; a subclass defines `quantize` and `restore`.
 
-    bits: 1, 2, 3, 4 or 8. every: decoded tokens stay in full precision until so many have come; these become codes at
-    the start of the next step, and share what they share with each other only. 0: a prompt is held, and nothing after
-    it. Codes are made once, from real tokens of their own row and head. Words are padded where channels do not fill
-    them.
+    Decoded tokens stay exact until there are `every` of them. At the start of the next step these become codes, and
+    share numbers with each other only. Codes are made once, from real tokens of one sequence and head.
+
+    Args:
+      bits: 1, 2, 3, 4 or 8. Words are padded where channels do not fill them.
+      every: decoded tokens of a chunk; 0 for a codec that stores a prompt and nothing after it.
     """
 
     bits: int = 4
     every: int = 0
 
-    sequential_writes = True  # what a query sees in low bits depends on its own time
-    supports_eviction = False  # tokens share a scale, and none of them can leave it
+    sequential_writes = True  # whether a query reads a token exactly depends on when the query comes
+    supports_eviction = False  # the tokens of a chunk share numbers, so none of them can leave
 
     def __post_init__(self):
         quant.check_bits(self.bits, quant.ROW_BITS)
         if self.every < 0:
             raise KvjaxError(f"every must be 0 or more decoded tokens, got {self.every}; ZipCache uses 100")
 
-    def quantise(self, x: Array) -> Coded:
-        """Tokens x [B K T H], all of them real, as codes."""
+    def quantize(self, x: Array) -> ChunkCodes:
+        """Quantizes a chunk x [B K T H] of real tokens."""
         raise NotImplementedError
-
-    def coded(self, x: Array) -> Coded:
-        """`quantise`, through which no gradient passes."""
-        return self.quantise(refuse_gradient(x, f"codes of {type(self).__name__}"))
 
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
-        """Codes uint32[B K n H], each with its own part [B K n A] and its shared one [B K 1|n C] -> [B K n H]."""
+        """Restores tokens [B K n H] from codes uint32[B K n H], own [B K n A] and shared [B K 1|n C]."""
         raise NotImplementedError
 
-    def num_committed(self, stored: Chunks, n: Array) -> Array:
+    def encode_chunk(self, x: Array) -> ChunkCodes:
+        """`quantize`, which refuses to be differentiated."""
+        return self.quantize(refuse_gradient(x, f"codes of {type(self).__name__}"))
+
+    def num_committed(self, stored: ChunkState, n: Array) -> Array:
         return stored.num_quantized
 
-    def encode(self, x: Array, pos: Array) -> Chunks:
+    def encode(self, x: Array, pos: Array) -> ChunkState:
         B, K, S, H = x.shape
         real = jnp.broadcast_to(pos >= 0, (B, K, S))[..., None]
         x = jnp.where(real, x, jnp.zeros((), x.dtype))
-        # Empty slots repeat the first token: that changes no minimum and no maximum.
-        coded = self.coded(jnp.where(real, x, x[:, :, :1]))
+        # Empty slots repeat the first token, which changes no minimum and no maximum.
+        coded = self.encode_chunk(jnp.where(real, x, x[:, :, :1]))
         own = None if coded.own is None else memory.pack(jnp.where(real, coded.own, jnp.zeros((), x.dtype)))
-        more = [(0, 0), (0, 0), (0, self.chunks(S)), (0, 0)]
+        padding = [(0, 0), (0, 0), (0, self.num_chunks(S)), (0, 0)]
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return Chunks(
-            memory.pack(self._words(jnp.where(real, coded.codes, 0))),
+        return ChunkState(
+            memory.pack(self._pack(jnp.where(real, coded.codes, 0))),
             own,
-            None if coded.shared is None else memory.pack(jnp.pad(coded.shared, more)),
+            None if coded.shared is None else memory.pack(jnp.pad(coded.shared, padding)),
             jnp.zeros((B, K, min(self.every, S), H), x.dtype),
             n,
             n,
         )
 
-    def append(self, stored: Chunks, x: Array, at: Array) -> Chunks:
-        """Makes codes of a chunk that is full, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
-        due = self.due(stored, at)
-        if self.chunks(stored.slots):
+    def append(self, stored: ChunkState, x: Array, at: Array) -> ChunkState:
+        """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, in slot at i32[B 1]."""
+        is_due = self.is_due(stored, at)
+        if self.num_chunks(stored.slots):
+            # A chunk is full once in `every` calls, and most calls skip the work by the condition.
+            stored = lax.cond(
+                is_due.any(),
+                lambda s: self.append_chunk(s, self.encode_chunk(self.recent_chunk(s)), is_due),
+                lambda s: s,
+                stored,
+            )
+        return self.append_recent(stored, x, at)
 
-            def settled(stored: Chunks) -> Chunks:
-                return self.settle(stored, self.coded(self.full(stored)), due)
-
-            stored = lax.cond(due.any(), settled, lambda s: s, stored)
-        return self.keep(stored, x, at)
-
-    def chunks(self, slots: int) -> int:
-        """How many chunks can become full in so many slots."""
+    def num_chunks(self, slots: int) -> int:
+        """Chunks of decoded tokens that can become full in a cache of `slots`."""
         return slots // self.every if self.every else 0
 
-    def due(self, stored: Chunks, at: Array) -> Array:
-        """bool[B]: the rows whose recent tokens fill a chunk, when the next one goes to slot at i32[B 1]."""
+    def is_due(self, stored: ChunkState, at: Array) -> Array:
+        """bool[B]: whether a sequence's exact tokens fill a chunk before the next token goes to slot at i32[B 1]."""
         if not self.every:
             raise KvjaxError(f"{self} holds a prompt and nothing after it; use every=1 or more to hold what is decoded")
         return at[:, 0] - stored.num_quantized >= self.every
 
-    def full(self, stored: Chunks) -> Array:
-        """The tokens of a full chunk as they came, in order: [B K every H]."""
+    def recent_chunk(self, stored: ChunkState) -> Array:
+        """The exact tokens of a full chunk, in order: [B K every H]."""
         order = (stored.num_quantized[:, None] + jnp.arange(self.every, dtype=jnp.int32)[None]) % self.every
         return memory.take(stored.recent, order[:, None])
 
-    def chunk_of(self, stored: Chunks, slot: Array) -> Array:
-        """The chunk of slots i32[B ...] behind the prompt: 0 for the first one; of the prompt's below 0."""
+    def chunk_index(self, stored: ChunkState, slot: Array) -> Array:
+        """The chunk of slots i32[B ...]: 0 for the first one after the prompt, negative for the prompt's slots."""
         return (slot - stored.prompt.reshape(-1, *(1,) * (slot.ndim - 1))) // max(self.every, 1)
 
-    def settle(self, stored: Chunks, coded: Coded, due: Array) -> Chunks:
-        """The chunk `coded` behind the codes of the rows that are due bool[B]."""
+    def append_chunk(self, stored: ChunkState, coded: ChunkCodes, is_due: Array) -> ChunkState:
+        """Appends a chunk to the codes of the sequences that are due, bool[B]."""
         at, own, shared = stored.num_quantized[:, None], stored.own, stored.shared
-        chunk = 1 + self.chunk_of(stored, at)
+        chunk = 1 + self.chunk_index(stored, at)  # entry 0 is the prompt's
+        if own is not None and coded.own is not None:
+            own = memory.append(own, coded.own, at, is_due)
+        if shared is not None and coded.shared is not None:
+            shared = memory.append(shared, coded.shared, chunk, is_due)
         return dataclasses.replace(
             stored,
-            codes=memory.append(stored.codes, self._words(coded.codes), at, due),
-            own=None if own is None or coded.own is None else memory.append(own, coded.own, at, due),
-            shared=None if shared is None or coded.shared is None else memory.append(shared, coded.shared, chunk, due),
-            num_quantized=jnp.where(due, stored.num_quantized + self.every, stored.num_quantized),
+            codes=memory.append(stored.codes, self._pack(coded.codes), at, is_due),
+            own=own,
+            shared=shared,
+            num_quantized=jnp.where(is_due, stored.num_quantized + self.every, stored.num_quantized),
         )
 
-    def keep(self, stored: Chunks, x: Array, at: Array) -> Chunks:
-        """With x [B K 0|1 H] at slot at i32[B 1], as it came."""
-        place = at % stored.recent.shape[2]
-        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, place))
+    def append_recent(self, stored: ChunkState, x: Array, at: Array) -> ChunkState:
+        """Stores x [B K 0|1 H] exactly, in slot at i32[B 1]."""
+        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, at % stored.recent.shape[2]))
 
-    def decode(self, stored: Chunks) -> Array:
-        """[B K S H] in the dtype that came in."""
+    def decode(self, stored: ChunkState) -> Array:
         B, K, S, _ = stored.codes.data.shape
         slot = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None, None], (B, K, S))
         own = None if stored.own is None else memory.unpack(stored.own)
-        return self._rows(stored, slot, memory.unpack(stored.codes), own)
+        return self._restore_slots(stored, slot, memory.unpack(stored.codes), own)
 
-    def gather(self, stored: Chunks, idx: Array) -> Array:
-        own = None if stored.own is None else memory.rows(stored.own, idx)
-        return self._rows(stored, idx, memory.rows(stored.codes, idx), own)
+    def gather(self, stored: ChunkState, idx: Array) -> Array:
+        own = None if stored.own is None else memory.gather_tokens(stored.own, idx)
+        return self._restore_slots(stored, idx, memory.gather_tokens(stored.codes, idx), own)
 
-    def _rows(self, stored: Chunks, slot: Array, words: Array, own: Array | None) -> Array:
-        """The tokens in slots i32[B K n], of which the words and their own parts are given."""
-        settled, shared = stored.num_quantized[:, None, None], stored.shared
+    def _restore_slots(self, stored: ChunkState, slot: Array, words: Array, own: Array | None) -> Array:
+        """The tokens [B K n H] of slots i32[B K n], by their words and own numbers."""
+        shared = stored.shared
         if shared is not None:
-            shared = memory.rows(shared, jnp.maximum(1 + self.chunk_of(stored, slot), 0))
+            shared = memory.gather_tokens(shared, jnp.maximum(1 + self.chunk_index(stored, slot), 0))
         codes = quant.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]
-        held = self.restore(codes, own, shared)
+        x = self.restore(codes, own, shared)
         places = stored.recent.shape[2]
         if not places:
-            return held
-        return jnp.where((slot < settled)[..., None], held, memory.take(stored.recent, slot % places))
+            return x
+        is_quantized = slot < stored.num_quantized[:, None, None]
+        return jnp.where(is_quantized[..., None], x, memory.take(stored.recent, slot % places))
 
-    def _words(self, codes: Array) -> Array:
-        fill = -codes.shape[3] % quant.fill(self.bits)
-        return quant.pack(jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, fill)]), self.bits, 3)
+    def _pack(self, codes: Array) -> Array:
+        padding = -codes.shape[3] % quant.codes_in_whole_words(self.bits)
+        return quant.pack(jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, padding)]), self.bits, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Channelwise(ChunkCodec):
+    """Quantizes each channel of a head between its minimum and maximum in the chunk (ZipCache's keys, 2405.14256).
+
+    It stores two numbers per channel and chunk, and none per token. A constant channel is restored exactly.
+    """
+
+    def quantize(self, x: Array) -> ChunkCodes:
+        codes, scale, lo = quant.quantize(x.swapaxes(2, 3), self.bits)
+        return ChunkCodes(codes.swapaxes(2, 3), None, jnp.concatenate([scale, lo], 2).swapaxes(2, 3))
+
+    def restore(self, codes: Array, own: Array | None, shared: Array) -> Array:
+        scale, lo = jnp.split(shared, 2, -1)
+        return quant.dequantize(codes, scale, lo)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenwise(ChunkCodec):
+    """Quantizes each token vector between its own minimum and maximum (KCVT's values, in GEAR, 2403.05527; MiKV).
+
+    It stores two numbers per group of channels.
+
+    Args:
+      group: neighboring channels that are quantized together; 0 for all of a head's.
+    """
+
+    group: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group < 0:
+            raise KvjaxError(f"group must be 1 or more channels, or 0 for a whole row, got {self.group}")
+
+    def quantize(self, x: Array) -> ChunkCodes:
+        codes, scale, lo = quant.quantize(self._split(x), self.bits)
+        return ChunkCodes(codes.reshape(x.shape), jnp.concatenate([scale[..., 0], lo[..., 0]], -1), None)
+
+    def restore(self, codes: Array, own: Array, shared: None) -> Array:
+        scale, lo = jnp.split(own[..., None], 2, 3)
+        return quant.dequantize(self._split(codes), scale, lo).reshape(codes.shape)
+
+    def _split(self, x: Array) -> Array:
+        """[B K T H] -> [B K T H/group group]."""
+        H = x.shape[3]
+        group = self.group or H
+        quant.check_divides("group", group, H)
+        return x.reshape(*x.shape[:3], H // group, group)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeparableTokenwise(ChunkCodec):
+    """Channel-separable tokenwise quantization (ZipCache, He et al. 2024, arXiv 2405.14256, its values).
+
+    Each channel is divided by the square root of its largest absolute value in the chunk; then each token vector is
+    quantized between its own minimum and maximum; restoring multiplies again. It stores two numbers per token and one
+    per channel. A channel of zeros is not divided and is restored as zeros (the public code divides by it).
+    """
+
+    def quantize(self, x: Array) -> ChunkCodes:
+        largest = jnp.abs(x.astype(jnp.float32)).max(2, keepdims=True)
+        root = jnp.sqrt(largest).astype(x.dtype)
+        codes, scale, lo = quant.quantize(x / jnp.where(root > 0, root, jnp.ones((), x.dtype)), self.bits)
+        return ChunkCodes(codes, jnp.concatenate([scale, lo], -1), root)
+
+    def restore(self, codes: Array, own: Array, shared: Array) -> Array:
+        scale, lo = own[..., :1], own[..., 1:]
+        return quant.dequantize(codes, scale, lo) * shared

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import gather, slots_where, top
-from kvjax.cache.eviction.representatives import Count, fraction_of
+from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
-from kvjax.cache.side_store.mixed_precision import Tiers
-from kvjax.core.attention import NEG, mix, scores, visible, weights
+from kvjax.cache.side_store.mixed_precision import PrecisionTiers
+from kvjax.core.attention import MASKED_LOGIT, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Merged:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedDirections(Tiers):
+class SharedDirections(PrecisionTiers):
     """The slot `side_store` of pairs of layers, from the layer `start * L` (rounded down) up (MiniCache, section 4).
 
     The lower layer of a pair holds the directions, and hands them up in each step. Those of the share of a head's
@@ -63,28 +63,28 @@ class SharedDirections(Tiers):
             return None
         return dataclasses.replace(self, paired_layer=1 if lower else -1)
 
-    def num_main_slots(self, kept: Count) -> Count:
+    def num_main_slots(self, kept: IntOrArray) -> IntOrArray:
         """Of so many tokens, an int or i32[B], those that stay exact."""
         return kept - fraction_of(1 - self.share, kept)
 
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[KVBlock, Merged]:
-        most = self._most(layer, block.pos.shape[2], slots)
+        most = self._max_kept(layer, block.pos.shape[2], slots)
         assert observation is not None and observation.paired_block is not None
         mine, other = block.clean(), observation.paired_block.clean()
         length = (mine.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        exact = top(-likeness(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
-        here = slots_where(exact, self.num_main_slots(most))
-        there = slots_where((mine.pos >= 0) & ~exact, max(self.room(most), 1))
-        return gather(mine, here), self._merged(layer, gather(mine, there), gather(other, there))
+        exact = top_k_mask(-signed_squared_cosine(mine.k, other.k), mine.pos >= 0, self.num_main_slots(length))
+        here = mask_to_slots(exact, self.num_main_slots(most))
+        there = mask_to_slots((mine.pos >= 0) & ~exact, max(self.low_tier_tokens(most), 1))
+        return gather_tokens(mine, here), self._merged(layer, gather_tokens(mine, there), gather_tokens(other, there))
 
     def _merged(self, layer: MethodLayer, mine: KVBlock, other: KVBlock) -> Merged:
         """The store of the same tokens in this layer and in the other one."""
-        lengths = by_length(mine.k)[0], by_length(mine.v)[0]
+        lengths = split_length(mine.k)[0], split_length(mine.v)[0]
         if self.paired_layer < 0:
             return Merged(None, None, *lengths, mine.pos)
-        k, v = (between(a, b, self.t).astype(a.dtype) for a, b in ((mine.k, other.k), (mine.v, other.v)))
+        k, v = (slerp(a, b, self.t).astype(a.dtype) for a, b in ((mine.k, other.k), (mine.v, other.v)))
         held = layer.as_held(KVBlock(k, v, mine.pos))  # lengths do not change when keys lose their rotation
         return Merged(layer.k.encode(held, mine.pos), layer.v.encode(v, mine.pos), *lengths, mine.pos)
 
@@ -100,10 +100,10 @@ class SharedDirections(Tiers):
 
         def attend(q: Array, q_pos: Array) -> Partial:
             s = scores(q, store.k) * store.k_length[:, :, None, None]
-            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, NEG))
+            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
             return Partial(mix(p * store.v_length[:, :, None, None], store.v), m, l)
 
-        return by_query_blocks(attend, q, q_pos, 512)
+        return map_query_blocks(attend, q, q_pos, 512)
 
     def visible_block(self, layer: MethodLayer, store: Merged) -> None:
         """A layer alone cannot tell: the directions lie in the lower layer of a pair."""
@@ -129,12 +129,12 @@ class SharedDirections(Tiers):
         for name, cannot, reason in reasons:
             if cannot:
                 raise IncompatibleMethod(
-                    f"slot `side_store` shares directions between two layers and cannot work with slot `{name}`, "
+                    f"slot `side_store` shares directions slerp two layers and cannot work with slot `{name}`, "
                     f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out"
                 )
 
 
-def by_length(x: Array) -> tuple[Array, Array]:
+def split_length(x: Array) -> tuple[Array, Array]:
     """Rows [... H] as (their lengths f32[...], their directions f32[... H]); a row of zeros has no direction."""
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(-1, keepdims=True)  # squares of small numbers would vanish
@@ -143,21 +143,21 @@ def by_length(x: Array) -> tuple[Array, Array]:
     return (scale * length)[..., 0], x / jnp.where(length > 0, length, 1.0)
 
 
-def between(a: Array, b: Array, t: float) -> Array:
+def slerp(a: Array, b: Array, t: float) -> Array:
     """The direction between those of rows a, b [... H], the share t of the angle away from a: f32[... H] (SLERP).
 
     Where the angle is next to 0 or to a half turn no plane is given, and the rows are mixed by their shares.
     """
-    a, b = by_length(a)[1], by_length(b)[1]
+    a, b = split_length(a)[1], split_length(b)[1]
     cos, most = (a * b).sum(-1, keepdims=True), 1 - 1e-6
     angle = jnp.arccos(jnp.clip(cos, -most, most))
     flat = jnp.abs(cos) > most
     of_a = jnp.where(flat, 1 - t, jnp.sin((1 - t) * angle) / jnp.sin(angle))
     of_b = jnp.where(flat, t, jnp.sin(t * angle) / jnp.sin(angle))
-    return by_length(of_a * a + of_b * b)[1]
+    return split_length(of_a * a + of_b * b)[1]
 
 
-def likeness(a: Array, b: Array) -> Array:
+def signed_squared_cosine(a: Array, b: Array) -> Array:
     """The cosine of the angle between rows a, b [... H], squared, with its sign: f32[...]; 0 for rows of zeros.
 
     The same bits in every program, whichever row comes first, since both layers of a pair must choose the same tokens:

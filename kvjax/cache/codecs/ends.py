@@ -11,7 +11,7 @@ from kvjax.errors import KvjaxError
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends(Codec):
+class ExactEndLayers(Codec):
     """`inner`, except in so many layers at each end of a model, which hold rows as they are.
 
     At most half of all layers count to each end, so that a model of twice as many layers, or fewer, is exact throughout
@@ -35,7 +35,7 @@ class Ends(Codec):
         return bind_component(self.inner, spec) if exact <= spec.index < spec.num_layers - exact else Plain()
 
     def on_device(self) -> Codec:
-        return Ends(self.inner.on_device(), self.layers)
+        return ExactEndLayers(self.inner.on_device(), self.layers)
 
     def on_host(self) -> Codec:
-        return Ends(self.inner.on_host(), self.layers)
+        return ExactEndLayers(self.inner.on_host(), self.layers)

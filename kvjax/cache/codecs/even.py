@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantiser, scale_of
+from kvjax.cache.codecs.quantizers import Quantizer, step_size
 from kvjax.core.types import Array, exportable
 
 
@@ -21,7 +21,7 @@ class Even(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvenSteps(Quantiser):
+class UniformQuantizer(Quantizer):
     """From a row's least to its greatest number in equal steps, both held in float16 (vLLM's values of TurboQuant).
 
     scale = max((max - min) / (2^bits - 1), 1e-8), code = floor((x - min) / scale + 1/2), x' = code * scale + min.
@@ -38,7 +38,7 @@ class EvenSteps(Quantiser):
     def encode(self, x: Array) -> Even:
         top = float(2**self.bits - 1)
         least = x.min(-1, keepdims=True)
-        scale = scale_of(x.max(-1, keepdims=True) - least, top, 1e-8)
+        scale = step_size(x.max(-1, keepdims=True) - least, top, 1e-8)
         codes = jnp.clip(jnp.floor((x - least) / scale + 0.5), 0.0, top).astype(jnp.uint32)
         most = float(jnp.finfo(jnp.float16).max)
         ends = jnp.clip(jnp.concatenate([scale, least], -1), -most, most)
@@ -46,4 +46,4 @@ class EvenSteps(Quantiser):
 
     def decode(self, coded: Even) -> Array:
         ends = coded.ends.astype(jnp.float32)
-        return quant.number(quant.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]
+        return quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]

@@ -1,4 +1,4 @@
-"""The first tokens as they came, and all others as another codec holds them."""
+"""A codec that stores the first tokens exactly, and all others by an inner codec."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from kvjax.errors import KvjaxError
 
 
 @pytree
-class Headed:
-    """All slots in another codec, and the first ones exactly as well."""
+class PrefixState:
+    """All slots by the inner codec, and the first ones exactly as well."""
 
     rows: Any
     first: Array  # [B K P H]
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstExact(CodecWrapper):
-    """The first `count` slots exactly, and those behind them as `inner` holds them.
+class ExactPrefix(CodecWrapper):
+    """Stores and reads the first `count` tokens exactly.
 
     Attention sinks are among a text's first tokens, and their keys are unlike all others (KVQuant, Hooper et al. 2024,
-    arXiv 2401.18079, attention-sink-aware quantisation). They are held by both codecs, and read exactly.
+    arXiv 2401.18079, attention-sink-aware quantization). The inner codec stores them too, so that its slots and its
+    groups are those of the cache, but they are never read from there.
     """
 
     count: int = 1
@@ -36,44 +37,40 @@ class FirstExact(CodecWrapper):
         if self.count < 0:
             raise KvjaxError(f"the first tokens that are held exactly must be 0 or more, got {self.count}; 1 is usual")
 
-    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Headed:
-        return Headed(self.inner.encode_prompt(x, pos, observation), self._first(x, pos))
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> PrefixState:
+        first = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))[:, :, : self.count]
+        return PrefixState(self.inner.encode_prompt(x, pos, observation), first)
 
-    def encode(self, x: Array, pos: Array) -> Headed:
-        return Headed(self.inner.encode(x, pos), self._first(x, pos))
+    def encode(self, x: Array, pos: Array) -> PrefixState:
+        return self.encode_prompt(x, pos, None)
 
-    def append(self, stored: Headed, x: Array, at: Array) -> Headed:
-        # What lies behind the first slots is dropped.
-        return Headed(self.inner.append(stored.rows, x, at), memory.put(stored.first, x, at))
+    def append(self, stored: PrefixState, x: Array, at: Array) -> PrefixState:
+        # `put` drops the tokens that lie after the prefix.
+        return PrefixState(self.inner.append(stored.rows, x, at), memory.put(stored.first, x, at))
 
-    def decode(self, stored: Headed) -> Array:
+    def decode(self, stored: PrefixState) -> Array:
         others = self.inner.decode(stored.rows)[:, :, stored.first.shape[2] :]
         return jnp.concatenate([stored.first, others], 2)
 
-    def gather(self, stored: Headed, idx: Array) -> Array:
-        others, places = self.inner.gather(stored.rows, idx), stored.first.shape[2]
-        if not places:
+    def gather(self, stored: PrefixState, idx: Array) -> Array:
+        others, num_exact = self.inner.gather(stored.rows, idx), stored.first.shape[2]
+        if not num_exact:
             return others
-        exact = memory.take(stored.first, jnp.clip(idx, 0, places - 1))
-        return jnp.where((idx < places)[..., None], exact, others)
+        exact = memory.take(stored.first, jnp.clip(idx, 0, num_exact - 1))
+        return jnp.where((idx < num_exact)[..., None], exact, others)
 
-    def load(self, stored: Headed) -> Headed:
+    def load(self, stored: PrefixState) -> PrefixState:
         return dataclasses.replace(stored, rows=self.inner.load(stored.rows))
 
-    def scores(self, q: Array, stored: Headed) -> Array:
+    def scores(self, q: Array, stored: PrefixState) -> Array:
         others = self.inner.scores(q, stored.rows)[..., stored.first.shape[2] :]
         return jnp.concatenate([attention.scores(q, stored.first), others], 4)
 
-    def mix(self, p: Array, stored: Headed) -> Array:
-        places = stored.first.shape[2]
-        first = jnp.arange(p.shape[4], dtype=jnp.int32) < places
-        others = self.inner.mix(jnp.where(first[None, None, None, None], 0.0, p), stored.rows)
-        return others + attention.mix(p[..., :places], stored.first)
+    def mix(self, p: Array, stored: PrefixState) -> Array:
+        num_exact = stored.first.shape[2]
+        is_exact = jnp.arange(p.shape[4], dtype=jnp.int32) < num_exact
+        others = self.inner.mix(jnp.where(is_exact[None, None, None, None], 0.0, p), stored.rows)
+        return others + attention.mix(p[..., :num_exact], stored.first)
 
-    def num_committed(self, stored: Headed, n: Array) -> Array:
+    def num_committed(self, stored: PrefixState, n: Array) -> Array:
         return self.inner.num_committed(stored.rows, n)
-
-    def _first(self, x: Array, pos: Array) -> Array:
-        """Of x [B K S H] the first slots, zeros in empty ones."""
-        exact = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
-        return exact[:, :, : self.count]

@@ -1,10 +1,10 @@
-"""KIVI: keys and values held in 1, 2, 4 or 8 bits, the most recent tokens in full precision."""
+"""KIVI: groups of tokens or channels quantized to 1, 2, 4 or 8 bits, with the most recent tokens in full precision."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,37 +13,43 @@ from jax import lax
 
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs import blockwise
-from kvjax.cache.codecs.base import ByPage, Codec
+from kvjax.cache.codecs.base import Codec, PagedArrays
 from kvjax.core import attention, memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels import products
-from kvjax.core.kernels.packed import Codes
+from kvjax.core.kernels.packed_attention import PackedCodes
 from kvjax.core.types import Array, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
 
 @pytree
-class Packed:
-    """Slots 0..settled-1 as codes; the others, the newest, as they came, slot i at place i modulo P."""
+class KiviState:
+    """Slots 0..num_quantized-1 as codes; the newest tokens are exact, slot i at index i modulo P of `recent`."""
 
     codes: memory.Buffer  # uint32 words, [B K S/per H] packed along tokens, or [B K S H/per] along channels
     scale: memory.Buffer  # [B K S/group H] per channel, or [B K S H/group] per token
     lo: memory.Buffer  # as scale
     recent: Array  # [B K P H]
     num_quantized: Array  # i32[B]
-    slots: int = dataclasses.field(metadata={"static": True})  # of the cache; codes have room for those that may settle
+    slots: int = dataclasses.field(metadata={"static": True})  # of the cache; codes have `Kivi.capacity(slots)`
 
 
 @dataclasses.dataclass(frozen=True)
 class Kivi(Codec):
-    """Group quantisation with a residual window (Liu et al. 2024, arXiv 2402.02750, section 3.2 and Algorithm 1).
+    """Group quantization with a residual window (Liu et al. 2024, arXiv 2402.02750, section 3.2 and Algorithm 1).
 
-    bits: 1, 2, 4 or 8. axis: "channel", groups of `group` consecutive tokens per channel (the paper's keys), or
-    "token", groups of `group` channels per token (its values). residual: that many recent tokens R stay in full
-    precision; keys leave in blocks of R as soon as one is complete, values one by one, as the paper's code does. What
-    a step's end makes due leaves at the start of the next, before anything is read. one_bit: levels of one-bit codes,
-    see `quant.quantise`. packed: words run along "tokens" (read as a whole, fast) or along "channels" (read by rows,
-    as from the host). A group is quantised once, in the dtype that it came in, from real tokens of its row only.
+    As in the authors' code, keys leave the residual R at a time, once it is full, and values one by one. Tokens that a
+    step makes due leave at the start of the next step, before anything is read. A group is quantized once, from real
+    tokens of one sequence, in the dtype that they came in.
+
+    Args:
+      bits: 1, 2, 4 or 8.
+      group: consecutive tokens of a channel, or channels of a token, that share a scale and a minimum.
+      axis: "channel", groups of tokens per channel (the paper's keys), or "token", groups of channels (its values).
+      residual: R, the recent tokens that stay in full precision.
+      one_bit: levels of 1-bit codes, "improved" or "original"; see `bit_packing.quantize`.
+      packed: words run along "tokens", which reads all codes fast, or along "channels", so that a single token can be
+        gathered, as from the host.
     """
 
     bits: int = 2
@@ -53,8 +59,8 @@ class Kivi(Codec):
     one_bit: str = "improved"
     packed: str = "tokens"
 
-    sequential_writes = True  # tokens enter one at a time: what a query sees in low bits depends on its own time
-    supports_eviction = False  # a group of tokens shares its scale, and none of them can leave it
+    sequential_writes = True  # whether a query reads a token exactly depends on when the query comes
+    supports_eviction = False  # the tokens of a group share a scale, so none of them can leave
 
     def __post_init__(self):
         if self.bits not in quant.BITS:
@@ -65,9 +71,11 @@ class Kivi(Codec):
         if self.group < 1:
             raise KvjaxError(f"group must be at least 1, got {self.group}; the paper uses 32")
         if self.residual < 1 or self.residual % self.group:
+            low = max(self.residual // self.group, 1) * self.group
+            nearest = str(low) if self.residual <= self.group else f"{low} and {low + self.group}"
             raise KvjaxError(
                 f"residual {self.residual} is no multiple of group {self.group}: keys leave it in whole groups; "
-                f"the nearest are {_multiples(self.residual, self.group)}"
+                f"the nearest are {nearest}"
             )
 
     @property
@@ -76,19 +84,23 @@ class Kivi(Codec):
         return 32 // self.bits
 
     @property
-    def places(self) -> int:
-        """P: a value stays one step longer than R, until its successor has come."""
+    def num_recent(self) -> int:
+        """P, the tokens that fit into `recent`: a value stays one step longer than R, until its successor has come."""
         return self.residual if self.axis == "channel" else self.residual + 1
 
     @property
-    def leaves(self) -> int:
+    def flush_size(self) -> int:
         """Tokens that leave the residual at a time."""
         return self.residual if self.axis == "channel" else 1
 
-    def room(self, slots: int) -> int:
-        """Slots that codes have room for in a cache of `slots`: all whole residuals, in whole words and groups."""
-        whole = math.lcm(self.per, self.group)
-        return max(-(-(slots // self.residual * self.residual) // whole), 1) * whole
+    @property
+    def _word_axis(self) -> int:
+        return 2 if self.packed == "tokens" else 3
+
+    def capacity(self, slots: int) -> int:
+        """Codes per channel in a cache of `slots`: all whole residuals, rounded up to whole words and groups."""
+        multiple = math.lcm(self.per, self.group)
+        return max(-(-(slots // self.residual * self.residual) // multiple), 1) * multiple
 
     def on_device(self) -> Kivi:
         return dataclasses.replace(self, packed="tokens")
@@ -96,212 +108,196 @@ class Kivi(Codec):
     def on_host(self) -> Kivi:
         return dataclasses.replace(self, packed="channels")
 
-    def in_pages(self, page: int) -> PageGroups:
+    def in_pages(self, page: int) -> PagedKivi:
         if self.axis == "channel" and page % self.group:
             raise IncompatibleMethod(
                 f"slot `side_store` holds heads in pages of {page} slots, which groups of {self.group} tokens of keys "
                 f"(slot `k`) do not divide; give page={-(-page // self.group) * self.group} to the method that divides "
                 f"the heads, or kivi:group={math.gcd(page, self.group)}"
             )
-        return PageGroups(self, page)
+        return PagedKivi(self, page)
 
     def num_quantized(self, n: Array) -> Array:
-        """Of n i32[B] tokens of each row, how many are held as codes once their flush has happened."""
         if self.axis == "channel":
             return n // self.residual * self.residual
         return jnp.maximum(n - self.residual, 0)
 
-    def num_committed(self, stored: Packed, n: Array) -> Array:
-        """Codes stay codes: a row keeps those that it has, and the residual that fewer tokens would not have left."""
+    def num_committed(self, stored: KiviState, n: Array) -> Array:
+        # Codes cannot become exact again: with fewer tokens than this, some of them would lie within the residual.
         if self.axis == "channel":
             return stored.num_quantized
         return jnp.where(stored.num_quantized > 0, stored.num_quantized + self.residual, 0)
 
-    def encode(self, x: Array, pos: Array) -> Packed:
+    def encode(self, x: Array, pos: Array) -> KiviState:
         self.check_head_dim(x.shape[3])
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        settled, slots = self.num_quantized(n), x.shape[2]
-        recent = memory.take(_resized(x, max(slots, 1), 2), self._held(settled, n)[:, None])
-        x = _resized(x, self.room(slots), 2)
-        inside = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < settled[:, None])[:, None, :, None]
-        codes, scale, lo = self.quantise(x)
-        known = inside if self.axis == "token" else inside[:, :, :: self.group]
+        num_quantized, slots = self.num_quantized(n), x.shape[2]
+        recent_slots = jnp.clip(self._recent_slots(num_quantized), 0, jnp.maximum(n[:, None] - 1, 0))
+        recent = memory.take(_resize(x, max(slots, 1), 2), recent_slots[:, None])
+        x = _resize(x, self.capacity(slots), 2)
+        codes, scale, lo = self.quantize(x)
+        # All slots are quantized at once. The codes of later tokens must be 0: a flush adds its bits to the words.
+        is_code = (jnp.arange(x.shape[2], dtype=jnp.int32)[None] < num_quantized[:, None])[:, None, :, None]
+        is_group = is_code if self.axis == "token" else is_code[:, :, :: self.group]
+        codes = jnp.where(is_code, codes, jnp.zeros((), codes.dtype))
+        scale, lo = (jnp.where(is_group, a, jnp.zeros((), a.dtype)) for a in (scale, lo))
+        words = quant.pack(codes, self.bits, self._word_axis)
+        return KiviState(memory.pack(words), memory.pack(scale), memory.pack(lo), recent, num_quantized, slots)
 
-        def keep(a, ok):
-            return jnp.where(ok, a, jnp.zeros((), a.dtype))
-
-        return Packed(
-            memory.pack(quant.pack(keep(codes, inside), self.bits, self._word_axis)),
-            memory.pack(keep(scale, known)),
-            memory.pack(keep(lo, known)),
-            recent,
-            settled,
-            slots,
-        )
-
-    def filled(self, stored: Packed, num_tokens: int) -> Any:
-        """Without the codes where the window still holds all tokens, and without the places that none has come to."""
+    def used_part(self, stored: KiviState, num_tokens: int) -> Any:
+        # A cache whose tokens all fit into the residual has no codes.
         recent = stored.recent[:, :, :num_tokens]
-        return recent if num_tokens < self.places else dataclasses.replace(stored, recent=recent)
+        return recent if num_tokens < self.num_recent else dataclasses.replace(stored, recent=recent)
 
-    def append(self, stored: Packed, x: Array, at: Array) -> Packed:
-        """Flushes what is due, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
+    def append(self, stored: KiviState, x: Array, at: Array) -> KiviState:
+        """Flushes the tokens that are due, then stores x [B K 0|1 H] exactly, in slot at i32[B 1]."""
         at = at[:, 0]
-        due = at - stored.num_quantized >= self.places
+        is_due = at - stored.num_quantized >= self.num_recent
         if self.axis == "token":
-            stored = self._flush(stored, due)
-        elif self.leaves <= self.room(stored.slots):  # a shorter cache stays in the window
-            stored = lax.cond(due.any(), lambda s: self._flush(s, due), lambda s: s, stored)
-        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, (at % self.places)[:, None]))
+            stored = self._flush(stored, is_due)
+        elif self.flush_size <= self.capacity(stored.slots):  # a shorter cache stays in the residual
+            stored = lax.cond(is_due.any(), lambda s: self._flush(s, is_due), lambda s: s, stored)
+        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, (at % self.num_recent)[:, None]))
 
-    def _flush(self, stored: Packed, due: Array) -> Packed:
-        at, count = stored.num_quantized, self.leaves
-        leaving = stored.recent
-        if count < self.places:
-            leaving = memory.take(leaving, (at % self.places)[:, None, None])
-        codes, scale, lo = self.quantise(leaving)
-        groups = at // self.group if self.axis == "channel" else at
-        return Packed(
-            self._add_codes(stored.codes, codes, at, due),
-            memory.append(stored.scale, scale, groups[:, None], due),
-            memory.append(stored.lo, lo, groups[:, None], due),
+    def _flush(self, stored: KiviState, is_due: Array) -> KiviState:
+        """Quantizes the oldest `flush_size` exact tokens of the sequences that are due, bool[B]."""
+        at, tokens = stored.num_quantized, stored.recent
+        if self.flush_size < self.num_recent:
+            tokens = memory.take(tokens, (at % self.num_recent)[:, None, None])
+        codes, scale, lo = self.quantize(tokens)
+        if self.packed == "channels":
+            words = memory.append(stored.codes, quant.pack(codes, self.bits, 3), at[:, None], is_due)
+        else:
+            # The words of these tokens may hold older ones already, and have zeros in the new ones' places.
+            slot = at[:, None] + jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
+            shift = (slot % self.per * self.bits).astype(jnp.uint32)[:, None, :, None]
+            word = jnp.where(is_due[:, None], slot // self.per, stored.codes.data.shape[2])
+            words = dataclasses.replace(stored.codes, data=memory.add(stored.codes.data, codes << shift, word))
+        first_group = (at // self.group if self.axis == "channel" else at)[:, None]
+        return KiviState(
+            words,
+            memory.append(stored.scale, scale, first_group, is_due),
+            memory.append(stored.lo, lo, first_group, is_due),
             stored.recent,
-            jnp.where(due, at + count, at),
+            jnp.where(is_due, at + self.flush_size, at),
             stored.slots,
         )
 
-    def _add_codes(self, words: memory.Buffer, codes: Array, at: Array, due: Array) -> memory.Buffer:
-        if self.packed == "channels":
-            return memory.append(words, quant.pack(codes, self.bits, 3), at[:, None], due)
-        slot = at[:, None] + jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
-        shift = (slot % self.per * self.bits).astype(jnp.uint32)[:, None, :, None]
-        slot = jnp.where(due[:, None], slot // self.per, words.data.shape[2])
-        return dataclasses.replace(words, data=memory.add(words.data, codes << shift, slot))
-
-    def decode(self, stored: Packed) -> Array:
-        """[B K S H] in the dtype that came in."""
+    def decode(self, stored: KiviState) -> Array:
         codes = quant.unpack(stored.codes.data, self.bits, self._word_axis)
-        held = self.join(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantise)
-        S = stored.slots
-        held = _resized(held, S, 2)
-        slot = jnp.arange(S, dtype=jnp.int32)[None]
-        newest = jnp.take(stored.recent, slot[0] % self.places, axis=2)
-        return jnp.where((slot < stored.num_quantized[:, None])[:, None, :, None], held, newest)
+        x = self.restore_groups(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantize)
+        slot = jnp.arange(stored.slots, dtype=jnp.int32)[None]
+        recent = jnp.take(stored.recent, slot[0] % self.num_recent, axis=2)
+        is_quantized = (slot < stored.num_quantized[:, None])[:, None, :, None]
+        return jnp.where(is_quantized, _resize(x, stored.slots, 2), recent)
 
-    def gather(self, stored: Packed, idx: Array) -> Array:
-        """Rows idx i32[B K n] -> [B K n H]; of codes on the host only theirs cross."""
-        newest = memory.take(stored.recent, idx % self.places)
-        settled = (idx < stored.num_quantized[:, None, None])[..., None]
-        return jnp.where(settled, self.coded_rows(stored, idx), newest)
+    def gather(self, stored: KiviState, idx: Array) -> Array:
+        recent = memory.take(stored.recent, idx % self.num_recent)
+        is_quantized = (idx < stored.num_quantized[:, None, None])[..., None]
+        return jnp.where(is_quantized, self.gather_codes(stored, idx), recent)
 
-    def coded_rows(self, stored: Any, idx: Array) -> Array:
-        """`gather` of tokens that are codes: stored has the arrays `codes`, `scale` and `lo` of `Packed`."""
-        in_words = idx if self.packed == "channels" else idx // self.per
-        codes = memory.rows(stored.codes, in_words)
+    def gather_codes(self, stored: Any, idx: Array) -> Array:
+        """`gather` for tokens that are codes; `stored` has the arrays `codes`, `scale` and `lo` of a `KiviState`."""
+        word = idx if self.packed == "channels" else idx // self.per
+        codes = memory.gather_tokens(stored.codes, word)
         if self.packed == "channels":
             codes = quant.unpack(codes, self.bits, 3)
         else:
             codes = codes >> (idx % self.per * self.bits).astype(jnp.uint32)[..., None] & jnp.uint32(2**self.bits - 1)
-        groups = idx // self.group if self.axis == "channel" else idx
-        scale, lo = memory.rows(stored.scale, groups), memory.rows(stored.lo, groups)
+        group = idx // self.group if self.axis == "channel" else idx
+        scale, lo = memory.gather_tokens(stored.scale, group), memory.gather_tokens(stored.lo, group)
         if self.axis == "token":
             scale, lo = (jnp.repeat(a, self.group, -1) for a in (scale, lo))
-        return quant.dequantise(codes, scale, lo)
+        return quant.dequantize(codes, scale, lo)
 
-    def scores(self, q: Array, stored: Packed) -> Array:
-        """Straight from the codes, a piece of heads and slots at a time."""
+    def scores(self, q: Array, stored: KiviState) -> Array:
         S = stored.slots
         if self._has_kernel(q, stored):
-            held = products.scores(q, self.codes(stored), bits=self.bits)
+            s = products.scores(q, self.packed_codes(stored), bits=self.bits)
         else:
-            piece = functools.partial(self._piece, stored)
-            held = blockwise.scores(q, self.room(S), self._piece_size(stored), piece)
-        newest = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
-        newest = jnp.tile(newest, -(-S // self.places))[..., :S]
-        return jnp.where(self._is_settled(stored, S), _resized(held, S, 4), newest)
+            s = blockwise.scores(q, self.capacity(S), *self._tiles(stored))
+        recent = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
+        recent = jnp.tile(recent, -(-S // self.num_recent))[..., :S]
+        return jnp.where(self._is_quantized(stored), _resize(s, S, 4), recent)
 
-    def mix(self, p: Array, stored: Packed) -> Array:
-        """Straight from the codes, a piece of heads and slots at a time."""
-        held = _resized(jnp.where(self._is_settled(stored, stored.slots), p, 0.0), self.room(stored.slots), 4)
+    def mix(self, p: Array, stored: KiviState) -> Array:
+        p_codes = _resize(jnp.where(self._is_quantized(stored), p, 0.0), self.capacity(stored.slots), 4)
         if self._has_kernel(p, stored):
-            out = products.mix(held, self.codes(stored), stored.recent.dtype, bits=self.bits)
+            out = products.mix(p_codes, self.packed_codes(stored), stored.recent.dtype, bits=self.bits)
         else:
-            piece = functools.partial(self._piece, stored)
-            out = blockwise.mix(held, stored.recent.shape[3], self._piece_size(stored), piece)
-        slot = self._held(stored.num_quantized)
-        newest = jnp.take_along_axis(p, jnp.minimum(slot, stored.slots - 1)[:, None, None, None], 4)
-        newest = jnp.where((slot < stored.slots)[:, None, None, None], newest, 0.0)
-        return out + attention.mix(newest, stored.recent.astype(jnp.float32))
+            out = blockwise.mix(p_codes, stored.recent.shape[3], *self._tiles(stored))
+        slot = self._recent_slots(stored.num_quantized)
+        p_recent = jnp.take_along_axis(p, jnp.minimum(slot, stored.slots - 1)[:, None, None, None], 4)
+        p_recent = jnp.where((slot < stored.slots)[:, None, None, None], p_recent, 0.0)
+        return out + attention.mix(p_recent, stored.recent.astype(jnp.float32))
 
-    def codes(self, stored: Packed) -> Codes:
-        """What kernels read."""
-        return Codes(stored.codes.data, memory.unpack(stored.scale), memory.unpack(stored.lo))
+    def packed_codes(self, stored: KiviState) -> PackedCodes:
+        """The arrays that kernels read."""
+        return PackedCodes(stored.codes.data, memory.unpack(stored.scale), memory.unpack(stored.lo))
 
-    def _has_kernel(self, q: Array, stored: Packed) -> bool:
-        """Whether a kernel multiplies queries or weights [B K G T ...] with the codes here."""
-        readable = self.packed == "tokens" and jax.default_backend() == "gpu"
-        return readable and products.fits(q, self.codes(stored))
+    def _has_kernel(self, x: Array, stored: KiviState) -> bool:
+        """Whether a kernel multiplies queries or weights x [B K G T ...] with the codes here."""
+        is_readable = self.packed == "tokens" and jax.default_backend() == "gpu"
+        return is_readable and products.fits(x, self.packed_codes(stored))
 
-    def _piece_size(self, stored: Packed) -> blockwise.Size:
-        """In whole words and whole groups."""
-        B, K, _, H = stored.recent.shape
-        return blockwise.size_of(B * K, self.room(stored.slots), H, math.lcm(self.per, self.group))
-
-    def _piece(self, stored: Packed, row: Array, rows: int, start: Array | int, count: int) -> Array:
-        """Slots start..start+count-1 of some rows of B * K, dequantised, f32[rows count H]; finite if unsettled."""
+    def _tiles(self, stored: KiviState) -> tuple[blockwise.TileSize, blockwise.DecodeTile]:
+        """The size of a tile, in whole words and groups, and the function that decodes one."""
+        per_word = self.per if self.packed == "tokens" else 1
         per_group = self.group if self.axis == "channel" else 1
 
-        def of(buf, n):
-            return memory.piece(buf, row, rows, start // n, count // n)
+        def decode_tile(row: Array, num_rows: int, start: Array | int, count: int) -> Array:
+            def tile(buffer: memory.Buffer, n: int) -> Array:
+                return memory.slice_tokens(buffer, row, num_rows, start // n, count // n)
 
-        codes = quant.unpack(
-            of(stored.codes, self.per if self.packed == "tokens" else 1), self.bits, self._word_axis - 1
-        )
-        scale, lo = (of(x, per_group).astype(jnp.float32) for x in (stored.scale, stored.lo))
-        return self.join(codes[None], scale[None], lo[None], lambda c, s, m: quant.number(c) * s + m)[0]
+            codes = quant.unpack(tile(stored.codes, per_word), self.bits, self._word_axis - 1)
+            scale, lo = (tile(x, per_group).astype(jnp.float32)[None] for x in (stored.scale, stored.lo))
+            # Unlike `quant.dequantize`, not rounded to 16 bits: the numbers are used in float32 and never stored.
+            return self.restore_groups(codes[None], scale, lo, lambda c, s, m: quant.codes_to_float(c) * s + m)[0]
 
-    def join(self, codes: Array, scale: Array, lo: Array, rule: Any) -> Array:
-        """codes [B K S H] with the scale and lo of each group -> [B K S H]."""
+        B, K, _, H = stored.recent.shape
+        size = blockwise.tile_size(B * K, self.capacity(stored.slots), H, math.lcm(self.per, self.group))
+        return size, decode_tile
+
+    def restore_groups(
+        self, codes: Array, scale: Array, lo: Array, dequantize: Callable[[Array, Array, Array], Array]
+    ) -> Array:
+        """codes [B K S H], with the scale and lo of each group -> [B K S H]."""
         B, K, S, H = codes.shape
         if self.axis == "channel":
-            split, a = (B, K, S // self.group, self.group, H), 3
+            split, group_axis = (B, K, S // self.group, self.group, H), 3
         else:
-            split, a = (B, K, S, H // self.group, self.group), 4
-        return rule(codes.reshape(split), jnp.expand_dims(scale, a), jnp.expand_dims(lo, a)).reshape(codes.shape)
+            split, group_axis = (B, K, S, H // self.group, self.group), 4
+        scale, lo = jnp.expand_dims(scale, group_axis), jnp.expand_dims(lo, group_axis)
+        return dequantize(codes.reshape(split), scale, lo).reshape(codes.shape)
 
-    def quantise(self, x: Array) -> tuple[Array, Array, Array]:
-        """x [B K T H] -> codes [B K T H], scale and lo [B K T/group H] or [B K T H/group]."""
+    def quantize(self, x: Array) -> tuple[Array, Array, Array]:
+        """Quantizes tokens x [B K T H], whole groups of real tokens.
+
+        Returns:
+          codes [B K T H], scale and lo [B K T/group H] per channel, or [B K T H/group] per token.
+        """
         B, K, T, H = x.shape
         x = refuse_gradient(x, f"codes of {type(self).__name__}")
         if self.axis == "token":
-            codes, scale, lo = quant.quantise(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
+            codes, scale, lo = quant.quantize(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
             return codes.reshape(x.shape), scale[..., 0], lo[..., 0]
         groups = x.reshape(B, K, -1, self.group, H).swapaxes(3, 4)
-        codes, scale, lo = quant.quantise(groups, self.bits, self.one_bit)
+        codes, scale, lo = quant.quantize(groups, self.bits, self.one_bit)
         return codes.swapaxes(3, 4).reshape(x.shape), scale[..., 0], lo[..., 0]
 
-    def _held(self, settled: Array, n: Array | None = None) -> Array:
-        """i32[B P]: the slot at each place of `recent`; clipped to the last of n where there is none yet."""
-        place = jnp.arange(self.places, dtype=jnp.int32)[None]
-        slot = settled[:, None] + (place - settled[:, None]) % self.places
-        return slot if n is None else jnp.clip(slot, 0, jnp.maximum(n[:, None] - 1, 0))
+    def _recent_slots(self, num_quantized: Array) -> Array:
+        """i32[B P]: the slot that each index of `recent` holds, or will hold."""
+        index = jnp.arange(self.num_recent, dtype=jnp.int32)[None]
+        return num_quantized[:, None] + (index - num_quantized[:, None]) % self.num_recent
 
-    def _is_settled(self, stored: Packed, S: int) -> Array:
-        slot = jnp.arange(S, dtype=jnp.int32)[None]
+    def _is_quantized(self, stored: KiviState) -> Array:
+        slot = jnp.arange(stored.slots, dtype=jnp.int32)[None]
         return (slot < stored.num_quantized[:, None])[:, None, None, None]
-
-    @property
-    def _word_axis(self) -> int:
-        return 2 if self.packed == "tokens" else 3
 
     def check_head_dim(self, H: int) -> None:
         """Raises KvjaxError for a head size that groups or words do not divide."""
-        if self.axis == "token" and H % self.group:
-            near = [g for g in range(1, H + 1) if H % g == 0]
-            best = min(near, key=lambda g: abs(g - self.group))
-            raise KvjaxError(
-                f"group {self.group} does not divide the head size {H}; the nearest group that does is {best}"
-            )
+        if self.axis == "token":
+            quant.check_divides("group", self.group, H)
         if self.packed == "channels" and H % self.per:
             raise KvjaxError(
                 f"{self.bits}-bit codes on the host are packed {self.per} channels to a word, which does not "
@@ -310,39 +306,38 @@ class Kivi(Codec):
 
 
 @pytree
-class Coded(ByPage):
-    """Pages of tokens as codes, P pages of each shelf."""
+class PageCodes(PagedArrays):
+    """Pages of tokens as codes, P pages of each pool."""
 
-    codes: memory.Buffer  # uint32 words [B K P W], those of a page one behind the other
+    codes: memory.Buffer  # uint32 words [B K P W], all codes of a page one after the other
     scale: memory.Buffer  # [B K P page*H/group], of the page's groups
     lo: memory.Buffer  # as scale
 
 
 @dataclasses.dataclass(frozen=True)
-class PageGroups(Codec):
-    """Pages of tokens that never change, in the groups of `rule` and without a residual: all of them are codes.
+class PagedKivi(Codec):
+    """Quantizes pages of tokens that never change, by the groups of `rule` and without a residual.
 
-    A page belongs to one head and holds whole groups of tokens, so that no group mixes heads. The last group of a head
-    is made of the tokens that it has.
+    A page belongs to one head and holds whole groups of tokens, so no group mixes heads. The last group of a head
+    consists of the tokens that there are.
     """
 
     rule: Kivi
     page: int
 
-    def encode(self, x: Array, pos: Array) -> Coded:
+    def encode(self, x: Array, pos: Array) -> PageCodes:
         self.rule.on_device().check_head_dim(x.shape[3])
         real = jnp.broadcast_to(pos >= 0, x.shape[:3])[..., None]
         tokens = self.rule.group if self.rule.axis == "channel" else 1
-        # An empty slot repeats the first token of its group: that changes no minimum and no maximum.
+        # Empty slots repeat the first token of their group, which changes no minimum and no maximum.
         x = jnp.where(real, x, jnp.zeros((), x.dtype))
-        codes, scale, lo = self.rule.quantise(jnp.where(real, x, jnp.repeat(x[:, :, ::tokens], tokens, 2)))
+        codes, scale, lo = self.rule.quantize(jnp.where(real, x, jnp.repeat(x[:, :, ::tokens], tokens, 2)))
         by_page = (*x.shape[:2], x.shape[2] // self.page, -1)
         codes, scale, lo = (a.reshape(by_page) for a in (jnp.where(real, codes, jnp.uint32(0)), scale, lo))
         codes = jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, -codes.shape[3] % self.rule.per)])
-        return Coded(memory.pack(quant.pack(codes, self.rule.bits, 3)), memory.pack(scale), memory.pack(lo))
+        return PageCodes(memory.pack(quant.pack(codes, self.rule.bits, 3)), memory.pack(scale), memory.pack(lo))
 
-    def decode(self, stored: Coded) -> Array:
-        """[B K P*page H] in the dtype that came in; empty slots are finite."""
+    def decode(self, stored: PageCodes) -> Array:
         scale, lo = memory.unpack(stored.scale), memory.unpack(stored.lo)
         B, K, P, n = scale.shape
         H = n * self.rule.group // self.page
@@ -351,16 +346,11 @@ class PageGroups(Codec):
         if self.rule.axis == "token":
             groups = (B, K, P * self.page, H // self.rule.group)
         codes = codes.reshape(B, K, P * self.page, H)
-        return self.rule.join(codes, scale.reshape(groups), lo.reshape(groups), quant.dequantise)
+        return self.rule.restore_groups(codes, scale.reshape(groups), lo.reshape(groups), quant.dequantize)
 
 
-def _resized(x: Array, n: int, axis: int) -> Array:
-    """x with n entries along an axis: the first ones, or zeros behind it."""
+def _resize(x: Array, n: int, axis: int) -> Array:
+    """x with n entries along an axis, cut or padded with zeros at its end."""
     if n <= x.shape[axis]:
         return lax.slice_in_dim(x, 0, n, axis=axis)
     return jnp.pad(x, [(0, n - x.shape[axis] if a == axis else 0) for a in range(x.ndim)])
-
-
-def _multiples(n: int, of: int) -> str:
-    low = max(n // of, 1) * of
-    return str(low) if n <= of else f"{low} and {low + of}"

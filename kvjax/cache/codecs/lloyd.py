@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantiser
+from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.core.types import Array, exportable
 
 
@@ -23,7 +23,7 @@ class Direction(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LloydMax(Quantiser):
+class LloydMax(Quantizer):
     """A row over its length, each number at the nearest of 2^bits levels (TurboQuant, arXiv 2504.19874; vLLM's code).
 
     The levels are those of Lloyd and Max for N(0, 1/H), which the numbers of a rotated row of length 1 come near to.
@@ -41,7 +41,7 @@ class LloydMax(Quantiser):
         quant.check_fills(H, self.bits)
 
     def encode(self, x: Array) -> Direction:
-        level = levels(x.shape[-1], self.bits)
+        level = lloyd_max_levels(x.shape[-1], self.bits)
         between = jnp.asarray((level[:-1] + level[1:]) / 2)
         length = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
         x = x / jnp.where(length > 0, length, 1.0)
@@ -51,14 +51,14 @@ class LloydMax(Quantiser):
 
     def decode(self, coded: Direction) -> Array:
         codes = quant.unpack(coded.codes, self.bits, -1)
-        x = jnp.asarray(levels(codes.shape[-1], self.bits))[codes.astype(jnp.int32)]
+        x = jnp.asarray(lloyd_max_levels(codes.shape[-1], self.bits))[codes.astype(jnp.int32)]
         if self.correct:
             x = x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-16)
         return x * coded.length.astype(jnp.float32)
 
 
 @functools.cache
-def levels(H: int, bits: int) -> np.ndarray:
+def lloyd_max_levels(H: int, bits: int) -> np.ndarray:
     """f32[2^bits], ascending: the levels of Lloyd and Max for N(0, 1/H), by vLLM's rule.
 
     They begin in the middles of equal cells between -3.5 and 3.5 standard deviations. Then each moves to the mean of

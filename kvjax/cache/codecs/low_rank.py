@@ -1,4 +1,4 @@
-"""Rows held as their coordinates along a few directions: low-rank keys and values."""
+"""Low-rank keys and values: each token is stored as its coordinates along a few directions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.bases import group_size, in_groups, products
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.bases import group_heads, group_size, sum_outer_products
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
@@ -23,130 +23,136 @@ from kvjax.errors import KvjaxError
 
 
 @pytree
-class Low:
+class LowRankState:
     """The coordinates of all slots, and the directions that they belong to."""
 
-    rows: memory.Buffer  # [B K S w], of a group's r coordinates the part that each of its heads keeps
-    basis: Array  # f32[1|B K H r]: of the group's directions the part that lies in the channels of each head
+    rows: memory.Buffer  # [B K S w], of a group's r coordinates the w that each of its heads stores
+    basis: Array  # f32[1|B K H r], of the group's directions the part in the channels of each head
     mean: Array | None  # f32[1 K 1 H]
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Codec):
-    """The base of codecs that hold coordinates; `directions` says along what.
+    """The base of codecs that project tokens onto the directions of `fit_basis`.
 
-    heads: so many neighbouring key/value heads have their coordinates in common, 0: all of a layer. Each of them keeps
-    an equal part, and all parts are brought together where they are read. What is read in full is not expanded: queries
-    are projected once, and so is the mix of values.
+    Neighboring heads can share their coordinates: each of them then stores an equal part, and a read gathers all parts.
+    `scores` and `mix` expand no token: queries are projected once, and so is the weighted sum of values.
+
+    Args:
+      heads: key/value heads that share coordinates; 0 for all of a layer.
+      spec: the layer; `at` fills it in.
     """
 
     heads: int = 1
-    spec: LayerSpec | None = None  # of the layer, from `at`
+    spec: LayerSpec | None = None
 
-    by_head = True
+    is_head_specific = True
     is_smooth = True
 
     @property
     def supports_eviction(self) -> bool:
-        return self.heads == 1  # a slot of heads together cannot be written for one of them
+        return self.heads == 1  # heads that share coordinates cannot overwrite a slot one by one
 
     def at(self, spec: LayerSpec) -> Codec:
-        group_size(self.heads, spec)
+        """Returns the codec of one layer."""
+        group_size(self.heads, spec)  # raises where groups of heads do not divide the layer
         return dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
 
-    def directions(self, x: Array) -> tuple[Array, Array | None]:
-        """Of a prompt's rows [B K S H], zeros in empty slots: the basis and the mean of `Low`."""
+    def fit_basis(self, x: Array) -> tuple[Array, Array | None]:
+        """Returns basis and mean of a `LowRankState` for a prompt x [B K S H], zeros in empty slots."""
         raise NotImplementedError
 
-    def encode(self, x: Array, pos: Array) -> Low:
+    def encode(self, x: Array, pos: Array) -> LowRankState:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
-        basis, mean = self.directions(x)
-        return Low(memory.pack(self._coordinates(x, basis, mean)), basis, mean)
+        basis, mean = self.fit_basis(x)
+        return LowRankState(memory.pack(self._project(x, basis, mean)), basis, mean)
 
-    def append(self, stored: Low, x: Array, at: Array) -> Low:
-        new = self._coordinates(x, stored.basis, stored.mean)
+    def append(self, stored: LowRankState, x: Array, at: Array) -> LowRankState:
+        new = self._project(x, stored.basis, stored.mean)
         return dataclasses.replace(stored, rows=memory.append(stored.rows, new, at))
 
-    def decode(self, stored: Low) -> Array:
-        return self._expanded(self._all(stored), stored)
+    def decode(self, stored: LowRankState) -> Array:
+        return self._expand(self._coordinates(memory.unpack(stored.rows), stored), stored)
 
-    def gather(self, stored: Low, idx: Array) -> Array:
+    def gather(self, stored: LowRankState, idx: Array) -> Array:
         if self.heads == 1:
-            return self._expanded(memory.rows(stored.rows, idx), stored)
-        K, every = idx.shape[1], over_heads.gather(idx)  # each head has a part of what any of them asks for
-        B, _, n = every.shape
-        asked = jnp.broadcast_to(every.reshape(B, 1, -1), (B, K, every.shape[1] * n))
-        together = self._together(memory.rows(stored.rows, asked), stored)
-        of_heads = jnp.broadcast_to(together, (B, K, *together.shape[2:])).reshape(B, K, every.shape[1], n, -1)
-        own = (over_heads.first(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
-        return self._expanded(jnp.take_along_axis(of_heads, own, 2)[:, :, 0], stored)
+            return self._expand(memory.gather_tokens(stored.rows, idx), stored)
+        # Each head stores a part of every other head's coordinates, so all heads gather the slots that any asks for.
+        K, all_idx = idx.shape[1], over_heads.gather(idx)
+        B, _, n = all_idx.shape
+        asked = jnp.broadcast_to(all_idx.reshape(B, 1, -1), (B, K, all_idx.shape[1] * n))
+        coordinates = self._coordinates(memory.gather_tokens(stored.rows, asked), stored)
+        by_asking_head = jnp.broadcast_to(coordinates, (B, K, *coordinates.shape[2:]))
+        by_asking_head = by_asking_head.reshape(B, K, all_idx.shape[1], n, -1)
+        own = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
+        return self._expand(jnp.take_along_axis(by_asking_head, own, 2)[:, :, 0], stored)
 
-    def scores(self, q: Array, stored: Low) -> Array:
-        held, q = self._all(stored), q.astype(jnp.float32)
-        projected = _product(q, stored.basis[:, :, None]).astype(held.dtype)
-        s = attention.scores(_facing(projected, held), held).reshape(*q.shape[:4], -1)
-        s = s * (held.shape[3] / q.shape[4]) ** 0.5  # the root of H in place of that of r
+    def scores(self, q: Array, stored: LowRankState) -> Array:
+        coordinates, q = self._coordinates(memory.unpack(stored.rows), stored), q.astype(jnp.float32)
+        projected = _matmul(q, stored.basis[:, :, None]).astype(coordinates.dtype)
+        s = attention.scores(_as_queries_of(projected, coordinates), coordinates).reshape(*q.shape[:4], -1)
+        s = s * (coordinates.shape[3] / q.shape[4]) ** 0.5  # `attention.scores` divides by sqrt(r), keys need sqrt(H)
         if stored.mean is None:
             return s
-        return s + _product(q, stored.mean[:, :, None].swapaxes(3, 4)) * q.shape[4] ** -0.5
+        return s + _matmul(q, stored.mean[:, :, None].swapaxes(3, 4)) * q.shape[4] ** -0.5
 
-    def mix(self, p: Array, stored: Low) -> Array:
-        held = self._all(stored)
-        mixed = attention.mix(_facing(p, held), held).reshape(*p.shape[:4], -1)
-        out = _product(mixed, stored.basis[:, :, None].swapaxes(3, 4))
+    def mix(self, p: Array, stored: LowRankState) -> Array:
+        coordinates = self._coordinates(memory.unpack(stored.rows), stored)
+        mixed = attention.mix(_as_queries_of(p, coordinates), coordinates).reshape(*p.shape[:4], -1)
+        out = _matmul(mixed, stored.basis[:, :, None].swapaxes(3, 4))
         return out if stored.mean is None else out + p.sum(-1, keepdims=True) * stored.mean[:, :, None]
 
     def num_quantized(self, n: Array) -> Array:
         return n
 
-    def _coordinates(self, x: Array, basis: Array, mean: Array | None) -> Array:
-        """Rows x [B K T H] -> what is held of them, in x's dtype."""
-        centred = x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean
-        own = _product(centred, basis)
+    def _project(self, x: Array, basis: Array, mean: Array | None) -> Array:
+        """x [B K T H] -> the coordinates that each head stores [B K T w], in x's dtype."""
+        centered = x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean
+        own = _matmul(centered, basis)
         if self.heads == 1:
             return own.astype(x.dtype)
+        # A group's coordinates are the sums of what its heads contribute; then each head keeps its part of them.
         B, K, T, r = own.shape
         assert self.spec is not None
-        size, every = group_size(self.heads, self.spec), self.spec.num_kv_heads
-        member = self._groups(K)[:, None] == jnp.arange(every // size, dtype=jnp.int32)[None]
-        sums = jnp.einsum("bktr,ku->btur", own, member.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-        parts = over_heads.sum(sums[:, None]).reshape(B, T, every, r // size)
-        return lax.dynamic_slice_in_dim(parts.swapaxes(1, 2), over_heads.first(K), K, 1).astype(x.dtype)
+        size, num_heads = group_size(self.heads, self.spec), self.spec.num_kv_heads
+        is_member = self._group_of_heads(K)[:, None] == jnp.arange(num_heads // size, dtype=jnp.int32)[None]
+        sums = jnp.einsum("bktr,ku->btur", own, is_member.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        parts = over_heads.sum(sums[:, None]).reshape(B, T, num_heads, r // size)
+        return lax.dynamic_slice_in_dim(parts.swapaxes(1, 2), over_heads.first_head(K), K, 1).astype(x.dtype)
 
-    def _groups(self, here: int) -> Array:
+    def _group_of_heads(self, num_local: int) -> Array:
         """i32[K]: the group of each head of this device."""
         assert self.spec is not None
-        return (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)) // group_size(self.heads, self.spec)
+        head = over_heads.first_head(num_local) + jnp.arange(num_local, dtype=jnp.int32)
+        return head // group_size(self.heads, self.spec)
 
-    def _all(self, stored: Low) -> Array:
-        """All coordinates; see `_together`."""
-        return self._together(memory.unpack(stored.rows), stored)
-
-    def _together(self, parts: Array, stored: Low) -> Array:
-        """The parts [B K n w] of heads -> the coordinates of each head's group [B K n r], or [B 1 n r] of all heads."""
+    def _coordinates(self, parts: Array, stored: LowRankState) -> Array:
+        """Stored parts [B K n w] -> the coordinates of each head's group [B K n r], or [B 1 n r] of a single group."""
         if self.heads == 1:
             return parts
-        here, r = parts.shape[1], stored.basis.shape[3]
-        every = over_heads.gather(parts)
-        B, K, n, w = every.shape
-        groups = every.reshape(B, -1, r // w, n, w).swapaxes(2, 3).reshape(B, -1, n, r)
-        return groups if groups.shape[1] == 1 else jnp.take(groups, self._groups(here), 1)
+        num_local, r = parts.shape[1], stored.basis.shape[3]
+        parts = over_heads.gather(parts)
+        B, K, n, w = parts.shape
+        groups = parts.reshape(B, -1, r // w, n, w).swapaxes(2, 3).reshape(B, -1, n, r)
+        return groups if groups.shape[1] == 1 else jnp.take(groups, self._group_of_heads(num_local), 1)
 
-    def _expanded(self, held: Array, stored: Low) -> Array:
-        """Coordinates of heads -> rows [B K n H] in their dtype."""
-        rows = _product(held.astype(jnp.float32), stored.basis.swapaxes(2, 3))
-        return (rows if stored.mean is None else rows + stored.mean).astype(held.dtype)
+    def _expand(self, coordinates: Array, stored: LowRankState) -> Array:
+        """Coordinates [B 1|K n r] -> tokens [B K n H], in the same dtype."""
+        x = _matmul(coordinates.astype(jnp.float32), stored.basis.swapaxes(2, 3))
+        return (x if stored.mean is None else x + stored.mean).astype(coordinates.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class FromTable(LowRank):
-    """The first directions of a table of `Bases`, the same for all rows of a batch.
+class CalibratedLowRank(LowRank):
+    """Projects onto the leading directions of a calibrated table of `Bases`, equal for all sequences of a batch.
 
-    share: of the channels, rounded down, but at least one coordinate a head. of: which of the table's bases; bare keys
-    are held without their rotation.
+    Args:
+      table: the file.
+      of: which of the table's bases; with "bare_keys" the codec stores keys before their rotation.
+      share: fraction of the channels that are stored, rounded down, at least one per head.
     """
 
-    table: Given | None = None
+    table: TableFile | None = None
     of: str = "values"
     share: float = 0.5
 
@@ -159,17 +165,17 @@ class FromTable(LowRank):
         return self.of == "bare_keys"
 
     def at(self, spec: LayerSpec) -> Codec:
-        bound = cast(FromTable, super().at(spec))
-        bound._given()  # a table that does not fit is told when the method is bound
+        bound = cast(CalibratedLowRank, super().at(spec))
+        bound._read_table()  # raises here, when the method is bound, for a table that does not fit the model
         return bound
 
-    def _given(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first directions f32[K H r], and the mean f32[K H]."""
+    def _read_table(self) -> tuple[np.ndarray, np.ndarray]:
+        """The leading directions f32[K H r], and the mean f32[K H]."""
         assert self.spec is not None and self.table is not None
         K, H, size = self.spec.num_kv_heads, self.spec.head_dim, group_size(self.heads, self.spec)
         groups, channels = K // size, size * H
         shapes = {self.of: (groups, channels, None), f"{self.of}_mean": (groups, channels)}
-        basis, mean = self.table.of(self.spec, **shapes).values()
+        basis, mean = self.table.layer_arrays(self.spec, **shapes).values()
         rank = size * max(fraction_of(self.share, H), 1)
         if rank > basis.shape[2]:
             raise KvjaxError(
@@ -178,65 +184,70 @@ class FromTable(LowRank):
             )
         return basis.reshape(K, H, -1)[:, :, :rank], mean.reshape(K, H)
 
-    def directions(self, x: Array) -> tuple[Array, Array]:
-        basis, mean = (over_heads.own(jnp.asarray(array), x.shape[1])[None] for array in self._given())
+    def fit_basis(self, x: Array) -> tuple[Array, Array]:
+        basis, mean = (over_heads.local_part(jnp.asarray(array), x.shape[1])[None] for array in self._read_table())
         return basis, mean[:, :, None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Fitted(LowRank):
-    """The directions in which a prompt's own rows are longest: their right singular vectors.
+class PromptLowRank(LowRank):
+    """Projects onto the leading right singular vectors of a prompt's own keys or values.
 
-    They are the eigenvectors of the rows' outer products, summed over the tokens, so that no S x S array is made. rank:
-    at most so many of them, in equal parts for the heads of a group, which are rounded up. pre_rope: whether it holds
-    keys without their rotation. Rows that are written later are projected on the same directions.
+    Tokens that are appended later are projected onto the same directions.
+
+    Args:
+      rank: directions of a group of heads at most; they are divided equally among its heads, rounded up.
+      pre_rope: whether it stores keys before their rotation.
     """
 
     rank: int = 160
     pre_rope: bool = False
 
-    def directions(self, x: Array) -> tuple[Array, None]:
+    def fit_basis(self, x: Array) -> tuple[Array, None]:
         assert self.spec is not None
-        vectors = _eigenvectors(products(in_groups(x.astype(jnp.float32), self.heads, self.spec)))
+        # Right singular vectors are the eigenvectors of X^T X: no S x S array is made.
+        vectors = _eigenvectors(sum_outer_products(group_heads(x.astype(jnp.float32), self.heads, self.spec)))
         B, K, _, H = x.shape
         size = group_size(self.heads, self.spec)
         leading = vectors[..., ::-1][..., : min(-(-self.rank // size), H) * size]
         by_head = leading.reshape(B, self.spec.num_kv_heads, H, -1)
-        return lax.dynamic_slice_in_dim(by_head, over_heads.first(K), K, 1), None
+        return lax.dynamic_slice_in_dim(by_head, over_heads.first_head(K), K, 1), None
 
 
 @jax.custom_jvp
 def _eigenvectors(x: Array) -> Array:
-    """Of symmetric matrices x f32[B U C C], as columns, by rising eigenvalue."""
-    return _eigen(x)[1]
+    """Eigenvectors of symmetric matrices x f32[B U C C], as columns, by ascending eigenvalue."""
+    return _eigh(x)[1]
 
 
 @_eigenvectors.defjvp
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """dV = V F, with F_ij = v_i dx v_j / (l_j - l_i), and 0 where both eigenvalues are equal but for rounding.
+    """dV = V F with F_ij = v_i dx v_j / (l_j - l_i), and F_ij = 0 where the eigenvalues are equal up to rounding.
 
-    A prompt of fewer tokens than channels has many that are zero. Directions among equal ones are arbitrary, and rows
-    that are projected on all of them, or on none, do not depend on that; the quotient would be rounding alone.
+    A prompt with fewer tokens than channels has many eigenvalues of zero. The directions among equal ones are
+    arbitrary, and tokens that are projected onto all or none of them do not depend on the choice; the quotient would be
+    rounding noise.
     """
-    values, vectors = _eigen(primals[0])
+    values, vectors = _eigh(primals[0])
     gap = values[..., None, :] - values[..., :, None]
     noise = 1e-5 * jnp.abs(values).max(-1)[..., None, None]
-    turned = jnp.where(jnp.abs(gap) > noise, _product(vectors.swapaxes(2, 3), _product(tangents[0], vectors)), 0.0)
-    return vectors, _product(vectors, turned / jnp.where(jnp.abs(gap) > noise, gap, 1.0))
+    rotated = jnp.where(jnp.abs(gap) > noise, _matmul(vectors.swapaxes(2, 3), _matmul(tangents[0], vectors)), 0.0)
+    return vectors, _matmul(vectors, rotated / jnp.where(jnp.abs(gap) > noise, gap, 1.0))
 
 
-def _eigen(x: Array) -> tuple[Array, Array]:
-    """Eigenvalues f32[B U C], rising, and eigenvectors as columns [B U C C]."""
-    # One at a time: on a CPU a batch is divided among threads, and devices that wait for each other may hold them all.
+def _eigh(x: Array) -> tuple[Array, Array]:
+    """Eigenvalues f32[B U C], ascending, and eigenvectors as columns [B U C C]."""
+    # One matrix at a time: a CPU divides a batch among its threads, and simulated devices that wait for each other may
+    # occupy all of them.
     values, vectors = lax.map(lambda matrix: tuple(jnp.linalg.eigh(matrix)), x.reshape(-1, *x.shape[2:]))
     return values.reshape(x.shape[:-1]), vectors.reshape(x.shape)
 
 
-def _product(x: Array, y: Array) -> Array:
-    """Matrix products in full float32, over leading axes of equal size or size 1."""
+def _matmul(x: Array, y: Array) -> Array:
+    # Full float32: by default GPUs and TPUs multiply in fewer bits.
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 
-def _facing(x: Array, held: Array) -> Array:
-    """x [B K G T n] with all heads as query heads of one, where the rows [B 1|K S r] are one head's."""
-    return x.reshape(x.shape[0], held.shape[1], -1, *x.shape[3:])
+def _as_queries_of(x: Array, coordinates: Array) -> Array:
+    """x [B K G T n] -> [B 1|K K*G|G T n]: where coordinates belong to a single group, all heads query that group."""
+    return x.reshape(x.shape[0], coordinates.shape[1], -1, *x.shape[3:])

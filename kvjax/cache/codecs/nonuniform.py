@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.table_file import Given
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.chunk_quant import ChunkCodec, Coded
+from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkCodes
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -23,13 +23,14 @@ from kvjax.errors import KvjaxError
 NORMAL_BITS = (2, 3, 4, 8)
 
 
-@table("levels")
-class Levels(Kind):
+@register_table_kind("levels")
+class LevelTable(TableKind):
     """Of each layer the levels of keys and of values, both f32[2 2^bits], in a range of -1..1 and ascending.
 
     The first row says which numbers have the same code, those that are nearest to one level; the second, what a code
-    stands for, which is the same unless Q-Norm changes it. `fitted` and `normed` make them from a model's keys and
-    values, weighted by the squares of their gradients (Fisher information), which kvjax does not compute.
+    stands for, which is the same unless Q-Norm changes it. `fit_levels` and `normalize_levels` make them from a
+    model's keys and values, weighted by the squares of their gradients (Fisher information), which kvjax does not
+    compute.
     """
 
     bits = 4  # of the example
@@ -38,22 +39,22 @@ class Levels(Kind):
         found = {}
         for name in ("keys", "values"):
             x = np.clip(rng.normal(size=2000) / 3, -1, 1)
-            levels = fitted(x, rng.exponential(size=x.shape), self.bits)
-            found[name] = np.stack([levels, normed(x, levels)]).astype(np.float32)
+            levels = fit_levels(x, rng.exponential(size=x.shape), self.bits)
+            found[name] = np.stack([levels, normalize_levels(x, levels)]).astype(np.float32)
         return found
 
 
 @dataclasses.dataclass(frozen=True)
-class NonUniform(ChunkCodec):
+class NonUniformCodec(ChunkCodec):
     """Numbers at the nearest of 2^bits levels between the ends of a channel, or of a token (KVQuant, 2401.18079).
 
     With middle = (max + min) / 2 and half = (max - min) / 2: x' = level[code] half + middle, where level[code] is the
     nearest to (x - middle) / half. axis: "channel", a range for each channel of a prompt, or of a chunk; "token", one
-    for each token's row of a head. given: a table of `Levels`, of which those of `of`; without one, NormalFloat.
+    for each token's row of a head. given: a table of `LevelTable`, of which those of `of`; without one, NormalFloat.
     """
 
     axis: str = "channel"
-    given: Given | None = None
+    given: TableFile | None = None
     of: str = "keys"
     spec: LayerSpec | None = None  # of the layer, from `at`
 
@@ -67,7 +68,7 @@ class NonUniform(ChunkCodec):
         bound._levels()  # a table that does not fit is told when the method is bound
         return bound
 
-    def quantise(self, x: Array) -> Coded:
+    def quantize(self, x: Array) -> ChunkCodes:
         over, y = (2 if self.axis == "channel" else 3), x.astype(jnp.float32)
         least, most = y.min(over, keepdims=True), y.max(over, keepdims=True)
         # Halves first, so that the sum of two large numbers stays one.
@@ -78,7 +79,7 @@ class NonUniform(ChunkCodec):
         between = jnp.asarray((nearest[:-1] + nearest[1:]) / 2)
         codes = jnp.searchsorted(between, place, side="right", method="compare_all").astype(jnp.uint32)
         ends = jnp.concatenate([half, middle], -1)
-        return Coded(codes, None, ends) if self.axis == "channel" else Coded(codes, ends, None)
+        return ChunkCodes(codes, None, ends) if self.axis == "channel" else ChunkCodes(codes, ends, None)
 
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         ends = shared if self.axis == "channel" else own
@@ -88,15 +89,15 @@ class NonUniform(ChunkCodec):
         return (level * half + middle).astype(ends.dtype)
 
     def _levels(self) -> np.ndarray:
-        """f32[2 2^bits]: see `Levels`."""
+        """f32[2 2^bits]: see `LevelTable`."""
         if self.given is None:
-            return np.stack([normal_float(self.bits)] * 2)
+            return np.stack([normal_float_levels(self.bits)] * 2)
         assert self.spec is not None
-        return self.given.of(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
+        return self.given.layer_arrays(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
 
 
 @functools.cache
-def normal_float(bits: int) -> np.ndarray:
+def normal_float_levels(bits: int) -> np.ndarray:
     """f32[2^bits]: NormalFloat, evenly spaced quantiles of a normal distribution, scaled to -1..1; 0 is one of them.
 
     2^(bits - 1) levels from -1 to 0 and as many behind these up to 1. The outermost quantiles are 0.0323 and 0.9677 for
@@ -109,7 +110,7 @@ def normal_float(bits: int) -> np.ndarray:
     return np.array(levels, np.float32)
 
 
-def fitted(x: np.ndarray, weight: np.ndarray, bits: int, rounds: int = 50) -> np.ndarray:
+def fit_levels(x: np.ndarray, weight: np.ndarray, bits: int, rounds: int = 50) -> np.ndarray:
     """f64[2^bits], ascending: levels for numbers x in -1..1 that matter by their weight, by rounds of k-means.
 
     KVQuant, section 3.3: x are a layer's keys or values over their ranges, without outliers, and the weights the
@@ -128,7 +129,7 @@ def fitted(x: np.ndarray, weight: np.ndarray, bits: int, rounds: int = 50) -> np
     return levels
 
 
-def normed(x: np.ndarray, levels: np.ndarray) -> np.ndarray:
+def normalize_levels(x: np.ndarray, levels: np.ndarray) -> np.ndarray:
     """f64[2^bits]: what codes stand for by Q-Norm, so that mean and deviation of what is held are those of x."""
     held = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x.ravel(), side="right")]
     return (levels - held.mean()) * x.std() / max(held.std(), 1e-12) + x.mean()

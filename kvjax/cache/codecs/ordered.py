@@ -20,7 +20,7 @@ class InOrder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ordered(CodecWrapper):
+class SortedChannels(CodecWrapper):
     """Another codec, for rows whose channels have been put in the order of their size, the largest first.
 
     The order is that of each row and head: by the root of the sum of squares over the tokens of a prompt, and it stays
@@ -58,10 +58,10 @@ class Ordered(CodecWrapper):
         return self.inner.num_committed(stored.rows, n)
 
     def on_device(self) -> Codec:
-        return Ordered(self.inner.on_device())
+        return SortedChannels(self.inner.on_device())
 
     def on_host(self) -> Codec:
-        return Ordered(self.inner.on_host())
+        return SortedChannels(self.inner.on_host())
 
 
 def _put(x: Array, order: Array) -> Array:

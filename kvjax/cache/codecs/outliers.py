@@ -1,4 +1,4 @@
-"""Numbers that are held as they came, beside the codes of all others: the extremes of each token or channel."""
+"""Outliers: the extreme numbers of each token or channel, which are stored exactly next to the codes of all others."""
 
 from __future__ import annotations
 
@@ -7,161 +7,172 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import slots_where, top
-from kvjax.cache.eviction.representatives import Count, check_share, fraction_of
+from kvjax.cache.eviction.representatives import IntOrArray, check_share, fraction_of
 from kvjax.core import memory
+from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, pytree
 
 
 @dataclasses.dataclass(frozen=True)
 class Outliers:
-    """The base: of each vector of n numbers the floor(share / 2 * n) largest and as many of the smallest.
+    """The base: the floor(share / 2 * n) largest of each vector of n numbers are outliers, and as many of the smallest.
 
-    Of equal numbers the first count. While the others are coded, the mean of its vector stands in an outlier's place.
-    mean_of_all: whether that is the mean with outliers, or without them, which widens no range.
+    Ties go to the earlier number. While the other numbers are quantized, a mean stands in the place of each outlier.
+
+    Args:
+      share: fraction of a vector's numbers that are outliers.
     """
 
     share: float = 0.02
 
-    mean_of_all = True
+    mean_of_all = True  # whether that mean includes the outliers; without them it widens no range
 
     def __post_init__(self):
         check_share(self.share)
 
-    def on_a_side(self, length: Count) -> Count:
-        """How many of the largest, and of the smallest, of so many numbers are outliers."""
+    def num_per_side(self, length: IntOrArray) -> IntOrArray:
+        """The number of outliers among the largest numbers of a vector, and among the smallest."""
         return fraction_of(self.share / 2, length)
 
-    def places(self, length: int) -> int:
-        """Outliers of a vector of so many numbers."""
-        return 2 * self.on_a_side(length)
+    def num_outliers(self, length: int) -> int:
+        """Outliers of a vector of `length` numbers."""
+        return 2 * self.num_per_side(length)
 
-    def found(self, x: Array, real: Array) -> tuple[Array, Array]:
-        """Tokens x [B K n H], those that are real bool[B K n] -> (which numbers are outliers, x without them)."""
+    def find(self, x: Array, real: Array) -> tuple[Array, Array]:
+        """Finds the outliers of the real tokens, bool[B K n], of x [B K n H]: bool[B K n H], and x with means there."""
         raise NotImplementedError
 
-    def begin(self, x: Array, out: Array, every: int) -> Any:
-        """The store of a prompt's outliers `out`, with room for those of chunks of `every` tokens behind it."""
+    def init_state(self, x: Array, is_outlier: Array, every: int) -> Any:
+        """Stores the outliers of a prompt x [B K S H], with room for those of later chunks of `every` tokens."""
         raise NotImplementedError
 
-    def add(self, stored: Any, x: Array, out: Array, at: Array, chunk: Array, slots: int, due: Array) -> Any:
-        """With those of a chunk [B K every H] in slots from at i32[B 1] on, of the rows that are due bool[B].
+    def add(self, stored: Any, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array) -> Any:
+        """Adds the outliers of chunk i32[B 1] after the prompt, x [B K every H], which begins in slot at i32[B 1].
 
-        chunk i32[B 1]: which it is behind the prompt. slots: of the cache.
+        Only sequences that are due, bool[B], have a full chunk; the others stay as they are.
         """
         raise NotImplementedError
 
-    def restored(self, stored: Any, rows: Array, idx: Array, slots: int) -> Array:
-        """Rows [B K n H] of slots idx i32[B K n], with their outliers in place."""
+    def insert(self, stored: Any, x: Array, idx: Array) -> Array:
+        """Inserts the outliers into restored tokens x [B K n H] of slots idx i32[B K n]."""
         raise NotImplementedError
 
-    def _extremes(self, vectors: Array, real: Array) -> tuple[Array, Array]:
-        """`found` for vectors [B K V n], of which some numbers are real bool[B K V n]."""
-        x, count = vectors.astype(jnp.float32), self.on_a_side(real.sum(-1, dtype=jnp.int32))
-        largest = top(x, real, count)
-        out = largest | top(-x, real & ~largest, count)
-        counts = real if self.mean_of_all else real & ~out
+    def _find_extremes(self, vectors: Array, real: Array) -> tuple[Array, Array]:
+        """`find` for vectors [B K V n], whose numbers are real where bool[B K V n]."""
+        x, count = vectors.astype(jnp.float32), self.num_per_side(real.sum(-1, dtype=jnp.int32))
+        largest = top_k_mask(x, real, count)
+        is_outlier = largest | top_k_mask(-x, real & ~largest, count)
+        counts = real if self.mean_of_all else real & ~is_outlier
         total = jnp.where(counts, x, 0.0).sum(-1, keepdims=True)
         mean = total / jnp.maximum(counts.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-        return out, jnp.where(out, mean.astype(vectors.dtype), vectors)
+        return is_outlier, jnp.where(is_outlier, mean.astype(vectors.dtype), vectors)
 
 
 @pytree
-class OfTokens:
-    """The outliers of each token: in which channels, and what they are."""
+class TokenOutlierState:
+    """The N outliers of each token."""
 
-    at: memory.Buffer  # uint8 or uint16 [B K S N]
+    channel: memory.Buffer  # uint8 or uint16 [B K S N]
     value: memory.Buffer  # [B K S N]
 
 
-class ByToken(Outliers):
-    """Each token's row of a head is a vector."""
+class TokenOutliers(Outliers):
+    """Outliers among the channels of each token of a head."""
 
-    def found(self, x: Array, real: Array) -> tuple[Array, Array]:
-        return self._extremes(x, jnp.broadcast_to(real[..., None], x.shape))
+    def find(self, x: Array, real: Array) -> tuple[Array, Array]:
+        return self._find_extremes(x, jnp.broadcast_to(real[..., None], x.shape))
 
-    def begin(self, x: Array, out: Array, every: int) -> OfTokens | None:
-        return OfTokens(*map(memory.pack, self._listed(x, out))) if self.places(x.shape[3]) else None
+    def init_state(self, x: Array, is_outlier: Array, every: int) -> TokenOutlierState | None:
+        if not self.num_outliers(x.shape[3]):
+            return None
+        return TokenOutlierState(*map(memory.pack, self._list_outliers(x, is_outlier)))
 
     def add(
-        self, stored: OfTokens | None, x: Array, out: Array, at: Array, chunk: Array, slots: int, due: Array
-    ) -> OfTokens | None:
+        self, stored: TokenOutlierState | None, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array
+    ) -> TokenOutlierState | None:
         if stored is None:
             return None
-        channel, value = self._listed(x, out)
-        return OfTokens(memory.append(stored.at, channel, at, due), memory.append(stored.value, value, at, due))
+        channel, value = self._list_outliers(x, is_outlier)
+        return TokenOutlierState(
+            memory.append(stored.channel, channel, at, is_due), memory.append(stored.value, value, at, is_due)
+        )
 
-    def restored(self, stored: OfTokens | None, rows: Array, idx: Array, slots: int) -> Array:
+    def insert(self, stored: TokenOutlierState | None, x: Array, idx: Array) -> Array:
         if stored is None:
-            return rows
-        at, value = memory.rows(stored.at, idx), memory.rows(stored.value, idx)
-        channel = jnp.arange(rows.shape[3], dtype=jnp.int32)[None, None, None, None]
-        here = at.astype(jnp.int32)[..., None] == channel
-        return jnp.where(here.any(3), jnp.take_along_axis(value, jnp.argmax(here, 3), 3), rows)
+            return x
+        stored_channel, value = memory.gather_tokens(stored.channel, idx), memory.gather_tokens(stored.value, idx)
+        channel = jnp.arange(x.shape[3], dtype=jnp.int32)[None, None, None, None]
+        matches = stored_channel.astype(jnp.int32)[..., None] == channel  # [B K n N H]
+        return jnp.where(matches.any(3), jnp.take_along_axis(value, jnp.argmax(matches, 3), 3), x)
 
-    def _listed(self, x: Array, out: Array) -> tuple[Array, Array]:
+    def _list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
         """Channels and values of the outliers, [B K n N]."""
         B, K, n, H = x.shape
-        at = slots_where(out.reshape(B, K * n, H), self.places(H)).reshape(B, K, n, -1)
-        at = jnp.maximum(at, 0)  # of a slot without a token
-        return at.astype(jnp.uint8 if H <= 256 else jnp.uint16), jnp.take_along_axis(x, at, 3)
+        channel = mask_to_slots(is_outlier.reshape(B, K * n, H), self.num_outliers(H)).reshape(B, K, n, -1)
+        channel = jnp.maximum(channel, 0)  # a slot without a token has no outliers
+        return channel.astype(jnp.uint8 if H <= 256 else jnp.uint16), jnp.take_along_axis(x, channel, 3)
 
 
 @pytree
-class OfChannels:
-    """The outliers of each channel, of the prompt's tokens and then of each chunk's: in which slots, and what."""
+class ChannelOutlierState:
+    """The N outliers of each channel: those among the prompt's tokens, then those of each chunk."""
 
-    at: Array  # i32[B K N H], -1 where there is none
+    slot: Array  # i32[B K N H], -1 where unused
     value: Array  # [B K N H]
+    num_slots: int = dataclasses.field(metadata={"static": True})  # of the cache
 
 
-class ByChannel(Outliers):
-    """The numbers that tokens have in a channel of a head are a vector."""
+class ChannelOutliers(Outliers):
+    """Outliers among the tokens of each channel of a head."""
 
-    def found(self, x: Array, real: Array) -> tuple[Array, Array]:
+    def find(self, x: Array, real: Array) -> tuple[Array, Array]:
         vectors = x.swapaxes(2, 3)
-        out, without = self._extremes(vectors, jnp.broadcast_to(real[:, :, None], vectors.shape))
-        return out.swapaxes(2, 3), without.swapaxes(2, 3)
+        is_outlier, without = self._find_extremes(vectors, jnp.broadcast_to(real[:, :, None], vectors.shape))
+        return is_outlier.swapaxes(2, 3), without.swapaxes(2, 3)
 
-    def begin(self, x: Array, out: Array, every: int) -> OfChannels | None:
-        if not self.places(x.shape[2]):
+    def init_state(self, x: Array, is_outlier: Array, every: int) -> ChannelOutlierState | None:
+        S = x.shape[2]
+        if not self.num_outliers(S):
             return None
-        at, value = self._listed(x, out)
-        chunks = x.shape[2] // every if every else 0
-        more = [(0, 0), (0, 0), (0, chunks * self.places(every)), (0, 0)]
-        return OfChannels(jnp.pad(at, more, constant_values=-1), jnp.pad(value, more))
+        slot, value = self._list_outliers(x, is_outlier)
+        num_chunks = S // every if every else 0
+        padding = [(0, 0), (0, 0), (0, num_chunks * self.num_outliers(every)), (0, 0)]
+        return ChannelOutlierState(jnp.pad(slot, padding, constant_values=-1), jnp.pad(value, padding), S)
 
     def add(
-        self, stored: OfChannels | None, x: Array, out: Array, at: Array, chunk: Array, slots: int, due: Array
-    ) -> OfChannels | None:
-        each = self.places(x.shape[2])
-        if stored is None or not each:
+        self, stored: ChannelOutlierState | None, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array
+    ) -> ChannelOutlierState | None:
+        num_added = self.num_outliers(x.shape[2])
+        if stored is None or not num_added:
             return stored
-        place, value = self._listed(x, out)
-        slot = jnp.where(place >= 0, place + at[:, :, None, None], -1)
-        first = self.places(slots) + chunk * each
-        first = jnp.where(due[:, None], first, stored.at.shape[2])  # what lies outside is dropped
-        return OfChannels(memory.put(stored.at, slot, first), memory.put(stored.value, value, first))
+        index, value = self._list_outliers(x, is_outlier)
+        slot = jnp.where(index >= 0, index + at[:, :, None, None], -1)
+        start = self.num_outliers(stored.num_slots) + chunk * num_added
+        start = jnp.where(is_due[:, None], start, stored.slot.shape[2])  # `put` drops what lies outside
+        return dataclasses.replace(
+            stored, slot=memory.put(stored.slot, slot, start), value=memory.put(stored.value, value, start)
+        )
 
-    def restored(self, stored: OfChannels | None, rows: Array, idx: Array, slots: int) -> Array:
+    def insert(self, stored: ChannelOutlierState | None, x: Array, idx: Array) -> Array:
         if stored is None:
-            return rows
-        B, K, N, H = stored.at.shape
-        where = (
+            return x
+        B, K, N, H = stored.slot.shape
+        # Inverts the list into the outlier of each slot and channel: a comparison of all slots with all outliers would
+        # be quadratic in the prompt's length.
+        outlier = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None, :, None], stored.slot.shape)
+        place = (
             jnp.arange(B, dtype=jnp.int32)[:, None, None, None],
             jnp.arange(K, dtype=jnp.int32)[None, :, None, None],
-            jnp.where(stored.at >= 0, stored.at, slots),
+            jnp.where(stored.slot >= 0, stored.slot, stored.num_slots),
             jnp.arange(H, dtype=jnp.int32)[None, None, None],
         )
-        number = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None, :, None], stored.at.shape)
-        which = jnp.full((B, K, slots, H), -1, jnp.int32).at[where].set(number, mode="drop")  # outlier of each slot
-        which = memory.take(which, idx)
-        exact = jnp.take_along_axis(stored.value, jnp.maximum(which, 0), 2)
-        return jnp.where(which >= 0, exact, rows)
+        of_slot = jnp.full((B, K, stored.num_slots, H), -1, jnp.int32).at[place].set(outlier, mode="drop")
+        of_slot = memory.take(of_slot, idx)
+        return jnp.where(of_slot >= 0, jnp.take_along_axis(stored.value, jnp.maximum(of_slot, 0), 2), x)
 
-    def _listed(self, x: Array, out: Array) -> tuple[Array, Array]:
-        """Places among the tokens, -1 where there is none, and values of the outliers, [B K N H]."""
+    def _list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
+        """Indices among the tokens, -1 where unused, and values of the outliers, [B K N H]."""
         B, K, n, H = x.shape
-        at = slots_where(out.swapaxes(2, 3).reshape(B, K * H, n), self.places(n))
-        at = at.reshape(B, K, H, -1).swapaxes(2, 3)
-        return at, jnp.take_along_axis(x, jnp.maximum(at, 0), 2)
+        index = mask_to_slots(is_outlier.swapaxes(2, 3).reshape(B, K * H, n), self.num_outliers(n))
+        index = index.reshape(B, K, H, -1).swapaxes(2, 3)
+        return index, jnp.take_along_axis(x, jnp.maximum(index, 0), 2)

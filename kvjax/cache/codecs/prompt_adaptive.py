@@ -1,33 +1,33 @@
-"""Keys that are held in a way which a prompt's queries and keys decide: few channels, or channels in balance."""
+"""Key codecs whose stored form depends on a prompt's queries and keys, and precision tiers that use them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.side_store.mixed_precision import Low, Tiers
+from kvjax.cache.side_store.mixed_precision import LowTier, PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 
 
-class KeysByPrompt(Codec):
-    """The base of such codecs: `found` looks at a prompt, and `held` holds keys by what it found."""
+class PromptAdaptiveKeys(Codec):
+    """The base: `fit_prompt` computes parameters from a prompt, and `encode_with` stores keys by them."""
 
-    by_head = True
+    is_head_specific = True
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
-        """Of a prompt's keys [B K S H] and its queries: an array [B K 1 ...]."""
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
+        """Computes the parameters [B K 1 ...] from a prompt's keys x [B K S H] and its queries."""
         raise NotImplementedError
 
-    def held(self, x: Array, pos: Array, found: Array) -> Any:
-        """Keys x [B K S H] as they are stored by what was found."""
+    def encode_with(self, x: Array, pos: Array, params: Array) -> Any:
+        """Stores keys x [B K S H] by parameters that were fitted before."""
         raise NotImplementedError
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
         if observation is None:
             return self.encode(x, pos)
-        return self.held(x, pos, self.found(x, pos, observation))
+        return self.encode_with(x, pos, self.fit_prompt(x, pos, observation))
 
     def encode(self, x: Array, pos: Array) -> Any:
         raise KvjaxError(
@@ -36,15 +36,15 @@ class KeysByPrompt(Codec):
         )
 
 
-class TiersByPrompt(Tiers):
-    """The base of tiers whose key codec looks at the whole prompt, also at the tokens that stay in the slots."""
+class PromptAdaptiveTiers(PrecisionTiers):
+    """The base of tiers whose key codec is fitted to the whole prompt, including the tokens that stay in the slots."""
 
-    k: KeysByPrompt
+    k: PromptAdaptiveKeys
 
-    def held(self, there: KVBlock, block: KVBlock, observation: Observation | None) -> Low:
+    def encode_low_tier(self, low: KVBlock, block: KVBlock, observation: Observation | None) -> LowTier:
         if observation is None:
             raise KvjaxError(
                 f"{self} holds keys by a prompt's queries, got none; observe {self.num_queries or 'all'} of them"
             )
-        keys = self.k.held(there.k, there.pos, self.k.found(block.k, block.pos, observation))
-        return Low(keys, self.v.encode(there.v, there.pos), there.pos, there.bias)
+        keys = self.k.encode_with(low.k, low.pos, self.k.fit_prompt(block.k, block.pos, observation))
+        return LowTier(keys, self.v.encode(low.v, low.pos), low.pos, low.bias)

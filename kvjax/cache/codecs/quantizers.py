@@ -1,72 +1,178 @@
-"""Rows in small floating-point formats: numbers of eight bits, and blocks of numbers that share an exponent."""
+"""Quantizers of one token vector at a time: integer codes, 8-bit floats, and blocks that share an exponent."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantiser, scale_of
 from kvjax.core.types import Array, exportable
 from kvjax.errors import KvjaxError
 
-EIGHT_BITS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+FP8_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+class Quantizer:
+    """Quantizes each token vector by itself; a frozen dataclass with `encode` and `decode`.
+
+    `PerTokenCodec` stores keys or values by it.
+    """
+
+    def encode(self, x: Array) -> Any:
+        """Quantizes x f32[... H] to a pytree of arrays [... w], each of its own width."""
+        raise NotImplementedError
+
+    def decode(self, coded: Any) -> Array:
+        """Restores f32[... H]."""
+        raise NotImplementedError
+
+    def check(self, H: int) -> None:
+        """Raises KvjaxError for a head size that it cannot quantize."""
+
+
+def step_size(span: Array, num_steps: float, least: float = 1e-6) -> Array:
+    """`span` divided into `num_steps` equal steps; each is at least `least`."""
+    # XLA replaces a division by a bare constant with a product by its rounded reciprocal, which changes last bits.
+    return jnp.maximum(span / jnp.where(span > 0, num_steps, 1.0), least)
 
 
 @exportable
-class Small(NamedTuple):
-    """A row of numbers of eight bits each."""
+class IntegerCodes(NamedTuple):
+    """A token vector as integer codes."""
+
+    codes: Array  # uint32[... H/per], packed along the vector
+    scale: Array  # uint32[... 1], the bits of a float32 scale; `MinMax` puts its zero point into the lowest ones
+
+
+@dataclasses.dataclass(frozen=True)
+class MinMax(Quantizer):
+    """Quantizes between the vector's minimum and maximum in equal steps, with zero among the levels.
+
+    With top = 2^bits - 1: scale = max((max - min) / top, 1e-6), zero = -min / scale, code = x / scale + zero, both
+    rounded half away from zero and clipped to 0..top; x' = (code - zero) * scale. This is vLLM's `int4_per_token_head`,
+    except that the range of a vector of one sign is extended to zero (QuaRot), where vLLM's formula would clip it.
+
+    Args:
+      bits: 1, 2, 3, 4 or 8.
+      clip: fraction of min and of max that the codes span, in (0, 1]; numbers outside take the nearest code (QuaRot).
+    """
+
+    bits: int = 4
+    clip: float = 1.0
+
+    def __post_init__(self):
+        quant.check_bits(self.bits, quant.ROW_BITS)
+        quant.check_clip(self.clip)
+
+    def check(self, H: int) -> None:
+        quant.check_fills(H, self.bits)
+
+    def encode(self, x: Array) -> IntegerCodes:
+        top = float(2**self.bits - 1)
+        lo = jnp.minimum(x.min(-1, keepdims=True), 0.0) * self.clip
+        hi = jnp.maximum(x.max(-1, keepdims=True), 0.0) * self.clip
+        scale = step_size(hi - lo, top)
+        zero = jnp.clip(_round_half_away(-lo / scale), 0.0, top)
+        codes = jnp.clip(_round_half_away(x / scale + zero), 0.0, top).astype(jnp.uint32)
+        # As in vLLM, the zero point replaces the scale's lowest bits: 4 bytes per vector in all, and the scale changes
+        # by less than 2^(bits - 23) of itself.
+        scale_bits = lax.bitcast_convert_type(scale, jnp.uint32) & ~self._zero_mask
+        return IntegerCodes(quant.pack(codes, self.bits, -1), scale_bits | zero.astype(jnp.uint32))
+
+    def decode(self, coded: IntegerCodes) -> Array:
+        zero = quant.codes_to_float(coded.scale & self._zero_mask)
+        scale = lax.bitcast_convert_type(coded.scale & ~self._zero_mask, jnp.float32)
+        return (quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) - zero) * scale
+
+    @property
+    def _zero_mask(self) -> Array:
+        return jnp.uint32(2**self.bits - 1)
+
+
+def _round_half_away(x: Array) -> Array:
+    return jnp.sign(x) * jnp.floor(jnp.abs(x) + 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Absmax(Quantizer):
+    """Quantizes to 8 bits symmetrically around zero: scale = max(max |x| / 127, 1e-6), code = x / scale.
+
+    Codes are rounded half to even. This is vLLM's `int8_per_token_head`.
+    """
+
+    def check(self, H: int) -> None:
+        quant.check_fills(H, 8)
+
+    def encode(self, x: Array) -> IntegerCodes:
+        scale = step_size(jnp.abs(x).max(-1, keepdims=True), 127.0)
+        codes = jnp.clip(jnp.round(x / scale), -128.0, 127.0) + 128.0
+        return IntegerCodes(quant.pack(codes.astype(jnp.uint32), 8, -1), lax.bitcast_convert_type(scale, jnp.uint32))
+
+    def decode(self, coded: IntegerCodes) -> Array:
+        scale = lax.bitcast_convert_type(coded.scale, jnp.float32)
+        return (quant.codes_to_float(quant.unpack(coded.codes, 8, -1)) - 128.0) * scale
+
+
+@exportable
+class Fp8Numbers(NamedTuple):
+    """A token vector as 8-bit floats."""
 
     bits: Array  # uint8[... H]
     scale: Array | None  # f32[... 1]
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8(Quantiser):
-    """Floating-point numbers of eight bits (Micikevicius et al. 2022, arXiv 2209.05433; vLLM's fp8 caches).
+class Fp8(Quantizer):
+    """Rounds to 8-bit floats (Micikevicius et al. 2022, arXiv 2209.05433; vLLM's fp8 caches).
 
-    kind: "e4m3", four bits of exponent and three of mantissa, up to 448; or "e5m2", up to 57,344. scaled: each row is
-    divided by max(max |x| / 448, 1e-6), so that its largest number is the format's, and the scale takes 4 bytes;
-    without it numbers are taken as they are. What exceeds the format takes its largest number.
+    Numbers beyond the format's largest are clipped to it.
+
+    Args:
+      kind: "e4m3", 4 bits of exponent and 3 of mantissa, up to 448; or "e5m2", up to 57,344.
+      scaled: whether each vector is divided by max(max |x| / 448, 1e-6), which costs 4 bytes and makes its largest
+        number that of the format.
     """
 
     kind: str = "e4m3"
     scaled: bool = True
 
     def __post_init__(self):
-        if self.kind not in EIGHT_BITS:
-            raise KvjaxError(f"kind must be one of {', '.join(EIGHT_BITS)}, got {self.kind!r}; vLLM's default is e4m3")
+        if self.kind not in FP8_DTYPES:
+            raise KvjaxError(f"kind must be one of {', '.join(FP8_DTYPES)}, got {self.kind!r}; vLLM's default is e4m3")
 
-    def encode(self, x: Array) -> Small:
-        dtype = EIGHT_BITS[self.kind]
-        most = float(jnp.finfo(dtype).max)
-        scale = scale_of(jnp.abs(x).max(-1, keepdims=True), most) if self.scaled else None
+    def encode(self, x: Array) -> Fp8Numbers:
+        dtype = FP8_DTYPES[self.kind]
+        largest = float(jnp.finfo(dtype).max)
+        scale = step_size(jnp.abs(x).max(-1, keepdims=True), largest) if self.scaled else None
         x = x if scale is None else x / scale
-        return Small(lax.bitcast_convert_type(jnp.clip(x, -most, most).astype(dtype), jnp.uint8), scale)
+        return Fp8Numbers(lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(dtype), jnp.uint8), scale)
 
-    def decode(self, coded: Small) -> Array:
-        x = lax.bitcast_convert_type(coded.bits, EIGHT_BITS[self.kind]).astype(jnp.float32)
+    def decode(self, coded: Fp8Numbers) -> Array:
+        x = lax.bitcast_convert_type(coded.bits, FP8_DTYPES[self.kind]).astype(jnp.float32)
         return x if coded.scale is None else x * coded.scale
 
 
 @exportable
-class Blocks(NamedTuple):
-    """A row as blocks of mantissas."""
+class BlockFloatNumbers(NamedTuple):
+    """A token vector as blocks of mantissas with one exponent each."""
 
-    mantissas: Array  # uint32[... words], each above the least one
+    mantissas: Array  # uint32[... words], packed, offset by the largest mantissa so that none is negative
     exponents: Array  # uint8[... H/block], biased by 127; 0 for a block of zeros
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockFloat(Quantiser):
-    """Blocks of neighbouring numbers share a power of two; each number has a mantissa of `bits` bits, sign included.
+class BlockFloat(Quantizer):
+    """Blocks of neighboring numbers share a power of two (block floating point).
 
-    The power 2^e is the least that lets the block's largest number in, the scale rounded up (Soloveychik et al. 2022,
-    arXiv 2210.05470): with top = 2^(bits - 1) - 1, max |x| <= top 2^e. x' = round(x / 2^e) 2^e, halves to even. The
-    exponent e takes 8 bits.
+    The power 2^e is the smallest that covers the block's largest number, the scale rounded up (Soloveychik et al. 2022,
+    arXiv 2210.05470): with top = 2^(bits - 1) - 1, max |x| <= top 2^e. x' = round(x / 2^e) 2^e, half to even.
+
+    Args:
+      bits: of each mantissa, sign included. The exponent of a block takes 8.
+      block: channels that share an exponent.
     """
 
     bits: int = 4
@@ -79,36 +185,33 @@ class BlockFloat(Quantiser):
 
     def check(self, H: int) -> None:
         quant.check_fills(H, self.bits)
-        if H % self.block:
-            fits = [n for n in range(1, H + 1) if H % n == 0]
-            near = min(fits, key=lambda n: abs(n - self.block))
-            raise KvjaxError(f"block {self.block} does not divide the head size {H}; the nearest that does is {near}")
+        quant.check_divides("block", self.block, H)
 
     @property
     def top(self) -> int:
         """The largest mantissa."""
         return 2 ** (self.bits - 1) - 1
 
-    def encode(self, x: Array) -> Blocks:
+    def encode(self, x: Array) -> BlockFloatNumbers:
         blocks = self._split(x)
-        part, exponent = jnp.frexp(jnp.abs(blocks).max(-1, keepdims=True))  # part 2^exponent, part in [1/2, 1)
-        fits = part <= self.top / 2 ** (self.bits - 1)
+        fraction, exponent = jnp.frexp(jnp.abs(blocks).max(-1, keepdims=True))  # fraction in [1/2, 1)
+        fits = fraction <= self.top / 2 ** (self.bits - 1)
         exponent = exponent - (self.bits - 1) + jnp.where(fits, 0, 1)
-        stored = jnp.where(part > 0, jnp.clip(exponent + 127, 0, 254), 0).astype(jnp.uint8)
-        power = jnp.where(stored > 0, _power(stored), 1.0)
+        biased = jnp.where(fraction > 0, jnp.clip(exponent + 127, 0, 254), 0).astype(jnp.uint8)
+        power = jnp.where(biased > 0, _power_of_two(biased), 1.0)
         mantissas = jnp.clip(jnp.round(blocks / power), -self.top, self.top) + self.top
         words = quant.pack(mantissas.astype(jnp.uint32).reshape(x.shape), self.bits, -1)
-        return Blocks(words, stored[..., 0])
+        return BlockFloatNumbers(words, biased[..., 0])
 
-    def decode(self, coded: Blocks) -> Array:
-        mantissas = quant.number(quant.unpack(coded.mantissas, self.bits, -1)) - self.top
-        return (self._split(mantissas) * _power(coded.exponents[..., None])).reshape(mantissas.shape)
+    def decode(self, coded: BlockFloatNumbers) -> Array:
+        mantissas = quant.codes_to_float(quant.unpack(coded.mantissas, self.bits, -1)) - self.top
+        return (self._split(mantissas) * _power_of_two(coded.exponents[..., None])).reshape(mantissas.shape)
 
     def _split(self, x: Array) -> Array:
         """[... H] -> [... H/block block]."""
         return x.reshape(*x.shape[:-1], x.shape[-1] // self.block, self.block)
 
 
-def _power(stored: Array) -> Array:
-    """Stored exponents as powers of two, f32: they are the exponent's bits of a float32 number."""
-    return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 23, jnp.float32)
+def _power_of_two(biased: Array) -> Array:
+    """f32 powers of two: a biased exponent is the exponent field of that float32 number."""
+    return lax.bitcast_convert_type(biased.astype(jnp.uint32) << 23, jnp.float32)

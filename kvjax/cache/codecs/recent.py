@@ -23,7 +23,7 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recent(CodecWrapper):
+class ExactWindow(CodecWrapper):
     """The last `window` slots are read exactly, a query's own included, and all before them from `inner`.
 
     A token is held by both as soon as it comes, and its exact copy is overwritten when it leaves the window.

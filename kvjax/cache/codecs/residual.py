@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.calibration.bases import products
+from kvjax.cache.calibration.bases import sum_outer_products
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.chunk_quant import ChunkCodec, Chunks
+from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkState
 from kvjax.cache.codecs.outliers import Outliers
 from kvjax.core import memory
-from kvjax.core.eigen import leading
+from kvjax.core.eigen import leading_eigenvectors
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 
@@ -22,7 +22,7 @@ from kvjax.errors import KvjaxError
 class Mended:
     """Codes of all slots, with what is added to them."""
 
-    coded: Chunks
+    coded: ChunkState
     outliers: Any
     coordinates: memory.Buffer  # [B K S r] of each token's error, r the greater of both ranks
     prompt: Array  # [B K H rank], the directions that they belong to
@@ -30,7 +30,7 @@ class Mended:
 
 
 @dataclasses.dataclass(frozen=True)
-class Residual(Codec):
+class LowRankResidual(Codec):
     """X = codes of (X - S) + L + S: GEAR (Kang et al. 2024, arXiv 2403.05527, section 4), for the tokens of a chunk.
 
     S are the outliers, which come back as they were. L is the best matrix of a rank for the error E that the codes
@@ -59,14 +59,14 @@ class Residual(Codec):
         B, K, S, H = x.shape
         real = jnp.broadcast_to(pos >= 0, (B, K, S))
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
-        out, others = self.outliers.found(x, real)
+        out, others = self.outliers.find(x, real)
         coded = self.backbone.encode(others, pos)
         error = _error(x, self.backbone.decode(coded), real[..., None] & ~out)
         coordinates, prompt = self._factors(error, self.rank, x.dtype)
-        chunks, later = self.backbone.chunks(S), min(self.later, self.backbone.every, H)
+        chunks, later = self.backbone.num_chunks(S), min(self.later, self.backbone.every, H)
         return Mended(
             coded,
-            self.outliers.begin(x, out, self.backbone.every),
+            self.outliers.init_state(x, out, self.backbone.every),
             memory.pack(coordinates),
             prompt,
             jnp.zeros((B, K, chunks, H * later), x.dtype),
@@ -74,23 +74,23 @@ class Residual(Codec):
 
     def append(self, stored: Mended, x: Array, at: Array) -> Mended:
         """Makes codes of a chunk that is full, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
-        due = self.backbone.due(stored.coded, at)
-        if self.backbone.chunks(stored.coded.slots):
+        due = self.backbone.is_due(stored.coded, at)
+        if self.backbone.num_chunks(stored.coded.slots):
             stored = lax.cond(due.any(), lambda s: self._settle(s, due), lambda s: s, stored)
-        return dataclasses.replace(stored, coded=self.backbone.keep(stored.coded, x, at))
+        return dataclasses.replace(stored, coded=self.backbone.append_recent(stored.coded, x, at))
 
     def _settle(self, stored: Mended, due: Array) -> Mended:
         """The full chunks of rows that are due bool[B] as codes, with what they miss."""
-        x, at, slots = self.backbone.full(stored.coded), stored.coded.num_quantized[:, None], stored.coded.slots
-        out, others = self.outliers.found(x, jnp.ones(x.shape[:3], bool))
-        coded = self.backbone.coded(others)
+        x, at = self.backbone.recent_chunk(stored.coded), stored.coded.num_quantized[:, None]
+        out, others = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
+        coded = self.backbone.encode_chunk(others)
         error = _error(x, self.backbone.restore(*coded), ~out)
         coordinates, directions = self._factors(error, self.later, x.dtype)
-        chunk = self.backbone.chunk_of(stored.coded, at)
+        chunk = self.backbone.chunk_index(stored.coded, at)
         place = jnp.where(due[:, None], chunk, stored.later.shape[2])  # what lies outside is dropped
         return Mended(
-            self.backbone.settle(stored.coded, coded, due),
-            self.outliers.add(stored.outliers, x, out, at, chunk, slots, due),
+            self.backbone.append_chunk(stored.coded, coded, due),
+            self.outliers.add(stored.outliers, x, out, at, chunk, due),
             memory.append(stored.coordinates, coordinates, at, due),
             stored.prompt,
             memory.put(stored.later, directions.reshape(*x.shape[:2], 1, -1), place),
@@ -108,16 +108,16 @@ class Residual(Codec):
     def _mended(self, stored: Mended, rows: Array, slot: Array) -> Array:
         """Rows [B K n H] as the codes of slots i32[B K n] have them, with what they miss."""
         whole = (rows.astype(jnp.float32) + self._low_rank(stored, slot)).astype(rows.dtype)
-        whole = self.outliers.restored(stored.outliers, whole, slot, stored.coded.slots)
+        whole = self.outliers.insert(stored.outliers, whole, slot)
         return jnp.where((slot < stored.coded.num_quantized[:, None, None])[..., None], whole, rows)
 
     def _low_rank(self, stored: Mended, slot: Array) -> Array:
         """Of these slots, the rows of L: f32[B K n H]."""
-        coordinates = memory.rows(stored.coordinates, slot).astype(jnp.float32)
+        coordinates = memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
         prompt = _expanded(coordinates, stored.prompt[:, :, None])
         if not stored.later.shape[2]:
             return prompt
-        chunk = self.backbone.chunk_of(stored.coded, slot)
+        chunk = self.backbone.chunk_index(stored.coded, slot)
         later = memory.take(stored.later, jnp.clip(chunk, 0, stored.later.shape[2] - 1))
         later = _expanded(coordinates, later.reshape(*slot.shape, stored.prompt.shape[2], -1))
         return jnp.where((chunk < 0)[..., None], prompt, later)
@@ -130,10 +130,10 @@ class Residual(Codec):
         n, H = error.shape[2:]
         across = error.swapaxes(2, 3)
         if n < H:
-            coordinates = leading(products(across), min(rank, n)).astype(dtype)
+            coordinates = leading_eigenvectors(sum_outer_products(across), min(rank, n)).astype(dtype)
             directions = _product(across, coordinates).astype(dtype)
         else:
-            directions = leading(products(error), min(rank, H)).astype(dtype)
+            directions = leading_eigenvectors(sum_outer_products(error), min(rank, H)).astype(dtype)
             coordinates = _product(error, directions).astype(dtype)
         width = min(max(self.rank, self.later), H)
         return jnp.pad(coordinates, [(0, 0)] * 3 + [(0, width - coordinates.shape[3])]), directions

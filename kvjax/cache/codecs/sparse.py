@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs.base import Codec
-from kvjax.cache.codecs.chunk_quant import ChunkCodec, Chunks
+from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkState
 from kvjax.cache.codecs.outliers import Outliers
 from kvjax.core.types import Array, pytree
 
@@ -18,12 +18,12 @@ from kvjax.core.types import Array, pytree
 class Both:
     """Codes of all slots, and the outliers beside them."""
 
-    codes: Chunks
+    codes: ChunkState
     outliers: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Sparse(Codec):
+class DenseAndSparse(Codec):
     """X = codes of (X - S) + S, where S are the outliers of X (KVQuant, Hooper et al. 2024, arXiv 2401.18079).
 
     What is far from the rest widens no range, and comes back as it was. pre_rope: whether it holds keys without their
@@ -43,24 +43,24 @@ class Sparse(Codec):
     def encode(self, x: Array, pos: Array) -> Both:
         real = jnp.broadcast_to(pos >= 0, x.shape[:3])
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
-        out, others = self.outliers.found(x, real)
-        return Both(self.codes.encode(others, pos), self.outliers.begin(x, out, self.codes.every))
+        out, others = self.outliers.find(x, real)
+        return Both(self.codes.encode(others, pos), self.outliers.init_state(x, out, self.codes.every))
 
     def append(self, stored: Both, x: Array, at: Array) -> Both:
         """Makes codes of a chunk that is full, then holds x [B K 0|1 H] at slot at i32[B 1] in full precision."""
-        due = self.codes.due(stored.codes, at)
-        if self.codes.chunks(self._slots(stored)):
+        due = self.codes.is_due(stored.codes, at)
+        if self.codes.num_chunks(self._slots(stored)):
             stored = lax.cond(due.any(), lambda s: self._settled(s, due), lambda s: s, stored)
-        return dataclasses.replace(stored, codes=self.codes.keep(stored.codes, x, at))
+        return dataclasses.replace(stored, codes=self.codes.append_recent(stored.codes, x, at))
 
     def _settled(self, stored: Both, due: Array) -> Both:
         """With the full chunks of the rows that are due bool[B] as codes and outliers."""
-        x, at = self.codes.full(stored.codes), stored.codes.num_quantized[:, None]
-        out, others = self.outliers.found(x, jnp.ones(x.shape[:3], bool))
-        chunk = self.codes.chunk_of(stored.codes, at)
+        x, at = self.codes.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
+        out, others = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
+        chunk = self.codes.chunk_index(stored.codes, at)
         return Both(
-            self.codes.settle(stored.codes, self.codes.coded(others), due),
-            self.outliers.add(stored.outliers, x, out, at, chunk, self._slots(stored), due),
+            self.codes.append_chunk(stored.codes, self.codes.encode_chunk(others), due),
+            self.outliers.add(stored.outliers, x, out, at, chunk, due),
         )
 
     def decode(self, stored: Both) -> Array:
@@ -74,7 +74,7 @@ class Sparse(Codec):
 
     def _whole(self, stored: Both, rows: Array, slot: Array) -> Array:
         """Rows [B K n H] of slots i32[B K n] with their outliers, which those that are no codes yet have themselves."""
-        whole = self.outliers.restored(stored.outliers, rows, slot, self._slots(stored))
+        whole = self.outliers.insert(stored.outliers, rows, slot)
         return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, rows)
 
     def _slots(self, stored: Both) -> int:

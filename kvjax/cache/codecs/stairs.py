@@ -36,7 +36,7 @@ class Stairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Staircase(Codec):
+class StaircaseQuantizer(Codec):
     """Staircase adaptive quantisation (Li 2024, arXiv 2410.18441), with KIVI's groups.
 
     bits: of the codes on each step, the newest first. Tokens stay as they came until `every` of them are there; then
@@ -104,7 +104,7 @@ class Staircase(Codec):
                     f"head size {H}; {wider}, which packs along the tokens"
                 )
 
-    def filled(self, stored: Stairs, num_tokens: int) -> Stairs:
+    def used_part(self, stored: Stairs, num_tokens: int) -> Stairs:
         """Without the steps that no token has come down to, and without the empty places of the newest tokens."""
         reached = stored.steps[: num_tokens // self.every]
         return dataclasses.replace(stored, recent=stored.recent[:, :, :num_tokens], steps=reached)
@@ -155,9 +155,9 @@ class Staircase(Codec):
 
     def _coded(self, i: int, x: Array) -> Step:
         """Tokens x [B K n H], whole groups, as a step holds them."""
-        codes, scale, lo = self._rule(i).quantise(x)
+        codes, scale, lo = self._rule(i).quantize(x)
         return Step(*map(memory.pack, (quant.pack(codes, self.bits[i], 3), scale, lo)))
 
     def _tokens(self, i: int, step: Step, place: Array) -> Array:
         """What a step holds at places i32[B K n], clipped -> [B K n H]."""
-        return self._rule(i).coded_rows(step, place)
+        return self._rule(i).gather_codes(step, place)

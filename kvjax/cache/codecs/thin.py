@@ -6,12 +6,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.prompt_adaptive import KeysByPrompt
-from kvjax.cache.eviction.granularity import top
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import in_window
+from kvjax.cache.eviction.scorers import window_query_mask
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 
@@ -26,7 +26,7 @@ class Few:
 
 
 @dataclasses.dataclass(frozen=True)
-class Thin(KeysByPrompt):
+class ChannelPruner(PromptAdaptiveKeys):
     """Each head drops the `share` of its key channels, rounded down, that score lowest (ThinK, 2407.21018, section 3).
 
     A channel's score is the mean square of it in a row's last `num_queries` queries, over the query heads too, times
@@ -44,17 +44,17 @@ class Thin(KeysByPrompt):
         if self.num_queries < 1:
             raise KvjaxError(f"channels are chosen by at least 1 query, got queries={self.num_queries}; ThinK uses 32")
 
-    def found(self, x: Array, pos: Array, observation: Observation) -> Array:
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """i32[B K 1 C]: the channels that stay; of equal ones the lower."""
         H = x.shape[3]
-        asking = in_window(observation, self.num_queries)[:, None, None, :, None]
+        asking = window_query_mask(observation, self.num_queries)[:, None, None, :, None]
         score = _mean_square(observation.q, asking, (2, 3)) * _mean_square(x, (pos >= 0)[..., None], (2,))
         kept = H - fraction_of(self.share, H)
-        stays = top(score, jnp.ones((), bool), jnp.full(score.shape[:1], kept, jnp.int32))
+        stays = top_k_mask(score, jnp.ones((), bool), jnp.full(score.shape[:1], kept, jnp.int32))
         channel = jnp.arange(H, dtype=jnp.int32)[None, None]
         return jnp.sort(jnp.where(stays, channel, H), -1)[:, :, None, :kept]
 
-    def held(self, x: Array, pos: Array, found: Array) -> Few:
+    def encode_with(self, x: Array, pos: Array, found: Array) -> Few:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         return Few(memory.pack(_picked(x, found)), found, x.shape[3])
 
@@ -65,7 +65,7 @@ class Thin(KeysByPrompt):
         return dataclasses.replace(stored, rows=memory.append(stored.rows, _picked(x, stored.channels), at))
 
     def gather(self, stored: Few, idx: Array) -> Array:
-        return self._widened(memory.rows(stored.rows, idx), stored)
+        return self._widened(memory.gather_tokens(stored.rows, idx), stored)
 
     def scores(self, q: Array, stored: Few) -> Array:
         """Of a query, the same channels."""

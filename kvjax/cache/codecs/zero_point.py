@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs.per_token import Quantiser, scale_of
+from kvjax.cache.codecs.quantizers import Quantizer, step_size
 from kvjax.core.types import Array, exportable
 
 FARTHEST = 2.0**14
@@ -25,7 +25,7 @@ class Stepped(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ZeroPoint(Quantiser):
+class ZeroPointQuantizer(Quantizer):
     """From a row's least to its greatest number in equal steps, zero a whole number of steps away (RotateKV's code).
 
     With top = 2^bits - 1: scale = (clip max - clip min) / top, zero = round(-clip min / scale), code = round(x / scale)
@@ -47,12 +47,12 @@ class ZeroPoint(Quantiser):
         top = float(2**self.bits - 1)
         least, most = x.min(-1, keepdims=True) * self.clip, x.max(-1, keepdims=True) * self.clip
         size = jnp.maximum(jnp.abs(least), jnp.abs(most))
-        scale = jnp.maximum(scale_of(most - least, top, 1e-30), size / FARTHEST).astype(jnp.bfloat16)
+        scale = jnp.maximum(step_size(most - least, top, 1e-30), size / FARTHEST).astype(jnp.bfloat16)
         step = scale.astype(jnp.float32)
         zero = jnp.round(-least / step)
         codes = jnp.clip(jnp.round(x / step) + zero, 0.0, top).astype(jnp.uint32)
         return Stepped(quant.pack(codes, self.bits, -1), scale, zero.astype(jnp.int16))
 
     def decode(self, coded: Stepped) -> Array:
-        steps = quant.number(quant.unpack(coded.codes, self.bits, -1)) - coded.zero.astype(jnp.float32)
+        steps = quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) - coded.zero.astype(jnp.float32)
         return steps * coded.scale.astype(jnp.float32)

@@ -1,8 +1,7 @@
-"""How a budget is divided: among the layers once all of them have seen the prompt, and among a layer's heads."""
+"""Allocation of a budget: among the layers once all of them have seen the prompt, and among a layer's heads."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
     from kvjax.cache.bound_layer import MethodLayer
@@ -26,40 +24,43 @@ SHARED_ROUNDING = 16
 
 
 class LayerBudgets:
-    """The `layer_budgets` slot of a method: each layer measures its prompt, and gets tokens by its measure."""
+    """The component `layer_budgets`: each layer measures its prompt, and gets tokens by its measure (CAKE)."""
 
-    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
-    # whether `allocate_tokens` tells them for each head, which takes a store for heads of unequal length
+    num_queries: int | None = 0  # last prompt queries that `measure` observes, as in `Needs`
+    # whether `allocate_tokens` counts tokens of each head, which takes a side store for heads of unequal length
     by_head = False
 
     def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Any:
-        """What the shares are made of, from one layer's prompt: arrays [B ...], as f32[B]."""
+        """Measures one layer's prompt: a pytree of arrays [B ...]."""
         raise NotImplementedError
 
     def allocate_tokens(self, layer: MethodLayer, measures: Any, lengths: Array) -> Array:
-        """Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
+        """Divides the budget of all layers.
 
         Args:
           layer: one of the layers, for what all have in common; its `budgets` are what each layer would keep by itself.
           measures: those of all layers, arrays [L B ...].
-          lengths: i32[B], of the prompts.
+          lengths: i32[B], tokens of the prompts.
+
+        Returns:
+          Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
         """
         raise NotImplementedError
 
     def check(self, layer: MethodLayer) -> None:
-        """Raises KvjaxError for other slots of the method that this one cannot work with."""
+        """Raises KvjaxError for other components of the method that this one cannot work with."""
 
 
 class HeadBudgets:
-    """How many units each key/value head of a layer keeps: a rule that stands in `Pages`, in the slot `side_store`.
+    """Units that each key/value head of a layer keeps: the rule of the side store `PagedHeads`.
 
     A rule is a frozen dataclass with the method `allocate`, and `at(spec)` where it differs between layers.
     """
 
     def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection | None, HeadBudgets]:
-        """(the method's selection with the budget of this layer, the rule in it); the base changes neither.
+        """Returns the method's selection with the budget of this layer, and the rule in it; the base changes neither.
 
-        A rule that also divides the budget among layers, before any prompt, gives the selection another one.
+        A rule that also divides the budget among layers, before any prompt, gives the selection another budget.
         """
         return method.select, self
 
@@ -67,61 +68,47 @@ class HeadBudgets:
         """i32[longest + 1, K]: tokens that each head keeps of prompts of 0..longest; None where the prompt decides."""
         return None
 
-    def of_rows(self, lengths: Array, longest: int) -> HeadBudgets:
-        """The rule for prompts of i32[B] tokens, at most `longest`: one that goes by lengths looks them up here."""
+    def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
+        """The rule for prompts of i32[B] tokens, at most `longest`; a rule that goes by lengths looks them up here."""
         return self
 
-    def others(self, spec: LayerSpec) -> int:
-        """How many other heads' budgets one head may have beside its own."""
+    def num_other_heads(self, spec: LayerSpec) -> int:
+        """Heads whose budgets one head may take in addition to its own: it bounds the slots of a head."""
         return spec.num_kv_heads - 1
 
-    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
-        """Units that all heads of a layer keep, i32[B K], each row's sum K * quota.
+    def allocate(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+        """Divides the units of a layer among all its heads.
 
-        scores f32[B K U]: of every unit. allowed bool[B U]: the units that a head may keep; no head gets more than
-        there are. quota i32[B]: units per head in the mean. beside i32[B]: what each head keeps in any case, in units.
+        Args:
+          scores: f32[B K U], of every unit.
+          allowed: bool[B U], units that a head may keep; no head gets more than there are.
+          num_units: i32[B], units per head on average.
+          num_always: i32[B], units that each head keeps in any case, in addition.
+
+        Returns:
+          i32[B K], the sum of a sequence K * num_units.
         """
         raise NotImplementedError
 
-    def allocate_local(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
-        """The same of the heads on this device, whose scores are given."""
-        here = scores.shape[1]
-        every = self.allocate(over_heads.gather(scores), allowed, quota, beside)
-        return lax.dynamic_slice_in_dim(every, over_heads.first(here), here, 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Table(HeadBudgets):
-    """Shares that are known beforehand: a weight of each key/value head, one row per layer (HeadKV, 2410.19258).
-
-    The units of a layer are divided in proportion, rounded down; what is left goes to its heads in turn. The paper also
-    moves tokens between layers: give these as a `budgets.Table`.
-    """
-
-    weights: tuple[tuple[float, ...], ...]
-
-    def at(self, spec: LayerSpec) -> Table:
-        assert spec.index is not None
-        if len(self.weights) != spec.num_layers or len(self.weights[spec.index]) != spec.num_kv_heads:
-            sizes = f"{len(self.weights)} layers of {sorted({len(row) for row in self.weights})} heads"
-            raise KvjaxError(
-                f"the table of weights has {sizes}, the model {spec.num_layers} layers of {spec.num_kv_heads} "
-                "key/value heads; give one row per layer and one weight per key/value head"
-            )
-        return Table((self.weights[spec.index],))
-
-    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
-        K = scores.shape[1]
-        weights, total = jnp.asarray(self.weights[0], jnp.float32)[:, None], K * quota
-        parts = jnp.floor(weights / weights.sum() * total[None].astype(jnp.float32)).astype(jnp.int32)
-        return match_total(parts, total, jnp.zeros_like(quota), allowed.sum(-1, dtype=jnp.int32)).T
+    def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+        """`allocate` for the heads on this device, whose scores are given."""
+        # Heads compete across devices, so every device divides the budget of all heads and takes its own part.
+        local_heads = scores.shape[1]
+        all_heads = self.allocate(over_heads.gather(scores), allowed, num_units, num_always)
+        return lax.dynamic_slice_in_dim(all_heads, over_heads.first_head(local_heads), local_heads, 1)
 
 
 def match_total(parts: Array, total: Array, least: Array, most: Array) -> Array:
-    """Parts i32[n B], all moved by the same amount until each column sums to total i32[B], as far as that can be.
+    """Moves the parts of each sequence by one common amount until they sum to its total.
 
-    Each stays within least..most i32[B], and what these cut off goes to the others. Where an amount cannot be divided,
-    the first parts take one more.
+    Args:
+      parts: i32[n B].
+      total: i32[B]; a total that the bounds cannot make is replaced by the nearest that they can.
+      least: i32[B], lower bound of each part.
+      most: i32[B], upper bound. Where a bound cuts a part off, the difference goes to the others.
+
+    Returns:
+      i32[n B]. Where an amount cannot be divided equally, the first parts take one more.
     """
     n = parts.shape[0]
     total = jnp.clip(total, n * least, n * most)
@@ -129,14 +116,15 @@ def match_total(parts: Array, total: Array, least: Array, most: Array) -> Array:
     def missing(parts: Array) -> Array:
         return total - parts.sum(0, dtype=jnp.int32)
 
-    def step(parts: Array) -> Array:
+    # Each round divides what is missing among the parts that can still move. A part that hits its bound drops out, so
+    # there are at most n rounds.
+    def move(parts: Array) -> Array:
         amount = missing(parts)
         free = jnp.where(amount > 0, parts < most[None], parts > least[None])
-        count = jnp.maximum(free.sum(0, dtype=jnp.int32), 1)
-        each, left = jnp.abs(amount) // count, jnp.abs(amount) % count
-        one_more = jnp.cumsum(free, 0, dtype=jnp.int32) <= left[None]
+        num_free = jnp.maximum(free.sum(0, dtype=jnp.int32), 1)
+        each, rest = jnp.abs(amount) // num_free, jnp.abs(amount) % num_free
+        one_more = jnp.cumsum(free, 0, dtype=jnp.int32) <= rest[None]
         by = jnp.where(free, each[None] + one_more.astype(jnp.int32), 0)
         return jnp.clip(parts + jnp.sign(amount)[None] * by, least[None], most[None])
 
-    start = jnp.clip(parts, least[None], most[None])
-    return lax.while_loop(lambda parts: (missing(parts) != 0).any(), step, start)
+    return lax.while_loop(lambda parts: (missing(parts) != 0).any(), move, jnp.clip(parts, least[None], most[None]))

@@ -1,4 +1,4 @@
-"""How many prompt tokens each layer keeps: plain integers, known before anything is traced."""
+"""Budgets: how many prompt tokens each layer keeps, as plain integers that are known before anything is traced."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from kvjax.errors import KvjaxError
 
 
 class Budget:
-    """Prompt tokens kept per row, layer and key/value head, sinks and recents included.
+    """Prompt tokens kept per sequence, layer and key/value head, sinks and recent tokens included.
 
-    A budget is a frozen dataclass with the methods `kept` and `most`. One that differs between layers also has a method
-    `at(spec)`, which gives that of a layer.
+    A budget is a frozen dataclass with the methods `num_kept` and `max_kept`. One that differs between layers also has
+    a method `at(spec)`, which returns the budget of one layer.
     """
 
-    relative = False  # a share of each row: of a short one it may be less than what is kept in any case
+    is_fraction = False  # a fraction of each prompt, which may ask for fewer tokens than the sinks and recent ones
 
-    def kept(self, length: int) -> int:
-        """Tokens that are kept of a row of `length` tokens: at most `length`."""
+    def num_kept(self, length: int) -> int:
+        """Tokens kept of a prompt of `length` tokens, at most `length`."""
         raise NotImplementedError
 
-    def by_length(self, longest: int) -> np.ndarray:
-        """i32[longest + 1]: `kept` of rows of 0..longest tokens; a budget that knows them all at once overrides it."""
-        return np.array([self.kept(n) for n in range(longest + 1)], np.int32)
+    def num_kept_by_length(self, max_length: int) -> np.ndarray:
+        """i32[max_length + 1]: `num_kept` of every length; a budget that knows all of them at once overrides it."""
+        return np.array([self.num_kept(n) for n in range(max_length + 1)], np.int32)
 
-    def most(self) -> int | None:
-        """Tokens that are kept of a row without end; None if there is no bound."""
+    def max_kept(self) -> int | None:
+        """Most tokens kept of a prompt of any length; None if there is no bound."""
         raise NotImplementedError
 
 
@@ -44,68 +44,62 @@ class Uniform(Budget):
     tokens: int
 
     def __post_init__(self):
-        _positive(self.tokens)
+        _check_tokens(self.tokens)
 
-    def kept(self, length: int) -> int:
+    def num_kept(self, length: int) -> int:
         return min(length, self.tokens)
 
-    def most(self) -> int | None:
+    def max_kept(self) -> int | None:
         return self.tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Ratio(Budget):
-    """A share of each row's tokens, rounded down in floating point as kvpress does, but never 0 of a row."""
+class PromptFraction(Budget):
+    """A fraction of each prompt's tokens, at least 1 token.
 
-    relative = True
-    share: float
+    It is rounded down in floating point, as kvpress does, so that both keep equally many tokens.
+    """
+
+    is_fraction = True
+    fraction: float
 
     def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise KvjaxError(f"share must lie in (0, 1], got {self.share}; 0.25 keeps a quarter of each prompt")
+        if not 0 < self.fraction <= 1:
+            raise KvjaxError(f"fraction must lie in (0, 1], got {self.fraction}; 0.25 keeps a quarter of each prompt")
 
-    def kept(self, length: int) -> int:
-        return min(length, max(1, int(length * self.share)))
+    def num_kept(self, length: int) -> int:
+        return min(length, max(1, int(length * self.fraction)))
 
-    def most(self) -> int | None:
+    def max_kept(self) -> int | None:
         return None
 
     def __str__(self) -> str:
-        return f"{100 * self.share:.12g}%"
+        return f"{100 * self.fraction:.12g}%"
 
 
-class Tokens:
-    """What recipes take as a budget: a number of tokens, or a share of each prompt, "25%"; `Tokens(x)` is either."""
+@dataclasses.dataclass(frozen=True)
+class PerLayer(Budget):
+    """One number of tokens for each layer, first to last."""
 
-    def __new__(cls, given: int | str | Budget) -> int | Budget:
-        if isinstance(given, Budget):
-            return given
-        try:
-            if isinstance(given, str):
-                return Ratio(float(given[:-1]) / 100) if given.endswith("%") else int(given)
-        except (ValueError, KvjaxError):
-            pass  # refused below, like what is no text
-        if isinstance(given, numbers.Integral) and not isinstance(given, bool):
-            return int(given)
-        raise KvjaxError(
-            f"a budget is a number of tokens, or a share of each prompt from above 0% to 100%, got {given!r:.60}"
-            + _remedy(given)
-        )
+    tokens: tuple[int, ...]
+
+    def __post_init__(self):
+        for n in self.tokens:
+            _check_tokens(n)
+
+    def at(self, spec: LayerSpec) -> Uniform:
+        assert spec.index is not None
+        n = spec.num_layers
+        if len(self.tokens) != n:
+            raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {n}: give {n} numbers")
+        return Uniform(self.tokens[spec.index])
 
 
-def _remedy(given: object) -> str:
-    """What to write for something that is no budget; nothing where nobody can tell what was meant."""
-    if isinstance(given, bool):
-        return "; write a number of tokens, as in budget=256"
-    try:
-        value = float(given)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return ""
-    if 0 < value < 1:
-        # Of a text nobody knows whether it stood in quotes, in Python, or in none, in a method's string.
-        share = f"{100 * value:.12g}%" if isinstance(given, str) else f'budget="{100 * value:.12g}%"'
-        return f"; for this share write {share}"
-    return f"; write budget={int(value)}, a whole number of tokens" if 1 <= value < math.inf else ""
+def _check_tokens(tokens: int) -> None:
+    if not isinstance(tokens, numbers.Integral) or isinstance(tokens, bool):
+        raise KvjaxError(f"a budget is a whole number of tokens per layer, got {tokens!r:.60}")
+    if tokens < 1:
+        raise KvjaxError(f"a budget is at least 1 token per layer, got {tokens}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +136,13 @@ class Pyramid(Budget):
     def at(self, spec: LayerSpec) -> Pyramid:
         return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
 
-    def kept(self, length: int) -> int:
+    def num_kept(self, length: int) -> int:
         rule = self._authors if self.rule == "authors" else self._peer
         return min(length, rule(length))
 
-    def most(self) -> int | None:
+    def max_kept(self) -> int | None:
         # From a length of four times the budget on, no layer is cut by the length of the row any more.
-        return self.kept(4 * round(self.tokens) + 4 * self.window)
+        return self.num_kept(4 * round(self.tokens) + 4 * self.window)
 
     def _authors(self, length: int) -> int:
         tokens = int(self.tokens)
@@ -173,55 +167,79 @@ class Pyramid(Budget):
         return round(most - self.layer * ((most - least) / (self.layers - 1)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Table(Budget):
-    """One number of tokens for each layer, first to last."""
+def parse_budget(value: int | str | Budget) -> int | Budget:
+    """Parses the budget of a method's string: tokens, or a fraction of each prompt as "25%"; a `Budget` stays itself.
 
-    tokens: tuple[int, ...]
+    Raises:
+      KvjaxError: for anything else, with the budget that was most likely meant.
+    """
+    if isinstance(value, Budget):
+        return value
+    try:
+        if isinstance(value, str):
+            return PromptFraction(float(value[:-1]) / 100) if value.endswith("%") else int(value)
+    except (ValueError, KvjaxError):
+        pass  # refused below, like what is no text
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    raise KvjaxError(
+        f"a budget is a number of tokens, or a fraction of each prompt from above 0% to 100%, got {value!r:.60}"
+        + _suggest_budget(value)
+    )
 
-    def __post_init__(self):
-        for n in self.tokens:
-            _positive(n)
 
-    def at(self, spec: LayerSpec) -> Uniform:
-        assert spec.index is not None
-        n = spec.num_layers
-        if len(self.tokens) != n:
-            raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {n}: give {n} numbers")
-        return Uniform(self.tokens[spec.index])
+def _suggest_budget(value: object) -> str:
+    """The budget to write instead of something that is none; empty where nobody can tell what was meant."""
+    if isinstance(value, bool):
+        return "; write a number of tokens, as in budget=256"
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return ""
+    if 0 < number < 1:
+        # A text may come from a method's string, which has no quotes, or from Python, where they would be needed.
+        text = f"{100 * number:.12g}%" if isinstance(value, str) else f'budget="{100 * number:.12g}%"'
+        return f"; for this fraction write {text}"
+    return f"; write budget={int(number)}, a whole number of tokens" if 1 <= number < math.inf else ""
 
 
-def budgets_of_layers(budget: Budget, spec: LayerSpec) -> tuple[Budget, ...]:
-    """A method's budget, before it is bound, in each layer of the model that any of its specs tells."""
+if TYPE_CHECKING:
+    TokenBudget = int | str | Budget
+else:
+
+    class TokenBudget:
+        """The type of a recipe's parameter `budget`: the registry calls it on the text, as it calls `int`."""
+
+        def __new__(cls, value: int | str | Budget) -> int | Budget:
+            return parse_budget(value)
+
+
+def budgets_by_layer(budget: Budget, spec: LayerSpec) -> tuple[Budget, ...]:
+    """An unbound budget as it is in each layer of the model; `spec` may be the one of any layer."""
     return tuple(bind_component(budget, dataclasses.replace(spec, index=i)) for i in range(spec.num_layers))
 
 
 @functools.lru_cache(maxsize=1024)
-def kept_by_length(budget: Budget, longest: int, protected: int = 0) -> np.ndarray:
-    """i32[longest + 1]: tokens kept of rows of 0..longest tokens, to be indexed with traced lengths.
+def num_kept_by_length(budget: Budget, max_length: int, protected: int = 0) -> np.ndarray:
+    """Tabulates how many tokens a prompt keeps, to be indexed with traced lengths.
 
-    A row keeps its `protected` tokens (sinks and recents) in any case. Raises KvjaxError when a budget in tokens is
-    below these for a row of `longest` tokens.
+    Args:
+      budget: of one layer.
+      max_length: longest prompt, in tokens.
+      protected: tokens kept in any case, sinks and recent ones.
+
+    Returns:
+      i32[max_length + 1], read-only.
+
+    Raises:
+      KvjaxError: for a budget in tokens that is below the protected tokens of the longest prompt.
     """
-    kept = budget.by_length(longest)
-    if kept[-1] < min(longest, protected) and not budget.relative:
+    kept = budget.num_kept_by_length(max_length)
+    if kept[-1] < min(max_length, protected) and not budget.is_fraction:
         raise KvjaxError(
-            f"{budget} keeps {kept[-1]} of {longest} tokens in a layer, fewer than the {protected} sinks and "
+            f"{budget} keeps {kept[-1]} of {max_length} tokens in a layer, fewer than the {protected} sinks and "
             f"recents that are always kept; raise the budget to at least {protected} tokens or protect fewer"
         )
-    kept = np.maximum(kept, np.minimum(np.arange(longest + 1), protected)).astype(np.int32)
-    kept.flags.writeable = False
+    kept = np.maximum(kept, np.minimum(np.arange(max_length + 1), protected)).astype(np.int32)
+    kept.flags.writeable = False  # the cache hands the same array to all callers
     return kept
-
-
-def _positive(tokens: int) -> None:
-    if not isinstance(tokens, numbers.Integral) or isinstance(tokens, bool):
-        raise KvjaxError(f"a budget is a whole number of tokens per layer, got {tokens!r:.60}")
-    if tokens < 1:
-        raise KvjaxError(f"a budget is at least 1 token per layer, got {tokens}")
-
-
-if TYPE_CHECKING:
-    TokenBudget = int | str | Budget  # what a call may give
-else:
-    TokenBudget = Tokens  # what the parameter of a recipe makes of a text

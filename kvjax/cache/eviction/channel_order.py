@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.calibration.table_kinds import Kind, table
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 
 
-@table("channels")
-class Channels(Kind):
+@register_table_kind("channels")
+class Channels(TableKind):
     """Of each layer and key/value head the mean of |q_c k_c| by channel c, each token's key with its own query.
 
     Arrays: `order` i32[K H], channels by falling mean, of equal ones the lower first, and `means` f32[K H]. Queries and

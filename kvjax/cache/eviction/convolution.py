@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.granularity import slots_where, top
-from kvjax.cache.eviction.merging import kept_scores, lost_tokens
+from kvjax.cache.eviction.merging import evicted_mask, scores_of_kept
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.core import memory
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
+from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock
 
 
@@ -39,11 +39,11 @@ def convolved(
     held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
     newest = held & (kept.pos > block.pos.max(2, keepdims=True) - recent)
     others = jnp.full(held.shape[:2], heavy - recent, jnp.int32)
-    heavies = newest | top(kept_scores(kept, choice), held & ~newest, others)
-    slot = slots_where(
-        lost_tokens(block, choice._replace(slots=jnp.where(heavies, choice.slots, -1))), block.k.shape[2]
+    heavies = newest | top_k_mask(scores_of_kept(kept, choice), held & ~newest, others)
+    slot = mask_to_slots(
+        evicted_mask(block, choice._replace(slots=jnp.where(heavies, choice.slots, -1))), block.k.shape[2]
     )
-    anchors = held & ~heavies & lost_tokens(block, choice).any(2, keepdims=True)
+    anchors = held & ~heavies & evicted_mask(block, choice).any(2, keepdims=True)
     rank, M, own = jnp.cumsum(anchors, 2, dtype=jnp.int32) - 1, by.bias.shape[0], _rows(kept)
     mixed = memory.take(_mixed(_rows(block), slot, by), jnp.clip(rank, 0, M - 1))
     part = by.normalizer[None, None, None]
@@ -69,6 +69,6 @@ def _mixed(rows: Array, slot: Array, by: Convolution) -> Array:
         heads, by.weight, (1,), [(edge, edge)], dimension_numbers=axes, precision=lax.Precision.HIGHEST
     )
     logits = jax.nn.relu(logits + by.bias[None, :, None]).reshape(B, K, -1, T)
-    p, _, l = weights(jnp.where(real[:, :, None], logits, NEG))
+    p, _, l = weights(jnp.where(real[:, :, None], logits, MASKED_LOGIT))
     mixed = jnp.einsum("bkmt,bktw->bkmw", p, x, precision=lax.Precision.HIGHEST)
     return mixed / jnp.maximum(l, 1e-30)[..., None]

@@ -12,26 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_kinds import Kind, table
-from kvjax.cache.calibration.text_halves import halves
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import split_halves
 from kvjax.cache.eviction.convolution import Convolution, convolved
-from kvjax.cache.eviction.granularity import gather
-from kvjax.cache.eviction.merging import lost_tokens
-from kvjax.cache.eviction.scorers import Accumulated
+from kvjax.cache.eviction.merging import evicted_mask
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
 from kvjax.errors import KvjaxError
 
 RATE = 3e-3  # of learning, in calibration
 
 
-@table("lococo")
+@register_table_kind("lococo")
 @dataclasses.dataclass(frozen=True)
-class Convolutions(Kind):
+class ConvolutionTable(TableKind):
     """The weights of LoCoCo's convolution for M mixed slots, as its public code lays them out.
 
     Of the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M], its only convolution,
@@ -70,8 +69,8 @@ class Convolutions(Kind):
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
         q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
         pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
-        texts = halved(KVBlock(k, v, pos), q, 2 * self.slots, spec)
-        if not lost_tokens(texts.earlier, texts.choice).any():
+        texts = split_texts(KVBlock(k, v, pos), q, 2 * self.slots, spec)
+        if not evicted_mask(texts.earlier, texts.choice).any():
             least = 4 * self.slots + 1
             raise KvjaxError(
                 f"no text loses a token; give texts of {least} tokens or more, as `length`, or fewer slots"
@@ -103,28 +102,28 @@ class Texts(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "spec"))
-def halved(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
+def split_texts(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> Texts:
     """Texts with all of their queries [B K G T H], of whose earlier halves so many tokens are kept."""
     pos = block.pos[:, 0]
-    first, asking = halves(block, Observation(q, pos))
+    first, asking = split_halves(block, Observation(q, pos))
     # The earlier half lies at the front, so that its block needs no more room than that.
     earlier = dataclasses.replace(block, pos=jnp.where(first, block.pos, -1)).first(-(-pos.shape[1] // 2))
     keep = jnp.minimum(first.sum((1, 2), dtype=jnp.int32), budget)
     seen = Observation(q, jnp.where(first[:, 0], pos, -1))
-    choice = make_selection(Accumulated(), budget).choose(earlier, seen, keep, budget, spec)
+    choice = make_selection(AccumulatedAttention(), budget).select_slots(earlier, seen, keep, budget, spec)
     own = dataclasses.replace(block, pos=jnp.where(asking[:, None], block.pos, -1))
     q_pos = jnp.where(asking, pos, -1)
 
     def read(part: KVBlock) -> Partial:
-        return by_query_blocks(lambda q, at: attend_dense(q, part, at, spec.window), q, q_pos, 64)
+        return map_query_blocks(lambda q, at: attend_dense(q, part, at, spec.window), q, q_pos, 64)
 
     later = read(own)
     return Texts(earlier, choice, q, q_pos, later, merge([read(earlier), later]))
 
 
-def missed(by: Convolution, texts: Texts, slots: int, window: int | None) -> Array:
+def relative_error(by: Convolution, texts: Texts, slots: int, window: int | None) -> Array:
     """How far the queries' outputs are from those over all tokens, as a share of their squares."""
-    kept = gather(texts.earlier, texts.choice.slots)
+    kept = gather_tokens(texts.earlier, texts.choice.slots)
     kept = convolved(texts.earlier, kept, texts.choice, by, slots, 0)
     found = merge([attend_dense(texts.q, kept, texts.q_pos, window), texts.later])
     asking = (texts.q_pos >= 0)[:, None, None, :, None]
@@ -145,7 +144,7 @@ def fitted(start: Convolution, texts: Texts, slots: int, window: int | None, ste
 def _step(
     by: Convolution, mean: Convolution, square: Convolution, count: Array, texts: Texts, slots: int, window: int | None
 ) -> tuple[Convolution, Convolution, Convolution]:
-    slope = jax.grad(missed)(by, texts, slots, window)
+    slope = jax.grad(relative_error)(by, texts, slots, window)
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, slope)
     square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, slope)
     first, second = RATE / (1 - 0.9**count), 1 / (1 - 0.999**count)

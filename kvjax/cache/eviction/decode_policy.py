@@ -1,7 +1,7 @@
-"""Which tokens leave while decoding: what all policies share.
+"""The component `decode`: policies that evict tokens while decoding, and the steps that they have in common.
 
-The order of slots means nothing under a policy: a fresh token goes into the first empty slot of each head, `pos` says
-which token is where, and a token leaves by setting its `pos` to -1.
+The order of slots means nothing under a policy: a new token goes into the first empty slot of each head, `pos` says
+which token is where, and a token is evicted by setting its `pos` to -1.
 """
 
 from __future__ import annotations
@@ -21,108 +21,128 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """The `decode` slot of a method: it counts something per token, and says which tokens leave.
+    """Decides which tokens stay, at the end of the prompt and after every decoded token.
 
-    A policy is a frozen dataclass. It owns what it counts, its marks, and never keys or values: these are held by the
-    method's codecs, wherever these hold them. `layer.spec`, a `LayerSpec`, says of the layer which it is of how many,
-    its heads and groups, the size of a head, its sliding window and its rotary embedding.
+    A policy is a frozen dataclass. It owns the statistics that it keeps of each token, `LayerState.policy_state`, and
+    never keys or values, which the method's codecs hold. `layer.spec`, a `LayerSpec`, describes the layer.
     """
 
-    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
-    needs_weights = False  # whether `after_token` wants the attention weights of a step
+    num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
+    needs_weights = False  # whether `after_token` reads the attention weights of a step
 
     def num_slots(self, layer: MethodLayer) -> int:
-        """Slots that the layer takes: the tokens that stay after a step, and the next one."""
+        """Slots of the layer: the tokens that stay after a step, and the next one."""
         raise NotImplementedError
 
     def num_kept(self, layer: MethodLayer, prompt: int) -> int:
-        """Most tokens that a prompt of this length leaves."""
+        """Most tokens that a prompt of `prompt` tokens leaves."""
         return min(prompt, self.num_slots(layer) - 1)
 
     def init(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[Array, Any]:
-        """Which tokens of a prompt stay: (their slots in the block, i32[B 1|K n], -1 in unused places; the marks)."""
+        """Selects the prompt's tokens that stay.
+
+        Args:
+          layer: the bound layer.
+          block: the prompt [B K T H].
+          observation: the queries that `num_queries` asks for.
+          slots: of the state.
+
+        Returns:
+          Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `slots` slots.
+        """
         raise NotImplementedError
 
     def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
-        """The state before a token with query q [B K G 1 H] at q_pos i32[B 1] comes in; the base changes nothing."""
+        """Prepares the state for a token with query q [B K G 1 H] at q_pos i32[B 1]; the base changes nothing."""
         return state
 
     def after_token(
         self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
     ) -> tuple[Array, Any]:
-        """(pos, marks) after that token has attended with weights f32[B K G S]: whatever now has pos -1 has left.
+        """Evicts tokens after a new token has attended.
 
-        It runs for rows that got no token, too, whose q_pos is -1: their pos and marks have to stay as they are.
+        Sequences that got no token, whose q_pos is -1, are included: their results must be what they were.
+
+        Args:
+          layer: the bound layer.
+          state: with the new token in it.
+          weights: f32[B K G S], the new token's attention, where `needs_weights`.
+          q_pos: i32[B 1], its position.
+
+        Returns:
+          `pos` with -1 for evicted tokens, and the policy state.
         """
         raise NotImplementedError
 
     def check(self, layer: MethodLayer) -> None:
-        """Raises IncompatibleMethod for other slots of the method that this policy cannot work with."""
+        """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
 
-    def index(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
-        """Positions counted inside the cache: of tokens at pos i32[B 1|K T], among those held i32[B 1|K S]."""
-        later = jnp.iinfo(jnp.int32).max
-        order = jnp.sort(jnp.where(held < 0, later, held), -1)
-        return jnp.where(pos < 0, 0, _rank(order, pos))
-
-
-def _rank(order: Array, pos: Array) -> Array:
-    """How many of order i32[B K S], ascending, are below each of pos i32[B 1|K T]."""
-    B, K, _ = order.shape
-    pos = jnp.broadcast_to(pos, (B, K, pos.shape[2]))
-    flat = (order.reshape(B * K, -1), pos.reshape(B * K, -1))
-    return lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), flat).reshape(pos.shape)
+    def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
+        """Counts positions inside the cache: of tokens at pos i32[B 1|K T], among the held ones i32[B 1|K S]."""
+        order = jnp.sort(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), -1)
+        B, K, _ = order.shape
+        queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)
+        index = lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), (order.reshape(B * K, -1), queries))
+        return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
 
 
-def at_least(method: str, **fields: tuple[int, int]) -> None:
-    """Raises KvjaxError unless each field, given as (value, least), is at least `least`."""
+def check_minimum(method: str, **fields: tuple[int, int]) -> None:
+    """Raises KvjaxError unless each field, given as (value, minimum), is at least its minimum."""
     for name, (value, least) in fields.items():
         if value < least:
             raise KvjaxError(f"{name} of {method} must be at least {least}, got {value}; use {name}={least} or more")
 
 
 def require_observation(observation: Observation | None, method: str, which: str) -> Observation:
-    """The queries that were asked for; raises KvjaxError when the caller brought none."""
+    """Returns the observation; raises KvjaxError where the caller brought none."""
     if observation is None:
         raise KvjaxError(f"{method} needs {which} of the prompt in obs, got None; collect them in the prefill")
     return observation
 
 
-def newest_first(score: Array, pos: Array) -> Array:
-    """Slots i32[B K S] from the highest score to the lowest; the newer token first among equals, empty slots last."""
+def sort_newest_first(score: Array, pos: Array) -> Array:
+    """Sorts slots i32[B K S] from the highest score to the lowest; of equals the newer first, empty slots last."""
+    # Three keys at once: `top_k` would give equal scores to the lower slot, and slots are in no order.
     slot = jnp.broadcast_to(jnp.arange(pos.shape[2], dtype=jnp.int32)[None, None], pos.shape)
     return lax.sort(((pos < 0).astype(jnp.int32), -score, -pos, slot), dimension=2, num_keys=3)[3]
 
 
-def best(score: Array, pos: Array, count: int) -> Array:
+def top_slots(score: Array, pos: Array, count: int) -> Array:
     """The slots i32[B K n] of the `count` tokens of highest score f32[B K S], -1 in unused places."""
-    order = newest_first(score, jnp.broadcast_to(pos, score.shape))[:, :, :count]
-    held = jnp.take_along_axis(jnp.broadcast_to(pos, score.shape), order, 2)
-    return jnp.where(held >= 0, order, -1)
+    pos = jnp.broadcast_to(pos, score.shape)
+    order = sort_newest_first(score, pos)[:, :, :count]
+    return jnp.where(jnp.take_along_axis(pos, order, 2) >= 0, order, -1)
 
 
-def without_lowest(rank: Array, pos: Array, may_leave: Array, real: Array) -> Array:
-    """pos i32[B K S] after the token of the lowest rank f32[B K S] has left, of equals the oldest.
+def evict_lowest(rank: Array, pos: Array, may_leave: Array, real: Array) -> Array:
+    """Evicts the token of the lowest rank from each full head, of equals the oldest.
 
-    may_leave bool[B K S]: the tokens among which it is. real bool[B 1 1]: rows that took a token; of these only heads
-    without an empty slot lose one.
+    Args:
+      rank: f32[B K S].
+      pos: i32[B K S].
+      may_leave: bool[B K S], tokens that may be evicted.
+      real: bool[B 1 1], sequences that took a token; others, and heads with an empty slot, evict nothing.
+
+    Returns:
+      `pos` with -1 for the evicted tokens.
     """
     rank = jnp.where(may_leave, rank, jnp.inf)
-    lowest = may_leave & (rank == rank.min(2, keepdims=True))
-    oldest = jnp.where(lowest, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
-    full = (pos >= 0).all(2, keepdims=True) & real
-    return jnp.where(full & lowest & (pos == oldest), -1, pos)
+    is_lowest = may_leave & (rank == rank.min(2, keepdims=True))
+    oldest = jnp.where(is_lowest, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
+    # A head with an empty slot has room for the next token already.
+    is_full = (pos >= 0).all(2, keepdims=True) & real
+    return jnp.where(is_full & is_lowest & (pos == oldest), -1, pos)
 
 
-def marks_at(marks: Array, chosen: Array, slots: int) -> Array:
-    """Marks [B K T] of a prompt's tokens at chosen i32[B K n], as those of the first n of `slots` slots; else 0."""
-    kept = jnp.take_along_axis(marks, jnp.maximum(chosen, 0), 2)
-    kept = jnp.where(chosen >= 0, kept, jnp.zeros((), marks.dtype))
+def policy_state_at(statistics: Array, chosen: Array, slots: int) -> Array:
+    """Takes a prompt's statistics [B K T] at chosen i32[B K n], into the first n of `slots` slots; else 0."""
+    kept = jnp.take_along_axis(statistics, jnp.maximum(chosen, 0), 2)
+    kept = jnp.where(chosen >= 0, kept, jnp.zeros((), statistics.dtype))
     return jnp.pad(kept, [(0, 0), (0, 0), (0, slots - chosen.shape[2])])
 
 
-def first_empty(pos: Array) -> Array:
+def first_empty_slot(pos: Array) -> Array:
     """i32[B 1|K]: an empty slot of each head."""
-    return jnp.argmin(pos, 2).astype(jnp.int32)
+    return jnp.argmin(pos, 2).astype(jnp.int32)  # -1, an empty slot, is the least position

@@ -7,12 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.granularity import top
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Flagged(HeadBudgets):
+class ThresholdBudgets(HeadBudgets):
     """Each head keeps the units whose scores are above a number, however many these are.
 
     Where the heads of a layer together flag more units than their budgets hold, the best of them all stay; of equals
@@ -25,4 +25,4 @@ class Flagged(HeadBudgets):
         B, K, U = scores.shape
         flagged = allowed[:, None] & (scores > self.above)
         scores, flagged = (x.swapaxes(1, 2).reshape(B, U * K) for x in (scores, flagged))
-        return top(scores, flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)
+        return top_k_mask(scores, flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)

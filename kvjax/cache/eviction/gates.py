@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_kinds import Kind, table
-from kvjax.cache.calibration.text_halves import halves
-from kvjax.cache.eviction.granularity import top
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import split_halves
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation, attention_mass
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 
@@ -23,7 +23,7 @@ SHARPNESS = 32.0  # in a calibrated gate, the logit that a token of root-mean-sq
 EXAMPLE_WIDTH = 8  # channels of the hidden states that the example is made for, those of the tests' layer
 
 
-def attended(hidden: Array, pos: Array, query: Array, key: Array, value: Array) -> Array:
+def gate_attention(hidden: Array, pos: Array, query: Array, key: Array, value: Array) -> Array:
     """Hidden states [B 1 T D] at pos i32[B T], weights [A D C], [A D C] and [A D E] -> f32[B A T E].
 
     A attention heads of C channels, each over all tokens of the prompt, those that follow included; no rotation.
@@ -35,12 +35,12 @@ def attended(hidden: Array, pos: Array, query: Array, key: Array, value: Array) 
     def attend(q: Array, pos: Array) -> Array:
         return merge([attend_dense(q, prompt, jnp.broadcast_to(last, pos.shape))])
 
-    return by_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
+    return map_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
 
 
-@table("attention_gate")
+@register_table_kind("attention_gate")
 @dataclasses.dataclass(frozen=True)
-class Gates(Kind):
+class AttentionGateTable(TableKind):
     """The weights of an Attention-Gate: A attention heads of C channels over hidden states of D, which mix E channels.
 
     `query`, `key` f32[A D C], `value` f32[A D E], `needs_output` f32[A E K], `bias` f32[K]. With x the hidden states
@@ -60,7 +60,7 @@ class Gates(Kind):
     ridge: int = 1000
     num_queries = None
     needs_hidden = True
-    placed = True
+    needs_layer_index = True
 
     def __post_init__(self):
         if not 0 < self.keep < 100:
@@ -70,12 +70,12 @@ class Gates(Kind):
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         assert observation is not None
-        earlier, later = halves(block, observation)
+        earlier, later = split_halves(block, observation)
         received, asking = attention_mass(block, observation, later.astype(jnp.float32), spec.window)
         asked = earlier[:, :1] & (asking[:, :1] > 0)
         number = asked.sum(2, dtype=jnp.int32)
         quota = jnp.broadcast_to(number * self.keep // 100, received.shape[:2])
-        best = top(received.sum(2), asked, quota).astype(jnp.float32)
+        best = top_k_mask(received.sum(2), asked, quota).astype(jnp.float32)
         x, scale = self._alike(observation, spec)
         x = jnp.where(asked[:, 0, :, None], x, 0.0)
         return {
@@ -99,7 +99,7 @@ class Gates(Kind):
         D = x.shape[3]
         projection = jnp.asarray(self._projection(D, spec), jnp.float32)[None]
         by_row = scale[:, :, None, None]
-        mixed = attended(by_row * x, observation.pos, projection, projection, jnp.eye(D)[None])
+        mixed = gate_attention(by_row * x, observation.pos, projection, projection, jnp.eye(D)[None])
         return (mixed / by_row)[:, 0], scale
 
     def _projection(self, width: int, spec: LayerSpec) -> np.ndarray:

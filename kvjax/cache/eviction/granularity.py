@@ -1,65 +1,50 @@
-"""Which prompt tokens stay: the highest scores of each row and head between its first and its last tokens.
+"""Granularity: whether single tokens, chunks or pages of a prompt are kept or evicted as a whole.
 
-A row's tokens, in order: its sinks; whole units of c consecutive tokens, counted from the first token after the sinks;
-a remainder of fewer than c tokens; its recents. Sinks and recents always stay. The remainder is never scored: like the
-page that a paged cache is writing it stays with the recents, paid for by the budget (its newest tokens, where the
-budget is shorter). Of the units stay as many as fit whole into what the budget has left. So a row keeps
+A prompt divides, in order, into its sinks; whole units of `size` consecutive tokens; a remainder shorter than a unit;
+and its recent tokens. Sinks and recent tokens always stay. The remainder is not scored: like the page that a paged
+cache is writing, it stays with the recent tokens and is paid for by the budget (by its newest tokens, where the budget
+is shorter). Of the units, as many stay as fit whole into the rest of the budget. A prompt therefore keeps
 
-    kept = sinks + recents + remainder + c * floor((keep - sinks - recents - remainder) / c)
+    sinks + recent + remainder + size * floor((budget - sinks - recent - remainder) / size)
 
-tokens of every head, and all of them if it has no more than `keep`.
+tokens of every head, and all of its tokens if there are no more than `budget`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvjax.core.mesh import over_heads, vary
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-
-
-class Unit(Protocol):
-    """What is kept or dropped as a whole."""
-
-    @property
-    def size(self) -> int:
-        """Consecutive tokens."""
-        ...
-
-    @property
-    def score(self) -> str:
-        """Of a unit, from its tokens' scores: "sum", "mean" or "max"."""
-        ...
-
-    @property
-    def aligned(self) -> bool:
-        """Whether units are the pages of the row, counted from its very first token."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """Each token alone."""
+    """Every token for itself."""
 
-    size = 1
-    score = "sum"
-    aligned = False
+    size: ClassVar[int] = 1
+    score: ClassVar[str] = "sum"
+    is_aligned: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Runs of `size` tokens, counted from the row's first token after the sinks."""
+    """Runs of `size` tokens, counted from the first token after the sinks.
+
+    Args:
+      size: consecutive tokens of a unit.
+      score: a unit's score from its tokens' scores: "sum", "mean" or "max".
+    """
 
     size: int
     score: str = "sum"
-    aligned = False
+    is_aligned: ClassVar[bool] = False  # whether units are counted from the very first token, and not after the sinks
 
     def __post_init__(self):
         if self.size < 1:
@@ -70,170 +55,125 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Page(Chunk):
-    """Chunks that are the row's pages of `size` tokens: the sinks must fill whole pages."""
+    """Chunks that coincide with the pages of a paged cache, so the sinks must fill whole pages."""
 
-    aligned = True
-
-
-class Split(NamedTuple):
-    """How each row divides, in tokens (i32[B]) and in whole evictable units (i32[B])."""
-
-    front: Array  # sinks
-    back: Array  # recents and what stays of the remainder
-    units: Array  # units there are
-    quota: Array  # units that stay
-    length: Array  # tokens of the row
-    kept: Array  # tokens that stay
+    is_aligned: ClassVar[bool] = True
 
 
-def check(pos: Array, keep: Array, slots: int, sinks: int, recent: int, unit: Unit) -> None:
-    """Raises KvjaxError for sizes that cannot be; of traced `pos` and `keep` only the shapes are known."""
+Granularity = Token | Chunk
+
+
+def parse_granularity(text: str) -> Granularity:
+    """Parses "token", "chunk8" or "page32" and the like; raises KvjaxError for anything else."""
+    kind = text.rstrip("0123456789")
+    size = text[len(kind) :]
+    if text == "token":
+        return Token()
+    if kind in ("chunk", "page") and size:
+        return (Chunk if kind == "chunk" else Page)(int(size))
+    raise KvjaxError(f"unit must be 'token', 'chunk' or 'page' with a size, as in 'chunk8' or 'page32', got {text!r}")
+
+
+class PromptSplit(NamedTuple):
+    """The parts of each prompt of a batch; every field is i32[B]."""
+
+    num_sinks: Array
+    num_recent: Array  # recent tokens, and as much of the remainder as stays
+    num_units: Array  # whole units between sinks and recent tokens, each kept or evicted
+    num_kept_units: Array
+    length: Array  # tokens of the prompt
+
+    @property
+    def num_always(self) -> Array:
+        """Tokens of each head that stay whatever they score."""
+        return self.num_sinks + self.num_recent
+
+
+def split_prompt(
+    pos: Array, num_kept: Array, num_slots: int, sinks: int, recent: int, granularity: Granularity
+) -> PromptSplit:
+    """Divides each prompt into what always stays and the units that compete for the rest of the budget.
+
+    Args:
+      pos: i32[B 1|K S], sequences left-aligned, -1 in empty slots.
+      num_kept: i32[B], tokens that each sequence keeps. Below `sinks + recent`, sinks come first, then the newest.
+      num_slots: static bound of `num_kept`.
+      sinks: first tokens that always stay.
+      recent: last tokens that always stay.
+      granularity: the size of a unit, and whether units are pages.
+
+    Raises:
+      KvjaxError: for sizes that contradict each other. Of traced `pos` and `num_kept` only the shapes are known, so
+        their values are checked outside `jit` alone.
+    """
+    _check_sizes(pos, num_kept, num_slots, sinks, recent, granularity)
+    size = granularity.size
+    length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+    num_kept = jnp.clip(jnp.asarray(num_kept, jnp.int32), 0, jnp.minimum(length, num_slots))
+    num_sinks = jnp.minimum(sinks, num_kept)
+    num_recent = jnp.minimum(recent, num_kept - num_sinks)
+    budget_left, num_between = num_kept - num_sinks - num_recent, length - num_sinks - num_recent
+    num_recent = num_recent + jnp.minimum(num_between % size, budget_left)
+    num_kept_units = (num_kept - num_sinks - num_recent) // size
+    return PromptSplit(num_sinks, num_recent, num_between // size, num_kept_units, length)
+
+
+def _check_sizes(
+    pos: Array, num_kept: Array, num_slots: int, sinks: int, recent: int, granularity: Granularity
+) -> None:
     always = f"{sinks} sinks + {recent} recents"
-    if min(sinks, recent) < 0 or slots < 1:
-        raise KvjaxError(f"sinks and recents are 0 or more and slots 1 or more, got {always} and {slots} slots")
-    if unit.aligned and sinks % unit.size:
-        raise KvjaxError(
-            f"{sinks} sinks do not fill whole pages of {unit.size} tokens; use {-(-sinks // unit.size) * unit.size}"
-        )
-    if slots < min(pos.shape[-1], sinks + recent):
-        raise KvjaxError(f"a budget of {slots} tokens is below {always}; use at least {sinks + recent}")
-    if isinstance(pos, Tracer) or isinstance(keep, Tracer):
+    if min(sinks, recent) < 0 or num_slots < 1:
+        raise KvjaxError(f"sinks and recents are 0 or more and slots 1 or more, got {always} and {num_slots} slots")
+    if granularity.is_aligned and sinks % granularity.size:
+        size = granularity.size
+        raise KvjaxError(f"{sinks} sinks do not fill whole pages of {size} tokens; use {-(-sinks // size) * size}")
+    if num_slots < min(pos.shape[-1], sinks + recent):
+        raise KvjaxError(f"a budget of {num_slots} tokens is below {always}; use at least {sinks + recent}")
+    if isinstance(pos, Tracer) or isinstance(num_kept, Tracer):
         return
     lengths = (np.asarray(pos)[:, 0] >= 0).sum(-1)
-    for row, (n, length) in enumerate(zip(np.asarray(keep).tolist(), lengths.tolist(), strict=True)):
-        if n > slots:
-            raise KvjaxError(f"row {row} keeps {n} tokens but there are {slots} slots; use slots={n}")
+    for i, (n, length) in enumerate(zip(np.asarray(num_kept).tolist(), lengths.tolist(), strict=True)):
+        if n > num_slots:
+            raise KvjaxError(f"sequence {i} keeps {n} tokens but there are {num_slots} slots; use slots={n}")
         if n < min(length, sinks + recent):
-            raise KvjaxError(f"row {row} has a budget of {n} tokens, below {always}; use at least {sinks + recent}")
+            raise KvjaxError(f"sequence {i} has a budget of {n} tokens, below {always}; use at least {sinks + recent}")
 
 
-def split(pos: Array, keep: Array, slots: int, sinks: int, recent: int, size: int) -> Split:
-    """pos i32[B 1|K S], keep i32[B] -> Split. A budget below sinks + recent keeps the sinks, then the newest."""
-    length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-    keep = jnp.clip(jnp.asarray(keep, jnp.int32), 0, jnp.minimum(length, slots))
-    front = jnp.minimum(sinks, keep)
-    back = jnp.minimum(recent, keep - front)
-    left, between = keep - front - back, length - front - back
-    back = back + jnp.minimum(between % size, left)
-    quota = (keep - front - back) // size
-    return Split(front, back, between // size, quota, length, front + back + quota * size)
+def group_into_units(x: Array, sinks: int, size: int, axis: int = -1) -> Array:
+    """Cuts the slots after the sinks into units: axis S becomes U, size.
 
-
-def by_unit(x: Array, sinks: int, size: int, axis: int = -1) -> Array:
-    """Cuts the slots after the sinks into units: the axis S becomes U, c; short of one unit it is padded with 0."""
+    Slots after the last whole unit are dropped. An axis shorter than one unit is padded with zeros to one, so that U is
+    never 0.
+    """
     axis %= x.ndim
     U = max((x.shape[axis] - sinks) // size, 1)
-    grow = max(sinks + U * size - x.shape[axis], 0)
-    x = jnp.pad(x, [(0, grow if a == axis else 0) for a in range(x.ndim)])
+    padding = max(sinks + U * size - x.shape[axis], 0)
+    x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])
     x = jax.lax.slice_in_dim(x, sinks, sinks + U * size, axis=axis)
     return x.reshape(*x.shape[:axis], U, size, *x.shape[axis + 1 :])
 
 
-def evictable(part: Split, U: int) -> Array:
-    """bool[B U]: which of U units a row has."""
-    return jnp.arange(U)[None] < part.units[:, None]
+def score_units(scores: Array, sinks: int, granularity: Granularity) -> Array:
+    """Scores of tokens f32[B K S] -> of units f32[B K U]; entries beyond a sequence's whole units are arbitrary."""
+    grouped = group_into_units(scores, sinks, granularity.size)
+    return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[granularity.score](grouped, -1)
 
 
-def unit_scores(scores: Array, sinks: int, unit: Unit) -> Array:
-    """f32[B K S] -> f32[B K U]; what is no whole evictable unit may be anything."""
-    x = by_unit(scores, sinks, unit.size)
-    return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[unit.score](x, -1)
+def evictable_mask(split: PromptSplit, num_units: int) -> Array:
+    """bool[B U]: which of `num_units` padded units each sequence really has."""
+    return jnp.arange(num_units)[None] < split.num_units[:, None]
 
 
-def top(scores: Array, allowed: Array, count: Array) -> Array:
-    """bool[B ... U]: the `count` i32[B ...] highest of scores f32[B ... U] that are allowed; ties to the lower index.
-
-    Bit by bit, first those that differ in their scores, then by index among equals: no sort, which is slow on a CPU.
-    Scores are looked at in one loop only: what XLA computes twice, it may round in two ways.
-    """
-    key, equal = jnp.broadcast_arrays(_ordered(scores), allowed)
-    count = count.reshape(*count.shape, *(1,) * (key.ndim - count.ndim))
-
-    def number(mask):
-        return mask.sum(-1, keepdims=True, dtype=jnp.int32)
-
-    def score_bit(i, found):
-        chosen, equal, left = found  # of those that are equal in all higher bits, `left` are still to be chosen
-        one = (key >> jnp.uint32(31 - i)) & 1 == 1
-        ones = number(equal & one)
-        enough = ones >= left
-        return chosen | (equal & one & ~enough), equal & (one == enough), jnp.where(enough, left, left - ones)
-
-    left = jnp.broadcast_to(count, (*key.shape[:-1], 1))
-    chosen, equal, left = jax.lax.fori_loop(0, 32, score_bit, vary((jnp.zeros(key.shape, bool), equal, left)))
-    index = jnp.arange(key.shape[-1], dtype=jnp.int32).reshape(*(1,) * (key.ndim - 1), -1)
-    bits = key.shape[-1].bit_length()
-
-    def index_bit(i, last):
-        later = last | (jnp.int32(2 ** (bits - 1)) >> i)
-        return jnp.where(number(equal & (index < later)) < left, later, last)
-
-    last = jax.lax.fori_loop(0, bits, index_bit, vary(jnp.zeros_like(left)))
-    return chosen | (equal & (left > 0) & (index <= last))
-
-
-def _ordered(x: Array) -> Array:
-    """f32 -> uint32 in the same order, both zeros alike."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x).astype(jnp.float32), jnp.uint32)
-    sign = jnp.uint32(2**31)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
-def indices(chosen: Array, part: Split, S: int, slots: int, sinks: int, size: int) -> Array:
-    """Chosen units bool[B K U] and what always stays -> slots i32[B K slots], ascending, -1 where unused."""
-    tokens = jnp.pad(jnp.repeat(chosen, size, -1), [(0, 0), (0, 0), (sinks, S)])[..., :S]
-    at = jnp.arange(S, dtype=jnp.int32)[None]
-    n = part.length[:, None]
-    always = (at < part.front[:, None]) | ((at >= n - part.back[:, None]) & (at < n))
-    found = jnp.sort(jnp.where(tokens | always[:, None], at[None], S), -1)[..., :slots]
-    found = jnp.pad(found, [(0, 0), (0, 0), (0, slots - found.shape[-1])], constant_values=S)
-    return jnp.where(found < S, found, -1)
-
-
-def per_head(scores: Array, per: str) -> Array:
-    """f32[B K S] for "head"; for "layer" their mean over the heads, f32[B 1 S], so that all keep the same tokens."""
-    if per not in ("head", "layer"):
-        raise KvjaxError(f"per must be 'head' or 'layer', got {per!r}")
-    return scores if per == "head" else over_heads.mean(scores)
-
-
-def select(
-    scores: Array, pos: Array, keep: Array, slots: int, sinks: int, recent: int, unit: Unit, per: str = "head"
+def units_to_slots(
+    kept_units: Array, split: PromptSplit, num_tokens: int, num_slots: int, sinks: int, size: int
 ) -> Array:
-    """The slots that stay, i32[B K slots] (K = 1 per layer), chronological, -1 in unused places.
-
-    scores f32[B K S], pos i32[B 1|K S], rows left-aligned; keep i32[B]: the row's budget in tokens, at most `slots`.
-    How many stay, and what becomes of an incomplete unit, says the head of this file; ties go to the earlier unit.
-    Raises KvjaxError where sizes that are known when tracing cannot be.
-    """
-    check(pos, keep, slots, sinks, recent, unit)
-    scores = per_head(scores, per)
-    part = split(pos, keep, slots, sinks, recent, unit.size)
-    s = unit_scores(scores, sinks, unit)
-    chosen = top(s, evictable(part, s.shape[-1])[:, None], part.quota)
-    return indices(chosen, part, scores.shape[-1], slots, sinks, unit.size)
-
-
-def slots_where(mask: Array, count: int) -> Array:
-    """bool[B K S] -> the slots where it holds, i32[B K count], ascending, -1 in unused places."""
-    S = mask.shape[2]
-    slot = jnp.arange(S, dtype=jnp.int32)[None, None]
-    found = jnp.sort(jnp.where(mask, slot, S), 2)[:, :, :count]
-    return jnp.where(found < S, found, -1)
-
-
-def gather(block: KVBlock, idx: Array) -> KVBlock:
-    """The tokens at slots idx i32[B 1|K n] as a block of n slots, empty where idx < 0; pos keeps K = 1 if idx does."""
-    B, K, _, H = block.k.shape
-    at = jnp.maximum(idx, 0)
-    rows = jnp.broadcast_to(at, (B, K, at.shape[2]))[..., None]
-    heads = max(block.pos.shape[1], idx.shape[1])
-    where = jnp.broadcast_to(at, (B, heads, at.shape[2]))
-    pos = _take(jnp.broadcast_to(block.pos, (B, heads, block.pos.shape[2])), where, 2)
-    k, v = (_take(x, rows, 2) for x in (block.k, block.v))
-    bias = None if block.bias is None else _take(block.bias, rows[..., 0], 2)
-    return KVBlock(k, v, jnp.where(idx >= 0, pos, -1), bias)
-
-
-def _take(x: Array, idx: Array, axis: int) -> Array:
-    return jnp.take_along_axis(x, idx, axis, mode="promise_in_bounds")
+    """Lists the slots of kept units bool[B K U], sinks and recent tokens: i32[B K num_slots], ascending, -1 unused."""
+    padding = [(0, 0), (0, 0), (sinks, num_tokens)]
+    tokens = jnp.pad(jnp.repeat(kept_units, size, -1), padding)[..., :num_tokens]
+    slot = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    length = split.length[:, None]
+    is_sink, is_recent = slot < split.num_sinks[:, None], (slot >= length - split.num_recent[:, None]) & (slot < length)
+    slots = jnp.sort(jnp.where(tokens | (is_sink | is_recent)[:, None], slot[None], num_tokens), -1)[..., :num_slots]
+    # A budget may hold more tokens than the padded prompt has.
+    slots = jnp.pad(slots, [(0, 0), (0, 0), (0, num_slots - slots.shape[-1])], constant_values=num_tokens)
+    return jnp.where(slots < num_tokens, slots, -1)

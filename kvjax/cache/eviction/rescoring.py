@@ -1,4 +1,4 @@
-"""A second look at what a selection is about to lose: a part of its tokens is kept by other scores than the rest."""
+"""The component `second_stage`: keeps a part of a selection's tokens by its own scores, and the others by new ones."""
 
 from __future__ import annotations
 
@@ -6,39 +6,44 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.granularity import top
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
+from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 
 
 class SecondStageScorer:
-    """The `second_stage` slot of a method: new scores, by which a selection keeps the tokens that its own have not kept
-    yet.
+    """Scores the tokens that the first stage of a selection has not kept (CriticalKV).
 
-    A rule is a frozen dataclass with the field `share` and the method `scores`.
+    A second stage is a frozen dataclass with the field `share` and the method `scores`.
     """
 
-    share: float  # of the tokens that a head keeps, sinks and recents among them: so many go by the scorer's own scores
-    needs_output = False  # whether it looks at the layer's output projection, `Observation.output_projection`
+    share: float  # fraction of a head's kept tokens, sinks and recent ones included, that the first stage chooses
+    needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
 
     def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
-        """The new scores f32[B K S] of a block's tokens, from the scorer's own f32[B K S]; -inf at empty slots."""
+        """Scores a block's tokens anew, from the scorer's own f32[B K S]: f32[B K S], -inf at empty slots."""
         raise NotImplementedError
 
 
 class TwoStage(NamedTuple):
-    """What the second part of a selection goes by."""
+    """A second stage whose scores are known."""
 
-    share: float  # of the tokens that the first part keeps
-    by_units: Array  # f32[B K U], the new scores
+    share: float  # as in `SecondStageScorer`
+    unit_scores: Array  # f32[B K U], the new scores
 
-    def scores(self, own: Array, allowed: Array, count: Array, beside: Array) -> Array:
-        """f32[B K U]: the new scores of units, inf for those that a head keeps by its own.
+    def rank(self, first_scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+        """Ranks units so that their best `num_units` are those of both stages.
 
-        allowed bool[B 1 U]. Of the count i32[B ...] units that a head keeps, and the `beside` that it keeps in any
-        case, so many go by their own scores; those that it keeps in any case come first.
+        Args:
+          first_scores: f32[B K U], of the first stage.
+          allowed: bool[B 1 U], units that may be kept.
+          num_units: i32[B ...], units that a head keeps.
+          num_always: i32[B ...], units that it keeps in any case; they count as the first stage's.
+
+        Returns:
+          f32[B K U]: inf for the first stage's units, the new scores for all others.
         """
-        first = jnp.clip(fraction_of(self.share, count + beside) - beside, 0, count)
-        return jnp.where(top(own, allowed, first), jnp.inf, self.by_units)
+        num_first = jnp.clip(fraction_of(self.share, num_units + num_always) - num_always, 0, num_units)
+        return jnp.where(top_k_mask(first_scores, allowed, num_first), jnp.inf, self.unit_scores)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_kinds import Kind, table
-from kvjax.cache.calibration.text_halves import greatest_logits, halves
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import max_logits, split_halves
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import by_query_blocks
-from kvjax.core.attention import NEG
+from kvjax.cache.readers.base import map_query_blocks
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.rope import Rope
@@ -32,15 +32,15 @@ def inputs(q: Array, pos: Array, k: Array, v: Array, rope: Rope) -> Array:
     return jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
 
 
-def by_head(fc1: np.ndarray, spec: LayerSpec) -> np.ndarray:
+def group_by_head(fc1: np.ndarray, spec: LayerSpec) -> np.ndarray:
     """The first layer's weights [R (K*G+2*K)*H] as they are released, by the heads that they weigh: [K (G+2)*H R]."""
     K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
     parts = np.split(fc1, [K * G * H, (K * G + K) * H], 1)
     return np.concatenate([x.reshape(-1, K, x.shape[1] // K) for x in parts], 2).transpose(1, 2, 0)
 
 
-def as_released(weights: np.ndarray, spec: LayerSpec) -> np.ndarray:
-    """The inverse of `by_head`."""
+def ungroup_heads(weights: np.ndarray, spec: LayerSpec) -> np.ndarray:
+    """The inverse of `group_by_head`."""
     G, H = spec.num_groups, spec.head_dim
     parts = np.split(weights.transpose(2, 0, 1), [G * H, (G + 1) * H], 2)
     return np.concatenate([x.reshape(len(x), -1) for x in parts], 1)
@@ -55,14 +55,14 @@ def retained(block: KVBlock, observation: Observation, fc1: Array, fc2: Array, r
         hidden = jax.nn.silu(over_heads.sum(here[:, None])[:, 0])
         return jnp.einsum("btr,kr->bkt", hidden, fc2, precision=lax.Precision.HIGHEST)[:, :, None]
 
-    return by_query_blocks(of_tokens, observation.q, observation.pos, 512, block.k[:, :, None], block.v[:, :, None])[
+    return map_query_blocks(of_tokens, observation.q, observation.pos, 512, block.k[:, :, None], block.v[:, :, None])[
         :, :, 0
     ]
 
 
-@table("locret")
+@register_table_kind("locret")
 @dataclasses.dataclass(frozen=True)
-class RetainingHeads(Kind):
+class RetainingHeads(TableKind):
     """The weights of a network of one hidden layer of R units, without biases, as Locret's public release has them.
 
     `fc1` f32[R (N+2*K)*H]: of the layer's N query heads, its K keys and its K values, in this order and before their
@@ -82,9 +82,11 @@ class RetainingHeads(Kind):
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
         assert observation is not None
-        earlier, later = halves(block, observation)
-        target = greatest_logits(block, observation, later, spec.window)
-        asked = earlier[:, :1] & over_heads.any(target > NEG / 2)  # a sliding window hides some from all that ask
+        earlier, later = split_halves(block, observation)
+        target = max_logits(block, observation, later, spec.window)
+        asked = earlier[:, :1] & over_heads.any(
+            target > MASKED_LOGIT / 2
+        )  # a sliding window hides some from all that ask
         own = inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)
         every = jnp.moveaxis(over_heads.gather(own), 1, 2)
         x = jnp.where(asked[:, 0, :, None], every.reshape(*every.shape[:2], -1), 0.0)
@@ -105,7 +107,7 @@ class RetainingHeads(Kind):
         covariance = counted["xx"][0] / tokens - x.T @ x
         covariance += np.eye(len(covariance)) * (np.trace(covariance) / len(covariance) / self.ridge + 1e-12)
         linear = np.linalg.solve(covariance, (counted["xy"] / tokens - y * x).T)  # [K*(G+2)*H K], a column for a head
-        weights = as_released(linear.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
+        weights = ungroup_heads(linear.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
         same = np.eye(spec.num_kv_heads)
         both = {"fc1": np.concatenate([weights, -weights]), "fc2": np.concatenate([same, -same], 1)}
         return {name: array.astype(np.float32) for name, array in both.items()}

@@ -1,4 +1,4 @@
-"""How much each prompt token matters, from the keys and the queries that a scorer asks to see."""
+"""Scorers: how important each prompt token is, from keys and values and the queries that a scorer observes."""
 
 from __future__ import annotations
 
@@ -16,37 +16,46 @@ from kvjax.errors import KvjaxError
 
 
 class Scores(NamedTuple):
-    """One pass of a scorer: what each query head says, and what that makes of a key/value head's tokens."""
+    """The scores of a prompt's tokens; -inf exactly at empty slots."""
 
-    per_query_head: Array  # f32[B K G S], G = 1 for a scorer that sees no queries
-    per_kv_head: Array  # f32[B K S]
+    per_query_head: Array  # f32[B K G S], G = 1 for a scorer that observes no queries
+    per_kv_head: Array  # f32[B K S], by which a key/value head chooses its tokens
 
 
 class Scorer:
-    """How much each token of a block matters, rows left-aligned; -inf exactly at empty slots, whatever these hold.
+    """Scores how important each token of a prompt is.
 
-    A scorer is a frozen dataclass with one method, `scores`, and says how many queries it looks at.
+    A scorer is a frozen dataclass with one method, `scores`; its class attributes say what it observes.
     """
 
-    num_queries: int | None = 0  # of a row's last queries: 0 none, W, or None for all of them
-    needs_output = False  # whether it looks at the layer's output projection, `Observation.output_projection`
-    needs_hidden = False  # whether it looks at the prompt's hidden states, `Observation.hidden_states`
-    comparable = True  # whether scores of different layers and heads are on one scale, as attention weights are
+    num_queries: int | None = 0  # last queries of each sequence that it observes: none, W, or None for all of them
+    needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
+    needs_hidden = False  # whether it reads the prompt's hidden states, `Observation.hidden_states`
+    is_comparable = True  # whether scores of different layers and heads are on one scale, as attention weights are
     # a second pass over the prompt; what `update_scores` makes of it is `Observation.replay_scores` for `scores`
     replay: Replay | None = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        """Scores of query heads, and those by which a key/value head chooses; see `head_scores` and `token_scores`."""
+        """Scores a prompt.
+
+        Args:
+          block: prompt keys and values [B K S H], sequences left-aligned; empty slots may hold anything.
+          observation: what the class attributes ask for, None if nothing.
+          spec: the layer.
+
+        Returns:
+          `token_scores(x, block)` for scores x f32[B K S], or `head_scores` where query heads have scores of their own.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
 
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
     ) -> Array:
-        """f32[B K T]: see `ReplayedLayer.update_scores`; of scorers with a `replay`."""
+        """f32[B K T]: see `ReplayedLayer.update_scores`; only called for a scorer with a `replay`."""
         raise NotImplementedError
 
     def require_observation(self, observation: Observation | None) -> Observation:
-        """The queries; raises KvjaxError when the caller brought none."""
+        """Returns the observation; raises KvjaxError where the caller brought none."""
         if observation is None:
             which = "all" if self.num_queries is None else f"the last {self.num_queries}"
             raise KvjaxError(f"{self} scores by queries, got none; observe {which} of each row")
@@ -54,59 +63,66 @@ class Scorer:
 
 
 def head_scores(heads: Array, kv: Array, block: KVBlock) -> Scores:
-    """Scores from those of query heads f32[B K G S] and of key/value heads f32[B K S]."""
+    """Makes `Scores` from those of query heads f32[B K G S] and of key/value heads f32[B K S]."""
     real = block.pos >= 0
     return Scores(jnp.where(real[:, :, None], heads, -jnp.inf), jnp.where(real, kv, -jnp.inf))
 
 
 def token_scores(kv: Array, block: KVBlock) -> Scores:
-    """Scores from those of key/value heads alone, f32[B K S]."""
+    """Makes `Scores` from those of key/value heads alone, f32[B K S]."""
     return head_scores(kv[:, :, None], kv, block)
 
 
-def below_others(scores: Array, which: Array) -> Array:
-    """Scores of 0 and more, with those of some tokens below all others and in the same order among themselves."""
-    return jnp.where(which, -1.0 / (1.0 + scores), scores)
+def rank_below_others(scores: Array, mask: Array) -> Array:
+    """Moves masked scores of 0 and more below all others, and keeps the order among them."""
+    return jnp.where(mask, -1.0 / (1.0 + scores), scores)
 
 
-def in_window(observation: Observation, queries: int) -> Array:
-    """bool[B Q]: which of the queries are among a row's last so many."""
-    return (observation.pos >= 0) & (observation.pos > observation.pos.max(-1, keepdims=True) - queries)
+def window_query_mask(observation: Observation, num_queries: int) -> Array:
+    """bool[B Q]: which queries are among the last `num_queries` of their sequence."""
+    return (observation.pos >= 0) & (observation.pos > observation.pos.max(-1, keepdims=True) - num_queries)
 
 
-def before_window(block: KVBlock, queries: int) -> Array:
-    """bool[B 1|K S]: the slots before a row's last so many tokens; rows left-aligned."""
+def pre_window_mask(block: KVBlock, num_queries: int) -> Array:
+    """bool[B 1|K S]: the slots before the last `num_queries` tokens of a sequence; sequences left-aligned."""
     real = block.pos >= 0
-    return jnp.arange(real.shape[-1])[None, None] < real.sum(-1, keepdims=True, dtype=jnp.int32) - queries
+    return jnp.arange(real.shape[-1])[None, None] < real.sum(-1, keepdims=True, dtype=jnp.int32) - num_queries
 
 
 def check_kernel(kernel: int) -> None:
-    """Raises KvjaxError for a number of neighbours that has no centre."""
+    """Raises KvjaxError for a number of neighbors that has no center."""
     if kernel < 1 or kernel % 2 == 0:
-        near = max(1, kernel + 1)
-        raise KvjaxError(f"kernel must be odd, so that pooling has a centre, got {kernel}; use {near}")
+        raise KvjaxError(f"kernel must be odd, so that pooling has a centre, got {kernel}; use {max(1, kernel + 1)}")
 
 
-def pooled(x: Array, inside: Array, kernel: int, pool: str) -> Array:
-    """x f32[... S] pooled along S over `kernel` neighbours inside bool[... S], with stride 1 (torch's rules).
+def pool_scores(x: Array, inside: Array, kernel: int, pool: str) -> Array:
+    """Pools scores over neighboring tokens, with stride 1, by torch's rules.
 
-    "avg" divides by `kernel` at the edges too, "max" ignores what lies beyond them. What is not inside may be anything.
+    Args:
+      x: f32[... S].
+      inside: bool[... S]; entries outside may be anything.
+      kernel: neighbors, odd.
+      pool: "avg", which divides by `kernel` at the edges too, or "max", which ignores what lies beyond them.
     """
     init, op = (0.0, lax.add) if pool == "avg" else (-np.inf, lax.max)
     shape = (1,) * (x.ndim - 1) + (kernel,)
-    found = lax.reduce_window(jnp.where(inside, x, init), np.float32(init), op, shape, (1,) * x.ndim, "SAME")
-    return found / kernel if pool == "avg" else found
+    pool_scores = lax.reduce_window(jnp.where(inside, x, init), np.float32(init), op, shape, (1,) * x.ndim, "SAME")
+    return pool_scores / kernel if pool == "avg" else pool_scores
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(Scorer):
-    """Attention of a row's last `num_queries` prompt queries, pooled along the tokens before them (SnapKV, 2404.14469).
+class WindowAttention(Scorer):
+    """Scores a token by the attention of the prompt's last queries, pooled over its neighbors.
 
-    Mean over the queries (the paper's sum ranks alike). Pooling runs over the tokens before the window only, with
-    stride 1: "avg" divides by `kernel` at the edges too, "max" ignores what lies beyond them (torch's rules).
-    reduce: mean or max over the query heads of a key/value head, before pooling if reduce_first, else after it.
-    The window's own tokens score 1 + their unpooled attention: above every token before them. A row with no more
-    tokens than `num_queries` is all window, seen by the queries that it has.
+    Args:
+      num_queries: last queries of the prompt, the window. A prompt of no more tokens is all window.
+      kernel: neighbors over which attention is pooled, odd; only tokens before the window take part.
+      pool: "avg" or "max", see `pool_scores`.
+      reduce: "mean" or "max" over the query heads of a key/value head.
+      reduce_first: whether to reduce before pooling.
+
+    Reference:
+      SnapKV, Li et al. 2024, arXiv 2404.14469, section 4. It sums over the queries; the mean ranks alike.
     """
 
     num_queries: int = 32
@@ -119,33 +135,41 @@ class Window(Scorer):
         if self.num_queries < 1:
             raise KvjaxError(f"queries must be at least 1, got {self.num_queries}; SnapKV uses 32 or 64")
         check_kernel(self.kernel)
-        _one_of("pool", self.pool, ("avg", "max"))
-        _one_of("reduce", self.reduce, ("mean", "max"))
+        _check_choice("pool", self.pool, ("avg", "max"))
+        _check_choice("reduce", self.reduce, ("mean", "max"))
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        raw = self.received(block, self.require_observation(observation), spec)
-        before = before_window(block, self.num_queries)
-        heads = self._pooled(raw, before[:, :, None])
+        attention = self.window_attention(block, self.require_observation(observation), spec)
+        before = pre_window_mask(block, self.num_queries)
         reduce = jnp.mean if self.reduce == "mean" else jnp.max
-        kv = self._pooled(reduce(raw, 2), before) if self.reduce_first else reduce(heads, 2)
+
+        def pool(x: Array, before: Array) -> Array:
+            # A weight is at most 1, so 1 + weight puts the window's own tokens above every token before them.
+            return jnp.where(before, pool_scores(x, before, self.kernel, self.pool), 1.0 + x)
+
+        heads = pool(attention, before[:, :, None])
+        kv = pool(reduce(attention, 2), before) if self.reduce_first else reduce(heads, 2)
         return head_scores(heads, kv, block)
 
-    def received(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
-        """f32[B K G S]: what each slot gets from the window's queries, before any pooling."""
-        mine = in_window(observation, self.num_queries).astype(jnp.float32)
-        return attention_mass(block, observation, mine / jnp.maximum(mine.sum(-1, keepdims=True), 1.0), spec.window)[0]
-
-    def _pooled(self, x: Array, before: Array) -> Array:
-        return jnp.where(before, pooled(x, before, self.kernel, self.pool), 1.0 + x)
+    def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
+        """f32[B K G S]: mean attention of the window's queries to each slot, before any pooling."""
+        in_window = window_query_mask(observation, self.num_queries).astype(jnp.float32)
+        # A short prompt has fewer queries than the window; the mean is over its own.
+        query_weights = in_window / jnp.maximum(in_window.sum(-1, keepdims=True), 1.0)
+        return attention_mass(block, observation, query_weights, spec.window)[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulated(Scorer):
-    """Attention summed over all prompt queries, mean over a key/value head's query heads (H2O, 2306.14048).
+class AccumulatedAttention(Scorer):
+    """Scores a token by its attention summed over all prompt queries, mean over a key/value head's query heads.
 
-    normalise: "visible" divides by the number of queries that can see the token (kvpress' observed attention), "none"
-    leaves the sum, which favours old tokens (H2O). decay: a query t places before the row's last one counts
-    decay ** t (the forgetting factor of A2SF, 2407.20485), in the sum and in the number.
+    Args:
+      normalise: "none" leaves the sum, which favors old tokens (H2O); "visible" divides it by the number of queries
+        that can see the token (kvpress' observed attention).
+      decay: a query t places before the last one counts decay ** t, in the sum and in the number (A2SF).
+
+    Reference:
+      H2O, Zhang et al. 2023, arXiv 2306.14048; A2SF, arXiv 2407.20485
     """
 
     num_queries: ClassVar[int | None] = None
@@ -153,19 +177,20 @@ class Accumulated(Scorer):
     decay: float = 1.0
 
     def __post_init__(self):
-        _one_of("normalise", self.normalise, ("none", "visible"))
+        _check_choice("normalise", self.normalise, ("none", "visible"))
         if not 0 < self.decay <= 1:
             raise KvjaxError(f"decay must lie in (0, 1], got {self.decay}; 1 forgets nothing")
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        obs = self.require_observation(observation)
-        age = jnp.maximum(obs.pos.max(-1, keepdims=True) - obs.pos, 0).astype(jnp.float32)
-        heads, asking = attention_mass(block, obs, jnp.exp(age * np.float32(np.log(self.decay))), spec.window)
+        observation = self.require_observation(observation)
+        age = jnp.maximum(observation.pos.max(-1, keepdims=True) - observation.pos, 0).astype(jnp.float32)
+        query_weights = jnp.exp(age * np.float32(np.log(self.decay)))
+        heads, total_weight = attention_mass(block, observation, query_weights, spec.window)
         if self.normalise == "visible":
-            heads = heads / jnp.maximum(asking, 1e-30)[:, :, None]
+            heads = heads / jnp.maximum(total_weight, 1e-30)[:, :, None]
         return head_scores(heads, heads.mean(2), block)
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise KvjaxError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")

@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.readers.base import cut
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.types import Array
 
 
@@ -53,5 +53,5 @@ def nearest(x: Array, centres: Array, moment: Array, used: Array | None = None, 
 
     if x.shape[2] <= at_once:
         return of(x)
-    found = lax.map(of, cut(x, 2, at_once))
+    found = lax.map(of, split_blocks(x, 2, at_once))
     return jnp.moveaxis(found, 0, 2).reshape(*x.shape[:2], -1)[:, :, : x.shape[2]]

@@ -1,4 +1,4 @@
-"""Reading all slots."""
+"""The reader of all slots, the default of every method."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers import fused_kernels
-from kvjax.cache.readers.base import Reader, ReadResult, attended, by_query_blocks, logits
+from kvjax.cache.readers.base import QUERY_BLOCK, Reader, ReadResult, logits, map_query_blocks, normalize_weights
+from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
 
@@ -17,17 +18,18 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Full(Reader):
-    """All slots; what lives on the host is brought back whole.
+    """Attends to all slots; keys and values in host memory are copied to the device whole.
 
-    kernel: how packed codes are read. "xla": a piece at a time, on any device. "pallas": in one kernel, made for NVIDIA
-    GPUs (elsewhere interpreted, slowly). "auto": the kernel where there is such a GPU.
+    Args:
+      kernel: how quantized keys and values are read. "xla": decoded tile by tile, on any device; "pallas": by one
+        kernel, made for NVIDIA GPUs and interpreted elsewhere, slowly; "auto": that kernel where there is such a GPU.
     """
 
     kernel: str = "auto"
 
     def __post_init__(self):
-        if self.kernel not in fused_kernels.KERNELS:
-            raise KvjaxError(f"kernel must be one of {', '.join(fused_kernels.KERNELS)}, got {self.kernel!r}")
+        if self.kernel not in fused_kernels.CHOICES:
+            raise KvjaxError(f"kernel must be one of {', '.join(fused_kernels.CHOICES)}, got {self.kernel!r}")
 
     def read(
         self,
@@ -35,18 +37,19 @@ class Full(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
-        form = (
-            None if layer.method.decode or state.bias is not None else fused_kernels.find(self.kernel, layer.k, layer.v)
-        )
-        if form:
-            part = by_query_blocks(lambda q, t: form.read(layer, state, q, t), q, q_pos, form.queries)
+        # A decode policy needs the weights, and a bias belongs to single slots: the kernels know neither.
+        needs_logits = layer.method.decode or state.bias is not None
+        fused = None if needs_logits else fused_kernels.find_kernel(self.kernel, layer.k, layer.v)
+        if fused:
+            part = map_query_blocks(lambda q, t: fused.read(layer, state, q, t), q, q_pos, fused.max_queries)
             return ReadResult(part, cross_layer=cross_layer)
         keys, values = layer.k.load(state.k), layer.v.load(state.v)
 
         def attend(q: Array, q_pos: Array) -> ReadResult:
-            return attended(logits(layer, state, q, q_pos, keys), lambda p: layer.v.mix(p, values))
+            p, m, l = weights(logits(layer, state, q, q_pos, keys))
+            return ReadResult(Partial(layer.v.mix(p, values), m, l), weights=normalize_weights(p, l))
 
-        return by_query_blocks(attend, q, q_pos, 512)._replace(cross_layer=cross_layer)
+        return map_query_blocks(attend, q, q_pos, QUERY_BLOCK)._replace(cross_layer=cross_layer)

@@ -1,4 +1,4 @@
-"""Reading keys and values together with their codecs in one kernel: a register of such forms, by codecs and backend."""
+"""A registry of kernels that read keys and values together with their codecs, by codecs and backend."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ import jax
 
 from kvjax.errors import KvjaxError
 
-KERNELS = ("auto", "xla", "pallas")
+CHOICES = ("auto", "xla", "pallas")
+"""Values of `Full.kernel`."""
 
 
-class Form(NamedTuple):
-    """One kernel: for which codecs it is, and how it reads a block of queries."""
+class FusedKernel(NamedTuple):
+    """One kernel."""
 
-    fits: Callable[[Any, Any], bool]  # (key codec, value codec)
+    fits: Callable[[Any, Any], bool]  # (key codec, value codec) -> whether it reads them
     read: Callable[..., Any]  # (layer, state, q, q_pos) -> Partial
-    queries: int  # that it takes at a time
+    max_queries: int  # of each head that it takes at a time
 
 
-FORMS: dict[str, list[Form]] = {}
+_KERNELS: dict[str, list[FusedKernel]] = {}
 
 
-def register(backend: str, form: Form) -> None:
-    """Adds a form for a backend ("gpu"); the first one that fits is taken."""
-    FORMS.setdefault(backend, []).append(form)
+def register_kernel(backend: str, kernel: FusedKernel) -> None:
+    """Adds a kernel for a backend, such as "gpu"; the first one that fits is taken."""
+    _KERNELS.setdefault(backend, []).append(kernel)
 
 
-def find(kernel: str, k: Any, v: Any) -> Form | None:
-    """The form for these codecs here; "pallas" takes one of any backend, which is interpreted elsewhere, slowly."""
-    backends = FORMS if kernel == "pallas" else [jax.default_backend()] if kernel == "auto" else []
-    found = next((form for b in backends for form in FORMS.get(b, []) if form.fits(k, v)), None)
-    if kernel == "pallas" and found is None:
+def find_kernel(choice: str, k: Any, v: Any) -> FusedKernel | None:
+    """Returns the kernel for a key and a value codec, or None; raises KvjaxError for "pallas" where no kernel fits."""
+    # "pallas" takes a kernel of any backend: elsewhere it is interpreted, slowly.
+    backends = _KERNELS if choice == "pallas" else [jax.default_backend()] if choice == "auto" else []
+    found = next((kernel for b in backends for kernel in _KERNELS.get(b, []) if kernel.fits(k, v)), None)
+    if choice == "pallas" and found is None:
         raise KvjaxError(
             f"kernel='pallas' reads KIVI codes of equal bits on the device, not {k} and {v}; use kernel='auto'"
         )

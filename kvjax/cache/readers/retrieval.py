@@ -1,4 +1,4 @@
-"""Reading the best units of the past: summaries on the device say which, and the codecs fetch their rows."""
+"""Retrieval: an index on the device scores units of past tokens, and attention fetches only the best ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax import lax
 
 from kvjax.cache.codecs.base import Plain
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, by_query_blocks
+from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
 from kvjax.core import memory
-from kvjax.core.attention import NEG, weights
+from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
@@ -23,85 +23,94 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 if TYPE_CHECKING:
     from kvjax.cache.bound_layer import MethodLayer
 
+RETRIEVAL_QUERY_BLOCK = 16
+"""Queries that retrieve at a time: each fetches keys and values of its own."""
+
 
 class Index:
-    """Summaries of units of `size` consecutive slots, kept in device memory.
+    """Summaries of units of `size` consecutive slots, in device memory.
 
-    An index is a frozen dataclass with the field `size` and three methods: `summarise`, `join` and `score`. A summary
-    is any pytree of arrays [B K U W], U units; that of a unit without tokens must be what `join` leaves unchanged. An
-    index whose summaries cannot be joined gives its own `build` and `append` instead.
+    An index is a frozen dataclass with the field `size` that defines `summarize`, `join` and `score`. Summaries are any
+    pytree of arrays [B K U W] for U units; joining the summary of a unit without tokens must change nothing. An index
+    whose summaries cannot be joined overrides `build` and `append` instead.
     """
 
     size: int
-    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`, that `fit` wants to see
+    num_queries: int | None = 0  # last prompt queries of each sequence that `fit` observes, as in `Needs`
 
-    def summarise(self, keys: Array, real: Array) -> Any:
-        """Units of keys [B K U size H], of which only real bool[B 1|K U size] are tokens -> their summaries."""
+    def summarize(self, keys: Array, real: Array) -> Any:
+        """Summarizes units of keys [B K U size H]; only the places that are real, bool[B 1|K U size], hold tokens."""
         raise NotImplementedError
 
     def join(self, before: Any, more: Any) -> Any:
-        """The summaries of units to which tokens have come, from those of the tokens before and of the new ones."""
+        """Joins the summaries of units with those of the tokens that were added to them."""
         raise NotImplementedError
 
     def score(self, summary: Any, q: Array) -> Array:
-        """Queries q [B K G T H] -> how much each unit may matter to them, f32[B 1|K 1|G T U]: 1 where heads share."""
+        """Scores each unit for queries q [B K G T H]: f32[B 1|K 1|G T U], 1 where heads have scores in common."""
         raise NotImplementedError
 
-    def among(self, score: Array, candidates: Array) -> Array:
-        """Scores, weighed against those of the other candidates bool[B 1|K 1 T U]; the base leaves them as they are."""
+    def rescale(self, score: Array, candidates: Array) -> Array:
+        """Rescales scores by those of the other candidates bool[B 1|K 1 T U]; the base returns them unchanged."""
         return score
 
     def load(self, reader_state: Any) -> Any:
-        """The summaries as `score` takes them, from what `build` and `append` gave."""
-        return memory.each(memory.unpack, reader_state)
+        """Returns the summaries as `score` takes them, from the stored form of `build` and `append`."""
+        return memory.map_buffers(memory.unpack, reader_state)
 
     def fit(self, block: KVBlock, observation: Observation | None) -> Any:
-        """`build` of what a prompt leaves, by an index that asks for its queries."""
+        """`build` for a prompt; override it in an index that observes the prompt's queries."""
         return self.build(block)
 
     def rebuild(self, reader_state: Any, block: KVBlock) -> Any:
-        """`build` once more, of the tokens that are left when the last ones have been taken back."""
+        """`build` for the tokens that are left after the last ones were rolled back."""
         return self.build(block)
 
     def build(self, block: KVBlock) -> Any:
-        """The summaries of a block [B K S H], in buffers."""
-        units = -(-block.pos.shape[2] // self.size)
-        keys, real = self._by_unit(block, jnp.zeros((block.pos.shape[0], 1), jnp.int32), units)
-        return jax.tree.map(memory.pack, self.summarise(keys, real))
+        """Summarizes a block [B K S H], in buffers."""
+        num_units = -(-block.pos.shape[2] // self.size)
+        keys, real = self.split_units(block, jnp.zeros((block.pos.shape[0], 1), jnp.int32), num_units)
+        return jax.tree.map(memory.pack, self.summarize(keys, real))
 
     def append(self, reader_state: Any, new: KVBlock, at: Array) -> Any:
-        """The same after the tokens [B K T H], now in the slots from at i32[B 1] on."""
+        """Adds the tokens [B K T H], which are now in the slots from at i32[B 1] on."""
         B, K, T, _ = new.k.shape
         if not T:
             return reader_state
-        units = (T + self.size - 2) // self.size + 1  # that T tokens touch at most
+        num_units = (T + self.size - 2) // self.size + 1  # the most units that T consecutive tokens touch
         first = at // self.size
-        touched = jnp.broadcast_to(first[:, :, None] + jnp.arange(units, dtype=jnp.int32)[None, None], (B, K, units))
-        before = memory.each(lambda buffer: memory.rows(buffer, touched), reader_state)
-        after = self.join(before, self.summarise(*self._by_unit(new, at % self.size, units)))
-        return memory.each(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
+        touched = first[:, :, None] + jnp.arange(num_units, dtype=jnp.int32)[None, None]
+        touched = jnp.broadcast_to(touched, (B, K, num_units))
+        before = memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, touched), reader_state)
+        after = self.join(before, self.summarize(*self.split_units(new, at % self.size, num_units)))
+        return memory.map_buffers(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
 
-    def _by_unit(self, block: KVBlock, offset: Array, units: int) -> tuple[Array, Array]:
-        """Keys [B K U size H], and which of them are tokens; the block's first goes to place offset i32[B 1]."""
-        place = jnp.arange(units * self.size, dtype=jnp.int32)[None, None] - offset[:, :, None]
-        count = block.pos.shape[2]
-        at = jnp.clip(place, 0, count - 1)
-        pos = jnp.take_along_axis(block.pos, jnp.broadcast_to(at, (*block.pos.shape[:2], at.shape[2])), 2)
-        real = (place == at) & (pos >= 0)
-        keys = memory.take(block.k, at)
+    def split_units(self, block: KVBlock, offset: Array, num_units: int) -> tuple[Array, Array]:
+        """Keys [B K U size H], and which of them are tokens; the block begins at place offset i32[B 1] of a unit."""
+        place = jnp.arange(num_units * self.size, dtype=jnp.int32)[None, None] - offset[:, :, None]
+        idx = jnp.clip(place, 0, block.pos.shape[2] - 1)
+        pos = jnp.take_along_axis(block.pos, jnp.broadcast_to(idx, (*block.pos.shape[:2], idx.shape[2])), 2)
+        real = (place == idx) & (pos >= 0)
+        keys = memory.take(block.k, idx)
         B, K, _, H = keys.shape
-        return keys.reshape(B, K, units, self.size, H), real.reshape(B, -1, units, self.size)
+        return keys.reshape(B, K, num_units, self.size, H), real.reshape(B, -1, num_units, self.size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Retrieve(Reader):
-    """Attends each query to the `units` units before it that score highest, and to those that are always read.
+    """Attends each query to the units before it with the highest scores, and to sinks and recent tokens.
 
-    Always read are the first `sinks` slots, the last `recent` ones (the query's own included), and the unit in which
-    the query's own token lies. Each slot counts once. A unit is scored from the query after its last token on, when its
-    summary is complete, so that a chunk of tokens reads what single steps read. Units that have left the layer's
-    sliding window are no candidates. per: "query", each query head its own units; "head", those with the highest score
-    over the query heads of a key/value head.
+    The unit that contains the query's own token is always read, up to that token. Each slot counts once. A unit is a
+    candidate from the query after its last token on, when its summary is complete, so that a chunk of tokens reads what
+    single steps read. Units that have left the layer's sliding window are no candidates.
+
+    Args:
+      index: scores the units.
+      units: how many units a query retrieves.
+      sinks: first slots that are always read.
+      recent: last slots that are always read, the query's own included.
+      per: "query", each query head retrieves its own units; "head", the query heads of a key/value head retrieve those
+        with the highest score of any of them.
     """
 
     index: Index
@@ -110,7 +119,7 @@ class Retrieve(Reader):
     recent: int = 0
     per: str = "query"
 
-    supports_eviction = False  # units are made of neighbours
+    supports_eviction = False  # a unit consists of neighbors
 
     def __post_init__(self):
         if self.units < 1 or min(self.sinks, self.recent) < 0:
@@ -126,14 +135,13 @@ class Retrieve(Reader):
         return self.index.num_queries
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
-        # A summary only says which rows are read, and a choice has no gradient.
+        # Summaries only decide what is read, and a choice has no gradient.
         return self.index.fit(jax.tree.map(lax.stop_gradient, block), observation)
 
     def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
         return self.index.append(reader_state, jax.tree.map(lax.stop_gradient, new), at)
 
     def crop(self, layer: MethodLayer, state: LayerState) -> Any:
-        """The summaries of the tokens that are left, from their keys, where these are held exactly."""
         if layer.k.on_device() != Plain():
             raise IncompatibleMethod(
                 f"slot `k`, {type(layer.k.on_device()).__name__}, holds keys inexactly, and the summaries of the exact "
@@ -148,101 +156,106 @@ class Retrieve(Reader):
         state: LayerState,
         q: Array,
         q_pos: Array,
-        guessed: Partial | None = None,
+        other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
-        return ReadResult(
-            self.found(layer, state, q, q_pos, q, state.reader_state), state.reader_state, cross_layer=cross_layer
-        )
+        part = self.attend_retrieved(layer, state, q, q_pos, q, state.reader_state)
+        return ReadResult(part, state.reader_state, cross_layer=cross_layer)
 
-    def found(
-        self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, asking: Array, reader_state: Any
+    def attend_retrieved(
+        self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, search_q: Array, reader_state: Any
     ) -> Partial:
-        """Attention of queries to what others, asking [B K G T H] in their place, find in the index."""
-        summary, own_slots = self.index.load(reader_state), slots_of_queries(state, q_pos)
+        """Attends queries to the units that search queries [B K G T H] find in the index for them."""
+        summary, lookup_slot = self.index.load(reader_state), slot_lookup(state, q_pos)
 
-        def attend(q: Array, q_pos: Array, asking: Array) -> Partial:
+        def attend(q: Array, q_pos: Array, search_q: Array) -> Partial:
             with jax.named_scope("retrieve"):
-                own = own_slots(q_pos)
+                own = lookup_slot(q_pos)
+                # From this slot to the query's own everything is read: its unit, or the recent slots if they begin
+                # earlier. Retrieved units end before it, so that no slot is read twice.
                 start = jnp.maximum(jnp.minimum(own // self.index.size * self.index.size, own + 1 - self.recent), 0)
-                best = self._best(layer, state, self.index.score(summary, asking), q_pos, start)
+                best = self._best_slots(layer, state, self.index.score(summary, search_q), q_pos, start)
                 best = jnp.broadcast_to(best, (*q.shape[:2], *best.shape[2:]))
-                always = jnp.broadcast_to(self._always(own, start)[:, None, None], (*best.shape[:4], self._always_read))
+                always = self._always_read_slots(own, start)[:, None, None]
+                always = jnp.broadcast_to(always, (*best.shape[:4], always.shape[-1]))
                 slots = jnp.concatenate([always, best], -1)
             return attend_slots(layer, state, q, q_pos, slots)
 
-        return by_query_blocks(attend, q, q_pos, 16, asking)
+        return map_query_blocks(attend, q, q_pos, RETRIEVAL_QUERY_BLOCK, search_q)
 
-    @property
-    def _always_read(self) -> int:
-        return self.sinks + max(self.index.size, self.recent)
-
-    def _always(self, own: Array, start: Array) -> Array:
-        """Slots i32[B T n], -1 in unused places: the sinks, and from start i32[B T] to the query's own."""
+    def _always_read_slots(self, own: Array, start: Array) -> Array:
+        """i32[B T n], -1 where unused: the sinks, and the slots from start i32[B T] to the query's own."""
         sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None, None], (*own.shape, self.sinks))
-        recent = start[..., None] + jnp.arange(self._always_read - self.sinks, dtype=jnp.int32)[None, None]
+        num_recent = max(self.index.size, self.recent)
+        recent = start[..., None] + jnp.arange(num_recent, dtype=jnp.int32)[None, None]
         recent = jnp.where(recent >= self.sinks, recent, -1)
         slots = jnp.concatenate([sinks, recent], -1)
         return jnp.where(slots <= own[..., None], slots, -1)
 
-    def _best(self, layer: MethodLayer, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
-        """Slots i32[B 1|K 1|G T n], -1 in unused places, of the best units that begin before slot start i32[B T]."""
+    def _best_slots(self, layer: MethodLayer, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
+        """i32[B 1|K 1|G T n], -1 where unused: slots of the best units that begin before slot start i32[B T]."""
         size, S, window = self.index.size, state.pos.shape[2], layer.spec.window
         first = jnp.arange(score.shape[-1], dtype=jnp.int32) * size
-        candidate = (first[None, None] < start[..., None]) & (first[None, None] + size > self.sinks)
-        candidate = candidate[:, None, None]  # [B 1 1 T U]
+        is_candidate = (first[None, None] < start[..., None]) & (first[None, None] + size > self.sinks)
+        is_candidate = is_candidate[:, None, None]  # [B 1 1 T U]
         if window is not None:
             newest = state.pos[:, :, jnp.minimum(first + size, S) - 1]
-            candidate &= newest[:, :, None, None] > q_pos[:, None, None, :, None] - window
-        score = self.index.among(score, candidate)
+            is_candidate &= newest[:, :, None, None] > q_pos[:, None, None, :, None] - window
+        score = self.index.rescale(score, is_candidate)
         if self.per == "head":
             score = score.max(2, keepdims=True)
-        best, unit = lax.top_k(jnp.where(candidate, score, -jnp.inf), min(self.units, score.shape[-1]))
+        best, unit = lax.top_k(jnp.where(is_candidate, score, -jnp.inf), min(self.units, score.shape[-1]))
         slots = unit[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None, None]
-        between = (slots >= self.sinks) & (slots < start[:, None, None, :, None, None])
-        slots = jnp.where((best > -jnp.inf)[..., None] & between, slots, -1)
+        is_between = (slots >= self.sinks) & (slots < start[:, None, None, :, None, None])
+        slots = jnp.where((best > -jnp.inf)[..., None] & is_between, slots, -1)
         return slots.reshape(*slots.shape[:4], -1)
 
 
-def slots_of_queries(state: LayerState, q_pos: Array) -> Callable[[Array], Array]:
-    """What gives the slots i32[B T] in which the tokens of some of the queries at q_pos i32[B T] lie.
+def slot_lookup(state: LayerState, q_pos: Array) -> Callable[[Array], Array]:
+    """Returns a function from positions i32[B T] of queries of this call to the slots of their tokens.
 
-    Tokens of this call that are not kept count as if they lay behind the last one. Holds while decoding: what has come
-    after the prompt lies at consecutive positions in consecutive slots.
+    Tokens of this call that are not kept count as if they followed the last slot. It holds while decoding, when tokens
+    after the prompt are at consecutive positions in consecutive slots. `state` has the tokens of this call appended;
+    `q_pos` i32[B T] are the positions of all its queries.
     """
     newest = over_heads.max(state.pos.max(2))  # [B 1]
-    ahead = jnp.where(q_pos > newest, q_pos, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
+    first_unkept = jnp.where(q_pos > newest, q_pos, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
     assert state.n is not None
     n = state.n[:, None]
 
-    def slots(some: Array) -> Array:
-        return jnp.where(some > newest, n + some - ahead, n - 1 + some - newest)
+    def lookup(pos: Array) -> Array:
+        return jnp.where(pos > newest, n + pos - first_unkept, n - 1 + pos - newest)
 
-    return slots
+    return lookup
 
 
 def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, slots: Array) -> Partial:
-    """Queries q [B K G T H] at q_pos i32[B T] over slots of their own, i32[B K G|1 T n], -1 in unused places.
+    """Attends each query to slots of its own; only these are fetched from the codecs.
 
-    Only these rows are fetched from the codecs. No slot may be named twice.
+    Args:
+      layer: the bound layer.
+      state: its state.
+      q: [B K G T H].
+      q_pos: i32[B T].
+      slots: i32[B K G|1 T n], no slot twice, -1 where unused.
     """
     B, K, G, T, H = q.shape
-    sets, n = slots.shape[2], slots.shape[4]
-    at = jnp.maximum(slots, 0).reshape(B, K, -1)
-    held = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), at, 2, mode="clip")
-    pos = jnp.where(slots >= 0, held.reshape(slots.shape), -1)
-    k, v = layer.key_rows(state.k, at, held), layer.v.gather(state.v, at)
+    sets, n = slots.shape[2], slots.shape[4]  # sets of slots per key/value head, each for G / sets query heads
+    idx = jnp.maximum(slots, 0).reshape(B, K, -1)
+    fetched_pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), idx, 2, mode="clip")
+    pos = jnp.where(slots >= 0, fetched_pos.reshape(slots.shape), -1)
+    k, v = layer.key_rows(state.k, idx, fetched_pos), layer.v.gather(state.v, idx)
     k, v = (x.reshape(B, K, sets, T, n, H) for x in (k, v))
-    v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # what is empty may hold anything
+    v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # an empty slot may hold inf, and 0 * inf is NaN
     by_set = q.reshape(B, K, sets, G // sets, T, H)
     s = jnp.einsum("bksgth,bkstnh->bksgtn", by_set, k, preferred_element_type=jnp.float32) * H**-0.5
     if state.bias is not None:
-        bias = jnp.take_along_axis(state.bias, at, 2, mode="clip")
+        bias = jnp.take_along_axis(state.bias, idx, 2, mode="clip")
         s = s + bias.reshape(B, K, sets, 1, T, n)
     t = q_pos[:, None, None, :, None]
-    seen = (pos >= 0) & (pos <= t)
+    is_visible = (pos >= 0) & (pos <= t)
     if layer.spec.window is not None:
-        seen &= pos > t - layer.spec.window
-    p, m, l = weights(jnp.where(seen[:, :, :, None], s, NEG))
+        is_visible &= pos > t - layer.spec.window
+    p, m, l = weights(jnp.where(is_visible[:, :, :, None], s, MASKED_LOGIT))
     o = jnp.einsum("bksgtn,bkstnh->bksgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(o.reshape(q.shape), m.reshape(q.shape[:4]), l.reshape(q.shape[:4]))

@@ -1,4 +1,4 @@
-"""Tokens that lie on the device a second time, so that they need not be fetched: the first ones and the latest ones."""
+"""A device copy of a host cache's first and latest tokens, so that they need not be fetched."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvjax.core.types import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """P places for copies of some slots: the first `sinks` slots, and a ring of the `size` latest ones."""
+class RingBuffer:
+    """P places for copies of token vectors: the first `sinks` slots, then a ring of the `size` latest ones."""
 
     sinks: int
     size: int
@@ -23,11 +23,11 @@ class Ring:
         return self.sinks + self.size
 
     def place(self, slot: Array) -> Array:
-        """Where slots lie, if they lie here."""
+        """The place of each slot, if a copy of it exists."""
         return jnp.where(slot < self.sinks, slot, self.sinks + (slot - self.sinks) % self.size)
 
     def slots(self, n: Array, first: Array) -> Array:
-        """i32[B 1 P]: the slot in each place after n i32[B] tokens; -1 if none, or before first i32[B] and no sink."""
+        """i32[B 1 P]: the slot in each place after n i32[B] tokens, the ring's from `first` i32[B] on; -1 if empty."""
         place = jnp.arange(self.places, dtype=jnp.int32)[None]
         newest = (n - 1)[:, None]
         latest = newest - (newest - place) % self.size
@@ -35,12 +35,12 @@ class Ring:
         return jnp.where(place >= self.sinks, latest, jnp.where(place <= newest, place, -1))[:, None]
 
     def fill(self, x: Array, slots: Array) -> memory.Buffer:
-        """The rows of x [B K S H] that belong here: those of slots i32[B 1 P], zeros where that is -1."""
-        rows = memory.take(x, jnp.maximum(slots, 0))
-        return memory.pack(jnp.where((slots >= 0)[..., None], rows, jnp.zeros((), x.dtype)))
+        """Copies the token vectors of `slots`, i32[B 1 P], from x [B K S H]; zeros where the slot is -1."""
+        tokens = memory.take(x, jnp.maximum(slots, 0))
+        return memory.pack(jnp.where((slots >= 0)[..., None], tokens, jnp.zeros((), x.dtype)))
 
     def put(self, buffer: memory.Buffer, x: Array, place: Array) -> memory.Buffer:
-        """The buffer [B K P H] with rows x [B K T H] in these places, i32[B 1 T]; those from P on are dropped."""
+        """Writes x [B K T H] into the places i32[B 1 T] of a buffer [B K P H]; places from P on are dropped."""
         B, K = x.shape[:2]
         index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], place)
         return dataclasses.replace(buffer, data=buffer.data.at[index].set(memory.pack(x).data, mode="drop"))

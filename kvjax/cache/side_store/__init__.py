@@ -1,1 +1,1 @@
-"""Side stores: slots beside the main ones, for heads of unequal length or for a second precision."""
+"""Side stores: prompt tokens outside the main slots, in pages of unequal heads or in a second precision."""

@@ -1,4 +1,4 @@
-"""Prompt tokens that a layer holds apart from its slots: by unequal heads, or in a second precision."""
+"""The component `side_store`: prompt tokens that a layer stores outside the slots of its cache."""
 
 from __future__ import annotations
 
@@ -18,78 +18,80 @@ if TYPE_CHECKING:
 
 
 class SideStore:
-    """The `side_store` slot of a method. What it holds is read as one more partial, and merged with that of the slots.
+    """Stores a part of the prompt's tokens apart from the slots: in another precision, in pages, or on the host.
 
-    A store that differs between layers has a method `at(spec)`, which returns that of one layer, None for none there.
+    Attention over the store is one more `Partial`, which the layer merges with attention over the slots. A store that
+    differs between layers has a method `at(spec)`, which returns the store of one layer, or None for a layer without.
     """
 
-    num_queries: int | None = 0  # of a row's last prompt queries, as in `Needs`
-    host = False  # whether something of the store lives in host memory
-    by_head = False  # whether heads may keep unequal numbers of tokens
-    # +1 or -1 where two layers hold their prompts as a pair, as in `Needs`; `open_pair` is then called
+    num_queries: int | None = 0  # last prompt queries of each sequence that `split` observes, as in `Needs`
+    uses_host_memory = False
+    has_unequal_heads = False  # whether heads can keep different numbers of tokens
+    # +1 or -1 in a layer that shares its store with the next or the previous layer; `open_pair` is then called
     paired_layer: int = 0
 
     @property
     def after_prompt(self) -> SideStore:
-        """The store as decode steps need it, without what says which tokens it takes; the base is all of it."""
+        """The store as decode steps need it: equal stores share a compiled program, whatever filled them."""
         return self
 
     def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> Method:
-        """The method in one layer, where the store divides the budget of its selection; the base changes nothing.
+        """Returns the method of one layer, with the budget of its selection divided as the store says.
 
-        Args:
-          method: a `Method` whose components are those of this layer.
-          budget: of the selection before it was bound, for those who need the budgets of all layers.
-          spec: the layer.
+        `method` is bound to the layer already; `budget` is that of its selection before, with all layers' numbers.
         """
         return method
 
     def num_main_slots(self, kept: int) -> int:
-        """Of so many tokens that a prompt leaves, those that stay in the slots."""
+        """The number of `kept` prompt tokens that stay in the main slots."""
         raise NotImplementedError
 
-    def slots_for(self, tokens: np.ndarray) -> int:
-        """Slots of each head in the mean for the tokens i32[B K] that heads keep; of a store with `by_head`."""
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
+        """Mean slots per head for heads that keep i32[B K] tokens; of a store that `has_unequal_heads`."""
         raise NotImplementedError
 
-    def with_room_for(self, slots: int) -> SideStore:
-        """The store that has this many slots of each head in the mean; of a store with `by_head`."""
+    def with_kept_slots(self, slots: int) -> SideStore:
+        """Returns the store with this many slots per head on average; of a store that `has_unequal_heads`."""
         raise NotImplementedError
 
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[KVBlock, Any]:
-        """A prompt's block -> (what goes into the slots, the store of the others)."""
+        """Divides a prompt [B K T H] between `slots` main slots and the store.
+
+        Returns:
+          The tokens of the main slots, and the stored form of the rest: any pytree.
+        """
         raise NotImplementedError
 
     def open_pair(self, layer: MethodLayer, store: Any, cross_layer: Any) -> tuple[Any, Any]:
-        """The store of a layer of a pair as `read` takes it in this step, and the value for the layer above."""
+        """Returns the store of a paired layer as `read` takes it in this step, and the value for the layer above."""
         raise NotImplementedError
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        """Queries q [B K G T H] at q_pos i32[B T] over the store `state.side_store`."""
+        """Attends queries q [B K G T H] at q_pos i32[B T] to the tokens of `state.side_store`."""
         raise NotImplementedError
 
     def positions(self, store: Any) -> Array:
-        """i32[B 1|K S], of the tokens in the store."""
+        """i32[B 1|K S]: positions of the stored tokens, -1 in empty places."""
         raise NotImplementedError
 
     def visible_block(self, layer: MethodLayer, store: Any) -> KVBlock | None:
-        """What queries read of these tokens, keys rotated, in the places of `positions`; None where it is not told."""
+        """Keys (rotated) and values as queries read them, in the places of `positions`; None if it cannot say."""
         return None
 
     def empty_bytes(self, store: Any) -> dict[str, int]:
-        """Bytes of the store's slots that hold no token, by memory kind; the base tells of none."""
+        """Bytes of the places that hold no token, by memory kind."""
         return {"device": 0, "pinned_host": 0}
 
     def planned_empty_bytes(self, store: Any, kept: int, prompt: int) -> dict[str, int]:
-        """The same of an abstract store, for prompts of `prompt` tokens that keep `kept`, those in slots included."""
+        """`empty_bytes` of an abstract store, for prompts of `prompt` tokens that leave `kept`, slots included."""
         return {"device": 0, "pinned_host": 0}
 
     def check(self, layer: MethodLayer) -> None:
-        """Raises IncompatibleMethod for other slots of the method that this one cannot work with.
+        """Raises IncompatibleMethod for other components of the method that the store cannot work with.
 
-        The base: for a policy, which would have to reach what is held apart, and for prompts that come in pieces.
+        The base refuses a decode policy, which would have to evict stored tokens, and prompts that come in chunks.
         """
         method = layer.method
         if method.decode is not None:

@@ -1,4 +1,4 @@
-"""A second tier of precision: prompt tokens that matter little are held by other codecs than the rest."""
+"""Mixed precision: the less important prompt tokens go into a second tier, with codecs of its own."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.accounting import bytes_beyond
 from kvjax.cache.codecs.base import Codec, Plain
-from kvjax.cache.eviction.granularity import gather, slots_where, top
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import Scorer
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import QUERY_BLOCK, map_query_blocks
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.slot_bytes import bytes_beyond
-from kvjax.core.attention import NEG, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, visible, weights
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
@@ -26,55 +26,55 @@ if TYPE_CHECKING:
 
 
 @pytree
-class Low:
+class LowTier:
     """The tokens of the low tier, in the order of their positions."""
 
     k: Any  # stored by the tier's key codec, S slots
     v: Any  # stored by its value codec
-    pos: Array  # i32[B K S], -1 empty
+    pos: Array  # i32[B K S], -1 in empty slots
     bias: Array | None = None  # f32[B K S], added to the logits
 
 
-class Tiers(SideStore):
-    """The base of tiers: some of the prompt's tokens are held by codecs of their own, all others stay in the slots.
+class PrecisionTiers(SideStore):
+    """The base: some prompt tokens go into a low tier with its own codecs, and all others stay in the main slots.
 
-    A tier is a frozen dataclass with the codecs `k` and `v`; `num_main_slots` says how many tokens stay at most, and
-    `chosen` which of them do not. Over a selection, the tokens that it leaves are divided. The low tier stays on the
-    device, and is read in full beside whatever the method's reader reads of the slots.
+    A subclass is a frozen dataclass with the codecs `k` and `v`, and defines `num_main_slots` and `low_tier_mask`. It
+    divides the tokens of a prompt, or as many as the method's selection keeps. The low tier is on the device; it is
+    read in full, whatever the method's reader reads of the main slots.
     """
 
     k: Codec
     v: Codec
 
-    def room(self, kept: int) -> int:
-        """Of so many tokens that a prompt leaves, at most how many go into the low tier."""
+    def low_tier_tokens(self, kept: int) -> int:
+        """The most of the `kept` prompt tokens that go into the low tier."""
         return kept - self.num_main_slots(kept)
 
-    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
-        """bool[B 1|K S]: the tokens of a clean block that go into the low tier; in each head of a row equally many."""
+    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+        """bool[B 1|K S]: the tokens of a clean block that go into the low tier, equally many in each head."""
         raise NotImplementedError
 
-    def held(self, there: KVBlock, block: KVBlock, observation: Observation | None) -> Low:
-        """The store of the tokens `there` of a block."""
-        return Low(self.k.encode(there.k, there.pos), self.v.encode(there.v, there.pos), there.pos, there.bias)
+    def encode_low_tier(self, low: KVBlock, block: KVBlock, observation: Observation | None) -> LowTier:
+        """Stores the tokens `low` of a prompt's block."""
+        return LowTier(self.k.encode(low.k, low.pos), self.v.encode(low.v, low.pos), low.pos, low.bias)
 
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[KVBlock, Low]:
-        most = self._most(layer, block.pos.shape[2], slots)
+    ) -> tuple[KVBlock, LowTier]:
+        max_kept = self._max_kept(layer, block.pos.shape[2], slots)
         if layer.method.select is not None:
-            block = layer.selected(block, observation, most)
+            block = layer.selected(block, observation, max_kept)
         block = block.clean()
-        low = self.chosen(layer, block, observation)
-        here = gather(block, slots_where((block.pos >= 0) & ~low, self.num_main_slots(most)))
-        there = gather(block, slots_where(low, max(self.room(most), 1)))
-        return here, self.held(there, block, observation)
+        is_low = self.low_tier_mask(layer, block, observation)
+        main = gather_tokens(block, mask_to_slots((block.pos >= 0) & ~is_low, self.num_main_slots(max_kept)))
+        low = gather_tokens(block, mask_to_slots(is_low, max(self.low_tier_tokens(max_kept), 1)))
+        return main, self.encode_low_tier(low, block, observation)
 
-    def _most(self, layer: MethodLayer, width: int, slots: int) -> int:
-        """Most tokens that a prompt of up to `width` leaves, if those that stay in the body have so many slots."""
+    def _max_kept(self, layer: MethodLayer, width: int, slots: int) -> int:
+        """Most tokens that a prompt of up to `width` leaves, if those of the main slots fit into `slots`."""
         method = layer.method
         if method.select is not None and method.layer_budgets is None:
-            width = method.select.most_of(width)
+            width = method.select.max_kept_up_to(width)
         return next(n for n in range(width, 0, -1) if self.num_main_slots(n) <= slots)
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
@@ -85,31 +85,36 @@ class Tiers(SideStore):
             s = self.k.scores(q, keys)
             if store.bias is not None:
                 s = s + store.bias[:, :, None, None]
-            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, NEG))
+            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
             return Partial(self.v.mix(p, values), m, l)
 
-        return by_query_blocks(attend, q, q_pos, 512)
+        return map_query_blocks(attend, q, q_pos, QUERY_BLOCK)
 
-    def positions(self, store: Low) -> Array:
+    def positions(self, store: LowTier) -> Array:
         return store.pos
 
-    def empty_bytes(self, store: Low) -> dict[str, int]:
+    def empty_bytes(self, store: LowTier) -> dict[str, int]:
         used = (np.asarray(store.pos) >= 0).sum(2).max(1).tolist()
         return bytes_beyond(store, store.pos.shape[2], used)
 
-    def planned_empty_bytes(self, store: Low, kept: int, prompt: int) -> dict[str, int]:
+    def planned_empty_bytes(self, store: LowTier, kept: int, prompt: int) -> dict[str, int]:
         slots = store.pos.shape[2]
-        return bytes_beyond(store, slots, [min(self.room(kept), slots)] * store.pos.shape[0])
+        return bytes_beyond(store, slots, [min(self.low_tier_tokens(kept), slots)] * store.pos.shape[0])
 
-    def visible_block(self, layer: MethodLayer, store: Low) -> KVBlock:
+    def visible_block(self, layer: MethodLayer, store: LowTier) -> KVBlock:
         return KVBlock(self.k.decode(store.k), self.v.decode(store.v), store.pos)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tier(Tiers):
-    """The `share` of each row's prompt tokens, rounded down, that score lowest in their head, in codecs of their own.
+class ScoredTiers(PrecisionTiers):
+    """Puts the prompt tokens with the lowest scores of each head into the low tier; ties put the earlier token there.
 
-    recent: of the tokens that stay, the share, rounded down, that are the newest, whatever they score.
+    Args:
+      scorer: how important each token is.
+      share: fraction of each sequence's prompt tokens in the low tier, rounded down.
+      k: codec of the low tier's keys.
+      v: codec of its values.
+      recent: fraction of the main tier, rounded down, that is reserved for the newest tokens whatever they score.
     """
 
     scorer: Scorer
@@ -126,17 +131,15 @@ class Tier(Tiers):
 
     @property
     def num_queries(self) -> int | None:
-        """As many as the scorer wants to see."""
         return self.scorer.num_queries
 
     def num_main_slots(self, kept: int) -> int:
         return kept - fraction_of(self.share, kept)
 
-    def chosen(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
-        """Of equal scores the earlier ones go into the low tier."""
+    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        low = fraction_of(self.share, length)
-        old = length - fraction_of(self.recent, length - low)
+        num_low = fraction_of(self.share, length)
+        first_recent = length - fraction_of(self.recent, length - num_low)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
-        return top(-scores, slot < old[:, None, None], low)
+        return top_k_mask(-scores, slot < first_recent[:, None, None], num_low)

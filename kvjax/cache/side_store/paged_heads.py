@@ -1,9 +1,9 @@
-"""Heads of unequal length: the prompt's tokens in pages, each of them owned by one head.
+"""Paged storage for heads of unequal length: every page of prompt tokens belongs to one key/value head.
 
-Pages of `page` slots stand on K shelves of equally many pages. Which shelf a page stands on says nothing of its owner:
-so shelves can be divided among devices, whatever the heads' lengths, and codecs hold a shelf as they hold a head. A
-page is read by the queries of its owner, and the partials of an owner's pages are merged. A layer of K heads that keep
-n tokens in the mean has room for floor(K (n + page - 1) / page) pages: each head's last one may be all but empty.
+The pages of a layer lie in K pools of equally many pages. A page may belong to any head; `owner` says which. So pools
+divide equally among devices, whatever the heads' lengths, and a codec stores a pool as it stores a head. The queries of
+its owner read a page, and the partials of an owner's pages are merged. A layer whose K heads keep n tokens on average
+has floor(K (n + page - 1) / page) pages, since the last page of each head may hold a single token.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.codecs.base import ByPage
+from kvjax.cache.accounting import bytes_beyond
+from kvjax.cache.codecs.base import PagedArrays
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING, HeadBudgets
-from kvjax.cache.eviction.ranking import BestOfLayer, Counted
+from kvjax.cache.eviction.ranking import BestOfLayer, MeasuredHeadTokens
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
 from kvjax.cache.side_store.base import SideStore
-from kvjax.cache.slot_bytes import bytes_beyond
-from kvjax.core.attention import NEG, attend_dense, mix, visible
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -35,202 +35,196 @@ if TYPE_CHECKING:
     from kvjax.cache.eviction.budgets import Budget
     from kvjax.cache.method import Method
 
+# With few queries and short pages a softmax over rows of one page takes longer than the products, so the logits of all
+# pages are then laid side by side in one long row for each query.
 FEW_QUERIES = 16
-"""Queries of a head up to which short pages are read with their logits side by side."""
-
-LONG_PAGE = 64
-"""Slots of a page whose logits make a row that is long enough."""
+LONG_PAGE_SLOTS = 64
 
 
 @pytree
-class Shelves:
-    """The pages of a layer, R = pages of a shelf * page."""
+class PagePools:
+    """The pages of a layer; a pool has R slots, its pages times `page`."""
 
     k: Any  # [B K R H], as the key codec stores it
     v: Any  # [B K R H], as the value codec stores it
-    pos: Array  # i32[B K R], original positions, -1 empty
+    pos: Array  # i32[B K R], original positions, -1 in empty slots
     owner: Array  # i32[B K R/page], the head of each page, -1 for none
     bias: Array | None  # f32[B K R], added to the logits
 
 
 @dataclasses.dataclass(frozen=True)
-class Pages(SideStore):
-    """Each head keeps as many of the prompt's tokens as `share` gives it, in pages of `page` slots.
+class PagedHeads(SideStore):
+    """Gives each head its own number of prompt tokens, in pages.
 
-    The slots hold what is decoded, of all heads alike. Bytes are those of whole pages: K times the budget, and less
-    than two pages a head, where heads padded to the longest take K times the longest. A budget that grows with the
-    prompt counts by the width that prompts are padded to.
+    The main slots hold decoded tokens, equally many of every head. Whole pages cost less than two pages per head above
+    the budget, where heads padded to the longest would cost K times the longest. A budget that grows with the prompt
+    counts by the width that prompts are padded to.
+
+    Args:
+      head_budgets: how many tokens each head keeps.
+      page: slots of a page.
+      slots_per_head: on average; known only once all layers have seen the prompt.
     """
 
-    share: HeadBudgets
+    head_budgets: HeadBudgets
     page: int = 16
-    slots_per_head: int | None = None  # in the mean, where they were counted after all layers had seen the prompt
-    by_head = True
+    slots_per_head: int | None = None
+
+    has_unequal_heads = True
 
     def __post_init__(self):
         if self.page < 1:
             raise KvjaxError(f"a page has at least 1 slot, got page={self.page}; use 16")
 
     def num_main_slots(self, kept: int) -> int:
-        """None of the prompt's tokens stay in the slots."""
         return 0
 
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[KVBlock, Shelves]:
-        """A prompt's block -> (a block without slots, all that the heads keep of it, in pages)."""
+    ) -> tuple[KVBlock, PagePools]:
         select = layer.method.select
         assert select is not None
-        most, share = select.most_of(block.pos.shape[2]), self.share
-        if observation is not None and observation.num_kept is not None:
-            share = Counted(observation.num_kept, select.unit.size)
-        kept = layer.selected(block, observation, most, share)
+        max_kept, head_budgets = select.max_kept_up_to(block.pos.shape[2]), self.head_budgets
+        if observation is not None and observation.num_kept is not None:  # all layers together divided a budget
+            head_budgets = MeasuredHeadTokens(observation.num_kept, select.granularity.size)
+        kept = layer.selected(block, observation, max_kept, head_budgets)
         nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
-        return nothing, self._shelved(layer, kept, self._pages(layer, most, block.pos.shape[2]))
+        return nothing, self._fill_pools(layer, kept, self._pages_per_pool(layer, max_kept, block.pos.shape[2]))
 
     @property
-    def after_prompt(self) -> Pages:
-        """Pages that any rule may have divided: heads of unequal length are read alike, whatever made them so."""
-        return dataclasses.replace(self, share=BestOfLayer(), slots_per_head=None)
+    def after_prompt(self) -> PagedHeads:
+        # Pages are read alike whatever rule divided the heads, so all rules share the decode program of one.
+        return dataclasses.replace(self, head_budgets=BestOfLayer(), slots_per_head=None)
 
     def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> Method:
-        """The method with the selection and the rule that the rule makes of them in this layer."""
-        select, share = self.share.bind_budget(method, budget, spec)
-        return dataclasses.replace(method, select=select, side_store=dataclasses.replace(self, share=share))
+        select, head_budgets = self.head_budgets.bind_budget(method, budget, spec)
+        store = dataclasses.replace(self, head_budgets=head_budgets)
+        return dataclasses.replace(method, select=select, side_store=store)
 
-    def _known_pages(self, longest: int) -> np.ndarray | None:
-        """i64[longest + 1]: pages that all heads own together of prompts of 0..longest tokens, where that is known."""
-        tokens = self.share.tokens_by_length(longest)
+    def _pages_by_length(self, max_length: int) -> np.ndarray | None:
+        """i64[max_length + 1]: pages of all heads for prompts of each length; None where the prompt decides."""
+        tokens = self.head_budgets.tokens_by_length(max_length)
         return None if tokens is None else (-(-tokens // self.page)).sum(1)
 
-    def _pages(self, layer: MethodLayer, most: int, width: int) -> int:
-        """Pages of a shelf for prompts of up to `width` tokens, of which each head keeps `most` in the mean."""
+    def _pages_per_pool(self, layer: MethodLayer, max_kept: int, width: int) -> int:
+        """Pages of a pool, for prompts of up to `width` tokens and heads that keep `max_kept` on average."""
         K = layer.spec.num_kv_heads
-        if (known := self._known_pages(width)) is not None:
+        if (known := self._pages_by_length(width)) is not None:
             return int(-(-known.max() // K))
-        pages = -(-(K * (most + self.page - 1) // self.page) // K)
+        pages = -(-(K * (max_kept + self.page - 1) // self.page) // K)
         if layer.method.layer_budgets is None:
             return pages
         if self.slots_per_head is not None:
             return -(-self.slots_per_head // self.page)
-        # A plan is made before any layer has seen the prompt, as if each kept a budget of its own. Each then gets one
-        # page more, as whole pages may add to any of them, and those that the rounding of its slots may add, so that
-        # the plan of all layers together is never below what they hold.
-        rounding = -(-SHARED_ROUNDING // self.page)
-        return pages + 1 + rounding
+        # Memory is planned before any layer has seen the prompt, as if each kept its own budget. Each layer gets one
+        # page more, as whole pages may add to any of them, and the pages that rounding its slots may add, so that the
+        # plan of all layers together is never below what they will store.
+        return pages + 1 + -(-SHARED_ROUNDING // self.page)
 
-    def slots_for(self, tokens: np.ndarray) -> int:
-        """Slots of each head in the mean for the tokens i32[B K] that heads keep, in whole pages."""
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
         pages = (-(-tokens // self.page)).sum(1).max()
         return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
-    def with_room_for(self, slots: int) -> Pages:
+    def with_kept_slots(self, slots: int) -> PagedHeads:
         return dataclasses.replace(self, slots_per_head=slots)
 
-    def _shelved(self, layer: MethodLayer, kept: KVBlock, pages: int) -> Shelves:
-        """Heads with their tokens at the front -> the shelves of this device, so many pages each.
-
-        Each device sees for once what the heads of all devices keep.
-        """
-        here = kept.k.shape[1]
-        number = (over_heads.first(here) + jnp.arange(here, dtype=jnp.int32)[:, None]) * pages
-        number = number + jnp.arange(pages, dtype=jnp.int32)[None]  # i32[K pages], over all shelves
+    def _fill_pools(self, layer: MethodLayer, kept: KVBlock, num_pages: int) -> PagePools:
+        """Distributes the heads' tokens, left-aligned in `kept`, over the pools of this device."""
+        num_local = kept.k.shape[1]
+        page = (over_heads.first_head(num_local) + jnp.arange(num_local, dtype=jnp.int32)[:, None]) * num_pages
+        page = page + jnp.arange(num_pages, dtype=jnp.int32)[None]  # i32[K pages], numbered over all devices
         length = over_heads.gather((kept.pos >= 0).sum(-1, dtype=jnp.int32))
-        owner, slot = _places(length, number, self.page)
-        full = slot >= 0
-        at = jnp.where(full, jnp.repeat(owner, self.page, -1) * kept.pos.shape[2] + slot, 0)
+        owner, token = _assign_pages(length, page, self.page)
+        is_used = token >= 0
+        source = jnp.where(is_used, jnp.repeat(owner, self.page, -1) * kept.pos.shape[2] + token, 0)
 
-        def shelved(x: Array) -> Array:
-            every = over_heads.gather(x)
-            rows = every.reshape(every.shape[0], -1, *every.shape[3:])
-            index = at.reshape(*at.shape[:1], -1, *(1,) * (rows.ndim - 2))
-            return jnp.take_along_axis(rows, index, 1).reshape(*at.shape, *rows.shape[2:])
+        def take_pages(x: Array) -> Array:
+            # A page's owner may be a head of another device; this is the only time that tokens cross between devices.
+            x = over_heads.gather(x)
+            tokens = x.reshape(x.shape[0], -1, *x.shape[3:])
+            index = source.reshape(*source.shape[:1], -1, *(1,) * (tokens.ndim - 2))
+            return jnp.take_along_axis(tokens, index, 1).reshape(*source.shape, *tokens.shape[2:])
 
-        pos, layer = jnp.where(full, shelved(kept.pos), -1), self._in_pages(layer)
-        k, v = layer.k.encode(shelved(layer.as_held(kept)), pos), layer.v.encode(shelved(kept.v), pos)
-        return Shelves(k, v, pos, owner, None if kept.bias is None else shelved(kept.bias))
+        pos, layer = jnp.where(is_used, take_pages(kept.pos), -1), self._with_paged_codecs(layer)
+        k, v = layer.k.encode(take_pages(layer.as_held(kept)), pos), layer.v.encode(take_pages(kept.v), pos)
+        return PagePools(k, v, pos, owner, None if kept.bias is None else take_pages(kept.bias))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        """Each page by the queries of its owner, then the pages of each head as one."""
-        store: Shelves = state.side_store
-        layer, (B, here) = self._in_pages(layer), q.shape[:2]
+        store: PagePools = state.side_store
+        layer, (B, num_local) = self._with_paged_codecs(layer), q.shape[:2]
         owner = store.owner.reshape(B, -1)
 
-        def paged(x: Array) -> Array:
+        def split_pages(x: Array) -> Array:
             return x.reshape(B, owner.shape[1], self.page, *x.shape[3:])
 
-        bias = None if store.bias is None else paged(store.bias)
+        bias = None if store.bias is None else split_pages(store.bias)
         keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
-        block = KVBlock(paged(keys), paged(values), paged(store.pos), bias)
+        block = KVBlock(split_pages(keys), split_pages(values), split_pages(store.pos), bias)
 
         def attend(q: Array, q_pos: Array) -> Partial:
-            every = over_heads.gather(q)
-            asking = jnp.take_along_axis(every, jnp.maximum(owner, 0)[:, :, None, None, None], 1)
-            # Of few queries and short pages the softmax takes longer than the products, unless its rows are long ones.
-            side_by_side = q.shape[2] * q.shape[3] <= FEW_QUERIES and self.page < LONG_PAGE
-            parts = _attend_side_by_side if side_by_side else attend_dense
-            part = parts(asking, block, q_pos, layer.spec.window)
-            merged = _by_owner(part, owner, every.shape[1])
-            return Partial(*(lax.dynamic_slice_in_dim(x, over_heads.first(here), here, 1) for x in merged))
+            all_q = over_heads.gather(q)
+            owners_q = jnp.take_along_axis(all_q, jnp.maximum(owner, 0)[:, :, None, None, None], 1)
+            is_short = q.shape[2] * q.shape[3] <= FEW_QUERIES and self.page < LONG_PAGE_SLOTS
+            attend_pages = _attend_side_by_side if is_short else attend_dense
+            part = attend_pages(owners_q, block, q_pos, layer.spec.window)
+            merged = _merge_by_owner(part, owner, all_q.shape[1])
+            return Partial(
+                *(lax.dynamic_slice_in_dim(x, over_heads.first_head(num_local), num_local, 1) for x in merged)
+            )
 
-        return by_query_blocks(attend, q, q_pos, 64)
+        return map_query_blocks(attend, q, q_pos, 64)
 
-    def _in_pages(self, layer: MethodLayer) -> MethodLayer:
-        """The layer, with what its codecs hold pages with."""
+    def _with_paged_codecs(self, layer: MethodLayer) -> MethodLayer:
         k, v = (codec.in_pages(self.page) for codec in (layer.k, layer.v))
         return dataclasses.replace(layer, method=dataclasses.replace(layer.method, k=k, v=v))
 
-    def empty_bytes(self, store: Shelves) -> dict[str, int]:
-        """Those of pages without an owner; a page of which one slot is filled is held whole."""
+    def empty_bytes(self, store: PagePools) -> dict[str, int]:
+        # Only pages without an owner are empty: a page with one token costs a whole page.
         owned = (np.asarray(store.owner) >= 0).sum((1, 2))
         return self._bytes_beyond(store, (owned / store.pos.shape[1]).tolist())
 
-    def planned_empty_bytes(self, store: Shelves, kept: int, prompt: int) -> dict[str, int]:
-        """Bytes of the pages that no head can need, where heads keep so many tokens in the mean.
-
-        A head needs the most pages for its tokens when the last one holds a single token.
-        """
+    def planned_empty_bytes(self, store: PagePools, kept: int, prompt: int) -> dict[str, int]:
         B, K, R = store.pos.shape
-        if (known := self._known_pages(prompt)) is not None:
+        if (known := self._pages_by_length(prompt)) is not None:
             return self._bytes_beyond(store, [int(known[prompt]) / K] * B)
+        # A head needs the most pages for its tokens when the last one holds a single token.
         return self._bytes_beyond(store, [min(kept + self.page - 1, R) / self.page] * B)
 
-    def _bytes_beyond(self, store: Shelves, pages: list[float]) -> dict[str, int]:
-        """Bytes of the slots beyond so many pages of each shelf, in the mean: what codecs have of a slot, or a page."""
+    def _bytes_beyond(self, store: PagePools, pages: list[float]) -> dict[str, int]:
+        """Bytes beyond the first `pages` pages of each pool, on average over the pools, for each sequence."""
         R = store.pos.shape[2]
         total = bytes_beyond(store, R, [count * self.page for count in pages])
-        # A codec around another one holds its pages within what it stores.
-        held = jax.tree.leaves((store.k, store.v), is_leaf=lambda x: isinstance(x, ByPage))
-        codes = [x for x in held if isinstance(x, ByPage) and self.page > 1]
-        of_pages = bytes_beyond(codes, R // self.page, pages)
+        # A codec wrapper nests its inner codec's arrays, so paged ones are searched at any depth.
+        stored = jax.tree.leaves((store.k, store.v), is_leaf=lambda x: isinstance(x, PagedArrays))
+        paged = [x for x in stored if isinstance(x, PagedArrays) and self.page > 1]
+        of_pages = bytes_beyond(paged, R // self.page, pages)
         return {kind: size + of_pages[kind] for kind, size in total.items()}
 
-    def positions(self, store: Shelves) -> Array:
-        """i32[B K S], S the slots of all shelves."""
+    def positions(self, store: PagePools) -> Array:
+        """i32[B K S], where S counts the slots of all pools: a head's row has -1 in other heads' pages."""
         B, K, R = store.pos.shape
         owner = jnp.repeat(store.owner, self.page, -1).reshape(B, 1, K * R)
-        mine = owner == jnp.arange(K, dtype=jnp.int32)[None, :, None]
-        return jnp.where(mine, store.pos.reshape(B, 1, K * R), -1)
+        is_own = owner == jnp.arange(K, dtype=jnp.int32)[None, :, None]
+        return jnp.where(is_own, store.pos.reshape(B, 1, K * R), -1)
 
-    def visible_block(self, layer: MethodLayer, store: Shelves) -> KVBlock:
-        """All shelves in a row, for each head."""
-        layer = self._in_pages(layer)
+    def visible_block(self, layer: MethodLayer, store: PagePools) -> KVBlock:
+        layer = self._with_paged_codecs(layer)
         keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
         k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (keys, values))
         return KVBlock(k, v, self.positions(store))
 
     def check(self, layer: MethodLayer) -> None:
-        """Raises IncompatibleMethod for other slots of the method that this one cannot work with."""
+        """Raises IncompatibleMethod for other components of the method that unequal heads cannot work with."""
         m = layer.method
         if m.select is None:
             raise IncompatibleMethod(
-                f"{self.share} (slot `side_store`) divides what a selection keeps among the heads and has none to "
-                "stand on; compose it with one, as in 'snapkv:budget=256 + adakv'"
+                f"{self.head_budgets} (slot `side_store`) divides what a selection keeps among the heads and has none "
+                "to stand on; compose it with one, as in 'snapkv:budget=256 + adakv'"
             )
         mixed = "its groups of tokens would mix those of several heads"
         own = "it holds each head in a way of its own, and a page is not held where its head is"
         reasons = (
-            ("select", m.select.per == "layer", "with per='layer' all heads keep the same tokens"),
+            ("select", m.select.scope == "layer", "with per='layer' all heads keep the same tokens"),
             (
                 "layer_budgets",
                 m.layer_budgets is not None and not m.layer_budgets.by_head,
@@ -240,8 +234,8 @@ class Pages(SideStore):
             ("read", not isinstance(m.read, Full), "it chooses among the slots, and the prompt's tokens lie in pages"),
             ("k", m.k.in_pages(self.page) is None, mixed),
             ("v", m.v.in_pages(self.page) is None, mixed),
-            ("k", m.k.by_head, own),
-            ("v", m.v.by_head, own),
+            ("k", m.k.is_head_specific, own),
+            ("v", m.v.is_head_specific, own),
         )
         for name, cannot, reason in reasons:
             if cannot:
@@ -252,46 +246,47 @@ class Pages(SideStore):
                 )
 
 
-def _places(length: Array, number: Array, page: int) -> tuple[Array, Array]:
-    """Tokens of each head i32[B K], page numbers i32[K P] -> (their owners i32[B K P], each slot's token i32[B K R]).
+def _assign_pages(length: Array, page: Array, page_slots: int) -> tuple[Array, Array]:
+    """Assigns pages to heads in order, to each head as many as its tokens, i32[B K], need.
 
-    Heads take pages in order, each as many as it needs; -1 for a page or a slot that is not needed.
+    Returns the head of each of this device's pages, numbers i32[K P] -> i32[B K P], and the token of that head in each
+    of their slots, i32[B K R]; -1 where unused.
     """
-    need = -(-length // page)
-    end = jnp.cumsum(need, 1, dtype=jnp.int32)
-    owner = (number[None, :, :, None] >= end[:, None, None]).sum(-1, dtype=jnp.int32)
-    used = owner < length.shape[1]
-    head = jnp.where(used, owner, 0).reshape(length.shape[0], -1)
-    first, held = (jnp.take_along_axis(x, head, 1).reshape(owner.shape) for x in (end - need, length))
-    slot = (number[None] - first)[..., None] * page + jnp.arange(page, dtype=jnp.int32)[None, None, None]
-    slot = jnp.where(used[..., None] & (slot < held[..., None]), slot, -1)
-    return jnp.where(used, owner, -1), slot.reshape(*owner.shape[:2], -1)
+    num_pages = -(-length // page_slots)
+    end = jnp.cumsum(num_pages, 1, dtype=jnp.int32)
+    owner = (page[None, :, :, None] >= end[:, None, None]).sum(-1, dtype=jnp.int32)
+    is_used = owner < length.shape[1]
+    head = jnp.where(is_used, owner, 0).reshape(length.shape[0], -1)
+    first, num_tokens = (jnp.take_along_axis(x, head, 1).reshape(owner.shape) for x in (end - num_pages, length))
+    slot_in_page = jnp.arange(page_slots, dtype=jnp.int32)[None, None, None]
+    token = (page[None] - first)[..., None] * page_slots + slot_in_page
+    token = jnp.where(is_used[..., None] & (token < num_tokens[..., None]), token, -1)
+    return jnp.where(is_used, owner, -1), token.reshape(*owner.shape[:2], -1)
 
 
 def _attend_side_by_side(q: Array, block: KVBlock, q_pos: Array, window: int | None) -> Partial:
-    """`attend_dense` of pages as heads, q [B P G T H], with the logits of all pages in one row for each query."""
+    """`attend_dense` for pages as heads, q [B P G T H], with the logits of all pages in one row for each query."""
     B, P, G, T, H = q.shape
     dims = (((3,), (3,)), ((0, 1), (0, 1)))  # keys first: as the second operand XLA:CPU would transpose them
     s = lax.dot_general(block.k, q.reshape(B, P, G * T, H), dims, preferred_element_type=jnp.float32) * H**-0.5
     s = jnp.moveaxis(s.reshape(B, -1, G, T), 1, 3)[:, None]  # [B 1 G T P*page]
     if block.bias is not None:
         s = s + block.bias.reshape(B, 1, 1, 1, -1)
-    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, NEG)[:, 0]
+    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, MASKED_LOGIT)[:, 0]
     m = lax.stop_gradient(s.reshape(B, G, T, P, -1).max(-1))  # as in `weights`
-    p = jnp.where(s > NEG / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
+    p = jnp.where(s > MASKED_LOGIT / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
     p, m = jnp.moveaxis(p.reshape(B, G, T, P, -1), 3, 1), jnp.moveaxis(m, 3, 1)
     return Partial(mix(p, block.v), m, p.sum(-1))
 
 
-def _by_owner(part: Partial, owner: Array, heads: int) -> Partial:
-    """Partials of this device's pages, [B P G T ..] -> those of all heads over all pages, [B K G T ..]; log-sum-exp."""
-    mine = owner[:, :, None] == jnp.arange(heads, dtype=jnp.int32)[None, None]  # [B P K]
-    m = over_heads.max(jnp.where(mine[..., None, None], part.m[:, :, None], NEG))[:, 0]
-    top = jnp.take_along_axis(m, jnp.maximum(owner, 0)[:, :, None, None], 1)
-    weight = jnp.exp(part.m - top)
+def _merge_by_owner(part: Partial, owner: Array, num_heads: int) -> Partial:
+    """Merges partials of this device's pages [B P G T ..] by log-sum-exp into those of all heads [B K G T ..]."""
+    is_own = owner[:, :, None] == jnp.arange(num_heads, dtype=jnp.int32)[None, None]  # [B P K]
+    m = over_heads.max(jnp.where(is_own[..., None, None], part.m[:, :, None], MASKED_LOGIT))[:, 0]
+    weight = jnp.exp(part.m - jnp.take_along_axis(m, jnp.maximum(owner, 0)[:, :, None, None], 1))
 
-    def total(x: Array) -> Array:
-        here = jnp.einsum("bpk,bp...->bk...", mine.astype(jnp.float32), x, precision=lax.Precision.HIGHEST)
-        return over_heads.sum(here[:, None])[:, 0]
+    def sum_pages(x: Array) -> Array:
+        local = jnp.einsum("bpk,bp...->bk...", is_own.astype(jnp.float32), x, precision=lax.Precision.HIGHEST)
+        return over_heads.sum(local[:, None])[:, 0]
 
-    return Partial(total(weight[..., None] * part.o), m, total(weight * part.l))
+    return Partial(sum_pages(weight[..., None] * part.o), m, sum_pages(weight * part.l))

@@ -1,1 +1,1 @@
-"""Pallas kernels, each beside its plain form."""
+"""Pallas kernels for NVIDIA GPUs, each with its plain form in JAX."""

@@ -1,13 +1,10 @@
-"""Rows of a buffer in pinned host memory, read by the GPU itself; and the same in plain JAX.
+"""Gathers token vectors from pinned host memory: by a kernel in which the GPU reads them itself, and in plain JAX.
 
-A GPU can read pinned host memory where it lies. When the host gathers the rows instead, as `compute_on` has it do, the
-indices have to reach it first, XLA makes one call of all layers' gathers, and nothing else is launched until that call
-has come back.
+A GPU can read pinned host memory in place. When the host gathers instead, as under `compute_on`, the indices have to
+reach it first, XLA makes one call of all layers' gathers, and nothing else is launched until that call has returned.
 """
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +12,36 @@ from jax import lax
 
 from kvjax.core.types import Array
 
-ROWS = 8  # that one program reads
+ROWS_PER_PROGRAM = 8
 
 
 def fits(data: Array, idx: Array) -> bool:
-    """Whether there is anything to read, and Triton's offsets of 32 bits reach all of it."""
+    """Whether there is anything to read, and Triton's 32-bit offsets reach all of it."""
     return 0 < data.size < 2**31 and idx.size > 0
 
 
 def fetch(data: Array, idx: Array, *, interpret: bool = False) -> Array:
-    """Rows idx i32[B K n], in bounds, of data [B K S W] -> [B K n W] in device memory; a kernel for NVIDIA GPUs.
+    """Gathers idx i32[B K n], in bounds, from data [B K S W] in host memory: [B K n W] in device memory.
 
-    `interpret` runs it on any device.
+    A kernel for NVIDIA GPUs; `interpret` runs it on any device.
     """
-    # Here, as they cost a third of what `import kvjax` costs, and only GPUs need them.
+    # Imported here: Pallas takes a third of the time of `import kvjax`, and only GPUs need it.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     (B, K, n), (S, W) = idx.shape, data.shape[2:]
-    rows, lanes = min(ROWS, pl.next_power_of_2(n)), pl.next_power_of_2(W)
+    rows, lanes = min(ROWS_PER_PROGRAM, pl.next_power_of_2(n)), pl.next_power_of_2(W)
+
+    def kernel(idx_ref, data_ref, out_ref):
+        row, col = jnp.arange(rows, dtype=jnp.int32), jnp.arange(lanes, dtype=jnp.int32)[None]
+        real = pl.program_id(2) * rows + row < n
+        source = triton.load(idx_ref.at[row], mask=real, other=0)
+        mask = real[:, None] & (col < W)
+        x = triton.load(data_ref.at[source[:, None], col], mask=mask, other=0)
+        triton.store(out_ref.at[row[:, None], col], x, mask=mask)
+
     return pl.pallas_call(
-        functools.partial(_kernel, n, W),
+        kernel,
         grid=(B, K, pl.cdiv(n, rows)),
         in_specs=[
             pl.BlockSpec((None, None, rows), lambda b, k, i: (b, k, i)),
@@ -49,22 +55,9 @@ def fetch(data: Array, idx: Array, *, interpret: bool = False) -> Array:
     )(idx, data)
 
 
-def _kernel(n: int, width: int, idx_ref, data_ref, out_ref):
-    """The program: ROWS of the n rows of one row of the batch and one head."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
-
-    rows, lanes = out_ref.shape
-    row, col = jnp.arange(rows, dtype=jnp.int32), jnp.arange(lanes, dtype=jnp.int32)[None]
-    real = pl.program_id(2) * rows + row < n
-    at = triton.load(idx_ref.at[row], mask=real, other=0)
-    mask = real[:, None] & (col < width)
-    found = triton.load(data_ref.at[at[:, None], col], mask=mask, other=0)
-    triton.store(out_ref.at[row[:, None], col], found, mask=mask)
-
-
 def gather(data: Array, idx: Array) -> Array:
-    """What `fetch` computes, on any device: one bare gather, as code that runs on the host admits no constants."""
+    """Gathers what `fetch` does, on any device."""
+    # A single gather without clipping: code that `compute_on` runs on the host admits no constants.
     dims = lax.GatherDimensionNumbers(
         offset_dims=(3,),
         collapsed_slice_dims=(2,),

@@ -1,12 +1,12 @@
-"""The program behind `packed.attend`, for Triton: one row and key/value head, every `splits`-th block of slots.
+"""The Triton program of `packed_attention.attend`: one sequence and key/value head, every `splits`-th block of slots.
 
-It keeps an online softmax (FlashAttention; Dao et al., 2022) over blocks of WORDS rows of words, in steps of four
+It keeps an online softmax (FlashAttention; Dao et al., 2022) over blocks of `WORD_ROWS` rows of words, in steps of four
 tokens per word: j, j + 1 (two "planes") and, half a word on, j + per/2, j + 1 + per/2 (two "halves").
 
 With 16-bit queries, codes never become integers. (word >> x) & mask | one leaves a float in each half of a word, and
 their value is 2^bits + code, since the code stands right behind the leading one of the mantissa (8 bits are too many
-for bfloat16, and come in two pieces). One instruction multiplies and adds both, and the register is what a tensor core
-takes: two neighbours along the axis that it sums over. Hence the shapes of the tiles: keys [slots, (channel, half)],
+for bfloat16, and come in two parts). One instruction multiplies and adds both, and the register is what a tensor core
+takes: two neighbors along the axis that it sums over. Hence the shapes of the tiles: keys [slots, (channel, half)],
 values [(slot, half), channels], and a query has two rows, one per half, with zeros in the places of the other half.
 Both halves are merged at the end.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.core.attention import NEG
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.types import Array
 
-ROWS = 8  # queries of a program; with both halves 16 rows, the side of a tile of a tensor core
-WORDS = 8  # rows of words in a block; with both planes 16 slots, another side
-STEPS = 4  # steps between two updates of the online softmax: their scores wait in registers
+QUERY_ROWS = 8  # queries of a program; with both halves 16 rows, the side of a tile of a tensor core
+WORD_ROWS = 8  # rows of words in a block; with both planes 16 slots, another side
+UPDATE_STEPS = 4  # steps between two updates of the online softmax, while their scores wait in registers
 FLOATS = {"float16": (10, 15), "bfloat16": (7, 127)}  # bits of the mantissa, bias of the exponent
 
 
@@ -60,183 +60,181 @@ class Plan:
 
     @property
     def chunk(self) -> int:
-        """Channels in a tile of values: one group, as such a power."""
+        """Channels in a tile of values: one group, rounded up to such a power."""
         return max(16, pl.next_power_of_2(self.v_group))
 
     @property
-    def packed(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether both halves of a word become floats at once."""
         return self.dtype.name in FLOATS
 
     @property
     def excess(self) -> int:
-        """What a float made of a code has too much: 2^bits if packed, unless the mantissa is too short for it."""
-        return 2**self.bits if self.packed and self.bits <= FLOATS[self.dtype.name][0] else 0
-
-    @property
-    def warps(self) -> int:
-        """One has registers for 128 channels in 16 bits."""
-        return max(1, self.width // 128) * (1 if self.packed else 4)
+        """The excess of a float made from a code: 2^bits if `is_packed`, unless the mantissa is too short."""
+        return 2**self.bits if self.is_packed and self.bits <= FLOATS[self.dtype.name][0] else 0
 
 
-class Refs(NamedTuple):
-    """What a program reads of its row and head: references of Pallas."""
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """The codes of the program's sequence and head, as references of Pallas, and how many of its slots are codes."""
 
-    k_words: Array
-    k_scale: Array
-    k_lo: Array
-    v_words: Array
+    plan: Plan
+    num_quantized: Array
+    k_words: Any
+    k_scale: Any
+    k_lo: Any
+    v_words: Any
     v_scale: Any
     v_lo: Any
     pos: Any
 
+    def clip_word(self, word):
+        # Both bounds: knowing that indices are not negative, the compiler would add constants to addresses for nothing.
+        return jnp.clip(word, 0, self.plan.slots // self.plan.per - 1)
 
-def kernel(plan: Plan, q_ref, kw, ks, kl, vw, vs, vl, pos, q_pos_ref, settled_ref, o_ref, m_ref, l_ref):
-    """The program: ROWS queries, and the rest as in `packed.attend` without the axes B and K."""
-    refs, row, col = Refs(kw, ks, kl, vw, vs, vl, pos), span(2 * ROWS), span(2 * plan.width)[None]
-    query = _query(plan, row % ROWS)
+    def load_pos(self, word, offset):
+        """Rows of words, maybe beyond the last, and places in the word -> slots that exist, and pos, -1 if no code."""
+        plan = self.plan
+        slot = self.clip_word(word) * plan.per + offset
+        is_quantized = word * plan.per + offset < self.num_quantized
+        return slot, triton.load(self.pos.at[slot], mask=is_quantized, other=-1)
+
+    def is_visible(self, q_pos, first, j):
+        """bool[(half, query), (plane, word)]: whether each query sees each token of step j."""
+        plan, col = self.plan, span(2 * WORD_ROWS)
+        offsets = (j + col // WORD_ROWS + half for half in (0, plan.per // 2))
+        halves = (self.load_pos(first + col % WORD_ROWS, offset)[1] for offset in offsets)
+        is_upper = (span(2 * QUERY_ROWS) < QUERY_ROWS)[:, None]
+        pos, t = jnp.where(is_upper, *(x[None] for x in halves)), q_pos[:, None]
+        ok = (pos >= 0) & (pos <= t)
+        return ok if plan.window is None else ok & (pos > t - plan.window)
+
+    def keys(self, first):
+        """Returns a function from a step to its tile of keys [(plane, word), (channel, half)]."""
+        plan, word = self.plan, self.clip_word(first + span(WORD_ROWS))
+
+        def load(ref, row, ok=None):
+            return _load(ref, row, (0, plan.channels), plan.width, ok)
+
+        words, same = load(self.k_words, word), math.gcd(plan.k_group, plan.per)
+
+        @functools.cache  # the tokens of a word that are in one group share scale and lo
+        def scale_and_lo(offset):
+            slot = word * plan.per + offset
+            # A half without codes meets the zeros of the other half's queries, and 0 * inf is NaN.
+            ok = None if same == plan.per else slot < self.num_quantized
+            return _adjust_lo(plan, *(load(x, slot // plan.k_group, ok) for x in (self.k_scale, self.k_lo)))
+
+        def plane(j):
+            halves = (scale_and_lo(x // same * same) for x in (j, j + plan.per // 2))
+            scale, lo = (_interleave_columns(*x) for x in zip(*halves, strict=True))
+            return _multiply_add(plan, _codes_to_floats(plan, words, j, _interleave_columns), scale, lo)
+
+        return lambda j: _stack_rows(plane(j), plane(j + 1))
+
+    def values(self, first):
+        """Returns a function from a step to its tiles of values [(plane, word, half), channel], one per group."""
+        plan = self.plan
+        n, row, word = plan.v_group, span(4 * WORD_ROWS), self.clip_word(first + span(WORD_ROWS))
+        words = [_load(self.v_words, word, (c * n, n), plan.chunk) for c in range(plan.channels // n)]
+
+        def tiles(j):
+            offset = j + row // (2 * WORD_ROWS) + row % 2 * (plan.per // 2)
+            slot, pos = self.load_pos(first + row // 2 % WORD_ROWS, offset)
+            for c, x in enumerate(words):
+                # What an empty slot holds must not reach the product: its weight is 0, and 0 * inf is NaN.
+                loaded = (triton.load(y.at[slot, c], mask=pos >= 0, other=0) for y in (self.v_scale, self.v_lo))
+                scale, lo = (y[:, None] for y in _adjust_lo(plan, *loaded))
+                codes = _stack_rows(*(_codes_to_floats(plan, x, i, _interleave_rows) for i in (j, j + 1)))
+                yield _multiply_add(plan, codes, scale, lo)
+
+        return tiles
+
+
+def kernel(plan: Plan, q_ref, *refs):
+    """The program: `QUERY_ROWS` queries; other references as in `packed_attention.attend`, without axes B and K."""
+    *codes_and_pos, q_pos_ref, num_quantized_ref, o_ref, m_ref, l_ref = refs
+    num_quantized = jnp.minimum(num_quantized_ref[()], plan.slots)
+    head = _Head(plan, num_quantized, *codes_and_pos)
+    row, col = span(2 * QUERY_ROWS), span(2 * plan.width)[None]
+    query = _query_index(plan, row % QUERY_ROWS)
     real = query < plan.queries
-    mask = real[:, None] & (col // 2 < plan.channels) & (col % 2 == row[:, None] // ROWS)
-    q = triton.load(q_ref.at[row[:, None] % ROWS, col // 2], mask=mask, other=0)
+    # Each query has two rows, with zeros in every second channel: the places of the other half of the words.
+    mask = real[:, None] & (col // 2 < plan.channels) & (col % 2 == row[:, None] // QUERY_ROWS)
+    q = triton.load(q_ref.at[row[:, None] % QUERY_ROWS, col // 2], mask=mask, other=0)
     q_pos = triton.load(q_pos_ref.at[query % plan.tokens], mask=real, other=-1)
-    settled = jnp.minimum(settled_ref[()], plan.slots)
     split, splits = pl.program_id(2), pl.num_programs(2)
 
-    def block(i, carry):
-        return _block(plan, refs, q, q_pos, settled, (split + i * splits) * WORDS, carry)
+    def attend_block(i, carry):
+        return _attend_block(head, q, q_pos, (split + i * splits) * WORD_ROWS, carry)
 
-    mine = pl.cdiv(jnp.maximum(pl.cdiv(settled, plan.per * WORDS) - split, 0), splits)
+    num_blocks = pl.cdiv(jnp.maximum(pl.cdiv(num_quantized, plan.per * WORD_ROWS) - split, 0), splits)
+    o = (jnp.zeros((2 * QUERY_ROWS, plan.chunk), jnp.float32),) * (plan.channels // plan.v_group)
+    m, l = (
+        jnp.full((2 * QUERY_ROWS,), MASKED_LOGIT, jnp.float32),
+        jnp.zeros((2 * QUERY_ROWS, 2 * WORD_ROWS), jnp.float32),
+    )
+    o, m, l = lax.fori_loop(0, num_blocks, attend_block, (o, m, l))
 
-    def zero(*shape):
-        return jnp.zeros(shape, jnp.float32)
-
-    o = (zero(2 * ROWS, plan.chunk),) * (plan.channels // plan.v_group)
-    carry = o, jnp.full((2 * ROWS,), NEG, jnp.float32), zero(2 * ROWS, 2 * WORDS)
-    o, m, l = lax.fori_loop(0, mine, block, carry)
-    _store(plan, o, m.reshape(2, ROWS), l.sum(1).reshape(2, ROWS), o_ref, m_ref, l_ref)
-
-
-def _store(plan: Plan, o, m, l, o_ref, m_ref, l_ref):
-    """Merges the halves and writes them."""
-    row, col = span(ROWS), span(plan.chunk)[None]
-    real, top = _query(plan, row) < plan.queries, m.max(0)
+    # Merges both halves, and leaves the powers of two.
+    row, col = span(QUERY_ROWS), span(plan.chunk)[None]
+    m, l = m.reshape(2, QUERY_ROWS), l.sum(1).reshape(2, QUERY_ROWS)
+    real, top = _query_index(plan, row) < plan.queries, m.max(0)
     w = jnp.exp2(m - top[None])
     for c, x in enumerate(o):
-        x = (x.reshape(2, ROWS, plan.chunk) * w[..., None]).sum(0)
+        x = (x.reshape(2, QUERY_ROWS, plan.chunk) * w[..., None]).sum(0)
         mask = real[:, None] & (col < plan.v_group)
         triton.store(o_ref.at[row[:, None], c * plan.v_group + col], x, mask=mask)
-    triton.store(m_ref.at[row], jnp.where(top > NEG / 2, top * math.log(2), NEG), mask=real)
+    triton.store(m_ref.at[row], jnp.where(top > MASKED_LOGIT / 2, top * math.log(2), MASKED_LOGIT), mask=real)
     triton.store(l_ref.at[row], (l * w).sum(0), mask=real)
 
 
-def _query(plan: Plan, row):
-    """Rows of this program's tile -> which queries of the head they are; a head may need several programs."""
-    return pl.program_id(1) % pl.cdiv(plan.queries, ROWS) * ROWS + row
+def _query_index(plan: Plan, row):
+    """Rows of this program's tile -> queries of the head; a head may need several programs."""
+    return pl.program_id(1) % pl.cdiv(plan.queries, QUERY_ROWS) * QUERY_ROWS + row
 
 
-def _block(plan: Plan, refs: Refs, q, q_pos, settled, first, cross_layer):
-    """The online softmax, in powers of two, over the WORDS rows of words from `first` on."""
-    o, m, l = cross_layer
-    upper = (span(2 * ROWS) < ROWS)[:, None]
-    keys, values = _keys(plan, refs, settled, first), None
-    for start in range(0, plan.per // 2, 2 * STEPS):
-        steps = range(start, min(start + 2 * STEPS, plan.per // 2), 2)
+def _attend_block(head: _Head, q, q_pos, first, carry):
+    """The online softmax, in powers of two, over the `WORD_ROWS` rows of words from `first` on."""
+    plan, (o, m, l) = head.plan, carry
+    is_upper = (span(2 * QUERY_ROWS) < QUERY_ROWS)[:, None]
+    keys, values = head.keys(first), None
+    for start in range(0, plan.per // 2, 2 * UPDATE_STEPS):
+        steps = range(start, min(start + 2 * UPDATE_STEPS, plan.per // 2), 2)
         s = []
         for j in steps:
             x = dot(q, keys(j).T) * (math.log2(math.e) * plan.channels**-0.5)
-            s.append(jnp.where(_visible(plan, refs, q_pos, settled, first, j), x, NEG))
-        values = values or _values(plan, refs, settled, first)
+            s.append(jnp.where(head.is_visible(q_pos, first, j), x, MASKED_LOGIT))
+        values = values or head.values(first)  # once for all steps, after the first scores
         top = jnp.maximum(m, functools.reduce(jnp.maximum, s).max(1))
         shrink = jnp.exp2(m - top)[:, None]
-        p = [jnp.where(x > NEG / 2, jnp.exp2(x - top[:, None]), 0.0) for x in s]
+        p = [jnp.where(x > MASKED_LOGIT / 2, jnp.exp2(x - top[:, None]), 0.0) for x in s]
         o, m, l = [x * shrink for x in o], top, functools.reduce(jnp.add, p, l * shrink)
         for j, x in zip(steps, p, strict=True):
-            x = _beside(jnp.where(upper, x, 0.0), jnp.where(upper, 0.0, x)).astype(plan.dtype)
+            x = _interleave_columns(jnp.where(is_upper, x, 0.0), jnp.where(is_upper, 0.0, x)).astype(plan.dtype)
             o = [y + dot(x, v) for y, v in zip(o, values(j), strict=True)]
     return tuple(o), m, l
 
 
-def _visible(plan: Plan, refs: Refs, q_pos, settled, first, j):
-    """bool[(half, query), (plane, word)]: what the queries see of step j."""
-    col = span(2 * WORDS)
-    halves = (_pos(plan, refs, settled, first + col % WORDS, j + col // WORDS + x)[1] for x in (0, plan.per // 2))
-    upper = (span(2 * ROWS) < ROWS)[:, None]
-    pos, t = jnp.where(upper, *(x[None] for x in halves)), q_pos[:, None]
-    ok = (pos >= 0) & (pos <= t)
-    return ok if plan.window is None else ok & (pos > t - plan.window)
-
-
-def _pos(plan: Plan, refs: Refs, settled, word, offset):
-    """Rows of words, maybe beyond the last, and places in the word -> (slots that exist, pos, -1 from settled on)."""
-    slot = _clip(plan, word) * plan.per + offset
-    return slot, triton.load(refs.pos.at[slot], mask=word * plan.per + offset < settled, other=-1)
-
-
-def _clip(plan: Plan, word):
-    """Both bounds: knowing that indices are not negative, the compiler adds constants to addresses for nothing."""
-    return jnp.clip(word, 0, plan.slots // plan.per - 1)
-
-
-def _keys(plan: Plan, refs: Refs, settled, first):
-    """Step -> tile [(plane, word), (channel, half)]."""
-    word = _clip(plan, first + span(WORDS))
-
-    def load(ref, row, ok=None):
-        return _load(ref, row, 0, plan.channels, plan.width, ok)
-
-    words, same = load(refs.k_words, word), math.gcd(plan.k_group, plan.per)
-
-    @functools.cache
-    def affine(offset):
-        slot = word * plan.per + offset
-        # A half that is not settled meets the zeros of the other half's queries, and 0 * inf is NaN.
-        ok = None if same == plan.per else slot < settled
-        return _affine(plan, *(load(x, slot // plan.k_group, ok) for x in (refs.k_scale, refs.k_lo)))
-
-    def plane(j):
-        halves = (affine(x // same * same) for x in (j, j + plan.per // 2))
-        scale, lo = (_beside(*x) for x in zip(*halves, strict=True))
-        return _multiply_add(plan, _floats(plan, words, j, _beside), scale, lo)
-
-    return lambda j: _below(plane(j), plane(j + 1))
-
-
-def _values(plan: Plan, refs: Refs, settled, first):
-    """Step -> tiles [(plane, word, half), channel], one per group of channels."""
-    n, row, word = plan.v_group, span(4 * WORDS), _clip(plan, first + span(WORDS))
-    words = [_load(refs.v_words, word, c * n, n, plan.chunk) for c in range(plan.channels // n)]
-
-    def tiles(j):
-        offset = j + row // (2 * WORDS) + row % 2 * (plan.per // 2)
-        slot, pos = _pos(plan, refs, settled, first + row // 2 % WORDS, offset)
-        for c, x in enumerate(words):
-            # What an empty slot holds must not reach the product: its weight is 0, and 0 * inf is NaN.
-            scales = (triton.load(y.at[slot, c], mask=pos >= 0, other=0) for y in (refs.v_scale, refs.v_lo))
-            scale, lo = (y[:, None] for y in _affine(plan, *scales))
-            codes = _below(*(_floats(plan, x, i, _in_turns) for i in (j, j + 1)))
-            yield _multiply_add(plan, codes, scale, lo)
-
-    return tiles
-
-
-def _floats(plan: Plan, words, j, join):
-    """[n C] words -> codes j and j + per/2 of each as floats in plan.dtype, `excess` larger, joined."""
-    if not plan.packed:
+def _codes_to_floats(plan: Plan, words, j, join):
+    """Codes j and j + per/2 of words [n C] as floats in plan.dtype, `excess` too large, combined by `join`."""
+    if not plan.is_packed:
         codes = ((words >> jnp.uint32(plan.bits * j + half)) & jnp.uint32(2**plan.bits - 1) for half in (0, 16))
         return join(*(x.astype(jnp.int32).astype(plan.dtype) for x in codes))
     if plan.excess:
-        return join(*_halves(plan, words, plan.bits * j, plan.bits))
+        return join(*_half_floats(plan, words, plan.bits * j, plan.bits))
+    # The code is longer than the mantissa: the low and the high half of its bits become floats, and are added up.
     n = plan.bits // 2
-    low, high = (join(*_halves(plan, words, at, n)) for at in (plan.bits * j, plan.bits * j + n))
+    low, high = (join(*_half_floats(plan, words, at, n)) for at in (plan.bits * j, plan.bits * j + n))
 
-    def x(value):
+    def full(value):
         return jnp.full(low.shape, value, plan.dtype)
 
-    return _multiply_add(plan, low, x(1), _multiply_add(plan, high, x(2**n), x(-(4**n) - 2**n)))
+    return _multiply_add(plan, low, full(1), _multiply_add(plan, high, full(2**n), full(-(4**n) - 2**n)))
 
 
-def _halves(plan: Plan, words, at: int, n: int):
-    """2^n + n bits of each half of a word, from bit `at` on: behind the one that leads a float's mantissa."""
+def _half_floats(plan: Plan, words, at: int, n: int):
+    """2^n + the n bits from `at` on, of each half of a word: they stand behind a float's leading one."""
     mantissa, bias = FLOATS[plan.dtype.name]
     shift, mask, one = mantissa - n - at, (2**n - 1) << (mantissa - n), (bias + n) << mantissa
     x = words << jnp.uint32(shift) if shift >= 0 else words >> jnp.uint32(-shift)
@@ -244,8 +242,8 @@ def _halves(plan: Plan, words, at: int, n: int):
     return [lax.bitcast_convert_type(y.astype(jnp.uint16), plan.dtype) for y in (x, x >> jnp.uint32(16))]
 
 
-def _affine(plan: Plan, scale, lo):
-    """Scale and lo in plan.dtype, lo making up for the excess of `_floats`."""
+def _adjust_lo(plan: Plan, scale, lo):
+    """Scale and lo in plan.dtype, lo less what the excess of `_codes_to_floats` adds."""
     scale = scale.astype(plan.dtype)
     if plan.excess:
         lo = lo.astype(jnp.float32) - scale.astype(jnp.float32) * float(plan.excess)
@@ -255,7 +253,7 @@ def _affine(plan: Plan, scale, lo):
 def _multiply_add(plan: Plan, x, y, z):
     """x * y + z, rounded once; on a GPU two 16-bit floats at a time, for which Triton has only assembly."""
     y, z = (jnp.broadcast_to(a, x.shape) for a in (y, z))
-    if plan.interpret or not plan.packed:
+    if plan.interpret or not plan.is_packed:
         x, y, z = (a.astype(jnp.float32) for a in (x, y, z))
         return (x * y + z).astype(plan.dtype)
     (out,) = triton.elementwise_inline_asm(
@@ -274,13 +272,13 @@ def span(n: int) -> Array:
 
 
 def dot(a, b):
-    """Products of float32 in float32, not TF32."""
+    """Matrix product that sums in float32; float32 operands are not rounded to TF32."""
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _load(ref, row, start: int, n: int, width: int, ok=None):
-    """Channels start..start+n-1 of the rows i32[R] -> [R width], 0 beyond, and in rows that are not ok bool[R]."""
-    col = span(width)[None]
+def _load(ref, row, channels: tuple[int, int], width: int, ok=None):
+    """Loads (first, number of) channels of rows i32[R]: [R width], 0 beyond, and in rows that are not ok bool[R]."""
+    (start, n), col = channels, span(width)[None]
     index, mask = ref.at[row[:, None], start + col], None if n == width else col < n
     if ok is not None:
         mask = ok[:, None] if mask is None else ok[:, None] & mask
@@ -289,16 +287,17 @@ def _load(ref, row, start: int, n: int, width: int, ok=None):
     return triton.load(index, mask=jnp.broadcast_to(mask, (row.shape[0], width)), other=0)
 
 
-def _beside(a, b):
-    """[n C], [n C] -> [n 2C], columns in turns."""
+# Triton joins arrays only along a new last axis, which transposing then moves where it belongs.
+def _interleave_columns(a, b):
+    """[n C], [n C] -> [n 2C]."""
     return jnp.stack([a, b], -1).reshape(a.shape[0], -1)
 
 
-def _in_turns(a, b):
-    """[n C], [n C] -> [2n C], rows in turns."""
+def _interleave_rows(a, b):
+    """[n C], [n C] -> [2n C]."""
     return jnp.stack([a, b], -1).transpose(0, 2, 1).reshape(-1, a.shape[1])
 
 
-def _below(a, b):
-    """[n C], [n C] -> [2n C], one after the other."""
+def _stack_rows(a, b):
+    """[n C], [n C] -> [2n C], all rows of a first."""
     return jnp.stack([a, b], -1).transpose(2, 0, 1).reshape(-1, a.shape[1])

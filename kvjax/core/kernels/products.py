@@ -1,8 +1,8 @@
 """The two products of decode attention, each straight from packed codes: kernels for NVIDIA GPUs.
 
-`packed.attend` is both in one kernel, and faster. These are for whoever must see the weights between the two. Codes are
-as described in `packed`, but a number's scale and lo may belong to a group of slots or of channels in either product:
-scale and lo are [B K S/g H/h], where g slots and h channels share one.
+`packed_attention.attend` computes both in one kernel, and is faster. These serve callers that need the weights in
+between. Codes are as described there, but in either product slots or channels may share a number's scale and lo: both
+are [B K S/g H/h], where g slots and h channels share one.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kvjax.core.kernels.packed import PROGRAMS, Codes
+from kvjax.core.kernels.packed_attention import NUM_PROGRAMS, PackedCodes
 from kvjax.core.kernels.packed_kernel import dot, span
 from kvjax.core.types import Array
 
-QUERIES = 64  # of a key/value head that one program takes at most
-WORDS = 16  # rows of words in a block, the side of a tile of a tensor core
+MAX_QUERIES = 64  # of a key/value head, for one program
+WORD_ROWS = 16  # rows of words in a block, the side of a tile of a tensor core
 
 
-def fits(q: Array, codes: Codes) -> bool:
-    """Whether the kernels serve queries or weights [B K G T ...] and these codes."""
-    few = q.shape[2] * q.shape[3] <= QUERIES
-    return few and codes.words.size > 0 and codes.words.shape[3] <= 256
+def fits(x: Array, codes: PackedCodes) -> bool:
+    """Whether the kernels serve queries or weights x [B K G T ...] and these codes."""
+    is_few = x.shape[2] * x.shape[3] <= MAX_QUERIES
+    return is_few and codes.words.size > 0 and codes.words.shape[3] <= 256
 
 
-def scores(q: Array, k: Codes, *, bits: int, interpret: bool = False) -> Array:
-    """q [B K G T H] against all keys -> f32[B K G T S], over the root of H; operands in q's dtype, sums in float32.
+def scores(q: Array, k: PackedCodes, *, bits: int, interpret: bool = False) -> Array:
+    """Scaled dot products of q [B K G T H] and all keys, f32[B K G T S]; operands in q's dtype, sums in float32.
 
-    Keys of slots that hold none must be finite. `interpret` runs the kernel on any device.
+    Keys in empty slots must be finite. `interpret` runs the kernel on any device.
     """
     plan = _plan(q, k, bits, q.dtype)
-    B, K, G, T, H = q.shape
+    (B, K, G, T, H), S = q.shape, plan.rows * plan.per
     out = pl.pallas_call(
-        functools.partial(_scores, plan),
-        grid=(B, K, pl.cdiv(plan.rows, WORDS)),
-        in_specs=[_whole(x) for x in (q.reshape(B, K, G * T, H), *k)],
-        out_specs=_each((G * T, plan.slots)),
-        out_shape=jax.ShapeDtypeStruct((B, K, G * T, plan.slots), jnp.float32),
+        functools.partial(_scores_kernel, plan),
+        grid=(B, K, pl.cdiv(plan.rows, WORD_ROWS)),
+        in_specs=[_head_spec(x.shape[2:]) for x in (q.reshape(B, K, G * T, H), *k)],
+        out_specs=_head_spec((G * T, S)),
+        out_shape=jax.ShapeDtypeStruct((B, K, G * T, S), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="packed_scores",
     )(q.reshape(B, K, G * T, H), *k)
-    return out.reshape(B, K, G, T, plan.slots)
+    return out.reshape(B, K, G, T, S)
 
 
-def mix(p: Array, v: Codes, dtype: jnp.dtype, *, bits: int, interpret: bool = False) -> Array:
-    """Weights f32[B K G T S] over all values -> f32[B K G T H]; operands in `dtype`, sums in float32.
+def mix(p: Array, v: PackedCodes, dtype: jnp.dtype, *, bits: int, interpret: bool = False) -> Array:
+    """Sums all values by weights p f32[B K G T S]: f32[B K G T H]; operands in `dtype`, sums in float32.
 
-    Values of slots that hold none must be finite. `interpret` runs the kernel on any device.
+    Values in empty slots must be finite. `interpret` runs the kernel on any device.
     """
     plan = _plan(p, v, bits, dtype)
     B, K, G, T, S = p.shape
-    splits = max(1, min(pl.cdiv(plan.rows, WORDS), PROGRAMS // (B * K)))
+    splits = max(1, min(pl.cdiv(plan.rows, WORD_ROWS), NUM_PROGRAMS // (B * K)))
     out = pl.pallas_call(
-        functools.partial(_mix, plan),
+        functools.partial(_mix_kernel, plan),
         grid=(B, K, splits),
-        in_specs=[_whole(x) for x in (p.reshape(B, K, G * T, S), *v)],
+        in_specs=[_head_spec(x.shape[2:]) for x in (p.reshape(B, K, G * T, S), *v)],
         out_specs=pl.BlockSpec((None, None, None, G * T, plan.channels), lambda b, k, i: (b, k, i, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((B, K, splits, G * T, plan.channels), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
@@ -73,7 +73,7 @@ def mix(p: Array, v: Codes, dtype: jnp.dtype, *, bits: int, interpret: bool = Fa
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """The static numbers of both kernels."""
 
     bits: int
@@ -90,11 +90,6 @@ class Plan:
         return 32 // self.bits
 
     @property
-    def slots(self) -> int:
-        """Of all words."""
-        return self.rows * self.per
-
-    @property
     def width(self) -> int:
         """Channels of a tile: Triton knows only powers of two."""
         return max(16, pl.next_power_of_2(self.channels))
@@ -105,79 +100,73 @@ class Plan:
         return max(16, pl.next_power_of_2(self.queries))
 
 
-def _plan(q: Array, codes: Codes, bits: int, dtype: jnp.dtype) -> Plan:
+def _plan(x: Array, codes: PackedCodes, bits: int, dtype: jnp.dtype) -> ProductPlan:
     rows, channels = codes.words.shape[2:]
     slot_group = rows * (32 // bits) // codes.scale.shape[2]
-    return Plan(bits, rows, q.shape[2] * q.shape[3], channels, slot_group, channels // codes.scale.shape[3], dtype)
+    channel_group = channels // codes.scale.shape[3]
+    return ProductPlan(bits, rows, x.shape[2] * x.shape[3], channels, slot_group, channel_group, dtype)
 
 
-def _each(shape: tuple[int, ...]) -> pl.BlockSpec:
-    """All of a row and key/value head."""
+def _head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
+    """All of one sequence and key/value head."""
     return pl.BlockSpec((None, None, *shape), lambda b, k, i: (b, k, *(0 for _ in shape)))
 
 
-def _whole(x: Array) -> pl.BlockSpec:
-    return _each(x.shape[2:])
-
-
-def _scores(plan: Plan, q_ref, words_ref, scale_ref, lo_ref, out_ref):
-    """One program: the scores of WORDS rows of words."""
+def _scores_kernel(plan: ProductPlan, q_ref, words_ref, scale_ref, lo_ref, out_ref):
+    """One program: the scores of `WORD_ROWS` rows of words."""
     query, channel = span(plan.height)[:, None], span(plan.width)[None]
     inside = (query < plan.queries) & (channel < plan.channels)
     q = triton.load(q_ref.at[query, channel], mask=inside, other=0).astype(plan.dtype)
-    block = _Block(plan, (words_ref, scale_ref, lo_ref), pl.program_id(2) * WORDS)
+    block = _WordBlock(plan, (words_ref, scale_ref, lo_ref), pl.program_id(2) * WORD_ROWS)
     for j in range(plan.per):
-        s = dot(q, block.numbers(j).T) * plan.channels**-0.5
+        s = dot(q, block.dequantize(j).T) * plan.channels**-0.5
         slot = block.word * plan.per + j
         triton.store(out_ref.at[query, slot[None]], s, mask=(query < plan.queries) & (block.word < plan.rows)[None])
 
 
-def _mix(plan: Plan, p_ref, words_ref, scale_ref, lo_ref, out_ref):
-    """One program: the mixture of every `splits`-th block of WORDS rows of words."""
+def _mix_kernel(plan: ProductPlan, p_ref, words_ref, scale_ref, lo_ref, out_ref):
+    """One program: the weighted sum over every `splits`-th block of `WORD_ROWS` rows of words."""
     query, channel = span(plan.height)[:, None], span(plan.width)[None]
     split, splits = pl.program_id(2), pl.num_programs(2)
 
-    def add(i, out):
-        block = _Block(plan, (words_ref, scale_ref, lo_ref), (split + i * splits) * WORDS)
+    def add_block(i, out):
+        block = _WordBlock(plan, (words_ref, scale_ref, lo_ref), (split + i * splits) * WORD_ROWS)
         mask = (query < plan.queries) & (block.word < plan.rows)[None]
         for j in range(plan.per):
             slot = block.word * plan.per + j
             p = triton.load(p_ref.at[query, slot[None]], mask=mask, other=0).astype(plan.dtype)
-            out = out + dot(p, block.numbers(j))
+            out = out + dot(p, block.dequantize(j))
         return out
 
-    mine = pl.cdiv(jnp.maximum(pl.cdiv(plan.rows, WORDS) - split, 0), splits)
-    out = lax.fori_loop(0, mine, add, jnp.zeros((plan.height, plan.width), jnp.float32))
+    num_blocks = pl.cdiv(jnp.maximum(pl.cdiv(plan.rows, WORD_ROWS) - split, 0), splits)
+    out = lax.fori_loop(0, num_blocks, add_block, jnp.zeros((plan.height, plan.width), jnp.float32))
     inside = (query < plan.queries) & (channel < plan.channels)
     triton.store(out_ref.at[query, channel], out, mask=inside)
 
 
-class _Block:
-    """WORDS rows of words from `first` on, some of them maybe behind the last."""
+class _WordBlock:
+    """`WORD_ROWS` rows of words from `first` on, some of them maybe beyond the last."""
 
-    def __init__(self, plan: Plan, refs, first):
-        self.plan, self.word = plan, first + span(WORDS)
-        self._words_ref, self._scale_ref, self._lo_ref = refs
+    def __init__(self, plan: ProductPlan, refs, first):
+        self.plan, self.word = plan, first + span(WORD_ROWS)
+        words_ref, self._scale_ref, self._lo_ref = refs
         self._channel = span(plan.width)[None]
         self._mask = (self.word < plan.rows)[:, None] & (self._channel < plan.channels)
-        self._words = triton.load(self._words_ref.at[self.word[:, None], self._channel], mask=self._mask, other=0)
-        self._known: dict[int, tuple] = {}
+        self._words = triton.load(words_ref.at[self.word[:, None], self._channel], mask=self._mask, other=0)
+        self._scale_and_lo: dict[int, tuple] = {}
 
-    def numbers(self, j: int):
-        """Token j of each word, dequantised, [WORDS width]."""
-        scale, lo = self._affine(j)
-        codes = (self._words >> jnp.uint32(self.plan.bits * j)) & jnp.uint32(2**self.plan.bits - 1)
-        return (codes.astype(jnp.int32).astype(jnp.float32) * scale + lo).astype(self.plan.dtype)
-
-    def _affine(self, j: int):
-        """Scale and lo of token j of each word, which those of its group share."""
+    def dequantize(self, j: int):
+        """Token j of each word, [WORD_ROWS width]."""
+        # The tokens of a word that are in one group share scale and lo, which are loaded with the first of them.
         shared = math.gcd(self.plan.slot_group, self.plan.per)
         first = j // shared * shared
-        if first not in self._known:
+        if first not in self._scale_and_lo:
             group = (self.word * self.plan.per + first)[:, None] // self.plan.slot_group
-            at = group, self._channel // self.plan.channel_group
-            self._known[first] = tuple(
-                triton.load(ref.at[at], mask=self._mask, other=0).astype(jnp.float32)
+            index = group, self._channel // self.plan.channel_group
+            self._scale_and_lo[first] = tuple(
+                triton.load(ref.at[index], mask=self._mask, other=0).astype(jnp.float32)
                 for ref in (self._scale_ref, self._lo_ref)
             )
-        return self._known[first]
+        scale, lo = self._scale_and_lo[first]
+        codes = (self._words >> jnp.uint32(self.plan.bits * j)) & jnp.uint32(2**self.plan.bits - 1)
+        return (codes.astype(jnp.int32).astype(jnp.float32) * scale + lo).astype(self.plan.dtype)

@@ -17,7 +17,7 @@ from kvjax.cache.protocol import Traits
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record
-from kvjax.methods.strings import Part, parse, parts_of
+from kvjax.methods.strings import Part, parse, split_methods
 
 SHOWN, NOT_SHOWN, WITHIN, NOT_RUN = "shown", "not shown", "within the error", "not in this run"
 NEAR = 0.02  # a loss below this, in score or in bits per byte, counts as near
@@ -82,7 +82,7 @@ class Known(NamedTuple):
 def known(record: Record) -> Known | None:
     """What the name of a record's method says, or else what the record says of it; None where neither does."""
     try:
-        return Known(parse(record["method"]).traits, parts_of(record["method"]))
+        return Known(parse(record["method"]).traits, split_methods(record["method"]))
     except KvjaxError:  # a method of somebody's own
         return Known(Traits(**record["traits"]), ()) if "traits" in record else None
 

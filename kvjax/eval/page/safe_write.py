@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvjax.errors import KvjaxError
-from kvjax.utils.files import replacing
+from kvjax.utils.files import replace_atomically
 
 
 def write(path: Path, text: str) -> Path:
@@ -15,7 +15,7 @@ def write(path: Path, text: str) -> Path:
         if path.exists() and not path.is_file():  # a pipe or a terminal has nothing to keep
             path.write_bytes(content)
         else:
-            with replacing(path) as file:
+            with replace_atomically(path) as file:
                 file.write(content)
     except OSError as e:
         raise KvjaxError(f"cannot write {path} ({e.strerror}); make room there, or write elsewhere") from e

@@ -21,7 +21,7 @@ from kvjax.eval.tasks import packaged, suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import framed
 from kvjax.eval.tasks.suite import words
-from kvjax.methods.strings import named, split_many
+from kvjax.methods.strings import resolve, split_list
 from kvjax.models.model import Model, load
 
 CSV = "summary.csv"
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         width = max(map(len, found))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in found.items()))
         return
-    named(args.methods)  # a slip is said before a large model is loaded
+    resolve(args.methods)  # a slip is said before a large model is loaded
     tasks, spec = suite.expand(words(args.tasks)), specification(args)
     shares = () if args.budget_bytes is None else equal_bytes.shares_of(args.budget_bytes)
     length, *others = spec.lengths
@@ -104,7 +104,7 @@ def _warn(model: Model, lengths: Sequence[int]) -> None:
 
 def _at_equal_bytes(model: Model, methods: str, shares: Sequence[Fraction], length: int) -> list[str]:
     """The methods at sizes that take these shares of the bytes of `full`, which comes first; says what fits nowhere."""
-    found = equal_bytes.fitted(split_many(methods), shares, model.config, length)
+    found = equal_bytes.fitted(split_list(methods), shares, model.config, length)
     for method in found:
         if not method.method:
             print(

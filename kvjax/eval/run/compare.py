@@ -14,7 +14,7 @@ from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.methods.strings import Methods, named
+from kvjax.methods.strings import Methods, resolve
 from kvjax.models.model import Model
 
 TASKS = "niah,ppl"
@@ -69,7 +69,7 @@ def compare(
         with tempfile.TemporaryDirectory(prefix="kvjax-") as folder:
             how = {"batch": batch, "seen": seen, "speed": speed, "progress": progress, "left_out": left_out}
             return compare(model, methods, tasks, spec, folder, **how)
-    chosen = named(methods)
+    chosen = resolve(methods)
     tasks = suite.expand(tasks)
     cases = suite.cases(model, tasks, spec, left_out)
     about = {"seed": spec.seed, "batch": batch, "seen": seen}

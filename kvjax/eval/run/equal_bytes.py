@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvjax.errors import KvjaxError
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.methods.registry import load_all
-from kvjax.methods.strings import Part, joined, parts_given
+from kvjax.methods.strings import Part, format_methods, parse_parts
 from kvjax.models.config import Config
 
 BITS = (8, 4, 3, 2, 1)
@@ -34,7 +34,7 @@ class Fitted(NamedTuple):
 def fitted(methods: Sequence[str], shares: Sequence[Fraction], config: Config, prompt: int) -> list[Fitted]:
     """Every method at every share of the bytes that `full` holds of a prompt of so many tokens, in bfloat16.
 
-    What is changed of a method is what its recipe calls its sizes (`Recipe.sizes`): numbers of tokens, or of bits. In a
+    The size parameters of a method change (`MethodEntry.size_parameters`): numbers of tokens or of bits. In a
     composition it is one part's, the first that makes it fit, tokens before bits. A method of one size is taken as it
     is wherever it fits. Raises KvjaxError for a method that this model cannot have at the size that it is given.
     """
@@ -71,7 +71,7 @@ class _Dial(NamedTuple):
         """The method's string at a size; several parameters share it."""
         part = self.parts[self.index]
         values = part.values | {name: max(size // len(self.names), 1) for name in self.names}
-        return joined([*self.parts[: self.index], Part(part.name, values), *self.parts[self.index + 1 :]])
+        return format_methods([*self.parts[: self.index], Part(part.name, values), *self.parts[self.index + 1 :]])
 
 
 def _fit(text: str, share: Fraction, most: int, config: Config, prompt: int) -> Fitted:
@@ -95,8 +95,8 @@ def _fit(text: str, share: Fraction, most: int, config: Config, prompt: int) -> 
 
 def _dials(text: str) -> list[_Dial]:
     """What may be turned of a method, numbers of tokens before numbers of bits."""
-    parts = parts_given(text)
-    dials = [_Dial(parts, i, load_all()[part.name].sizes) for i, part in enumerate(parts)]
+    parts = parse_parts(text)
+    dials = [_Dial(parts, i, load_all()[part.name].size_parameters) for i, part in enumerate(parts)]
     return sorted((dial for dial in dials if dial.names), key=lambda dial: dial.names == ("bits",))
 
 

@@ -19,8 +19,8 @@ from kvjax.eval.run.reader import Reader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.methods.method_hash import identity
-from kvjax.methods.strings import Methods, is_made_by_kvjax, named
+from kvjax.methods.method_hash import method_hash
+from kvjax.methods.strings import Methods, is_builtin_method, resolve
 from kvjax.models.model import Model
 
 SPEED = "speed"
@@ -83,10 +83,10 @@ def evaluate(
     are conversations in any case. speed: context lengths, tokens, at which speed is measured, `batch` at a time. Raises
     KvjaxError before anything runs for a method or case that cannot run, and when a batch fails; what was done stays.
     """
-    parsed = named(methods)
+    parsed = resolve(methods)
     for name, method in parsed.items():
         check_runs(model, name, method, [len(c.context) for c in cases] + list(speed))
-    marks, meant = check_cases(cases, store), check_unchanged(parsed, store)
+    marks, hashes = check_cases(cases, store), check_unchanged(parsed, store)
     units, names = batches(cases, batch), list(parsed)
     together = [names[start : start + GROUP] for start in range(0, len(names), GROUP)]
     work = [(u, m) for group in together for u in (*units, *speed) for m in group if not _done(store, m, u)]
@@ -98,7 +98,7 @@ def evaluate(
             line = bar.add_task(f"{name}: {task}", total=sum(map(_size, todo)))
             for unit in todo:
                 found = _guarded(reader, name, parsed[name], unit, seen, batch, seed, marks)
-                store.append([record | {"meant": meant[name]} for record in found])
+                store.append([record | {"method_hash": hashes[name]} for record in found])
                 bar.advance(line, _size(unit))
                 bar.advance(total, _size(unit))
             bar.remove_task(line)
@@ -128,15 +128,16 @@ def check_runs(model: Model, name: str, method: KVMethod, lengths: Sequence[int]
 
 
 def check_unchanged(methods: Mapping[str, KVMethod], store: Store) -> dict[str, str]:
-    """What each name stands for, compared with what it stood for when the store's records were made."""
-    meant = {name: identity(method) for name, method in methods.items()}
+    """The hash of each method; raises KvjaxError where the store has records of another method of that name."""
+    hashes = {name: method_hash(method) for name, method in methods.items()}
     for r in store.records:
-        if r.get("meant") and r["meant"] != meant.get(r["method"], r["meant"]):
+        recorded = r.get("method_hash") or r.get("meant")  # the field's name in kvjax 0.1
+        if recorded and recorded != hashes.get(r["method"], recorded):
             raise KvjaxError(
                 f"{r['method']!r} is not the method that was recorded under this name: its code, its values, its "
                 "table or the version of kvjax have changed. Choose another --out, or delete the old one"
             )
-    return meant
+    return hashes
 
 
 def check_cases(cases: Sequence[Case], store: Store) -> dict[tuple[str, str], str]:
@@ -221,7 +222,7 @@ def records(
     each, longest = size.per_sequence(batch.rows), max(len(c.context) for c in batch.cases)
     fraction = harness.bfloat16_fractions(method, reader.model.config, longest)
     # A report may be made where a method of one's own is not known, and then only the record can tell its traits.
-    traits = {} if is_made_by_kvjax(name) else {"traits": dataclasses.asdict(method.traits)}
+    traits = {} if is_builtin_method(name) else {"traits": dataclasses.asdict(method.traits)}
     return [
         {
             "method": name,

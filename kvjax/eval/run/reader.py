@@ -12,7 +12,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.core import memory
 from kvjax.generation.context import Context, read
 from kvjax.generation.inputs import round_up
-from kvjax.generation.reuse.full_kv import Exact, read_exactly
+from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.models.model import Model
 
 SHARE = 1 / 8
@@ -28,7 +28,7 @@ class Reader:
 
     def __init__(self, model: Model, least_room: int = 0):
         self.model, self._least_room = model, least_room
-        self._kept: dict[tuple, Exact] = {}  # the latest last
+        self._kept: dict[tuple, FullKV] = {}  # the latest last
 
     def read(self, rows: Sequence[np.ndarray], method: str | KVMethod, *, room: int, width: int) -> Context:
         """As `kvjax.read`."""
@@ -41,7 +41,7 @@ class Reader:
             while self._kept and sum(self._size(len(ids), width) for width, ids in [*self._kept, what]) > most:
                 del self._kept[next(iter(self._kept))]
             self._kept[what] = read_exactly(self.model, ids, width=width)
-        return self._kept[what].under(method, max(round_up(max(map(len, ids)) + room), width))
+        return self._kept[what].compress(method, max(round_up(max(map(len, ids)) + room), width))
 
     def _size(self, rows: int, width: int) -> int:
         """Bytes of what is kept of so many rows."""
@@ -49,5 +49,5 @@ class Reader:
         return rows * width * c.layers * (2 * c.kv_heads + c.heads) * c.head_dim * self.model.dtype.itemsize
 
     def _most(self) -> float:
-        there = memory.installed(jax.tree.leaves(self.model.params)[0].devices()).device
+        there = memory.installed_memory(jax.tree.leaves(self.model.params)[0].devices()).device
         return SHARE * (math.inf if there is None else there)

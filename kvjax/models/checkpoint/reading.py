@@ -1,4 +1,4 @@
-"""Checkpoint directories read part by part, straight to where the parameters are to be."""
+"""Reading checkpoint directories, part by part and straight to the parameters' places."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.checkpoint.manifest import PARTS, Manifest, digest_of, manifest, part_names
+from kvjax.models.checkpoint.manifest import PARTS, Manifest, part_digest, part_names, read_manifest
 from kvjax.utils.arguments import float_type
 
 Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sharding.Sharding | None
-"""Where parameters go: a function of the path, one sharding for all, or a tree like the parameters."""
+"""The places of parameters: a function of the path, one sharding for all, or a tree like the parameters."""
 
 
-def _sharding_of(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]:
-    """Any accepted form of `shardings` as a function of the path."""
+def _sharding_function(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]:
     if shardings is None:
-        shardings = jnp.zeros(()).sharding  # honours jax.default_device
+        shardings = jnp.zeros(()).sharding  # honors jax.default_device
     if isinstance(shardings, jax.sharding.Sharding):
         return lambda path: shardings
     if callable(shardings):
@@ -41,43 +40,56 @@ def _sharding_of(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]
     return find
 
 
-def part(
+def read_part(
     directory: str | Path, name: str, record: Manifest | None = None, dtype=None, shardings: Shardings = None
 ) -> Any:
-    """Restores one top-level entry, checked against its digest, to `dtype` (default: as stored) and `shardings`."""
-    record = record or manifest(directory)
+    """Restores one top-level entry of the parameters and checks it against its digest.
+
+    Args:
+      directory: a checkpoint.
+      name: the entry, as "layer_0".
+      record: the manifest, if it has been read.
+      dtype: of the parameters; None as stored.
+      shardings: their places; None for the default device.
+
+    Raises:
+      KvjaxError: if the part is missing or damaged, or cannot be restored to this dtype and sharding.
+    """
+    record = record or read_manifest(directory)
     dtype = None if dtype is None else float_type(dtype)
     folder = Path(directory).absolute() / PARTS / name
     if not folder.is_dir():
         raise KvjaxError(f"{directory} lacks its part {name!r}; copy it again or convert the checkpoint again")
     flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
-    if digest_of(folder, flat) != record.digests.get(name):
+    if part_digest(folder, flat) != record.digests.get(name):
         raise KvjaxError(f"part {name!r} of {directory} is damaged (its digest differs); copy or convert it again")
-    place = _sharding_of(shardings)
-    places = {path: place(path) for path in flat}
+    sharding = _sharding_function(shardings)
+    places = {path: sharding(path) for path in flat}
     try:
-        return _restore_part(folder, flat, places, dtype)[name]
+        return _restore(folder, flat, places, dtype)[name]
     except (ValueError, TypeError, KeyError) as e:
         raise KvjaxError(
             f"part {name!r} of {directory} does not restore so; choose another dtype or sharding: {e}"
         ) from e
 
 
-def _restore_part(folder: Path, flat: dict[str, dict], places: dict[str, jax.sharding.Sharding], dtype) -> Any:
-    import orbax.checkpoint as ocp  # here, as it costs more than the rest of `import kvjax`
+def _restore(folder: Path, flat: dict[str, dict], shardings: dict[str, jax.sharding.Sharding], dtype) -> Any:
+    import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
 
     shapes = {p: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for p, x in flat.items()}
-    args = {p: ocp.ArrayRestoreArgs(sharding=places[p], global_shape=s.shape, dtype=s.dtype) for p, s in shapes.items()}
+    args = {
+        p: ocp.ArrayRestoreArgs(sharding=shardings[p], global_shape=s.shape, dtype=s.dtype) for p, s in shapes.items()
+    }
     tree = functools.partial(unflatten_dict, sep="/")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(args)))
 
 
 def restore(directory: str | Path, dtype=None, shardings: Shardings = None) -> tuple[Config, dict[str, Any]]:
-    """A checkpoint directory -> (config, parameter tree), read straight into `dtype` (default: as stored) and place.
+    """Restores a checkpoint directory: (config, parameter tree); the arguments are those of `read_part`.
 
     Raises KvjaxError for a foreign, damaged, incomplete or newer directory.
     """
-    record = manifest(directory)
+    record = read_manifest(directory)
     names = part_names(record.parameters)
-    return record.config, {n: part(directory, n, record, dtype, shardings) for n in names}
+    return record.config, {n: read_part(directory, n, record, dtype, shardings) for n in names}

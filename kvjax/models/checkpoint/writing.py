@@ -1,4 +1,4 @@
-"""Checkpoint directories written part by part: a killed write leaves nothing that loads."""
+"""Writing checkpoint directories, part by part; a killed write leaves nothing that loads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, digest_of, part_names
+from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, part_digest, part_names
 from kvjax.utils.arguments import float_type
-from kvjax.utils.lock import claim, is_same
+from kvjax.utils.lock import is_open_path, lock_file
 
-NEW, OLD = "new", "old"  # in the folder of a write: what is written, and what was there before
+NEW, OLD = "new", "old"  # in the working folder: the new directory, and the one that it replaces
 
 
 class Writer:
@@ -34,18 +34,25 @@ class Writer:
             w.put("embedding", embedding)
             w.put("layer_0", {...})
 
-    Leaves are cast to `dtype`. `extra_files`, contents by name, are written beside them. An existing directory is
-    refused unless `replace`, and then stays until the new one is complete; of a link, what it leads to is written.
-    Raises KvjaxError on a wrong shape or a part that was never put, and Busy while another process writes the same
-    directory.
+    Until then all of it lies in a working folder next to the directory. A link stays, and its target is written.
 
-    Until then all lies in a fresh folder beside the directory. It and the lock have names that no user gives: a digest
-    of the directory's name.
+    Args:
+      directory: destination.
+      config: of the model.
+      dtype: leaves are cast to it.
+      source: description of the origin.
+      extra_files: contents by file name, as those of a tokenizer.
+      replace: whether an existing checkpoint may be replaced; it stays until the new one is complete.
+
+    Raises:
+      KvjaxError: for a wrong shape, a part that was never put, or an existing directory without `replace`.
+      Busy: while another process writes the same directory.
     """
 
     def __init__(self, directory, config: Config, dtype, source: str = "", *, extra_files=None, replace: bool = False):
         self.directory = Path(os.path.realpath(directory))
-        self.own = f".kvjax-{hashlib.sha256(os.fsencode(self.directory.name)).hexdigest()[:16]}"
+        # The lock and the working folder are named by a digest, so that they meet no file of the user.
+        self.prefix = f".kvjax-{hashlib.sha256(os.fsencode(self.directory.name)).hexdigest()[:16]}"
         self.config, self.dtype, self.source = config, float_type(dtype), source
         self.extra_files, self.replace = dict(extra_files or {}), replace
         self.parameters: dict[str, dict[str, Any]] = {}
@@ -55,57 +62,57 @@ class Writer:
     def __enter__(self) -> Writer:
         parent = self.directory.parent
         parent.mkdir(parents=True, exist_ok=True)
-        self._lock_file = parent / f"{self.own}.lock"
-        self._lock = _locked(self._lock_file, self.directory)
+        self._lock_file = parent / f"{self.prefix}.lock"
+        self._lock = lock_file(self._lock_file, self.directory)
         try:
-            self._clear()
+            self._remove_leftovers()
             refuse_existing(self.directory, self.replace)
-            self._work = Path(tempfile.mkdtemp(prefix=f"{self.own}-", dir=parent))
+            self._work = Path(tempfile.mkdtemp(prefix=f"{self.prefix}-", dir=parent))
             self.partial, self._old = self._work / NEW, self._work / OLD
             (self.partial / PARTS).mkdir(parents=True)
         except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
-                self._clear()
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                self._remove_leftovers()
             self._release()
             raise
         return self
 
-    def _clear(self) -> None:
-        """Removes what writes that were killed have left: the lock says that nobody is at it."""
-        for left in self.directory.parent.glob(f"{self.own}-*"):
-            found = left.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                self._remove(left)
+    def _remove_leftovers(self) -> None:
+        """Removes the working folders of killed writes; the lock says that none is in use."""
+        for leftover in self.directory.parent.glob(f"{self.prefix}-*"):
+            status = leftover.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():  # not what another user put there
+                self._remove(leftover)
 
     def _remove(self, work: Path) -> None:
-        """Removes a folder of a write; what was set aside there goes back first, if nothing has taken its place."""
+        """Removes a working folder; a directory that was set aside there and not replaced goes back first."""
         if (work / OLD).exists() and not self.directory.exists():
             (work / OLD).rename(self.directory)
         shutil.rmtree(work, ignore_errors=True)
 
     def _release(self) -> None:
-        if is_same(self._lock_file, self._lock):
+        if is_open_path(self._lock_file, self._lock):
             self._lock_file.unlink()
         os.close(self._lock)
 
     def put(self, name: str, subtree: Any) -> None:
-        """Writes one top-level entry, a tree of arrays (or the array itself, for `embedding`)."""
-        import orbax.checkpoint as ocp  # here, as it costs more than the rest of `import kvjax`
+        """Writes one top-level entry of the parameters: a tree of arrays, or an array for `embedding`."""
+        import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
 
         if name in self.digests:
             raise KvjaxError(f"part {name!r} was put twice; put each top-level entry once")
         arrays = flatten_dict({name: subtree}, sep="/")
         flat = {path: np.asarray(x).astype(self.dtype, copy=False) for path, x in arrays.items()}
-        described = {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in flat.items()}
+        entries = {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in flat.items()}
         folder = self.partial / PARTS / name
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten_dict(flat, sep="/")))
-        except ValueError as e:  # so Orbax says that a disk is full
+        except ValueError as e:  # raised by Orbax when the disk is full
             raise OSError(f"{folder} cannot be written ({e}); make room, or choose another destination") from e
-        (folder / "commit_success.txt").unlink(missing_ok=True)  # Orbax's note of where it wrote
-        self.parameters |= described
-        self.digests[name] = digest_of(folder, described)
+        (folder / "commit_success.txt").unlink(missing_ok=True)  # it holds the path of the working folder
+        self.parameters |= entries
+        self.digests[name] = part_digest(folder, entries)
 
     def __exit__(self, kind, *_) -> None:
         try:
@@ -127,30 +134,13 @@ class Writer:
         refuse_existing(self.directory, self.replace)
         if self.directory.exists():
             self.directory.rename(self._old)
-        self.partial.rename(self.directory)  # where this fails, the old one goes back (`_remove`)
-
-
-def _locked(file: Path, directory: Path) -> int:
-    """A file that stands for the directory, open under a lock that ends with this process, however it ends.
-
-    Raises Busy while another process holds it.
-    """
-    while True:
-        opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            claim(opened, directory)
-        except BaseException:
-            os.close(opened)
-            raise
-        if is_same(file, opened):
-            return opened
-        os.close(opened)  # it was removed in between
+        self.partial.rename(self.directory)  # if this fails, `_remove` puts the old one back
 
 
 def refuse_existing(directory: str | Path, replace: bool = False) -> None:
-    """Raises KvjaxError if writing to `directory` would destroy something that the caller did not give up."""
+    """Raises KvjaxError if writing to `directory` would destroy anything but a checkpoint that may be replaced."""
     path = Path(os.path.realpath(directory))
-    if path.is_symlink():  # which realpath leaves only of those that lead in a circle
+    if path.is_symlink():  # `realpath` resolves all links but circular ones
         raise KvjaxError(f"{directory} is a link that leads back to itself; choose another directory")
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
@@ -161,7 +151,7 @@ def refuse_existing(directory: str | Path, replace: bool = False) -> None:
 
 
 def save(directory, config: Config, params: Mapping[str, Any], *, source="", extra_files=None, replace=False) -> None:
-    """Writes `params`, the tree of `Decoder(config)`, as a directory, in their dtype (float32 if they differ)."""
+    """Writes the parameter tree of `Decoder(config)` in its dtype, float32 if leaves differ; see `Writer`."""
     flat: dict[str, Any] = flatten_dict(nn.unbox(params), sep="/")
     check_shapes(config, {p: jnp.shape(x) for p, x in flat.items()}, "the parameter tree")
     dtypes = {np.dtype(x.dtype) for x in flat.values()}

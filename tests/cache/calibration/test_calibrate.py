@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax import calibrate
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cli import main
 from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
@@ -88,7 +88,7 @@ def test_from_the_command_line_to_a_method(tmp_path, capsys):
     assert main(["calibrate", "bases", "testbed", str(out), "--text", str(text), "--tokens=128", "--context=64"]) == 0
     assert "bases of testbed, from 128 tokens" in capsys.readouterr().out
     first = specs(kvjax.load("testbed").config)[0]
-    assert Given(str(out), "bases").of(first, keys=(2, 32, 32))
+    assert TableFile(str(out), "bases").layer_arrays(first, keys=(2, 32, 32))
     assert kvjax.parse(f"matryoshka:table={out}").bind(first)
 
 

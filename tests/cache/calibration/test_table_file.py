@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache.calibration import table_file
-from kvjax.cache.calibration.table_file import Given
+from kvjax.cache.calibration.table_file import TableFile
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 
@@ -25,16 +25,18 @@ def path(tmp_path):
 def test_each_layer_finds_its_own_arrays(path):
     second = dataclasses.replace(SPEC, index=1)
     for spec, want in ((SPEC, 0.5), (second, 1.5)):
-        np.testing.assert_array_equal(Given(path, "heads").of(spec, weights=(layer.K,))["weights"], [want] * layer.K)
-        assert Given(path, "heads").of(spec, weights=(None,))
+        np.testing.assert_array_equal(
+            TableFile(path, "heads").layer_arrays(spec, weights=(layer.K,))["weights"], [want] * layer.K
+        )
+        assert TableFile(path, "heads").layer_arrays(spec, weights=(None,))
 
 
 def test_equal_content_is_an_equal_table_wherever_it_lies(path, tmp_path):
     copy, other = tmp_path / "copy", tmp_path / "other"
     copy.write_bytes(Path(path).read_bytes())
     table_file.write(other, "heads", SPEC, [{"weights": np.zeros(layer.K, np.float32)}] * 2)
-    assert Given(str(copy), "heads") == Given(path, "heads") and hash(Given(str(copy), "heads"))
-    assert Given(str(other), "heads") != Given(path, "heads") != Given(path, "bases")
+    assert TableFile(str(copy), "heads") == TableFile(path, "heads") and hash(TableFile(str(copy), "heads"))
+    assert TableFile(str(other), "heads") != TableFile(path, "heads") != TableFile(path, "bases")
 
 
 @pytest.mark.parametrize(
@@ -55,17 +57,17 @@ def test_equal_content_is_an_equal_table_wherever_it_lies(path, tmp_path):
 )
 def test_a_table_that_does_not_fit_says_why(path, kind, spec, shapes, says):
     with pytest.raises(KvjaxError, match=says):
-        Given(path, kind).of(spec, **shapes)
+        TableFile(path, kind).layer_arrays(spec, **shapes)
 
 
 def test_what_is_no_table_says_so(tmp_path):
     with pytest.raises(KvjaxError, match="no table of heads can be read from .*No such file.*kvjax calibrate heads"):
-        Given(str(tmp_path / "none"), "heads")
+        TableFile(str(tmp_path / "none"), "heads")
     (tmp_path / "text").write_text("hello")
     with pytest.raises(KvjaxError, match="is no safetensors file"):
-        Given(str(tmp_path / "text"), "heads").of(SPEC)
+        TableFile(str(tmp_path / "text"), "heads").layer_arrays(SPEC)
     with pytest.raises(KvjaxError, match="1 sets of arrays for 2 layers"):
         table_file.write(tmp_path / "few", "heads", SPEC, [{}])
     bad = table_file.write(tmp_path / "bad", "heads", SPEC, [{"weights": np.array([1, np.nan], np.float32)}] * 2)
     with pytest.raises(KvjaxError, match="not finite"):
-        Given(str(bad), "heads").of(SPEC, weights=(2,))
+        TableFile(str(bad), "heads").layer_arrays(SPEC, weights=(2,))

@@ -9,8 +9,8 @@ import pytest
 
 import kvjax
 from kvjax.cache.calibration import table_kinds
-from kvjax.cache.calibration.table_file import FOLDER, Given
-from kvjax.cache.calibration.table_kinds import KINDS, Kind, table
+from kvjax.cache.calibration.table_file import SHIPPED_TABLES, TableFile
+from kvjax.cache.calibration.table_kinds import TABLE_KINDS, TableKind, register_table_kind
 from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import load_all
@@ -19,29 +19,29 @@ from tests.contract import layer, test_devices
 load_all()
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(TABLE_KINDS))
 def test_a_table_ships_for_the_tests_layers_and_for_the_shipped_model(kind):
     """Made by `python -m experiments.tables.build`."""
     devices = dataclasses.replace(layer.spec(), num_kv_heads=test_devices.K)
     for spec in (layer.spec(), devices, *specs(kvjax.load("testbed").config)):
-        assert Given("shipped", kind).of(spec) == {}  # it is found, and no array was asked for
+        assert TableFile("shipped", kind).layer_arrays(spec) == {}  # it is found, and no array was asked for
 
 
 def test_no_table_ships_without_its_kind():
-    assert {folder.name for folder in FOLDER.iterdir()} == set(KINDS)
+    assert {folder.name for folder in SHIPPED_TABLES.iterdir()} == set(TABLE_KINDS)
 
 
 def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
-    monkeypatch.setattr(table_kinds, "KINDS", {})
+    monkeypatch.setattr(table_kinds, "TABLE_KINDS", {})
 
-    @table("gates")
-    class Gates(Kind):
+    @register_table_kind("gates")
+    class AttentionGateTable(TableKind):
         def example(self, spec, rng):
             return {"gates": rng.random(spec.num_kv_heads)}
 
-    made = table_kinds.KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
+    made = table_kinds.TABLE_KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
     assert made["gates"].shape == (layer.K,)
     with pytest.raises(KvjaxError, match="of gates holds what no statistics of a text give; train it"):
-        table_kinds.KINDS["gates"].count(None, None, layer.spec())
+        table_kinds.TABLE_KINDS["gates"].count(None, None, layer.spec())
     with pytest.raises(KvjaxError, match="no table of gates can be read from 'nowhere'"):
-        Gates.given("nowhere")
+        AttentionGateTable.table_file("nowhere")

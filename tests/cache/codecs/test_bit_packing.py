@@ -1,4 +1,4 @@
-"""The group quantiser is KIVI's to the last bit, in every dtype, jitted or not; words hold the codes in order."""
+"""The group quantizer is KIVI's to the last bit, in every dtype, jitted or not; words hold the codes in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvjax.cache.codecs.bit_packing import dequantise, pack, quantise, unpack
+from kvjax.cache.codecs.bit_packing import dequantize, pack, quantize, unpack
 from tests.oracles import kivi
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -26,17 +26,17 @@ def jitted(bits: int, one_bit: str):
     """Codes, scale, lo and what comes back, as one compiled program: where a compiler could round less often."""
 
     def run(x):
-        stored = quantise(x, bits, one_bit)
-        return *stored, dequantise(*stored)
+        stored = quantize(x, bits, one_bit)
+        return *stored, dequantize(*stored)
 
     return jax.jit(run)
 
 
 def check(x: np.ndarray, bits: int, one_bit: str) -> None:
     """x [n G]: every group against the oracle, exactly, eager and jitted."""
-    want = [kivi.quantise(group, bits, one_bit) for group in x]
-    stored = quantise(jnp.asarray(x), bits, one_bit)
-    compare(x, want, *stored, dequantise(*stored))
+    want = [kivi.quantize(group, bits, one_bit) for group in x]
+    stored = quantize(jnp.asarray(x), bits, one_bit)
+    compare(x, want, *stored, dequantize(*stored))
     compare(x, want, *jitted(bits, one_bit)(jnp.asarray(x)))
 
 
@@ -47,7 +47,7 @@ def compare(x: np.ndarray, want: list, codes, scale, lo, back) -> None:
     np.testing.assert_array_equal(scale, np.stack([[w[1]] for w in want]))
     np.testing.assert_array_equal(lo, np.stack([[w[2]] for w in want]))
     np.testing.assert_array_equal(codes, np.stack([w[0] for w in want]))
-    np.testing.assert_array_equal(back, np.stack([kivi.dequantise(*w) for w in want]))
+    np.testing.assert_array_equal(back, np.stack([kivi.dequantize(*w) for w in want]))
 
 
 def groups(kind: str, dtype) -> np.ndarray:
@@ -69,7 +69,7 @@ def groups(kind: str, dtype) -> np.ndarray:
 @each_kind
 @each_dtype
 @pytest.mark.parametrize("kind", ["normal", "far from zero", "halves", "outliers", "small"])
-def test_it_is_kivis_quantiser_bit_by_bit(kind, dtype, bits, one_bit):
+def test_it_is_kivis_quantizer_bit_by_bit(kind, dtype, bits, one_bit):
     check(groups(kind, dtype), bits, one_bit)
 
 
@@ -88,7 +88,7 @@ def test_one_bit_improved_has_the_quarter_points_and_puts_the_middle_above(dtype
     codes, scale, _, back = jitted(1, "improved")(x)
     np.testing.assert_array_equal(codes, [[0, 0, 1, 1, 1, 1, 0, 0]])
     np.testing.assert_array_equal(back, np.where(np.asarray(codes), 0.5, -0.5))
-    assert jax.jit(lambda x: quantise(x, 1)[1])(x) == scale, "improved is the default"
+    assert jax.jit(lambda x: quantize(x, 1)[1])(x) == scale, "improved is the default"
 
 
 @each_dtype
@@ -137,7 +137,7 @@ def test_no_value_moves_by_more_than_half_a_step(dtype, bits):
     far = np.abs(np.asarray(back, np.float64) - x.astype(np.float64))
     rounding = 8 * float(ml_dtypes.finfo(dtype).eps) * np.abs(x.astype(np.float64)).max()
     assert (far <= np.asarray(scale, np.float64) / 2 + rounding).all()
-    assert far.max() > np.asarray(scale, np.float64).min() / 4, "it does quantise"
+    assert far.max() > np.asarray(scale, np.float64).min() / 4, "it does quantize"
 
 
 def test_groups_may_have_any_leading_axes():
@@ -185,7 +185,7 @@ def test_words_written_by_hand(bits, codes, words):
     np.testing.assert_array_equal(jax.jit(lambda w: unpack(w, bits, 1))(got), [codes])
 
 
-def test_a_code_never_spills_into_its_neighbours():
+def test_a_code_never_spills_into_its_neighbors():
     """One bit improved: a group's maximum is code 1, where the formula taken literally gives 2."""
     x = groups("normal", np.float32)
     for bits, one_bit in KINDS:

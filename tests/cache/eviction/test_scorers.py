@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.eviction.scorers import Accumulated, Window
-from kvjax.core.attention import causal_with_sums
+from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
+from kvjax.core.attention import causal_attention_with_lse
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
 from kvjax.errors import KvjaxError
@@ -26,15 +26,15 @@ def run(scorer, block, obs, window=None):
 
 
 CASES = [
-    (Window(W, 1), None),
-    (Window(W, 5), 9),
-    (Window(W, 7, pool="max", reduce="max"), None),
-    (Window(W, 3, pool="max", reduce_first=True), None),
-    (Window(W, 3, reduce="max", reduce_first=True), None),
-    (Accumulated(), None),
-    (Accumulated("visible"), None),
-    (Accumulated(decay=0.9), None),
-    (Accumulated("visible", decay=0.8), 9),
+    (WindowAttention(W, 1), None),
+    (WindowAttention(W, 5), 9),
+    (WindowAttention(W, 7, pool="max", reduce="max"), None),
+    (WindowAttention(W, 3, pool="max", reduce_first=True), None),
+    (WindowAttention(W, 3, reduce="max", reduce_first=True), None),
+    (AccumulatedAttention(), None),
+    (AccumulatedAttention("visible"), None),
+    (AccumulatedAttention(decay=0.9), None),
+    (AccumulatedAttention("visible", decay=0.8), 9),
     (KeyNorm(), None),
 ]
 
@@ -53,18 +53,22 @@ def test_scores_are_the_oracles(scorer, window, padding):
 
 def test_a_window_takes_its_queries_from_all_of_them():
     block, few = batch(queries=W)
-    np.testing.assert_allclose(run(Window(W, 3), block, few)[1], run(Window(W, 3), *batch())[1], atol=1e-6)
+    np.testing.assert_allclose(
+        run(WindowAttention(W, 3), block, few)[1], run(WindowAttention(W, 3), *batch())[1], atol=1e-6
+    )
 
 
 def test_only_positions_say_which_queries_are_real():
     block, obs = batch(queries=W)
     turned = Observation(np.roll(obs.q, 2, 3), np.roll(obs.pos, 2, 1))
-    np.testing.assert_allclose(run(Window(W, 3), block, obs)[1], run(Window(W, 3), block, turned)[1], atol=1e-6)
+    np.testing.assert_allclose(
+        run(WindowAttention(W, 3), block, obs)[1], run(WindowAttention(W, 3), block, turned)[1], atol=1e-6
+    )
 
 
 def test_the_window_outranks_the_past_and_a_short_row_is_all_window():
     block, obs = batch(queries=W)
-    scores = np.asarray(run(Window(W, 3), block, obs)[1])
+    scores = np.asarray(run(WindowAttention(W, 3), block, obs)[1])
     for b, n in enumerate(LENGTHS):
         assert scores[b, :, max(n - W, 0) : n].min() >= 1
         assert n <= W or scores[b, :, : n - W].max() < 1
@@ -75,7 +79,7 @@ def test_queries_are_read_a_few_at_a_time():
     block, obs = batch()
     by = np.ones(obs.pos.shape, np.float32)
     for window in (None, 9):
-        whole, parts = (jax.jit(functools.partial(attention_mass, window=window, at_once=n)) for n in (64, 7))
+        whole, parts = (jax.jit(functools.partial(attention_mass, window=window, block_size=n)) for n in (64, 7))
         for x, y in zip(whole(block, obs, by), parts(block, obs, by), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
@@ -83,12 +87,12 @@ def test_queries_are_read_a_few_at_a_time():
 @pytest.mark.parametrize("window", [None, 9])
 def test_sums_that_are_known_change_nothing(window):
     block, obs = batch()
-    _, sums = causal_with_sums(obs.q, block.k, block.v, window=window)
-    summed = jax.jit(functools.partial(attention_mass, window=window, at_once=7))
+    _, sums = causal_attention_with_lse(obs.q, block.k, block.v, window=window)
+    summed = jax.jit(functools.partial(attention_mass, window=window, block_size=7))
     by = np.ones(obs.pos.shape, np.float32)
-    for x, y in zip(summed(block, obs, by), summed(block, obs._replace(softmax_sums=sums), by), strict=True):
+    for x, y in zip(summed(block, obs, by), summed(block, obs._replace(softmax_lse=sums), by), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
-    twice = summed(block, obs._replace(softmax_sums=sums - np.float32(np.log(2))), by)[0]
+    twice = summed(block, obs._replace(softmax_lse=sums - np.float32(np.log(2))), by)[0]
     np.testing.assert_allclose(twice, 2 * summed(block, obs, by)[0], atol=1e-5)  # they are what it divides by
 
 
@@ -112,7 +116,7 @@ def test_draws_are_spread_evenly_and_never_repeat():
     assert abs(np.corrcoef(u[0, 1:], u[0, :-1])[0, 1]) < 0.03 and abs((rows[0] % 2).mean() - 0.5) < 0.02
 
 
-@pytest.mark.parametrize("scorer", [Window(8), Accumulated("visible"), KeyNorm(), Random()], ids=str)
+@pytest.mark.parametrize("scorer", [WindowAttention(8), AccumulatedAttention("visible"), KeyNorm(), Random()], ids=str)
 def test_no_array_has_queries_times_slots_and_scores_are_float32(scorer):
     block, obs = batch(lengths=(500, 17), S=512)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 3 else x, (block, obs))
@@ -124,15 +128,15 @@ def test_no_array_has_queries_times_slots_and_scores_are_float32(scorer):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Window(32, 4), "kernel must be odd.*got 4; use 5"),
-        (lambda: Window(32, 0), "got 0; use 1"),
-        (lambda: Window(0), "queries must be at least 1, got 0"),
-        (lambda: Window(pool="sum"), "pool must be one of 'avg', 'max', got 'sum'"),
-        (lambda: Window(reduce="sum"), "reduce must be one of 'mean', 'max', got 'sum'"),
-        (lambda: Accumulated("mean"), "normalise must be one of 'none', 'visible', got 'mean'"),
-        (lambda: Accumulated(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
-        (lambda: Window(7).scores(batch()[0], None, spec()), "got none; observe the last 7 of each row"),
-        (lambda: Accumulated().scores(batch()[0], None, spec()), "got none; observe all of each row"),
+        (lambda: WindowAttention(32, 4), "kernel must be odd.*got 4; use 5"),
+        (lambda: WindowAttention(32, 0), "got 0; use 1"),
+        (lambda: WindowAttention(0), "queries must be at least 1, got 0"),
+        (lambda: WindowAttention(pool="sum"), "pool must be one of 'avg', 'max', got 'sum'"),
+        (lambda: WindowAttention(reduce="sum"), "reduce must be one of 'mean', 'max', got 'sum'"),
+        (lambda: AccumulatedAttention("mean"), "normalise must be one of 'none', 'visible', got 'mean'"),
+        (lambda: AccumulatedAttention(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
+        (lambda: WindowAttention(7).scores(batch()[0], None, spec()), "got none; observe the last 7 of each row"),
+        (lambda: AccumulatedAttention().scores(batch()[0], None, spec()), "got none; observe all of each row"),
     ],
 )
 def test_wrong_settings_are_named(make, says):

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.eviction import granularity as selection
-from kvjax.cache.eviction.granularity import Chunk, Page, Token, select, top
+from kvjax.cache.eviction.budgets import Uniform
+from kvjax.cache.eviction.granularity import Chunk, Page, Token
+from kvjax.cache.eviction.scorers import Scorer, Scores
+from kvjax.cache.eviction.selection import Selection
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
+from tests.contract import layer
 from tests.oracles import eviction as oracle
 
 LENGTHS = (21, 5, 14)
+
+
+class Known(Scorer):
+    """The scores that stand in the values."""
+
+    def scores(self, block, observation, spec):
+        return Scores(block.v[:, :, None, :, 0], block.v[..., 0])
+
+
+def select(scores, pos, keep, slots, sinks, recent, unit, scope="head"):
+    block = KVBlock(scores[..., None], scores[..., None], pos)
+    selection = Selection(Known(), Uniform(slots), sinks, recent, unit, scope)
+    return selection.select_slots(block, None, keep, slots, layer.spec()).slots
+
+
 run = jax.jit(select, static_argnums=(3, 4, 5, 6, 7))
 
 
@@ -78,38 +95,19 @@ def test_all_tokens_of_a_short_prompt_stay_when_there_are_more_slots_than_tokens
         assert np.asarray(got)[b].tolist() == [list(range(n)) + [-1] * (30 - n)] * 2
 
 
-def test_top_takes_exactly_as_many_as_asked():
-    s = np.array([[3, 1, 3, 3, 2], [-np.inf, 0, -0.0, 0, 5]], np.float32)
-    allowed = np.array([[True, True, False, True, True], [True] * 5])
-    f = jax.jit(top)
-    for n in range(6):
-        got = np.asarray(f(s, allowed, np.array([n, n], np.int32)))
-        assert np.flatnonzero(got[0]).tolist() == sorted([0, 3, 4, 1][:n])
-        assert np.flatnonzero(got[1]).tolist() == sorted([4, 1, 2, 3, 0][:n])
-
-
-def test_gathered_rows_keep_their_positions():
-    k = np.arange(2 * 2 * 5 * 3).reshape(2, 2, 5, 3).astype(jnp.bfloat16)
-    pos = np.array([[[0, 1, 2, 3, 4]], [[0, 1, 2, -1, -1]]], np.int32)
-    idx = np.array([[[1, 4], [0, 2]], [[2, -1], [0, -1]]], np.int32)
-    gather = jax.jit(selection.gather)
-    out = gather(KVBlock(k, k + 1, pos), idx)
-    assert np.asarray(out.pos).tolist() == [[[1, 4], [0, 2]], [[2, -1], [0, -1]]]
-    np.testing.assert_array_equal(np.asarray(out.k)[0, 1], k[0, 1, [0, 2]])
-    np.testing.assert_array_equal(np.asarray(out.v)[0, 0], k[0, 0, [1, 4]] + 1)
-    shared = gather(KVBlock(k, k, pos), idx[:, :1])
-    assert shared.pos.shape == (2, 1, 2) and shared.k.shape == (2, 2, 2, 3)
-    np.testing.assert_array_equal(np.asarray(shared.k)[0, 1], k[0, 1, [1, 4]])
-    again = gather(KVBlock(k, k, np.repeat(pos, 2, 1)), idx[:, :1])
-    np.testing.assert_array_equal(again.pos, np.repeat(shared.pos, 2, 1))
-
-
 @pytest.mark.parametrize(
     ("keep", "slots", "sinks", "recent", "unit", "says"),
     [
         ((5, 5, 5), 5, 4, 2, Token(), r"a budget of 5 tokens is below 4 sinks \+ 2 recents; use at least 6"),
-        ((9, 5, 5), 9, 4, 2, Token(), r"row 2 has a budget of 5 tokens, below 4 sinks \+ 2 recents; use at least 6"),
-        ((9, 5, 9), 8, 2, 2, Token(), "row 0 keeps 9 tokens but there are 8 slots; use slots=9"),
+        (
+            (9, 5, 5),
+            9,
+            4,
+            2,
+            Token(),
+            r"sequence 2 has a budget of 5 tokens, below 4 sinks \+ 2 recents; use at least 6",
+        ),
+        ((9, 5, 9), 8, 2, 2, Token(), "sequence 0 keeps 9 tokens but there are 8 slots; use slots=9"),
         ((9, 9, 9), 9, -1, 2, Token(), "got -1 sinks . 2 recents and 9 slots"),
         ((9, 9, 9), 9, 3, 2, Page(2), "3 sinks do not fill whole pages of 2 tokens; use 4"),
     ],
@@ -132,7 +130,10 @@ def test_a_traced_budget_below_what_is_protected_keeps_the_sinks_then_the_newest
         (lambda: Chunk(0), "a chunk has at least 1 token, got 0"),
         (lambda: Page(-2), "a page has at least 1 token, got -2"),
         (lambda: Chunk(2, "min"), "score must be 'sum', 'mean' or 'max', got 'min'"),
-        (lambda: select(*data(), np.full(3, 9, np.int32), 9, 2, 2, Token(), "row"), "per must be 'head' or 'layer'"),
+        (
+            lambda: select(*data(), np.full(3, 9, np.int32), 9, 2, 2, Token(), "row"),
+            "`per` in .*must be 'head' or 'layer'",
+        ),
     ],
 )
 def test_wrong_settings_are_named(make, says):

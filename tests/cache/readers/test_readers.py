@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.readers.base import by_query_blocks
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
@@ -26,7 +26,7 @@ def test_blocks_of_queries_give_what_all_at_once_give(n):
     q_pos = jnp.asarray([np.arange(2, 12), np.arange(10)], jnp.int32)
     whole = attend_dense(q, block, q_pos)
     chex.assert_trees_all_close(
-        by_query_blocks(lambda *a: attend_dense(a[0], block, a[1]), q, q_pos, n), whole, atol=1e-6
+        map_query_blocks(lambda *a: attend_dense(a[0], block, a[1]), q, q_pos, n), whole, atol=1e-6
     )
 
 

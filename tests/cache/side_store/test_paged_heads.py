@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.eviction.budget_allocation import HeadBudgets, Table
-from kvjax.cache.side_store.paged_heads import Pages
+from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
 from kvjax.methods.strings import parse
 from tests.contract import layer
 from tests.oracles import adakv as oracle
@@ -25,9 +24,9 @@ SNAPKV = "snapkv:budget=6,window=2,kernel=3"
 class AllToOne(HeadBudgets):
     """One head gets as much as it has, the next the rest."""
 
-    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
-        one = jnp.minimum(2 * quota, allowed.sum(-1, dtype=jnp.int32))
-        return jnp.stack([2 * quota - one, one], 1)
+    def allocate(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+        one = jnp.minimum(2 * num_units, allowed.sum(-1, dtype=jnp.int32))
+        return jnp.stack([2 * num_units - one, one], 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Twofold:
 
 def paged(text: str, share: HeadBudgets = AllToOne(), page: int = 4, **slots) -> layer.BoundLayer:
     """A method of the battery's layer with its heads in pages."""
-    return dataclasses.replace(parse(text), side_store=Pages(share, page), **slots).bind(layer.spec())
+    return dataclasses.replace(parse(text), side_store=PagedHeads(share, page), **slots).bind(layer.spec())
 
 
 def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
@@ -135,13 +134,3 @@ def test_many_queries_at_once_are_read_as_few(count):
 def test_long_pages_are_read_as_short_ones(window):
     d, short, long = layer.data(4), paged(SNAPKV, merge=Twofold()), paged(SNAPKV, page=64, merge=Twofold())
     np.testing.assert_allclose(layer.run(long.method, d, window), layer.run(short.method, d, window), atol=1e-6)
-
-
-def test_a_table_of_weights_divides_the_layer():
-    d = layer.data()
-    for weights, want in (((3.0, 1.0), [8, 4]), ((0.0, 1.0), [3, 9]), ((0.4, 0.6), [6, 6])):
-        bound = paged(SNAPKV, Table((weights,)))
-        counts = [[len(head) for head in row] for row in held(bound, layer.prefill(bound, d))]
-        assert counts == [want, [1, 1], [6, 6]]
-    with pytest.raises(KvjaxError, match=r"1 layers of \[3\] heads, the model 1 layers of 2 key/value heads"):
-        paged(SNAPKV, Table(((1.0, 1.0, 1.0),)))

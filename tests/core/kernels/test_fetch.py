@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kvjax.core import memory
-from kvjax.core.kernels.fetch import ROWS, fetch, fits, gather
+from kvjax.core.kernels.fetch import ROWS_PER_PROGRAM, fetch, fits, gather
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
-@pytest.mark.parametrize("n", [1, ROWS - 1, ROWS, 3 * ROWS + 2])
+@pytest.mark.parametrize("n", [1, ROWS_PER_PROGRAM - 1, ROWS_PER_PROGRAM, 3 * ROWS_PER_PROGRAM + 2])
 @pytest.mark.parametrize("width", [1, 24, 64])
 def test_rows_are_the_rows_asked_for(width, n, dtype):
     rng = np.random.default_rng(n)
@@ -49,7 +49,10 @@ def test_a_gpu_reads_host_rows_by_itself_unless_it_is_told_not_to(monkeypatch, s
     gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
         text = (
-            jax.jit(lambda *args: memory.rows(*args)).trace(buffer, idx).lower(lowering_platforms=("cuda",)).as_text()
+            jax.jit(lambda *args: memory.gather_tokens(*args))
+            .trace(buffer, idx)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
         )
     assert ("__gpu$xla.gpu.triton" in text and "fetch_rows" in text) == by_kernel
     assert ('_xla_compute_type = "host"' in text) != by_kernel

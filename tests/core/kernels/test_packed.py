@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from kvjax.core.kernels import packed
-from kvjax.core.kernels.packed import Codes
+from kvjax.core.kernels import packed_attention
+from kvjax.core.kernels.packed_attention import PackedCodes
 from kvjax.errors import KvjaxError
 
 EMPTY = -1e29  # below this, a maximum is that of no scores at all
@@ -56,13 +56,13 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 @functools.cache
 def make(c: Case, B: int = 4) -> Data:
-    """Random numbers; nothing is settled in the first row, everything in the second, the third ends within a word.
+    """Random numbers; nothing is quantized in the first row, everything in the second, the third ends within a word.
 
-    Values of slots that nobody may see hold infinities and NaN, and so do keys of groups that are not settled.
+    Values of slots that nobody may see hold infinities and NaN, and so do keys of groups that are not quantized.
     """
     rng = np.random.default_rng(c.bits * 1000 + c.H)
     codes = [rng.integers(0, 2**c.bits, (B, c.K, c.S, c.H)) for _ in "kv"]
-    settled = np.array([0, c.S, c.S - c.group - 3, c.group])[:B].astype(np.int32)
+    num_quantized = np.array([0, c.S, c.S - c.group - 3, c.group])[:B].astype(np.int32)
     pos = np.broadcast_to(np.arange(c.S, dtype=np.int32), (B, c.K if c.heads else 1, c.S)).copy()
     pos[rng.random(pos.shape) < 0.2] = -1
     q_pos = (np.array([c.S, c.S // 2, c.S, c.S])[:B, None] + np.arange(c.T)).astype(np.int32)
@@ -74,26 +74,26 @@ def make(c: Case, B: int = 4) -> Data:
 
     k = affine(B, c.K, c.S // c.group, c.H)
     v = affine(B, c.K, c.S, c.H // c.v_group)
-    dead = (pos < 0) | (np.arange(c.S) >= settled[:, None, None])
+    dead = (pos < 0) | (np.arange(c.S) >= num_quantized[:, None, None])
     dead = np.broadcast_to(dead, (B, c.K, c.S))
     v[0][dead], v[1][dead] = np.inf, np.nan
     for b in range(B):
-        k[0][b, :, -(-settled[b] // c.group) :], k[1][b, :, -(-settled[b] // c.group) :] = np.inf, np.nan
+        k[0][b, :, -(-num_quantized[b] // c.group) :], k[1][b, :, -(-num_quantized[b] // c.group) :] = np.inf, np.nan
     q = jnp.asarray(rng.normal(size=(B, c.K, c.G, c.T, c.H)), c.dtype)
-    k, v = (Codes(*map(jnp.asarray, (pack(x, c.bits), *y))) for x, y in zip(codes, (k, v), strict=True))
-    return Data((q, k, v, *map(jnp.asarray, (pos, q_pos, settled))), *codes)
+    k, v = (PackedCodes(*map(jnp.asarray, (pack(x, c.bits), *y))) for x, y in zip(codes, (k, v), strict=True))
+    return Data((q, k, v, *map(jnp.asarray, (pos, q_pos, num_quantized))), *codes)
 
 
 @functools.cache
 def oracle(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(o, m, l) in float64, query by query and slot by slot."""
     data = make(c)
-    q, k, v, pos, q_pos, settled = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), data.args)
+    q, k, v, pos, q_pos, num_quantized = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), data.args)
     B, K, G, T, H = q.shape
     o, m, l = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf), np.zeros(q.shape[:-1])
     for b, n, g, t in np.ndindex(B, K, G, T):
         scores, rows = [], []
-        for s in range(int(settled[b])):
+        for s in range(int(num_quantized[b])):
             at, now = pos[b, n if c.heads else 0, s], q_pos[b, t]
             if at < 0 or at > now or (c.window is not None and at <= now - c.window):
                 continue
@@ -109,7 +109,7 @@ def oracle(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def program(c: Case, B: int = 4, attend=packed.attend):
+def program(c: Case, B: int = 4, attend=packed_attention.attend):
     """What runs a case, compiled."""
     run = functools.partial(attend, bits=c.bits, window=c.window, splits=c.splits, interpret=True)
     return jax.jit(run).lower(*make(c, B).args).compile()
@@ -156,7 +156,7 @@ def test_kernel_equals_loops(name):
 def test_reference_equals_loops(name):
     c = CASES[name]
     data = make(c)
-    check(program(c, attend=packed.reference)(*data.args), oracle(c), 1e-5)
+    check(program(c, attend=packed_attention.attend_reference)(*data.args), oracle(c), 1e-5)
 
 
 SMALL = Case(8, 16, 16, S=160, H=16, dtype=jnp.bfloat16)
@@ -179,10 +179,10 @@ def test_a_row_is_the_same_alone():
 
 
 def test_without_slots_there_is_nothing_to_see():
-    q, k, v, pos, q_pos, settled = make(SMALL).args
-    k, v = (Codes(x.words[:, :, :0], x.scale[:, :, :0], x.lo[:, :, :0]) for x in (k, v))
-    for attend in (packed.attend, packed.reference):
-        o, m, l = attend(q, k, v, pos[:, :, :0], q_pos, settled, bits=8)
+    q, k, v, pos, q_pos, num_quantized = make(SMALL).args
+    k, v = (PackedCodes(x.words[:, :, :0], x.scale[:, :, :0], x.lo[:, :, :0]) for x in (k, v))
+    for attend in (packed_attention.attend, packed_attention.attend_reference):
+        o, m, l = attend(q, k, v, pos[:, :, :0], q_pos, num_quantized, bits=8)
         assert (o.shape, m.shape) == (q.shape, q.shape[:-1])
         assert (m < EMPTY).all() and not l.any() and not o.any()
 
@@ -193,13 +193,15 @@ def test_packing_holds_tokens_of_one_channel_from_the_lowest_bit():
     words = pack(codes, 2)
     assert words[0, 0, 0, 3] == 1 + (2 << 10) and words[0, 0, 0, 7] == 3 << 30
     one, zero = (jnp.full((1, 1, 1, 16), x, jnp.float32) for x in (1, 0))
-    np.testing.assert_array_equal(packed.keys(Codes(jnp.asarray(words), one, zero), 2), codes)
+    np.testing.assert_array_equal(
+        packed_attention.dequantize_keys(PackedCodes(jnp.asarray(words), one, zero), 2), codes
+    )
 
 
 def changed(**changes):
     """The arguments of the small case with some of them replaced."""
-    q, k, v, pos, q_pos, settled = make(SMALL).args
-    return {"q": q, "k": k, "v": v, "pos": pos, "q_pos": q_pos, "settled": settled, "bits": 8, **changes}
+    q, k, v, pos, q_pos, num_quantized = make(SMALL).args
+    return {"q": q, "k": k, "v": v, "pos": pos, "q_pos": q_pos, "num_quantized": num_quantized, "bits": 8, **changes}
 
 
 def test_errors_name_the_value():
@@ -216,7 +218,7 @@ def test_errors_name_the_value():
         "words must be uint32, got int32": {"k": k._replace(words=k.words.astype(jnp.int32))},
     }
     for message, changes in wrong.items():
-        for attend in (packed.attend, packed.reference):
+        for attend in (packed_attention.attend, packed_attention.attend_reference):
             with pytest.raises(KvjaxError, match=message):
                 attend(**changed(**changes))
 
@@ -226,7 +228,7 @@ def test_errors_name_the_value():
 def test_lowers_for_cuda_without_a_device(dtype):
     """Into a Triton program; whether that compiles is seen on a GPU only."""
     gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    run = jax.jit(functools.partial(packed.attend, bits=2))
+    run = jax.jit(functools.partial(packed_attention.attend, bits=2))
     args = make(Case(2, 64, 40, S=320, H=80, G=4, K=2, dtype=dtype)).args
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):

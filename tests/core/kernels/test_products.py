@@ -10,14 +10,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.core.kernels import products
-from kvjax.core.kernels.packed import Codes
+from kvjax.core.kernels.packed_attention import PackedCodes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 B, K, GROUP = 2, 2, 16
 SHAPES = [(64, 1, 2), (80, 4, 1), (16, 5, 4)]  # H, G, T
 
 
-def data(bits: int, axis: str, H: int, seed: int = 0) -> tuple[Codes, np.ndarray]:
+def data(bits: int, axis: str, H: int, seed: int = 0) -> tuple[PackedCodes, np.ndarray]:
     """Codes of 17 rows of words at least, which is more than a block, and what they stand for, f64[B K S H]."""
     rng = np.random.default_rng(seed)
     per = 32 // bits
@@ -31,7 +31,7 @@ def data(bits: int, axis: str, H: int, seed: int = 0) -> tuple[Codes, np.ndarray
     scale, lo = (x.astype(np.float32) for x in (scale, lo))
     along = 2 if axis == "channel" else 3
     numbers = plain * np.repeat(scale.astype(float), GROUP, along) + np.repeat(lo.astype(float), GROUP, along)
-    return Codes(*map(jnp.asarray, (words, scale, lo))), numbers
+    return PackedCodes(*map(jnp.asarray, (words, scale, lo))), numbers
 
 
 @pytest.mark.parametrize(("H", "G", "T"), SHAPES)
@@ -67,8 +67,8 @@ def test_what_the_kernels_do_not_serve():
     def asked(G, T):
         return products.fits(jax.ShapeDtypeStruct((B, K, G, T, 64), jnp.float32), codes)
 
-    assert asked(8, products.QUERIES // 8)
-    assert not asked(8, products.QUERIES // 8 + 1)
+    assert asked(8, products.MAX_QUERIES // 8)
+    assert not asked(8, products.MAX_QUERIES // 8 + 1)
     nothing = codes._replace(words=codes.words[:, :, :0])
     assert not products.fits(jax.ShapeDtypeStruct((B, K, 1, 1, 64), jnp.float32), nothing)
 

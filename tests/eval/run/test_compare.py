@@ -19,7 +19,7 @@ from kvjax.eval.page import summary
 from kvjax.eval.run import bars
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.method_api import Method, Scorer, make_selection, recipe, token_scores
+from kvjax.method_api import Method, Scorer, make_selection, register_method, token_scores
 from kvjax.testing import toy_model
 from tests.eval import fake_run
 
@@ -108,8 +108,8 @@ def small(monkeypatch):
     return toy_model(layers=1)
 
 
-def test_a_model_and_methods_are_enough(small, tmp_path, monkeypatch, capsys, clean_catalogue):
-    @recipe("an idea of mine")
+def test_a_model_and_methods_are_enough(small, tmp_path, monkeypatch, capsys, clean_registry):
+    @register_method
     def value_norm(budget: int = 256) -> Method:
         return Method(select=make_selection(ValueNorm(), budget))
 

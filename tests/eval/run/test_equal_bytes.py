@@ -9,7 +9,7 @@ import pytest
 from kvjax import planned_bytes
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import command, equal_bytes
-from kvjax.methods.strings import joined, parse, parts_given
+from kvjax.methods.strings import format_methods, parse, parse_parts
 from kvjax.testing import toy_model
 
 CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, "bfloat16"
@@ -28,10 +28,11 @@ def test_one_token_more_would_not_fit(method, share):
     found = fit(method, share)
     held = planned_bytes(found.method, CONFIG, PROMPT, dtype=DTYPE).held["device"]
     assert found.bytes == held <= FULL * Fraction(share)
-    first, *others = parts_given(found.method)
+    first, *others = parse_parts(found.method)
     sizes = ("heavy", "recent") if method == "h2o" else ("budget",)
     more = first._replace(values=first.values | {name: first.values[name] + 2 for name in sizes})
-    assert planned_bytes(joined([more, *others]), CONFIG, PROMPT, dtype=DTYPE).held["device"] > FULL * Fraction(share)
+    larger = format_methods([more, *others])
+    assert planned_bytes(larger, CONFIG, PROMPT, dtype=DTYPE).held["device"] > FULL * Fraction(share)
 
 
 def test_bits_are_the_most_that_fit_and_what_is_read_is_no_size():
@@ -49,7 +50,7 @@ def test_a_method_of_one_size_is_taken_where_it_fits_and_nothing_where_nothing_d
 
 def test_strings_are_taken_apart_and_joined():
     text = "snapkv:budget=5,pool=avg + offload"
-    assert joined(parts_given(text)) == text and parse(text) == parse(joined(parts_given(text)))
+    assert format_methods(parse_parts(text)) == text and parse(text) == parse(format_methods(parse_parts(text)))
 
 
 @pytest.mark.parametrize(

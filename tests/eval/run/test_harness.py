@@ -13,7 +13,7 @@ from kvjax.eval.run import harness
 from kvjax.eval.run.evaluate import batches, check_cases, evaluate, fingerprint
 from kvjax.eval.run.reader import Reader
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.methods.method_hash import identity
+from kvjax.methods.method_hash import method_hash
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
@@ -194,7 +194,7 @@ def test_what_is_recorded():
         "room": first["room"],
         "dtype": "float32",
         "bfloat16_fraction": {"device": 1.0, "pinned_host": 0.0},
-        "meant": identity(kvjax.parse("full")),
+        "method_hash": method_hash(kvjax.parse("full")),
     }
     whole = first["bytes"]["device"] + first["room"]["device"]
     assert abs(whole - size.total["device"]) <= 16 and first["bytes"]["pinned_host"] == 0

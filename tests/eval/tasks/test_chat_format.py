@@ -15,7 +15,7 @@ from kvjax.eval.run import command, evaluate, harness
 from kvjax.eval.tasks import ruler
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import NOW, framed
-from kvjax.models.chat import ChatTemplate
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab

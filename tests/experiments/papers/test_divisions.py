@@ -67,7 +67,7 @@ def test_hidden_tokens_count_as_little_as_evicted_ones(read, method):
     more = [[3, 1, 4, 1, 5, 9], [2, 7, 1]]
     for a, b in zip(there.score(more), gone.score(more), strict=True):
         np.testing.assert_allclose(a[0], b[0], atol=2e-5)
-    full = exact.under("full", 96).score(more)
+    full = exact.compress("full", 96).score(more)
     assert np.abs(full[0][0] - gone.score(more)[0][0]).max() > 1e-3
 
 

@@ -25,7 +25,7 @@ from experiments.papers.kvcrush import table2 as kvcrush_table2
 from experiments.papers.kvcrush import table3 as kvcrush_table3
 from experiments.papers.specache import table2 as specache_table2
 from kvjax import KvjaxError
-from kvjax.methods.strings import parts_of
+from kvjax.methods.strings import split_methods
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import tasks, vocab
 from kvjax.testbed.vocab import ASK, PAIR
@@ -237,13 +237,13 @@ def test_overheads_are_of_pairs_and_of_what_is_added():
 def test_pages_are_the_papers():
     method = kvjax.parse(kvcrush_table2.paged_h2o(32))
     select = method.select
-    assert (select.budget.tokens, select.sinks, select.recent, select.unit.size) == (672, 32, 128, 32)
+    assert (select.budget.tokens, select.sinks, select.recent, select.granularity.size) == (672, 32, 128, 32)
 
 
 def test_spending_of_the_baselines_is_the_benchmarks():
     """longctx_bench at a quarter of 7,500 tokens."""
     made = specache_table2.methods(7500, 4, 64, 128)
-    parts = {name: parts_of(method)[0].values for name, method in made.items() if parts_of(method)}
+    parts = {name: split_methods(method)[0].values for name, method in made.items() if split_methods(method)}
     infllm, stream, h2o = parts["InfLLM"], parts["StreamLLM, prompt in full"], parts["H2O"]
     assert (infllm["sinks"], infllm["topk"]) == (39, 4)
     assert infllm["sinks"] + 128 * infllm["topk"] + infllm["local"] == 1875

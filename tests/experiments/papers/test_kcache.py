@@ -20,7 +20,7 @@ from experiments.papers.kcache import table4 as kcache_table4
 from experiments.papers.specache import appendix as specache_appendix
 from experiments.papers.specache import figure4 as specache_figure4
 from kvjax import KvjaxError
-from kvjax.methods.strings import parts_of
+from kvjax.methods.strings import split_methods
 from kvjax.testing import toy_model
 from tests.experiments.output import read_output
 
@@ -240,7 +240,7 @@ def test_appendix_has_the_papers_averages_and_methods():
             assert mean == pytest.approx(scores["average"], abs=0.07), label
     found = specache_appendix.methods(7500, [4, 8], 64, 128)
     assert list(found) == list(specache_appendix.PAPER["LLaMA-3-8B"])
-    parts = {label: parts_of(text)[0].values for label, text in found.items()}
+    parts = {label: split_methods(text)[0].values for label, text in found.items()}
     infllm, stream, h2o = (parts[label] for label in ("InfLLM 4x", "StreamLLM 4x", "H2O 4x"))
     assert infllm["sinks"] + infllm["block"] * infllm["topk"] + infllm["local"] == 1875
     assert stream["sinks"] + stream["recent"] == h2o["heavy"] + h2o["recent"] == 1875

@@ -39,7 +39,7 @@ def test_it_answers_as_before(tmp_path, method):
     assert jax.tree.structure(again.cache) == jax.tree.structure(context.cache)
     for x, y in zip(jax.tree.leaves(again.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(x, y)
-        assert x.dtype == y.dtype and memory.kind(x) == memory.kind(y)
+        assert x.dtype == y.dtype and memory.memory_kind(x) == memory.memory_kind(y)
     assert again.bytes == context.bytes and again.method == context.method
     answers = (c.ask(QUESTIONS, max_new_tokens=4).tokens for c in (context, again))
     assert next(answers) == next(answers)
@@ -81,7 +81,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.method_api import Method, Scorer, token_scores, recipe, make_selection
+from kvjax.method_api import Method, Scorer, token_scores, register_method, make_selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,13 +90,13 @@ class Own(Scorer):
         return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
-@recipe("an idea of mine")
+@register_method
 def own(budget: int = 16) -> Method:
     return Method(select=make_selection(Own(), budget))
 """
 
 
-def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_catalogue):
+def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_registry):
     file = tmp_path / "own_of_a_saved_context.py"
     file.write_text(OWN.format(sign="+"))
     load_methods(file)

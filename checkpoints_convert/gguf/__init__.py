@@ -1,0 +1,1 @@
+"""GGUF files, the checkpoint format of llama.cpp."""

@@ -1,0 +1,136 @@
+"""A GGUF file, or several parts of one, as a `Source`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from ml_dtypes import bfloat16
+
+from checkpoints_convert.families import family
+from checkpoints_convert.gguf import config_json, header, tokenizer_files
+from checkpoints_convert.gguf.header import StoredTensor
+from checkpoints_convert.hf_config import refuse_missing_layers
+from checkpoints_convert.source import Tensor
+from kvjax.errors import KvjaxError
+
+PLAIN_TYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(bfloat16)}
+"""Types that hold weights as they are; all others are blocks of codes, which become float32."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+PART_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+class GgufSource:
+    """The tensors of a GGUF file by the names that Hugging Face gives them.
+
+    Args:
+      file: of a model in several parts, any one.
+
+    Raises:
+      KvjaxError: for a file that is damaged, cut short or not supported, and for missing parts.
+    """
+
+    def __init__(self, file: str | Path):
+        self.path = Path(file)
+        self.parts = _find_parts(self.path)
+        headers = [header.read_header(part) for part in self.parts]
+        self.metadata = headers[0].metadata
+        self.stored: dict[str, StoredTensor] = {}
+        for part in headers:
+            self.stored |= part.tensors
+        num_tensors = self.metadata.get("split.tensors.count", len(self.stored))
+        if num_tensors != len(self.stored):
+            raise KvjaxError(
+                f"{self.path} is one of {self.metadata.get('split.count')} parts, which hold {num_tensors} tensors, "
+                f"and {len(self.stored)} are here; give the parts their own names again (NAME-00001-of-0000N.gguf)"
+            )
+        self.format = f"GGUF, {len(self.parts)} file" + ("s" if len(self.parts) > 1 else "")
+        shapes = {name: stored.shape for name, stored in self.stored.items()}
+        factors = read_weights(self.stored[ROPE_FACTORS]) if ROPE_FACTORS in self.stored else None
+        self.config = config_json.make_config(self.metadata, shapes, factors)
+        refuse_missing_layers(self.config, len(self.stored))
+        self.generation: dict[str, Any] | None = None
+        self.names = self._map_names()
+        self.tensors = {}
+        for name, own_name in self.names.items():
+            stored = self.stored[own_name]
+            dtype = stored.kind.name if stored.kind.name in PLAIN_TYPES else "F32"
+            self.tensors[name] = Tensor(stored.shape, dtype, stored.file, stored.kind.name, stored.bytes)
+
+    def _map_names(self) -> dict[str, str]:
+        """Maps Hugging Face's name of each tensor to the file's; a tensor that the family lacks keeps its own."""
+        arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.metadata["general.architecture"])
+        num_layers = self.config["num_hidden_layers"]
+        known = gguf.get_tensor_name_map(arch, num_layers)
+        names: dict[str, str] = {}
+        for rule in family(self.config).rules:
+            for i in range(num_layers if "{i}" in rule.source else 1):
+                name = rule.source.format(i=i)
+                own_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
+                if own_name in self.stored:
+                    names[name] = own_name
+        taken = {ROPE_FACTORS, *names.values()}
+        return names | {name: name for name in self.stored if name not in taken}
+
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Makes the tokenizer's files from the metadata."""
+        return tokenizer_files.make_files(self.metadata)
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads one tensor in Hugging Face's layout; codes are dequantized to float32."""
+        return self._restore_layout(name, read_weights(self.stored[self.names[name]]))
+
+    def independent_read(self) -> Callable[[str], np.ndarray]:
+        """Returns `read` by the `gguf` package's own reader."""
+        tensors = {t.name: t for part in self.parts for t in gguf.GGUFReader(part).tensors}
+
+        def read(name: str) -> np.ndarray:
+            tensor = tensors[self.names[name]]
+            x = gguf.dequantize(tensor.data, tensor.tensor_type)
+            return self._restore_layout(name, x.reshape(self.tensors[name].shape))
+
+        return read
+
+    def _restore_layout(self, name: str, x: np.ndarray) -> np.ndarray:
+        if self.metadata["general.architecture"] != "llama":
+            return x
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+        if heads is None:
+            return x
+        # The llama architecture interleaves the halves of a head, because llama.cpp rotates neighboring channels.
+        interleaved = x.reshape(self.config[heads], -1, 2, *x.shape[1:])
+        return interleaved.swapaxes(1, 2).reshape(x.shape)
+
+
+def _find_parts(file: Path) -> list[Path]:
+    """Finds all files of a model, in order, from any one of them."""
+    match = PART_NAME.search(file.name)
+    if match is None:
+        return [file]
+    count = int(match[2])
+    names = [f"{file.name[: match.start()]}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+    if absent := [name for name in names if not (file.parent / name).is_file()]:
+        raise KvjaxError(f"missing parts: {', '.join(absent[:8])}; copy them to {file.parent}")
+    return [file.parent / name for name in names]
+
+
+def read_weights(stored: StoredTensor) -> np.ndarray:
+    """Reads the weights of a tensor; the file is mapped for this call only."""
+    data = np.memmap(stored.file, np.uint8, "r", stored.start, (stored.bytes,))
+    plain_type = PLAIN_TYPES.get(stored.kind.name)
+    if plain_type is not None:
+        return data.view(plain_type).reshape(stored.shape)
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored.kind]
+    rows = data.reshape(-1, stored.shape[-1] // per_block * block_bytes)
+    try:
+        return gguf.dequantize(rows, stored.kind).reshape(stored.shape)
+    except NotImplementedError as e:
+        raise KvjaxError(
+            f"{stored.file} stores weights as {stored.kind.name}, which the installed `gguf` does not read; upgrade it "
+            "(pip install --upgrade gguf), or use a file in another type"
+        ) from e

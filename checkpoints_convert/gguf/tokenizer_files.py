@@ -1,0 +1,151 @@
+"""The tokenizer of a GGUF file as the tokenizer files of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+from operator import itemgetter
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+
+from checkpoints_convert.gguf.pretokenizers import find_pretokenization
+from checkpoints_convert.gguf.vocabulary import (
+    BYTE,
+    CONTROL,
+    DAMAGE_REMEDY,
+    ROLE_KEYS,
+    UNKNOWN,
+    USER_DEFINED,
+    Metadata,
+    Vocabulary,
+    read_array,
+    read_value,
+    read_vocabulary,
+)
+from kvjax.errors import KvjaxError
+
+SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
+"""The ids that llama.cpp assumes where a SentencePiece vocabulary does not give them."""
+
+NO_TOKENIZER = ("", "no_vocab", "none")
+SPACE = "\u2581"  # SentencePiece's mark of a space
+UNSUPPORTED_REMEDY = "convert the safetensors checkpoint instead, which has its own tokenizer.json"
+
+
+def make_files(metadata: Metadata) -> dict[str, bytes]:
+    """Makes the tokenizer's files, contents by name; none if the metadata have no tokenizer.
+
+    Raises:
+      KvjaxError: for another kind than byte-level BPE and SentencePiece BPE, an unknown pre-tokenizer, and arrays and
+        ids that contradict each other.
+    """
+    kind = read_value(metadata, "tokenizer.ggml.model", str, "")
+    if kind in NO_TOKENIZER:
+        return {}
+    if kind not in KINDS:
+        raise KvjaxError(
+            f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}; {UNSUPPORTED_REMEDY}"
+        )
+    vocabulary = read_vocabulary(metadata, SENTENCEPIECE_IDS if kind == "llama" else {})
+    tokenizer, adds_bos = KINDS[kind](metadata, vocabulary)
+    _add_tokens(tokenizer, vocabulary, metadata)
+    adds = {
+        "bos": _read_adds(metadata, vocabulary, "bos", adds_bos),
+        "eos": _read_adds(metadata, vocabulary, "eos", False),
+    }
+    if any(adds.values()):
+        bos, eos = (["bos"] if adds["bos"] else []), (["eos"] if adds["eos"] else [])
+        one, two = [*bos, "$A", *eos], [f"{item}:1" for item in (*bos, "$B", *eos)]
+        tokens = [
+            {"id": role, "ids": [vocabulary.roles[role]], "tokens": [vocabulary.token(role)]} for role in (*bos, *eos)
+        ]
+        tokenizer.post_processor = TemplateProcessing(single=one, pair=one + two, special_tokens=tokens)
+    length = f"{read_value(metadata, 'general.architecture', str, '')}.context_length"
+    entries = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": read_value(metadata, length, int),
+        **{f"{role}_token": vocabulary.token(role) for role in ROLE_KEYS},
+        **{f"add_{role}_token": is_added for role, is_added in adds.items()},
+        "clean_up_tokenization_spaces": False,
+        "chat_template": read_value(metadata, "tokenizer.chat_template", str),
+    }
+    config = {key: x for key, x in entries.items() if x is not None}
+    texts = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        "chat_template.jinja": config.get("chat_template"),
+    }
+    return {name: text.encode() for name, text in texts.items() if text is not None}
+
+
+def make_byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Makes a byte-level BPE tokenizer; also returns whether bos is added for a file that does not say."""
+    pre = find_pretokenization(read_value(metadata, "tokenizer.ggml.pre", str, "default"))
+    ids = vocabulary.ids
+    merges = [tuple(merge.split(" ")) for merge in read_array(metadata, "tokenizer.ggml.merges", str)]
+    for merge in merges:
+        if len(merge) != 2 or any(token not in ids for token in (*merge, "".join(merge))):
+            raise KvjaxError(
+                f"tokenizer.ggml.merges has {' '.join(merge)!r:.80}, which joins no two tokens; {DAMAGE_REMEDY}"
+            )
+    tokenizer = Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words))
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(pre.steps))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre.add_bos
+
+
+def make_sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
+    """Makes a SentencePiece BPE tokenizer; also returns whether bos is added for a file that does not say."""
+    scores = read_array(metadata, "tokenizer.ggml.scores", (float, int), len(vocabulary.tokens))
+    merges = rank_merges(vocabulary, scores)
+    unknown = vocabulary.token("unk")
+    tokenizer = Tokenizer(BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    decoding: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if read_value(metadata, "tokenizer.ggml.add_space_prefix", bool, True):
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        decoding.append(decoders.Strip(" ", left=1))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(decoding)
+    return tokenizer, True
+
+
+KINDS = {"gpt2": make_byte_level, "llama": make_sentencepiece}
+
+
+def rank_merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+    """Returns all pairs of pieces that join to a piece: best score of the joined piece first, then longest left half.
+
+    Unknown, control and byte tokens take no part: text never becomes one of them by merging.
+    """
+    whole = (UNKNOWN, CONTROL, BYTE)
+    pieces = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.types[i] not in whole}
+    splits = ((i, t[:cut], t[cut:]) for t, i in pieces.items() for cut in range(1, len(t)))
+    ranked = [(scores[i], len(a), len(b), a, b) for i, a, b in splits if a in pieces and b in pieces]
+    return [pair[3:] for pair in sorted(ranked, key=itemgetter(0, 1, 2), reverse=True)]
+
+
+def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, metadata: Metadata) -> None:
+    """Adds the tokens that a text may spell out: special tokens, which decoding can skip, and user-defined ones."""
+    name = read_value(metadata, "general.name", str, "").lower()
+    strips = "phi-3" in name or "phi3" in name  # as llama.cpp does; the format cannot say it
+    roles = {vocabulary.roles.get(role) for role in ("bos", "eos", "unk")}
+    added = []
+    for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        is_special = kind in (UNKNOWN, CONTROL) or i in roles
+        if is_special or kind == USER_DEFINED:
+            rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
+            added.append(AddedToken(token, rstrip=rstrip, normalized=False, special=is_special))
+    tokenizer.add_tokens(added)
+
+
+def _read_adds(metadata: Metadata, vocabulary: Vocabulary, role: str, default: bool) -> bool:
+    """Whether the token of a role is added to a text; raises KvjaxError if the metadata lack the token."""
+    key = f"tokenizer.ggml.add_{role}_token"
+    adds = read_value(metadata, key, bool, default and role in vocabulary.roles)
+    if adds and role not in vocabulary.roles:
+        raise KvjaxError(f"{key} is true, but {ROLE_KEYS[role]} is missing; {DAMAGE_REMEDY}")
+    return adds

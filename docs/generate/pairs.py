@@ -1,0 +1,81 @@
+"""Tells whether two methods compose, by composing them and binding the result to a layer."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+from docs.generate.entries import builtin_entries
+from kvjax.cache.compose import compose
+from kvjax.cache.protocol import LayerSpec
+from kvjax.core.rope import Rope
+from kvjax.errors import ComponentConflict, IncompatibleMethod
+from kvjax.methods.strings import parse
+
+LAYER = LayerSpec(index=3, num_layers=4, num_kv_heads=2, num_groups=2, head_dim=32, window=None, rope=Rope(32))
+"""A layer of the shipped model, which has calibrated tables, so that every method binds at its default sizes."""
+
+SELECTION = "snapkv"
+"""The selection below a method that only refines another one's."""
+
+SHARED_COMPONENT = {
+    "select": "both select the prompt tokens that stay",
+    "second_stage": "both score a part of the kept tokens anew",
+    "representatives": "both choose representatives of the evicted tokens",
+    "merge": "both merge evicted tokens into others",
+    "layer_budgets": "both divide the budget among layers",
+    "side_store": "both store prompt tokens in a side store",
+    "decode": "both evict tokens while decoding",
+    "positions": "both define how positions are counted",
+    "k": "both define the codec of keys",
+    "v": "both define the codec of values",
+    "read": "both define the slots that a query reads",
+    "attend": "both define the attention of the prompt",
+    "device_layers": "both define how many first layers stay on the device",
+}
+"""Component -> the reason why two methods that define it do not compose."""
+
+
+class Verdict(NamedTuple):
+    """Whether two methods compose, and the reason where they do not."""
+
+    composes: bool
+    reason: str = ""
+    needs_selection: bool = False  # they compose only with a selection, as in 'snapkv + kvcrush'
+
+
+def judge_pair(a: str, b: str) -> Verdict:
+    """Whether two methods compose at their default sizes; the order does not matter."""
+    return _judge_sorted_pair(*sorted((a, b)))
+
+
+@functools.cache
+def _judge_sorted_pair(a: str, b: str) -> Verdict:
+    try:
+        method = compose(parse(a), parse(b))
+    except ComponentConflict as clash:
+        return Verdict(False, SHARED_COMPONENT[clash.component])
+    try:
+        method.bind(LAYER)
+        return Verdict(True)
+    except IncompatibleMethod as alone:
+        if method.select is not None:
+            return Verdict(False, str(alone))
+    try:
+        compose(parse(SELECTION), method).bind(LAYER)
+    except IncompatibleMethod as over_selection:
+        return Verdict(False, str(over_selection))
+    return Verdict(True, needs_selection=True)
+
+
+def refusals(name: str) -> dict[str, list[str]]:
+    """The short reasons why a method does not compose with others -> the names of these."""
+    found: dict[str, list[str]] = {}
+    for other in builtin_entries():
+        if other == name or (verdict := judge_pair(name, other)).composes:
+            continue
+        # An error reads "slot `a`: the reason; the remedy"; the table needs the reason alone.
+        inside = re.search(r": ([^:;]+); [a-z]+ .*$", verdict.reason)
+        found.setdefault(inside[1] if inside else verdict.reason.split(";")[0], []).append(other)
+    return found

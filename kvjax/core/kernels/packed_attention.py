@@ -1,0 +1,187 @@
+"""Decode attention straight from packed low-bit keys and values: a kernel for NVIDIA GPUs, and its reference.
+
+`words u32[B K S/per H]` hold `per = 32 // bits` consecutive tokens of one channel, token j of a word from bit bits * j
+on. A number is code * scale + lo; keys have one scale and lo per channel and group of tokens, values one per token and
+group of channels (KIVI; Liu et al., 2024, section 3).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from kvjax.core.attention import MASKED_LOGIT, attend_dense
+from kvjax.core.kernels.packed_kernel import QUERY_ROWS, WORD_ROWS, Plan, kernel
+from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.errors import KvjaxError
+
+NUM_PROGRAMS = 1024
+"""Programs to aim at: about as many as an H200 runs at once, 8 warps on each of its 132 multiprocessors."""
+
+
+class PackedCodes(NamedTuple):
+    """Keys or values as codes; see the module's text."""
+
+    words: Array  # u32[B K S/per H]
+    scale: Array  # float[B K S/group H] of keys, float[B K S H/group] of values
+    lo: Array  # like scale
+
+
+def attend(
+    q: Array,
+    k: PackedCodes,
+    v: PackedCodes,
+    pos: Array,
+    q_pos: Array,
+    num_quantized: Array,
+    *,
+    bits: int,
+    window: int | None = None,
+    interpret: bool = False,
+    splits: int | None = None,
+) -> Partial:
+    """Attends to the visible slots among the first `num_quantized` ones, by the kernel.
+
+    Products take operands of q's dtype, to which scale and lo are rounded too, and sum in float32. It is made for
+    float16 and bfloat16; a float32 q is slow.
+
+    Args:
+      q: [B K G T H].
+      k: keys.
+      v: values.
+      pos: i32[B 1|K S], -1 in empty slots, which may be anywhere and hold anything.
+      q_pos: i32[B T].
+      num_quantized: i32[B].
+      bits: 1, 2, 4 or 8.
+      window: the layer's sliding window.
+      interpret: runs the kernel on any device, slowly.
+      splits: programs that share the slots of one sequence and head; by default `NUM_PROGRAMS` in all, but no program
+        without a block of slots.
+
+    Raises:
+      KvjaxError: for shapes that do not fit together, other bits, or a head size that is no multiple of 16 up to 256.
+    """
+    plan = _plan(q, k, v, pos, bits=bits, window=window, interpret=interpret)
+    if plan.slots == 0:
+        return _attend_nothing(q)
+    B, K, G, T, H = q.shape
+    n = pl.cdiv(G * T, QUERY_ROWS)  # programs for the queries of a head
+    splits = splits or max(1, min(pl.cdiv(k.words.shape[2], WORD_ROWS), NUM_PROGRAMS // (B * K * n)))
+    has_head_pos = pos.shape[1] > 1
+    num_warps = max(1, plan.width // 128) * (1 if plan.is_packed else 4)  # one has registers for 128 16-bit channels
+
+    def whole(x):
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, k, s: (b, k // n, 0, 0))
+
+    row = pl.BlockSpec((None, None, None, QUERY_ROWS), lambda b, k, s: (b, k // n, s, k % n))
+    o, m, l = pl.pallas_call(
+        functools.partial(kernel, plan),
+        grid=(B, K * n, splits),
+        in_specs=[
+            pl.BlockSpec((None, None, QUERY_ROWS, plan.width), lambda b, k, s: (b, k // n, k % n, 0)),
+            *(whole(x) for x in (*k, *v)),
+            pl.BlockSpec((None, None, plan.slots), lambda b, k, s: (b, k // n if has_head_pos else 0, 0)),
+            pl.BlockSpec((None, T), lambda b, k, s: (b, 0)),
+            pl.BlockSpec((None,), lambda b, k, s: (b,)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, QUERY_ROWS, plan.width), lambda b, k, s: (b, k // n, s, k % n, 0)),
+            row,
+            row,
+        ],
+        out_shape=[jax.ShapeDtypeStruct((B, K, splits, G * T, *tail), jnp.float32) for tail in ((H,), (), ())],
+        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=2),
+        interpret=plan.interpret,
+        name="packed_attention",
+    )(q.reshape(B, K, G * T, H), *k, *v, pos, q_pos, num_quantized)
+    # Merges the partials of the splits by log-sum-exp.
+    top = m.max(2)
+    w = jnp.exp(m - top[:, :, None])
+    o, l = (o * w[..., None]).sum(2), (l * w).sum(2)
+    return Partial(o.reshape(q.shape), top.reshape(q.shape[:-1]), l.reshape(q.shape[:-1]))
+
+
+def attend_reference(
+    q: Array,
+    k: PackedCodes,
+    v: PackedCodes,
+    pos: Array,
+    q_pos: Array,
+    num_quantized: Array,
+    *,
+    bits: int,
+    window: int | None = None,
+    interpret: bool = False,
+    splits: int | None = None,
+) -> Partial:
+    """Computes what `attend` does, in plain JAX and float32, with all keys and values dequantized at once."""
+    plan = _plan(q, k, v, pos, bits=bits, window=window, interpret=interpret)
+    if plan.slots == 0:
+        return _attend_nothing(q)
+    is_quantized = jnp.arange(plan.slots, dtype=jnp.int32)[None, None] < num_quantized[:, None, None]
+    pos = jnp.where(is_quantized, pos, -1)
+    # An empty slot may hold inf, and 0 * inf is NaN.
+    values = jnp.where((pos >= 0)[..., None], dequantize_values(v, bits), 0.0)
+    return attend_dense(q.astype(jnp.float32), KVBlock(dequantize_keys(k, bits), values, pos), q_pos, window)
+
+
+def dequantize_keys(k: PackedCodes, bits: int) -> Array:
+    """f32[B K S H]."""
+    codes = _unpack(k.words, bits)
+    scale, lo = (x.astype(jnp.float32)[:, :, :, None] for x in (k.scale, k.lo))
+    B, K, S, H = codes.shape
+    return (codes.reshape(B, K, scale.shape[2], -1, H) * scale + lo).reshape(codes.shape)
+
+
+def dequantize_values(v: PackedCodes, bits: int) -> Array:
+    """f32[B K S H]."""
+    codes = _unpack(v.words, bits)
+    scale, lo = (x.astype(jnp.float32)[..., None] for x in (v.scale, v.lo))
+    return (codes.reshape(*v.scale.shape, -1) * scale + lo).reshape(codes.shape)
+
+
+def _unpack(words: Array, bits: int) -> Array:
+    """u32[B K S/per H] -> codes f32[B K S H]."""
+    B, K, n, H = words.shape
+    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, None, None, :, None]
+    codes = (words[:, :, :, None] >> shifts) & jnp.uint32(2**bits - 1)
+    return codes.astype(jnp.float32).reshape(B, K, n * 32 // bits, H)
+
+
+def _attend_nothing(q: Array) -> Partial:
+    """The partial over no slots."""
+    zero = jnp.zeros(q.shape, jnp.float32)
+    return Partial(zero, jnp.full_like(zero[..., 0], MASKED_LOGIT), zero[..., 0])
+
+
+def _plan(
+    q: Array, k: PackedCodes, v: PackedCodes, pos: Array, *, bits: int, window: int | None, interpret: bool
+) -> Plan:
+    """Checks the arrays, and derives the sizes of groups from their shapes."""
+    B, K, G, T, H = q.shape
+    if bits not in (1, 2, 4, 8):
+        raise KvjaxError(f"bits must be 1, 2, 4 or 8, got {bits}")
+    if H % 16 or not 16 <= H <= 256:
+        raise KvjaxError(f"the head dim must be a multiple of 16 up to 256, got {H}")
+    n, k_groups, v_groups = k.words.shape[2], k.scale.shape[2], v.scale.shape[3]
+    S = n * (32 // bits)
+    if (S % k_groups if k_groups else S) or v_groups == 0 or H % v_groups:
+        raise KvjaxError(f"{S} slots do not fall into {k_groups} equal groups, or {H} channels not into {v_groups}")
+    shapes = {
+        "words": (B, K, n, H),
+        "scale and lo of keys": (B, K, k_groups, H),
+        "scale and lo of values": (B, K, S, v_groups),
+        "pos": (B, 1 if pos.shape[1] == 1 else K, S),
+    }
+    for (name, shape), arrays in zip(shapes.items(), ((k.words, v.words), k[1:], v[1:], (pos,)), strict=True):
+        if any(x.shape != shape for x in arrays):
+            got = " and ".join(str(x.shape) for x in arrays)
+            raise KvjaxError(f"{name} must be {shape} with q {q.shape} at {bits} bits, got {got}")
+    if any(x.dtype != jnp.uint32 for x in (k.words, v.words)):
+        raise KvjaxError(f"words must be uint32, got {k.words.dtype} and {v.words.dtype}")
+    return Plan(bits, S, G * T, T, H, S // max(1, k_groups), H // v_groups, q.dtype, window, interpret)

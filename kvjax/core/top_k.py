@@ -1,0 +1,71 @@
+"""Exact top-k as a mask, and the slots that a mask selects."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.core.mesh import vary
+from kvjax.core.types import Array
+
+
+def top_k_mask(scores: Array, allowed: Array, k: Array) -> Array:
+    """Marks the k highest allowed scores along the last axis; ties go to the lower index.
+
+    `k` is traced and may differ per sequence or head, which `jax.lax.top_k` cannot do.
+
+    Args:
+      scores: f32[B ... U].
+      allowed: bool, broadcastable to `scores`; entries that are not allowed may score anything, NaN included.
+      k: i32[B ...], broadcast over missing trailing axes. Where fewer are allowed, all of them are marked.
+
+    Returns:
+      bool[B ... U].
+    """
+    keys, tied = jnp.broadcast_arrays(_order_preserving_bits(scores), allowed)
+    k = k.reshape(*k.shape, *(1,) * (keys.ndim - k.ndim))
+
+    def count(mask):
+        return mask.sum(-1, keepdims=True, dtype=jnp.int32)
+
+    # Radix selection, most significant bit first: no sort, which is slow on a CPU. `tied` are the entries whose higher
+    # bits all equal those of the k-th best score; `remaining` of them are still to be selected. Scores are read in this
+    # one loop only: XLA may fuse a second reader differently and round the same expression in two ways.
+    def refine_by_score_bit(i, carry):
+        selected, tied, remaining = carry
+        bit_is_set = (keys >> jnp.uint32(31 - i)) & 1 == 1
+        num_set = count(tied & bit_is_set)
+        enough = num_set >= remaining
+        selected = selected | (tied & bit_is_set & ~enough)
+        return selected, tied & (bit_is_set == enough), jnp.where(enough, remaining, remaining - num_set)
+
+    remaining = jnp.broadcast_to(k, (*keys.shape[:-1], 1))
+    selected, tied, remaining = jax.lax.fori_loop(
+        0, 32, refine_by_score_bit, vary((jnp.zeros(keys.shape, bool), tied, remaining))
+    )
+
+    # What is tied now has equal scores. A binary search finds the index of the last one that is selected.
+    index = jnp.arange(keys.shape[-1], dtype=jnp.int32).reshape(*(1,) * (keys.ndim - 1), -1)
+    num_index_bits = keys.shape[-1].bit_length()
+
+    def refine_by_index_bit(i, last):
+        later = last | (jnp.int32(2 ** (num_index_bits - 1)) >> i)
+        return jnp.where(count(tied & (index < later)) < remaining, later, last)
+
+    last = jax.lax.fori_loop(0, num_index_bits, refine_by_index_bit, vary(jnp.zeros_like(remaining)))
+    return selected | (tied & (remaining > 0) & (index <= last))
+
+
+def _order_preserving_bits(x: Array) -> Array:
+    """f32 -> uint32 that compares as the float does; -0.0 equals 0.0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x).astype(jnp.float32), jnp.uint32)
+    sign = jnp.uint32(2**31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def mask_to_slots(mask: Array, num_slots: int) -> Array:
+    """Lists the first `num_slots` true entries of bool[B K S]: i32[B K num_slots], ascending, -1 where unused."""
+    S = mask.shape[2]
+    slot = jnp.arange(S, dtype=jnp.int32)[None, None]
+    slots = jnp.sort(jnp.where(mask, slot, S), 2)[:, :, :num_slots]
+    return jnp.where(slots < S, slots, -1)

@@ -1,0 +1,181 @@
+"""config.json in both spellings, as transformers reads it."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from checkpoints_convert.families import FAMILIES
+from checkpoints_convert.hf_config import translate
+from kvjax.errors import KvjaxError
+from kvjax.models import RopeScaling
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_llama_3_1_8b():
+    config = translate(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 500000.0,
+            "rope_scaling": {"rope_type": "llama3", **LLAMA3},
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "torch_dtype": "bfloat16",
+        },
+        {"eos_token_id": [128001, 128008, 128009]},
+    )
+    assert (config.layers, config.heads, config.kv_heads, config.head_dim, config.groups) == (32, 32, 8, 128, 4)
+    assert (config.width, config.mlp_width, config.vocab_size, config.max_positions) == (4096, 14336, 128256, 131072)
+    assert (config.norm_eps, config.rope_theta, config.windows) == (1e-5, 500000.0, None)
+    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    assert (config.bos_id, config.eos_ids) == (128000, (128001, 128008, 128009))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+        ),
+    ],
+)
+def test_both_spellings_of_rope(old, new):
+    kind = {"model_type": "llama"}
+    assert translate(kind | old) == translate(kind | {"rope_parameters": new})
+
+
+def test_where_the_original_context_is_found():
+    llama3 = {"rope_type": "llama3", **LLAMA3}
+    del llama3["original_max_position_embeddings"]
+    base = {"model_type": "llama", "max_position_embeddings": 77, "rope_scaling": llama3}
+    original = lambda raw: translate(raw).rope_scaling.original_max_positions  # noqa: E731
+    assert original(base) == 77
+    llama3["original_max_position_embeddings"] = 55
+    assert original(base) == 55
+    assert original(base | {"original_max_position_embeddings": 33}) == 33
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("said", [{"factor": 8.0}, {"factor": "8"}, {"low_freq_factor": 1.0, "rope_theta": 1e4}])
+def test_rope_scaling_without_a_type_is_refused(key, said):
+    with pytest.raises(KvjaxError, match="RoPE scaling {.*factor.*names no rope_type; add the one"):
+        translate({"model_type": "llama", key: said})
+
+
+@pytest.mark.parametrize("said", [{"factor": 1.0}, {"rope_theta": 5e5}, {"type": "default", "factor": 1.0}, {}])
+def test_rope_parameters_that_scale_nothing_need_no_type(said):
+    assert translate({"model_type": "llama", "rope_parameters": said}).rope_scaling is None
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope", "su", "dynamic", "mrope"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_other_rope_scalings_are_refused_by_name(kind, key):
+    with pytest.raises(KvjaxError, match=f"'{kind}' is not supported.*use a checkpoint without it"):
+        translate({"model_type": "llama", "rope_scaling": {key: kind, "factor": 4.0}})
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "gemma2"}, r"'gemma2' is not supported; supported: llama \(LlamaForCausalLM\)"),
+        ({}, "model_type None"),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "gptq.*dequantized"),
+        ({"model_type": "llama", "per_layer_config": {"0": {}}}, "per_layer_config"),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"model_type": "llama", "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer type"),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear"}}, "'linear': factor must be a positive number"),
+        ({"model_type": "llama", "num_hidden_layers": "32"}, "num_hidden_layers must be a positive integer, got '32'"),
+        ({"model_type": "llama", "hidden_size": 4095}, "set head_dim"),
+        ({"model_type": "llama", "layer_types": ["sliding_attention"] * 32}, "does not obey layer_types"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "sliding_window is unset or switched off"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 32}, "layer_types must name 32 layers"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"] * 31}, "layer_types must name 32 layers"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused(raw, message):
+    with pytest.raises(KvjaxError, match=message):
+        translate(raw)
+
+
+FOUR = {"num_hidden_layers": 4}
+SLIDING = FOUR | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "expected"),
+    [
+        ("llama", FOUR | {"sliding_window": 8}, None),
+        ("mistral", FOUR | {"sliding_window": 8}, (8, 8, 8, 8)),
+        ("mistral", FOUR | {"sliding_window": None}, None),
+        ("mistral", FOUR, (4096,) * 4),
+        ("phi3", FOUR, None),
+        ("phi3", FOUR | {"sliding_window": 2047}, (2047,) * 4),
+        ("qwen2", SLIDING, (None, None, None, 8)),
+        ("qwen2", SLIDING | {"max_window_layers": 4}, None),
+        ("qwen2", SLIDING | {"use_sliding_window": False}, None),
+        ("qwen2", SLIDING | {"sliding_window": None}, None),
+        ("qwen3", SLIDING | {"layer_types": ["sliding_attention", "full_attention"] * 2}, (8, None, 8, None)),
+    ],
+)
+def test_which_layers_slide(kind, raw, expected):
+    assert translate({"model_type": kind} | raw).windows == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "generation", "expected"),
+    [
+        ({"eos_token_id": 5}, None, (5,)),
+        ({"eos_token_id": [5, 6, 5]}, None, (5, 6)),
+        ({"eos_token_id": 5}, {"eos_token_id": [7, 5]}, (7, 5)),
+        ({"eos_token_id": 5}, {"eos_token_id": None}, (5,)),
+        ({"eos_token_id": None}, {}, ()),
+        ({}, {}, (2,)),
+        ({"eos_token_id": 99999}, {}, ()),  # cannot be generated
+    ],
+)
+def test_end_of_sequence_ids(raw, generation, expected):
+    assert translate({"model_type": "llama"} | raw, generation).eos_ids == expected
+
+
+def test_switches_and_derived_sizes():
+    llama = translate({"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": None})
+    assert llama.qkv_bias and llama.out_bias and llama.mlp_bias and llama.kv_heads == 32 and llama.head_dim == 128
+    qwen2 = translate({"model_type": "qwen2", "attention_bias": True})  # its o_proj never has a bias
+    assert qwen2.qkv_bias and not qwen2.out_bias and not qwen2.qk_norm
+    qwen3 = translate({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8})
+    assert qwen3.qk_norm and not qwen3.qkv_bias and qwen3.head_dim == 128
+    phi3 = translate({"model_type": "phi3", "partial_rotary_factor": 0.75})
+    assert (phi3.rotary_dim, phi3.head_dim) == (72, 96)
+
+
+if importlib.util.find_spec("transformers"):
+
+    @pytest.mark.parametrize("kind", FAMILIES)
+    @pytest.mark.filterwarnings("default")  # what the peer's import warns of is not ours to fix
+    def test_defaults_are_those_of_transformers(kind):
+        from transformers import AutoConfig
+
+        theirs = AutoConfig.for_model(kind).to_dict()
+        assert translate({"model_type": kind}) == translate(theirs)
