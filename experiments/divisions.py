@@ -234,8 +234,9 @@ def replay_scores(exact: FullKV, method: str) -> list[Array]:
     copies = [LayerPrompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
     model, tokens = exact.model, jnp.asarray(pad(exact.ids, copies[0].k.shape[2])[0])
-    arguments = model.params, tokens, exact.lengths, copies, plan, Target(model.config), replay_prompts(model, plan)
-    return [prompt.replay_scores for prompt in replay(*arguments)]
+    arguments = model.params, tokens, exact.lengths, copies, plan, Target(model.config)
+    replayed = replay(*arguments, replay_prompts=replay_prompts(model, plan))
+    return [prompt.replay_scores for prompt in replayed]
 
 
 @functools.partial(jax.jit, static_argnames="layer")
@@ -381,7 +382,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
                     replayed = replay_scores(exact, setting.method)
                 scores[scorer] = compute_scores(exact, setting.method, replayed)
             if setting.codec not in every:
-                every[setting.codec] = exact.compress(add_component(EVERY_TOKEN, setting.codec), capacity)
+                every[setting.codec] = exact.compress(add_component(EVERY_TOKEN, setting.codec), capacity=capacity)
             masks = select_tokens(exact, setting.method, scores[scorer])
             context = hide_tokens(every[setting.codec], masks)
             tokens = np.stack([np.asarray(mask.sum(2)) for mask in masks])  # i64[L B K]
@@ -401,7 +402,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
 
 def check(exact: FullKV, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
     """Runs a setting as its method does; raises KvjaxError if its answers differ from those with hidden tokens."""
-    context = exact.compress(setting.method, capacity)
+    context = exact.compress(setting.method, capacity=capacity)
     as_it_is, _ = ask(context, batch, width)
     log_progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
     if as_it_is != right:

@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from checkpoints_convert.gguf.pretokenizers import split
 from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.cache.eviction.granularity import evictable_mask, group_into_units
+from kvjax.cache.eviction.granularity import evictable_mask, group_into_units, split_prompt
 from kvjax.cache.eviction.representatives import EvictableUnits
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
@@ -35,7 +34,7 @@ from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_querie
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import shares_of
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
-from kvjax.methods.kvcrush import KVCrush, votes
+from kvjax.methods.kvcrush import KVCrush, unit_signatures
 
 WINDOW_TOKENS = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget without the window, for representatives
@@ -60,11 +59,11 @@ def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: i
     select = layer.method.select
     found = select.scorer.scores(block, observation, layer.spec)
     units = _units(found.per_query_head, block, length)
-    return LayerScores(found.per_query_head, votes(units), _future(prompt, length, int(exact.lengths[0])))
+    return LayerScores(found.per_query_head, unit_signatures(units), _future(prompt, length, int(exact.lengths[0])))
 
 
 def _units(heads: Array, block: KVBlock, length: int) -> EvictableUnits:
-    part = split(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW_TOKENS, 1)
+    part = split_prompt(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW_TOKENS, 1)
     by_one = group_into_units(heads, 0, 1)
     valid = evictable_mask(part, by_one.shape[3])
     return EvictableUnits(by_one, group_into_units(block.k, 0, 1, 2), valid, valid)
@@ -107,7 +106,7 @@ def select_tokens(found: LayerScores, bits: Array, budget: int, kind: str) -> tu
 
 def _representatives(bits: Array, valid: Array, candidates: Array, count: Array, places: int) -> Array:
     """bool[B T], by KVCrush's own rule with these signatures."""
-    chosen = KVCrush(SHARE).by_signature(bits, EvictableUnits(None, None, valid, candidates), count, places)
+    chosen = KVCrush(SHARE).choose_by_signature(bits, EvictableUnits(None, None, valid, candidates), count, places)
     B, T = valid.shape
     at = jnp.where(chosen < 0, T, chosen)
     return jnp.zeros((B, T), bool).at[jnp.arange(B)[:, None], at].set(True, mode="drop")

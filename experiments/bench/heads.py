@@ -65,7 +65,7 @@ def measure(
     loops, cells = {}, {}
     for name, text in sides.items():
         loops[name] = KvjaxDecoder(model, kvjax.parse(text))
-        loops[name].begin(prompts.compress(text, tokens + room), room)
+        loops[name].begin(prompts.compress(text, capacity=tokens + room), room)
         heads = [head for layer in kvjax.kept_positions(loops[name].cache) for row in layer for head in row]
         kept = np.array([(head < tokens).sum() for head in heads])  # of the prompt's tokens
         size = kvjax.state_bytes(loops[name].cache)

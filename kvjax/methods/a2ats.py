@@ -1,8 +1,9 @@
-"""A2ATS: keys and values lie on the host, and a codebook of bare keys says by table look-up which tokens to fetch."""
+"""A2ATS: keys and values lie on the host, and a codebook of pre-RoPE keys tells which tokens to fetch."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -13,8 +14,7 @@ from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers import codebook
-from kvjax.cache.readers.base import ReadResult
+from kvjax.cache.readers.base import ReadResult, split_blocks
 from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core import memory
 from kvjax.core.attention import scores
@@ -25,21 +25,25 @@ from kvjax.methods.registry import register_method
 
 
 @pytree
-class Coded:
-    """Each token by its codeword."""
+class CodewordState:
+    """The codeword of each token."""
 
-    codes: Any  # a buffer of uint8 or uint16 [B K S 1]; as `score` takes it, the array
-    words: Array  # [B K C H], bare keys
+    codes: Any  # a buffer of uint8 or uint16 [B K S 1]; loaded, the array
+    words: Array  # [B K C H], pre-RoPE keys
     moment: Array  # f32[B K H H], the mean of q q^T over the prompt's queries
 
 
 @dataclasses.dataclass(frozen=True)
 class Codewords(Index):
-    """Single tokens, by the nearest of `words` bare keys (A2ATS, He et al. 2025, arXiv 2502.12665).
+    """Scores single tokens by the nearest of `words` pre-RoPE keys (A2ATS, He et al. 2025, arXiv 2502.12665).
 
-    Nearest by the square of the error that a prompt's queries would see: query-aware vector quantisation, the same as
-    plain k-means of keys that were multiplied by Cholesky's factor of the queries' second moment. While there are fewer
-    tokens than codewords, each is its own.
+    The distance is the mean square error that a prompt's queries would see: query-aware vector quantization, the same
+    as plain k-means of keys multiplied by the Cholesky factor of the queries' second moment. While there are no more
+    tokens than codewords, each token is its own.
+
+    Args:
+      words: codewords of a key/value head.
+      rounds: of k-means.
     """
 
     words: int
@@ -53,61 +57,127 @@ class Codewords(Index):
         if self.words > 2**16:
             raise KvjaxError(f"a codeword's number has 16 bits, got words={self.words} of A2ATS; use 65536 or fewer")
 
-    def fit(self, block: KVBlock, observation: Observation | None) -> Coded:
+    def fit(self, block: KVBlock, observation: Observation | None) -> CodewordState:
         block, observation = block.clean(), require_observation(observation, "A2ATS", "all queries")
         keys, count = block.k.astype(jnp.float32), min(self.words, block.pos.shape[2])
-        moment = _moment(observation)
+        is_query = (observation.pos >= 0)[:, None, None, :, None]
+        q = jnp.where(is_query, observation.q.astype(jnp.float32), 0.0)
+        num_queries = jnp.maximum(is_query.sum(3, dtype=jnp.int32) * q.shape[2], 1).astype(jnp.float32)
+        moment = jnp.einsum("bkgth,bkgti->bkhi", q, q, precision=lax.Precision.HIGHEST) / num_queries
         real = jnp.broadcast_to(block.pos >= 0, keys.shape[:3])
-        words = codebook.fitted(keys, real, moment, count, self.rounds).astype(block.k.dtype)
+        words = fit_codebook(keys, real, moment, count, self.rounds).astype(block.k.dtype)
         slot = jnp.arange(keys.shape[2], dtype=jnp.int32)[None, None]
-        few = real.sum(2, keepdims=True) <= count
-        codes = jnp.where(few, jnp.minimum(slot, count - 1), codebook.nearest(keys, _f32(words), moment))
-        return Coded(memory.pack(self._stored(codes)), words, moment)
+        is_short = real.sum(2, keepdims=True) <= count
+        nearest = nearest_codeword(keys, words.astype(jnp.float32), moment)
+        codes = jnp.where(is_short, jnp.minimum(slot, count - 1), nearest)
+        return CodewordState(memory.pack(self._narrow(codes)), words, moment)
 
-    def rebuild(self, reader_state: Coded, block: KVBlock) -> Coded:
+    def rebuild(self, reader_state: CodewordState, block: KVBlock) -> CodewordState:
         return reader_state  # the tokens that are left keep their codewords
 
-    def append(self, reader_state: Coded, new: KVBlock, at: Array) -> Coded:
+    def append(self, reader_state: CodewordState, new: KVBlock, at: Array) -> CodewordState:
         new, count = new.clean(), reader_state.words.shape[2]
         if not new.pos.shape[2]:
             return reader_state
-        # what lies behind them is dropped
+        # While there are unused codewords, a new token becomes one; a write beyond the last one is dropped.
         words = memory.put(reader_state.words, new.k.astype(reader_state.words.dtype), at)
         slot = at[:, :, None] + jnp.arange(new.pos.shape[2], dtype=jnp.int32)[None, None]
-        codes = jnp.where(slot < count, slot, codebook.nearest(_f32(new.k), _f32(words), reader_state.moment))
-        return Coded(memory.append(reader_state.codes, self._stored(codes), at), words, reader_state.moment)
+        nearest = nearest_codeword(new.k.astype(jnp.float32), words.astype(jnp.float32), reader_state.moment)
+        codes = self._narrow(jnp.where(slot < count, slot, nearest))
+        return CodewordState(memory.append(reader_state.codes, codes, at), words, reader_state.moment)
 
-    def load(self, reader_state: Coded) -> Coded:
-        return dataclasses.replace(
-            reader_state, codes=memory.unpack(reader_state.codes), words=_f32(reader_state.words)
-        )
+    def load(self, reader_state: CodewordState) -> CodewordState:
+        words = reader_state.words.astype(jnp.float32)
+        return dataclasses.replace(reader_state, codes=memory.unpack(reader_state.codes), words=words)
 
-    def score(self, summary: Coded, q: Array) -> Array:
+    def score(self, summary: CodewordState, q: Array) -> Array:
+        # One product per codeword; a token's score is looked up in this table.
         table = scores(q, summary.words)
         codes = summary.codes[..., 0].astype(jnp.int32)[:, :, None, None]
         return jnp.take_along_axis(table, jnp.broadcast_to(codes, (*table.shape[:4], codes.shape[4])), 4)
 
-    def _stored(self, codes: Array) -> Array:
+    def _narrow(self, codes: Array) -> Array:
         return codes[..., None].astype(jnp.uint8 if self.words <= 2**8 else jnp.uint16)
+
+
+def fit_codebook(x: Array, real: Array, moment: Array, count: int, rounds: int) -> Array:
+    """Fits codewords to vectors by Lloyd's k-means, for the errors that queries would see.
+
+    Codewords start at vectors with equally many between them; one that is nearest to no vector stays where it is. If
+    there are no more vectors than codewords, each starts as one, in the order of the vectors.
+
+    Args:
+      x: vectors f32[B K S H].
+      real: bool[B K S], the vectors that count; they stand at the front.
+      moment: f32[B K H H], the mean of q q^T over queries, by which the distance of x and c is the mean of
+        (q (x - c))^2.
+      count: codewords of each head.
+      rounds: of k-means.
+
+    Returns:
+      f32[B K count H], zeros for codewords that are not needed.
+    """
+    n, word = real.sum(2, dtype=jnp.int32)[..., None], jnp.arange(count, dtype=jnp.int32)[None, None]
+    spread = word * (n // count) + word * (n % count) // count  # floor(word n / count) without a large product
+    first = jnp.where(n > count, spread, word)
+    is_used = word < n
+    start = jnp.take_along_axis(x, jnp.minimum(first, x.shape[2] - 1)[..., None], 2)
+    start = jnp.where(is_used[..., None], start, 0.0)
+    sequence, head = (jnp.arange(size, dtype=jnp.int32) for size in x.shape[:2])
+
+    def run_round(_: int, words: Array) -> Array:
+        nearest = jnp.where(real, nearest_codeword(x, words, moment, is_used), count)  # index `count` is dropped
+        at = (sequence[:, None, None], head[None, :, None], nearest)
+        sums = jnp.zeros_like(words).at[at].add(jnp.where(real[..., None], x, 0.0), mode="drop")
+        members = jnp.zeros(words.shape[:3]).at[at].add(1.0, mode="drop")[..., None]
+        return jnp.where(members > 0, sums / jnp.maximum(members, 1.0), words)
+
+    return lax.fori_loop(0, rounds, run_round, start)
+
+
+def nearest_codeword(
+    x: Array, words: Array, moment: Array, is_used: Array | None = None, vectors_at_once: int = 1024
+) -> Array:
+    """Finds the nearest codeword of each vector; ties go to the first.
+
+    Args:
+      x: vectors f32[B K n H].
+      words: codewords f32[B K C H].
+      moment: f32[B K H H], as in `fit_codebook`.
+      is_used: bool[B K C], the codewords that count; None for all.
+      vectors_at_once: bounds memory, which grows with this times C, never with n times C.
+
+    Returns:
+      i32[B K n], indices of codewords.
+    """
+    product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    weighted = product(words, moment)
+    square = (weighted * words).sum(-1)
+    square = square if is_used is None else jnp.where(is_used, square, jnp.inf)
+
+    def find(some: Array) -> Array:
+        # The term of x alone is the same for all codewords.
+        return jnp.argmin(square[:, :, None] - 2 * product(some, weighted.swapaxes(2, 3)), -1).astype(jnp.int32)
+
+    if x.shape[2] <= vectors_at_once:
+        return find(x)
+    index = lax.map(find, split_blocks(x, 2, vectors_at_once))
+    return jnp.moveaxis(index, 0, 2).reshape(*x.shape[:2], -1)[:, :, : x.shape[2]]
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowedRopeRetrieval(Retrieve):
-    """Retrieval by bare keys and queries as if all tokens were `distance` before the query: windowed RoPE."""
+    """Retrieval by pre-RoPE keys, and queries as if all tokens were `distance` before them: windowed RoPE."""
 
     distance: int = 2048
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
         observation = require_observation(observation, "A2ATS", "all queries")
-        return self.index.fit(
-            _bare(block, spec),
-            observation._replace(
-                q=self._far(lax.stop_gradient(observation.q), observation.pos, spec), softmax_lse=None
-            ),
-        )
+        q = self._move_queries(lax.stop_gradient(observation.q), observation.pos, spec)
+        return self.index.fit(_pre_rope(block, spec), observation._replace(q=q, softmax_lse=None))
 
     def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
-        return self.index.append(reader_state, _bare(new, spec), at)
+        return self.index.append(reader_state, _pre_rope(new, spec), at)
 
     def read(
         self,
@@ -118,33 +188,18 @@ class WindowedRopeRetrieval(Retrieve):
         other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
-        asking = self._far(q, q_pos, layer.spec)
-        return ReadResult(
-            self.attend_retrieved(layer, state, q, q_pos, asking, state.reader_state),
-            state.reader_state,
-            cross_layer=cross_layer,
-        )
+        search_q = self._move_queries(q, q_pos, layer.spec)
+        out = self.attend_retrieved(layer, state, q, q_pos, search_q, state.reader_state)
+        return ReadResult(out, state.reader_state, cross_layer=cross_layer)
 
-    def _far(self, q: Array, q_pos: Array, spec: LayerSpec) -> Array:
-        """Queries at q_pos i32[B T], turned to the position `distance`: f32."""
+    def _move_queries(self, q: Array, q_pos: Array, spec: LayerSpec) -> Array:
+        """Rotates queries at q_pos i32[B T] to the position `distance`: f32."""
         return spec.rope.rotate_queries(spec.rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.distance))
 
 
-def _moment(observation: Observation) -> Array:
-    """f32[B K H H]: the mean of q q^T over all real queries of a key/value head."""
-    real = (observation.pos >= 0)[:, None, None, :, None]
-    q = jnp.where(real, observation.q.astype(jnp.float32), 0.0)
-    number = jnp.maximum(real.sum(3, dtype=jnp.int32) * q.shape[2], 1).astype(jnp.float32)
-    return jnp.einsum("bkgth,bkgti->bkhi", q, q, precision=lax.Precision.HIGHEST) / number
-
-
-def _bare(block: KVBlock, spec: LayerSpec) -> KVBlock:
-    """The block with keys without RoPE, in their dtype; constant, since codewords only say which tokens are read."""
+def _pre_rope(block: KVBlock, spec: LayerSpec) -> KVBlock:
+    """Unrotates the keys, without a gradient: codewords only choose which tokens are read."""
     return dataclasses.replace(block, k=lax.stop_gradient(spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)))
-
-
-def _f32(x: Array) -> Array:
-    return x.astype(jnp.float32)
 
 
 @register_method(example="a2ats:words=128", family="host memory", sized_by="topk")

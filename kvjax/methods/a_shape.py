@@ -1,4 +1,4 @@
-"""A-shape: in the prompt, a query reads the first tokens and those just before it."""
+"""A-shape: a query of the prompt reads the first tokens and those just before it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class AShape:
-    """Sinks and a local window, as a pattern of the prompt's own attention; see
-    `kvjax.core.attention.AttentionPattern`.
+    """Restricts the prompt's own attention to sinks and a local window; see `AttentionPattern`.
+
+    Args:
+      sinks: first tokens.
+      recent: tokens of the window, the query's own included.
     """
 
     sinks: int

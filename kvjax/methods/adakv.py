@@ -1,4 +1,4 @@
-"""AdaKV: a layer's budget goes to the heads whose attention is spread widest."""
+"""AdaKV: gives a layer's budget to the heads whose attention is most dispersed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class AdaKV(HeadBudgets):
-    """Each head's share of the layer's best units (Feng et al. 2024, arXiv 2407.11550).
+    """Divides a layer's budget by how many of its best units each head has (Feng et al. 2024, arXiv 2407.11550).
 
-    The K * quota best units of all heads together say how many each head would get; of equals the earlier unit comes
-    first, then the lower head. rule "adakv": a share `alpha` of every head's budget is the same for all, and the rest
-    is divided by these numbers; fractions go to the heads with the greatest, so that the sum is K * quota. rule
-    "kvpress": the best floor(alpha * n) of the n tokens that a head keeps in the mean, window and sinks among them, are
-    safe, and the best of all others fill what is left. normalise: a head's scores count by how much of their sum its
-    own best `quota` units hold (the authors' code does it by default, the paper does not); scores must not be negative.
+    The K * quota best units of all heads together determine each head's count; ties go to the earlier unit, then to the
+    lower head.
+
+    Args:
+      alpha: fraction of the budget that is the same for all heads.
+      rule: "adakv", the rest is divided by these counts, by the largest remainder, so that the sum is K * quota;
+        "kvpress", the best floor(alpha * n) of the n tokens that a head keeps in the mean, window and sinks included,
+        are safe, and the best of all others fill the rest.
+      normalise: whether a head's scores are multiplied by the fraction of their sum that its own best `quota` units
+        have (by default in the authors' code, not in the paper); scores must not be negative then.
     """
 
     alpha: float = 0.2
@@ -42,23 +46,23 @@ class AdaKV(HeadBudgets):
 
     def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
         if self.normalise:
-            scores = scores * _held_by_best(scores, allowed, quota)
+            scores = scores * _concentration(scores, allowed, quota)
         if self.rule == "adakv":
-            return self._mixed(count_best(scores, allowed, quota), quota)
+            return self._mix_uniform(count_best(scores, allowed, quota), quota)
         safe = jnp.clip(fraction_of(self.alpha, quota + beside) - beside, 0, quota)
         return count_best(jnp.where(top_k_mask(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
 
-    def _mixed(self, won: Array, quota: Array) -> Array:
-        """(1 - alpha) * won i32[B K] + alpha * quota i32[B] in whole units, by largest remainder."""
+    def _mix_uniform(self, num_won: Array, quota: Array) -> Array:
+        """Rounds (1 - alpha) * num_won i32[B K] + alpha * quota i32[B] to whole units, by largest remainder."""
         same = Fraction(self.alpha).limit_denominator(1000)
-        parts, of = same.numerator * quota[:, None] + (same.denominator - same.numerator) * won, same.denominator
-        left = won.shape[1] * quota - (parts // of).sum(-1, dtype=jnp.int32)
+        parts, of = same.numerator * quota[:, None] + (same.denominator - same.numerator) * num_won, same.denominator
+        left = num_won.shape[1] * quota - (parts // of).sum(-1, dtype=jnp.int32)
         one_more = top_k_mask((parts % of).astype(jnp.float32), jnp.ones(parts.shape, bool), left)
         return parts // of + one_more.astype(jnp.int32)
 
 
-def _held_by_best(scores: Array, allowed: Array, quota: Array) -> Array:
-    """f32[B K 1]: the share of each head's scores that its `quota` best units hold."""
+def _concentration(scores: Array, allowed: Array, quota: Array) -> Array:
+    """Computes the fraction of each head's scores that its `quota` best units have, f32[B K 1]."""
     scores = jnp.where(allowed[:, None], scores, 0.0)
     best = jnp.where(top_k_mask(scores, allowed[:, None], quota), scores, 0.0)
     return best.sum(-1, keepdims=True) / jnp.maximum(scores.sum(-1, keepdims=True), 1e-30)

@@ -1,4 +1,4 @@
-"""ArkVale: pages lie on the host, tighter boxes than Quest's say which ones matter, and these are recalled."""
+"""ArkVale: stores pages on the host, and recalls those that tighter boxes than Quest's find."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.methods.registry import register_method
 
 @exportable
 class Digests(NamedTuple):
-    """The boxes of all pages, and what that of the unfinished page is made of."""
+    """The boxes of all pages, and the keys of the unfinished page."""
 
     box: Box  # [B K U H]
     growing: memory.Buffer  # [B K size H], the keys of the page in which the next token will lie
@@ -29,11 +29,11 @@ class Digests(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TightBoxes(Boxes):
-    """Boxes c - d .. c + d around pages of keys (ArkVale, Chen et al., NeurIPS 2024).
+    """Summarizes pages of keys by boxes c - d .. c + d (ArkVale, Chen et al., NeurIPS 2024).
 
-    In each channel c is the middle between the least and the greatest key, and d the mean of |c - k| over the page: a
-    key may lie outside. d does not follow from that of a page's parts, so the unfinished page's keys are kept and its
-    box is made anew. A page's score is Quest's, in the mean over all query heads of the layer.
+    In each channel c is the middle between the least and the greatest key, and d the mean of |c - k| over the page, so
+    a key may lie outside. d cannot be updated from a page's parts, so the unfinished page's keys are stored and its box
+    is computed again. A page's score is Quest's, in the mean over all query heads of the layer.
     """
 
     size: int = 32

@@ -4,29 +4,173 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.eviction.flags import ThresholdBudgets
-from kvjax.cache.eviction.gates import AttentionGateTable, gate_attention
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import split_halves
+from kvjax.cache.eviction.budget_allocation import HeadBudgets
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.side_store.paged_heads import PagedHeads
-from kvjax.core.attention_mass import Observation
+from kvjax.core.attention import attend_dense, merge
+from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import KVBlock
+from kvjax.core.top_k import top_k_mask
+from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
+
+SELF_LOGIT = 32.0  # in a calibrated gate, the logit of a token of root-mean-square length with itself
+EXAMPLE_WIDTH = 8  # channels of the hidden states that the example is made for, those of the tests' layer
+
+
+@register_table_kind("attention_gate")
+@dataclasses.dataclass(frozen=True)
+class AttentionGateTable(TableKind):
+    """The weights of an Attention-Gate: A attention heads of C channels over hidden states of D, which mix E channels.
+
+    `query`, `key` f32[A D C], `value` f32[A D E], `output` f32[A E K], `bias` f32[K]. With x the hidden states that the
+    layer's queries and keys are made of, the gate of key/value head h is the sigmoid of column h of the sum over a of
+    softmax(x query_a (x key_a)^T / sqrt(C)) x value_a output_a, plus bias_h. There is no public release; of a torch
+    module with linear maps q [A*C D] and o [K A*E], `query` is `q.weight.reshape(A, C, D).transpose(1, 2)` and `output`
+    is `o.weight.T.reshape(A, E, K)`.
+
+    Calibrated, A = 1 and E = K: a token attends to tokens that are like it, by a random projection that is query and
+    key at once, and linear discriminants separate the mixed hidden states: the logistic regression of two normal
+    distributions with one covariance. The tokens to keep are those of a text's earlier half that get most attention
+    from the later half.
+
+    Args:
+      keep: percentage of tokens that a calibrated gate keeps.
+      channels: C.
+      ridge: 1 / ridge of the mean variance is added to the variances.
+    """
+
+    keep: int = 50
+    channels: int = 32
+    ridge: int = 1000
+    num_queries = None
+    needs_hidden = True
+    needs_layer_index = True
+
+    def __post_init__(self):
+        if not 0 < self.keep < 100:
+            raise KvjaxError(f"keep is how many of a hundred tokens a gate keeps, 1 to 99, got {self.keep}; use 50")
+        if min(self.channels, self.ridge) < 1:
+            raise KvjaxError(f"channels and ridge must be at least 1, got {self.channels} and {self.ridge}")
+
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
+        earlier, later = split_halves(block, observation)
+        received, num_queries = attention_mass(block, observation, later.astype(jnp.float32), spec.window)
+        is_scored = earlier[:, :1] & (num_queries[:, :1] > 0)
+        num_tokens = is_scored.sum(2, dtype=jnp.int32)
+        num_kept = jnp.broadcast_to(num_tokens * self.keep // 100, received.shape[:2])
+        kept = top_k_mask(received.sum(2), is_scored, num_kept).astype(jnp.float32)
+        x, scale = self._mix_similar(observation, spec)
+        x = jnp.where(is_scored[:, 0, :, None], x, 0.0)
+        return {
+            "texts": jnp.ones(num_tokens.shape),
+            "scale": scale,
+            "tokens": num_tokens.astype(jnp.float32),
+            "kept": num_kept.astype(jnp.float32),
+            "x": x.sum(1)[:, None],
+            "kept_x": jnp.einsum("bkt,btd->bkd", kept, x, precision=lax.Precision.HIGHEST),
+            "xx": jnp.einsum("btd,bte->bde", x, x, precision=lax.Precision.HIGHEST)[:, None],
+        }
+
+    def _mix_similar(self, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
+        """Mixes each token's similar hidden states, f32[B T D], and returns the scale of the projection, f32[B 1]."""
+        real = (observation.pos >= 0)[:, None, :, None]
+        assert observation.hidden_states is not None
+        x = jnp.where(real, observation.hidden_states.astype(jnp.float32), 0.0)
+        num_tokens = jnp.maximum(real.sum((2, 3), dtype=jnp.float32), 1.0)
+        power = jnp.maximum(jnp.square(x).sum((2, 3)) / num_tokens, 1e-12)
+        # Each sequence is scaled by its own power, so that a token's logit with itself does not depend on the model.
+        scale = jnp.sqrt(SELF_LOGIT * self.channels**0.5 / power)
+        D = x.shape[3]
+        projection = jnp.asarray(self._projection(D, spec), jnp.float32)[None]
+        x = scale[:, :, None, None] * x
+        mixed = gate_attention(x, observation.pos, projection, projection, jnp.eye(D)[None])
+        return (mixed / scale[:, :, None, None])[:, 0], scale
+
+    def _projection(self, width: int, spec: LayerSpec) -> np.ndarray:
+        """Draws a random projection [D C] that preserves the squared length of a vector in the mean."""
+        return np.random.default_rng(spec.index).normal(size=(width, self.channels)) / self.channels**0.5
+
+    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+        if not (counted["kept"].all() and (counted["tokens"] > counted["kept"]).all()):
+            raise KvjaxError(
+                f"of these texts each head would keep {counted['kept'].astype(int).tolist()} of "
+                f"{int(counted['tokens'].item())} tokens that are asked, none or all; give longer ones"
+            )
+        value, bias = _fit_discriminants(counted, self.ridge)
+        scale = (counted["scale"] / counted["texts"]).item()
+        projection = scale * self._projection(len(value), spec)[None]
+        same = np.eye(spec.num_kv_heads)[None]
+        arrays = {"query": projection, "key": projection, "value": value[None], "output": same, "bias": bias}
+        return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+    def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+        A, C, D, K = 2, 3, EXAMPLE_WIDTH, spec.num_kv_heads
+        shapes = {"query": (A, D, C), "key": (A, D, C), "value": (A, D, C), "output": (A, C, K), "bias": (K,)}
+        return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def _fit_discriminants(counted: dict[str, np.ndarray], ridge: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fits the logit of keeping from sums over all and over kept tokens: directions [D K], offsets [K]."""
+    tokens, kept = counted["tokens"], counted["kept"]
+    dropped = tokens - kept
+    kept_mean, dropped_mean = counted["kept_x"] / kept[:, None], (counted["x"] - counted["kept_x"]) / dropped[:, None]
+    directions = []
+    for n, m, a, b in zip(kept, dropped, kept_mean, dropped_mean, strict=True):
+        within = (counted["xx"][0] - n * np.outer(a, a) - m * np.outer(b, b)) / tokens
+        within += np.eye(len(a)) * (np.trace(within) / len(a) / ridge + 1e-12)
+        directions.append(np.linalg.solve(within, a - b))
+    middle = (np.stack(directions) * (kept_mean + dropped_mean) / 2).sum(1)
+    return np.stack(directions, 1), np.log(kept / dropped) - middle
+
+
+def gate_attention(hidden: Array, pos: Array, query: Array, key: Array, value: Array) -> Array:
+    """Mixes hidden states by A attention heads without RoPE, each over all tokens of the prompt, later ones included.
+
+    Args:
+      hidden: hidden states [B 1 T D].
+      pos: i32[B T], -1 for padding.
+      query: f32[A D C].
+      key: f32[A D C].
+      value: f32[A D E].
+
+    Returns:
+      f32[B A T E].
+    """
+    x = jnp.where((pos >= 0)[..., None], hidden[:, 0].astype(jnp.float32), 0.0)
+    q, k, v = (jnp.einsum("btd,adc->batc", x, w, precision=lax.Precision.HIGHEST) for w in (query, key, value))
+    prompt, last = KVBlock(k, v, pos[:, None]), pos.max(1, keepdims=True)
+
+    def attend(q: Array, pos: Array) -> Array:
+        # Asked from the last position, a causal query sees every token.
+        return merge([attend_dense(q, prompt, jnp.broadcast_to(last, pos.shape))])
+
+    return map_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Gate(Scorer):
-    """The logit with which a token's gate is open, for each key/value head (Zeng et al. 2024, 2410.12876)."""
+    """Scores a token by the logit of its gate, for each key/value head (Zeng et al. 2024, 2410.12876).
+
+    Args:
+      given: a file of `AttentionGateTable`.
+    """
 
     given: TableFile
     needs_hidden: ClassVar[bool] = True
@@ -46,10 +190,30 @@ class Gate(Scorer):
                 "attention_gate`"
             )
         mixed = gate_attention(observation.hidden_states, block.pos[:, 0], query, key, value)
-        here = block.k.shape[1]
-        output, bias = over_heads.local_part(jnp.moveaxis(output, 2, 0), here), over_heads.local_part(bias, here)
+        num_own_heads = block.k.shape[1]
+        output, bias = (
+            over_heads.local_part(jnp.moveaxis(output, 2, 0), num_own_heads),
+            over_heads.local_part(bias, num_own_heads),
+        )
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
         return token_scores(logits + bias[None, :, None], block)
+
+
+@dataclasses.dataclass(frozen=True)
+class ThresholdBudgets(HeadBudgets):
+    """Lets each head keep the units whose scores are above a threshold, few or many.
+
+    Where the heads of a layer together flag more units than their budgets hold, the best of them all stay; ties go to
+    the earlier unit, then to the lower head. Memory is that of the budget, because shapes must be known beforehand.
+    """
+
+    above: float
+
+    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+        B, K, U = scores.shape
+        is_flagged = allowed[:, None] & (scores > self.above)
+        scores, is_flagged = (x.swapaxes(1, 2).reshape(B, U * K) for x in (scores, is_flagged))
+        return top_k_mask(scores, is_flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
 @register_method(example="attention_gate:budget=512", family="eviction after the prompt")

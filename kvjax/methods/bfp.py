@@ -2,11 +2,74 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.ordered import SortedChannels
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.codecs.base import CodecWrapper
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.cache.method import Method
+from kvjax.core.types import Array, pytree
 from kvjax.methods.registry import register_method
+
+
+@pytree
+class SortedState:
+    """Token vectors with sorted channels, as the inner codec stores them."""
+
+    inner: Any
+    order: Array  # i32[B K H], the channel at each place
+
+
+@dataclasses.dataclass(frozen=True)
+class SortedChannels(CodecWrapper):
+    """Sorts the channels of each head by size, largest first, before another codec stores them.
+
+    The size is the root of the sum of squares over the tokens of a sequence's prompt; the order stays for decoded
+    tokens. Ties go to the earlier channel, so that without a prompt nothing moves. Queries are sorted alike where they
+    meet keys, and mixed values are sorted back: products are unchanged.
+    """
+
+    def encode(self, x: Array, pos: Array) -> SortedState:
+        real = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype)).astype(jnp.float32)
+        order = jnp.argsort(-jnp.square(real).sum(2), axis=-1, stable=True).astype(jnp.int32)
+        return SortedState(self.inner.encode(_permute(x, order), pos), order)
+
+    def append(self, stored: SortedState, x: Array, at: Array) -> SortedState:
+        return SortedState(self.inner.append(stored.inner, _permute(x, stored.order), at), stored.order)
+
+    def decode(self, stored: SortedState) -> Array:
+        return _permute_back(self.inner.decode(stored.inner), stored.order)
+
+    def gather(self, stored: SortedState, idx: Array) -> Array:
+        return _permute_back(self.inner.gather(stored.inner, idx), stored.order)
+
+    def load(self, stored: SortedState) -> SortedState:
+        return SortedState(self.inner.load(stored.inner), stored.order)
+
+    def scores(self, q: Array, stored: SortedState) -> Array:
+        return self.inner.scores(_permute(q, stored.order), stored.inner)
+
+    def score_in_place(self, q: Array, stored: SortedState) -> Array:
+        return self.inner.score_in_place(_permute(q, stored.order), stored.inner)
+
+    def mix(self, p: Array, stored: SortedState) -> Array:
+        return _permute_back(self.inner.mix(p, stored.inner), stored.order)
+
+    def num_committed(self, stored: SortedState, n: Array) -> Array:
+        return self.inner.num_committed(stored.inner, n)
+
+
+def _permute(x: Array, order: Array) -> Array:
+    """Puts the channels of x [B K ... H] in an order i32[B K H]."""
+    B, K, H = order.shape
+    return jnp.take_along_axis(x, order.reshape(B, K, *[1] * (x.ndim - 3), H), -1)
+
+
+def _permute_back(x: Array, order: Array) -> Array:
+    return _permute(x, jnp.argsort(order, axis=-1).astype(jnp.int32))
 
 
 @register_method(example="bfp:block=8", family="quantization by token")

@@ -1,4 +1,4 @@
-"""CAKE: a model's budget goes to the layers whose attention is spread wide and shifts."""
+"""CAKE: gives most of a model's budget to the layers whose attention is dispersed and shifts."""
 
 from __future__ import annotations
 
@@ -20,26 +20,31 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Shifting(WindowAttention):
-    """`WindowAttention`, with mean + gamma * variance over the window's queries in place of their mean (2503.12491)."""
+class ShiftingAttention(WindowAttention):
+    """Scores by mean + gamma * variance over the window's queries instead of their mean (2503.12491)."""
 
     gamma: float = 200.0
 
     def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
-        sums, count = _of_window(block, observation, self.num_queries, spec)
+        sums, count = _window_moments(block, observation, self.num_queries, spec)
         return sums.p / count + self.gamma * _variance(sums, count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Preference(LayerBudgets):
-    """Budgets by dispersion^(1/tau1) * shift^(1/tau2) of each layer (Qin et al. 2025, arXiv 2503.12491).
+    """Divides the budget by dispersion^(1/tau1) * shift^(1/tau2) of each layer (Qin et al. 2025, arXiv 2503.12491).
 
-    Both are of the attention that the last `num_queries` queries of a prompt pay to the tokens before them, summed over
-    all heads: dispersion is -p ln p, summed over queries and tokens, and shift the unbiased variance over the queries,
-    summed over tokens. What the selection keeps in all layers together, beside sinks and recents, is divided in
-    proportion and rounded down. Whatever is more than a layer has goes to the others in equal parts, and then what
-    rounding left: one more token for the first layers. Each layer keeps at least one token beside sinks and recents.
-    Where nothing shifts in any layer, all get the same.
+    Both describe the attention p of the prompt's last queries to the tokens before them, summed over all heads:
+    dispersion is -p ln p, summed over queries and tokens, and shift is the unbiased variance over the queries, summed
+    over tokens. The budgets of all layers, without sinks and recent tokens, are divided in proportion and rounded down.
+    Tokens that a layer does not have go to the others in equal parts, and then the rounding remainder: one more token
+    for the first layers. Each layer keeps at least one token in addition to sinks and recent tokens. If nothing shifts
+    in any layer, all get the same.
+
+    Args:
+      num_queries: last queries of the prompt.
+      tau1: temperature of the dispersion.
+      tau2: temperature of the shift.
     """
 
     num_queries: int = 32
@@ -52,16 +57,16 @@ class Preference(LayerBudgets):
 
     def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         assert layer.method.select is not None
-        asked = layer.method.select.scorer.require_observation(observation)
-        sums, count = _of_window(block, asked, self.num_queries, layer.spec)
+        observation = layer.method.select.scorer.require_observation(observation)
+        sums, count = _window_moments(block, observation, self.num_queries, layer.spec)
         before = pre_window_mask(block, self.num_queries)[:, :, None]
 
-        def of_layer(x: Array) -> Array:
-            """f32[B K G S], over the tokens before the window and all heads -> f32[B]."""
+        def sum_layer(x: Array) -> Array:
+            """Sums f32[B K G S] over the tokens before the window and all heads: f32[B]."""
             return over_heads.sum(jnp.where(before, x, 0.0).sum((2, 3)))[:, 0]
 
-        dispersion = jnp.maximum(of_layer(-sums.p_log_p), 0.0)
-        return dispersion ** (1 / self.tau1) * of_layer(_variance(sums, count)) ** (1 / self.tau2)
+        dispersion = jnp.maximum(sum_layer(-sums.p_log_p), 0.0)
+        return dispersion ** (1 / self.tau1) * sum_layer(_variance(sums, count)) ** (1 / self.tau2)
 
     def allocate_tokens(self, layer: MethodLayer, measures: Array, lengths: Array) -> Array:
         select, L = layer.method.select, measures.shape[0]
@@ -71,26 +76,27 @@ class Preference(LayerBudgets):
         always = jnp.minimum(select.sinks + select.recent, lengths)
         total = jnp.minimum(jnp.array(layer.budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
         most = lengths - always
-        whole = measures.sum(0, keepdims=True)
-        share = jnp.where(whole > 0, measures / jnp.maximum(whole, 1e-30), 1 / L)
+        sum_of_layers = measures.sum(0, keepdims=True)
+        share = jnp.where(sum_of_layers > 0, measures / jnp.maximum(sum_of_layers, 1e-30), 1 / L)
         parts = jnp.floor(share * total[None].astype(jnp.float32)).astype(jnp.int32)
         parts = match_total(parts, parts.sum(0, dtype=jnp.int32), jnp.zeros_like(most), most)
         return match_total(parts, total, jnp.minimum(most, 1), most) + always[None]
 
 
-def _of_window(block: KVBlock, observation: Observation, queries: int, spec: LayerSpec) -> tuple[Moments, Array]:
-    """(what each slot receives from the window's queries, how many these are: f32[B 1 1 1])."""
-    mine = window_query_mask(observation, queries)
-    count = mine.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
-    return moments(block, Observation(observation.q, jnp.where(mine, observation.pos, -1)), spec.window), jnp.maximum(
-        count, 1.0
-    )
+def _window_moments(
+    block: KVBlock, observation: Observation, num_queries: int, spec: LayerSpec
+) -> tuple[Moments, Array]:
+    """Computes the moments of what each slot receives from the window's queries, and their number f32[B 1 1 1]."""
+    is_observed = window_query_mask(observation, num_queries)
+    count = is_observed.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
+    window = Observation(observation.q, jnp.where(is_observed, observation.pos, -1))
+    return moments(block, window, spec.window), jnp.maximum(count, 1.0)
 
 
 def _variance(sums: Moments, count: Array) -> Array:
-    """f32[B K G S]: the unbiased variance over so many queries; 0 for a single one."""
-    apart = sums.square - sums.p * sums.p / count
-    return jnp.maximum(apart, 0.0) / jnp.maximum(count - 1, 1.0)
+    """Computes the unbiased variance over `count` queries, 0 for a single one: f32[B K G S]."""
+    squares = sums.square - sums.p * sums.p / count
+    return jnp.maximum(squares, 0.0) / jnp.maximum(count - 1, 1.0)
 
 
 @register_method(example="cake:budget=512", family="eviction after the prompt")
@@ -126,7 +132,7 @@ def cake(
     Reference:
       CAKE, Qin et al. 2025, arXiv 2503.12491; formulas and constants as in the public fork qtris123/cakekv of its code
     """
-    scorer = Shifting(window, kernel, "avg", gamma=gamma)
+    scorer = ShiftingAttention(window, kernel, "avg", gamma=gamma)
     if budget <= window + sinks:
         raise KvjaxError(
             f"every layer keeps its window of {window} and {sinks} sinks and at least one token more, got "

@@ -1,4 +1,4 @@
-"""CaM: the values of lost tokens are spread over the kept tokens that follow them."""
+"""CaM: spreads the values of evicted tokens over the kept tokens that follow them."""
 
 from __future__ import annotations
 
@@ -20,62 +20,67 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
-    """Values of lost tokens go in equal parts into the next `window` kept ones, or nowhere, as chance has it.
+class ValueSpread:
+    """Adds the value of an evicted token in equal parts to the next `window` kept ones, or drops it, at random.
 
-    The probability is the lost token's score over the mean score of those that follow, at most 1. The selection's
-    scores stand for the attention received, so they should be attention: `accumulated`, `snapkv`. Where fewer tokens
-    follow, these take the parts. Chance goes by seed, layer, head and position.
+    The probability of a merge is the evicted token's score over the mean score of the following kept ones, at most 1.
+    The selection's scores stand for the attention received, so they should be attention: `accumulated`, `snapkv`.
+    Where fewer tokens follow, these take all parts.
+
+    Args:
+      window: following kept tokens that share a value.
+      seed: of the draws, which also depend on layer, head and position.
+      layer: index of the layer, set by `at`.
     """
 
     window: int = 32
     seed: int = 0
-    layer: int = 0  # from `at`
+    layer: int = 0
 
     def __post_init__(self):
         if self.window < 1:
             raise KvjaxError(f"window of CaM must be at least 1 kept token, got {self.window}; its authors use 32")
 
-    def at(self, spec: LayerSpec) -> Spread:
+    def at(self, spec: LayerSpec) -> ValueSpread:
         return dataclasses.replace(self, layer=spec.index)
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = evicted_mask(block, choice), kept.k.shape[2]
-        held = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
-        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
-        number, mean = (gather_at_slots(x, following) for x in self._windows(scores_of_kept(kept, choice), held))
-        # Not as a quotient: where the mean is 0, any attention is enough.
-        likely = _chance(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.per_kv_head
-        part = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
-        begun = scatter_add(part, jnp.where(lost & likely & (number > 0), following, n), n)
-        v = kept.v.astype(jnp.float32) + jnp.where(held[..., None], _behind(begun, self.window), 0.0)
+        is_used = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
+        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot after each token
+        number, mean = (gather_at_slots(x, following) for x in self._windows(scores_of_kept(kept, choice), is_used))
+        # A product instead of a quotient: where the mean is 0, any attention is enough.
+        is_merged = _draw_uniform(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.per_kv_head
+        fraction = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
+        incoming = scatter_add(fraction, jnp.where(lost & is_merged & (number > 0), following, n), n)
+        v = kept.v.astype(jnp.float32) + jnp.where(is_used[..., None], _sum_preceding(incoming, self.window), 0.0)
         return dataclasses.replace(kept, v=v.astype(kept.v.dtype))
 
-    def _windows(self, scores: Array, held: Array) -> tuple[Array, Array]:
-        """Of the kept tokens from each slot on, in the window: how many there are, and their mean score; f32[B K n]."""
-        number = _ahead(held.astype(jnp.float32), self.window)
-        return number, _ahead(scores, self.window) / jnp.maximum(number, 1.0)
+    def _windows(self, scores: Array, is_used: Array) -> tuple[Array, Array]:
+        """Counts the kept tokens in the window from each slot on, and averages their scores: f32[B K n] both."""
+        number = _sum_following(is_used.astype(jnp.float32), self.window)
+        return number, _sum_following(scores, self.window) / jnp.maximum(number, 1.0)
 
 
-def _ahead(x: Array, window: int) -> Array:
-    """f32[B K n]: at each slot the sum over itself and those after it, `window` in all."""
-    return _windowed(x, window, (0, window - 1))
+def _sum_following(x: Array, window: int) -> Array:
+    """Sums f32[B K n] at each slot over itself and the following ones, `window` in all."""
+    return _sum_window(x, window, (0, window - 1))
 
 
-def _behind(x: Array, window: int) -> Array:
-    """f32[B K n H]: at each slot the sum over itself and those before it, `window` in all."""
-    return _windowed(x, window, (window - 1, 0))
+def _sum_preceding(x: Array, window: int) -> Array:
+    """Sums f32[B K n H] at each slot over itself and the preceding ones, `window` in all."""
+    return _sum_window(x, window, (window - 1, 0))
 
 
-def _windowed(x: Array, window: int, pad: tuple[int, int]) -> Array:
+def _sum_window(x: Array, window: int, pad: tuple[int, int]) -> Array:
     size, edges = [1] * x.ndim, [(0, 0)] * x.ndim
     size[2], edges[2] = window, pad
     return lax.reduce_window(x, np.float32(0), lax.add, size, [1] * x.ndim, edges)
 
 
-def _chance(seed: int, layer: int, pos: Array, shape: tuple[int, ...]) -> Array:
-    """f32[B K T]: uniform in [0, 1), by layer, head and position."""
+def _draw_uniform(seed: int, layer: int, pos: Array, shape: tuple[int, ...]) -> Array:
+    """Draws numbers in [0, 1) by layer, head and position: f32[B K T]."""
     head = over_heads.first_head(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
     where = jnp.full(shape, layer, jnp.int32), jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)
     bits = draw(seed, *where) >> 8
@@ -105,4 +110,4 @@ def cam(window: int = 32, seed: int = 0) -> Method:
     Reference:
       CaM, Zhang et al. 2024, ICML, openreview LCTmppB165; in the windows of kvpress' CAMPress
     """
-    return Method(merge=Spread(window, seed))
+    return Method(merge=ValueSpread(window, seed))

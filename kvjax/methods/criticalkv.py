@@ -1,4 +1,4 @@
-"""CriticalKV: half of a budget goes by what tokens add to the layer's output."""
+"""CriticalKV: spends half of a budget by the contribution of tokens to the layer's output."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.methods.registry import register_method
 
-EPSILON = 1e-4  # a token that nothing attends to may still win by its value
+EPSILON = 1e-4  # added to scores, so that a token without attention may still win by its value
 
 
 @dataclasses.dataclass(frozen=True)
-class ByOutput(SecondStageScorer):
-    """A token's score, times the L1 norm of what its value adds to the layer's output (CriticalKV, 2502.03805).
+class OutputScores(SecondStageScorer):
+    """Multiplies scores by the L1 norm of the value's contribution to the layer's output (CriticalKV, 2502.03805).
 
-    The norm is the mean over the query heads of a key/value head. share: of the tokens that a head keeps, those that go
-    by the scorer alone.
+    The norm is the mean over the query heads of a key/value head.
+
+    Args:
+      share: fraction of a head's kept tokens that are chosen by the scorer alone.
     """
 
     needs_output: ClassVar[bool] = True
@@ -37,14 +39,20 @@ class ByOutput(SecondStageScorer):
     def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
         assert observation is not None and observation.output_projection is not None
         real = block.pos >= 0
-        new = (jnp.where(real, own, 0.0) + EPSILON) * added(block.clean().v, observation.output_projection)
+        new = (jnp.where(real, own, 0.0) + EPSILON) * output_norms(block.clean().v, observation.output_projection)
         return jnp.where(real, new, -jnp.inf)
 
 
-def added(v: Array, output: Array, at_once: int = 64) -> Array:
-    """f32[B K S]: the L1 norm of values [B K S H] after the output projection [1 K G H D], mean over G.
+def output_norms(v: Array, output: Array, at_once: int = 64) -> Array:
+    """Computes the L1 norms of values after the output projection, the mean over query heads.
 
-    Memory grows with `at_once` x D, never with S x D.
+    Args:
+      v: values [B K S H].
+      output: output projection [1 K G H D].
+      at_once: values in memory at one time, which grows with at_once x D, never with S x D.
+
+    Returns:
+      f32[B K S].
     """
     weight = output[0].astype(jnp.float32)
 
@@ -83,4 +91,4 @@ def criticalkv(share: float = 0.5) -> Method:
     Reference:
       CriticalKV, Feng et al. 2025, arXiv 2502.03805, as in kvpress' CriticalKVPress and CriticalAdaKVPress
     """
-    return Method(second_stage=ByOutput(share))
+    return Method(second_stage=OutputScores(share))

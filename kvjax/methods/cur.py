@@ -1,4 +1,4 @@
-"""CUR: the tokens whose keys and values are large among their neighbours'."""
+"""CUR: keeps the tokens whose keys and values are large among those of their neighbors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
-SMALL = 1e-30
+MIN_SUM = 1e-30  # keeps a window of zeros from dividing by zero
 
 
 @dataclasses.dataclass(frozen=True)
 class Cur(Scorer):
-    """Approximate leverage of keys and values: their squared norms (CurDKV, arXiv 2509.15038; kvpress' CURPress).
+    """Scores tokens by approximate leverage, the squared norms of keys and values (CurDKV, 2509.15038; kvpress).
 
-    A squared norm counts as its share of the sum over `window` tokens, counted from the row's first. leverage: what a
-    token is scored by, the "product" of both shares, their "mean", or that of the "key" or "value" alone. Scores of a
-    head sum to 1. Where all is zero, the score is 0.
+    A squared norm counts as a fraction of the sum over its window. Scores of a head sum to 1, and are 0 for zeros.
+
+    Args:
+      window: tokens of a window; windows are counted from the sequence's first token.
+      leverage: "product" of both fractions, their "mean", or that of the "key" or "value" alone.
     """
 
     window: int = 16
@@ -41,14 +43,14 @@ class Cur(Scorer):
         real = block.clean()
         key, value = self._share(real.k), self._share(real.v)
         score = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.leverage]
-        return token_scores(score / jnp.maximum(score.sum(2, keepdims=True), SMALL), block)
+        return token_scores(score / jnp.maximum(score.sum(2, keepdims=True), MIN_SUM), block)
 
     def _share(self, x: Array) -> Array:
-        """x [B K S H] -> each token's part of the squared norms in its window, f32[B K S]."""
+        """Divides each token's squared norm by the sum of its window: x [B K S H] -> f32[B K S]."""
         square = jnp.square(x.astype(jnp.float32)).sum(-1)
         B, K, S = square.shape
         windows = jnp.pad(square, [(0, 0), (0, 0), (0, -S % self.window)]).reshape(B, K, -1, self.window)
-        share = windows / jnp.maximum(windows.sum(-1, keepdims=True), SMALL)
+        share = windows / jnp.maximum(windows.sum(-1, keepdims=True), MIN_SUM)
         return share.reshape(B, K, -1)[:, :, :S]
 
 

@@ -1,4 +1,4 @@
-"""D2O: lost tokens that resemble a kept one are merged into it, keys and values both."""
+"""D2O: merges evicted tokens into the kept ones that they resemble, keys and values both."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
-ROUNDING = 1e-6  # a cosine this little below the threshold has reached it: so that equal cosines fare alike
+COSINE_TOLERANCE = 1e-6  # below the threshold, so that cosines which differ by rounding are treated alike
 
 
 @dataclasses.dataclass(frozen=True)
 class D2O:
-    """Merges a lost token into the kept one with the nearest key, if their cosine u reaches a threshold.
+    """Merges an evicted token into the kept one with the nearest key, if their cosine u reaches a threshold.
 
-    rule: "authors", as in the public code: the threshold is the mean of u over all heads and lost tokens of a layer;
-    the lost tokens of all heads are compared rank by rank, and those of one rank are merged in all heads or in none, by
-    the mean of their u; a merged key or value is the mean of the kept one and of u times each that arrives. "paper":
-    each head has its own threshold and decides token by token; the kept one weighs e / (e + sum of e^u), one that
-    arrives e^u / (e + sum of e^u). count: the slot's bias is the logarithm of how many tokens it stands for.
+    Args:
+      rule: "authors", as in the public code: the threshold is the mean of u over all heads and evicted tokens of a
+        layer; the evicted tokens of all heads are compared rank by rank, and those of one rank are merged in all heads
+        or in none, by the mean of their u; a merged key or value is the mean of the kept one and of u times each
+        evicted one. "paper": each head has its own threshold and decides token by token; the kept one weighs
+        e / (e + sum of e^u), an evicted one e^u / (e + sum of e^u).
+      count: whether the slot's bias is the logarithm of how many tokens it stands for.
     """
 
     rule: str = "authors"
@@ -40,34 +42,36 @@ class D2O:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
-        joins = _by_rank(lost) if self.rule == "authors" else _by_token(lost)
+        joins = _join_by_rank(lost) if self.rule == "authors" else _join_by_token(lost)
         slot = jnp.where(joins, lost.slot, n)
         number = scatter_add(jnp.ones(slot.shape), slot, n)
         if self.rule == "authors":
-            own, by, whole = 1.0, lost.cosine, 1.0 + number
+            own, weight, total_weight = 1.0, lost.cosine, 1.0 + number
         else:
-            own, by = np.float32(np.e), jnp.exp(lost.cosine)
-            whole = own + scatter_add(by, slot, n)
-        k, v = (fold_into_kept(x, own, y, by, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+            own, weight = np.float32(np.e), jnp.exp(lost.cosine)
+            total_weight = own + scatter_add(weight, slot, n)
+        k, v = (
+            fold_into_kept(x, own, y, weight, slot, total_weight) for x, y in ((kept.k, block.k), (kept.v, block.v))
+        )
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
 
 
-def _by_rank(lost: EvictedTokens) -> Array:
-    """bool[B K T]: lost tokens of a rank at which the heads' mean cosine reaches the mean over all ranks and heads."""
+def _join_by_rank(lost: EvictedTokens) -> Array:
+    """Marks evicted tokens of ranks whose mean cosine over heads reaches the mean over all ranks, bool[B K T]."""
     T = lost.mask.shape[2]
     rank = jnp.cumsum(lost.mask, 2, dtype=jnp.int32) - 1
     at = jnp.where(lost.mask, rank, T)
     total, heads = (over_heads.sum(scatter_add(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
     mean = total.sum(2, keepdims=True) / jnp.maximum(heads.sum(2, keepdims=True), 1.0)
-    enough = jnp.broadcast_to(total >= heads * (mean - ROUNDING), lost.mask.shape)
+    enough = jnp.broadcast_to(total >= heads * (mean - COSINE_TOLERANCE), lost.mask.shape)
     return lost.mask & jnp.take_along_axis(enough, jnp.maximum(rank, 0), 2)
 
 
-def _by_token(lost: EvictedTokens) -> Array:
-    """bool[B K T]: lost tokens whose cosine reaches the mean over those of their head."""
+def _join_by_token(lost: EvictedTokens) -> Array:
+    """Marks evicted tokens whose cosine reaches the mean of their head, bool[B K T]."""
     number = lost.mask.sum(2, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
     mean = lost.cosine.sum(2, keepdims=True) / jnp.maximum(number, 1.0)
-    return lost.mask & (lost.cosine >= mean - ROUNDING)
+    return lost.mask & (lost.cosine >= mean - COSINE_TOLERANCE)
 
 
 @register_method(example="accumulated:budget=256,recent=64,sinks=4 + d2o", family="component over a selection")

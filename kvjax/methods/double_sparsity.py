@@ -1,19 +1,21 @@
-"""Double Sparsity: a few channels of each key say which tokens count, and only these are read in all channels."""
+"""Double Sparsity: a few channels of each key tell which tokens count, and only these are read in all channels."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import MinMax
-from kvjax.cache.eviction.channel_order import Channels
 from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -26,9 +28,34 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
 
+@register_table_kind("channels")
+class ChannelOrder(TableKind):
+    """The mean of |q_c k_c| by channel c of each layer and key/value head, each token's key with its own query.
+
+    Arrays: `order` i32[K H], channels by falling mean, ties the lower first, and `means` f32[K H]. Queries and keys are
+    after RoPE; all query heads of a key/value head count together (Double Sparsity, Yang et al. 2024, arXiv 2408.07092,
+    section 3.1).
+    """
+
+    num_queries = None
+
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
+        B, K, _, _ = block.k.shape
+        real = (block.pos >= 0)[:, :, None, :, None]
+        product = jnp.abs(observation.q.astype(jnp.float32) * block.k.astype(jnp.float32)[:, :, None])
+        tokens = jnp.broadcast_to(real.sum((2, 3, 4), dtype=jnp.float32)[..., None], (B, K, 1))
+        return {"products": jnp.where(real, product, 0.0).mean(2).sum(2), "tokens": tokens}
+
+    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+        means = counted["products"] / np.maximum(counted["tokens"], 1)
+        order = np.argsort(-means, -1, kind="stable")
+        return {"order": order.astype(np.int32), "means": means.astype(np.float32)}
+
+
 @pytree
 class Labels:
-    """What tokens are found by: r channels of their keys."""
+    """The labels that tokens are found by: r channels of their keys."""
 
     channels: Array  # i32[B K r], which ones
     k: Any  # [B K S r], stored by the index's codec
@@ -36,10 +63,14 @@ class Labels:
 
 @dataclasses.dataclass(frozen=True)
 class LabelChannels(Index):
-    """Single tokens, by 1 / factor of the channels of their keys (Yang et al. 2024, arXiv 2408.07092, section 3).
+    """Scores single tokens by 1 / factor of the channels of their keys (Yang et al. 2024, arXiv 2408.07092, section 3).
 
-    Those channels of a key/value head count in which |q k| is largest in the mean over the prompt's tokens that are
-    held, each with its own query, and over query heads. bits: of a label, each token's scaled by itself; 16: as it is.
+    A key/value head takes the channels in which |q k| is largest in the mean over the prompt's tokens that are kept,
+    each with its own query, and over query heads.
+
+    Args:
+      factor: channels of a head per channel of a label.
+      bits: of a label's numbers, with a scale per token; 16 leaves them as they are.
     """
 
     factor: int
@@ -51,23 +82,28 @@ class LabelChannels(Index):
     def __post_init__(self):
         check_minimum("Double Sparsity", factor=(self.factor, 1))
         if self.bits != 16:
-            MinMax(self.bits)  # knows which bits there are
+            MinMax(self.bits)  # which raises for bits that it does not know
 
     @property
     def codec(self) -> Codec:
-        """How labels are held."""
+        """The codec of labels."""
         return Plain() if self.bits == 16 else PerTokenCodec(MinMax(self.bits))
 
     def fit(self, block: KVBlock, observation: Observation | None) -> Labels:
-        products = _products(block, require_observation(observation, "Double Sparsity", "all queries"))
-        return self.labels(lax.top_k(products, self._count(block))[1], block)
+        observation = require_observation(observation, "Double Sparsity", "all queries")
+        B, K, S, _ = block.k.shape
+        at = jnp.broadcast_to(jnp.maximum(block.pos, 0), (B, K, S))  # the query at position i is the i-th
+        q = jnp.take_along_axis(observation.q, at[:, :, None, :, None], 3).astype(jnp.float32)
+        product = jnp.abs(q * block.k.astype(jnp.float32)[:, :, None])
+        product = jnp.where((block.pos >= 0)[:, :, None, :, None], product, 0.0).sum(3).mean(2)
+        return self.make_labels(lax.top_k(product, self._num_channels(block))[1], block)
 
-    def in_order(self, order: Array, block: KVBlock) -> Labels:
-        """Labels of the first channels of an order i32[K H] that is the same for all rows."""
-        first = order[None, :, : self._count(block)]
-        return self.labels(jnp.broadcast_to(first, (block.k.shape[0], *first.shape[1:])), block)
+    def fit_order(self, order: Array, block: KVBlock) -> Labels:
+        """Makes labels of the first channels of an order i32[K H], the same for all sequences."""
+        first = order[None, :, : self._num_channels(block)]
+        return self.make_labels(jnp.broadcast_to(first, (block.k.shape[0], *first.shape[1:])), block)
 
-    def _count(self, block: KVBlock) -> int:
+    def _num_channels(self, block: KVBlock) -> int:
         """Channels of a label."""
         size = block.k.shape[3]
         count = size // self.factor
@@ -79,18 +115,17 @@ class LabelChannels(Index):
         return count
 
     def rebuild(self, reader_state: Labels, block: KVBlock) -> Labels:
-        return self.labels(reader_state.channels, block)
+        return self.make_labels(reader_state.channels, block)
 
-    def labels(self, channels: Array, block: KVBlock) -> Labels:
-        """The labels of a block in channels i32[B K r]."""
-        return Labels(channels, self.codec.encode(_take(block.k, channels), block.pos))
+    def make_labels(self, channels: Array, block: KVBlock) -> Labels:
+        """Makes the labels of a block in channels i32[B K r]."""
+        return Labels(channels, self.codec.encode(_take_channels(block.k, channels), block.pos))
 
     def append(self, reader_state: Labels, new: KVBlock, at: Array) -> Labels:
         if not new.pos.shape[2]:
             return reader_state
-        return dataclasses.replace(
-            reader_state, k=self.codec.append(reader_state.k, _take(new.k, reader_state.channels), at)
-        )
+        labels = self.codec.append(reader_state.k, _take_channels(new.k, reader_state.channels), at)
+        return dataclasses.replace(reader_state, k=labels)
 
     def load(self, reader_state: Labels) -> Labels:
         return dataclasses.replace(reader_state, k=self.codec.decode(reader_state.k))
@@ -99,9 +134,14 @@ class LabelChannels(Index):
         return scores(jnp.take_along_axis(q, summary.channels[:, :, None, None], 4), summary.k)
 
 
+def _take_channels(k: Array, channels: Array) -> Array:
+    """Takes the channels i32[B K r] of keys [B K S H]."""
+    return jnp.take_along_axis(k, channels[:, :, None], 3)
+
+
 @dataclasses.dataclass(frozen=True)
-class Calibrated(Retrieve):
-    """Labels in the channels of a table, which were found on other texts."""
+class CalibratedLabels(Retrieve):
+    """Retrieval by labels in the channels of a file of `ChannelOrder`, which were found on other texts."""
 
     table: TableFile | None = None
 
@@ -110,23 +150,9 @@ class Calibrated(Retrieve):
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
         assert self.table is not None and isinstance(self.index, LabelChannels)
         order = self.table.layer_arrays(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
-        return self.index.in_order(
-            over_heads.local_part(jnp.asarray(order), block.k.shape[1]), jax.tree.map(lax.stop_gradient, block)
-        )
-
-
-def _take(k: Array, channels: Array) -> Array:
-    """Some channels i32[B K r] of keys [B K S H]."""
-    return jnp.take_along_axis(k, channels[:, :, None], 3)
-
-
-def _products(block: KVBlock, observation: Observation) -> Array:
-    """f32[B K H]: the sum of |q k| over the tokens of a block, and the mean over query heads."""
-    B, K, S, _ = block.k.shape
-    at = jnp.broadcast_to(jnp.maximum(block.pos, 0), (B, K, S))  # a query lies at its position
-    q = jnp.take_along_axis(observation.q, at[:, :, None, :, None], 3).astype(jnp.float32)
-    product = jnp.abs(q * block.k.astype(jnp.float32)[:, :, None])
-    return jnp.where((block.pos >= 0)[:, :, None, :, None], product, 0.0).sum(3).mean(2)
+        own_order = over_heads.local_part(jnp.asarray(order), block.k.shape[1])
+        # Labels only choose which tokens are read, so no gradient passes through them.
+        return self.index.fit_order(own_order, jax.tree.map(lax.stop_gradient, block))
 
 
 @register_method(example="double_sparsity:heavy=256,factor=4,device_layers=1", family="sparse reading")
@@ -157,5 +183,9 @@ def double_sparsity(
     """
     check_minimum("Double Sparsity", heavy=(heavy, 2))
     labels = LabelChannels(factor, bits)
-    read = Calibrated(labels, heavy - 1, table=Channels.table_file(table)) if table else Retrieve(labels, heavy - 1)
+    read = (
+        CalibratedLabels(labels, heavy - 1, table=ChannelOrder.table_file(table))
+        if table
+        else Retrieve(labels, heavy - 1)
+    )
     return Method(read=read, device_layers=device_layers)

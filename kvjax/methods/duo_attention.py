@@ -1,4 +1,4 @@
-"""DuoAttention: retrieval heads hold everything, streaming heads the first and the last tokens."""
+"""DuoAttention: retrieval heads keep all tokens, streaming heads the first and the last ones."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.methods.registry import register_method
-from kvjax.methods.sinks_and_recent import Newest
+from kvjax.methods.sinks_and_recent import Recency
 
 
 @dataclasses.dataclass(frozen=True)
-class Streaming(HeadTableBudgets):
-    """Heads whose weight is below the quantile `sparsity` of all heads' keep `streaming` tokens, the others all.
+class StreamingBudgets(HeadTableBudgets):
+    """Keeps `streaming` tokens in heads whose weight is below the quantile `sparsity` of all heads, all in the others.
 
-    As the authors' code has it: nothing streams at 0, everything at 1. Where weights are equal, the earlier head
-    streams; there, chance decides.
+    As in the authors' code, no head streams at 0 and every head at 1. Ties go to the earlier head; there, they are
+    decided at random.
+
+    Args:
+      given: a file of `HeadWeights`.
+      sparsity: fraction of the model's heads that stream.
+      streaming: tokens of a streaming head.
     """
 
     given: TableFile
@@ -72,5 +77,5 @@ def duo_attention(
     Reference:
       DuoAttention, Xiao et al. 2024, arXiv 2410.10819, section 3; its public code, mit-han-lab/duo-attention
     """
-    rule = Streaming(HeadWeights.table_file(table), sparsity, sinks + recent)
-    return Method(select=Selection(Newest(), MeanOfHeads(rule), sinks, recent), side_store=PagedHeads(rule, page))
+    rule = StreamingBudgets(HeadWeights.table_file(table), sparsity, sinks + recent)
+    return Method(select=Selection(Recency(), MeanOfHeads(rule), sinks, recent), side_store=PagedHeads(rule, page))

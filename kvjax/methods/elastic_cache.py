@@ -1,4 +1,4 @@
-"""Elastic Cache: lost tokens go into the nearest important ones, and while decoding one at a fixed distance leaves."""
+"""Elastic Cache: merges evicted tokens into the nearest important ones; decoding evicts at a fixed distance."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.registry import register_method
 
-LAST = 1  # the last token of a prompt always stays
+NUM_LAST_TOKENS = 1  # of a prompt, which always stay and are no anchors
 
 
 @dataclasses.dataclass(frozen=True)
-class IntoAnchors:
-    """Keys and values of lost tokens are averaged into the nearest anchor by position, of two the earlier.
+class AnchorMerge:
+    """Averages keys and values of evicted tokens into the nearest anchor by position; ties go to the earlier.
 
-    Anchors are the kept tokens behind the first `sinks` and before the last one. Where there is none, nothing is
-    merged.
+    Anchors are the kept tokens after the first `sinks` and before the last one. Without an anchor nothing is merged.
     """
 
     sinks: int
@@ -36,31 +35,31 @@ class IntoAnchors:
         block, kept = block.clean(), kept.clean()
         lost, n = evicted_mask(block, choice), kept.k.shape[2]
         slot = jnp.where(lost, self._nearest(block, kept, lost), n)
-        one = jnp.ones(slot.shape)
-        whole = 1.0 + scatter_add(one, slot, n)
-        k, v = (fold_into_kept(x, 1.0, y, one, slot, whole) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        weight = jnp.ones(slot.shape)
+        total = 1.0 + scatter_add(weight, slot, n)
+        k, v = (fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v)
 
     def _nearest(self, block: KVBlock, kept: KVBlock, lost: Array) -> Array:
-        """i32[B K T]: the slot of the anchor nearest to each token, n where there is no anchor."""
+        """Returns the slot of the anchor nearest to each token: i32[B K T], n where there is no anchor."""
         B, K, n = kept.k.shape[:3]
-        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot behind each token
-        last = (kept.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32) - LAST - 1
-        held = jnp.broadcast_to(kept.pos, (B, K, n))
+        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot after each token
+        last = (kept.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32) - NUM_LAST_TOKENS - 1
+        kept_pos = jnp.broadcast_to(kept.pos, (B, K, n))
 
         def distance(slot: Array) -> Array:
-            return jnp.abs(jnp.take_along_axis(held, jnp.maximum(slot, 0), 2) - block.pos)
+            return jnp.abs(jnp.take_along_axis(kept_pos, jnp.maximum(slot, 0), 2) - block.pos)
 
-        before, behind = (jnp.clip(slot, self.sinks, last) for slot in (following - 1, following))
-        nearer = jnp.where(distance(behind) < distance(before), behind, before)
+        left, right = (jnp.clip(slot, self.sinks, last) for slot in (following - 1, following))
+        nearer = jnp.where(distance(right) < distance(left), right, left)
         return jnp.where(last >= self.sinks, nearer, n)
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedPoint(Policy):
-    """Over the selection's budget, the token leaves that has `distance` newer ones (Liu et al. 2024, arXiv 2407.18121).
+class FixedPointEviction(Policy):
+    """Evicts, over the selection's budget, the token that has `distance` newer ones (Liu et al. 2024, 2407.18121).
 
-    So what the selection left of the start of a prompt stays for good, and of all that follows the newest `distance`.
+    So the selected tokens of the start of a prompt stay for good, and of all later ones the newest `distance`.
     """
 
     distance: int = 25
@@ -92,16 +91,16 @@ class FixedPoint(Policy):
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[Array, None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
-        held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
-        return jnp.where(place < held, place, -1), None
+        length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        return jnp.where(place < length, place, -1), None
 
     def after_token(
         self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
     ) -> tuple[Array, None]:
         pos = state.pos
-        full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
-        leaves = max(pos.shape[2] - 1 - self.distance, 0)
-        return jnp.where(full & (pos == jnp.sort(pos, 2)[:, :, leaves, None]), -1, pos), None
+        is_full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
+        rank = max(pos.shape[2] - 1 - self.distance, 0)  # of the evicted token, from the oldest
+        return jnp.where(is_full & (pos == jnp.sort(pos, 2)[:, :, rank, None]), -1, pos), None
 
 
 @register_method(example="elastic_cache:budget=512", family="merging")
@@ -126,5 +125,5 @@ def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25
     Reference:
       Elastic Cache, Liu et al. 2024, arXiv 2407.18121; constants of its public code, liuzuyan/ElasticCache
     """
-    select = make_selection(AccumulatedAttention(), budget, sinks, LAST, per="layer")
-    return Method(select=select, merge=IntoAnchors(sinks), decode=FixedPoint(distance))
+    select = make_selection(AccumulatedAttention(), budget, sinks, NUM_LAST_TOKENS, per="layer")
+    return Method(select=select, merge=AnchorMerge(sinks), decode=FixedPointEviction(distance))

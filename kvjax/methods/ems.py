@@ -1,4 +1,4 @@
-"""EMS: the best tokens are centres, the next best are merged into those they resemble, and the others are evicted."""
+"""EMS: keeps the best tokens, merges the next best into those they resemble, and evicts the others."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class GlobalLocal(Scorer):
-    """Attention from all queries and from the last ones, each as a share of its sum (Li et al. 2024, arXiv 2412.08521).
+class GlobalLocalAttention(Scorer):
+    """Adds the attention from all queries and from the last ones, each over its sum (Li et al. 2024, arXiv 2412.08521).
 
-    The global part is a mean over the queries that see a token, which does not favour old tokens as a sum would.
+    The global part is a mean over the queries that see a token, because a sum would favor old tokens.
     """
 
     window: int = 32
@@ -44,26 +44,30 @@ class GlobalLocal(Scorer):
             raise KvjaxError(f"window of EMS must be at least 1 query, got {self.window}; use 32")
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        obs = self.require_observation(observation)
-        everywhere, number = attention_mass(block, obs, jnp.ones(obs.pos.shape), spec.window)
-        nearby, _ = attention_mass(block, obs, window_query_mask(obs, self.window).astype(jnp.float32), spec.window)
-        heads = _share(everywhere / jnp.maximum(number, 1.0)[:, :, None]) + _share(nearby)
+        observation = self.require_observation(observation)
+        total, num_queries = attention_mass(block, observation, jnp.ones(observation.pos.shape), spec.window)
+        local_queries = window_query_mask(observation, self.window).astype(jnp.float32)
+        local, _ = attention_mass(block, observation, local_queries, spec.window)
+        heads = _normalize_sum(total / jnp.maximum(num_queries, 1.0)[:, :, None]) + _normalize_sum(local)
         return head_scores(heads, heads.mean(2), block)
 
 
-def _share(x: Array) -> Array:
-    """f32[B K G S], each row of slots divided by its sum."""
+def _normalize_sum(x: Array) -> Array:
+    """Divides f32[B K G S] by its sum over the slots."""
     return x / jnp.maximum(x.sum(-1, keepdims=True), 1e-30)
 
 
 @dataclasses.dataclass(frozen=True)
-class IntoCentres:
-    """Of each head's lost tokens the best are merged into the nearest kept one, unless the zero class is nearer.
+class CenterMerge:
+    """Merges the best of each head's evicted tokens into the nearest kept one, unless the zero class is nearer.
 
-    band: how many may merge, by their scores, as a multiple of the tokens that stay. The zero class is a centre that
-    any key resembles by `threshold`; what joins it is evicted, so each head finds its own share of merged and evicted
-    tokens. A merged value is the mean by scores. A merged key has the direction of the mean of unit keys by scores,
-    and the mean of their norms.
+    The zero class is a center that any key resembles by `threshold`; tokens that join it are evicted, so each head
+    finds its own balance of merged and evicted tokens. A merged value is the mean by scores. A merged key has the
+    direction of the mean of unit keys by scores, and the mean of their norms.
+
+    Args:
+      band: how many tokens may merge, by their scores, as a multiple of the tokens that stay.
+      threshold: cosine of the zero class.
     """
 
     band: float = 1.0
@@ -78,28 +82,31 @@ class IntoCentres:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
-        joins = self._band(lost, choice) & (lost.cosine >= self.threshold)
+        joins = self._mask_band(lost, choice) & (lost.cosine >= self.threshold)
         slot = jnp.where(joins, lost.slot, n)
-        by = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), MIN_KEY_NORM)
-        own = jnp.maximum(scores_of_kept(kept, choice), MIN_KEY_NORM)
-        whole = own + scatter_add(by, slot, n)
+        weight = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), MIN_KEY_NORM)
+        own_weight = jnp.maximum(scores_of_kept(kept, choice), MIN_KEY_NORM)
+        total = own_weight + scatter_add(weight, slot, n)
 
         def mean(x: Array, y: Array) -> Array:
-            return fold_into_kept(x, own[..., None], y, by, slot, whole)
+            return fold_into_kept(x, own_weight[..., None], y, weight, slot, total)
 
-        direction, norm = (mean(of(kept.k), of(block.k)) for of in (unit_vectors, _norms))
-        touched = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
-        k = jnp.where(touched, (unit_vectors(direction) * norm).astype(kept.k.dtype), kept.k)
+        direction, norm = (mean(f(kept.k), f(block.k)) for f in (unit_vectors, _norms))
+        # A key that nothing was merged into keeps its bits, which a product of direction and norm would round.
+        is_merged = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
+        k = jnp.where(is_merged, (unit_vectors(direction) * norm).astype(kept.k.dtype), kept.k)
         return dataclasses.replace(kept, k=k, v=mean(kept.v, block.v))
 
-    def _band(self, lost: EvictedTokens, choice: SelectedSlots) -> Array:
-        """bool[B K T]: the lost tokens of the highest scores."""
-        stay = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
-        return top_k_mask(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, stay.sum(-1, dtype=jnp.int32)))
+    def _mask_band(self, lost: EvictedTokens, choice: SelectedSlots) -> Array:
+        """Marks the evicted tokens of the highest scores, bool[B K T]."""
+        is_kept = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
+        return top_k_mask(
+            choice.scores.per_kv_head, lost.mask, fraction_of(self.band, is_kept.sum(-1, dtype=jnp.int32))
+        )
 
 
 def _norms(keys: Array) -> Array:
-    """Lengths of keys [... H], f32[... 1]."""
+    """Computes the lengths of keys [... H]: f32[... 1]."""
     return jnp.linalg.norm(keys.astype(jnp.float32), axis=-1, keepdims=True)
 
 
@@ -128,5 +135,5 @@ def ems(
     Reference:
       EMS, Li et al. 2024, arXiv 2412.08521
     """
-    select = make_selection(GlobalLocal(window), budget, sinks, window)
-    return Method(select=select, merge=IntoCentres(band, threshold))
+    select = make_selection(GlobalLocalAttention(window), budget, sinks, window)
+    return Method(select=select, merge=CenterMerge(band, threshold))

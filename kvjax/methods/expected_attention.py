@@ -1,4 +1,4 @@
-"""Expected Attention: the tokens that queries to come will attend to, if they are like those of the prompt."""
+"""Expected Attention: keeps the tokens that future queries attend to, if these are like the prompt's."""
 
 from __future__ import annotations
 
@@ -24,12 +24,19 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttention(Scorer):
-    """The attention that a normally distributed query of the next `future` positions pays to each token, times |v|.
+    """Scores tokens by the expected attention of a normally distributed future query, times |v|.
 
-    Devoto et al. 2025, arXiv 2510.00636; kvpress. Mean and covariance are those of the bare queries after the sinks,
-    each turned by the mean of the rotations ahead. The expectation of exp(q k / sqrt(H)) has the logit
-    mean k / sqrt(H) + k covariance k / (2 H); a softmax over the tokens after the sinks, per query head, and the mean
-    over a key/value head's query heads follow. Sinks score 0: the selection keeps them in any case.
+    Devoto et al. 2025, arXiv 2510.00636; kvpress. Mean and covariance are those of the pre-RoPE queries after the
+    sinks, rotated by the mean of the rotations of the next `future` positions. The expectation of exp(q k / sqrt(H))
+    has the logit mean k / sqrt(H) + k covariance k / (2 H); a softmax over the tokens after the sinks, per query head,
+    and the mean over a key/value head's query heads follow. Sinks score 0, because the selection always keeps them.
+
+    Args:
+      sinks: first tokens, which are left out.
+      future: positions ahead over which rotations are averaged.
+      covariance: whether the covariance counts.
+      value_norms: whether scores are multiplied by the norms of the values.
+      epsilon: added to the attention before that.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -47,7 +54,9 @@ class ExpectedAttention(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block = block.clean()
-        logits = expected_logits(block.k, *self._to_come(block, self.require_observation(observation), spec.rope))
+        logits = expected_logits(
+            block.k, *self._future_queries(block, self.require_observation(observation), spec.rope)
+        )
         readable = visible_to_next_query(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
         p, _, l = weights(jnp.where(readable, logits, MASKED_LOGIT))
         heads = p / jnp.maximum(l, 1e-30)[..., None]
@@ -56,34 +65,34 @@ class ExpectedAttention(Scorer):
             heads = (heads + self.epsilon) * norms[:, :, None]
         return head_scores(heads, heads.mean(2), block)
 
-    def _to_come(self, block: KVBlock, observation: Observation, rope: Rope) -> tuple[Array, Array | None]:
-        """Mean f32[B K G H] and covariance f32[B K G H H] of the queries to come."""
+    def _future_queries(self, block: KVBlock, observation: Observation, rope: Rope) -> tuple[Array, Array | None]:
+        """Estimates the mean f32[B K G H] and the covariance f32[B K G H H] of future queries."""
         counted, steps = observation.pos >= self.sinks, jnp.arange(self.future, dtype=jnp.int32)
-        bare = mean_over_pre_rope(observation, counted, rope, sum_queries)[:, :, :, None]
-        mean = rotate_ahead(bare, rope, block, steps)[:, :, :, 0]
+        pre_rope_mean = mean_over_pre_rope(observation, counted, rope, sum_queries)[:, :, :, None]
+        mean = rotate_ahead(pre_rope_mean, rope, block, steps)[:, :, :, 0]
         if not self.covariance:
             return mean, None
 
         def products(q: Array, counts: Array) -> Array:
-            apart = (q - bare) * counts
-            return jnp.einsum("bkgqh,bkgqi->bkghi", apart, apart)
+            deviation = (q - pre_rope_mean) * counts
+            return jnp.einsum("bkgqh,bkgqi->bkghi", deviation, deviation)
 
-        half = rotate_ahead(mean_over_pre_rope(observation, counted, rope, products), rope, block, steps)
-        return mean, rotate_ahead(half.swapaxes(3, 4), rope, block, steps)
+        partial = rotate_ahead(mean_over_pre_rope(observation, counted, rope, products), rope, block, steps)
+        return mean, rotate_ahead(partial.swapaxes(3, 4), rope, block, steps)
 
 
 def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_once: int = 256) -> Array:
-    """Keys [B K S H] -> f32[B K G S], the logarithm of the exponentiated scaled dot product's expectation."""
+    """Computes the logarithm of the expected exp of the scaled dot product with keys [B K S H]: f32[B K G S]."""
     H = keys.shape[3]
 
-    def of_key(key: Array) -> Array:
+    def score_key(key: Array) -> Array:
         key = key.astype(jnp.float32)
         logit = jnp.einsum("bkh,bkgh->bkg", key, mean) * H**-0.5
         if covariance is None:
             return logit
         return logit + jnp.einsum("bkgi,bki->bkg", jnp.einsum("bkh,bkghi->bkgi", key, covariance), key) / (2 * H)
 
-    return jnp.moveaxis(lax.map(of_key, jnp.moveaxis(keys, 2, 0), batch_size=keys_at_once), 0, 3)
+    return jnp.moveaxis(lax.map(score_key, jnp.moveaxis(keys, 2, 0), batch_size=keys_at_once), 0, 3)
 
 
 @register_method(example="expected_attention:budget=512", family="eviction after the prompt")

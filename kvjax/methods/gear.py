@@ -1,12 +1,227 @@
-"""GEAR: few bits, and the error of the codes as outliers and a matrix of low rank."""
+"""GEAR: few bits, and the quantization error as outliers and a low-rank matrix."""
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.chunk_quant import Channelwise, Tokenwise
-from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers
-from kvjax.cache.codecs.residual import LowRankResidual
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache.calibration.bases import sum_outer_products
+from kvjax.cache.codecs.base import Codec
+from kvjax.cache.codecs.chunk_quant import Channelwise, ChunkCodec, ChunkState, Tokenwise
+from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
 from kvjax.cache.method import Method
+from kvjax.core import memory
+from kvjax.core.mesh import vary
+from kvjax.core.types import Array, pytree
+from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
+
+JACOBI_SWEEPS = 10  # over all pairs of rows; float32 needs six to nine of them for matrices of up to 256 rows
+
+
+@pytree
+class GearState:
+    """The codes of all slots, and the three things that are added to them."""
+
+    codes: ChunkState
+    outliers: Any
+    coordinates: memory.Buffer  # [B K S r] of each token's error, r the greater of both ranks
+    prompt_basis: Array  # [B K H rank], the directions of the prompt's coordinates
+    chunk_bases: Array  # [B K U H*later], those of each decoded chunk; its rank is at most its number of tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankResidual(Codec):
+    """Stores X as codes of (X - S), plus outliers S, plus a low-rank matrix L (GEAR, 2403.05527, section 4).
+
+    The outliers come back exactly. L is the best matrix of its rank for the error E that the codes leave elsewhere
+    (tokens times channels of a head): E is projected on its leading singular vectors, the eigenvectors of E^T E or,
+    with fewer tokens than channels, of E E^T. The prompt is one chunk; decoded tokens stay exact until their chunk is
+    full, as in the backbone.
+
+    Args:
+      backbone: the codec of the codes.
+      outliers: the rule that finds S.
+      rank: rank of L for the prompt.
+      later: rank of L for each chunk of decoded tokens.
+    """
+
+    backbone: ChunkCodec
+    outliers: Outliers
+    rank: int = 4
+    later: int = 2
+
+    sequential_writes = True  # whether a query sees a token exactly depends on when it asks
+    supports_eviction = False  # tokens of a chunk share their ranges and their basis, so none of them can leave
+
+    def __post_init__(self):
+        if min(self.rank, self.later) < 1:
+            raise KvjaxError(f"ranks must be 1 or more, got {self.rank} and {self.later}; GEAR uses 4 and 2")
+
+    def num_committed(self, stored: GearState, n: Array) -> Array:
+        return self.backbone.num_committed(stored.codes, n)
+
+    def encode(self, x: Array, pos: Array) -> GearState:
+        B, K, S, H = x.shape
+        real = jnp.broadcast_to(pos >= 0, (B, K, S))
+        x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
+        is_outlier, without_outliers = self.outliers.find(x, real)
+        codes = self.backbone.encode(without_outliers, pos)
+        error = _masked_error(x, self.backbone.decode(codes), real[..., None] & ~is_outlier)
+        coordinates, basis = self._factorize(error, self.rank, x.dtype)
+        chunk_rank = min(self.later, self.backbone.every, H)
+        return GearState(
+            codes,
+            self.outliers.init_state(x, is_outlier, self.backbone.every),
+            memory.pack(coordinates),
+            basis,
+            jnp.zeros((B, K, self.backbone.num_chunks(S), H * chunk_rank), x.dtype),
+        )
+
+    def append(self, stored: GearState, x: Array, at: Array) -> GearState:
+        """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
+        is_due = self.backbone.is_due(stored.codes, at)
+        if self.backbone.num_chunks(stored.codes.slots):
+            stored = lax.cond(is_due.any(), lambda s: self._quantize_chunk(s, is_due), lambda s: s, stored)
+        return dataclasses.replace(stored, codes=self.backbone.append_recent(stored.codes, x, at))
+
+    def _quantize_chunk(self, stored: GearState, is_due: Array) -> GearState:
+        """Quantizes the full chunks of the sequences that are due, bool[B]."""
+        x, at = self.backbone.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
+        is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
+        codes = self.backbone.encode_chunk(without_outliers)
+        error = _masked_error(x, self.backbone.restore(*codes), ~is_outlier)
+        coordinates, basis = self._factorize(error, self.later, x.dtype)
+        chunk = self.backbone.chunk_index(stored.codes, at)
+        # An index beyond the last chunk is dropped, so sequences that are not due stay as they are.
+        place = jnp.where(is_due[:, None], chunk, stored.chunk_bases.shape[2])
+        return GearState(
+            self.backbone.append_chunk(stored.codes, codes, is_due),
+            self.outliers.add(stored.outliers, x, is_outlier, at, chunk, is_due),
+            memory.append(stored.coordinates, coordinates, at, is_due),
+            stored.prompt_basis,
+            memory.put(stored.chunk_bases, basis.reshape(*x.shape[:2], 1, -1), place),
+        )
+
+    def decode(self, stored: GearState) -> Array:
+        x = self.backbone.decode(stored.codes)
+        slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None]
+        return self._add_residual(stored, x, jnp.broadcast_to(slot, x.shape[:3]))
+
+    def gather(self, stored: GearState, idx: Array) -> Array:
+        return self._add_residual(stored, self.backbone.gather(stored.codes, idx), idx)
+
+    def _add_residual(self, stored: GearState, x: Array, slot: Array) -> Array:
+        """Adds L and the outliers to the dequantized tokens x [B K n H] of slots i32[B K n]."""
+        whole = (x.astype(jnp.float32) + self._low_rank(stored, slot)).astype(x.dtype)
+        whole = self.outliers.insert(stored.outliers, whole, slot)
+        return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
+
+    def _low_rank(self, stored: GearState, slot: Array) -> Array:
+        """Computes the rows of L for slots i32[B K n]: f32[B K n H]."""
+        coordinates = memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
+        prompt = _combine(coordinates, stored.prompt_basis[:, :, None])
+        if not stored.chunk_bases.shape[2]:
+            return prompt
+        chunk = self.backbone.chunk_index(stored.codes, slot)
+        bases = memory.take(stored.chunk_bases, jnp.clip(chunk, 0, stored.chunk_bases.shape[2] - 1))
+        later = _combine(coordinates, bases.reshape(*slot.shape, stored.prompt_basis.shape[2], -1))
+        return jnp.where((chunk < 0)[..., None], prompt, later)
+
+    def _factorize(self, error: Array, rank: int, dtype: Any) -> tuple[Array, Array]:
+        """Factorizes errors f32[B K n H] into coordinates [B K n r] and a basis [B K H rank].
+
+        Coordinates are padded with zeros to the greater of both ranks.
+        """
+        n, H = error.shape[2:]
+        transposed = error.swapaxes(2, 3)
+        # The smaller of the two Gram matrices has the same leading part of the decomposition.
+        if n < H:
+            coordinates = leading_eigenvectors(sum_outer_products(transposed), min(rank, n)).astype(dtype)
+            basis = _matmul_f32(transposed, coordinates).astype(dtype)
+        else:
+            basis = leading_eigenvectors(sum_outer_products(error), min(rank, H)).astype(dtype)
+            coordinates = _matmul_f32(error, basis).astype(dtype)
+        width = min(max(self.rank, self.later), H)
+        return jnp.pad(coordinates, [(0, 0)] * 3 + [(0, width - coordinates.shape[3])]), basis
+
+
+def _masked_error(x: Array, restored: Array, counts: Array) -> Array:
+    return jnp.where(counts, x.astype(jnp.float32) - restored.astype(jnp.float32), 0.0)
+
+
+def _matmul_f32(x: Array, y: Array) -> Array:
+    return jnp.matmul(x, y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+
+def _combine(coordinates: Array, basis: Array) -> Array:
+    """Combines a basis [B K 1|n H r'] by each token's first coordinates f32[B K n r] -> f32[B K n H]."""
+    first = coordinates[..., None, : basis.shape[4]]
+    return (first * basis.astype(jnp.float32)).sum(-1)
+
+
+def leading_eigenvectors(matrix: Array, count: int) -> Array:
+    """Computes the eigenvectors of the greatest eigenvalues of positive semidefinite matrices.
+
+    It uses Jacobi's method in plain array operations: each round rotates n / 2 disjoint pairs of rows and columns so
+    that the entry where they meet becomes zero, and then pairs them anew, as in a tournament (Brent & Luk 1985).
+    LAPACK's `eigh` cannot stand in a decode step: on several CPU devices its threads and the collectives of other
+    devices wait for each other.
+
+    Args:
+      matrix: f32[... n n].
+      count: how many eigenvectors.
+
+    Returns:
+      f32[... n count], an eigenvector a column.
+    """
+    n = matrix.shape[-1]
+    largest = jnp.abs(matrix).max((-2, -1), keepdims=True)
+    a = matrix / jnp.where(largest > 0, largest, 1.0)
+    if n % 2:  # an extra row gives every row a partner; its eigenvalue is the least
+        a = jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, 1), (0, 1)]).at[..., n, n].set(-1.0)
+    size = n + n % 2
+    half = size // 2
+
+    # The seats of the next round: the first row stays and the others move around it, so that in size - 1 rounds every
+    # row i has stood opposite, at i + half, of every other row.
+    top_seats, bottom_seats = list(range(half)), list(range(half, size))
+    if size > 2:
+        top_seats, bottom_seats = [0, bottom_seats[0], *top_seats[1:-1]], [*bottom_seats[1:], top_seats[-1]]
+    order = np.array(top_seats + bottom_seats, np.int32)
+
+    def rotate_pairs(x: Array, cosine: Array, sine: Array) -> Array:
+        first, second = x[..., :half, :], x[..., half:, :]
+        return jnp.concatenate([cosine * first - sine * second, sine * first + cosine * second], -2)
+
+    def run_round(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        a, vectors = carry
+        cosine, sine = _jacobi_angles(a)
+        a = rotate_pairs(rotate_pairs(a, cosine, sine).swapaxes(-2, -1), cosine, sine)
+        return a[..., order, :][..., order], rotate_pairs(vectors, cosine, sine)[..., order, :]
+
+    start = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), a.shape)  # eigenvectors as rows
+    a, vectors = lax.fori_loop(0, JACOBI_SWEEPS * (size - 1), run_round, (a, vary(start)))
+    values = jnp.diagonal(a, axis1=-2, axis2=-1)
+    best = jnp.argsort(-values, axis=-1)[..., :count, None]
+    return jnp.take_along_axis(vectors, best, -2)[..., :n].swapaxes(-2, -1)
+
+
+def _jacobi_angles(a: Array) -> tuple[Array, Array]:
+    """Computes the cosines and sines f32[... n/2 1] that make zero the entries where rows i and i + n / 2 meet."""
+    half = a.shape[-1] // 2
+    diagonal = jnp.diagonal(a, axis1=-2, axis2=-1)
+    off_diagonal = jnp.diagonal(a[..., :half, half:], axis1=-2, axis2=-1)
+    ratio = (diagonal[..., half:] - diagonal[..., :half]) / jnp.where(off_diagonal == 0, 1.0, 2 * off_diagonal)
+    # The smaller of the two roots: its angle is at most an eighth of a turn, which is what makes the sweeps converge.
+    tangent = jnp.where(ratio >= 0, 1.0, -1.0) / (jnp.abs(ratio) + jnp.sqrt(1 + jnp.square(ratio)))
+    tangent = jnp.where(off_diagonal == 0, 0.0, tangent)
+    cosine = 1 / jnp.sqrt(1 + jnp.square(tangent))
+    return cosine[..., None], (tangent * cosine)[..., None]
 
 
 @register_method(example="gear:bits=2", family="quantization by channel and group")

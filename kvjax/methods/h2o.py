@@ -1,4 +1,4 @@
-"""H2O: while decoding, the token with the least accumulated attention makes room for the newest."""
+"""H2O: while decoding, evicts the token with the least accumulated attention."""
 
 from __future__ import annotations
 
@@ -27,22 +27,26 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Policy):
-    """Heavy hitters and recent tokens, chosen again at every step (Zhang et al. 2023, arXiv 2306.14048, section 4).
+    """Keeps heavy hitters and recent tokens, chosen again at every step (Zhang et al. 2023, 2306.14048, section 4).
 
-    A token's score is the attention it has received, softmax over what is kept, summed over the query heads of its
-    key/value head; the prompt's queries seed it, in full causal attention. A step attends to all of the
-    heavy + recent tokens and to itself, adds its attention, and then, over budget, evicts for good the lowest score
-    that is not among the last `recent` (the newest included); of equal scores the older goes. So there is one
-    slot more, where the newest token goes before anything leaves. A longer prompt is cut in one go: the best `heavy` of
-    all but the last `recent`.
+    A token's score is the attention it has received, softmax over the kept tokens, summed over the query heads of its
+    key/value head; the prompt's queries start it, in full causal attention. A step attends to all heavy + recent tokens
+    and to its own, adds its attention, and then, over budget, evicts the lowest score that is not among the last
+    `recent` (the newest included); ties go to the older token. So there is one slot more, for the newest token. A
+    longer prompt is cut once: the best `heavy` of all but the last `recent` stay. Kept tokens keep their positions (the
+    paper's streaming variant re-indexes them).
 
-    decay: every step first multiplies all scores by it (A2SF; 1: H2O; 0: the last query alone, like TOVA). normalise:
-    "none" (the paper; favours old tokens), or "visible-count", the score over the number of queries that could see
-    the token. granularity: "kv", each key/value head has its own tokens (the paper, without grouped heads), or
-    "layer", the mean over them chooses for all. True positions stay (the paper's streaming variant re-indexes them).
-
-    Other algorithms of this name: the authors' simulation masks and drops nothing, and hides one token for a step;
+    Other algorithms of this name: the authors' simulation masks tokens and evicts none, and hides one token for a step;
     their `real_drop` is this one without grouped heads; KVCache-Factory and kvpress prune the prompt only.
+
+    Args:
+      heavy: heavy hitters of a key/value head.
+      recent: last tokens that always stay.
+      decay: factor on all scores before every step (A2SF; 1: H2O; 0: the last query alone, like TOVA).
+      normalise: "none" (the paper; favors old tokens), or "visible-count", the score over the number of queries that
+        could see the token.
+      granularity: "kv", each key/value head has its own tokens (the paper, without grouped heads), or "layer", the
+        mean over them chooses for all.
     """
 
     heavy: int
@@ -73,35 +77,35 @@ class H2O(Policy):
         last = over_heads.max(block.pos.max(2))  # [B 1]
         age = jnp.where(observation.pos < 0, 0, last - observation.pos).astype(jnp.float32)
         received = attention_mass(block, observation, jnp.float32(self.decay) ** age, layer.spec.window)[0]
-        score = self._share(received.sum(2))
+        score = self._pool_heads(received.sum(2))
         pos = jnp.broadcast_to(block.pos, score.shape)
-        protected = pos > last[..., None] - self.recent
-        rank = jnp.where(protected, jnp.inf, self._rank(score, pos, last[..., None], layer.spec))
+        is_recent = pos > last[..., None] - self.recent
+        rank = jnp.where(is_recent, jnp.inf, self._normalize(score, pos, last[..., None], layer.spec))
         chosen = top_slots(rank, pos, min(self.heavy + self.recent, slots))
         return chosen, policy_state_at(score, chosen, slots)
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t = q_pos[:, None]  # [B 1 1]
-        # What was in the slot of the newest token before it came does not count.
+        # The newest token's slot still has the score of an evicted token.
         before = jnp.where(state.pos == t, 0.0, state.policy_state)
-        score = jnp.where(t >= 0, self.decay * before + self._share(weights.sum(2)), state.policy_state)
-        old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        rank = self._rank(score, state.pos, t, layer.spec)
-        return evict_lowest(rank, state.pos, old, t >= 0), score
+        score = jnp.where(t >= 0, self.decay * before + self._pool_heads(weights.sum(2)), state.policy_state)
+        may_leave = (state.pos >= 0) & (state.pos <= t - self.recent)
+        rank = self._normalize(score, state.pos, t, layer.spec)
+        return evict_lowest(rank, state.pos, may_leave, t >= 0), score
 
-    def _share(self, received: Array) -> Array:
-        """Attention received, f32[B K S], as the heads choose by it."""
+    def _pool_heads(self, received: Array) -> Array:
+        """Averages attention f32[B K S] over the heads that choose together."""
         if self.granularity == "kv":
             return received
         return jnp.broadcast_to(over_heads.mean(received), received.shape)
 
-    def _rank(self, score: Array, pos: Array, t: Array, spec: LayerSpec) -> Array:
-        """score f32[B K S] of tokens at pos, at time t i32[B 1 1] -> what they are compared by."""
+    def _normalize(self, score: Array, pos: Array, t: Array, spec: LayerSpec) -> Array:
+        """Divides scores f32[B K S] by the queries that could see the tokens at pos, up to time t i32[B 1 1]."""
         if self.normalise == "none":
             return score
-        visible_to = t - pos + 1
-        visible_to = visible_to if spec.window is None else jnp.minimum(visible_to, spec.window)
-        return score / jnp.maximum(visible_to, 1).astype(jnp.float32)
+        num_queries = t - pos + 1
+        num_queries = num_queries if spec.window is None else jnp.minimum(num_queries, spec.window)
+        return score / jnp.maximum(num_queries, 1).astype(jnp.float32)
 
 
 @register_method(example="h2o:heavy=256,recent=256", family="eviction at every step", sized_by="heavy,recent")

@@ -1,4 +1,4 @@
-"""Head shares: a budget is divided among all heads of all layers by a table that was calibrated once."""
+"""Head shares: divides a budget among all heads of all layers by a table that is calibrated once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.registry import register_method
 
-FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
+CALIBRATED_FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
 """Budgets, as fractions of a text, at which a table is calibrated."""
 
-LENGTHS_AT_ONCE = 1024
-"""Lengths of prompts whose numbers are computed together."""
-
-TOLERANCE = 1e-3  # how far the mean of a table's shares may be from its fraction: they are stored in float32
+LENGTHS_AT_ONCE = 1024  # prompt lengths whose divisions are computed together
+MEAN_TOLERANCE = 1e-3  # between the mean of a table's shares and its fraction: they are stored in float32
 
 
 @register_table_kind("head_shares")
@@ -43,11 +41,11 @@ class CalibratedShares(TableKind):
 
     Arrays of a layer: `fractions` f32[R], budgets as fractions of a text, ascending, equal in all layers; `shares`
     f32[K R], tokens that a head keeps over tokens of the texts. The mean of the shares over all heads of the model is
-    the fraction. Heads saturate at different budgets, so one fraction does not tell the others.
+    the fraction. Heads saturate at different budgets, so the shares at one fraction do not determine the others.
 
-    Attributes:
-      method: whose scores rank the tokens; it selects, and its scores are comparable between layers. "turned_queries"
-        reads a text once, "kvzip" twice.
+    Args:
+      method: the method whose scores rank the tokens; it selects, and its scores are comparable between layers.
+        "turned_queries" reads a text once, "kvzip" twice.
     """
 
     method: str = "turned_queries"
@@ -57,15 +55,15 @@ class CalibratedShares(TableKind):
         return self.method
 
     def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Any:
-        """Tokens kept i32[L B K R], by each head and by all heads of the model, and tokens of the texts."""
+        """Counts the tokens i32[L B K R] that each head and all heads of the model keep, and those of the texts."""
         assert layer.method.select is not None
         size, shape = layer.method.select.granularity.size, measures.scores.shape[:3]
         kept = []
-        for part in FRACTIONS:
-            # Scores do not depend on the budget: only the number of places does.
-            budget = (lengths * part.numerator // part.denominator)[None]
-            places = jnp.maximum(budget - measures.always, 0) // size
-            kept.append(layer.divide_budget(measures._replace(quota=places), lengths))
+        for fraction in CALIBRATED_FRACTIONS:
+            # Scores do not depend on the budget, so one reading of the texts serves all fractions.
+            budget = (lengths * fraction.numerator // fraction.denominator)[None]
+            num_units = jnp.maximum(budget - measures.always, 0) // size
+            kept.append(layer.divide_budget(measures._replace(quota=num_units), lengths))
         tokens = jnp.stack(kept, -1)
         every = jnp.broadcast_to(tokens.sum((0, 2), keepdims=True, dtype=jnp.int32), tokens.shape)
         return {"kept": tokens, "every": every, "length": jnp.broadcast_to(lengths[None, :, None], shape)}
@@ -75,9 +73,9 @@ class CalibratedShares(TableKind):
         fractions = counted["every"][0] / (length[0] * spec.num_layers * spec.num_kv_heads)
         if not (np.diff(fractions, prepend=0) > 0).all():
             raise KvjaxError(
-                f"the texts do not leave room for what always stays at a budget of {FRACTIONS[0]} of their tokens: "
-                f"heads keep {fractions[0]:.3f} and {fractions[1]:.3f} of them at the lowest two budgets; give longer "
-                "texts, or a method with fewer sinks and recent tokens"
+                f"the texts do not leave room for what always stays at a budget of {CALIBRATED_FRACTIONS[0]} of their "
+                f"tokens: heads keep {fractions[0]:.3f} and {fractions[1]:.3f} of them at the lowest two budgets; give "
+                "longer texts, or a method with fewer sinks and recent tokens"
             )
         return {
             "shares": (counted["kept"] / length[:, None]).astype(np.float32),
@@ -85,7 +83,7 @@ class CalibratedShares(TableKind):
         }
 
     def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
-        fractions = np.array(FRACTIONS, np.float64)
+        fractions = np.array(CALIBRATED_FRACTIONS, np.float64)
         lean = rng.uniform(-1, 1, spec.num_kv_heads)
         lean = (lean - lean.mean()) / max(np.abs(lean - lean.mean()).max(), 1e-9)
         shares = fractions + 0.5 * lean[:, None] * fractions * (1 - fractions)
@@ -94,14 +92,20 @@ class CalibratedShares(TableKind):
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How many tokens each head of a model keeps of a prompt, by the prompt's length alone.
+    """A table's division of a budget among the heads of a model, by the prompt's length alone.
 
-    budget: of the selection, tokens of a head in the mean of all. sinks, recent, size: what the selection keeps in any
-    case, and the tokens of its units. represented: the share of a layer's units that representatives take.
+    Args:
+      given: a file of `CalibratedShares`.
+      model: layers, key/value heads, query heads per key/value head, and head size.
+      budget: of the selection, the mean number of tokens over all heads.
+      sinks: first tokens that every head keeps.
+      recent: last tokens that every head keeps.
+      size: tokens of a unit.
+      represented: fraction of a layer's units that representatives take.
     """
 
     given: TableFile
-    model: tuple[int, int, int, int]  # layers, kv_heads, groups, head_dim
+    model: tuple[int, int, int, int]
     budget: Budget
     sinks: int
     recent: int
@@ -109,122 +113,135 @@ class Division:
     represented: float
 
     def tokens(self, longest: int) -> np.ndarray:
-        """i32[longest + 1, L, K], of prompts of 0..longest tokens."""
-        # The selection's own check: a budget in tokens must have room for what stays in any case.
+        """Returns the tokens that each head keeps of prompts of 0..longest tokens, i32[longest + 1, L, K]."""
+        # The selection's own check: a budget in tokens must have room for sinks and recent tokens.
         num_kept_by_length(self.budget, longest, self.sinks + self.recent)
-        return _tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
+        return _cached_tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
 
     def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For prompts of 0..longest tokens: tokens that always stay, units there are, units that stay in the mean.
+        """Returns, for prompts of 0..longest tokens: tokens that always stay, units, and units kept in the mean.
 
-        This is `split_prompt` for all lengths at once.
+        It equals `granularity.split` for all lengths at once.
         """
         length = np.arange(longest + 1)
         budget = self.budget.num_kept_by_length(longest)
-        keep = np.maximum(budget, np.minimum(length, self.sinks + self.recent)).astype(np.int64)
-        front = np.minimum(self.sinks, keep)
-        back = np.minimum(self.recent, keep - front)
-        left, between = keep - front - back, length - front - back
-        always = front + back + np.minimum(between % self.size, left)
-        return always, between // self.size, (keep - always) // self.size
+        num_kept = np.maximum(budget, np.minimum(length, self.sinks + self.recent)).astype(np.int64)
+        sinks = np.minimum(self.sinks, num_kept)
+        recent = np.minimum(self.recent, num_kept - sinks)
+        budget_left, between = num_kept - sinks - recent, length - sinks - recent
+        always = sinks + recent + np.minimum(between % self.size, budget_left)
+        return always, between // self.size, (num_kept - always) // self.size
 
 
 @functools.lru_cache(maxsize=8)
-def _tokens(division: Division, longest: int) -> np.ndarray:
-    """`Division.tokens` for a length that all layers and similar prompts share."""
+def _cached_tokens(division: Division, longest: int) -> np.ndarray:
+    """Computes `Division.tokens` once for a length that all layers and similar prompts share."""
     quota, length = division.quota(longest), np.arange(longest + 1)
-    # A block of lengths at a time: of a long text, all of them in float64 would take gigabytes.
+    # A block of lengths at a time: for a long text, all of them in float64 would take gigabytes.
     blocks = [slice(start, start + LENGTHS_AT_ONCE) for start in range(0, longest + 1, LENGTHS_AT_ONCE)]
-    tokens = np.concatenate([_tokens_of_lengths(division, length[b], *(x[b] for x in quota)) for b in blocks])
+    tokens = np.concatenate([_divide_tokens(division, length[b], *(x[b] for x in quota)) for b in blocks])
     tokens.flags.writeable = False
     return tokens
 
 
-def _tokens_of_lengths(
+def _divide_tokens(
     division: Division, length: np.ndarray, always: np.ndarray, most: np.ndarray, mean: np.ndarray
 ) -> np.ndarray:
-    """i32[N, L, K], of prompts of length i64[N]; the others are what `Division.quota` gives for these."""
-    fractions, shares = _arrays(division.given, division.model)
+    """Divides the tokens of prompts of length i64[N]: i32[N, L, K]; the other arrays are `Division.quota` of these."""
+    fractions, shares = _load_table(division.given, division.model)
     L, K, _ = shares.shape
     fraction = (always + mean * division.size) / np.maximum(length, 1)
-    # Nothing is kept at 0 and everything at 1: between the table's fractions shares are interpolated linearly, which
-    # keeps their mean at the fraction.
+    # Nothing is kept at 0 and everything at 1. Between the table's fractions shares are interpolated linearly, because
+    # that keeps their mean at the fraction.
     at = np.array([0.0, *fractions, 1.0])
-    part = np.stack([np.interp(fraction, at, [0.0, *share, 1.0]) for share in shares.reshape(L * K, -1)], 1)
-    wanted = (part * length[:, None] - always[:, None]) / division.size
-    units = round_to_totals(wanted, mean * L * K, np.zeros((len(length), 1)), most[:, None]).reshape(-1, L, K)
+    share = np.stack([np.interp(fraction, at, [0.0, *share, 1.0]) for share in shares.reshape(L * K, -1)], 1)
+    ideal = (share * length[:, None] - always[:, None]) / division.size
+    units = round_to_totals(ideal, mean * L * K, np.zeros((len(length), 1)), most[:, None]).reshape(-1, L, K)
     if division.represented:
-        # Representatives take equally many places of each head of a layer, so that each must have as many.
-        in_mean = -(-units.sum(2) // K)
-        least = np.asarray(fraction_of(division.represented, in_mean))[..., None]
+        # Representatives take equally many units of each head of a layer, so each head must have as many.
+        mean_of_layer = -(-units.sum(2) // K)
+        least = np.asarray(fraction_of(division.represented, mean_of_layer))[..., None]
         total = np.maximum(units.sum(2), K * least[..., 0])
-        of_layers, least = (x.reshape(-1, x.shape[-1]) for x in (units, least))
-        every = round_to_totals(of_layers, total.reshape(-1), least, np.repeat(most, L)[:, None])
-        units = every.reshape(-1, L, K)
+        units, least = (x.reshape(-1, x.shape[-1]) for x in (units, least))
+        units = round_to_totals(units, total.reshape(-1), least, np.repeat(most, L)[:, None]).reshape(-1, L, K)
     return (always[:, None, None] + division.size * units).astype(np.int32)
 
 
-def round_to_totals(wanted: np.ndarray, total: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Whole numbers i64[N n] near `wanted` f64[N n], within least..most [N 1], whose sums are total i64[N].
+def round_to_totals(ideal: np.ndarray, total: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Rounds f64[N n] to whole numbers whose sums are total i64[N], by the largest remainder.
 
-    All of a row are moved by one amount where the bounds allow it, and rounded by the largest remainder; of equal
-    remainders the earlier number is rounded up.
+    First all numbers of a row move by one amount, where the bounds allow it. Ties are rounded up from the left.
+
+    Args:
+      ideal: f64[N n].
+      total: i64[N].
+      least: [N 1], lower bound of every number of the row.
+      most: [N 1], upper bound.
+
+    Returns:
+      i64[N n].
     """
-    below, above = (least - wanted).min(1, keepdims=True), (most - wanted).max(1, keepdims=True)
-    for _ in range(60):
+    below, above = (least - ideal).min(1, keepdims=True), (most - ideal).max(1, keepdims=True)
+    for _ in range(60):  # bisection; 60 halvings exhaust the precision of float64
         middle = (below + above) / 2
-        enough = np.clip(wanted + middle, least, most).sum(1, keepdims=True) >= total[:, None]
-        below, above = np.where(enough, below, middle), np.where(enough, middle, above)
-    exact = np.round(np.clip(wanted + above, least, most), 6)
+        is_enough = np.clip(ideal + middle, least, most).sum(1, keepdims=True) >= total[:, None]
+        below, above = np.where(is_enough, below, middle), np.where(is_enough, middle, above)
+    # Remainders that differ by rounding errors alone must tie, so that every machine rounds the same heads up.
+    exact = np.round(np.clip(ideal + above, least, most), 6)
     whole = np.floor(exact).astype(np.int64)
     order = np.argsort(np.round(whole - exact, 6), 1, kind="stable")
-    one_more = np.arange(wanted.shape[1])[None] < (total - whole.sum(1))[:, None]
+    one_more = np.arange(ideal.shape[1])[None] < (total - whole.sum(1))[:, None]
     np.put_along_axis(whole, order, np.take_along_axis(whole, order, 1) + one_more, 1)
     return whole
 
 
 @functools.lru_cache(maxsize=16)
-def _arrays(given: TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """(fractions f64[R], shares f64[L K R]) of a table; raises KvjaxError for one that is none of this model."""
+def _load_table(given: TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Loads (fractions f64[R], shares f64[L K R]); raises KvjaxError for a table of another model."""
     shares, fractions = [], []
     for i in range(model[0]):
         spec = LayerSpec(i, *model, None, Rope(model[3]))
         size = given.layer_arrays(spec, fractions=(None,))["fractions"].shape[0]
-        found = given.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
-        shares.append(found["shares"].astype(np.float64))
-        fractions.append(found["fractions"].astype(np.float64).tolist())
-    at, anew = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
+        arrays = given.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
+        shares.append(arrays["shares"].astype(np.float64))
+        fractions.append(arrays["fractions"].astype(np.float64).tolist())
+    at, remedy = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
     if not at or any(other != at for other in fractions) or sorted({0.0, *at, 1.0}) != [0.0, *at, 1.0]:
         raise KvjaxError(
-            f"fractions of {given.path} must ascend between 0 and 1 and be the same in every layer, got {at}; {anew}"
+            f"fractions of {given.path} must ascend between 0 and 1 and be the same in every layer, got {at}; {remedy}"
         )
     every = np.stack(shares)
     if every.min() < 0 or every.max() > 1:
         raise KvjaxError(
             f"shares of {given.path} are tokens kept of a text's and lie in [0, 1], got {every.min():g} to "
-            f"{every.max():g}; {anew}"
+            f"{every.max():g}; {remedy}"
         )
     for fraction, mean in zip(at, every.mean((0, 1)).tolist(), strict=True):
-        if abs(mean - fraction) > TOLERANCE:
+        if abs(mean - fraction) > MEAN_TOLERANCE:
             raise KvjaxError(
                 f"at the fraction {fraction:g} the shares of {given.path} have the mean {mean:.4f}, and it must be the "
-                f"fraction; {anew}"
+                f"fraction; {remedy}"
             )
     return np.array(at), every
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerDivision(HeadBudgets):
-    """The tokens that a division gives to each head of one layer."""
+    """The tokens that a division gives to each head of one layer.
+
+    Args:
+      division: the division of the model.
+      index: of the layer.
+    """
 
     division: Division
-    index: int  # of the layer
+    index: int
 
     def tokens_by_length(self, longest: int) -> np.ndarray:
         return self.division.tokens(longest)[:, self.index]
 
     def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
-        return _OfRows(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
+        return SequenceBudgets(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,26 +264,27 @@ class LayerMean(Budget):
         most = division.budget.max_kept()
         if most is None:
             return None
-        # Below the table's first fraction shares are proportional to it: of longer prompts no head keeps more.
-        first = _arrays(division.given, division.model)[0][0]
+        # Below the table's first fraction shares are proportional to it, so no head keeps more of longer prompts.
+        first = _load_table(division.given, division.model)[0][0]
         return int(self.num_kept_by_length(int(most / first) + 2 * division.size).max())
 
 
-class _OfRows(MeasuredHeadTokens):
-    """Numbers of a layer whose budget is its own: its heads take each other's places, and no other layer's."""
+class SequenceBudgets(MeasuredHeadTokens):
+    """The numbers of a layer for a batch of prompts."""
 
+    # A layer's budget is its own here, so its heads take each other's places and no other layer's.
     def num_other_heads(self, spec: LayerSpec) -> int:
         return spec.num_kv_heads - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibratedDivision(HeadBudgets):
-    """The rule of a table: with a layer and its selection it becomes a `LayerDivision`."""
+    """The rule of a table; bound to a layer and its selection, it becomes a `LayerDivision`."""
 
     given: TableFile
 
     def at(self, spec: LayerSpec) -> CalibratedDivision:
-        _arrays(self.given, _shape(spec))
+        _load_table(self.given, _model_shape(spec))
         return self
 
     def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection, HeadBudgets]:
@@ -280,14 +298,20 @@ class CalibratedDivision(HeadBudgets):
             )
         represented = 0.0 if method.representatives is None else method.representatives.share
         division = Division(
-            self.given, _shape(spec), select.budget, select.sinks, select.recent, select.granularity.size, represented
+            self.given,
+            _model_shape(spec),
+            select.budget,
+            select.sinks,
+            select.recent,
+            select.granularity.size,
+            represented,
         )
         assert spec.index is not None
-        mine = LayerDivision(division, spec.index)
-        return dataclasses.replace(select, budget=LayerMean(mine)), mine
+        layer_division = LayerDivision(division, spec.index)
+        return dataclasses.replace(select, budget=LayerMean(layer_division)), layer_division
 
 
-def _shape(spec: LayerSpec) -> tuple[int, int, int, int]:
+def _model_shape(spec: LayerSpec) -> tuple[int, int, int, int]:
     return spec.num_layers, spec.num_kv_heads, spec.num_groups, spec.head_dim
 
 

@@ -1,4 +1,4 @@
-"""HeadKV: heads keep tokens by a table of how important each of them is, over all layers together."""
+"""HeadKV: divides a budget among the heads of all layers by a table of their importance."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Important(HeadTableBudgets):
-    """A head's tokens: what all have alike, its share by weight of a pool of all layers and heads, and its window.
+class HeadWeightBudgets(HeadTableBudgets):
+    """Gives each head a base, a part by weight of a pool of all layers and heads, and its window.
 
-    Of the b = budget - window tokens beside the window, floor(b / beta) of each head go into the pool, and the others
-    all heads have alike; numbers are rounded half to even, as in the authors' code.
+    From the b = budget - window tokens of each head, floor(b / beta) go into the pool, and the others are the base of
+    every head; numbers are rounded half to even, as in the authors' code.
+
+    Args:
+      given: a file of `HeadWeights`.
+      budget: tokens of a head in the mean, the window included.
+      window: last tokens, which always stay.
+      beta: 1 puts all tokens into the pool.
     """
 
     given: TableFile
@@ -83,6 +89,6 @@ def headkv(
     Reference:
       HeadKV, Fu et al. 2024, arXiv 2410.19258, section 3; its public code, FYYFU/HeadKV
     """
-    rule = Important(HeadWeights.table_file(table), budget, window, beta)
+    rule = HeadWeightBudgets(HeadWeights.table_file(table), budget, window, beta)
     scorer = scorers.WindowAttention(window, kernel, pool)
     return Method(select=make_selection(scorer, MeanOfHeads(rule), 0, window), side_store=PagedHeads(rule, page))

@@ -1,4 +1,4 @@
-"""InfLLM: a sliding window, and blocks of the past fetched from host memory by what their best keys say."""
+"""InfLLM: a sliding window, and blocks of the past fetched from host memory by their most attended keys."""
 
 from __future__ import annotations
 
@@ -27,46 +27,56 @@ from kvjax.methods.registry import register_method
 
 
 @pytree
-class Recent:
-    """What the device holds beside the rows of all tokens: the latest ones again, and what blocks are found by."""
+class InfLLMState:
+    """A second copy of the latest tokens, and the keys that blocks are found by, on the device."""
 
     k: memory.Buffer  # [B K P H] after RoPE, in the P places of a `RingBuffer`
     v: memory.Buffer  # [B K P H]
     mass: Array  # f32[B K G P], attention received while inside the window
-    formed: Array  # i32[B], blocks so far
-    keys: Array | None  # [B K G blocks H], the representative key of each block, without RoPE
+    num_blocks: Array  # i32[B], blocks so far
+    keys: Array | None  # [B K G blocks H], the representative key of each block, before RoPE
 
 
-class Tokens(NamedTuple):
-    """Some of the tokens held, and their slots."""
+class SlotTokens(NamedTuple):
+    """Some tokens of the cache, and their slots."""
 
-    block: KVBlock  # [B K n H]; keys of far tokens are float32, without RoPE
+    block: KVBlock  # [B K n H]; keys of far tokens are float32, before RoPE
     slot: Array  # i32[B 1|K n], -1 where there is none
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks(Reader):
-    """Sinks, a window, and the `topk` most relevant blocks of the past (Xiao et al. 2024, arXiv 2402.04617, section 3).
+class BlockReader(Reader):
+    """Reads sinks, a window, and the `topk` most relevant blocks of the past (Xiao et al. 2024, 2402.04617, section 3).
 
-    Tokens come in chunks of at most `prompt_chunk` queries (one when decoding); a prompt too, so its attention is
-    restricted. A query reads the `local` latest tokens as they are, its own included. Everything older counts as far:
-    the first `sinks` tokens, those that have not become a block yet, and the blocks looked up for the chunk. Far keys
-    carry no RoPE and the query the angle of position local - 1, so all far tokens are equally distant. One softmax runs
-    over both parts. After a chunk, while block + local tokens or more lie behind the sinks and the blocks, the oldest
-    `block` of them become a block; it can be looked up from the next chunk on. Its key, per query head, is the mean of
-    the keys without RoPE of the `representatives` tokens with the most attention mass, gathered over the queries that
-    had them in their window. A lookup compares it with the mean query of the chunk at the far angle, summed over all
-    heads: one set per layer, or per key/value head with per_head.
+    Tokens come in chunks of at most `prompt_chunk` queries (one when decoding). A prompt is read in chunks too, so its
+    attention is restricted. A query reads the `local` latest tokens as usual, its own included. All older tokens are
+    far: the first `sinks` tokens, those of no block yet, and the blocks recalled for the chunk. Far keys have no RoPE
+    and the query has the angle of position local - 1, so all far tokens are equally distant. One softmax runs over both
+    parts.
 
-    Rows of all tokens lie with the method's codecs, where those of a block are fetched. Behind a selection the prompt's
-    attention is exact, "latest" counts the tokens that are left, and since nobody has watched their mass, the key of a
-    block of the prompt is the mean over all of its tokens.
+    After a chunk, while at least block + local tokens follow the sinks and the blocks, the oldest `block` of them
+    become a block, which can be recalled from the next chunk on. Its key, per query head, is the mean of the pre-RoPE
+    keys of the `representatives` tokens with the most attention mass, summed over the queries that had them in their
+    window. A recall compares it with the mean query of the chunk at the far angle, summed over all heads: one set per
+    layer, or per key/value head with per_head.
 
-    A chunk is what one call brings (longer calls are cut every `prompt_chunk` tokens), and its tokens share one lookup:
-    it equals single steps as long as all blocks are taken, not when there are more, as in the paper. Tokens of a call
-    that are not kept make a chunk of their own. What differs from the authors' code: blocks are always fetched (no LRU
-    cache on the device); per_head sums over the query heads of a key/value head; of equal scores the older block comes
-    first.
+    All tokens are stored by the method's codecs, and blocks are fetched from there. Over a selection the prompt's
+    attention is exact and "latest" counts the tokens that are left; their mass was not observed, so the key of a block
+    of the prompt is the mean over all of its tokens.
+
+    A chunk is one call (longer calls are cut every `prompt_chunk` tokens), and its tokens share one recall: it equals
+    single steps as long as all blocks are read, not when there are more, as in the paper. Draft tokens of a call make a
+    chunk of their own. Differences from the authors' code: blocks are always fetched (no LRU cache on the device);
+    per_head sums over the query heads of a key/value head; ties go to the older block.
+
+    Args:
+      block: tokens of a block.
+      sinks: first tokens, which are always read.
+      local: tokens of the window.
+      topk: blocks that a chunk recalls.
+      representatives: tokens that make a block's key.
+      prompt_chunk: tokens of the prompt that are read at a time.
+      per_head: whether each key/value head recalls its own blocks.
     """
 
     block: int = 128
@@ -77,7 +87,7 @@ class Blocks(Reader):
     prompt_chunk: int = 512
     per_head: bool = False
 
-    supports_eviction = False  # a block is made of neighbours
+    supports_eviction = False  # a block is a run of slots
     unbounded_length = True  # beyond the window all tokens are equally far
 
     def __post_init__(self):
@@ -93,23 +103,23 @@ class Blocks(Reader):
                 f"use {self.block} or fewer"
             )
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Recent:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> InfLLMState:
         B, K, S, _ = block.k.shape
-        ring, most = self._ring(S), max(S - self.sinks - self.local, 0) // self.block
+        ring, max_blocks = self._ring(S), max(S - self.sinks - self.local, 0) // self.block
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        formed = jnp.clip((n - self.sinks - self.local) // self.block, 0, most)
-        slot = ring.slots(n, self._first(formed))
+        num_blocks = jnp.clip((n - self.sinks - self.local) // self.block, 0, max_blocks)
+        slot = ring.slots(n, self._first_slot(num_blocks))
         mass = jnp.zeros((B, K, spec.num_groups, ring.places), jnp.float32)
-        keys = self._mean_keys(block, formed, most, spec) if most else None
-        return Recent(ring.fill(block.k, slot), ring.fill(block.v, slot), mass, formed, keys)
+        keys = self._mean_keys(block, num_blocks, max_blocks, spec) if max_blocks else None
+        return InfLLMState(ring.fill(block.k, slot), ring.fill(block.v, slot), mass, num_blocks, keys)
 
-    def append(self, reader_state: Recent, new_tokens: KVBlock, at: Array, spec: LayerSpec) -> Recent:
-        ring = self._ring_of(reader_state.mass)
+    def append(self, reader_state: InfLLMState, new_tokens: KVBlock, at: Array, spec: LayerSpec) -> InfLLMState:
+        ring = self._ring_from_mass(reader_state.mass)
         slot = at[:, :, None] + jnp.arange(new_tokens.pos.shape[2], dtype=jnp.int32)[None, None]
         place = jnp.where(new_tokens.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
         n = at[:, 0] + (new_tokens.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        new = ring.slots(n, self._first(reader_state.formed)) >= at[:, :, None]
-        mass = jnp.where(new[:, :, None], 0.0, reader_state.mass)
+        is_new = ring.slots(n, self._first_slot(reader_state.num_blocks)) >= at[:, :, None]
+        mass = jnp.where(is_new[:, :, None], 0.0, reader_state.mass)
         k, v = ring.put(reader_state.k, new_tokens.k, place), ring.put(reader_state.v, new_tokens.v, place)
         return dataclasses.replace(reader_state, k=k, v=v, mass=mass)
 
@@ -124,161 +134,166 @@ class Blocks(Reader):
     ) -> ReadResult:
         assert state.n is not None
         rope, n, own_slots = layer.spec.rope, state.n[:, None], slot_lookup(state, q_pos)
-        kept = (q_pos >= 0) & (own_slots(q_pos) < n)
-        reader_state = self._form(layer, state, state.n - kept.sum(-1, dtype=jnp.int32))
+        is_kept = (q_pos >= 0) & (own_slots(q_pos) < n)  # the others are drafts, which recall blocks of their own
+        reader_state = self._form_blocks(layer, state, state.n - is_kept.sum(-1, dtype=jnp.int32))
         far_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))
-        near = self._near(state, reader_state)
-        left = self._left(layer, state, reader_state, near, q.shape[3])
-        found = [] if reader_state.keys is None else [self._recall(layer, state, reader_state, far_q, kept)]
-        if found and other_partial is not None:
-            found.append(self._recall(layer, state, reader_state, far_q, (q_pos >= 0) & ~kept))
+        near = self._near_tokens(state, reader_state)
+        unassigned = self._unassigned_tokens(layer, state, reader_state, near, q.shape[3])
+        recalled = (
+            [] if reader_state.keys is None else [self._recall_blocks(layer, state, reader_state, far_q, is_kept)]
+        )
+        if recalled and other_partial is not None:
+            recalled.append(self._recall_blocks(layer, state, reader_state, far_q, (q_pos >= 0) & ~is_kept))
 
         def attend(q: Array, t: Array, far_q: Array) -> tuple[Partial, Array]:
             own = own_slots(t)
-            kept = (own < n)[:, None, None, :, None]
-            p, part = _weighed(q, near.block, self._sees(layer, near, t, own)[0])
-            total = part
-            for tokens, asked in ((left, True), *zip(found, (kept, ~kept), strict=False)):
-                seen = self._sees(layer, tokens, t, own)[1] & asked
-                total = combine(total, _weighed(far_q, tokens.block, seen)[1])
-            share = jnp.exp(part.m - total.m) / jnp.maximum(total.l, 1e-30)
-            return total, jnp.where(kept, p * share[..., None], 0.0).sum(3, keepdims=True)
+            is_kept = (own < n)[:, None, None, :, None]
+            p, window = _attend(q, near.block, self._visibility(layer, near, t, own)[0])
+            total = window
+            for tokens, may_read in ((unassigned, True), *zip(recalled, (is_kept, ~is_kept), strict=False)):
+                is_far = self._visibility(layer, tokens, t, own)[1] & may_read
+                total = combine(total, _attend(far_q, tokens.block, is_far)[1])
+            share = jnp.exp(window.m - total.m) / jnp.maximum(total.l, 1e-30)
+            return total, jnp.where(is_kept, p * share[..., None], 0.0).sum(3, keepdims=True)
 
-        part, mass = map_query_blocks(attend, q, q_pos, 64, far_q)  # of mass, one sum for each block of queries
-        return ReadResult(
-            part, dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3)), cross_layer=cross_layer
-        )
+        # `map_query_blocks` concatenates along the axis of queries: mass has one sum for each block of queries there.
+        out, mass = map_query_blocks(attend, q, q_pos, 64, far_q)
+        reader_state = dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3))
+        return ReadResult(out, reader_state, cross_layer=cross_layer)
 
-    def _sees(self, layer: MethodLayer, tokens: Tokens, t: Array, own: Array) -> tuple[Array, Array]:
-        """Which tokens queries at t i32[B T], in slots own i32[B T], see as recent ones and which as old ones."""
-        behind = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
-        inside = visible(tokens.block.pos, t, layer.spec.window)
-        return inside & (behind < self.local), inside & (behind >= self.local)
+    def _visibility(self, layer: MethodLayer, tokens: SlotTokens, t: Array, own: Array) -> tuple[Array, Array]:
+        """Masks the tokens that queries at t i32[B T], in slots own i32[B T], see in their window, and the far ones."""
+        distance = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
+        is_visible = visible(tokens.block.pos, t, layer.spec.window)
+        return is_visible & (distance < self.local), is_visible & (distance >= self.local)
 
     def _ring(self, slots: int) -> RingBuffer:
-        """Places for recent tokens, of a layer of so many slots: whole blocks, so that none wraps around.
+        # The window, an unfinished block, the last chunk and this one: tokens are written before blocks are formed.
+        # Whole blocks, so that none of them wraps around.
+        max_tokens = self.local + self.block - 1 + 2 * self.prompt_chunk
+        return RingBuffer(self.sinks, -(-max(min(max_tokens, slots - self.sinks), 1) // self.block) * self.block)
 
-        The window, an unfinished block, the last chunk and this one: tokens are written before blocks are formed.
-        """
-        most = self.local + self.block - 1 + 2 * self.prompt_chunk
-        return RingBuffer(self.sinks, -(-max(min(most, slots - self.sinks), 1) // self.block) * self.block)
-
-    def _ring_of(self, mass: Array) -> RingBuffer:
+    def _ring_from_mass(self, mass: Array) -> RingBuffer:
         return RingBuffer(self.sinks, mass.shape[3] - self.sinks)
 
-    def _first(self, blocks: Array) -> Array:
-        """The slot behind so many blocks."""
-        return self.sinks + blocks * self.block
+    def _first_slot(self, block_index: Array) -> Array:
+        return self.sinks + block_index * self.block
 
-    def _mean_keys(self, block: KVBlock, formed: Array, most: int, spec: LayerSpec) -> Array:
-        """[B K G blocks H]: the mean key of each block that a prompt forms at once."""
+    def _mean_keys(self, block: KVBlock, num_blocks: Array, max_blocks: int, spec: LayerSpec) -> Array:
+        """Averages the keys of each block that a prompt forms at once: [B K G blocks H]."""
         B, K, _, H = block.k.shape
         size = self.block
-        rows = lax.stop_gradient(block.k)  # they only say which blocks are read
+        all_keys = lax.stop_gradient(block.k)  # these keys only choose which blocks are read
 
         def add(i: Array, keys: Array) -> Array:
-            k, pos = (lax.dynamic_slice_in_dim(x, self.sinks + i * size, size, 2) for x in (rows, block.pos))
-            mean = jnp.where((i < formed)[:, None, None], spec.rope.unrotate(k, pos).mean(2), 0.0)
+            k, pos = (lax.dynamic_slice_in_dim(x, self.sinks + i * size, size, 2) for x in (all_keys, block.pos))
+            mean = jnp.where((i < num_blocks)[:, None, None], spec.rope.unrotate(k, pos).mean(2), 0.0)
             return keys.at[:, :, :, i].set(mean[:, :, None].astype(keys.dtype))
 
-        return lax.fori_loop(0, formed.max(), add, vary(jnp.zeros((B, K, spec.num_groups, most, H), block.k.dtype)))
+        start = vary(jnp.zeros((B, K, spec.num_groups, max_blocks, H), block.k.dtype))
+        return lax.fori_loop(0, num_blocks.max(), add, start)
 
-    def _form(self, layer: MethodLayer, state: LayerState, n: Array) -> Recent:
+    def _form_blocks(self, layer: MethodLayer, state: LayerState, n: Array) -> InfLLMState:
         """Forms blocks of the first n i32[B] tokens, until fewer than block + local of them are left."""
         reader_state = state.reader_state
         if reader_state.keys is None:
             return reader_state
         target = jnp.minimum((n - self.sinks - self.local) // self.block, reader_state.keys.shape[3])
 
-        def more(so_far: tuple[Array, Array]) -> Array:
-            return (target > so_far[0]).any()
+        def is_unfinished(carry: tuple[Array, Array]) -> Array:
+            return (target > carry[0]).any()
 
-        def one(so_far: tuple[Array, Array]) -> tuple[Array, Array]:
-            formed, keys = so_far
-            due = target > formed
+        def form_one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            num_blocks, keys = carry
+            is_due = target > num_blocks
             B, K, G, N, _ = keys.shape
-            key = self._representative(layer, state, formed).astype(keys.dtype)
-            column = jnp.where(due, formed, N)[:, None, None]
+            key = self._representative_key(layer, state, num_blocks).astype(keys.dtype)
+            column = jnp.where(is_due, num_blocks, N)[:, None, None]  # index N is dropped
             index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.arange(G)[None, None], column)
-            return formed + due.astype(jnp.int32), keys.at[index].set(key, mode="drop")
+            return num_blocks + is_due.astype(jnp.int32), keys.at[index].set(key, mode="drop")
 
         with jax.named_scope("form"):
-            formed, keys = lax.while_loop(more, one, vary((reader_state.formed, lax.stop_gradient(reader_state.keys))))
-        return dataclasses.replace(reader_state, formed=formed, keys=keys)
+            start = vary((reader_state.num_blocks, lax.stop_gradient(reader_state.keys)))
+            num_blocks, keys = lax.while_loop(is_unfinished, form_one, start)
+        return dataclasses.replace(reader_state, num_blocks=num_blocks, keys=keys)
 
-    def _representative(self, layer: MethodLayer, state: LayerState, number: Array) -> Array:
-        """f32[B K G H]: the key of the block of this number i32[B], whose tokens are still in the ring."""
+    def _representative_key(self, layer: MethodLayer, state: LayerState, block_index: Array) -> Array:
+        """Averages the most attended keys of block i32[B], whose tokens are still in the ring: f32[B K G H]."""
         B, K = state.reader_state.mass.shape[:2]
-        slot = self._first(number)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
-        place = jnp.broadcast_to(self._ring_of(state.reader_state.mass).place(slot), (B, K, self.block))
-        bare = layer.spec.rope.unrotate(memory.gather_tokens(state.reader_state.k, place), _of(state.pos, slot))
+        slot = self._first_slot(block_index)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
+        place = jnp.broadcast_to(self._ring_from_mass(state.reader_state.mass).place(slot), (B, K, self.block))
+        keys = memory.gather_tokens(state.reader_state.k, place)
+        pre_rope = layer.spec.rope.unrotate(keys, _take_slots(state.pos, slot))
         mass = jnp.take_along_axis(state.reader_state.mass, place[:, :, None], 3)
         best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
-        return lax.stop_gradient(jnp.take_along_axis(bare[:, :, None], best[..., None], 3).mean(3))
+        return lax.stop_gradient(jnp.take_along_axis(pre_rope[:, :, None], best[..., None], 3).mean(3))
 
-    def _near(self, state: LayerState, reader_state: Recent) -> Tokens:
-        """Sinks and ring, as they came."""
+    def _near_tokens(self, state: LayerState, reader_state: InfLLMState) -> SlotTokens:
+        """Returns sinks and ring with their RoPE."""
         assert state.n is not None
-        slot = self._ring_of(reader_state.mass).slots(state.n, self._first(reader_state.formed))
-        return _tokens(state, memory.unpack(reader_state.k), memory.unpack(reader_state.v), slot)
+        ring = self._ring_from_mass(reader_state.mass)
+        slot = ring.slots(state.n, self._first_slot(reader_state.num_blocks))
+        return _slot_tokens(state, memory.unpack(reader_state.k), memory.unpack(reader_state.v), slot)
 
-    def _left(self, layer: MethodLayer, state: LayerState, reader_state: Recent, near: Tokens, fresh: int) -> Tokens:
-        """Sinks, and what is left behind the last block and may lie outside the window of one of so many queries."""
-        ring = self._ring_of(reader_state.mass)
-        count = min(self.block - 1 + fresh, ring.size)
-        recent = ring.place(self._first(reader_state.formed)[:, None] + jnp.arange(count, dtype=jnp.int32)[None])
-        early = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None], (recent.shape[0], self.sinks))
-        place = jnp.concatenate([early, recent], 1)[:, None]
+    def _unassigned_tokens(
+        self, layer: MethodLayer, state: LayerState, reader_state: InfLLMState, near: SlotTokens, num_new: int
+    ) -> SlotTokens:
+        """Returns sinks, and the tokens of no block that may lie outside the window of one of `num_new` queries."""
+        ring = self._ring_from_mass(reader_state.mass)
+        count = min(self.block - 1 + num_new, ring.size)
+        recent = self._first_slot(reader_state.num_blocks)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None], (recent.shape[0], self.sinks))
+        place = jnp.concatenate([sinks, ring.place(recent)], 1)[:, None]
         k, v = memory.take(near.block.k, place), memory.take(near.block.v, place)
-        return _far(layer, _tokens(state, k, v, _of(near.slot, place)))
+        return _unrotate_tokens(layer, _slot_tokens(state, k, v, _take_slots(near.slot, place)))
 
-    def _recall(
-        self, layer: MethodLayer, state: LayerState, reader_state: Recent, far_q: Array, asking: Array
-    ) -> Tokens:
-        """The blocks looked up for some of the queries far_q f32[B K G T H], those asking bool[B T]."""
+    def _recall_blocks(
+        self, layer: MethodLayer, state: LayerState, reader_state: InfLLMState, far_q: Array, is_asking: Array
+    ) -> SlotTokens:
+        """Fetches the best blocks for the mean of the queries far_q f32[B K G T H] that ask, bool[B T]."""
         assert reader_state.keys is not None
         B, K, _, N, _ = reader_state.keys.shape
-        real = asking[:, None, None, :, None]
+        real = is_asking[:, None, None, :, None]
         mean = jnp.where(real, far_q, 0.0).sum(3) / jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)
         score = jnp.einsum("bkgh,bkgnh->bkn", mean, reader_state.keys.astype(jnp.float32))
         score = score if self.per_head else over_heads.sum(score)
-        there = jnp.arange(N, dtype=jnp.int32)[None, None] < reader_state.formed[:, None, None]
-        score = jnp.where(there, score, -jnp.inf)
+        exists = jnp.arange(N, dtype=jnp.int32)[None, None] < reader_state.num_blocks[:, None, None]
+        score = jnp.where(exists, score, -jnp.inf)
         best, chosen = lax.top_k(score, min(self.topk, N))  # [B K|1 n]
-        slot = self._first(chosen)[..., None] + jnp.arange(self.block, dtype=jnp.int32)[None, None, None]
+        slot = self._first_slot(chosen)[..., None] + jnp.arange(self.block, dtype=jnp.int32)[None, None, None]
         slot = jnp.where((best > -jnp.inf)[..., None], slot, -1).reshape(B, score.shape[1], -1)
         at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))
         with jax.named_scope("recall"):
-            k, v = layer.key_rows(state.k, at, _of(state.pos, at)), layer.v.gather(state.v, at)
-        return _far(layer, _tokens(state, k, v, slot))
+            k, v = layer.key_rows(state.k, at, _take_slots(state.pos, at)), layer.v.gather(state.v, at)
+        return _unrotate_tokens(layer, _slot_tokens(state, k, v, slot))
 
 
-def _tokens(state: LayerState, k: Array, v: Array, slot: Array) -> Tokens:
-    """Rows k, v [B K n H] of slots i32[B 1|K n], with what the state says of these."""
-    pos = jnp.where(slot >= 0, _of(state.pos, slot), -1)
-    bias = None if state.bias is None else _of(state.bias, slot)
-    return Tokens(KVBlock(k, v, pos, bias), slot)
+def _slot_tokens(state: LayerState, k: Array, v: Array, slot: Array) -> SlotTokens:
+    """Adds the positions and biases of slots i32[B 1|K n] to their keys and values [B K n H]."""
+    pos = jnp.where(slot >= 0, _take_slots(state.pos, slot), -1)
+    bias = None if state.bias is None else _take_slots(state.bias, slot)
+    return SlotTokens(KVBlock(k, v, pos, bias), slot)
 
 
-def _far(layer: MethodLayer, tokens: Tokens) -> Tokens:
-    """The same as far tokens: keys without RoPE, and zeros where there is no token."""
-    bare = layer.spec.rope.unrotate(tokens.block.k, tokens.block.pos)
-    return tokens._replace(block=dataclasses.replace(tokens.block, k=bare).clean())
+def _unrotate_tokens(layer: MethodLayer, tokens: SlotTokens) -> SlotTokens:
+    """Makes far tokens: keys without RoPE, and zeros where there is no token."""
+    k = layer.spec.rope.unrotate(tokens.block.k, tokens.block.pos)
+    return tokens._replace(block=dataclasses.replace(tokens.block, k=k).clean())
 
 
-def _of(x: Array, at: Array) -> Array:
-    """x [B 1|K S] at i32[B 1|K n], clipped -> [B 1|K n]."""
+def _take_slots(x: Array, at: Array) -> Array:
+    """Takes x [B 1|K S] at i32[B 1|K n], clipped -> [B 1|K n]."""
     heads = max(x.shape[1], at.shape[1])
     x, at = (jnp.broadcast_to(a, (a.shape[0], heads, a.shape[2])) for a in (x, at))
     return jnp.take_along_axis(x, at, 2, mode="clip")
 
 
-def _weighed(q: Array, block: KVBlock, seen: Array) -> tuple[Array, Partial]:
-    """Queries [B K G T H] over what they see of a block: (unnormalised weights f32[B K G T n], attention)."""
+def _attend(q: Array, block: KVBlock, is_visible: Array) -> tuple[Array, Partial]:
+    """Attends queries [B K G T H] to a block; also returns their unnormalized weights f32[B K G T n]."""
     s = scores(q, block.k)
     if block.bias is not None:
         s = s + block.bias[:, :, None, None]
-    p, m, l = weights(jnp.where(seen, s, MASKED_LOGIT))
+    p, m, l = weights(jnp.where(is_visible, s, MASKED_LOGIT))
     return p, Partial(mix(p, block.v), m, l)
 
 
@@ -316,5 +331,5 @@ def infllm(
     Reference:
       InfLLM, Xiao et al. 2024, arXiv 2402.04617, section 3
     """
-    read = Blocks(block, sinks, local, topk, representatives, chunk, per_head)
+    read = BlockReader(block, sinks, local, topk, representatives, chunk, per_head)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -1,4 +1,4 @@
-"""KCache: keys on the device, values on the host, and only the values that count fetched."""
+"""KCache: stores keys on the device and values on the host, and fetches only the values that count."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class TopV(Reader):
-    """Exact softmax over all keys, then only the values of the n heaviest slots (KCache, section 3.1).
+class TopValues(Reader):
+    """Attends exactly to all keys, and reads only the values of the n heaviest slots (KCache, section 3.1).
 
-    granularity: "query", one set per query head (the paper); "kv", one set per key/value head, by the weight
-    summed over its query heads. renormalise: divide by the weight of the chosen slots instead of all of them
-    (the paper's formula does not: the output shrinks by the mass left out).
+    Args:
+      n: values of a head.
+      renormalise: whether to divide by the weight of the chosen slots instead of all (the paper's formula does not, so
+        its output shrinks by the weight left out).
+      granularity: "query", one set per query head (the paper); "kv", one set per key/value head, by the weight summed
+        over its query heads.
     """
 
     n: int
@@ -90,4 +93,4 @@ def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, gran
     Reference:
       KCache, He & Wu 2024, arXiv 2404.18057, sections 3.1 and 4.1
     """
-    return Method(v=Host(Plain()), read=TopV(n, renormalise, granularity), device_layers=device_layers)
+    return Method(v=Host(Plain()), read=TopValues(n, renormalise, granularity), device_layers=device_layers)

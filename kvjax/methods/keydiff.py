@@ -1,4 +1,4 @@
-"""KeyDiff: the tokens whose keys point elsewhere than most."""
+"""KeyDiff: keeps the tokens whose keys point away from the mean key."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class KeyDiff(Scorer):
-    """Minus the cosine between a key and the mean direction of all keys held (Park et al. 2025, arXiv 2504.15364).
+    """Scores a token by minus the cosine between its key and the mean direction of all keys (Park et al. 2025).
 
-    The mean is that of the keys at unit length, over a row's real tokens; a key of zeros points nowhere and scores 0.
+    The mean is over the sequence's tokens, of keys at unit length. A key of zeros has no direction and scores 0.
     """
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        direction = _unit(block.clean().k.astype(jnp.float32))
+        direction = _normalize(block.clean().k.astype(jnp.float32))
         count = jnp.maximum((block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32), 1)
-        anchor = direction.sum(2, keepdims=True) / count[..., None].astype(jnp.float32)
-        return token_scores(-(direction * _unit(anchor)).sum(-1), block)
+        mean_direction = direction.sum(2, keepdims=True) / count[..., None].astype(jnp.float32)
+        return token_scores(-(direction * _normalize(mean_direction)).sum(-1), block)
 
 
-def _unit(x: Array) -> Array:
-    """x [B K S H] at length 1."""
-    length = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
-    return x / jnp.maximum(length, 1e-12)
+def _normalize(x: Array) -> Array:
+    # The constant is torch's in `F.normalize`, which kvpress calls.
+    return x / jnp.maximum(jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)), 1e-12)
 
 
 @register_method(example="keydiff:budget=512", family="eviction after the prompt")

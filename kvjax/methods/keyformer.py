@@ -29,8 +29,8 @@ from kvjax.methods.registry import register_method
 
 
 @exportable
-class Marks(NamedTuple):
-    """What is counted."""
+class KeyformerState(NamedTuple):
+    """The scores of the kept tokens."""
 
     score: Array  # f32[B K S], of the token in each slot
     prompt: Array  # i32[B], tokens of the prompt, from which steps are counted
@@ -38,15 +38,25 @@ class Marks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Keyformer(Policy):
-    """Key tokens and recent tokens, chosen again at every step (Adnan et al. 2024, arXiv 2403.09054).
+    """Keeps key tokens and recent tokens, chosen again at every step (Adnan et al. 2024, arXiv 2403.09054).
 
-    A token's score is the sum, over all queries since it came and the query heads of its key/value head, of a softmax
-    over what is kept: of the logit plus Gumbel noise, over a temperature. That is tau for the prompt's queries, and
-    rises in equal parts over `steps` steps to tau_end, where it stays. The attention itself has neither. After a step
-    that makes more than `budget` tokens, the lowest score that is not among the last `recent` leaves for good; of equal
-    scores the older goes. A longer prompt is cut in one go. True positions stay.
+    A token's score is a sum over all queries since its own and over the query heads of its key/value head. Each query
+    adds the token's softmax weight among the kept tokens, with Gumbel noise added to the logits and at a temperature.
+    The temperature is tau for the prompt's queries, and rises linearly over `steps` steps to tau_end, where it stays.
+    The attention itself has no noise and no temperature. After a step that makes more than `budget` tokens, the lowest
+    score that is not among the last `recent` is evicted; ties go to the older token. A longer prompt is cut once. Kept
+    tokens keep their positions.
 
-    The noise of a query, a key and a query head is drawn by seed, layer, head and their positions, and by nothing else.
+    The noise depends on the seed, the layer, the head and the positions of query and key, and on nothing else.
+
+    Args:
+      budget: tokens of a key/value head.
+      recent: last tokens that always stay.
+      tau: temperature of the prompt's queries.
+      tau_end: temperature after `steps` steps.
+      steps: decode steps over which the temperature rises.
+      seed: of the noise.
+      layer: index of the layer, set by `at`.
     """
 
     budget: int
@@ -55,7 +65,7 @@ class Keyformer(Policy):
     tau_end: float = 2.0
     steps: int = 100
     seed: int = 0
-    layer: int = 0  # from `at`
+    layer: int = 0
 
     num_queries: ClassVar[int | None] = None  # all of the prompt's
     needs_weights: ClassVar[bool] = True
@@ -76,47 +86,58 @@ class Keyformer(Policy):
 
     def init(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, Marks]:
+    ) -> tuple[Array, KeyformerState]:
         observation = require_observation(observation, "Keyformer", "all queries")
         last = over_heads.max(block.pos.max(2))  # [B 1]
 
-        def noisy(logits: Array, q_pos: Array, pos: Array) -> Array:
+        def perturb(logits: Array, q_pos: Array, pos: Array) -> Array:
             return (logits + self.noise(layer.spec, logits.shape[1], q_pos, pos)) / self.tau
 
         every = jnp.ones(observation.pos.shape)
-        score = attention_mass(block, observation, every, layer.spec.window, logit_transform=noisy)[0].sum(2)
+        score = attention_mass(block, observation, every, layer.spec.window, logit_transform=perturb)[0].sum(2)
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
         chosen = top_slots(rank, pos, min(self.budget, slots))
-        return chosen, Marks(policy_state_at(score, chosen, slots), last[:, 0] + 1)
+        return chosen, KeyformerState(policy_state_at(score, chosen, slots), last[:, 0] + 1)
 
-    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Marks]:
+    def after_token(
+        self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array
+    ) -> tuple[Array, KeyformerState]:
         t, prompt = q_pos[:, None], state.policy_state.prompt  # [B 1 1], [B]
         step = jnp.clip(t - prompt[:, None, None] + 1, 0, self.steps).astype(jnp.float32)
         tau = self.tau + (self.tau_end - self.tau) * step / self.steps
         noise = self.noise(layer.spec, weights.shape[1], q_pos, state.pos)[:, :, :, 0]
-        added = tempered(weights, noise, tau[..., None]).sum(2)
-        # What was in the slot of the newest token before it came does not count.
+        added = temper_weights(weights, noise, tau[..., None]).sum(2)
+        # The newest token's slot still has the score of an evicted token.
         before = jnp.where(state.pos == t, 0.0, state.policy_state.score)
         score = jnp.where(t >= 0, before + added, state.policy_state.score)
         old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        return evict_lowest(score, state.pos, old, t >= 0), Marks(score, prompt)
+        return evict_lowest(score, state.pos, old, t >= 0), KeyformerState(score, prompt)
 
-    def noise(self, spec: LayerSpec, here: int, q_pos: Array, pos: Array) -> Array:
-        """Gumbel noise f32[B K G T S] of the `here` key/value heads on this device, by positions of queries and keys.
+    def noise(self, spec: LayerSpec, num_own_heads: int, q_pos: Array, pos: Array) -> Array:
+        """Draws Gumbel noise for this device's key/value heads.
 
-        q_pos i32[B T], pos i32[B 1|K S].
+        Args:
+          spec: the layer.
+          num_own_heads: key/value heads on this device.
+          q_pos: i32[B T], positions of the queries.
+          pos: i32[B 1|K S], positions of the keys.
+
+        Returns:
+          f32[B K G T S].
         """
         layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
-        head = over_heads.first_head(here) + jnp.arange(here, dtype=jnp.int32)[None, :, None, None, None]
+        head = (
+            over_heads.first_head(num_own_heads) + jnp.arange(num_own_heads, dtype=jnp.int32)[None, :, None, None, None]
+        )
         group = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :, None, None]
         bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
         return -jnp.log(-jnp.log(uniform))
 
 
-def tempered(weights: Array, noise: Array, tau: Array) -> Array:
-    """Softmax weights f32[... S] -> the softmax of their logits plus noise, over tau; what had no weight has none."""
+def temper_weights(weights: Array, noise: Array, tau: Array) -> Array:
+    """Recomputes softmax weights f32[... S] with noise on the logits, at temperature tau; 0 stays 0."""
     logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.MASKED_LOGIT)
     p, _, l = attention.weights(logits)
     return p / jnp.maximum(l, 1e-30)[..., None]

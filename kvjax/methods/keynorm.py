@@ -1,4 +1,4 @@
-"""The tokens with the smallest keys."""
+"""Key norm: keeps the tokens with the smallest keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class KeyNorm(Scorer):
-    """Tokens with small keys matter: minus the key's norm (Devoto et al. 2024, arXiv 2406.11430)."""
+    """Scores a token by minus the norm of its key (Devoto et al. 2024, arXiv 2406.11430)."""
 
     is_comparable = False  # each layer's norms are on a scale of their own
 

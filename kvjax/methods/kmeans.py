@@ -1,4 +1,4 @@
-"""k-means over the evicted tokens: the costly baseline of KVCrush (arXiv 2503.00022, section IV-C)."""
+"""k-means over the evicted tokens, the costly baseline of KVCrush (arXiv 2503.00022, section IV-C)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-from kvjax.methods.kvcrush import votes
+from kvjax.methods.kvcrush import unit_signatures
 from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
 class KMeans:
-    """Lloyd's iterations over a row's candidates, and of each cluster the unit nearest to its centroid.
+    """Clusters a sequence's candidates by Lloyd's algorithm, and keeps the unit nearest to each centroid.
 
-    The paper does not say what is clustered: features "keys" are the keys of all heads and of the unit's tokens, one
-    after another, "bits" those of KVCrush. Centroids start at distinct candidates drawn by (seed, index in the row).
-    Distances within 0.01% are ties, which go to the lower index: the two members of a pair lie equally near to its
-    centroid, and rounding must not choose. An empty cluster keeps its centroid and yields no representative.
+    Centroids start at distinct candidates drawn by (seed, index in the sequence). Distances within 0.01% are ties,
+    which go to the lower index: the two members of a pair are equally near to its centroid, and rounding must not
+    decide. An empty cluster keeps its centroid and has no representative.
+
+    Args:
+      share: fraction of the kept units that are representatives.
+      iterations: of Lloyd's algorithm.
+      features: "keys", the keys of all heads and of the unit's tokens concatenated, or "bits", KVCrush's signatures;
+        the paper does not say.
+      seed: of the first centroids.
     """
 
     share: float = 0.25
@@ -40,41 +46,41 @@ class KMeans:
             raise KvjaxError(f"features must be 'keys' or 'bits', got {self.features!r}")
 
     def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
-        """Units -> i32[B places] as in `Representatives`; place i is that of centroid i."""
+        """Chooses as in `Representatives`; place i is that of centroid i."""
         U = units.valid.shape[1]
         if U < places:
-            short = self.choose(units, count, U)
-            return jnp.pad(short, [(0, 0), (0, places - U)], constant_values=-1)
+            chosen = self.choose(units, count, U)
+            return jnp.pad(chosen, [(0, 0), (0, places - U)], constant_values=-1)
         x = jnp.where(units.candidates[..., None], self._features(units), 0.0)
         index = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], units.valid.shape)
-        last = (~units.candidates).astype(jnp.int32)
-        start = lax.sort((last, draw(self.seed, index), index), num_keys=3)[2][:, :places]
+        is_excluded = (~units.candidates).astype(jnp.int32)
+        start = lax.sort((is_excluded, draw(self.seed, index), index), num_keys=3)[2][:, :places]
         count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
         used = jnp.arange(places)[None] < count[:, None]
         centroids = jnp.take_along_axis(x, start[..., None], 1)
 
-        def lloyd(_, centroids):
-            mine = _members(_distances(x, centroids), used, units.candidates)
-            sums = jnp.einsum("bum,buf->bmf", mine, x, precision=lax.Precision.HIGHEST)
-            n = mine.sum(1)[..., None]
+        def run_iteration(_, centroids):
+            members = _members(_distances(x, centroids), used, units.candidates)
+            sums = jnp.einsum("bum,buf->bmf", members, x, precision=lax.Precision.HIGHEST)
+            n = members.sum(1)[..., None]
             return jnp.where(n > 0, sums / jnp.maximum(n, 1.0), centroids)
 
-        centroids = lax.fori_loop(0, self.iterations, lloyd, centroids)
+        centroids = lax.fori_loop(0, self.iterations, run_iteration, centroids)
         d = _distances(x, centroids)
-        mine = _members(d, used, units.candidates) > 0
-        return jnp.where(mine.any(1), _nearest(jnp.where(mine, d, jnp.inf), 1)[:, 0], -1)
+        members = _members(d, used, units.candidates) > 0
+        return jnp.where(members.any(1), _nearest(jnp.where(members, d, jnp.inf), 1)[:, 0], -1)
 
     def _features(self, units: EvictableUnits) -> Array:
-        """f32[B U F]."""
+        """Returns the vectors that are clustered, f32[B U F]."""
         if self.features == "bits":
-            return votes(units).astype(jnp.float32)
+            return unit_signatures(units).astype(jnp.float32)
         keys = over_heads.gather(units.keys.astype(jnp.float32))
         B, K, U, c, H = keys.shape
         return jnp.moveaxis(keys, 1, 3).reshape(B, U, c * K * H)
 
 
 def _distances(x: Array, centroids: Array) -> Array:
-    """Squared distances f32[B U M] of x [B U F] to centroids [B M F]."""
+    """Computes the squared distances f32[B U M] of x [B U F] to centroids [B M F]."""
     dots = jnp.einsum("buf,bmf->bum", x, centroids, precision=lax.Precision.HIGHEST)
     return jnp.maximum(jnp.square(x).sum(-1)[:, :, None] - 2 * dots + jnp.square(centroids).sum(-1)[:, None], 0.0)
 
@@ -85,9 +91,9 @@ def _nearest(d: Array, axis: int) -> Array:
 
 
 def _members(d: Array, used: Array, candidates: Array) -> Array:
-    """f32[B U M]: 1 where a candidate belongs to its nearest centroid in use."""
-    mine = _nearest(jnp.where(used[:, None], d, jnp.inf), 2) == jnp.arange(d.shape[2])[None, None]
-    return (mine & used[:, None] & candidates[..., None]).astype(jnp.float32)
+    """Marks with 1 the nearest centroid in use of each candidate, f32[B U M]."""
+    is_nearest = _nearest(jnp.where(used[:, None], d, jnp.inf), 2) == jnp.arange(d.shape[2])[None, None]
+    return (is_nearest & used[:, None] & candidates[..., None]).astype(jnp.float32)
 
 
 @register_method(example="snapkv:budget=512 + kmeans", family="component over a selection")

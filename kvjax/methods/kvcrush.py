@@ -1,4 +1,4 @@
-"""KVCrush: a part of the budget goes to tokens that stand for the evicted ones (arXiv 2503.00022)."""
+"""KVCrush: a part of the budget goes to tokens that represent the evicted ones (arXiv 2503.00022)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,26 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class KVCrush:
-    """Representatives by one distance: each unit's bits against one anchor (sections III-A and III-B).
+    """Chooses representatives by the Hamming distance of each unit's signature to one anchor (III-A and III-B).
 
-    bits: "heads", one per token and query head, set for the better half of the row's evictable tokens of that head
-    (the paper); "positions", one per token, set for the better half by the mean score of all heads (OpenVINO's
-    production code). A unit's bits are its tokens' bits one after another.
-    anchor: "random" (by seed and bit), "alternate" (0101..), "zeros", "ones", or "mean", the majority of the row's
-    evictable units; for single tokens that is zeros, since no head votes for more than half of them.
-    rule: the paper puts each token in the bucket "with the lowest Hamming distance" and keeps a random one of each
-    bucket, but a single anchor has fewer distances than there are buckets. "buckets": tokens in the order of
-    (distance, index), cut into buckets of equal count, a random member of each: the default, as it alone has the
-    paper's number of buckets, its random pick, and every token in some bucket. "stride": the same order, every
-    n-th token (OpenVINO). "bins": buckets of equal width in distance, a random member of each; the places of empty
-    ones go round the others again.
-    Draws depend on the seed and the bucket (for "bins": the unit's index in its row), so all layers draw alike.
+    The paper puts each token into the bucket "with the lowest Hamming distance" and keeps a random one of each bucket,
+    but a single anchor has fewer distances than there are buckets. `rule` has the three readings of it.
+
+    Random draws depend on the seed and the bucket (for "bins" on the unit's index in its sequence), and on nothing
+    else, so all layers draw alike and padding changes nothing.
+
+    Args:
+      share: fraction of the kept units that are representatives.
+      anchor: "random", by seed and bit; "alternate", 0101..; "zeros"; "ones"; or "mean", the majority of the sequence's
+        evictable units. For single tokens "mean" equals "zeros", as no head votes for more than half of them.
+      rule: "buckets", units in the order of (distance, index) cut into buckets of equal count, a random member of each:
+        the default, as it alone has the paper's number of buckets, its random choice, and every unit in some bucket.
+        "stride", every n-th unit in that order (OpenVINO). "bins", buckets of equal width in distance, a random member
+        of each; the places of empty ones go round the others again.
+      bits: "heads", one bit per token and query head, set for the better half of the sequence's evictable tokens of
+        that head (the paper); "positions", one bit per token, set for the better half by the mean score of all heads
+        (OpenVINO). The bits of a unit's tokens follow one another.
+      seed: of "random" anchors and of the random member of a bucket.
     """
 
     share: float = 0.25
@@ -43,86 +49,99 @@ class KVCrush:
 
     def __post_init__(self):
         check_share(self.share)
-        known = {
+        choices = {
             "anchor": ("random", "mean", "alternate", "zeros", "ones"),
             "rule": ("buckets", "stride", "bins"),
             "bits": ("heads", "positions"),
         }
-        for name, values in known.items():
+        for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
     def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
-        """Section III-B, and Units -> i32[B places] as in `Representatives`."""
-        return self.by_signature(votes(units, self.bits), units, count, places)
+        """i32[B max_wanted]: see `Representatives`."""
+        return self.choose_by_signature(unit_signatures(units, self.bits), units, count, places)
 
-    def by_signature(self, bits: Array, units: EvictableUnits, count: Array, places: int) -> Array:
-        """The same, from the units' signatures bool[B U n]."""
-        d = hamming(pack(bits), pack(self._anchor(bits, units.valid)))
-        count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
+    def choose_by_signature(
+        self, signatures: Array, units: EvictableUnits, num_wanted: Array, max_wanted: int
+    ) -> Array:
+        """`choose`, by given signatures bool[B U bits]."""
+        num_bits = signatures.shape[-1]
+        distance = hamming_distance(pack_bits(signatures), pack_bits(self._anchor(signatures, units.valid)))
+        num_candidates = units.candidates.sum(-1, dtype=jnp.int32)
+        num_wanted = jnp.minimum(num_wanted, num_candidates)
         if self.rule == "bins":
-            return self._bins(d, bits.shape[-1], units.candidates, count, places)
-        U, last = d.shape[1], bits.shape[-1] + 1
-        index = jnp.arange(U, dtype=jnp.int32)[None]
-        order = jnp.sort(jnp.where(units.candidates, d, last) * U + index, -1) % U  # by (distance, index)
-        i = jnp.arange(places, dtype=jnp.int32)[None]
-        m, r = jnp.maximum(count, 1)[:, None], units.candidates.sum(-1, keepdims=True, dtype=jnp.int32)
-        if self.rule == "stride":
-            at = i * (r // m)
-        else:  # the first r % m buckets have one token more
-            size = jnp.maximum(r // m + (i < r % m).astype(jnp.int32), 1)
-            at = i * (r // m) + jnp.minimum(i, r % m)
-            at = at + (draw(self.seed, i) % size.astype(jnp.uint32)).astype(jnp.int32)
-        return _first(jnp.take_along_axis(order, jnp.clip(at, 0, U - 1), 1), count)
+            chosen = self._order_by_bins(distance, num_bits, units.candidates, num_wanted, max_wanted)
+        else:
+            U = distance.shape[1]
+            index = jnp.arange(U, dtype=jnp.int32)[None]
+            # One sort key for (distance, index); what is no candidate is farther than any distance.
+            order = jnp.sort(jnp.where(units.candidates, distance, num_bits + 1) * U + index, -1) % U
+            rank = self._bucket_members(num_candidates[:, None], num_wanted[:, None], max_wanted)
+            chosen = jnp.take_along_axis(order, jnp.clip(rank, 0, U - 1), 1)
+        return jnp.where(jnp.arange(max_wanted)[None] < num_wanted[:, None], chosen, -1)
 
-    def _anchor(self, bits: Array, valid: Array) -> Array:
-        """bool[B|1 1 n]."""
-        i = jnp.arange(bits.shape[-1], dtype=jnp.int32)[None, None]
+    def _anchor(self, signatures: Array, valid: Array) -> Array:
+        """bool[B|1 1 bits]."""
+        bit = jnp.arange(signatures.shape[-1], dtype=jnp.int32)[None, None]
         if self.anchor == "mean":
-            return 2 * bits.sum(1, keepdims=True, dtype=jnp.int32) > valid.sum(-1, dtype=jnp.int32)[:, None, None]
+            num_valid = valid.sum(-1, dtype=jnp.int32)[:, None, None]
+            return 2 * signatures.sum(1, keepdims=True, dtype=jnp.int32) > num_valid
         if self.anchor == "random":
-            return draw(self.seed, jnp.zeros_like(i), i) % 2 == 1
-        return {"alternate": i % 2 == 1, "zeros": i < 0, "ones": i >= 0}[self.anchor]
+            return draw(self.seed, jnp.zeros_like(bit), bit) % 2 == 1
+        return {"alternate": bit % 2 == 1, "zeros": bit < 0, "ones": bit >= 0}[self.anchor]
 
-    def _bins(self, d: Array, n: int, candidates: Array, count: Array, places: int) -> Array:
-        U = d.shape[1]
-        index = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], d.shape)
-        bin_ = jnp.where(candidates, d * jnp.maximum(count, 1)[:, None] // (n + 1), U + 1)
-        bin_, _, index = lax.sort((bin_, draw(self.seed, index), index), num_keys=3)
-        at = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], d.shape)
-        starts = jnp.pad(bin_[:, 1:] != bin_[:, :-1], [(0, 0), (1, 0)], constant_values=True)
-        rounds = at - lax.cummax(jnp.where(starts, at, 0), 1)
-        rounds = jnp.where(bin_ > U, U + 1, rounds)
-        order = lax.sort((rounds, bin_, index), num_keys=2)[2]
-        return _first(jnp.pad(order, [(0, 0), (0, max(places - U, 0))])[:, :places], count)
+    def _bucket_members(self, num_candidates: Array, num_buckets: Array, max_buckets: int) -> Array:
+        """i32[B max_buckets]: the rank of one member of each bucket in the order of distances."""
+        bucket = jnp.arange(max_buckets, dtype=jnp.int32)[None]
+        num_buckets = jnp.maximum(num_buckets, 1)
+        if self.rule == "stride":
+            return bucket * (num_candidates // num_buckets)
+        # The remainder goes to the first buckets, one unit each.
+        size, remainder = num_candidates // num_buckets, num_candidates % num_buckets
+        start = bucket * size + jnp.minimum(bucket, remainder)
+        size = jnp.maximum(size + (bucket < remainder).astype(jnp.int32), 1)
+        return start + (draw(self.seed, bucket) % size.astype(jnp.uint32)).astype(jnp.int32)
+
+    def _order_by_bins(
+        self, distance: Array, num_bits: int, candidates: Array, num_bins: Array, max_bins: int
+    ) -> Array:
+        """i32[B max_bins]: a random member of each bin, then a second one of each, and so on."""
+        B, U = distance.shape
+        index = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], (B, U))
+        no_bin = U + 1
+        bin_ = jnp.where(candidates, distance * jnp.maximum(num_bins, 1)[:, None] // (num_bits + 1), no_bin)
+        bin_, _, member = lax.sort((bin_, draw(self.seed, index), index), num_keys=3)
+        is_first = jnp.pad(bin_[:, 1:] != bin_[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+        turn = index - lax.cummax(jnp.where(is_first, index, 0), 1)
+        turn = jnp.where(bin_ == no_bin, no_bin, turn)
+        order = lax.sort((turn, bin_, member), num_keys=2)[2]
+        return jnp.pad(order, [(0, 0), (0, max(max_bins - U, 0))])[:, :max_bins]
 
 
-def votes(units: EvictableUnits, kind: str = "heads") -> Array:
-    """bool[B U n]: each unit's bits, n = c tokens x query heads ("heads") or c tokens ("positions")."""
-    B, _, _, U, c = units.scores.shape
-    s = over_heads.gather(units.scores)
-    s = s.mean((1, 2), keepdims=True) if kind == "positions" else s
-    s = s.reshape(B, -1, U * c)
-    allowed = jnp.repeat(units.valid, c, -1)[:, None]
-    ones = top_k_mask(s, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
-    return jnp.moveaxis(ones.reshape(B, -1, U, c), 1, 3).reshape(B, U, -1)
+def unit_signatures(units: EvictableUnits, bits: str = "heads") -> Array:
+    """bool[B U size * N] for "heads", bool[B U size] for "positions": see `KVCrush`."""
+    B, _, _, U, size = units.scores.shape
+    scores = over_heads.gather(units.scores)
+    if bits == "positions":
+        scores = scores.mean((1, 2), keepdims=True)
+    scores = scores.reshape(B, -1, U * size)
+    allowed = jnp.repeat(units.valid, size, -1)[:, None]
+    better_half = top_k_mask(scores, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
+    return jnp.moveaxis(better_half.reshape(B, -1, U, size), 1, 3).reshape(B, U, -1)
 
 
-def pack(bits: Array) -> Array:
+def pack_bits(bits: Array) -> Array:
     """bool[... n] -> uint32[... words], the first bit lowest."""
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
     words = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
-    place = jnp.arange(32, dtype=jnp.uint32).reshape(*(1,) * bits.ndim, 32)
-    return (words << place).sum(-1, dtype=jnp.uint32)
+    shift = jnp.arange(32, dtype=jnp.uint32).reshape(*(1,) * bits.ndim, 32)
+    return (words << shift).sum(-1, dtype=jnp.uint32)
 
 
-def hamming(a: Array, b: Array) -> Array:
-    """Packed bits uint32[B U words] and uint32[B|1 1 words] -> differing bits i32[B U]."""
+def hamming_distance(a: Array, b: Array) -> Array:
+    """Packed bits uint32[B U words] and uint32[B|1 1 words] -> i32[B U]."""
     return lax.population_count(a ^ b).astype(jnp.int32).sum(-1, dtype=jnp.int32)
-
-
-def _first(idx: Array, count: Array) -> Array:
-    return jnp.where(jnp.arange(idx.shape[1])[None] < count[:, None], idx, -1)
 
 
 @register_method(example="snapkv:budget=512 + kvcrush", family="component over a selection")

@@ -1,20 +1,229 @@
-"""KVQuant: bare keys by channel and values by token, at uneven levels, with outliers and first tokens exact."""
+"""KVQuant: pre-RoPE keys by channel, values by token, at non-uniform levels, with outliers and first tokens exact."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache.binding import bind_fields
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.codecs import bit_packing as quant
+from kvjax.cache.codecs.base import Codec
+from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkCodes, ChunkState
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
-from kvjax.cache.codecs.nonuniform import LevelTable, NonUniformCodec
 from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
-from kvjax.cache.codecs.sparse import DenseAndSparse
 from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
+from kvjax.core.types import Array, pytree
+from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
+
+NORMAL_FLOAT_BITS = (2, 3, 4, 8)
+
+
+@register_table_kind("levels")
+class LevelTable(TableKind):
+    """The levels of each layer's keys and values, both f32[2 2^bits], ascending in a range of -1..1.
+
+    The first row decides which numbers have the same code: those that are nearest to one level. The second is what a
+    code stands for, which is the same unless Q-Norm changes it. `fit_levels` and `normalize_levels` make them from a
+    model's keys and values, weighted by the squares of their gradients (Fisher information), which kvjax does not
+    compute.
+    """
+
+    bits = 4  # of the example
+
+    def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+        arrays = {}
+        for name in ("keys", "values"):
+            x = np.clip(rng.normal(size=2000) / 3, -1, 1)
+            levels = fit_levels(x, rng.exponential(size=x.shape), self.bits)
+            arrays[name] = np.stack([levels, normalize_levels(x, levels)]).astype(np.float32)
+        return arrays
+
+
+def fit_levels(x: np.ndarray, weight: np.ndarray, bits: int, rounds: int = 50) -> np.ndarray:
+    """Fits levels to numbers by weighted k-means, which starts at evenly spaced quantiles (KVQuant, section 3.3).
+
+    Args:
+      x: a layer's keys or values in -1..1, divided by their ranges, without outliers.
+      weight: of each number, the square of its gradient.
+      bits: of the codes.
+      rounds: of k-means.
+
+    Returns:
+      f64[2^bits], ascending.
+    """
+    count = 2**bits
+    if x.size < count:
+        raise KvjaxError(f"{count} levels need {count} numbers or more, got {x.size}; give more of them")
+    x, weight = x.ravel().astype(np.float64), weight.ravel().astype(np.float64)
+    levels = np.quantile(x, (np.arange(count) + 0.5) / count)
+    for _ in range(rounds):
+        code = np.searchsorted((levels[1:] + levels[:-1]) / 2, x, side="right")
+        total = np.bincount(code, weight, count)
+        mean = np.bincount(code, weight * x, count) / np.where(total > 0, total, 1)
+        levels = np.sort(np.where(total > 0, mean, levels))
+    return levels
+
+
+def normalize_levels(x: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Applies Q-Norm: moves the levels, f64[2^bits], so that restored numbers have the mean and deviation of x."""
+    restored = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x.ravel(), side="right")]
+    return (levels - restored.mean()) * x.std() / max(restored.std(), 1e-12) + x.mean()
+
+
+@functools.cache
+def normal_float_levels(bits: int) -> np.ndarray:
+    """Returns NormalFloat, f32[2^bits]: evenly spaced quantiles of a normal distribution, scaled to -1..1.
+
+    It has 2^(bits - 1) levels from -1 to 0, and as many above 0 up to 1. The outermost quantiles are 0.0323 and 0.9677
+    for any number of bits, as in KVQuant's code; of 4 bits these are the levels of NF4 (Dettmers et al. 2023,
+    2305.14314).
+    """
+    half, outermost = 2 ** (bits - 1), (1 / 32 + 1 / 30) / 2
+    below = [NormalDist().inv_cdf(p) for p in np.linspace(outermost, 0.5, half)]
+    above = [NormalDist().inv_cdf(p) for p in np.linspace(0.5, 1 - outermost, half + 1)]
+    levels = [x / -below[0] for x in below] + [x / above[-1] for x in above[1:]]
+    return np.array(levels, np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class NonUniformCodec(ChunkCodec):
+    """Rounds numbers to the nearest of 2^bits levels between the ends of their channel, or of their token.
+
+    With middle = (max + min) / 2 and half = (max - min) / 2: x' = level[code] half + middle, where level[code] is the
+    nearest to (x - middle) / half (KVQuant, 2401.18079).
+
+    Args:
+      axis: "channel", a range for each channel of a prompt, or of a chunk; "token", one for each token of a head.
+      given: a file of `LevelTable`; without one, NormalFloat.
+      of: "keys" or "values", the levels of the table to take.
+      spec: the layer, set by `at`.
+    """
+
+    axis: str = "channel"
+    given: TableFile | None = None
+    of: str = "keys"
+    spec: LayerSpec | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.given is None:
+            quant.check_bits(self.bits, NORMAL_FLOAT_BITS)
+
+    def at(self, spec: LayerSpec) -> Codec:
+        bound = dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
+        bound._levels()  # a table that does not fit raises here, when the method is bound
+        return bound
+
+    def quantize(self, x: Array) -> ChunkCodes:
+        over, y = (2 if self.axis == "channel" else 3), x.astype(jnp.float32)
+        least, most = y.min(over, keepdims=True), y.max(over, keepdims=True)
+        # Halves first, so that the sum of two large numbers does not overflow.
+        half, middle = ((most / 2 - least / 2).astype(x.dtype), (most / 2 + least / 2).astype(x.dtype))
+        reach = half.astype(jnp.float32)
+        normalized = (y - middle.astype(jnp.float32)) / jnp.where(reach > 0, reach, 1.0)
+        nearest = self._levels()[0]
+        boundaries = jnp.asarray((nearest[:-1] + nearest[1:]) / 2)
+        codes = jnp.searchsorted(boundaries, normalized, side="right", method="compare_all").astype(jnp.uint32)
+        ends = jnp.concatenate([half, middle], -1)
+        return ChunkCodes(codes, None, ends) if self.axis == "channel" else ChunkCodes(codes, ends, None)
+
+    def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
+        ends = shared if self.axis == "channel" else own
+        assert ends is not None
+        half, middle = jnp.split(ends.astype(jnp.float32), 2, -1)
+        level = jnp.asarray(self._levels()[1])[codes.astype(jnp.int32)]
+        return (level * half + middle).astype(ends.dtype)
+
+    def _levels(self) -> np.ndarray:
+        """Returns the two rows of levels, f32[2 2^bits]: see `LevelTable`."""
+        if self.given is None:
+            return np.stack([normal_float_levels(self.bits)] * 2)
+        assert self.spec is not None
+        return self.given.layer_arrays(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
+
+
+@pytree
+class DenseAndSparseState:
+    """The codes of all slots, and the outliers that replace some of the restored numbers."""
+
+    codes: ChunkState
+    outliers: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseAndSparse(Codec):
+    """Stores X as codes of (X - S) and exact outliers S (KVQuant, 2401.18079, dense-and-sparse quantization).
+
+    Numbers far from the others come back exactly, and widen no range.
+
+    Args:
+      codes: the codec of all numbers that are no outliers.
+      outliers: the rule that finds S.
+      pre_rope: whether it stores keys before RoPE, whose channels have stable ranges.
+    """
+
+    codes: ChunkCodec
+    outliers: Outliers
+    pre_rope: bool = False
+
+    sequential_writes = True  # whether a query sees a token exactly depends on when it asks
+    supports_eviction = False  # tokens of a chunk share their ranges, so none of them can leave
+
+    def num_committed(self, stored: DenseAndSparseState, n: Array) -> Array:
+        return self.codes.num_committed(stored.codes, n)
+
+    def encode(self, x: Array, pos: Array) -> DenseAndSparseState:
+        real = jnp.broadcast_to(pos >= 0, x.shape[:3])
+        x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
+        is_outlier, without_outliers = self.outliers.find(x, real)
+        outliers = self.outliers.init_state(x, is_outlier, self.codes.every)
+        return DenseAndSparseState(self.codes.encode(without_outliers, pos), outliers)
+
+    def append(self, stored: DenseAndSparseState, x: Array, at: Array) -> DenseAndSparseState:
+        """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
+        is_due = self.codes.is_due(stored.codes, at)
+        if self.codes.num_chunks(stored.codes.slots):
+            stored = lax.cond(is_due.any(), lambda s: self._quantize_chunk(s, is_due), lambda s: s, stored)
+        return dataclasses.replace(stored, codes=self.codes.append_recent(stored.codes, x, at))
+
+    def _quantize_chunk(self, stored: DenseAndSparseState, is_due: Array) -> DenseAndSparseState:
+        """Quantizes the full chunks of the sequences that are due, bool[B]."""
+        x, at = self.codes.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
+        is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
+        chunk = self.codes.chunk_index(stored.codes, at)
+        return DenseAndSparseState(
+            self.codes.append_chunk(stored.codes, self.codes.encode_chunk(without_outliers), is_due),
+            self.outliers.add(stored.outliers, x, is_outlier, at, chunk, is_due),
+        )
+
+    def decode(self, stored: DenseAndSparseState) -> Array:
+        x = self.codes.decode(stored.codes)
+        slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None]
+        return self._insert_outliers(stored, x, jnp.broadcast_to(slot, x.shape[:3]))
+
+    def gather(self, stored: DenseAndSparseState, idx: Array) -> Array:
+        return self._insert_outliers(stored, self.codes.gather(stored.codes, idx), idx)
+
+    def _insert_outliers(self, stored: DenseAndSparseState, x: Array, slot: Array) -> Array:
+        """Inserts the outliers into tokens x [B K n H] of slots i32[B K n]; tokens that are no codes have theirs."""
+        whole = self.outliers.insert(stored.outliers, x, slot)
+        return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
 
 class QuantileOutliers(Outliers):
-    """What does not lie between the quantiles share / 2 and 1 - share / 2 of a vector: at least its two ends."""
+    """Outliers beyond the quantiles share / 2 and 1 - share / 2 of a vector, which are at least its two ends."""
 
     mean_of_all = False
 

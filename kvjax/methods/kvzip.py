@@ -1,4 +1,4 @@
-"""KVzip: the tokens that the model attends to while it repeats the prompt."""
+"""KVzip: keeps the tokens that the model attends to while it repeats the prompt."""
 
 from __future__ import annotations
 
@@ -21,17 +21,23 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
-FIRST = "\n\nRepeat the previous context exactly."
-LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
+LATER_INSTRUCTION = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeated(Scorer):
-    """The most attention that a token gets while the model repeats its piece of the prompt (KVzip, 2505.23416).
+class ReplayAttention(Scorer):
+    """Scores a token by the most attention that it gets while the model repeats its chunk (KVzip, 2505.23416).
 
-    A query of the repetition attends, for its score, to the first `sinks` tokens of the prompt, to the piece that it
-    repeats and to the repetition before it, and to nothing else. plus: what a token is given counts by the norm of what
-    it adds to the layer's output, over that of the hidden state that asks (KVzip+, kvpress).
+    For its score, a query of the repetition attends only to the first `sinks` tokens of the prompt, to the chunk that
+    it repeats and to the repetition before it.
+
+    Args:
+      chunk: tokens that one repetition copies.
+      lead: tokens before the chunk that are copied too.
+      sinks: first tokens of the prompt.
+      plus: whether attention is multiplied by the norm of the token's contribution to the layer's output, over the
+        norm of the query's hidden state (KVzip+, kvpress).
     """
 
     chunk: int = 2048
@@ -48,17 +54,17 @@ class Repeated(Scorer):
 
     @property
     def replay(self) -> Replay:
-        """The repetition, in KVzip's words."""
-        return Replay(chunk_tokens=self.chunk, lead_tokens=self.lead, first=FIRST, later=LATER)
+        """The second pass, with KVzip's instructions."""
+        return Replay(chunk_tokens=self.chunk, lead_tokens=self.lead, first=FIRST_INSTRUCTION, later=LATER_INSTRUCTION)
 
     @property
     def needs_output(self) -> bool:
-        """KVzip+ asks what values add to the layer's output."""
+        """KVzip+ needs the output projection."""
         return self.plus
 
     @property
     def needs_hidden(self) -> bool:
-        """KVzip+ asks for the hidden states of the repetition."""
+        """KVzip+ needs the hidden states of the repetition."""
         return self.plus
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
@@ -70,45 +76,46 @@ class Repeated(Scorer):
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
     ) -> Array:
         size = min(self.chunk, block.pos.shape[2])
+        # Of a static size, so the last chunk overlaps the one before it, whose tokens are masked here.
         first = jnp.minimum(start, block.pos.shape[2] - size)
-        piece = KVBlock(*(lax.dynamic_slice_in_dim(x, first, size, 2) for x in (block.k, block.v, block.pos)))
-        earlier = block.first(self.sinks)
-        earlier_pos = jnp.where(earlier.pos < start, earlier.pos, -1)
-        own_pos = jnp.where(piece.pos >= start, piece.pos, -1)
-        keys = jnp.concatenate([piece.k, earlier.k, new.k], 2)
-        pos = jnp.concatenate([own_pos, earlier_pos, new.pos], 2)
-        counts = (
+        chunk = KVBlock(*(lax.dynamic_slice_in_dim(x, first, size, 2) for x in (block.k, block.v, block.pos)))
+        sinks = block.first(self.sinks)
+        sinks_pos = jnp.where(sinks.pos < start, sinks.pos, -1)
+        chunk_pos = jnp.where(chunk.pos >= start, chunk.pos, -1)
+        keys = jnp.concatenate([chunk.k, sinks.k, new.k], 2)
+        pos = jnp.concatenate([chunk_pos, sinks_pos, new.pos], 2)
+        value_norms = (
             jnp.ones((1, 1, 1, size))
             if observation.output_projection is None
-            else _reach(piece.v, observation.output_projection)
+            else _output_norms(chunk.v, observation.output_projection)
         )
 
-        def add(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
-            q, q_pos, asking = queries
+        def update(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            q, q_pos, query_scale = queries
             p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), MASKED_LOGIT))
-            given = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * asking[:, None, None, :, None]
-            return jnp.maximum(most, (given * counts[:, :, :, None]).max((2, 3))), None
+            received = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * query_scale[:, None, None, :, None]
+            return jnp.maximum(most, (received * value_norms[:, :, :, None]).max((2, 3))), None
 
-        asking = _inverse_norms(observation)
+        query_scale = _inverse_hidden_norms(observation)
         blocks = (
             split_blocks(observation.q, 3, 64),
             split_blocks(observation.pos, 1, 64, -1),
-            split_blocks(asking, 1, 64),
+            split_blocks(query_scale, 1, 64),
         )
-        most, _ = lax.scan(add, vary(jnp.zeros(piece.k.shape[:3])), blocks)
-        most = jnp.where(own_pos >= 0, most, 0.0)
-        held = lax.dynamic_slice_in_dim(before, first, size, 2)
-        return lax.dynamic_update_slice_in_dim(before, jnp.maximum(held, most), first, 2)
+        most, _ = lax.scan(update, vary(jnp.zeros(chunk.k.shape[:3])), blocks)
+        most = jnp.where(chunk_pos >= 0, most, 0.0)
+        most = jnp.maximum(lax.dynamic_slice_in_dim(before, first, size, 2), most)
+        return lax.dynamic_update_slice_in_dim(before, most, first, 2)
 
 
-def _reach(v: Array, output: Array) -> Array:
-    """The norm of what each value adds to the layer's output by each query head, f32[B K G S]."""
+def _output_norms(v: Array, output: Array) -> Array:
+    """Computes the norm of each value's contribution to the layer's output by each query head: f32[B K G S]."""
     added = jnp.einsum("bksh,kghd->bkgsd", v.astype(jnp.float32), output[0].astype(jnp.float32))
     return jnp.linalg.norm(added, axis=-1)
 
 
-def _inverse_norms(observation: Observation) -> Array:
-    """One over the norm of the hidden state behind each query, f32[B Q]; 1 where none is asked for."""
+def _inverse_hidden_norms(observation: Observation) -> Array:
+    """Computes 1 / norm of the hidden state of each query: f32[B Q], 1 where hidden states are not observed."""
     if observation.hidden_states is None:
         return jnp.ones(observation.pos.shape)
     norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
@@ -153,5 +160,5 @@ def kvzip(
       KVzip, Kim et al. 2025, arXiv 2505.23416, section 3; constants and KVzip+ of kvpress
     """
     return Method(
-        select=make_selection(Repeated(chunk, lead, sinks, plus), budget, sinks), **level_components(level, page)
+        select=make_selection(ReplayAttention(chunk, lead, sinks, plus), budget, sinks), **level_components(level, page)
     )

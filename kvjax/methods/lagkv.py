@@ -1,4 +1,4 @@
-"""LagKV: the tokens that spread most when measured by the tokens after them."""
+"""LagKV: keeps the tokens that vary most relative to the tokens after them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
-NARROW = 1e-6  # a channel that spans less than this in a partition does not vary there
+MIN_SPAN = 1e-6  # of a channel in a partition; with less it counts as constant
 
 
 @dataclasses.dataclass(frozen=True)
 class LagKV(Scorer):
-    """How widely a token spreads within the range of the partition after its own (arXiv 2504.04704).
+    """Scores a token by its variation within the range of the next partition (arXiv 2504.04704).
 
-    Behind its `sinks` a row is cut into partitions of `lag` tokens. Each channel of a token's key is placed in the
-    range that the keys of the next partition span in it; the standard deviation of these places over the channels, as
-    a softmax over the token's partition, is the key's score. The value's is made alike, and the mean of both counts: by
-    its rank in the partition over `lag`, so that all partitions lose alike, or with `cross` as it is.
+    After its `sinks` a sequence is cut into partitions of `lag` tokens. Each channel of a token's key is normalized to
+    the range of that channel in the next partition; the standard deviation over the channels, as a softmax over the
+    token's own partition, is the key's score. Values are scored alike, and the mean of both counts. Tokens without a
+    whole partition after theirs have no score: they outrank all others, the later the higher, and the sinks outrank
+    these. A channel that is constant in the next partition counts 0 for every token.
 
-    Tokens without a whole partition behind theirs have no score: they outrank all others, the later the higher, and the
-    sinks outrank these. A channel that does not vary in the next partition places every token at 0.
+    Args:
+      lag: tokens of a partition.
+      sinks: first tokens.
+      cross: whether scores are compared across partitions; otherwise a token's score is its rank in its partition, so
+        that all partitions keep equally many.
     """
 
     lag: int = 128
@@ -58,11 +62,11 @@ class LagKV(Scorer):
 
 
 def _spread(x: Array) -> Array:
-    """Partitions x [B K U c H] -> the scores of all but the last, f32[B K U-1 c]."""
+    """Scores the tokens of all partitions x [B K U c H] but the last: f32[B K U-1 c]."""
     this, following = x[:, :, :-1], x[:, :, 1:]
     low, high = following.min(3, keepdims=True), following.max(3, keepdims=True)
     span = high - low
-    places = jnp.where(span > NARROW, (this - low) / jnp.maximum(span, NARROW), 0.0)
+    places = jnp.where(span > MIN_SPAN, (this - low) / jnp.maximum(span, MIN_SPAN), 0.0)
     spread = places.std(-1, ddof=min(1, x.shape[-1] - 1))
     weight = jnp.exp(spread - spread.max(-1, keepdims=True))
     return weight / weight.sum(-1, keepdims=True)

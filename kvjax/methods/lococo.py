@@ -3,24 +3,250 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.eviction.convolution import Convolution, convolved
-from kvjax.cache.eviction.convolution_table import ConvolutionTable
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import split_halves
+from kvjax.cache.eviction.merging import evicted_mask, scores_of_kept
 from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.types import KVBlock
+from kvjax.cache.readers.base import map_query_blocks
+from kvjax.core import memory
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, merge, weights
+from kvjax.core.attention_mass import Observation
+from kvjax.core.top_k import mask_to_slots, top_k_mask
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
+
+LEARNING_RATE = 3e-3  # of Adam, in calibration
+
+
+class Convolution(NamedTuple):
+    """The weights by which M slots mix tokens, the same in all heads."""
+
+    weight: Array  # f32[M 2*H w], over keys and values of w neighbors, w odd
+    bias: Array  # f32[M]
+    normalizer: Array  # f32[1], weight of the mix against a slot's own token
+
+
+@register_table_kind("lococo")
+@dataclasses.dataclass(frozen=True)
+class ConvolutionTable(TableKind):
+    """The weights of LoCoCo's convolution for M mixed slots, as its public code lays them out.
+
+    Of the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M], its only convolution,
+    `layers.0.weight` and `layers.0.bias`, a token's key before its value, w odd; and `normalizer` [1].
+
+    Calibrated layer by layer, where the authors train through the model: of each text's earlier half 2 * M tokens are
+    kept, half of them mixed, and Adam brings what the later half's queries read close to what they read of all tokens.
+
+    Args:
+      slots: M.
+      kernel: w.
+      length: tokens of each text that are used.
+      steps: of Adam, each over all texts.
+    """
+
+    slots: int = 32
+    kernel: int = 21
+    length: int = 512
+    steps: int = 100
+    num_queries = None
+
+    def __post_init__(self):
+        if min(self.slots, self.length, self.steps) < 1 or self.kernel % 2 == 0:
+            raise KvjaxError(f"{self} needs an odd kernel and all others at least 1; the authors' kernel is 21")
+
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
+
+        def fit_length(x: Array, axis: int) -> Array:
+            x = lax.slice_in_dim(x, 0, min(self.length, x.shape[axis]), axis=axis)
+            padding = [(0, self.length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
+            return jnp.pad(x.astype(jnp.float32), padding)[:, :, None]  # the axis of texts, which `join` lengthens
+
+        q = jnp.where((observation.pos >= 0)[:, None, None, :, None], observation.q, jnp.zeros((), observation.q.dtype))
+        real = jnp.broadcast_to(block.pos >= 0, block.k.shape[:3])
+        return {
+            "q": fit_length(q, 3),
+            "k": fit_length(block.k, 2),
+            "v": fit_length(block.v, 2),
+            "real": fit_length(real, 2),
+        }
+
+    def join(self, before: np.ndarray, more: np.ndarray) -> np.ndarray:
+        return np.concatenate([before, more], 1)
+
+    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+        q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
+        pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
+        texts = split_texts(KVBlock(k, v, pos), q, 2 * self.slots, spec)
+        if not evicted_mask(texts.earlier, texts.choice).any():
+            least = 4 * self.slots + 1
+            raise KvjaxError(
+                f"no text loses a token; give texts of {least} tokens or more, as `length`, or fewer slots"
+            )
+        convolution = fit_convolution(self._initial_weights(spec), texts, self.slots, spec.window, self.steps)
+        arrays = {name: np.asarray(array, np.float32) for name, array in convolution._asdict().items()}
+        return arrays | {"weight": arrays["weight"].astype(np.float16)}
+
+    def _initial_weights(self, spec: LayerSpec) -> Convolution:
+        num_inputs = 2 * spec.head_dim
+        weight = np.random.default_rng(spec.index).normal(size=(self.slots, num_inputs, self.kernel))
+        weight = jnp.asarray(weight / np.sqrt(num_inputs * self.kernel), jnp.float32)
+        return Convolution(weight, jnp.zeros(self.slots), jnp.full(1, 0.5))
+
+    def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+        arrays = {"weight": rng.normal(size=(3, 2 * spec.head_dim, 5)), "bias": rng.normal(size=3), "normalizer": [0.5]}
+        return {name: np.asarray(array, np.float32) for name, array in arrays.items()}
+
+
+class SplitTexts(NamedTuple):
+    """Texts in halves: what is kept of the earlier one, and what the later one's queries read."""
+
+    earlier: KVBlock
+    choice: SelectedSlots
+    q: Array  # [B K G T H]
+    q_pos: Array  # i32[B T], -1 for queries of the earlier half
+    later: Partial  # what the queries read of their own half
+    target: Array  # f32[B K G T H], what they read of both halves
+
+
+@functools.partial(jax.jit, static_argnames=("budget", "spec"))
+def split_texts(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> SplitTexts:
+    """Splits texts with all of their queries [B K G T H], and selects `budget` tokens of the earlier halves."""
+    pos = block.pos[:, 0]
+    is_earlier, is_later_query = split_halves(block, Observation(q, pos))
+    # The earlier half lies at the front, so that its block needs no more room than that.
+    earlier = dataclasses.replace(block, pos=jnp.where(is_earlier, block.pos, -1)).first(-(-pos.shape[1] // 2))
+    num_kept = jnp.minimum(is_earlier.sum((1, 2), dtype=jnp.int32), budget)
+    observation = Observation(q, jnp.where(is_earlier[:, 0], pos, -1))
+    choice = make_selection(AccumulatedAttention(), budget).select_slots(earlier, observation, num_kept, budget, spec)
+    later = dataclasses.replace(block, pos=jnp.where(is_later_query[:, None], block.pos, -1))
+    q_pos = jnp.where(is_later_query, pos, -1)
+
+    def read(half: KVBlock) -> Partial:
+        return map_query_blocks(lambda q, at: attend_dense(q, half, at, spec.window), q, q_pos, 64)
+
+    read_later = read(later)
+    return SplitTexts(earlier, choice, q, q_pos, read_later, merge([read(earlier), read_later]))
+
+
+def relative_error(convolution: Convolution, texts: SplitTexts, slots: int, window: int | None) -> Array:
+    """Computes the squared error of the queries' outputs, relative to the squares of those over all tokens."""
+    kept = gather_tokens(texts.earlier, texts.choice.slots)
+    kept = merge_by_convolution(texts.earlier, kept, texts.choice, convolution, slots, 0)
+    out = merge([attend_dense(texts.q, kept, texts.q_pos, window), texts.later])
+    counts = (texts.q_pos >= 0)[:, None, None, :, None]
+    error, norm = (jnp.where(counts, jnp.square(x), 0.0).sum() for x in (out - texts.target, texts.target))
+    return error / jnp.maximum(norm, 1e-30)
+
+
+def fit_convolution(start: Convolution, texts: SplitTexts, slots: int, window: int | None, steps: int) -> Convolution:
+    """Minimizes `relative_error` by Adam (Kingma & Ba, 2014), with its usual decays."""
+    convolution, mean = start, jax.tree.map(jnp.zeros_like, start)
+    square = mean
+    for step in range(1, steps + 1):  # not lax.scan: in a loop XLA:CPU convolves ten times slower
+        convolution, mean, square = _run_step(convolution, (mean, square), jnp.float32(step), texts, slots, window)
+    return convolution
+
+
+# At module level, so that the layers of a model share one compiled program.
+@functools.partial(jax.jit, static_argnames=("slots", "window"))
+def _run_step(
+    convolution: Convolution,
+    moments: tuple[Convolution, Convolution],
+    step: Array,
+    texts: SplitTexts,
+    slots: int,
+    window: int | None,
+) -> tuple[Convolution, Convolution, Convolution]:
+    gradient = jax.grad(relative_error)(convolution, texts, slots, window)
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradient)
+    square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, moments[1], gradient)
+    rate, correction = LEARNING_RATE / (1 - 0.9**step), 1 / (1 - 0.999**step)
+    convolution = jax.tree.map(
+        lambda x, m, s: x - rate * m / (jnp.sqrt(correction * s) + 1e-8), convolution, mean, square
+    )
+    return convolution, mean, square
+
+
+def merge_by_convolution(
+    block: KVBlock, kept: KVBlock, choice: SelectedSlots, convolution: Convolution, heavy: int, recent: int
+) -> KVBlock:
+    """Mixes evicted tokens into the kept ones that are no heavy hitters.
+
+    Heavy hitters are the last `recent` tokens of a sequence, and the highest scores among the others. All other tokens,
+    kept and evicted, stand side by side under the convolution, in their order; its ReLU is the logit of a softmax over
+    them. The first M kept tokens that are no heavy hitters become (1 - normalizer) of themselves and normalizer of
+    their mix, keys after RoPE. A head that evicts nothing stays as it is, bit for bit.
+
+    Args:
+      block: keys and values of the prompt, [B K T H].
+      kept: what the choice keeps of it.
+      choice: the slots that are kept, and their scores.
+      convolution: the weights.
+      heavy: heavy hitters of each head.
+      recent: last tokens, which count among the heavy hitters.
+    """
+    block, kept = block.clean(), kept.clean()
+    is_used = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
+    is_recent = is_used & (kept.pos > block.pos.max(2, keepdims=True) - recent)
+    num_scored = jnp.full(is_used.shape[:2], heavy - recent, jnp.int32)
+    is_heavy = is_recent | top_k_mask(scores_of_kept(kept, choice), is_used & ~is_recent, num_scored)
+    is_mixed = evicted_mask(block, choice._replace(slots=jnp.where(is_heavy, choice.slots, -1)))
+    evicts = evicted_mask(block, choice).any(2, keepdims=True)
+    is_anchor = is_used & ~is_heavy & evicts
+    rank, M, own = jnp.cumsum(is_anchor, 2, dtype=jnp.int32) - 1, convolution.bias.shape[0], _join_kv(kept)
+    mix = _convolve(_join_kv(block), mask_to_slots(is_mixed, block.k.shape[2]), convolution)
+    mix = memory.take(mix, jnp.clip(rank, 0, M - 1))
+    weight = convolution.normalizer[None, None, None]
+    new = (1 - weight) * own + weight * mix
+    new = jnp.where((is_anchor & (rank < M))[..., None], new, own).astype(kept.k.dtype)
+    k, v = jnp.split(new, 2, -1)
+    return dataclasses.replace(kept, k=k, v=v)
+
+
+def _join_kv(block: KVBlock) -> Array:
+    return jnp.concatenate([block.k, block.v], -1).astype(jnp.float32)
+
+
+def _convolve(x: Array, slot: Array, convolution: Convolution) -> Array:
+    """Mixes the tokens of x [B K T 2*H] at slot i32[B K T], -1 behind the last, for each of M slots: f32[B K M 2*H]."""
+    B, K, T, channels = x.shape
+    real, edge = slot >= 0, (convolution.weight.shape[2] - 1) // 2
+    x = jnp.where(real[..., None], memory.take(x, jnp.maximum(slot, 0)), 0.0)
+    heads = x.reshape(B * K, T, channels)
+    axes = ("NTC", "OIT", "NCT")
+    logits = lax.conv_general_dilated(
+        heads, convolution.weight, (1,), [(edge, edge)], dimension_numbers=axes, precision=lax.Precision.HIGHEST
+    )
+    logits = jax.nn.relu(logits + convolution.bias[None, :, None]).reshape(B, K, -1, T)
+    p, _, l = weights(jnp.where(real[:, :, None], logits, MASKED_LOGIT))
+    mix = jnp.einsum("bkmt,bktw->bkmw", p, x, precision=lax.Precision.HIGHEST)
+    return mix / jnp.maximum(l, 1e-30)[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionMerge:
-    """Of a budget the M slots that the table says mix tokens; all others are heavy hitters, or recent (2406.05317)."""
+    """Mixes evicted tokens into as many slots of the budget as the table has weights for; see `merge_by_convolution`.
+
+    Args:
+      given: a file of `ConvolutionTable`.
+      budget: tokens that each head keeps.
+      recent: last tokens, which are never mixed.
+    """
 
     given: TableFile
     budget: int
@@ -30,20 +256,20 @@ class ConvolutionMerge:
         arrays = self.given.layer_arrays(
             spec, weight=(None, 2 * spec.head_dim, None), bias=(None,), normalizer=(1,)
         ).values()
-        by = Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays))
-        slots, width = by.weight.shape[0], by.weight.shape[2]
-        if by.bias.shape[0] != slots or width % 2 == 0:
+        convolution = Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays))
+        num_mixed, width = convolution.weight.shape[0], convolution.weight.shape[2]
+        if convolution.bias.shape[0] != num_mixed or width % 2 == 0:
             raise KvjaxError(
-                f"{self.given.path} has {slots} slots with {by.bias.shape[0]} biases and a kernel of {width} tokens; "
-                "give as many biases as slots and an odd kernel"
+                f"{self.given.path} has {num_mixed} slots with {convolution.bias.shape[0]} biases and a kernel of "
+                f"{width} tokens; give as many biases as slots and an odd kernel"
             )
-        heavy = self.budget - slots
+        heavy = self.budget - num_mixed
         if heavy < self.recent:
             raise KvjaxError(
-                f"{self.given.path} mixes {slots} slots, and a budget of {self.budget} with {self.recent} recent tokens"
-                f" leaves fewer; use a budget of at least {slots + self.recent}"
+                f"{self.given.path} mixes {num_mixed} slots, and a budget of {self.budget} with {self.recent} recent "
+                f"tokens leaves fewer; use a budget of at least {num_mixed + self.recent}"
             )
-        return convolved(block, kept, choice, by, heavy, self.recent)
+        return merge_by_convolution(block, kept, choice, convolution, heavy, self.recent)
 
 
 @register_method(example="lococo:budget=256", family="merging")

@@ -1,41 +1,152 @@
-"""Locret: the tokens of which a trained network expects that later queries will look for them."""
+"""Locret: a trained network predicts which tokens later queries will attend to."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
+from kvjax.cache.calibration.text_halves import max_logits, split_halves
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.retaining import RetainingHeads, group_by_head, retained
 from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.readers.base import map_query_blocks
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import KVBlock
+from kvjax.core.rope import Rope
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
+
+
+@register_table_kind("locret")
+@dataclasses.dataclass(frozen=True)
+class RetainingHeads(TableKind):
+    """The weights of a network of one hidden layer of R units, without biases, as Locret's public release has them.
+
+    `fc1` f32[R (N+2*K)*H]: of the layer's N query heads, its K keys and its K values, in this order and before RoPE;
+    `fc2` f32[K R]. They are `model.layers.{i}.self_attn.fc1.weight` and `....fc2.weight` of the release.
+
+    Calibrated, R = 2 K: linear regression of the greatest logit that a token of a text's earlier half gets from the
+    queries of the later half. The SiLU of a number, minus that of its negative, is the number itself, so two units make
+    one linear function.
+
+    Args:
+      ridge: 1 / ridge of the inputs' mean variance is added to their variances.
+    """
+
+    ridge: int = 1000
+    num_queries = None
+
+    def __post_init__(self):
+        if self.ridge < 1:
+            raise KvjaxError(f"ridge must be at least 1, got {self.ridge}; 1000 adds a thousandth of the variance")
+
+    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+        assert observation is not None
+        earlier, later = split_halves(block, observation)
+        target = max_logits(block, observation, later, spec.window)
+        # A sliding window may hide a token from all later queries; such a token has no target.
+        has_target = earlier[:, :1] & over_heads.any(target > MASKED_LOGIT / 2)
+        own = network_inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)
+        every = jnp.moveaxis(over_heads.gather(own), 1, 2)
+        x = jnp.where(has_target[:, 0, :, None], every.reshape(*every.shape[:2], -1), 0.0)
+        y = jnp.where(has_target, target, 0.0)
+        return {
+            "tokens": has_target.sum(2, keepdims=True, dtype=jnp.float32),
+            "x": x.sum(1)[:, None],
+            "y": y.sum(2, keepdims=True),
+            "xx": jnp.einsum("btc,btd->bcd", x, x, precision=lax.Precision.HIGHEST)[:, None],
+            "xy": jnp.einsum("btc,bkt->bkc", x, y, precision=lax.Precision.HIGHEST),
+        }
+
+    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+        tokens = counted["tokens"].item()
+        if not tokens:
+            raise KvjaxError("no token of these texts is asked by a later one; give texts of at least 2 tokens")
+        x, y = counted["x"] / tokens, counted["y"] / tokens
+        covariance = counted["xx"][0] / tokens - x.T @ x
+        covariance += np.eye(len(covariance)) * (np.trace(covariance) / len(covariance) / self.ridge + 1e-12)
+        linear = np.linalg.solve(covariance, (counted["xy"] / tokens - y * x).T)  # [K*(G+2)*H K], a column for a head
+        weights = ungroup_heads(linear.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
+        same = np.eye(spec.num_kv_heads)
+        arrays = {"fc1": np.concatenate([weights, -weights]), "fc2": np.concatenate([same, -same], 1)}
+        return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def group_by_head(fc1: np.ndarray, spec: LayerSpec) -> np.ndarray:
+    """Groups the released weights of the first layer [R (K*G+2*K)*H] by key/value head: [K (G+2)*H R]."""
+    K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
+    parts = np.split(fc1, [K * G * H, (K * G + K) * H], 1)
+    return np.concatenate([x.reshape(-1, K, x.shape[1] // K) for x in parts], 2).transpose(1, 2, 0)
+
+
+def ungroup_heads(weights: np.ndarray, spec: LayerSpec) -> np.ndarray:
+    """Inverts `group_by_head`."""
+    G, H = spec.num_groups, spec.head_dim
+    parts = np.split(weights.transpose(2, 0, 1), [G * H, (G + 1) * H], 2)
+    return np.concatenate([x.reshape(len(x), -1) for x in parts], 1)
+
+
+def network_inputs(q: Array, pos: Array, k: Array, v: Array, rope: Rope) -> Array:
+    """Concatenates each token's queries, key and value of a head, all before RoPE; zeros for padding.
+
+    Args:
+      q: queries [B K G T H].
+      pos: i32[B T], -1 for padding.
+      k: keys [B K 1 T H].
+      v: values [B K 1 T H].
+      rope: the model's rotary embedding.
+
+    Returns:
+      f32[B K T (G+2)*H].
+    """
+    pre_rope = [rope.unrotate_queries(q, pos), rope.unrotate_queries(k, pos), v.astype(jnp.float32)]
+    x = jnp.where((pos >= 0)[:, None, None, :, None], jnp.concatenate(pre_rope, 2), 0.0)
+    return jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class RetainingScorer(Scorer):
-    """The causal importance of a token: fc2 silu(fc1 [q, k, v]), a number for each key/value head (2410.01805).
+    """Scores a token by its causal importance fc2 silu(fc1 [q, k, v]), a number for each key/value head (2410.01805).
 
-    q, k and v are those of the token itself, in all heads and before rotation: what follows changes nothing of it.
+    q, k and v are the token's own, in all heads and before RoPE, so later tokens do not change its score.
+
+    Args:
+      given: a file of `RetainingHeads`.
     """
 
     given: TableFile
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        observation = self.require_observation(observation)
         K, columns = spec.num_kv_heads, (spec.num_kv_heads * spec.num_groups + 2 * spec.num_kv_heads) * spec.head_dim
         fc1, fc2 = self.given.layer_arrays(spec, fc1=(None, columns), fc2=(K, None)).values()
         weights = (jnp.asarray(x, jnp.float32) for x in (group_by_head(fc1, spec), fc2))
         fc1, fc2 = (over_heads.local_part(x, block.k.shape[1]) for x in weights)
-        return token_scores(retained(block, self.require_observation(observation), fc1, fc2, spec.rope), block)
+
+        def run_network(q: Array, pos: Array, k: Array, v: Array) -> Array:
+            x = network_inputs(q, pos, k, v, spec.rope)
+            # The hidden layer mixes all heads of the layer, so each device adds its heads' share.
+            hidden = jnp.einsum("bktc,kcr->btr", x, fc1, precision=lax.Precision.HIGHEST)
+            hidden = jax.nn.silu(over_heads.sum(hidden[:, None])[:, 0])
+            return jnp.einsum("btr,kr->bkt", hidden, fc2, precision=lax.Precision.HIGHEST)[:, :, None]
+
+        # In blocks of tokens, because the inputs are wider than keys and values together.
+        k, v = block.k[:, :, None], block.v[:, :, None]
+        scores = map_query_blocks(run_network, observation.q, observation.pos, 512, k, v)[:, :, 0]
+        return token_scores(scores, block)
 
 
 @register_method(example="locret:budget=512", family="eviction after the prompt")

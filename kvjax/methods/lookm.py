@@ -1,4 +1,4 @@
-"""LOOK-M: image tokens leave before text, and what leaves is merged into the nearest token that stays."""
+"""LOOK-M: evicts image tokens before text, and merges evicted tokens into the nearest kept ones."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ RULES = ("pivot", "average", "weighted", "normalised")
 
 @dataclasses.dataclass(frozen=True)
 class TextPrior(Scorer):
-    """H2O's attention summed over the prompt, with image tokens below all text (Wan et al. 2024, arXiv 2406.18139)."""
+    """Scores by attention summed over the prompt, with image tokens below all text (Wan et al. 2024, 2406.18139).
 
-    images: tuple[tuple[int, int], ...] = ()  # first and last positions
+    Args:
+      images: first and last positions of each image.
+    """
+
+    images: tuple[tuple[int, int], ...] = ()
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
@@ -41,12 +45,13 @@ class TextPrior(Scorer):
 
 
 @dataclasses.dataclass(frozen=True)
-class IntoNearest:
-    """Keys and values of lost tokens go into the kept token with the nearest key; of a kept x and N arriving x_e:
+class NearestMerge:
+    """Merges keys and values of evicted tokens into the kept token with the nearest key.
 
-    "average": (x + sum of x_e) / (1 + N). "pivot": each x_e is first averaged with x. "weighted": each x_e is first
-    multiplied by its cosine u_e, so that keys and values shrink. "normalised": weights w_e = (u_e + 1) / 2, over
-    1 + sum of w_e (what KVCache-Factory calls weighted).
+    Args:
+      rule: for a kept x and N evicted x_e: "average", (x + sum of x_e) / (1 + N); "pivot", each x_e is first averaged
+        with x; "weighted", each x_e is first multiplied by its cosine u_e, so that keys and values shrink;
+        "normalised", weights w_e = (u_e + 1) / 2, over 1 + sum of w_e (KVCache-Factory's weighted).
     """
 
     rule: str = "pivot"
@@ -69,7 +74,7 @@ class IntoNearest:
         return dataclasses.replace(kept, k=k, v=v)
 
     def _weights(self, lost: EvictedTokens) -> Array:
-        """f32[B K T]: what each lost token is multiplied by."""
+        """Returns the factor of each evicted token, f32[B K T]."""
         if self.rule == "weighted":
             return lost.cosine
         if self.rule == "normalised":
@@ -77,9 +82,9 @@ class IntoNearest:
         return jnp.full(lost.cosine.shape, 0.5 if self.rule == "pivot" else 1.0)
 
 
-def _ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """Ranges of positions from "5-580/600-1175"; raises KvjaxError for anything else."""
-    found = []
+def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """Parses ranges of positions as "5-580/600-1175"; raises KvjaxError for anything else."""
+    ranges = []
     for part in filter(None, text.split("/")):
         first, dash, last = part.partition("-")
         if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
@@ -87,8 +92,8 @@ def _ranges(text: str) -> tuple[tuple[int, int], ...]:
                 f"images of LOOK-M must be ranges of positions, first to last, got {part!r}; write '5-580' for one, "
                 "'5-580/600-1175' for two, or leave it empty"
             )
-        found.append((int(first), int(last)))
-    return tuple(found)
+        ranges.append((int(first), int(last)))
+    return tuple(ranges)
 
 
 @register_method(example="lookm:budget=512,recent=256", family="merging")
@@ -109,7 +114,7 @@ def lookm(
       budget: as in `make_selection` (the public code: a fifth of the prompt).
       recent: as in `make_selection` (the public code: a tenth of the prompt).
       sinks: as in `make_selection` (the public code: 4 where nothing tells images from text).
-      rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `IntoNearest`.
+      rule: "pivot", "average" or "weighted" of the paper, or "normalised" of KVCache-Factory; see `NearestMerge`.
       images: positions that leave first, in every sequence, as in "5-580/600-1175". For a text model it can name a part
         of the prompt that matters less, such as a pasted table. If empty, no token has a prior, and the selection is
         H2O's.
@@ -118,6 +123,6 @@ def lookm(
       LOOK-M, Wan et al. 2024, arXiv 2406.18139; its public code, SUSTechBruce/LOOK-M
     """
     return Method(
-        select=make_selection(TextPrior(_ranges(images)), budget, sinks, recent),
-        merge=IntoNearest(rule),
+        select=make_selection(TextPrior(_parse_ranges(images)), budget, sinks, recent),
+        merge=NearestMerge(rule),
     )

@@ -1,4 +1,4 @@
-"""Compressing key/value heads: several heads of a layer become one."""
+"""Merged heads: compresses several key/value heads of a layer into one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.methods.registry import register_method
 @register("merged_bases")
 @dataclasses.dataclass(frozen=True)
 class MergedBases(JointBases):
-    """The principal directions of `heads` neighbouring heads together; see `Bases`."""
+    """The principal directions of `heads` adjacent heads together; see `Bases`."""
 
     heads: int = 2
 

@@ -1,4 +1,4 @@
-"""Merging on eviction: the value of a lost token goes into that of the kept one with the nearest key."""
+"""Merging on eviction: adds the value of an evicted token to that of the kept one with the nearest key."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class IntoValues:
-    """Values of lost tokens go into kept ones, weighted by cosine and norm; keys stay (kvpress' MergingPress).
+class ValueMerge:
+    """Merges values of evicted tokens into kept ones, weighted by cosine and norm; keys stay (kvpress' MergingPress).
 
-    threshold: the least cosine u of the keys. fraction: of each head's lost tokens, ranked by u, those that may merge.
+    Args:
+      threshold: least cosine of the keys.
+      fraction: fraction of each head's evicted tokens, ranked by cosine, that may merge.
     """
 
     threshold: float = 0.0
@@ -73,4 +75,4 @@ def merging(threshold: float = 0.0, fraction: float = 1.0) -> Method:
     Reference:
       MergingPress of kvpress, after Token Merging (Bolya et al. 2022, arXiv 2210.09461) and D2O (arXiv 2406.13035)
     """
-    return Method(merge=IntoValues(threshold, fraction))
+    return Method(merge=ValueMerge(threshold, fraction))

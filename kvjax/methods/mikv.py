@@ -1,24 +1,107 @@
-"""MiKV: the tokens that an eviction method would drop are held in few bits instead."""
+"""MiKV: stores the tokens that an eviction method would drop in few bits instead."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
-from kvjax.cache.codecs.balanced import ChannelBalancer
-from kvjax.cache.codecs.base import Plain
+import jax.numpy as jnp
+
+from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveTiers
+from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
 from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import ScoredTiers
+from kvjax.core.attention_mass import Observation
+from kvjax.core.types import Array, pytree
 from kvjax.methods.registry import register_method
+
+
+@pytree
+class BalancedKeys:
+    """Keys times the weights of their channels."""
+
+    keys: Any  # stored by the inner codec
+    weight: Array  # f32[B K 1 H]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelBalancer(PromptAdaptiveKeys):
+    """Multiplies key channels by b = sqrt(max |q| / max |k|), and divides those of queries by it (MiKV, 2402.18096).
+
+    Products are unchanged, and outliers are shared between queries and keys. The maxima are those of a prompt, over the
+    query heads of a key/value head too. A channel that is zero in queries or keys has weight 1.
+
+    Args:
+      inner: the codec that stores the balanced keys.
+    """
+
+    inner: Codec
+
+    num_queries: ClassVar[int | None] = None
+
+    @property
+    def sequential_writes(self) -> bool:
+        return self.inner.sequential_writes
+
+    @property
+    def is_smooth(self) -> bool:
+        return self.inner.is_smooth
+
+    @property
+    def supports_eviction(self) -> bool:
+        return self.inner.supports_eviction
+
+    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
+        """Computes the weights, f32[B K 1 H]."""
+        max_q = _max_magnitude(observation.q, (observation.pos >= 0)[:, None, None, :, None], (2, 3))[:, :, None]
+        max_k = _max_magnitude(x, (pos >= 0)[..., None], (2,))[:, :, None]
+        # Two roots, because the quotient of the maxima may overflow.
+        both = (max_q > 0) & (max_k > 0)
+        return jnp.where(both, jnp.sqrt(max_q) / jnp.sqrt(jnp.where(both, max_k, 1.0)), 1.0)
+
+    def encode_with(self, x: Array, pos: Array, found: Array) -> BalancedKeys:
+        x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
+        return BalancedKeys(self.inner.encode(_scale(x, found), pos), found)
+
+    def decode(self, stored: BalancedKeys) -> Array:
+        return _scale(self.inner.decode(stored.keys), 1 / stored.weight)
+
+    def append(self, stored: BalancedKeys, x: Array, at: Array) -> BalancedKeys:
+        return dataclasses.replace(stored, keys=self.inner.append(stored.keys, _scale(x, stored.weight), at))
+
+    def gather(self, stored: BalancedKeys, idx: Array) -> Array:
+        return _scale(self.inner.gather(stored.keys, idx), 1 / stored.weight)
+
+    def load(self, stored: BalancedKeys) -> BalancedKeys:
+        return dataclasses.replace(stored, keys=self.inner.load(stored.keys))
+
+    def scores(self, q: Array, stored: BalancedKeys) -> Array:
+        return self.inner.scores(_scale(q, 1 / stored.weight[:, :, None]), stored.keys)
+
+    def num_quantized(self, n: Array) -> Array:
+        return n
+
+    def num_committed(self, stored: BalancedKeys, n: Array) -> Array:
+        return self.inner.num_committed(stored.keys, n)
+
+
+def _max_magnitude(x: Array, real: Array, axes: tuple[int, ...]) -> Array:
+    """Returns the greatest |x| over these axes, where `real`: f32[B K H]."""
+    return jnp.where(real, jnp.abs(x.astype(jnp.float32)), 0.0).max(axes)
+
+
+def _scale(x: Array, weight: Array) -> Array:
+    """Multiplies x by f32 weights, in x's dtype."""
+    return (x.astype(jnp.float32) * weight).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class BalancedTier(PromptAdaptiveTiers, ScoredTiers):
-    """A low tier whose keys are brought into balance by all queries and keys of the prompt."""
+    """A low tier whose key channels are balanced by all queries and keys of the prompt."""
 
 
 @register_method(family="quantization by channel and group")

@@ -1,11 +1,86 @@
-"""PyramidKV: SnapKV's choice, with fewer tokens the higher the layer."""
+"""PyramidKV: SnapKV's scores, with fewer tokens the higher the layer."""
 
 from __future__ import annotations
 
-from kvjax.cache.eviction import budgets, scorers
+import dataclasses
+
+from kvjax.cache.eviction import scorers
+from kvjax.cache.eviction.budgets import Budget
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
+from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
+
+
+@dataclasses.dataclass(frozen=True)
+class Pyramid(Budget):
+    """Many tokens in the first layers, few in the last, `tokens` on average. A model of one layer gets `tokens`.
+
+    Args:
+      tokens: mean over the layers. For rule "peer" it need not be whole: kvpress' ratio r of a prompt of T tokens is
+        T * (1 - r).
+      window: the fewest tokens of a layer, normally the scorer's window.
+      beta: the last layer gets tokens / beta, the first 2 * tokens - tokens / beta.
+      rule: "authors", the integers of the authors' code: the window comes on top of the pyramid, rounding lets the sum
+        exceed tokens * layers, and prompts shorter than 2 * (tokens - window) get a flat budget. "peer", kvpress'
+        floating-point form: the window is a part of each layer's number, and the budget is flat wherever a layer would
+        get less than the window.
+      layer: index of the layer, set by `at`.
+      layers: layers of the model, set by `at`.
+    """
+
+    tokens: float
+    window: int
+    beta: int = 20
+    rule: str = "authors"
+    layer: int = 0
+    layers: int = 1
+
+    def __post_init__(self):
+        if self.rule not in ("authors", "peer"):
+            raise KvjaxError(f"rule must be 'authors' or 'peer', got {self.rule!r}")
+        if self.beta < 1:
+            raise KvjaxError(f"beta must be at least 1, got {self.beta}; PyramidKV uses 20")
+        if self.window < 0 or self.tokens <= self.window:
+            raise KvjaxError(
+                f"a pyramid over a window of {self.window} tokens needs more than these, got tokens={self.tokens}; "
+                f"use at least {max(self.window, 0) + 1}"
+            )
+        if self.rule == "authors" and self.tokens != int(self.tokens):
+            raise KvjaxError(f"the authors' pyramid is of integers, got tokens={self.tokens}; use {int(self.tokens)}")
+
+    def at(self, spec: LayerSpec) -> Pyramid:
+        return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
+
+    def num_kept(self, length: int) -> int:
+        return min(length, self._authors(length) if self.rule == "authors" else self._peer(length))
+
+    def max_kept(self) -> int | None:
+        # From four times the budget on, the length of the prompt no longer limits any layer.
+        return self.num_kept(4 * round(self.tokens) + 4 * self.window)
+
+    def _authors(self, length: int) -> int:
+        tokens = int(self.tokens)
+        mean = tokens - self.window
+        if length <= tokens or length < 2 * mean or self.layers == 1:
+            return tokens
+        last = mean // self.beta
+        first = 2 * mean - last
+        if first >= length - self.window:
+            first = length - self.window
+            last = 2 * mean - first
+        return first - self.layer * ((first - last) // (self.layers - 1)) + self.window
+
+    def _peer(self, length: int) -> int:
+        last = self.tokens / self.beta
+        first = 2 * self.tokens - last
+        if first >= length - self.window:
+            first = length - self.window
+            last = 2 * self.tokens - first
+        if self.layers == 1 or not length >= first >= last >= self.window:
+            return round(self.tokens)
+        return round(first - self.layer * ((first - last) / (self.layers - 1)))
 
 
 @register_method(example="pyramidkv:budget=512", family="eviction after the prompt")
@@ -42,4 +117,4 @@ def pyramidkv(
       PyramidKV, Cai et al. 2024, arXiv 2406.02069, section 4; constants of the authors' scripts
     """
     scorer = scorers.WindowAttention(window, kernel, pool, reduce, reduce_first)
-    return Method(select=make_selection(scorer, budgets.Pyramid(budget, window, beta, rule), sinks, window, unit, per))
+    return Method(select=make_selection(scorer, Pyramid(budget, window, beta, rule), sinks, window, unit, per))

@@ -1,4 +1,4 @@
-"""Quest: a box around the keys of each page bounds what a query can find in it; the best pages are read."""
+"""Quest: bounds the logits of each page by a box around its keys, and reads the best pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.methods.registry import register_method
 
 @exportable
 class Box(NamedTuple):
-    """The least and the greatest of each channel over the keys of a page, both [B K U H]."""
+    """The least and the greatest number of each channel over the keys of a page, both [B K U H]."""
 
     low: Array
     high: Array
@@ -25,7 +25,7 @@ class Box(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Boxes(Index):
-    """Boxes around pages of `size` keys (Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3).
+    """Summarizes pages of `size` keys by boxes (Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3).
 
     A page's score is the greatest logit that any key inside its box could have: in each channel the query takes the
     side of the box that its sign prefers.

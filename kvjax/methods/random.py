@@ -1,4 +1,4 @@
-"""Tokens drawn by chance: the baseline."""
+"""Random tokens: the baseline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class Random(Scorer):
-    """Uniform in [0, 1) by (seed, key/value head, position) alone. All layers draw alike."""
+    """Draws scores in [0, 1) by seed, key/value head and position alone, so that all layers draw alike."""
 
     seed: int = 0
 

@@ -1,4 +1,4 @@
-"""RazorAttention: retrieval heads hold everything, the others first and last tokens and the mean of what is between."""
+"""RazorAttention: retrieval heads keep all tokens, others first and last ones and the mean of those between."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
-from kvjax.methods.sinks_and_recent import Newest
+from kvjax.methods.sinks_and_recent import Recency
 
 
 @dataclasses.dataclass(frozen=True)
-class Razor(HeadTableBudgets):
-    """Heads among the highest in echo or in induction keep all tokens; the others the ends of a row, and one between.
+class RazorBudgets(HeadTableBudgets):
+    """Keeps all tokens in the heads of the highest echo or induction scores, and first and last ones in the others.
 
-    echo, induction: the shares of all heads of the model that are highest, rounded. recent: the last tokens of a row
-    that other heads keep, or one in `part` of all of its tokens where that is more; part 0: never.
+    Args:
+      given: a file of `RetrievalHeads`.
+      echo: fraction of the model's heads that are highest in echo, rounded.
+      induction: fraction of the model's heads that are highest in induction, rounded.
+      sinks: first tokens that other heads keep.
+      recent: last tokens that other heads keep.
+      part: other heads keep one in `part` of all tokens where that is more than `recent`; 0 for never.
     """
 
     given: TableFile
@@ -60,10 +65,10 @@ class Razor(HeadTableBudgets):
 
 @dataclasses.dataclass(frozen=True)
 class Compensation:
-    """In heads that lose tokens, the first one kept behind the sinks becomes the mean of all lost ones and itself.
+    """Replaces the first kept token after the sinks by the mean of all evicted tokens and itself.
 
-    Its key is the mean of keys after their rotation, its value that of the values, its bias the logarithm of how many
-    tokens that are: softmax counts it so many times.
+    Its key is the mean of keys after RoPE. Its bias is the logarithm of the number of averaged tokens, so that softmax
+    counts it that many times. Heads that evict nothing stay as they are.
     """
 
     sinks: int
@@ -71,18 +76,18 @@ class Compensation:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = evicted_mask(block, choice), kept.k.shape[2]
-        loses = lost.any(2, keepdims=True)
+        evicts = lost.any(2, keepdims=True)
         place = choice.slots[:, :, min(self.sinks, n - 1), None]  # of the token whose slot it takes
-        folded = lost | (loses & (jnp.arange(block.k.shape[2])[None, None] == place))
-        number = jnp.maximum(folded.sum(2, keepdims=True, dtype=jnp.float32), 1.0)
-        here = loses & (jnp.arange(n)[None, None] == self.sinks)
+        is_averaged = lost | (evicts & (jnp.arange(block.k.shape[2])[None, None] == place))
+        number = jnp.maximum(is_averaged.sum(2, keepdims=True, dtype=jnp.float32), 1.0)
+        is_compensation = evicts & (jnp.arange(n)[None, None] == self.sinks)
 
-        def compensated(x: Array, every: Array) -> Array:
-            total = jnp.where(folded[..., None], every.astype(jnp.float32), 0.0).sum(2, keepdims=True)
-            return jnp.where(here[..., None], (total / number[..., None]).astype(x.dtype), x)
+        def compensate(x: Array, every: Array) -> Array:
+            total = jnp.where(is_averaged[..., None], every.astype(jnp.float32), 0.0).sum(2, keepdims=True)
+            return jnp.where(is_compensation[..., None], (total / number[..., None]).astype(x.dtype), x)
 
-        bias = jnp.where(here, jnp.log(number), 0.0)
-        return dataclasses.replace(kept, k=compensated(kept.k, block.k), v=compensated(kept.v, block.v), bias=bias)
+        bias = jnp.where(is_compensation, jnp.log(number), 0.0)
+        return dataclasses.replace(kept, k=compensate(kept.k, block.k), v=compensate(kept.v, block.v), bias=bias)
 
 
 @register_method(example="razor_attention:recent=256", family="heads of unequal length")
@@ -118,9 +123,9 @@ def razor_attention(
     Reference:
       RazorAttention, Tang et al. 2024, arXiv 2407.15891, section 3; constants of its experiments
     """
-    rule = Razor(RetrievalHeads.table_file(table), echo, induction, sinks, recent, part)
+    rule = RazorBudgets(RetrievalHeads.table_file(table), echo, induction, sinks, recent, part)
     return Method(
-        select=Selection(Newest(), MeanOfHeads(rule), sinks, recent),
+        select=Selection(Recency(), MeanOfHeads(rule), sinks, recent),
         merge=Compensation(sinks),
         side_store=PagedHeads(rule, page),
     )

@@ -1,4 +1,4 @@
-"""Compressing again while decoding: whenever so many tokens have come, a layer goes back to its budget."""
+"""Recompression while decoding: after every few tokens, a layer selects again and returns to its budget."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class Recompress(Policy):
-    """Makes the selection again, by the latest queries, whenever `every` more tokens than its budget are held.
+    """Makes the selection again, by the latest queries, whenever a head has `every` tokens more than its budget.
 
-    The scorer sees as many of the latest queries as it asks for; one that asks for all of them sees the last `every`,
-    those since the selection was last made (a count since the start is kept by `h2o`).
+    The scorer observes as many of the latest queries as it asks for. If it asks for all, it observes the last `every`,
+    those since the last selection (`h2o` accumulates over all queries instead).
+
+    Args:
+      every: decoded tokens between two selections.
     """
 
     every: int
@@ -55,57 +58,58 @@ class Recompress(Policy):
             )
 
     def target(self, layer: MethodLayer) -> int:
-        """Tokens that are left by a compression."""
+        """Tokens of a head after a selection."""
         assert layer.method.select is not None
         most = layer.method.select.max_kept()
         assert most is not None
         return most
 
     def most(self, layer: MethodLayer) -> int:
-        """Tokens of a head that are held when the selection is made again."""
+        """Tokens of a head just before a selection."""
         return self.target(layer) + self.every
 
     def num_slots(self, layer: MethodLayer) -> int:
-        # One slot stays empty: a sequence that waits beside others which are fed has somewhere for its padding to go.
+        # One slot stays empty, for the padding of a sequence that waits while others of the batch get a token.
         return self.most(layer) + 1
 
     def init(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[Array, Observation | None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
-        held = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
+        length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         if observation is not None and layer.method.select is not None:
-            wanted = layer.method.select.scorer.num_queries
-            observation = _in_places(latest(observation, self.every if wanted is None else wanted))
-        return jnp.where(place < held, place, -1), observation
+            num_queries = layer.method.select.scorer.num_queries
+            num_queries = self.every if num_queries is None else num_queries
+            observation = _arrange_as_ring(latest_queries(observation, num_queries))
+        return jnp.where(place < length, place, -1), observation
 
     def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         if state.policy_state is not None:
-            state = dataclasses.replace(state, policy_state=_with_query(state.policy_state, q, q_pos))
+            state = dataclasses.replace(state, policy_state=_add_query(state.policy_state, q, q_pos))
         is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.most(layer))[:, 0]
-        # A sequence without a token in this step waits: its own next query is the one to compress by.
-        due = is_full & (q_pos[:, 0] >= 0)
+        # A sequence without a token in this step waits, because its own next query has to be observed first.
+        is_due = is_full & (q_pos[:, 0] >= 0)
 
-        def compressed(state: LayerState) -> LayerState:
-            return dataclasses.replace(state, pos=self._selected(layer, state, due))
+        def compress(state: LayerState) -> LayerState:
+            return dataclasses.replace(state, pos=self._select_again(layer, state, is_due))
 
-        return lax.cond(due.any(), compressed, lambda state: state, state)
+        return lax.cond(is_due.any(), compress, lambda state: state, state)
 
     def after_token(
         self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
     ) -> tuple[Array, Observation | None]:
         return state.pos, state.policy_state
 
-    def _selected(self, layer: MethodLayer, state: LayerState, due: Array) -> Array:
-        """pos without the tokens that the selection, made again, loses of rows that are due bool[B]."""
+    def _select_again(self, layer: MethodLayer, state: LayerState, is_due: Array) -> Array:
+        """Removes from pos the tokens that a new selection evicts, in the sequences that are due, bool[B]."""
         method, S = layer.method, state.pos.shape[2]
         assert method.select is not None
+        # The selection expects a prompt: tokens in the order of their positions, empty slots last.
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
-        held = KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos)
-        in_order = gather_tokens(held, order)
-        keep = jnp.where(due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
+        block = gather_tokens(KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos), order)
+        num_kept = jnp.where(is_due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
         chosen = method.select.select_slots(
-            in_order, state.policy_state, keep, S, layer.spec, representatives=method.representatives
+            block, state.policy_state, num_kept, S, layer.spec, representatives=method.representatives
         ).slots
         slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
         slot = jnp.where(chosen >= 0, slot, S)
@@ -118,24 +122,24 @@ class Recompress(Policy):
         return jnp.where(stays, state.pos, -1)
 
 
-def latest(observation: Observation, count: int) -> Observation:
-    """The last `count` of each row's queries, in the order of their positions, -1 before a row's first."""
+def latest_queries(observation: Observation, count: int) -> Observation:
+    """Returns each sequence's last `count` queries, in the order of their positions, -1 before the first."""
     pos = last_positions(observation.pos.max(1) + 1, count)
     at = (observation.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)
     return Observation(jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos)
 
 
-def _in_places(observation: Observation) -> Observation:
-    """The queries, each in place position modulo W, from then on kept up to date."""
-    W = observation.pos.shape[1]  # consecutive positions, the row's last ones: a rotation puts each in its place
+def _arrange_as_ring(observation: Observation) -> Observation:
+    """Puts each query at its position modulo W, so that a new query overwrites the oldest."""
+    W = observation.pos.shape[1]  # positions are consecutive, so a rotation is enough
     shift = (observation.pos[:, -1:] + 1) % W
     at = (jnp.arange(W, dtype=jnp.int32)[None] - shift) % W
     q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
     return Observation(q, jnp.take_along_axis(observation.pos, at, 1))
 
 
-def _with_query(observation: Observation, q: Array, q_pos: Array) -> Observation:
-    """The queries with q [B K G 1 H] at q_pos i32[B 1] among them, where that is a token."""
+def _add_query(observation: Observation, q: Array, q_pos: Array) -> Observation:
+    """Adds the query q [B K G 1 H] at q_pos i32[B 1], in sequences with a token in this step."""
     B, K, G, W, H = observation.q.shape
     at = jnp.where(q_pos >= 0, q_pos % W, W)
     new = memory.put(observation.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at)

@@ -1,4 +1,4 @@
-"""ReKV: blocks of a long context lie on the host, and a question's mean query finds those that it reads."""
+"""ReKV: stores blocks of a long context on the host, and reads those that a question's mean query finds."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from kvjax.methods.registry import register_method
 
 
 @pytree
-class Asked:
-    """What blocks are found by, and the question so far."""
+class QuestionState:
+    """The summaries of the blocks, and the question so far."""
 
     blocks: Any  # buffers of the sums of `MeanKeys`
-    question: Array  # f32[B K G H], the sum of the queries since the prompt, without RoPE
+    question: Array  # f32[B K G H], the sum of the queries since the prompt, before RoPE
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanKeys(Index):
-    """Blocks by the direction of their mean key: the cosine with a query, over all heads of the layer as one vector.
+    """Scores blocks by the cosine of their mean key with a query, over all heads of the layer as one vector.
 
-    Sums stand for means, which point the same way. Every query counts alike, so its length is left out.
+    Sums stand for means, which have the same direction. The query's length is the same for all blocks and left out.
     """
 
     size: int
@@ -51,18 +51,22 @@ class MeanKeys(Index):
 
 
 @dataclasses.dataclass(frozen=True)
-class ByQuestion(Retrieve):
-    """Retrieval by the mean of all queries since the prompt (ReKV, Di et al. 2025, arXiv 2503.00540)."""
+class QuestionRetrieval(Retrieve):
+    """Retrieves by the mean of all queries since the prompt (ReKV, Di et al. 2025, arXiv 2503.00540)."""
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Asked:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> QuestionState:
         B, K, _, H = block.k.shape
-        return Asked(self.index.build(_bare(block, spec)), jnp.zeros((B, K, spec.num_groups, H), jnp.float32))
+        return QuestionState(
+            self.index.build(_pre_rope(block, spec)), jnp.zeros((B, K, spec.num_groups, H), jnp.float32)
+        )
 
-    def append(self, reader_state: Asked, new: KVBlock, at: Array, spec: LayerSpec) -> Asked:
-        return dataclasses.replace(reader_state, blocks=self.index.append(reader_state.blocks, _bare(new, spec), at))
+    def append(self, reader_state: QuestionState, new: KVBlock, at: Array, spec: LayerSpec) -> QuestionState:
+        return dataclasses.replace(
+            reader_state, blocks=self.index.append(reader_state.blocks, _pre_rope(new, spec), at)
+        )
 
     def crop(self, layer: MethodLayer, state: LayerState) -> Any:
-        return Reader.crop(self, layer, state)  # no query is kept by itself
+        return Reader.crop(self, layer, state)  # the sum of queries cannot be taken apart
 
     def read(
         self,
@@ -75,20 +79,18 @@ class ByQuestion(Retrieve):
     ) -> ReadResult:
         assert state.n is not None
         real = (q_pos >= 0)[:, None, None, :, None]
-        bare = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
+        pre_rope = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question
-        asking = question[:, :, :, None] + jnp.cumsum(bare, 3)
-        kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
-        reader_state = dataclasses.replace(state.reader_state, question=question + jnp.where(kept, bare, 0.0).sum(3))
-        return ReadResult(
-            self.attend_retrieved(layer, state, q, q_pos, asking, reader_state.blocks),
-            reader_state,
-            cross_layer=cross_layer,
-        )
+        search_q = question[:, :, :, None] + jnp.cumsum(pre_rope, 3)
+        is_kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
+        question = question + jnp.where(is_kept, pre_rope, 0.0).sum(3)  # drafts leave no trace
+        reader_state = dataclasses.replace(state.reader_state, question=question)
+        out = self.attend_retrieved(layer, state, q, q_pos, search_q, reader_state.blocks)
+        return ReadResult(out, reader_state, cross_layer=cross_layer)
 
 
-def _bare(block: KVBlock, spec: LayerSpec) -> KVBlock:
-    """The block with keys without RoPE, float32."""
+def _pre_rope(block: KVBlock, spec: LayerSpec) -> KVBlock:
+    """Unrotates the keys of a block, in float32."""
     return dataclasses.replace(block, k=spec.rope.unrotate(block.k, block.pos))
 
 
@@ -118,4 +120,4 @@ def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -
       ReKV, Di et al. 2025, arXiv 2503.00540; constants of its public code for LLaVA-OneVision
     """
     check_minimum("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
-    return Method(k=Host(Plain()), v=Host(Plain()), read=ByQuestion(MeanKeys(block), topk, sinks, recent))
+    return Method(k=Host(Plain()), v=Host(Plain()), read=QuestionRetrieval(MeanKeys(block), topk, sinks, recent))

@@ -1,4 +1,4 @@
-"""RetrievalAttention: keys are searched on the host, and what is found joins first and last tokens on the device."""
+"""RetrievalAttention: searches keys on the host, and joins the best to the first and last tokens on the device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvjax.methods.registry import register_method
 
 
 @pytree
-class Static:
-    """The rows of first and last tokens, a second time, in the P places of a `RingBuffer`."""
+class StaticTokens:
+    """A second copy of the first and last tokens on the device, in the P places of a `RingBuffer`."""
 
     k: memory.Buffer  # [B K P H]
     v: memory.Buffer  # [B K P H]
@@ -34,32 +34,32 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class HostSearch(Reader):
-    """Static tokens, and the `topk` others of the largest q k (Liu et al. 2024, arXiv 2409.10516, section 3).
+    """Reads static tokens, and the `topk` others of the largest q k (Liu et al. 2024, arXiv 2409.10516, section 3).
 
-    Each query head searches all keys between the first `sinks` and the last `recent` tokens, and searches exactly.
+    Each query head searches all keys between the first `sinks` and the last `recent` tokens, exactly.
     """
 
     topk: int
     sinks: int
     recent: int
 
-    sequential_writes = True  # of the last tokens only as many are kept as one query reads
+    sequential_writes = True  # the ring has room for the last tokens of one query only
     supports_eviction = False  # the last slots are the last tokens
 
     def __post_init__(self):
         name = "RetrievalAttention"
         check_minimum(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Static:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> StaticTokens:
         ring = self._ring(block.pos.shape[2])
-        slots = _held(ring, (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32))
-        return Static(ring.fill(block.k, slots), ring.fill(block.v, slots))
+        slots = _ring_slots(ring, (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32))
+        return StaticTokens(ring.fill(block.k, slots), ring.fill(block.v, slots))
 
-    def append(self, reader_state: Static, new: KVBlock, at: Array, spec: LayerSpec) -> Static:
+    def append(self, reader_state: StaticTokens, new: KVBlock, at: Array, spec: LayerSpec) -> StaticTokens:
         ring = self._ring(reader_state.k.data.shape[2])
         slot = at[:, :, None] + jnp.arange(new.pos.shape[2], dtype=jnp.int32)[None, None]
         place = jnp.where(new.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
-        return Static(ring.put(reader_state.k, new.k, place), ring.put(reader_state.v, new.v, place))
+        return StaticTokens(ring.put(reader_state.k, new.k, place), ring.put(reader_state.v, new.v, place))
 
     def read(
         self,
@@ -73,47 +73,47 @@ class HostSearch(Reader):
         assert state.n is not None
         S, window = state.pos.shape[2], layer.spec.window
         ring = self._ring(state.reader_state.k.data.shape[2])
-        static = _static(state, _held(ring, state.n))
+        static = _static_block(state, _ring_slots(ring, state.n))
         slot = jnp.arange(S, dtype=jnp.int32)[None, None, None, None]
-        searched = (slot >= ring.sinks) & (slot < (state.n - ring.size)[:, None, None, None, None])
+        is_searched = (slot >= ring.sinks) & (slot < (state.n - ring.size)[:, None, None, None, None])
 
         def attend(q: Array, q_pos: Array) -> Partial:
             with jax.named_scope("search"):
-                s = jnp.where(
-                    searched & visible(state.pos, q_pos, window), _logits(layer, state, lax.stop_gradient(q)), -jnp.inf
-                )
-                best, found = lax.top_k(s, min(self.topk, S))
-            others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, found, -1))
+                # The search only chooses which tokens are read, so no gradient passes through it.
+                s = _search_logits(layer, state, lax.stop_gradient(q))
+                s = jnp.where(is_searched & visible(state.pos, q_pos, window), s, -jnp.inf)
+                best, slots = lax.top_k(s, min(self.topk, S))
+            others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
             return combine(attend_dense(q, static, q_pos, window), others)
 
         return ReadResult(map_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
 
     def _ring(self, slots: int) -> RingBuffer:
-        """The places in a layer of so many slots; of as many slots as there are places, the same."""
+        """Returns the ring of a layer with this many slots; a ring with as many slots as places is the same."""
         places = min(slots, self.sinks + self.recent)
         sinks = min(self.sinks, places - 1)
         return RingBuffer(sinks, places - sinks)
 
 
-def _held(ring: RingBuffer, n: Array) -> Array:
-    """i32[B 1 P]: the slots in the ring's places after n i32[B] tokens, -1 where there is none."""
+def _ring_slots(ring: RingBuffer, n: Array) -> Array:
+    """Returns the slots in the ring's places after n i32[B] tokens: i32[B 1 P], -1 where there is none."""
     return ring.slots(n, jnp.full_like(n, ring.sinks))
 
 
-def _static(state: LayerState, slots: Array) -> KVBlock:
-    """The static tokens, in slots i32[B 1 P]."""
+def _static_block(state: LayerState, slots: Array) -> KVBlock:
+    """Returns the static tokens, in slots i32[B 1 P]."""
 
-    def of(x: Array) -> Array:
+    def take(x: Array) -> Array:
         return jnp.take_along_axis(x, jnp.broadcast_to(slots, (*x.shape[:2], slots.shape[2])), 2, mode="clip")
 
-    bias = None if state.bias is None else of(state.bias)
-    pos = jnp.where(slots >= 0, of(state.pos), -1)
+    bias = None if state.bias is None else take(state.bias)
+    pos = jnp.where(slots >= 0, take(state.pos), -1)
     return KVBlock(memory.unpack(state.reader_state.k), memory.unpack(state.reader_state.v), pos, bias)
 
 
-def _logits(layer: MethodLayer, state: LayerState, q: Array) -> Array:
-    """f32[B K G T S]: products with all keys, computed where these lie, plus the slots' bias."""
-    if layer.k.pre_rope:  # these come to the device to be rotated
+def _search_logits(layer: MethodLayer, state: LayerState, q: Array) -> Array:
+    """Computes logits of all keys where they lie, plus the slots' bias: f32[B K G T S]."""
+    if layer.k.pre_rope:  # the host cannot rotate, so pre-RoPE keys come to the device
         s = scores(q, layer.keys(state.k, state.pos))
     else:
         s = layer.k.score_in_place(q, state.k)

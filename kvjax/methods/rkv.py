@@ -1,4 +1,4 @@
-"""R-KV: while a model reasons, the tokens that are attended to and whose keys do not repeat one another."""
+"""R-KV: while a model reasons, keeps tokens that are attended to and whose keys do not repeat one another."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.recompress import Recompress, latest
+from kvjax.methods.recompress import Recompress, latest_queries
 from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
 class RKV(Scorer):
-    """Attention of the last `num_queries` queries minus redundancy among keys (Cai et al. 2025, arXiv 2505.24133).
+    """Scores tokens by the attention of the last queries minus redundancy among keys (Cai et al. 2025, 2505.24133).
 
-    Attention: the greatest logit of a key/value head's query heads, softmax over the tokens before the window (the last
-    `num_queries` tokens), mean over the queries, and the greatest of `kernel` neighbours. Redundancy: see `redundancy`.
-    Tokens before the window score mix * attention - (1 - mix) * redundancy, those of the window 1.
+    Attention is the greatest logit of a key/value head's query heads, softmax over the tokens before the window (the
+    last `num_queries` tokens), mean over the queries, and the greatest of `kernel` neighbors. Tokens before the window
+    score mix * attention - (1 - mix) * redundancy, tokens of the window 1.
+
+    Args:
+      num_queries: tokens of the window.
+      kernel: neighbors over which attention is pooled, odd.
+      mix: weight of attention against redundancy.
+      threshold: cosine of near duplicates, see `redundancy`.
     """
 
     num_queries: int = 8
@@ -45,29 +51,31 @@ class RKV(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block, before = block.clean(), pre_window_mask(block, self.num_queries)
-        received = self._received(
-            block, latest(self.require_observation(observation), self.num_queries), before, spec.window
-        )
+        observation = latest_queries(self.require_observation(observation), self.num_queries)
+        is_visible = attention.visible(block.pos, observation.pos, spec.window)[:, :, 0] & before[:, :, None]
+        logits = attention.scores(observation.q, block.k).max(2)
+        p, _, l = attention.weights(jnp.where(is_visible, logits, attention.MASKED_LOGIT))
+        count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
+        received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
+        received = pool_scores(received, before, self.kernel, "max")
         score = self.mix * received - (1 - self.mix) * redundancy(block, self.threshold)
         return token_scores(jnp.where(before, score, 1.0), block)
 
-    def _received(self, block: KVBlock, observation: Observation, before: Array, window: int | None) -> Array:
-        """f32[B K S]: the attention that tokens before the window receive; anything elsewhere."""
-        seen = attention.visible(block.pos, observation.pos, window)[:, :, 0] & before[:, :, None]
-        logits = attention.scores(observation.q, block.k).max(2)
-        p, _, l = attention.weights(jnp.where(seen, logits, attention.MASKED_LOGIT))
-        count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
-        received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
-        return pool_scores(received, before, self.kernel, "max")
-
 
 def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
-    """f32[B K S]: a softmax over a row's tokens of how similar all keys are to each, in a block that is clean.
+    """Computes a softmax over a sequence's tokens of the mean cosine of all keys to each.
 
-    That is the mean cosine of all keys to a token's key, where its own counts 0, and so does the cosine of each key to
-    the newest one that is more similar than `threshold`: of near duplicates the newest is not held to be redundant. A
-    key without any such (a quirk of the authors' code that is kept) counts 0 to the row's first token. Memory grows
-    with at_once x S, never with S x S.
+    A key's own cosine counts 0, and so does the cosine of each key to the newest one that is more similar than
+    `threshold`: the newest of near duplicates is not redundant. A key without near duplicates counts 0 to the first
+    token (a quirk of the authors' code that is kept).
+
+    Args:
+      block: keys and values, zeros in empty slots.
+      threshold: cosine of near duplicates.
+      at_once: keys in memory at one time, which grows with at_once x S, never with S x S.
+
+    Returns:
+      f32[B K S].
     """
     k = block.k.astype(jnp.float32)
     direction = k / (jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-8)
@@ -81,8 +89,8 @@ def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
         keys, own = part
         cosine = jnp.einsum("bkth,bksh->bkts", keys, direction)
         cosine = jnp.where(column == own[None, None, :, None], 0.0, cosine)
-        spared = jnp.where(cosine > threshold, column, 0).max(-1, keepdims=True)
-        return total + jnp.where(column == spared, 0.0, cosine).sum(2), None
+        newest_duplicate = jnp.where(cosine > threshold, column, 0).max(-1, keepdims=True)
+        return total + jnp.where(column == newest_duplicate, 0.0, cosine).sum(2), None
 
     parts = jnp.moveaxis(padded.reshape(B, K, -1, size, H), 2, 0), own
     total = lax.scan(add, vary(jnp.zeros((B, K, S))), parts)[0]

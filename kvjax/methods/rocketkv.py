@@ -1,4 +1,4 @@
-"""RocketKV: SnapKV's selection of the prompt, and of what is left each step reads a part, found by a few channels."""
+"""RocketKV: selects the prompt as SnapKV, and reads a part of the rest in each step, found by a few channels."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Hybrid(Boxes):
-    """Boxes around pages, read in a `share` of the channels (RocketKV, Behnam et al. 2025, arXiv 2502.14051).
+class HybridBoxes(Boxes):
+    """Scores boxes around pages by a `share` of the channels (RocketKV, Behnam et al. 2025, arXiv 2502.14051).
 
-    The channels are those of the greatest |q| in the mean over a key/value head's query heads; in each, all of them
-    take the side of the box that the sign of their sum prefers. A query head's score is a softmax over pages, at the
-    temperature of SparQ for the channels left out; the key/value head takes the mean.
+    The channels are those of the greatest |q| in the mean over a key/value head's query heads; in each, all query heads
+    take the side of the box that the sign of their sum prefers. A query head's score is a softmax over pages, at
+    SparQ's temperature for the channels left out; the key/value head takes the mean.
     """
 
     size: int = 4
@@ -45,7 +45,7 @@ class Hybrid(Boxes):
         return (greatest + least) / jnp.sqrt(jnp.maximum(known, 1e-12))[..., None]
 
     def _chosen(self, size: Array) -> Array:
-        """bool[B K 1 T H]: the channels that are read, by the absolute queries f32[B K G T H]."""
+        """Marks the channels that are read, by absolute queries f32[B K G T H]: bool[B K 1 T H]."""
         H = size.shape[-1]
         channel = lax.top_k(size.mean(2), max(1, int(H * self.share)))[1]
         return (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
@@ -86,4 +86,4 @@ def rocketkv(
     if topk < 2 * page:
         raise KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
     select = make_selection(scorers.WindowAttention(window, kernel, "max", reduce_first=True), budget, recent=window)
-    return Method(select=select, read=Retrieve(Hybrid(page, channels), topk // page - 1, per="head"))
+    return Method(select=select, read=Retrieve(HybridBoxes(page, channels), topk // page - 1, per="head"))

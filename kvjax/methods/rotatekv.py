@@ -1,14 +1,203 @@
-"""RotateKV: bare keys rotated over several heads and sorted by channel, values rotated, both in two bits."""
+"""RotateKV: pre-RoPE keys rotated over several heads and sorted by channel, values rotated, both in two bits."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.binding import bind_fields
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.across_heads import CrossHeadRotation
+from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.codecs import bit_packing as quant
+from kvjax.cache.codecs.base import Codec, CodecWrapper
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
-from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.zero_point import ZeroPointQuantizer
+from kvjax.cache.codecs.per_token import PerTokenCodec, hadamard
+from kvjax.cache.codecs.quantizers import Quantizer, step_size
 from kvjax.cache.method import Method
+from kvjax.cache.protocol import LayerSpec
+from kvjax.core.mesh import over_heads
+from kvjax.core.types import Array, exportable, pytree
+from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
+
+MAX_ZERO_POINT_STEPS = 2.0**14  # between zero and a vector's codes, so that a zero point fits into 16 bits
+
+
+@exportable
+class ZeroPointCodes(NamedTuple):
+    """Vectors as codes of equal steps, of which zero is a whole number away."""
+
+    codes: Array  # uint32[... words]
+    scale: Array  # bf16[... 1], the size of a step
+    zero: Array  # i16[... 1], the code that stands for zero; it may lie outside of the codes
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroPointQuantizer(Quantizer):
+    """Asymmetric quantization with an integer zero point, as in RotateKV's code; 4 bytes in addition to the codes.
+
+    With top = 2^bits - 1: scale = (clip max - clip min) / top, zero = round(-clip min / scale), code = round(x / scale)
+    + zero, limited to 0..top, halves to even; x' = (code - zero) scale.
+
+    Args:
+      bits: of a code.
+      clip: fraction of min and of max that the codes span; if all numbers have one sign, both ends move towards zero.
+    """
+
+    bits: int = 4
+    clip: float = 1.0
+
+    def __post_init__(self):
+        quant.check_bits(self.bits, quant.ROW_BITS)
+        quant.check_clip(self.clip)
+
+    def check(self, H: int) -> None:
+        quant.check_fills(H, self.bits)
+
+    def encode(self, x: Array) -> ZeroPointCodes:
+        top = float(2**self.bits - 1)
+        least, most = x.min(-1, keepdims=True) * self.clip, x.max(-1, keepdims=True) * self.clip
+        # Far from zero, a narrow range gets wider steps rather than a zero point that overflows.
+        magnitude = jnp.maximum(jnp.abs(least), jnp.abs(most))
+        scale = jnp.maximum(step_size(most - least, top, 1e-30), magnitude / MAX_ZERO_POINT_STEPS).astype(jnp.bfloat16)
+        step = scale.astype(jnp.float32)  # as it is stored, so that codes and zero point belong to the rounded scale
+        zero = jnp.round(-least / step)
+        codes = jnp.clip(jnp.round(x / step) + zero, 0.0, top).astype(jnp.uint32)
+        return ZeroPointCodes(quant.pack(codes, self.bits, -1), scale, zero.astype(jnp.int16))
+
+    def decode(self, coded: ZeroPointCodes) -> Array:
+        steps = quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) - coded.zero.astype(jnp.float32)
+        return steps * coded.scale.astype(jnp.float32)
+
+
+@pytree
+class ReorderedKeys:
+    """The rotated channels of all heads, as the inner codec stores them; head k has places k H to k H + H - 1."""
+
+    inner: Any
+    order: Array  # i32[1|B K H], the channel at each place, counted over all heads
+    dtype: str = dataclasses.field(metadata={"static": True})  # of the keys
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossHeadRotation(CodecWrapper):
+    """Rotates pre-RoPE keys over groups of heads, and sorts the layer's channels, before another codec stores them.
+
+    Su et al. 2025, arXiv 2501.16383, and its authors' code: the channels of a group of heads are multiplied by
+    Sylvester's matrix of their number, over its root. Then the channels of the whole layer are sorted by their sum over
+    the tokens, the least first, so that channels that share a scale are alike, and each head stores H of them. The
+    order is that of a sequence's own prompt, ties as they stand; or, with `means`, that of the table's mean key. On
+    several devices each stores its heads' places, and gathers those of the others where keys are read.
+
+    Args:
+      inner: the codec of the rotated and sorted channels.
+      heads: adjacent heads that are rotated together; where they do not divide the layer's heads, as many as divide
+        both; 0 for all heads.
+      means: a table of `Bases`, for a calibrated order.
+      spec: the layer, set by `at`.
+    """
+
+    heads: int = 4
+    means: TableFile | None = None
+    spec: LayerSpec | None = None
+
+    pre_rope: ClassVar[bool] = True
+    supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
+
+    @property
+    def is_head_specific(self) -> bool:
+        return self.means is not None  # a table's order is that of certain heads
+
+    def at(self, spec: LayerSpec) -> Codec:
+        bound = dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
+        size = bound._group_channels
+        if size & (size - 1):
+            raise KvjaxError(
+                f"Hadamard's matrix exists here for powers of two, and {size} channels, of "
+                f"{size // spec.head_dim} heads, would be rotated together; use another number of heads"
+            )
+        if self.means is not None:
+            bound._mean_key()  # a table that does not fit raises here, when the method is bound
+        return bound
+
+    def encode(self, x: Array, pos: Array) -> ReorderedKeys:
+        x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
+        rotated = self._rotate_all_heads(x)
+        sums = rotated.sum(1) if self.means is None else self._mean_key()
+        order = self._sort_channels(sums, x.shape[1])
+        return ReorderedKeys(self.inner.encode(_reorder(rotated, order), over_heads.max(pos)), order, x.dtype.name)
+
+    def append(self, stored: ReorderedKeys, x: Array, at: Array) -> ReorderedKeys:
+        new = _reorder(self._rotate_all_heads(x), stored.order)
+        return dataclasses.replace(stored, inner=self.inner.append(stored.inner, new, at))
+
+    def decode(self, stored: ReorderedKeys) -> Array:
+        return self._restore_keys(self.inner.decode(stored.inner), stored.order).astype(stored.dtype)
+
+    def gather(self, stored: ReorderedKeys, idx: Array) -> Array:
+        assert self.spec is not None
+        B, K, n = idx.shape  # K heads of this device
+        # Every key is a mix of all places, so the slots that any head asks for are fetched for all heads.
+        requested = over_heads.gather(idx).reshape(B, 1, -1)
+        places = self.inner.gather(stored.inner, jnp.broadcast_to(requested, (B, K, requested.shape[2])))
+        keys = self._restore_keys(places, stored.order).reshape(B, K, self.spec.num_kv_heads, n, self.spec.head_dim)
+        own_head = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
+        return jnp.take_along_axis(keys, own_head, 2)[:, :, 0].astype(stored.dtype)
+
+    def load(self, stored: ReorderedKeys) -> ReorderedKeys:
+        return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
+
+    def num_committed(self, stored: ReorderedKeys, n: Array) -> Array:
+        return self.inner.num_committed(stored.inner, n)
+
+    @property
+    def _group_channels(self) -> int:
+        """Channels that are rotated together."""
+        assert self.spec is not None
+        return math.gcd(self.heads, self.spec.num_kv_heads) * self.spec.head_dim
+
+    def _mean_key(self) -> Array:
+        """Rotates the mean key of the table: f32[1 K*H]."""
+        assert self.spec is not None and self.means is not None
+        K, H = self.spec.num_kv_heads, self.spec.head_dim
+        mean = self.means.layer_arrays(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
+        return self._rotate_groups(jnp.asarray(mean, jnp.float32).reshape(1, K * H))
+
+    def _sort_channels(self, sums: Array, num_own_heads: int) -> Array:
+        """Sorts all channels by sums f32[1|B C], and returns those of this device's places, i32[1|B K H]."""
+        assert self.spec is not None
+        order = jnp.argsort(sums, -1, stable=True).astype(jnp.int32)
+        places = order.reshape(order.shape[0], self.spec.num_kv_heads, -1)
+        return lax.dynamic_slice_in_dim(places, over_heads.first_head(num_own_heads), num_own_heads, 1)
+
+    def _rotate_all_heads(self, x: Array) -> Array:
+        """Keys x [B K T H] of this device's heads -> the rotated channels of all heads, f32[B T C]."""
+        every = over_heads.gather(x.astype(jnp.float32)).swapaxes(1, 2)
+        return self._rotate_groups(every.reshape(*every.shape[:2], -1))
+
+    def _restore_keys(self, places: Array, order: Array) -> Array:
+        """Sorts and rotates back: this device's places f32[B K T H] -> its heads' keys, f32[B K T H]."""
+        num_own_heads, every = places.shape[1], over_heads.gather(places).swapaxes(1, 2)
+        order = over_heads.gather(order)
+        inverse = jnp.argsort(order.reshape(order.shape[0], -1), -1)
+        rotated = jnp.take_along_axis(every.reshape(*every.shape[:2], -1), inverse[:, None], -1)
+        keys = self._rotate_groups(rotated).reshape(every.shape)
+        return lax.dynamic_slice_in_dim(keys, over_heads.first_head(num_own_heads), num_own_heads, 2).swapaxes(1, 2)
+
+    def _rotate_groups(self, x: Array) -> Array:
+        """Rotates each group of heads of x f32[... C]; the rotation is its own inverse."""
+        groups = x.reshape(*x.shape[:-1], x.shape[-1] // self._group_channels, self._group_channels)
+        matrix = jnp.asarray(hadamard(self._group_channels))
+        return jnp.einsum("...h,hj->...j", groups, matrix, precision=lax.Precision.HIGHEST).reshape(x.shape)
+
+
+def _reorder(rotated: Array, order: Array) -> Array:
+    """Puts rotated channels f32[B T C] in the places of an order i32[1|B K H] -> [B K T H]."""
+    return jnp.take_along_axis(rotated[:, None], order[:, :, None], -1)
 
 
 @register_method(family="quantization by token", sized_by="bits")

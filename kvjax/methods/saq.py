@@ -1,11 +1,181 @@
-"""Staircase adaptive quantisation: the bits of a token fall step by step with its age."""
+"""SAQ, staircase adaptive quantization: the bits of a token fall step by step with its age."""
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.stairs import StaircaseQuantizer
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.cache.codecs import bit_packing as quant
+from kvjax.cache.codecs.base import Codec
+from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
+from kvjax.core import memory
+from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
+
+
+@exportable
+class Level(NamedTuple):
+    """The tokens of one level of the staircase, as codes of one width."""
+
+    codes: memory.Buffer  # uint32 words [B K n W], packed along channels
+    scale: memory.Buffer  # [B K n/group H] per channel, or [B K n H/group] per token
+    lo: memory.Buffer  # as scale
+
+
+@pytree
+class StaircaseState:
+    """The keys or values of a `StaircaseQuantizer`: one block of exact tokens, and levels of codes.
+
+    Slot i is at index i modulo `every` of `recent` and of all levels but the last; on the last level it is at index i.
+    """
+
+    recent: Array  # [B K every H], in full precision
+    levels: tuple[Level, ...]  # newest first; all but the last hold one block of `every` tokens
+    num_quantized: Array  # i32[B], slots that are codes, a multiple of `every`
+    num_slots: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True)
+class StaircaseQuantizer(Codec):
+    """Quantizes blocks of `every` tokens in steps: every further block takes the older ones one level down.
+
+    The newest tokens are exact until there are `every` of them. At the start of the next call they become codes on the
+    first level; the block that was there is coded again, from its codes, in the fewer bits of the next level, and so
+    on. The last level keeps what it gets. A prompt's tokens are coded once, from full precision, on the level of their
+    age.
+
+    Args:
+      bits: of the codes on each level, newest first.
+      group: tokens of a channel, or channels of a token, that share a scale and a minimum.
+      axis: "channel" or "token", as in `Kivi`.
+      every: tokens of a block.
+    """
+
+    bits: tuple[int, ...]
+    group: int = 32
+    axis: str = "channel"
+    every: int = 128
+
+    sequential_writes = True  # in how many bits a query sees a token depends on when it asks
+    supports_eviction = False  # tokens of a group share a scale, so none of them can leave
+
+    def __post_init__(self):
+        if not self.bits or any(newer < older for newer, older in zip(self.bits, self.bits[1:], strict=False)):
+            raise KvjaxError(f"bits must fall from step to step, got {self.bits}; for example 8, 4, 2")
+        for level in range(len(self.bits)):
+            self._group_codec(level)  # which checks the bits and the group
+
+    @property
+    def _last_level(self) -> int:
+        return len(self.bits) - 1
+
+    def _group_codec(self, level: int) -> Kivi:
+        return Kivi(self.bits[level], self.group, self.axis, self.every, packed="channels")
+
+    def num_quantized(self, n: Array) -> Array:
+        return n // self.every * self.every
+
+    def num_committed(self, stored: StaircaseState, n: Array) -> Array:
+        return stored.num_quantized
+
+    def encode(self, x: Array, pos: Array) -> StaircaseState:
+        self._check_head_dim(x.shape[3])
+        num_slots = x.shape[2]
+        length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        is_real = jnp.arange(num_slots, dtype=jnp.int32)[None] < length[:, None]
+        x = jnp.where(is_real[:, None, :, None], x, jnp.zeros((), x.dtype))
+        num_quantized = self.num_quantized(length)
+
+        def block_of_age(age: int) -> Array:
+            """The `every` tokens that became codes `age` blocks ago; at -1 the newest, which are exact."""
+            back = jnp.arange(-(age + 1) * self.every, -age * self.every, dtype=jnp.int32)
+            return memory.take(x, jnp.clip(num_quantized[:, None] + back[None], 0, num_slots - 1)[:, None])
+
+        # The last level has room for all whole blocks that the cache can hold, less those on the levels above. It is
+        # filled with the whole prompt from slot 0: what is younger is never read there, and is overwritten in time.
+        last_level_tokens = max(num_slots // self.every - self._last_level, 1) * self.every
+        padding = [(0, 0), (0, 0), (0, max(last_level_tokens - num_slots, 0)), (0, 0)]
+        oldest = jnp.pad(x, padding)[:, :, :last_level_tokens]
+        levels = [self._quantize(level, block_of_age(level)) for level in range(self._last_level)]
+        levels.append(self._quantize(self._last_level, oldest))
+        return StaircaseState(block_of_age(-1), tuple(levels), num_quantized, num_slots)
+
+    def _check_head_dim(self, H: int) -> None:
+        for level, bits in enumerate(self.bits):
+            codec = self._group_codec(level)
+            codec.on_device().check_head_dim(H)  # the groups alone
+            if H % codec.per:
+                fit = [b for b in quant.BITS if H % (32 // b) == 0]
+                wider = f"use no step of fewer than {min(fit)} bits, or `kivi`" if fit else "use `kivi`"
+                raise KvjaxError(
+                    f"{bits}-bit codes on a step are packed {codec.per} channels to a word, which does not divide the "
+                    f"head size {H}; {wider}, which packs along the tokens"
+                )
+
+    def used_part(self, stored: StaircaseState, num_tokens: int) -> StaircaseState:
+        # A short text has not reached the lower levels, nor all places of the exact block.
+        reached = stored.levels[: num_tokens // self.every]
+        return dataclasses.replace(stored, recent=stored.recent[:, :, :num_tokens], levels=reached)
+
+    def append(self, stored: StaircaseState, x: Array, at: Array) -> StaircaseState:
+        """Moves down the blocks that are due, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
+        is_due = at[:, 0] - stored.num_quantized >= self.every
+        # A block is complete once in `every` calls, and most calls skip the work by the condition.
+        stored = lax.cond(is_due.any(), lambda s: self._move_down(s, is_due), lambda s: s, stored)
+        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, at % self.every))
+
+    def _move_down(self, stored: StaircaseState, is_due: Array) -> StaircaseState:
+        """Moves all blocks of the sequences that are due, bool[B], down by one level."""
+        moving, levels = stored.recent, []
+        whole_block = jnp.arange(self.every, dtype=jnp.int32)
+        whole_block = jnp.broadcast_to(whole_block, (*moving.shape[:2], self.every))
+        for i, level in enumerate(stored.levels):
+            incoming = self._quantize(i, moving)
+            if i < self._last_level:
+                moving = self._dequantize(i, level, whole_block)
+                levels.append(self._write_level(level, incoming, jnp.zeros_like(stored.num_quantized), is_due))
+            else:
+                # The last level gets its first block only when each level above has one.
+                start = stored.num_quantized - self._last_level * self.every
+                levels.append(self._write_level(level, incoming, jnp.maximum(start, 0), is_due & (start >= 0)))
+        num_quantized = jnp.where(is_due, stored.num_quantized + self.every, stored.num_quantized)
+        return dataclasses.replace(stored, levels=tuple(levels), num_quantized=num_quantized)
+
+    def _write_level(self, level: Level, incoming: Level, start: Array, is_due: Array) -> Level:
+        """Writes tokens from index start i32[B] on, in the sequences that are due, bool[B]."""
+        start_group = start // self.group if self.axis == "channel" else start
+        return Level(
+            memory.append(level.codes, incoming.codes.data, start[:, None], is_due),
+            memory.append(level.scale, incoming.scale.data, start_group[:, None], is_due),
+            memory.append(level.lo, incoming.lo.data, start_group[:, None], is_due),
+        )
+
+    def decode(self, stored: StaircaseState) -> Array:
+        slots = jnp.arange(stored.num_slots, dtype=jnp.int32)[None, None]
+        return self.gather(stored, jnp.broadcast_to(slots, (*stored.recent.shape[:2], stored.num_slots)))
+
+    def gather(self, stored: StaircaseState, idx: Array) -> Array:
+        age = (stored.num_quantized[:, None, None] - 1 - idx) // self.every  # in blocks; negative for exact tokens
+        x = memory.take(stored.recent, idx % self.every)
+        for i, level in enumerate(stored.levels):
+            is_last = i == self._last_level
+            is_here, index = (age >= i, idx) if is_last else (age == i, idx % self.every)
+            x = jnp.where(is_here[..., None], self._dequantize(i, level, index), x)
+        return x
+
+    def _quantize(self, level: int, x: Array) -> Level:
+        """Codes tokens [B K n H], whole groups, in the bits of a level."""
+        codes, scale, lo = self._group_codec(level).quantize(x)
+        return Level(*map(memory.pack, (quant.pack(codes, self.bits[level], 3), scale, lo)))
+
+    def _dequantize(self, level: int, stored: Level, index: Array) -> Array:
+        """Restores the tokens of a level at index i32[B K n], clipped -> [B K n H]."""
+        return self._group_codec(level).gather_codes(stored, index)
 
 
 @register_method(example="saq:every=32", family="quantization by channel and group")

@@ -1,4 +1,4 @@
-"""Scissorhands: tokens that are often below the mean attention are dropped, many at a time."""
+"""Scissorhands: evicts the tokens that are often below the mean attention, many at a time."""
 
 from __future__ import annotations
 
@@ -29,19 +29,25 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class Scissorhands(Policy):
-    """Counts how often a token's attention is below the mean, and drops those of the highest count (arXiv 2305.17118).
+    """Counts how often a token's attention is below the mean, and evicts the highest counts (Liu et al. 2023).
 
-    Liu et al. 2023, section 4. A step attends to what is kept and to itself. If that makes more than `budget` tokens
-    of a key/value head, the cache is compressed to budget - m tokens, m = floor(drop * budget), and fills again: the
-    counts are taken over the last `history` steps, those of the last `recent` tokens are set to 0, and the highest
-    go; of equal counts the older goes (so the recent ones always stay). A step counts a token when its softmax weight,
-    averaged over the query heads of its key/value head, is below 1/t, with t the tokens that step attended to. There is
-    one slot more than the budget, for the token that comes before the others leave. A prompt above the budget is
-    compressed right away, by the full attention of its last `history` queries.
+    A step attends to the kept tokens and to its own. If that makes more than `budget` tokens of a key/value head, the
+    cache is compressed to budget - m tokens, m = floor(drop * budget), and fills again. Counts are taken over the last
+    `history` steps, those of the last `recent` tokens are set to 0, and the highest are evicted; ties go to the older
+    token, so that recent tokens always stay. A step counts a token when its softmax weight, averaged over the query
+    heads of its key/value head, is below 1/t, with t the tokens that the step attended to. There is one slot more than
+    the budget, for the newest token. A prompt above the budget is compressed at once, by the full attention of its last
+    `history` queries.
 
-    The history is held as one count per slot, not as history bits per slot: the step of the next compression is known,
-    so only the last `history` steps before it are counted. What this cannot do is look back beyond the previous
-    compression; with m + 1 >= history (the paper's setting) there is nothing to look back to.
+    The history is one count per slot, not `history` bits per slot: the step of the next compression is known, so only
+    the last `history` steps before it are counted. This cannot look back beyond the previous compression; with
+    m + 1 >= history (the paper's setting) it never has to.
+
+    Args:
+      budget: tokens of a key/value head.
+      history: steps over which low attention is counted.
+      recent: last tokens that always stay.
+      drop: fraction of the budget that a compression evicts.
     """
 
     budget: int
@@ -63,12 +69,12 @@ class Scissorhands(Policy):
 
     @property
     def low(self) -> int:
-        """Tokens left by a compression."""
+        """Tokens of a head after a compression."""
         return self.budget - int(self.drop * self.budget)
 
     @property
     def num_queries(self) -> int:
-        """The last queries of the prompt that it looks at."""
+        """Last queries of the prompt that are observed."""
         return self.history
 
     def num_slots(self, layer: MethodLayer) -> int:
@@ -81,61 +87,68 @@ class Scissorhands(Policy):
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[Array, Array]:
         observation = require_observation(observation, "Scissorhands", f"the last {self.history} queries")
-        held = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)  # [B]
+        length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         end = over_heads.max(block.pos.max(2))[:, 0] + 1
-        over = held > self.budget
-        counts = over[:, None] | (observation.pos > self.budget - self.history)
-        counts &= observation.pos >= jnp.maximum(end - self.history, 0)[:, None]
-        count = below_mean(block, observation, counts, layer.spec.window)
+        is_over = length > self.budget
+        # Of a prompt that fits, only queries within `history` of the next compression count.
+        is_counted = is_over[:, None] | (observation.pos > self.budget - self.history)
+        is_counted &= observation.pos >= jnp.maximum(end - self.history, 0)[:, None]
+        count = count_below_mean(block, observation, is_counted, layer.spec.window)
         pos = jnp.broadcast_to(block.pos, count.shape)
-        over = over[:, None, None]
+        is_over = is_over[:, None, None]
         rank = jnp.where(pos > end[:, None, None] - 1 - self.recent, 0, -count)
         chosen = top_slots(rank, pos, min(self.budget, slots))
-        place = jnp.arange(chosen.shape[2])[None, None]  # they come in the order of their rank
-        chosen = jnp.where(over & (place >= self.low), -1, chosen)
-        return chosen, jnp.where(over, 0, policy_state_at(count, chosen, slots))
+        place = jnp.arange(chosen.shape[2])[None, None]  # tokens are in the order of their rank
+        chosen = jnp.where(is_over & (place >= self.low), -1, chosen)
+        return chosen, jnp.where(is_over, 0, policy_state_at(count, chosen, slots))
 
     def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
         t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
-        seen = visible(state.pos, q_pos, layer.spec.window)[:, :, 0, 0]
-        mean = 1 / jnp.maximum(seen.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-        left = (state.pos < 0).sum(2, keepdims=True, dtype=jnp.int32)[:, :1]  # steps until the compression
-        counts = real & (left < self.history) & seen & (weights.mean(2) < mean)
-        # What was in the slot of the newest token before it came does not count.
+        is_visible = visible(state.pos, q_pos, layer.spec.window)[:, :, 0, 0]
+        mean = 1 / jnp.maximum(is_visible.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
+        steps_left = (state.pos < 0).sum(2, keepdims=True, dtype=jnp.int32)[:, :1]  # until the next compression
+        is_low = real & (steps_left < self.history) & is_visible & (weights.mean(2) < mean)
+        # The newest token's slot still has the count of an evicted token.
         before = jnp.where((state.pos == t) & real, 0, state.policy_state)
-        count, due = before + counts.astype(jnp.int32), real & (left == 0)
+        count, is_due = before + is_low.astype(jnp.int32), real & (steps_left == 0)
 
-        def keep_all(pos: Array, count: Array, t: Array, due: Array) -> tuple[Array, Array]:
-            return pos, count
+        def compress(pos: Array, count: Array) -> tuple[Array, Array]:
+            order = sort_newest_first(jnp.where(pos > t - self.recent, 0, -count), pos)
+            place = jnp.argsort(order, axis=2).astype(jnp.int32)
+            return jnp.where(is_due & (place >= self.low), -1, pos), jnp.where(is_due, 0, count)
 
-        return lax.cond(due.any(), self._compress, keep_all, state.pos, count, t, due)
-
-    def _compress(self, pos: Array, count: Array, t: Array, due: Array) -> tuple[Array, Array]:
-        """Of rows that are due, all but `low` slots of each head are emptied."""
-        order = sort_newest_first(jnp.where(pos > t - self.recent, 0, -count), pos)
-        place = jnp.argsort(order, axis=2).astype(jnp.int32)
-        return jnp.where(due & (place >= self.low), -1, pos), jnp.where(due, 0, count)
+        return lax.cond(is_due.any(), compress, lambda pos, count: (pos, count), state.pos, count)
 
 
-def below_mean(block: KVBlock, observation: Observation, counts: Array, window: int | None, at_once: int = 16) -> Array:
-    """How many of the queries with counts bool[B Q] give a slot less than the mean weight, i32[B K S].
+def count_below_mean(
+    block: KVBlock, observation: Observation, is_counted: Array, window: int | None, at_once: int = 16
+) -> Array:
+    """Counts the queries that give a slot less than the mean weight, under the full causal softmax over the prompt.
 
-    Full causal softmax over the prompt, the mean over its query heads; memory grows with at_once x S, never Q x S.
+    Args:
+      block: the prompt.
+      observation: its queries.
+      is_counted: bool[B Q], the queries that count.
+      window: the layer's sliding window.
+      at_once: queries in memory at one time, so that memory grows with at_once x S, never with Q x S.
+
+    Returns:
+      i32[B K S].
     """
     Q = observation.pos.shape[1]
     blocks = -(-Q // at_once)
-    grow = [(0, blocks * at_once - Q)]
-    q = jnp.pad(observation.q, [(0, 0)] * 3 + grow + [(0, 0)])
-    t = jnp.pad(jnp.where(counts, observation.pos, -1), [(0, 0), *grow], constant_values=-1)
+    padding = [(0, blocks * at_once - Q)]
+    q = jnp.pad(observation.q, [(0, 0)] * 3 + padding + [(0, 0)])
+    t = jnp.pad(jnp.where(is_counted, observation.pos, -1), [(0, 0), *padding], constant_values=-1)
 
     def add(total, i):
         qi, ti = (lax.dynamic_slice_in_dim(x, i * at_once, at_once, a) for x, a in ((q, 3), (t, 1)))
-        seen = visible(block.pos, ti, window)
-        p, _, l = weights(jnp.where(seen, scores(qi, block.k), MASKED_LOGIT))
+        is_visible = visible(block.pos, ti, window)
+        p, _, l = weights(jnp.where(is_visible, scores(qi, block.k), MASKED_LOGIT))
         p = (p / jnp.maximum(l, 1e-30)[..., None]).mean(2)
-        seen = seen[:, :, 0]  # [B K|1 q S]
-        mean = 1 / jnp.maximum(seen.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-        return total + (seen & (p < mean)).sum(2, dtype=jnp.int32), None
+        is_visible = is_visible[:, :, 0]  # [B K|1 q S]
+        mean = 1 / jnp.maximum(is_visible.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
+        return total + (is_visible & (p < mean)).sum(2, dtype=jnp.int32), None
 
     zero = vary(jnp.zeros(block.k.shape[:3], jnp.int32))
     return lax.scan(add, zero, jnp.arange(blocks, dtype=jnp.int32))[0]

@@ -1,4 +1,4 @@
-"""ShadowKV: a prompt's keys in low rank and its values on the host, fetched by the landmarks of their chunks."""
+"""ShadowKV: a prompt's keys in low rank, its values on the host, fetched by the landmarks of their chunks."""
 
 from __future__ import annotations
 
@@ -26,20 +26,27 @@ from kvjax.methods.registry import register_method
 
 
 @pytree
-class Chunked:
-    """The prompt's chunks, in slots of their own."""
+class ShadowState:
+    """The chunks of a prompt, in slots of the side store."""
 
     tokens: LayerState  # keys in low rank, values on the host; position -1 for what stays exact
     landmarks: memory.Buffer  # [B K C H], the mean key of each chunk
 
 
 @dataclasses.dataclass(frozen=True)
-class Shadow(SideStore):
-    """A prompt in chunks of `chunk` tokens, but for its last `local` chunks and what is left over (Sun et al. 2024).
+class ShadowStore(SideStore):
+    """Stores a prompt in chunks, of which a query reads the best few (Sun et al. 2024).
 
-    Chunks whose tokens are least like their mean, `outliers` of each head, are exact too: these and the last tokens
-    stay in the slots, with all that is decoded. Of the others a query reads those with the highest softmax weight of
-    its key/value head's query heads, `budget` tokens together.
+    A query reads the chunks whose landmarks have the highest softmax weight of its key/value head's query heads. The
+    main slots keep exactly: the outlier chunks of each head, whose tokens are least like their mean, the last chunks,
+    the remainder of the prompt, and all decoded tokens.
+
+    Args:
+      budget: tokens of the side store that a query reads.
+      chunk: tokens of a chunk.
+      rank: of the keys.
+      outliers: chunks of each head that stay exact.
+      local: last chunks that stay exact.
     """
 
     budget: int = 2048
@@ -58,83 +65,80 @@ class Shadow(SideStore):
             )
 
     def num_main_slots(self, kept: int) -> int:
-        """The outliers, the local chunks and what is left over."""
+        # Outlier chunks, local chunks, and a remainder shorter than a chunk.
         return min(kept, (self.outliers + self.local + 1) * self.chunk - 1)
 
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[KVBlock, Chunked]:
+    ) -> tuple[KVBlock, ShadowState]:
         width = block.pos.shape[2]
         most = width if self.num_main_slots(width) <= slots else slots
         if layer.method.select is not None:
             block = layer.selected(block, observation, most)
         block = block.clean()
-        chunks = max(most // self.chunk - self.local, 1)
-        slot = jnp.arange(chunks * self.chunk, dtype=jnp.int32)[None, None]
+        num_chunks = max(most // self.chunk - self.local, 1)
+        slot = jnp.arange(num_chunks * self.chunk, dtype=jnp.int32)[None, None]
         front = gather_tokens(block, jnp.where(slot < block.pos.shape[2], slot, -1))
-        landmarks, likeness = self._landmarks(front.k)
-        away = self._away(block, likeness)
-        here = self._here(block, away, min(self.num_main_slots(most), slots))
-        return here, Chunked(self._store(layer, block, front, away), memory.pack(landmarks.astype(block.k.dtype)))
+        landmarks, least_cosine = self._landmarks(front.k)
 
-    def _away(self, block: KVBlock, likeness: Array) -> Array:
-        """bool[B K C*chunk]: the tokens of the chunks that leave the slots; the least alike stay."""
+        # Whole chunks before the local ones leave the main slots, except those that are least like their mean.
         length = (block.pos[:, :1] >= 0).sum(-1, dtype=jnp.int32)
-        chunk = jnp.arange(likeness.shape[2], dtype=jnp.int32)[None, None]
-        whole = chunk < (length // self.chunk - self.local)[..., None]
-        outliers = top_k_mask(-likeness, whole, jnp.full_like(length, self.outliers))
-        return jnp.repeat(whole & ~outliers, self.chunk, -1)
+        is_whole = jnp.arange(num_chunks, dtype=jnp.int32)[None, None] < (length // self.chunk - self.local)[..., None]
+        is_outlier = top_k_mask(-least_cosine, is_whole, jnp.full_like(length, self.outliers))
+        leaves = jnp.repeat(is_whole & ~is_outlier, self.chunk, -1)
 
-    def _here(self, block: KVBlock, away: Array, slots: int) -> KVBlock:
-        """What stays in the slots."""
-        after = jnp.zeros((*away.shape[:2], block.pos.shape[2]), bool)
-        away = jnp.concatenate([away, after], 2)[:, :, : block.pos.shape[2]]
-        return gather_tokens(block, mask_to_slots((block.pos >= 0) & ~away, slots))
+        rest = jnp.zeros((*leaves.shape[:2], block.pos.shape[2]), bool)
+        stays = ~jnp.concatenate([leaves, rest], 2)[:, :, : block.pos.shape[2]]
+        main = gather_tokens(block, mask_to_slots((block.pos >= 0) & stays, min(self.num_main_slots(most), slots)))
+        tokens = self._encode_chunks(layer, block, front, leaves)
+        return main, ShadowState(tokens, memory.pack(landmarks.astype(block.k.dtype)))
 
-    def _store(self, layer: MethodLayer, block: KVBlock, front: KVBlock, away: Array) -> LayerState:
-        """The chunks, with directions that are fitted to all tokens of the prompt."""
-        inner, pos = self._inner(layer), jnp.where(away, front.pos, -1)
+    def _encode_chunks(self, layer: MethodLayer, block: KVBlock, front: KVBlock, leaves: Array) -> LayerState:
+        """Stores the tokens of `front` that leave the main slots, with a basis fitted to all tokens of the prompt."""
+        inner, pos = self._side_layer(layer), jnp.where(leaves, front.pos, -1)
         k = inner.k.encode(inner.as_held(block), block.pos)
         k = dataclasses.replace(k, rows=jax.tree.map(lambda rows: rows[:, :, : pos.shape[2]], k.rows))
         return LayerState(k, inner.v.encode(front.v, pos), pos, bias=front.bias)
 
     def _landmarks(self, keys: Array) -> tuple[Array, Array]:
-        """Keys [B K C*chunk H] -> (the mean of each chunk f32[B K C H], the least cosine to it f32[B K C])."""
+        """Averages the keys [B K C*chunk H] of each chunk: f32[B K C H], and the least cosine to that f32[B K C]."""
         B, K, S, H = keys.shape
-        keys = lax.stop_gradient(keys)  # landmarks, and likeness to them, only say what is read, and from where
+        keys = lax.stop_gradient(keys)  # landmarks and outliers only choose which tokens are read, and from where
         keys = keys.astype(jnp.float32).reshape(B, K, -1, self.chunk, H)
         mean = keys.mean(3, keepdims=True)
         lengths = jnp.sqrt(jnp.square(keys).sum(-1) * jnp.square(mean).sum(-1))
         cosine = (keys * mean).sum(-1) / jnp.maximum(lengths, 1e-8)
         return mean[:, :, :, 0], cosine.min(-1)
 
-    def _inner(self, layer: MethodLayer) -> MethodLayer:
-        """The layer as the chunks see it."""
-        fitted = PromptLowRank(0, rank=self.rank, pre_rope=True).at(layer.spec)
-        return dataclasses.replace(layer, method=Method(k=fitted, v=Host()))
+    def _side_layer(self, layer: MethodLayer) -> MethodLayer:
+        """Returns the layer whose codecs store the chunks."""
+        low_rank = PromptLowRank(0, rank=self.rank, pre_rope=True).at(layer.spec)
+        return dataclasses.replace(layer, method=Method(k=low_rank, v=Host()))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        store: Chunked = state.side_store
-        landmarks, inner = memory.unpack(store.landmarks), self._inner(layer)
+        store: ShadowState = state.side_store
+        landmarks, inner = memory.unpack(store.landmarks), self._side_layer(layer)
+        # A chunk is visible when its newest token is.
         newest = store.tokens.pos[:, :, self.chunk - 1 :: self.chunk]
 
         def attend(q: Array, q_pos: Array) -> Partial:
-            seen = visible(newest, q_pos, layer.spec.window)
-            p, _, l = weights(jnp.where(seen, scores(q, landmarks), MASKED_LOGIT))
-            share = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
-            best, chunk = lax.top_k(jnp.where(seen, share, -1.0), min(self.budget // self.chunk, share.shape[4]))
-            within = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)
-            slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + within, -1)
+            is_visible = visible(newest, q_pos, layer.spec.window)
+            p, _, l = weights(jnp.where(is_visible, scores(q, landmarks), MASKED_LOGIT))
+            weight = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
+            num_chunks = min(self.budget // self.chunk, weight.shape[4])
+            best, chunk = lax.top_k(jnp.where(is_visible, weight, -1.0), num_chunks)
+            offset = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)
+            slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + offset, -1)
             return attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))
 
         return map_query_blocks(attend, q, q_pos, 16)
 
-    def positions(self, store: Chunked) -> Array:
+    def positions(self, store: ShadowState) -> Array:
         return store.tokens.pos
 
-    def visible_block(self, layer: MethodLayer, store: Chunked) -> KVBlock:
-        inner, held = self._inner(layer), store.tokens
-        return KVBlock(inner.keys(held.k, held.pos), inner.v.decode(held.v), held.pos)
+    def visible_block(self, layer: MethodLayer, store: ShadowState) -> KVBlock:
+        inner, tokens = self._side_layer(layer), store.tokens
+        return KVBlock(inner.keys(tokens.k, tokens.pos), inner.v.decode(tokens.v), tokens.pos)
 
 
 @register_method(example="shadowkv:budget=512,rank=16", family="host memory")
@@ -161,4 +165,4 @@ def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int 
     Reference:
       ShadowKV, Sun et al. 2024, arXiv 2410.21465, section 4; constants of its authors' code
     """
-    return Method(side_store=Shadow(budget, chunk, rank, outliers, local))
+    return Method(side_store=ShadowStore(budget, chunk, rank, outliers, local))

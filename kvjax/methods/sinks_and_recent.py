@@ -16,8 +16,8 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Newest(Scorer):
-    """The later a token, the more it matters."""
+class Recency(Scorer):
+    """Scores a token by its position."""
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         return token_scores(jnp.broadcast_to(block.pos, block.k.shape[:3]).astype(jnp.float32), block)
@@ -41,4 +41,4 @@ def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> Method:
     Reference:
       StreamingLLM as a prompt-only baseline (KVCache-Factory, kvpress)
     """
-    return Method(select=make_selection(Newest(), budget, sinks, max(budget - sinks, 0), "token", "layer"))
+    return Method(select=make_selection(Recency(), budget, sinks, max(budget - sinks, 0), "token", "layer"))

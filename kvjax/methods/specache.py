@@ -1,4 +1,4 @@
-"""SpeCache: low-bit slots on the device, exact rows fetched from the host one step ahead."""
+"""SpeCache: a low-bit cache on the device, and exact tokens fetched from the host one step ahead."""
 
 from __future__ import annotations
 
@@ -23,31 +23,35 @@ from kvjax.methods.registry import register_method
 
 
 @pytree
-class Copy:
-    """What the device holds: the low-bit copy of all slots, and the exact rows that were fetched for the next step."""
+class LowBitCopy:
+    """The low-bit copy of all slots on the device, and the exact tokens that were fetched for the next step."""
 
     k: Any  # stored by the reader's key codec
     v: Any  # stored by the reader's value codec
-    rows: Fetched | None
+    rows: FetchedTokens | None
 
 
 @pytree
-class Fetched:
-    """Exact rows k, v [B K n H] of the slots idx i32[B K n], -1 where there is none."""
+class FetchedTokens:
+    """The exact keys and values of some slots."""
 
-    k: Array
-    v: Array
-    idx: Array
+    k: Array  # [B K n H]
+    v: Array  # [B K n H]
+    idx: Array  # i32[B K n], their slots, -1 where there is none
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculative(Reader):
-    """Low-bit slots, of which the topk heaviest are replaced by exact rows (SpeCache, arXiv 2503.16163, section 3.3).
+class SpeculativeReader(Reader):
+    """Reads a low-bit copy, with the topk heaviest tokens replaced by exact ones (SpeCache, 2503.16163, section 3.3).
 
-    k, v: codecs of the low-bit copy; only slots that they hold inexactly are candidates. reduce: "mean" or "max" over
-    the query heads of a key/value head, of their softmax weights (the paper has no grouped heads).
-    speculative: the rows were chosen and fetched in the step before, at the word of its last query (a guessed next
-    token); False: they are chosen by this step's own query and fetched while it waits (the paper's Table 4).
+    Args:
+      topk: exact tokens of a key/value head.
+      k: codec of the low-bit keys; only slots that it stores inexactly are candidates.
+      v: codec of the low-bit values.
+      reduce: "mean" or "max" over the query heads of a key/value head, of their softmax weights (the paper has no
+        grouped heads).
+      speculative: whether the exact tokens were selected by the query of the predicted next token and fetched in the
+        step before. False: they are selected by this step's own query, which waits for them (the paper's Table 4).
     """
 
     topk: int
@@ -67,23 +71,23 @@ class Speculative(Reader):
         return int(self.speculative)
 
     sequential_writes = True
-    supports_eviction = False  # the low-bit copy holds groups of tokens
+    supports_eviction = False  # the low-bit copy quantizes groups of tokens
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Copy:
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> LowBitCopy:
         B, K, S, H = block.k.shape
-        copy = Copy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), None)
+        copy = LowBitCopy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), None)
         if not self.speculative:
             return copy
         n = min(self.topk, S)
         empty = jnp.zeros((B, K, n, H), block.k.dtype)
-        return dataclasses.replace(copy, rows=Fetched(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
+        return dataclasses.replace(copy, rows=FetchedTokens(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
 
-    def append(self, reader_state: Copy, new: KVBlock, at: Array, spec: LayerSpec) -> Copy:
+    def append(self, reader_state: LowBitCopy, new: KVBlock, at: Array, spec: LayerSpec) -> LowBitCopy:
         return dataclasses.replace(
             reader_state, k=self.k.append(reader_state.k, new.k, at), v=self.v.append(reader_state.v, new.v, at)
         )
 
-    def used_part(self, reader_state: Copy, num_tokens: int) -> Any:
+    def used_part(self, reader_state: LowBitCopy, num_tokens: int) -> Any:
         return (
             self.k.used_part(reader_state.k, num_tokens),
             self.v.used_part(reader_state.v, num_tokens),
@@ -105,85 +109,85 @@ class Speculative(Reader):
             raise KvjaxError(
                 f"a step carries one token and at most one guess, got {T} tokens: no tree or beam of guesses"
             )
-        s = self._low_logits(layer, state, q, q_pos)
+        s = self._low_bit_logits(layer, state, q, q_pos)
         if not self.speculative:
             low, _, l = weights(s)
-            mass = self._over_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
+            mass = self._reduce_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
             rows = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
         else:
             rows = reader_state.rows
-        part, mass = self._mixed(layer, state, s, q, rows, q_pos, other_partial)
+        part, mass = self._attend(layer, state, s, q, rows, q_pos, other_partial)
         if self.speculative:
-            with jax.named_scope("prefetch"):  # nothing else in this step waits for it
+            # Nothing else in this step needs the result, so the transfer overlaps with the layers above.
+            with jax.named_scope("prefetch"):
                 new = self._fetch(layer, state, mass, self.k.num_quantized(state.n))
                 real = (q_pos[:, -1] >= 0)[:, None, None]
-                reader_state = dataclasses.replace(reader_state, rows=_pick(real, new, reader_state.rows))
+                reader_state = dataclasses.replace(reader_state, rows=_where_real(real, new, reader_state.rows))
         return ReadResult(part, reader_state, cross_layer=cross_layer)
 
-    def _low_logits(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Array:
-        """Masked logits f32[B K G T S] with the low-bit keys."""
+    def _low_bit_logits(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Array:
+        """Computes masked logits f32[B K G T S] with the low-bit keys."""
         s = self.k.scores(q, state.reader_state.k)
         if state.bias is not None:
             s = s + state.bias[:, :, None, None]
         return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
 
-    def _mixed(
+    def _attend(
         self,
         layer: MethodLayer,
         state: LayerState,
         s: Array,
         q: Array,
-        rows: Fetched,
+        rows: FetchedTokens,
         q_pos: Array,
         other_partial: Partial | None,
     ) -> tuple[Partial, Array]:
-        """Attention over low-bit and fetched slots; and the last query's weight of each slot, f32[B K S]."""
+        """Attends to low-bit and fetched tokens; also returns the last query's weight of each slot, f32[B K S]."""
         at = jnp.maximum(rows.idx, 0)
         pos = jnp.broadcast_to(state.pos, (*rows.idx.shape[:2], state.pos.shape[2]))
         pos = jnp.where(rows.idx >= 0, jnp.take_along_axis(pos, at, 2), -1)
         exact = scores(q, rows.k)
         if state.bias is not None:
             exact = exact + jnp.take_along_axis(state.bias, at, 2)[:, :, None, None]
-        hot = jnp.where(visible(pos, q_pos, layer.spec.window), exact, MASKED_LOGIT)  # [B K G T n]
+        exact = jnp.where(visible(pos, q_pos, layer.spec.window), exact, MASKED_LOGIT)  # [B K G T n]
         slot = jnp.where(rows.idx >= 0, rows.idx, s.shape[-1])
-        replaced = _put(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
-        p, m, l = weights(jnp.where(replaced[:, :, None, None], MASKED_LOGIT, s))
-        fetched = attend_scores(hot, rows.v)
+        is_replaced = _set_at(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
+        p, m, l = weights(jnp.where(is_replaced[:, :, None, None], MASKED_LOGIT, s))
+        fetched = attend_scores(exact, rows.v)
         part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), fetched)
         total = part if other_partial is None else combine(part, other_partial)
 
-        def last_share(p: Array, m: Array) -> Array:
-            """The last query's softmax weights, over all that it reads, of unnormalised ones with maximum m."""
+        def normalize_last(p: Array, m: Array) -> Array:
+            """Normalizes the last query's weights, of maximum m, over all tokens that it reads."""
             share = p * (jnp.exp(m - total.m) / jnp.maximum(total.l, 1e-30))[..., None]
-            return self._over_group(share[:, :, :, -1])
+            return self._reduce_group(share[:, :, :, -1])
 
-        low = last_share(p, m)
-        high = last_share(jnp.where(hot > MASKED_LOGIT / 2, jnp.exp(hot - fetched.m[..., None]), 0.0), fetched.m)
-        return part, _put(low, slot, high)
+        exact_p = jnp.where(exact > MASKED_LOGIT / 2, jnp.exp(exact - fetched.m[..., None]), 0.0)
+        return part, _set_at(normalize_last(p, m), slot, normalize_last(exact_p, fetched.m))
 
-    def _over_group(self, w: Array) -> Array:
-        """Weights f32[B K G S] -> f32[B K S]."""
+    def _reduce_group(self, w: Array) -> Array:
+        """Reduces weights f32[B K G S] to f32[B K S]."""
         return w.mean(2) if self.reduce == "mean" else w.max(2)
 
-    def _fetch(self, layer: MethodLayer, state: LayerState, mass: Array, candidates: Array) -> Fetched:
-        """The topk heaviest of the first candidates i32[B] slots; ties go to the lower one."""
+    def _fetch(self, layer: MethodLayer, state: LayerState, mass: Array, candidates: Array) -> FetchedTokens:
+        """Fetches the topk heaviest of the first `candidates` i32[B] slots; ties go to the lower one."""
         slot = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None, None]
-        open_ = (slot < candidates[:, None, None]) & (state.pos >= 0)
-        found, idx = lax.top_k(jnp.where(open_, mass, -1.0), min(self.topk, mass.shape[-1]))
-        idx = jnp.where(found >= 0, idx, -1)
+        is_candidate = (slot < candidates[:, None, None]) & (state.pos >= 0)
+        best, idx = lax.top_k(jnp.where(is_candidate, mass, -1.0), min(self.topk, mass.shape[-1]))
+        idx = jnp.where(best >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
         pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)
-        return Fetched(layer.key_rows(state.k, at, pos), layer.v.gather(state.v, at), idx)
+        return FetchedTokens(layer.key_rows(state.k, at, pos), layer.v.gather(state.v, at), idx)
 
 
-def _pick(real: Array, new: Fetched, old: Fetched) -> Fetched:
-    """The new rows in rows of the batch that are real, bool[B 1 1]."""
-    wide = real[..., None]
-    return Fetched(jnp.where(wide, new.k, old.k), jnp.where(wide, new.v, old.v), jnp.where(real, new.idx, old.idx))
+def _where_real(real: Array, new: FetchedTokens, old: FetchedTokens) -> FetchedTokens:
+    """Takes the new tokens in sequences with a token in this step, bool[B 1 1]."""
+    k, v = (jnp.where(real[..., None], a, b) for a, b in ((new.k, old.k), (new.v, old.v)))
+    return FetchedTokens(k, v, jnp.where(real, new.idx, old.idx))
 
 
-def _put(x: Array, idx: Array, value: Any) -> Array:
-    """x [B K S] with value at idx i32[B K n]; what lies outside is dropped."""
+def _set_at(x: Array, idx: Array, value: Any) -> Array:
+    """Sets x [B K S] at idx i32[B K n] to a value; an index beyond S is dropped."""
     B, K, _ = x.shape
     return x.at[jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], idx].set(value, mode="drop")
 
@@ -227,5 +231,5 @@ def specache(
     def low(axis):
         return Kivi(bits, group, axis, residual, one_bit)
 
-    read = Speculative(topk, low("channel"), low("token"), reduce, speculative)
+    read = SpeculativeReader(topk, low("channel"), low("token"), reduce, speculative)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the most recent ones, in constant memory for a text without end."""
+"""StreamingLLM: keeps the first and the most recent tokens, in constant memory for a text of any length."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from kvjax.methods.registry import register_method
 class SinksAndRecent(Policy):
     """Keeps the first `sinks` tokens and the last `recent` ones (Xiao et al. 2023, arXiv 2309.17453, section 3.2).
 
-    Forward first, then evict: a query attends to sinks + recent tokens and to itself, so there are sinks + recent + 1
-    slots. A prompt is attended in full; then only these tokens are kept. With positions inside the cache (the paper) a
-    text may grow beyond what the model was trained for: keys are held without RoPE, which is undone once, in float32,
-    from the true position, and applied at every read in float32. That costs one more rounding of a key to its dtype (a
-    relative 2**-9 per element in bfloat16, 2**-24 in float32) and it never accumulates. With true positions keys stay
-    as they came (kvpress and KVCache-Factory). A layer with a sliding window also hides what has left that window,
-    sinks too. Under a selection, first and last tokens are those of what it leaves.
+    A step runs first and then evicts: a query attends to sinks + recent tokens and to its own, so there are
+    sinks + recent + 1 slots. A prompt attends in full; then only these tokens are kept. With positions inside the cache
+    (the paper) a text may grow beyond the trained length: keys are stored before RoPE, which is undone once, in
+    float32, and applied at every read in float32. That costs one more rounding of a key to its dtype (a relative 2**-9
+    per element in bfloat16, 2**-24 in float32), which never accumulates. With true positions keys are stored after RoPE
+    (kvpress and KVCache-Factory). A layer with a sliding window also hides tokens outside it, sinks too. Over a
+    selection, first and last tokens are counted among the selected ones.
+
+    Args:
+      recent: last tokens.
+      sinks: first tokens.
     """
 
     recent: int
@@ -50,11 +54,11 @@ class SinksAndRecent(Policy):
         self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
     ) -> tuple[Array, None]:
         pos = state.pos
-        full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
-        # Sinks came first and never leave, so they are in the first slots.
-        behind = jnp.arange(pos.shape[2])[None, None] >= self.sinks
-        oldest = jnp.where(behind, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
-        return jnp.where(full & behind & (pos == oldest), -1, pos), None
+        is_full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
+        # Sinks were written first and never leave, so they are in the first slots.
+        is_recent = jnp.arange(pos.shape[2])[None, None] >= self.sinks
+        oldest = jnp.where(is_recent, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
+        return jnp.where(is_full & is_recent & (pos == oldest), -1, pos), None
 
     def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
         if layer.method.select is not None:

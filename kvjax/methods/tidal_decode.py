@@ -1,4 +1,4 @@
-"""TidalDecode: two layers look at everything and say which tokens count; the layers above them read only these."""
+"""TidalDecode: two layers attend to all tokens and select a few; the layers above them read only these."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class PersistentTokens(Reader):
-    """Each query reads the tokens that a layer below has chosen for it (Yang et al. 2024, arXiv 2410.05076, section 3).
+    """Reads the tokens that a layer below has selected for each query (Yang et al. 2024, 2410.05076, section 3).
 
-    The first `dense` layers read everything. So do the next one and the layer `reselect`, and each chooses, per query
+    The first `dense` layers read all tokens. So do the next one and the layer `reselect`, and each selects, per query
     head, the topk - 1 earlier tokens with the highest logits. All other layers read these and the query's own token.
-    What is handed up are positions, so that layers that hold different tokens understand each other: a token that a
-    layer does not hold, or no longer sees through its sliding window, it does not read. A layer to which nothing was
-    handed chooses for itself.
+    The value that goes up is positions, because layers may keep different tokens: a layer skips a token that it has
+    evicted, or that its sliding window hides. A layer that gets no selection makes one.
+
+    Args:
+      topk: tokens that a query head reads, its own included.
+      dense: first layers that read all tokens.
+      reselect: index of the layer that selects again.
+      chooses: whether this layer selects, set by `at`.
     """
 
     topk: int
     dense: int = 2
     reselect: int = 13
-    chooses: bool = True  # in this layer, from `at`
+    chooses: bool = True
 
-    supports_eviction = False  # positions are looked up in slots in the order of time
+    supports_eviction = False  # positions are found by binary search, in slots that ascend
 
     def __post_init__(self):
         if self.topk < 1 or min(self.dense, self.reselect) < 0:
@@ -50,7 +55,7 @@ class PersistentTokens(Reader):
         assert spec.index is not None
         if spec.index < self.dense:
             return Full()
-        # Of the two numbers of layers nothing is left that would tell one layer from another like it.
+        # `dense` and `reselect` are dropped, so that layers that do the same are equal and share a compiled program.
         return PersistentTokens(self.topk, 0, 0, spec.index in (self.dense, self.reselect))
 
     def read(
@@ -63,17 +68,17 @@ class PersistentTokens(Reader):
         cross_layer: Any = None,
     ) -> ReadResult:
         if cross_layer is None or self.chooses:
-            return self._choose(layer, state, q, q_pos)
-        chosen = jnp.moveaxis(cross_layer, 2, 3)
+            return self._attend_and_select(layer, state, q, q_pos)
+        selected = jnp.moveaxis(cross_layer, 2, 3)
 
-        def attend(q: Array, q_pos: Array, chosen: Array) -> Partial:
+        def attend(q: Array, q_pos: Array, selected: Array) -> Partial:
             own = jnp.broadcast_to(q_pos[:, None, None, :, None], (*q.shape[:4], 1))
-            return attend_slots(layer, state, q, q_pos, _slots(state.pos, jnp.concatenate([chosen, own], -1)))
+            return attend_slots(layer, state, q, q_pos, _find_slots(state.pos, jnp.concatenate([selected, own], -1)))
 
-        return ReadResult(map_query_blocks(attend, q, q_pos, 16, chosen), cross_layer=cross_layer)
+        return ReadResult(map_query_blocks(attend, q, q_pos, 16, selected), cross_layer=cross_layer)
 
-    def _choose(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
-        """Attention to everything; the carry is the positions of each query's tokens, i32[B K T G n], -1 if unused."""
+    def _attend_and_select(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
+        """Attends to all tokens; the cross-layer value is positions, i32[B K T G n], -1 where unused."""
         keys, values = layer.k.load(state.k), layer.v.load(state.v)
         count = min(self.topk - 1, state.pos.shape[2])
 
@@ -88,18 +93,18 @@ class PersistentTokens(Reader):
                 Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > MASKED_LOGIT / 2, pos, -1)
             )
 
-        found = map_query_blocks(attend, q, q_pos, 64)
-        return found._replace(cross_layer=jnp.moveaxis(found.cross_layer, 3, 2))
+        result = map_query_blocks(attend, q, q_pos, 64)
+        return result._replace(cross_layer=jnp.moveaxis(result.cross_layer, 3, 2))
 
 
-def _slots(held: Array, wanted: Array) -> Array:
-    """The slots of tokens at positions wanted i32[B K ...] among held i32[B 1|K S]; -1 where there is none."""
-    B, heads, S = held.shape
-    flat = wanted.reshape(B, heads, -1)
-    order = jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held)
+def _find_slots(slot_pos: Array, pos: Array) -> Array:
+    """Finds the slots of tokens at positions pos i32[B K ...] among slot_pos i32[B 1|K S]; -1 where there is none."""
+    B, heads, S = slot_pos.shape
+    flat = pos.reshape(B, heads, -1)
+    order = jnp.where(slot_pos < 0, jnp.iinfo(jnp.int32).max, slot_pos)
     slot = jax.vmap(jax.vmap(jnp.searchsorted))(order, flat).astype(jnp.int32)
-    there = (flat >= 0) & (jnp.take_along_axis(held, jnp.minimum(slot, S - 1), 2) == flat)
-    return jnp.where(there, slot, -1).reshape(wanted.shape)
+    exists = (flat >= 0) & (jnp.take_along_axis(slot_pos, jnp.minimum(slot, S - 1), 2) == flat)
+    return jnp.where(exists, slot, -1).reshape(pos.shape)
 
 
 @register_method(example="tidal_decode:topk=256,dense=1,reselect=2", family="sparse reading")

@@ -1,4 +1,4 @@
-"""TOVA: while decoding, the token that the newest query attends to least makes room."""
+"""TOVA: while decoding, evicts the token that the newest query attends to least."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class Tova(Policy):
-    """The cache as a multi-state recurrent network (Oren et al. 2024, arXiv 2401.06104, section 3.2).
+    """Treats the cache as a multi-state recurrent network (Oren et al. 2024, arXiv 2401.06104, section 3.2).
 
-    A step attends to the `budget` tokens that are held and to itself; then, over budget, the token with the lowest
-    weight leaves for good: the mean over all query heads of the layer, so all heads hold the same tokens; of equals the
-    older goes. A longer prompt is cut by its last query in the same way. As in the authors' code the newest token may
-    leave too, and counts in the budget; with `keep_newest` it stays (kvpress' prompt-only press). True positions stay.
+    A step attends to the `budget` kept tokens and to its own; then, over budget, it evicts the token with the lowest
+    weight, the mean over all query heads of the layer, so that all heads keep the same tokens; ties go to the older
+    token. A longer prompt is cut by its last query in the same way. Kept tokens keep their positions.
+
+    Args:
+      budget: tokens of a layer.
+      keep_newest: whether the newest token stays (kvpress' prompt-only press); in the authors' code it may be evicted.
     """
 
     budget: int

@@ -1,4 +1,4 @@
-"""TriAttention: the tokens whose distance suits the mean query, by the trigonometric series of the rotations."""
+"""TriAttention: keeps tokens whose distance suits the mean query, by a trigonometric series of the rotations."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from kvjax.methods.registry import register_method
 
 @dataclasses.dataclass(frozen=True)
 class TriAttention(Scorer):
-    """What a key gives with the mean query of its head, at distances that double, and by its size alone.
+    """Scores a key by its product with the mean query of its head at distances that double, and by its size.
 
-    Mao et al. 2026, arXiv 2604.04921. With bare queries and keys as complex numbers, one for each rotated pair f of
+    Mao et al. 2026, arXiv 2604.04921. With pre-RoPE queries and keys as complex numbers, one for each rotated pair f of
     channels, mean query m and mean modulus a: the sum over f of |m| |k| cos((t - p + d) w + arg(m conj k)) +
-    (a - |m|) |k|, in the mean over d = 1, 2, 4, .., `furthest`. The first term is the dot product of the key as it is
-    held with the mean query turned to t + d; channels that are not rotated count in it alone. normalise: each query
-    head's scores are brought to mean 0 and deviation 1 over a row's tokens before the greatest of a key/value head's
-    query heads is taken.
+    (a - |m|) |k|, in the mean over d = 1, 2, 4, .., `furthest`. The first term is the dot product of the rotated key
+    with the mean query rotated to t + d; channels without rotation count in it alone.
+
+    Args:
+      furthest: greatest distance.
+      normalise: whether each query head's scores are standardized over a sequence's tokens before the greatest of a
+        key/value head's query heads is taken.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -49,30 +52,30 @@ class TriAttention(Scorer):
 
         mean, modulus = mean_over_pre_rope(observation, observation.pos >= 0, rope, sums)
         steps = jnp.asarray(2 ** np.arange(self.furthest.bit_length()), jnp.int32)
-        turned = rotate_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
+        rotated = rotate_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
         keys = block.k.astype(jnp.float32)
-        heads = jnp.einsum("bkgh,bksh->bkgs", turned, keys)
+        heads = jnp.einsum("bkgh,bksh->bkgs", rotated, keys)
         spread = modulus - moduli(mean, rope.dim)
         heads += jnp.einsum("bkgf,bksf->bkgs", spread, moduli(keys, rope.dim))
         readable = visible_to_next_query(block, spec.window)
         if self.normalise:
-            heads = standardised(heads, readable)
+            heads = standardize(heads, readable)
         heads = jnp.where(readable, heads, MASKED_LOGIT)
         return head_scores(heads, heads.max(2), block)
 
 
 def moduli(x: Array, dim: int) -> Array:
-    """f32[... dim / 2]: the lengths of the rotated pairs of channels of x [... H]; no rotation changes them."""
+    """Computes the lengths of the rotated pairs of channels of x [... H], f32[... dim / 2]; rotations keep them."""
     half = dim // 2
     return jnp.sqrt(jnp.square(x[..., :half]) + jnp.square(x[..., half:dim]))
 
 
-def standardised(x: Array, counted: Array) -> Array:
-    """x f32[B K G S] minus its mean, over its standard deviation, both over the slots counted bool[B 1|K 1 S]."""
+def standardize(x: Array, counted: Array) -> Array:
+    """Standardizes x f32[B K G S] by mean and deviation over the slots counted bool[B 1|K 1 S]."""
     number = jnp.maximum(counted.sum(3, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    apart = x - jnp.where(counted, x, 0.0).sum(3, keepdims=True) / number
-    variance = jnp.where(counted, jnp.square(apart), 0.0).sum(3, keepdims=True) / number
-    return apart / jnp.maximum(jnp.sqrt(variance), 1e-6)
+    deviation = x - jnp.where(counted, x, 0.0).sum(3, keepdims=True) / number
+    variance = jnp.where(counted, jnp.square(deviation), 0.0).sum(3, keepdims=True) / number
+    return deviation / jnp.maximum(jnp.sqrt(variance), 1e-6)
 
 
 @register_method(example="triattention:budget=512", family="eviction after the prompt")

@@ -1,4 +1,4 @@
-"""Turned queries: the tokens that the prompt's own queries attend to from behind the prompt."""
+"""Turned queries: keeps the tokens that the prompt's own queries attend to from a position after the prompt."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ QUERIES_AT_ONCE = 64  # a block of [64, T] weights is in memory, not one of [T, 
 
 @dataclasses.dataclass(frozen=True)
 class TurnedQueries(Scorer):
-    """The most attention that a token gets from any of the prompt's queries, all moved behind the prompt.
+    """Scores a token by the most attention that any of the prompt's queries pays it from after the prompt.
 
-    The rotary embedding of each query is taken off, and that of one position behind the prompt, its length + `ahead`,
-    is put on. Each query then attends to the whole prompt, without a causal mask. So a token is asked for by queries
-    that really occurred, as a later reader at one place would ask for it: early queries, which never saw what follows
-    them, take part. A key/value head takes the greatest over its query heads.
+    The rotary embedding of each query is replaced by that of one position after the prompt, its length + `ahead`. Each
+    query then attends to the whole prompt, without a causal mask, as a later reader at that position would. So early
+    queries, which never saw the tokens that follow them, take part. A key/value head takes the greatest over its query
+    heads.
 
-    Attributes:
-      ahead: how far behind the prompt's end queries stand, in tokens.
+    Args:
+      ahead: distance of that position from the prompt's end, in tokens.
       reduce: "max" or "mean" over the queries.
-      stride: every so many-th query asks, counted from the last one.
-      last: the fraction of the prompt whose queries ask, its last ones; at least one query does.
+      stride: distance between the queries that take part, counted from the last one.
+      last: fraction of the prompt, its end, whose queries take part; at least one query does.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -61,44 +61,43 @@ class TurnedQueries(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block, observation = block.clean(), self._sample(self.require_observation(observation))
-        # The newest query is that of the last token, whose place the number of tokens does not tell: a cache that is
-        # compressed again has lost tokens between those it holds.
+        # The number of tokens does not tell the end: a cache that is compressed again has evicted tokens in between.
         end = observation.pos.max(1) + 1  # i32[B]
-        asking = observation.pos >= 0
-        behind = jnp.where(asking, (end + self.ahead)[:, None], -1)
-        # A sliding window only hides what no later query will see: those tokens get nothing below.
+        is_query = observation.pos >= 0
+        target_pos = jnp.where(is_query, (end + self.ahead)[:, None], -1)
+        # Tokens outside a sliding window of the next query are never seen again, so they score nothing.
         readable = visible_to_next_query(block, spec.window)[:, :, :, None]
 
         def add(total: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
-            q, before, there = queries
-            bare = spec.rope.unrotate_queries(q, jnp.maximum(before, 0))
-            turned = spec.rope.rotate_queries(bare, jnp.maximum(there, 0)).astype(q.dtype)
-            allowed = visible(block.pos, there) & readable
-            p, _, l = weights(jnp.where(allowed, scores(turned, block.k), MASKED_LOGIT))
+            q, pos, target_pos = queries
+            pre_rope = spec.rope.unrotate_queries(q, jnp.maximum(pos, 0))
+            turned = spec.rope.rotate_queries(pre_rope, jnp.maximum(target_pos, 0)).astype(q.dtype)
+            is_visible = visible(block.pos, target_pos) & readable
+            p, _, l = weights(jnp.where(is_visible, scores(turned, block.k), MASKED_LOGIT))
             p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 
         blocks = (
             split_blocks(observation.q, 3, QUERIES_AT_ONCE),
             split_blocks(observation.pos, 1, QUERIES_AT_ONCE, -1),
-            split_blocks(behind, 1, QUERIES_AT_ONCE, -1),
+            split_blocks(target_pos, 1, QUERIES_AT_ONCE, -1),
         )
         heads, _ = lax.scan(add, vary(jnp.zeros((*observation.q.shape[:3], block.k.shape[2]))), blocks)
         if self.reduce == "mean":
-            heads = heads / jnp.maximum(asking.astype(jnp.float32).sum(-1), 1.0)[:, None, None, None]
+            heads = heads / jnp.maximum(is_query.astype(jnp.float32).sum(-1), 1.0)[:, None, None, None]
         return head_scores(heads, heads.max(2), block)
 
     def _sample(self, observation: Observation) -> Observation:
-        """The queries that ask: fewer of them, so that fewer are turned."""
+        """Takes the queries that take part."""
         if self.stride == 1 and self.last == 1:
             return observation
         width, newest = observation.pos.shape[1], observation.pos.max(1, keepdims=True)
         most = max(int(fraction_of(self.last, width)), 1)
-        back = jnp.arange(0, most, self.stride, dtype=jnp.int32)[None]
-        asks = back < jnp.maximum(fraction_of(self.last, newest + 1), 1)
-        # A query lies at its position, and in the ring of a cache that is compressed again at that modulo its width.
-        at = (newest - back) % width
-        pos = jnp.where(asks, jnp.take_along_axis(observation.pos, at, 1), -1)
+        age = jnp.arange(0, most, self.stride, dtype=jnp.int32)[None]
+        takes_part = age < jnp.maximum(fraction_of(self.last, newest + 1), 1)
+        # A query lies at its position, or, in the ring of a cache that is compressed again, at that modulo the width.
+        at = (newest - age) % width
+        pos = jnp.where(takes_part, jnp.take_along_axis(observation.pos, at, 1), -1)
         return observation._replace(q=jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos=pos)
 
 

@@ -1,4 +1,4 @@
-"""ZipCache: all tokens in few bits, and the least salient ones in fewer."""
+"""ZipCache: stores all tokens in few bits, and the least salient ones in fewer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from kvjax.methods.registry import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Probes(Scorer):
-    """Normalised attention from a few prompt queries: the newest and some drawn by chance (ZipCache, 2405.14256).
+class ProbeAttention(Scorer):
+    """Scores by normalized attention from a few prompt queries, the newest and random ones (ZipCache, 2405.14256).
 
-    share: of a row's queries that are probes for being the newest, rounded up, and of those drawn among the others,
-    rounded down, without replacement, by seed and position alone. A token's score is the attention that the probes pay
-    it over the number of queries that can see it: of all "queries" (the public code), or of "probes" only.
+    A token's score is the attention that the probes pay it, over the number of queries that can see it.
+
+    Args:
+      share: fraction of the newest queries that are probes, rounded up, and fraction of all that are drawn from the
+        others, rounded down, without replacement, by seed and position alone.
+      normalise: the queries that are counted: "queries", all of them (the public code), or "probes".
+      seed: of the random probes.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -42,29 +46,29 @@ class Probes(Scorer):
             raise KvjaxError(f"normalise must be 'queries' or 'probes', got {self.normalise!r}")
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        obs = self.require_observation(observation)
-        paid, number = self.paid(block, obs, spec)
+        observation = self.require_observation(observation)
+        probe_attention, number = self.probe_attention(block, observation, spec)
         if self.normalise == "queries":
-            number = obs.pos.max(-1)[:, None, None] - block.pos + 1
+            number = observation.pos.max(-1)[:, None, None] - block.pos + 1
             number = (number if spec.window is None else jnp.minimum(number, spec.window)).astype(jnp.float32)
-        heads = paid / jnp.maximum(number, 1.0)[:, :, None]
+        heads = probe_attention / jnp.maximum(number, 1.0)[:, :, None]
         return head_scores(heads, heads.mean(2), block)
 
-    def paid(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
-        """The attention f32[B K G S] that probes pay each token, and the number of probes that see it f32[B 1|K S]."""
-        probes = self._probes(observation)
+    def probe_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
+        """Sums the attention of the probes to each token, f32[B K G S], and counts those that see it, f32[B 1|K S]."""
+        probes = self._take_probes(observation)
         return attention_mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
 
-    def _probes(self, observation: Observation) -> Observation:
-        """The queries that are probes, in order."""
+    def _take_probes(self, observation: Observation) -> Observation:
+        """Takes the queries that are probes, in order."""
         Q = observation.pos.shape[1]
         length = (observation.pos >= 0).sum(-1, dtype=jnp.int32)
         first = length + fraction_of(self.share, -length)  # of the newest
-        chance = (draw(self.seed, observation.pos) >> 8).astype(jnp.float32)
-        drawn = top_k_mask(
-            chance, (observation.pos >= 0) & (observation.pos < first[:, None]), fraction_of(self.share, length)
+        draws = (draw(self.seed, observation.pos) >> 8).astype(jnp.float32)
+        is_random = top_k_mask(
+            draws, (observation.pos >= 0) & (observation.pos < first[:, None]), fraction_of(self.share, length)
         )
-        slot = jnp.where(drawn | (observation.pos >= first[:, None]), jnp.arange(Q, dtype=jnp.int32)[None], Q)
+        slot = jnp.where(is_random | (observation.pos >= first[:, None]), jnp.arange(Q, dtype=jnp.int32)[None], Q)
         slot = jnp.sort(slot, -1)[:, : fraction_of(self.share, Q) - fraction_of(self.share, -Q)]
         at = jnp.minimum(slot, Q - 1)
         q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
@@ -108,5 +112,5 @@ def zipcache(
     Reference:
       ZipCache, He et al. 2024, arXiv 2405.14256; constants of its authors' code
     """
-    tier = ScoredTiers(Probes(probes, normalise, seed), share, Channelwise(low), SeparableTokenwise(low))
+    tier = ScoredTiers(ProbeAttention(probes, normalise, seed), share, Channelwise(low), SeparableTokenwise(low))
     return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

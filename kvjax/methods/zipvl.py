@@ -1,4 +1,4 @@
-"""ZipVL: ZipCache's two tiers, with as many important tokens as it takes to keep most of a layer's attention."""
+"""ZipVL: ZipCache's two tiers, with as many important tokens as keep most of a layer's attention."""
 
 from __future__ import annotations
 
@@ -19,18 +19,26 @@ from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
-from kvjax.methods.zipcache import Probes
+from kvjax.methods.zipcache import ProbeAttention
 
 
 @dataclasses.dataclass(frozen=True)
-class Unimportant(PrecisionTiers):
-    """All tokens but the fewest that receive `tau` of the attention in their layer, counted for each row.
+class UnimportantTokens(PrecisionTiers):
+    """Stores in the low tier all tokens but the fewest that receive `tau` of their layer's attention.
 
-    The count is that of the layer: attention is averaged over all of its heads. Which tokens these are each head says
-    by the normalised scores. least, most: of all tokens, the important ones are at least and at most so many.
+    The number of important tokens is that of the layer: attention is averaged over all of its heads. Each head chooses
+    its own by the normalized scores.
+
+    Args:
+      scorer: the scores.
+      tau: fraction of the attention that important tokens receive.
+      k: codec of the low tier's keys.
+      v: codec of the low tier's values.
+      least: fraction of all tokens that are important at least.
+      most: fraction of all tokens that are important at most.
     """
 
-    scorer: Probes
+    scorer: ProbeAttention
     tau: float
     k: Codec
     v: Codec
@@ -57,16 +65,16 @@ class Unimportant(PrecisionTiers):
         return kept - fraction_of(self.least, kept)
 
     def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
-        """Of equal scores the earlier ones go into the low tier."""
+        # Ties go into the low tier from the left.
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return top_k_mask(-scores, block.pos >= 0, length - self.important(block, observation, layer.spec))
+        return top_k_mask(-scores, block.pos >= 0, length - self.num_important(block, observation, layer.spec))
 
-    def important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
-        """i32[B]: how many tokens of each row are important."""
-        paid, _ = self.scorer.paid(block, self.scorer.require_observation(observation), spec)
-        falling = -jnp.sort(-over_heads.mean(paid.mean(2))[:, 0], -1)
-        before = jnp.cumsum(falling, -1) - falling  # what the tokens before it have together
+    def num_important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
+        """Counts the important tokens of each sequence, i32[B]."""
+        probe_attention, _ = self.scorer.probe_attention(block, self.scorer.require_observation(observation), spec)
+        falling = -jnp.sort(-over_heads.mean(probe_attention.mean(2))[:, 0], -1)
+        before = jnp.cumsum(falling, -1) - falling  # attention of all more important tokens
         count = (before < self.tau * falling.sum(-1, keepdims=True)).sum(-1, dtype=jnp.int32)
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         return jnp.clip(count, fraction_of(self.least, length), -fraction_of(self.most, -length))
@@ -106,5 +114,5 @@ def zipvl(
       ZipVL, He et al. 2024, arXiv 2410.08584 (version 1), section 3; tiers: ZipCache, arXiv 2405.14256
     """
     keys, values = Channelwise(low), SeparableTokenwise(low)
-    tier = Unimportant(Probes(probes, normalise, seed), tau, keys, values, least, most)
+    tier = UnimportantTokens(ProbeAttention(probes, normalise, seed), tau, keys, values, least, most)
     return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

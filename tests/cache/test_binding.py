@@ -14,10 +14,11 @@ import pytest
 import kvjax
 from kvjax.cache.binding import bind_component
 from kvjax.cache.codecs.base import Plain
-from kvjax.cache.eviction.budgets import Pyramid, Uniform
+from kvjax.cache.eviction.budgets import Uniform
 from kvjax.cache.protocol import LayerSpec
 from kvjax.engine.plan import bind, specs
 from kvjax.method_api import Method, Policy, Scorer, make_selection, token_scores
+from kvjax.methods.pyramidkv import Pyramid
 from kvjax.testing import toy_model
 from tests.contract.cases import CASES
 

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from checkpoints_convert.convert import read
 from kvjax import methods
-from kvjax.cache.eviction.budgets import Pyramid
+from kvjax.methods.pyramidkv import Pyramid
 from tests.fixtures import ROOT
 
 # 62 tokens are three quarters of stored prompts of 83 tokens, half of those of 125, and a quarter of 250, rounded down

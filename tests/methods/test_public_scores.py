@@ -15,22 +15,22 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.codecs.thin import ChannelPruner
 from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, WindowAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
-from kvjax.methods.cam import Spread
-from kvjax.methods.criticalkv import ByOutput
+from kvjax.methods.cam import ValueSpread
+from kvjax.methods.criticalkv import OutputScores
 from kvjax.methods.cur import Cur
 from kvjax.methods.expected_attention import ExpectedAttention
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.methods.keynorm import KeyNorm
-from kvjax.methods.kvzip import Repeated
+from kvjax.methods.kvzip import ReplayAttention
 from kvjax.methods.lagkv import LagKV
-from kvjax.methods.sinks_and_recent import Newest
+from kvjax.methods.sinks_and_recent import Recency
+from kvjax.methods.think import ChannelPruner
 from tests.fixtures import ROOT
 
 T, HALF, LAYER = 50, 25, 1
@@ -138,8 +138,8 @@ def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer()
 def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
     """StreamingLLM: kvpress scores what it keeps by 1 and the others by 0; ours scores by position."""
     block, _ = prompt()
-    select = make_selection(Newest(), HALF, sinks=4, per="layer")
-    choose = jax.jit(functools.partial(select.select_slots, num_slots=HALF, spec=SPEC))
+    select = make_selection(Recency(), HALF, sinks=4, per="layer")
+    choose = jax.jit(functools.partial(select.choose, slots=HALF, spec=SPEC))
     kept = np.asarray(choose(block, None, jnp.array([HALF])).slots)[0, 0]
     for public in pressed("streaming"):
         np.testing.assert_array_equal(np.flatnonzero(public == 1), kept)
@@ -149,7 +149,7 @@ def test_the_second_half_of_a_budget_goes_by_what_values_add_to_the_output():
     """CriticalKV: kvpress gives the first half of a budget the greatest number there is, window and all."""
     block, seen = prompt()
     own = scored(SNAPKV)
-    rescored = jax.jit(functools.partial(ByOutput().scores, spec=SPEC))
+    rescored = jax.jit(functools.partial(OutputScores().scores, spec=SPEC))
     ours = np.asarray(rescored(block, jnp.asarray(own)[None], seen._replace(output_projection=output())))[0]
     public = pressed("criticalkv")
     first = public == np.finfo(np.float32).max
@@ -166,7 +166,7 @@ def test_the_attention_of_a_repetition_is_that_of_kvpress(plus):
     pos = T + jnp.arange(T, dtype=jnp.int32)[None]
     extra = {"output_projection": output(), "hidden_states": again["hidden"][:, None]} if plus else {}
     fresh = KVBlock(again["k"], jnp.zeros_like(again["k"]), pos[:, None])
-    look = jax.jit(functools.partial(Repeated(plus=plus).update_scores, spec=SPEC))
+    look = jax.jit(functools.partial(ReplayAttention(plus=plus).update_scores, spec=SPEC))
     ours = look(block, jnp.int32(0), Observation(again["q"], pos, **extra), fresh, jnp.zeros((1, 2, T)))[0]
     assert_close(np.asarray(ours), pressed("kvzip_plus" if plus else "kvzip"))
 
@@ -205,8 +205,8 @@ def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
 
     @jax.jit
     def merged(number):
-        monkeypatch.setattr(sys.modules[Spread.__module__], "_chance", lambda *_: number)
-        return Spread(window=4).at(SPEC)(block, there, choice, SPEC).v[0]
+        monkeypatch.setattr(sys.modules[ValueSpread.__module__], "_draw_uniform", lambda *_: number)
+        return ValueSpread(window=4).at(SPEC)(block, there, choice, SPEC).v[0]
 
     for percent in (25, 50, 75):
         np.testing.assert_allclose(merged(percent / 100), stored()[f"cam/{percent}"], rtol=1e-4, atol=1e-6)

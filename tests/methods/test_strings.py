@@ -14,7 +14,7 @@ from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.method_api import register_method
 from kvjax.methods.docstrings import parse_docstring
-from kvjax.methods.kcache import TopV
+from kvjax.methods.kcache import TopValues
 from kvjax.methods.registry import FAMILIES, OWN_FAMILY, REGISTRY, load_all
 from kvjax.methods.strings import split_list
 from kvjax.testing import toy_model
@@ -29,12 +29,12 @@ def test_a_string_is_the_call():
 
 
 def test_the_papers_defaults():
-    assert methods.kcache() == Method(v=Host(Plain()), read=TopV(128), device_layers=1)
+    assert methods.kcache() == Method(v=Host(Plain()), read=TopValues(128), device_layers=1)
 
 
 def test_a_plus_composes():
     both = parse("offload + kcache:n=8")
-    assert both == Method(k=Host(Plain()), v=Host(Plain()), read=TopV(8), device_layers=1)
+    assert both == Method(k=Host(Plain()), v=Host(Plain()), read=TopValues(8), device_layers=1)
     assert name_of(both) == "offload + kcache:n=8"
     assert compose(methods.full(), methods.kcache()) == methods.kcache() == compose(methods.kcache(), methods.full())
 
@@ -59,7 +59,7 @@ def test_two_fillings_of_one_slot_are_refused():
 
 def test_the_plan_keeps_the_first_layers_on_the_device():
     plan = bind(methods.kcache(n=8, device_layers=2), toy_model().config)
-    assert tuple(layer.method for layer in plan) == (Method(), Method(), Method(v=Host(Plain()), read=TopV(8)))
+    assert tuple(layer.method for layer in plan) == (Method(), Method(), Method(v=Host(Plain()), read=TopValues(8)))
     assert dataclasses.replace(methods.kcache(), device_layers=0).traits.host
 
 

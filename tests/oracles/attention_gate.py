@@ -1,4 +1,4 @@
-"""Attention-Gate in NumPy, float64, one row at a time, from its formula (arXiv 2410.12876)."""
+"""Attention-Gate in NumPy, float64, one row at a time, from its formula (arXiv 2410.12876); weights as in the table."""
 
 from __future__ import annotations
 

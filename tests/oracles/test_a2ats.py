@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.readers import codebook
 from kvjax.core import memory
 from kvjax.errors import KvjaxError
-from kvjax.methods.a2ats import Codewords
+from kvjax.methods.a2ats import Codewords, fit_codebook, nearest_codeword
 from tests.contract import layer
 from tests.oracles import a2ats as oracle
 
@@ -25,10 +24,10 @@ def test_by_hand_queries_say_which_keys_are_alike():
     np.testing.assert_allclose(words, [[0.5, 0], [5.5, 0]])
     x, real = jnp.asarray(keys, jnp.float32)[None, None], jnp.ones((1, 1, 4), bool)
     weights = jnp.asarray(moment, jnp.float32)[None, None]
-    found = codebook.fitted(x, real, weights, 2, 3)
+    found = fit_codebook(x, real, weights, 2, 3)
     np.testing.assert_allclose(found[0, 0], words, atol=1e-6)
     for at_once in (4, 3):
-        assert codebook.nearest(x, found, weights, at_once=at_once).ravel().tolist() == code
+        assert nearest_codeword(x, found, weights, vectors_at_once=at_once).ravel().tolist() == code
 
 
 @pytest.mark.parametrize("changes", ["", ",recent=0,sinks=0,rounds=1"])
@@ -57,7 +56,7 @@ def test_ragged_chunks_are_single_steps():
 
 def test_numbers_of_codewords_take_one_byte_or_two():
     codes = jnp.asarray([[[3, 0]]], jnp.int32)
-    stored = [memory.pack(Codewords(words)._stored(codes)) for words in (256, 257)]
+    stored = [memory.pack(Codewords(words)._narrow(codes)) for words in (256, 257)]
     assert [buffer.data.dtype.itemsize for buffer in stored] == [1, 2]
     for buffer in stored:
         np.testing.assert_array_equal(memory.unpack(buffer)[..., 0], codes)

@@ -11,11 +11,10 @@ import pytest
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.eviction.gates import AttentionGateTable, gate_attention
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.attention_gate import Gate
+from kvjax.methods.attention_gate import AttentionGateTable, Gate, gate_attention
 from tests.contract import layer
 from tests.oracles import attention_gate as oracle
 from tests.oracles import eviction

@@ -10,10 +10,10 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.ordered import SortedChannels
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.errors import KvjaxError
+from kvjax.methods.bfp import SortedChannels
 from tests.contract import layer
 from tests.oracles import bfp as oracle
 from tests.oracles.held import attended

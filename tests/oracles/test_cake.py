@@ -15,7 +15,7 @@ from kvjax.cache.eviction.budgets import PromptFraction
 from kvjax.core.attention_mass import Observation, moments
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.cake import Preference, Shifting
+from kvjax.methods.cake import Preference, ShiftingAttention
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import cake as oracle
@@ -94,7 +94,9 @@ def test_measures_and_scores_are_the_oracles_whatever_the_padding_holds(padding)
     method = bound(f"cake:budget=16,window={W}")
     block, seen = batch(0, padding)
     measured = np.asarray(jax.jit(method.measure)(block, seen))
-    scored = np.asarray(jax.jit(Shifting(W, 5, "avg").scores, static_argnums=2)(block, seen, method.spec).per_kv_head)
+    scored = np.asarray(
+        jax.jit(ShiftingAttention(W, 5, "avg").scores, static_argnums=2)(block, seen, method.spec).per_kv_head
+    )
     for b, n in enumerate(LENGTHS):
         if n <= W:
             assert measured[b] == 0

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache.eviction.rescoring import TwoStage
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.criticalkv import ByOutput, added
+from kvjax.methods.criticalkv import OutputScores, output_norms
 from tests.contract import layer
 from tests.oracles import adakv, eviction
 from tests.oracles import criticalkv as oracle
@@ -32,7 +32,7 @@ def test_the_example_by_hand():
 def test_what_values_add_is_counted_some_tokens_at_a_time(tokens):
     rng = np.random.default_rng(tokens)
     v, output = rng.normal(size=(2, 3, 9, 4)), rng.normal(size=(1, 3, 2, 4, 5))
-    got = added(jnp.asarray(v, jnp.float32), jnp.asarray(output, jnp.float32), tokens)
+    got = output_norms(jnp.asarray(v, jnp.float32), jnp.asarray(output, jnp.float32), tokens)
     want = [[oracle.reach(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
@@ -90,4 +90,4 @@ def test_where_it_cannot_stand_it_says_why():
             layer.bound(method)
     with pytest.raises(KvjaxError, match="share must lie in"):
         kvjax.methods.criticalkv(share=1.5)
-    assert ByOutput().needs_output
+    assert OutputScores().needs_output

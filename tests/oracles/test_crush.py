@@ -15,7 +15,7 @@ from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.core.random import draw
 from kvjax.errors import KvjaxError
 from kvjax.methods.kmeans import KMeans
-from kvjax.methods.kvcrush import KVCrush, hamming, pack
+from kvjax.methods.kvcrush import KVCrush, hamming_distance, pack_bits
 from tests.oracles import crush as oracle
 from tests.oracles import eviction as eviction_oracle
 from tests.oracles.test_eviction import LENGTHS, W, alone, batch, both, run, tokens
@@ -172,7 +172,7 @@ def test_representatives_are_shared_and_the_count_stays():
 def test_packed_distances(n):
     rng = np.random.default_rng(n)
     a, b = rng.random((2, 3, 5, n)) < 0.5
-    got = hamming(pack(jnp.asarray(a)), pack(jnp.asarray(b)))
+    got = hamming_distance(pack_bits(jnp.asarray(a)), pack_bits(jnp.asarray(b)))
     np.testing.assert_array_equal(got, (a != b).sum(-1))
 
 

@@ -19,7 +19,7 @@ from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
-from kvjax.methods.duo_attention import Streaming
+from kvjax.methods.duo_attention import StreamingBudgets
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import adakv
@@ -55,10 +55,10 @@ def test_heads_stream_as_in_the_authors_code(tmp_path):
     weights = np.random.default_rng(0).permutation(12).reshape(3, 4) / 12
     table = TableFile(written(tmp_path, weights, SPEC), "heads")
     for sparsity in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1):
-        rule = Streaming(table, sparsity, 5)
+        rule = StreamingBudgets(table, sparsity, 5)
         found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(3)]
         np.testing.assert_array_equal(np.array(found) == ALL_TOKENS, oracle.full_heads(weights, sparsity))
-    equal = Streaming(TableFile(written(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
+    equal = StreamingBudgets(TableFile(written(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
     assert [equal.at(dataclasses.replace(SPEC, index=i)).tokens.count(ALL_TOKENS) for i in range(3)] == [0, 2, 4]
 
 

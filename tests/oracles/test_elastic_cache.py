@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import parse
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.elastic_cache import IntoAnchors
+from kvjax.methods.elastic_cache import AnchorMerge
 from tests.contract import layer
 from tests.oracles import elastic_cache as oracle
 from tests.oracles import eviction
@@ -22,13 +22,13 @@ SMALL = "elastic_cache:budget=6,sinks=1,distance=3"
 
 def test_merging_is_its_oracle_whatever_the_padding_holds():
     block, choice = ragged()
-    got = merged(IntoAnchors(1), block, choice)
+    got = merged(AnchorMerge(1), block, choice)
     for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             for mine, x in ((got.k, block.k), (got.v, block.v)):
                 want = oracle.merged(np.asarray(x[b, head, :n], np.float64), slots[:stay].tolist(), 1)
                 np.testing.assert_allclose(mine[b, head, :stay], want, atol=2e-6)
-    jax.tree.map(np.testing.assert_array_equal, merged(IntoAnchors(1), *ragged(padding=np.inf)), got)
+    jax.tree.map(np.testing.assert_array_equal, merged(AnchorMerge(1), *ragged(padding=np.inf)), got)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_merging_is_its_oracle_whatever_the_padding_holds():
 )
 def test_by_hand_tokens_go_into_the_nearest_of_two_anchors(stay, want):
     block, choice = by_hand([[1, 0]] * 7, [[t] for t in range(7)], stay)
-    np.testing.assert_allclose(merged(IntoAnchors(1), block, choice).v[0, 0, :, 0], want, atol=1e-6)
+    np.testing.assert_allclose(merged(AnchorMerge(1), block, choice).v[0, 0, :, 0], want, atol=1e-6)
 
 
 def test_heads_share_their_tokens_and_one_at_a_fixed_distance_leaves():

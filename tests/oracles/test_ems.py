@@ -10,7 +10,7 @@ import pytest
 from kvjax import parse
 from kvjax.cache.eviction.scorers import Scores
 from kvjax.errors import KvjaxError
-from kvjax.methods.ems import GlobalLocal, IntoCentres
+from kvjax.methods.ems import CenterMerge, GlobalLocalAttention
 from tests.contract import layer
 from tests.oracles import ems as oracle
 from tests.oracles import eviction
@@ -20,7 +20,7 @@ from tests.oracles.test_merge import KEPT, LENGTHS, by_hand, merged, ragged
 SMALL = "ems:budget=6,window=2,threshold=0"
 
 
-@pytest.mark.parametrize("rule", [IntoCentres(1.0, 0.0), IntoCentres(0.5, 0.2)], ids=str)
+@pytest.mark.parametrize("rule", [CenterMerge(1.0, 0.0), CenterMerge(0.5, 0.2)], ids=str)
 def test_merging_is_its_oracle_whatever_the_padding_holds(rule):
     block, choice = ragged()
     got = merged(rule, block, choice)
@@ -43,7 +43,7 @@ def test_by_hand_a_token_is_merged_or_evicted(threshold, key, value):
     """The cosine is 0.8, scores are 3 and 1: direction (3 + 0.8, 0.6) / 4, norm (3 * 2 + 5) / 4."""
     block, choice = by_hand([[2, 0], [4, 3]], [[1], [5]], [0])
     kv = jnp.asarray([[[3.0, 1.0]]])
-    got = merged(IntoCentres(1.0, threshold), block, choice._replace(scores=Scores(kv[:, :, None], kv)))
+    got = merged(CenterMerge(1.0, threshold), block, choice._replace(scores=Scores(kv[:, :, None], kv)))
     np.testing.assert_allclose(got.k[0, 0, 0], key, atol=5e-5)
     np.testing.assert_allclose(got.v[0, 0, 0], [value], atol=1e-6)
 
@@ -51,7 +51,7 @@ def test_by_hand_a_token_is_merged_or_evicted(threshold, key, value):
 def test_scores_that_are_all_zero_and_keys_without_direction_give_no_nan():
     block, choice = by_hand([[0, 0], [0, 0], [1, 0]], [[1], [3], [5]], [0])
     nothing = jnp.zeros((1, 1, 3))
-    got = merged(IntoCentres(3.0, 0.0), block, choice._replace(scores=Scores(nothing[:, :, None], nothing)))
+    got = merged(CenterMerge(3.0, 0.0), block, choice._replace(scores=Scores(nothing[:, :, None], nothing)))
     assert np.isfinite(got.k).all()
     np.testing.assert_allclose(got.v[0, 0], [[3]], atol=1e-6)
 
@@ -74,8 +74,8 @@ def test_each_head_keeps_its_best_and_merges_the_next_best():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GlobalLocal(0), "window of EMS must be at least 1 query, got 0; use 32"),
-        (lambda: IntoCentres(-1.0), "band of EMS must be 0 or more .* got -1.0; use 1"),
+        (lambda: GlobalLocalAttention(0), "window of EMS must be at least 1 query, got 0; use 32"),
+        (lambda: CenterMerge(-1.0), "band of EMS must be 0 or more .* got -1.0; use 1"),
         (lambda: parse("ems:threshold=1.5"), "threshold of EMS is a cosine .* got 1.5; use 0.6"),
     ],
 )

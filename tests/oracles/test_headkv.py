@@ -12,7 +12,7 @@ from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
-from kvjax.methods.headkv import Important
+from kvjax.methods.headkv import HeadWeightBudgets
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import adakv, eviction
@@ -29,14 +29,14 @@ def written(path, weights, spec=None) -> str:
 
 def test_the_example_by_hand(tmp_path):
     assert oracle.capacities([[0.75, 0.25]], 128, 0, 1.01) == [[191, 65]]
-    rule = Important(TableFile(written(tmp_path, [[0.75, 0.25]]), "heads"), 160, 32, 1.01)
+    rule = HeadWeightBudgets(TableFile(written(tmp_path, [[0.75, 0.25]]), "heads"), 160, 32, 1.01)
     assert rule.at(layer.spec()).tokens == (32 + 191, 32 + 65)
 
 
 @pytest.mark.parametrize(("budget", "window", "beta"), [(128, 32, 1.01), (40, 8, 2), (9, 0, 5), (300, 1, 1)])
 def test_numbers_are_the_oracles(tmp_path, budget, window, beta):
     weights = np.random.default_rng(budget).uniform(size=(3, 4)).astype(np.float32)
-    rule = Important(TableFile(written(tmp_path, weights, SPEC), "heads"), budget, window, beta)
+    rule = HeadWeightBudgets(TableFile(written(tmp_path, weights, SPEC), "heads"), budget, window, beta)
     found = [list(rule.at(dataclasses.replace(SPEC, index=i)).tokens) for i in range(3)]
     assert found == oracle.capacities(weights.astype(np.float64).tolist(), budget, window, beta)
 

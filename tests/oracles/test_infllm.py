@@ -21,7 +21,7 @@ from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.infllm import Blocks, infllm
+from kvjax.methods.infllm import BlockReader, infllm
 from kvjax.methods.strings import parse
 from kvjax.testing import dense_attention, full_copies, toy_model
 from tests.oracles import infllm as oracle
@@ -111,7 +111,7 @@ def test_infllm_equals_the_paper(changes):
     for b, n in enumerate(LENGTHS):
         want, blocks = oracle.infllm(*rows[b], chunks(n, chunk), **args)
         np.testing.assert_allclose(out[b], want, atol=2e-5)
-        assert int(state.reader_state.formed[b]) == blocks
+        assert int(state.reader_state.num_blocks[b]) == blocks
 
 
 def test_chunks_of_more_queries_than_are_attended_at_once():
@@ -216,7 +216,7 @@ def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
     rows, kept = make(), 16
     block = left_by_a_selection(rows, kept)
     state = METHOD.prefill(block, None, kept + STEPS)
-    np.testing.assert_array_equal(state.reader_state.formed, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
+    np.testing.assert_array_equal(state.reader_state.num_blocks, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
     for b, head in ((0, 0), (2, 1)):
         pos = np.asarray(block.pos[b, head, 3:7])
         for group in range(G):
@@ -306,7 +306,7 @@ def test_bfloat16_stays_close_to_the_paper():
         (lambda: planned(chunk=7), "must not exceed local=6, got 7; use 6"),
         (lambda: planned(representatives=5), "must not exceed block=4, got 5"),
         (lambda: planned(topk=0), "topk of InfLLM must be at least 1, got 0"),
-        (lambda: Blocks(sinks=-1), "sinks of InfLLM must be at least 0, got -1"),
+        (lambda: BlockReader(sinks=-1), "sinks of InfLLM must be at least 0, got -1"),
         (lambda: extend(METHOD, empty(METHOD, 1, 9, jnp.float32), cut(make()[:1], [0], [7]), 1), "got commit=1 of 7"),
     ],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import KvjaxError
-from kvjax.methods.keyformer import Keyformer, tempered
+from kvjax.methods.keyformer import Keyformer, temper_weights
 from tests.contract import layer
 from tests.oracles import keyformer as oracle
 
@@ -56,11 +56,11 @@ def test_padding_is_never_seen():
 
 
 def test_a_temperature_of_two_takes_roots_by_hand():
-    got = tempered(jnp.array([0.2, 0.8, 0.0]), jnp.zeros(3), jnp.array(2.0))
+    got = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.zeros(3), jnp.array(2.0))
     np.testing.assert_allclose(got, [1 / 3, 2 / 3, 0], atol=1e-6)
-    doubled = tempered(jnp.array([0.2, 0.8, 0.0]), jnp.array([np.log(4.0), 0.0, 9.0]), jnp.array(1.0))
+    doubled = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.array([np.log(4.0), 0.0, 9.0]), jnp.array(1.0))
     np.testing.assert_allclose(doubled, [0.5, 0.5, 0], atol=1e-6)
-    assert not np.any(tempered(jnp.zeros(3), jnp.zeros(3), jnp.array(1.0)))
+    assert not np.any(temper_weights(jnp.zeros(3), jnp.zeros(3), jnp.array(1.0)))
 
 
 def test_noise_is_gumbels():

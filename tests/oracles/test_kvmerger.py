@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import parse
 from kvjax.errors import KvjaxError
-from kvjax.methods.kvmerger import Gaussian, Sets
+from kvjax.methods.kvmerger import GaussianMerge, MergeSets
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import kvmerger as oracle
@@ -17,7 +17,7 @@ from tests.oracles.slots import held
 from tests.oracles.test_merge import by_hand, merged, ragged
 
 SMALL = "kvmerger:budget=6,heavy=1,recent=2,count=true"
-ONE_SET = Sets(1, 0, 0)
+ONE_SET = MergeSets(1, 0, 0)
 
 
 def test_each_head_joins_its_most_similar_neighbours():
@@ -43,9 +43,9 @@ def test_each_head_joins_its_most_similar_neighbours():
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
 def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
     """Lost tokens of a set of which nothing was kept are gone; those of a set with two go into the first."""
-    sets = Sets(4, 0, 1)
+    sets = MergeSets(4, 0, 1)
     block, choice = ragged(3)
-    got = merged(Gaussian(sets, sigma, count=True), block, choice)
+    got = merged(GaussianMerge(sets, sigma, count=True), block, choice)
     k, v = (np.asarray(x[0, 0], np.float64) for x in (block.k, block.v))
     found = oracle.sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
     slots = np.asarray(choice.slots[0, 0]).tolist()
@@ -57,14 +57,14 @@ def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
     np.testing.assert_allclose(got.v[0, 0, at], values, atol=2e-6)
     np.testing.assert_allclose(got.bias[0, 0, at], np.log(number), atol=1e-6)
     jax.tree.map(
-        np.testing.assert_array_equal, merged(Gaussian(sets, sigma, count=True), *ragged(3, padding=np.inf)), got
+        np.testing.assert_array_equal, merged(GaussianMerge(sets, sigma, count=True), *ragged(3, padding=np.inf)), got
     )
 
 
 def test_by_hand_two_neighbours_at_distance_one():
     """The mean square distance is 1/2, so the Gaussian is exp(-1)."""
     block, choice = by_hand([[1, 0], [1, 1]], [[1], [5]], [0])
-    got = merged(Gaussian(ONE_SET), block, choice)
+    got = merged(GaussianMerge(ONE_SET), block, choice)
     np.testing.assert_allclose(got.k[0, 0], [[1, 0.2689]], atol=5e-5)
     np.testing.assert_allclose(got.v[0, 0], [[2.0758]], atol=5e-5)
 
@@ -72,7 +72,7 @@ def test_by_hand_two_neighbours_at_distance_one():
 @pytest.mark.parametrize("key", [[1, 2], [0, 0]], ids=["equal keys", "keys of zeros"])
 def test_equal_tokens_that_are_counted_become_one_that_stands_for_all(key):
     block, choice = by_hand([key] * 3, [[2], [4], [6]], [1])
-    got = merged(Gaussian(ONE_SET, count=True), block, choice)
+    got = merged(GaussianMerge(ONE_SET, count=True), block, choice)
     np.testing.assert_array_equal(got.k[0, 0, 0], key)
     np.testing.assert_allclose(got.v[0, 0], [[4]], atol=1e-6)
     np.testing.assert_allclose(got.bias[0, 0], [np.log(3)], atol=1e-6)
@@ -82,8 +82,8 @@ def test_nothing_is_joined_across_a_heavy_hitter_or_with_a_recent_token():
     """Of equal keys the earliest neighbours are joined first; token 3 is heavy, 6 and 7 are recent."""
     block, _ = by_hand([[1, 1]] * 8, [[1]] * 8, [0])
     received = jnp.asarray([[[1, 3, 2, 9, 5, 5, 8, 8]]], jnp.float32)
-    rules = (Sets(5, 1, 2), Sets(6, 1, 2))
-    found = jax.jit(lambda *args: [(rule.of(*args), rule.pivots(*args)) for rule in rules])(block, received)
+    rules = (MergeSets(5, 1, 2), MergeSets(6, 1, 2))
+    found = jax.jit(lambda *args: [(rule.assign(*args), rule.pivots(*args)) for rule in rules])(block, received)
     (five, of_five), (six, of_six) = found
     assert five[0, 0].tolist() == [0, 0, 0, 1, 2, 2, 3, 4]
     assert six[0, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 5]

@@ -10,10 +10,17 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.calibration import table_file
-from kvjax.cache.codecs.nonuniform import LevelTable, NonUniformCodec, fit_levels, normal_float_levels, normalize_levels
-from kvjax.cache.codecs.sparse import DenseAndSparse
 from kvjax.errors import KvjaxError
-from kvjax.methods.kvquant import ChannelQuantileOutliers, TokenQuantileOutliers
+from kvjax.methods.kvquant import (
+    ChannelQuantileOutliers,
+    DenseAndSparse,
+    LevelTable,
+    NonUniformCodec,
+    TokenQuantileOutliers,
+    fit_levels,
+    normal_float_levels,
+    normalize_levels,
+)
 from tests.contract import layer
 from tests.oracles import kvquant as oracle
 from tests.oracles.held import attended

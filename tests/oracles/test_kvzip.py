@@ -17,7 +17,7 @@ from kvjax.engine.prefill import _copy_chunk
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import pad
 from kvjax.generation.model_calls import replay_prompts
-from kvjax.methods.kvzip import Repeated
+from kvjax.methods.kvzip import ReplayAttention
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import kvzip as oracle
@@ -32,7 +32,9 @@ def test_a_query_that_favours_one_key_twice_gives_it_half():
     block = KVBlock(k, k, jnp.arange(2)[None, None])
     q, fresh = jnp.array([1.0, 0.0])[None, None, None, None], jnp.zeros((1, 1, 1, 2))
     seen, own = Observation(q, jnp.array([[2]])), KVBlock(fresh, fresh, jnp.array([[[2]]]))
-    got = Repeated(sinks=0).update_scores(block, jnp.int32(0), seen, own, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2))
+    got = ReplayAttention(sinks=0).update_scores(
+        block, jnp.int32(0), seen, own, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2)
+    )
     np.testing.assert_allclose(got[0, 0], [0.5, 0.25], atol=1e-6)
 
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from kvjax.cache.calibration import table_file
-from kvjax.cache.eviction.convolution import Convolution
-from kvjax.cache.eviction.convolution_table import ConvolutionTable, relative_error, split_texts
 from kvjax.core.attention_mass import Observation
 from kvjax.errors import KvjaxError
+from kvjax.methods.lococo import Convolution, ConvolutionTable, relative_error, split_texts
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lococo as oracle
@@ -75,7 +74,7 @@ def test_a_calibrated_table_makes_later_queries_miss_less():
     texts = split_texts(block.clean(), jnp.nan_to_num(q, posinf=0.0), 2, SPEC)
     share = jax.jit(lambda by: relative_error(by, texts, 1, None))
     after = share(Convolution(*(jnp.asarray(x, jnp.float32) for x in made.values())))
-    assert float(after) < 0.97 * float(share(kind._start(SPEC)))
+    assert float(after) < 0.97 * float(share(kind._initial_weights(SPEC)))
 
 
 def test_what_cannot_be_says_so(tmp_path):

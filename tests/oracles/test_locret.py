@@ -10,13 +10,12 @@ import pytest
 
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.eviction.retaining import RetainingHeads, group_by_head, ungroup_heads
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.locret import RetainingScorer
+from kvjax.methods.locret import RetainingHeads, RetainingScorer, group_by_head, ungroup_heads
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import locret as oracle

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import parse
 from kvjax.errors import KvjaxError
-from kvjax.methods.lookm import RULES, IntoNearest
+from kvjax.methods.lookm import RULES, NearestMerge
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lookm as oracle
@@ -21,14 +21,14 @@ SMALL = "lookm:budget=6,recent=2,sinks=1,images=1-4"
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_is_its_oracle_whatever_the_padding_holds(rule):
     block, choice = ragged()
-    got = merged(IntoNearest(rule), block, choice)
+    got = merged(NearestMerge(rule), block, choice)
     for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
             keys, values = oracle.merged(k, v, slots[:stay].tolist(), rule)
             np.testing.assert_allclose(got.k[b, head, :stay], keys, atol=2e-6)
             np.testing.assert_allclose(got.v[b, head, :stay], values, atol=2e-6)
-    jax.tree.map(np.testing.assert_array_equal, merged(IntoNearest(rule), *ragged(padding=np.inf)), got)
+    jax.tree.map(np.testing.assert_array_equal, merged(NearestMerge(rule), *ragged(padding=np.inf)), got)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_every_rule_is_its_oracle_whatever_the_padding_holds(rule):
 )
 def test_by_hand_the_lost_token_lies_between_two_and_goes_into_the_first(rule, key, value):
     block, choice = by_hand([[1, 0], [0, 1], [1, 1]], [[2, 0], [0, 1], [0, 2]], [0, 1])
-    got = merged(IntoNearest(rule), block, choice)
+    got = merged(NearestMerge(rule), block, choice)
     np.testing.assert_allclose(got.k[0, 0], [key, [0, 1]], atol=5e-5)
     np.testing.assert_allclose(got.v[0, 0], [value, [0, 1]], atol=5e-5)
 

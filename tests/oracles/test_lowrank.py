@@ -15,8 +15,8 @@ import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.bases import Bases
 from kvjax.cache.codecs.low_rank import CalibratedLowRank, PromptLowRank
-from kvjax.cache.codecs.recent import ExactWindow
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.methods.cskv import ExactWindow
 from tests.contract import layer
 from tests.oracles import lowrank as oracle
 
@@ -138,7 +138,7 @@ def test_the_newest_tokens_are_exact_wherever_they_are_read():
     pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1).astype(jnp.int32)[None, None]
 
     def step(held, q, p, idx, fresh, at):
-        read = codec.decode(held), codec.inner.decode(held.every), codec.gather(held, idx)
+        read = codec.decode(held), codec.inner.decode(held.inner), codec.gather(held, idx)
         return *read, codec.scores(q, held), codec.mix(p, held), codec.append(held, fresh, at)
 
     step = jax.jit(step)

@@ -19,16 +19,16 @@ from kvjax.core.attention import attend_dense, merge
 from kvjax.core.random import draw
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock, gather_tokens
-from kvjax.methods.cam import Spread
+from kvjax.methods.cam import ValueSpread
 from kvjax.methods.d2o import D2O
-from kvjax.methods.merging import IntoValues
+from kvjax.methods.merging import ValueMerge
 from tests.contract import layer
 from tests.oracles import merge as oracle
 
 B, K, G, T, H = 3, 2, 2, 12, 8
 LENGTHS = (12, 1, 9)
 KEPT = (5, 1, 4)
-RULES = [D2O(), D2O("paper", count=True), IntoValues(), IntoValues(0.1, 0.4), Spread(2, seed=3)]
+RULES = [D2O(), D2O("paper", count=True), ValueMerge(), ValueMerge(0.1, 0.4), ValueSpread(2, seed=3)]
 SPEC = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=None, rope=Rope(H))
 
 
@@ -71,7 +71,7 @@ def by_oracle(rule, k, v, kept, received):
         keys, values, number = oracle.d2o(k, v, kept, rule.rule)
         return keys, values, number if rule.count else None
     keys = np.stack([k[h][kept[h]] for h in range(K)])
-    if isinstance(rule, IntoValues):
+    if isinstance(rule, ValueMerge):
         values = [oracle.merging(k[h], v[h], kept[h], rule.threshold, rule.fraction) for h in range(K)]
         return keys, np.stack(values), None
     index = np.broadcast_arrays(0, np.arange(K)[:, None], np.arange(k.shape[1])[None])
@@ -121,7 +121,7 @@ def test_where_nothing_is_lost_all_stays_bit_for_bit(rule):
     assert got.bias is None or not np.any(got.bias)
 
 
-@pytest.mark.parametrize("rule", [D2O("paper", count=True), IntoValues(), IntoValues(0.1, 0.4)], ids=str)
+@pytest.mark.parametrize("rule", [D2O("paper", count=True), ValueMerge(), ValueMerge(0.1, 0.4)], ids=str)
 def test_the_order_of_lost_tokens_does_not_matter(rule):
     block, choice = ragged()
     block, choice = jax.tree.map(lambda x: x[:1], (block, choice))
@@ -154,7 +154,7 @@ def by_hand(k, v, slots) -> tuple[KVBlock, SelectedSlots]:
 
 def test_merging_by_hand():
     block, choice = by_hand([[1, 0], [0, 1], [1, 1]], [[2, 0], [0, 1], [0, 2]], [0, 1])
-    got = merged(IntoValues(), block, choice)
+    got = merged(ValueMerge(), block, choice)
     np.testing.assert_allclose(got.v[0, 0], [[1.4776, 0.5224], [0, 1]], atol=5e-5)
     np.testing.assert_array_equal(got.k, block.k[:, :, :2])
 
@@ -170,8 +170,10 @@ def test_two_equal_keys_by_hand(rule):
 def test_cam_by_hand():
     """All scores are equal, so the lost token's value goes for sure, half into each of the next two."""
     block, choice = by_hand([[1]] * 5, [[1], [10], [2], [3], [4]], [0, 2, 3, 4])
-    np.testing.assert_allclose(merged(Spread(2), block, choice).v[0, 0, :, 0], [1, 7, 8, 4])
-    np.testing.assert_allclose(merged(Spread(9), block, choice).v[0, 0, :, 0], [1, 2 + 10 / 3, 3 + 10 / 3, 4 + 10 / 3])
+    np.testing.assert_allclose(merged(ValueSpread(2), block, choice).v[0, 0, :, 0], [1, 7, 8, 4])
+    np.testing.assert_allclose(
+        merged(ValueSpread(9), block, choice).v[0, 0, :, 0], [1, 2 + 10 / 3, 3 + 10 / 3, 4 + 10 / 3]
+    )
 
 
 READERS = {

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.balanced import ChannelBalancer
 from kvjax.cache.codecs.base import Plain
 from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation
 from kvjax.errors import KvjaxError
+from kvjax.methods.mikv import ChannelBalancer
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import mikv as oracle
@@ -86,7 +86,7 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
         return stored, codec.decode(stored), codec.scores(q[:, :, :, :1], stored), rows
 
     stored, back, scores, rows = run(dirty, q)
-    assert not np.allclose(stored.rows.data[0], x[0]) and np.isfinite(back).all()
+    assert not np.allclose(stored.keys.data[0], x[0]) and np.isfinite(back).all()
     np.testing.assert_allclose(back[0, :, :5], x[0, :, :5], rtol=1e-5)
     np.testing.assert_allclose(rows, x[:, :, :1], rtol=1e-5)
     np.testing.assert_allclose(scores, attention.scores(q[:, :, :, :1], back), atol=1e-5)

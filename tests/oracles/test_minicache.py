@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.directions import signed_squared_cosine, slerp, split_length
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding
@@ -22,6 +21,7 @@ from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
 from kvjax.engine.modes import LayerCall, extend_layer
 from kvjax.errors import KvjaxError
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
+from kvjax.methods.minicache import signed_squared_cosine, slerp, split_length
 from kvjax.models.config import Config
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer

@@ -20,7 +20,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
-from kvjax.methods.razor_attention import Compensation, Razor
+from kvjax.methods.razor_attention import Compensation, RazorBudgets
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import eviction
@@ -41,7 +41,7 @@ def written(path, echo, induction, spec=None) -> str:
 @pytest.mark.parametrize(("echo", "induction"), [(0.01, 0.14), (0.1, 0.3), (0, 0), (1, 0)])
 def test_the_highest_of_either_score_are_retrieval_heads(tmp_path, echo, induction):
     scores = np.random.default_rng(0).permutation(40).reshape(2, 5, 4)
-    rule = Razor(TableFile(written(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
+    rule = RazorBudgets(TableFile(written(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
     found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(5)]
     want = oracle.retrieval_heads(*scores, echo, induction)
     np.testing.assert_array_equal(found, np.where(want, ALL_TOKENS, 1 + 2 + 1))

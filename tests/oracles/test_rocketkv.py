@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box
-from kvjax.methods.rocketkv import Hybrid, rocketkv
+from kvjax.methods.rocketkv import HybridBoxes, rocketkv
 from tests.contract import layer
 from tests.oracles import rocketkv as oracle
 
@@ -33,7 +33,7 @@ def test_a_page_of_two_keys_by_hand():
     want = 5 / np.sqrt(4 * 5 / 6)  # channels 0 and 2: 3 * 1 + 2 * 1
     np.testing.assert_allclose(oracle.estimate(q[None], [keys], 2), [[want]])
     box = Box(*(jnp.asarray(x, jnp.float32).reshape(1, 1, 1, 4) for x in (keys.min(0), keys.max(0))))
-    got = Hybrid(2, 0.5).score(box, jnp.asarray(q, jnp.float32).reshape(1, 1, 1, 1, 4))
+    got = HybridBoxes(2, 0.5).score(box, jnp.asarray(q, jnp.float32).reshape(1, 1, 1, 1, 4))
     np.testing.assert_allclose(got.item(), want, rtol=1e-6)
 
 
@@ -41,9 +41,9 @@ def test_the_heads_of_a_group_share_the_signs_of_their_sum():
     """In channel 0 the second head's sign is not that of the sum: the box's greatest key counts, and against it."""
     box = Box(jnp.full((1, 1, 1, 2), -1.0), jnp.full((1, 1, 1, 2), 2.0))
     q = jnp.array([[3.0, 0], [-1, 0]]).reshape(1, 1, 2, 1, 2)
-    got = Hybrid(2, 1.0).score(box, q).ravel() * np.sqrt(2)
+    got = HybridBoxes(2, 1.0).score(box, q).ravel() * np.sqrt(2)
     np.testing.assert_allclose(got, [6, -2], rtol=1e-6)
-    assert np.isfinite(Hybrid(2, 0.5).score(box, jnp.zeros_like(q))).all()
+    assert np.isfinite(HybridBoxes(2, 0.5).score(box, jnp.zeros_like(q))).all()
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import pytest
 import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.across_heads import CrossHeadRotation
 from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.zero_point import ZeroPointQuantizer
 from kvjax.errors import KvjaxError
+from kvjax.methods.rotatekv import CrossHeadRotation, ZeroPointQuantizer
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import rotatekv as oracle

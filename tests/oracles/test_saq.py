@@ -11,9 +11,9 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.stairs import StaircaseQuantizer
 from kvjax.core import memory
 from kvjax.errors import KvjaxError
+from kvjax.methods.saq import StaircaseQuantizer
 from tests.contract import layer
 from tests.oracles import saq as oracle
 from tests.oracles.held import attended

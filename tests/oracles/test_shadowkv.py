@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.codecs.low_rank import PromptLowRank
 from kvjax.core import memory
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.shadowkv import Shadow
+from kvjax.methods.shadowkv import ShadowStore
 from tests.contract import layer
 from tests.oracles import shadowkv as oracle
 
@@ -56,7 +56,7 @@ def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_t
 
 def test_a_chunk_with_a_token_unlike_its_mean_stays_exact():
     keys = jnp.array([[1.0, 0.0], [1.0, 0.1], [1.0, 0.0], [-0.5, 1.0], [0.0, 0.0], [0.0, 0.0]])[None, None]
-    landmarks, likeness = Shadow(chunk=2)._landmarks(keys)
+    landmarks, likeness = ShadowStore(chunk=2)._landmarks(keys)
     np.testing.assert_allclose(landmarks[0, 0], [[1, 0.05], [0.25, 0.5], [0, 0]], rtol=1e-6)
     assert likeness[0, 0, 1] < likeness[0, 0, 0] and likeness[0, 0, 2] == 0
 

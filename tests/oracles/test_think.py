@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from kvjax.cache.codecs.base import Host
-from kvjax.cache.codecs.thin import ChannelPruner
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.think import OlderTokens
+from kvjax.methods.think import ChannelPruner, OlderTokens
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import think as oracle
@@ -82,7 +81,7 @@ def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dty
     stored, back, scores, rows, again = run(x, pos, seen, at, idx)
     stays = np.zeros((2, 2, 1, 10), bool)
     np.put_along_axis(stays, np.asarray(stored.channels), True, 3)
-    assert memory.unpack(stored.rows).shape == (2, 2, 6, 6) and back.dtype == dtype and stays.sum() == 4 * 6
+    assert memory.unpack(stored.kept).shape == (2, 2, 6, 6) and back.dtype == dtype and stays.sum() == 4 * 6
     real = np.where(np.asarray(pos)[..., None] >= 0, np.asarray(x, np.float32), 0)
     np.testing.assert_array_equal(np.asarray(back, np.float32), np.where(stays, real, 0))
     np.testing.assert_allclose(*scores, atol=1e-5 if dtype == jnp.float32 else 0.1)

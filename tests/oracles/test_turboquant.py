@@ -10,12 +10,11 @@ import pytest
 import kvjax
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.base import Host, Plain
-from kvjax.cache.codecs.even import UniformQuantizer
-from kvjax.cache.codecs.lloyd import LloydMax, lloyd_max_levels
 from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError
+from kvjax.methods.turboquant import LloydMax, UniformQuantizer, lloyd_max_levels
 from kvjax.models import Config
 from tests.contract import layer
 from tests.oracles import turboquant as oracle

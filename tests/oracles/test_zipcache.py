@@ -20,7 +20,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.zipcache import Probes
+from kvjax.methods.zipcache import ProbeAttention
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import zipcache as oracle
@@ -74,7 +74,7 @@ def test_saliency_by_hand():
     pos = jnp.arange(3, dtype=jnp.int32)[None]
     block = KVBlock(jnp.eye(3)[None, None], jnp.zeros((1, 1, 3, 3)), pos[:, None])
     seen = Observation(jnp.asarray(q, jnp.float32)[None, None, None], pos)
-    scores = Probes(share=1.0).scores(block, seen, layer.spec(head_dim=3)).per_kv_head
+    scores = ProbeAttention(share=1.0).scores(block, seen, layer.spec(head_dim=3)).per_kv_head
     np.testing.assert_allclose(scores[0, 0], [0.5667, 0.4, 0.5], atol=1e-4)
 
 
@@ -83,14 +83,14 @@ def test_a_draw_depends_on_the_position_alone():
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(1, 1, 1, 64, 4)), jnp.float32)
 
-    def positions(probes: Probes, width: int) -> list[int]:
+    def positions(probes: ProbeAttention, width: int) -> list[int]:
         pos = np.where(np.arange(width) < 40, np.arange(width), -1)
-        found = probes._probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
+        found = probes._take_probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
         return [int(p) for p in found if p >= 0]
 
-    alone = positions(Probes(), 40)
+    alone = positions(ProbeAttention(), 40)
     assert len(alone) == 4 and alone[2:] == [38, 39]
-    assert positions(Probes(), 64) == alone != positions(Probes(seed=1), 40)
+    assert positions(ProbeAttention(), 64) == alone != positions(ProbeAttention(seed=1), 40)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -105,7 +105,10 @@ def test_without_a_low_tier_it_is_the_high_codec_alone():
     d = layer.data()
     alone = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
     got = layer.run(
-        dataclasses.replace(alone, side_store=ScoredTiers(Probes(), 0.0, Channelwise(2), SeparableTokenwise(2))), d
+        dataclasses.replace(
+            alone, side_store=ScoredTiers(ProbeAttention(), 0.0, Channelwise(2), SeparableTokenwise(2))
+        ),
+        d,
     )
     np.testing.assert_allclose(got, layer.run(alone, d), atol=1e-6)
 

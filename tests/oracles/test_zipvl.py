@@ -15,8 +15,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.zipcache import Probes
-from kvjax.methods.zipvl import Unimportant
+from kvjax.methods.zipcache import ProbeAttention
+from kvjax.methods.zipvl import UnimportantTokens
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import zipcache
@@ -69,8 +69,8 @@ def counted(received: list[float], tau: float) -> int:
 
 @functools.cache
 def important(tau: float):
-    tier = Unimportant(Probes(1.0), tau, Channelwise(2), SeparableTokenwise(2))
-    return jax.jit(functools.partial(tier.important, spec=layer.spec(head_dim=5)))
+    tier = UnimportantTokens(ProbeAttention(1.0), tau, Channelwise(2), SeparableTokenwise(2))
+    return jax.jit(functools.partial(tier.num_important, spec=layer.spec(head_dim=5)))
 
 
 def test_by_hand_of_six_three_and_one_tenth():

@@ -11,7 +11,6 @@ import kvjax
 from kvjax.cache.eviction.budgets import (
     PerLayer,
     PromptFraction,
-    Pyramid,
     TokenBudget,
     Uniform,
     budgets_by_layer,
@@ -20,7 +19,6 @@ from kvjax.cache.eviction.budgets import (
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer
-from tests.oracles.eviction import pyramid, pyramid_peer
 
 
 def at(budget, index: int, layers: int):
@@ -43,31 +41,6 @@ def test_a_table_has_one_number_per_layer():
         at(PerLayer((3, 1)), 0, 3)
 
 
-@pytest.mark.parametrize(("cap", "w"), [(2048, 8), (128, 8), (64, 8), (70, 64), (16, 8), (33, 32)])
-@pytest.mark.parametrize("L", [1, 2, 32])
-@pytest.mark.parametrize(("rule", "oracle"), [("authors", pyramid), ("peer", pyramid_peer)])
-def test_pyramids_are_the_published_ones(cap, w, L, rule, oracle):
-    budget = Pyramid(cap, w, rule=rule)
-    for T in [1, w, cap - 1, cap, cap + 1, 2 * (cap - w) - 1, 2 * (cap - w), 2 * cap, 2 * cap + w, 4 * cap, 10**5]:
-        for i in {0, L // 2, L - 1}:
-            assert at(budget, i, L).num_kept(T) == oracle(T, i, L, cap, w), (T, i)
-
-
-def test_the_authors_pyramid_exceeds_its_sum_by_what_rounding_leaves():
-    excess = [sum(at(Pyramid(cap, 8), i, 32).num_kept(10**5) for i in range(32)) - 32 * cap for cap in (2048, 128, 64)]
-    assert excess == [16, 176, 240]
-
-
-def test_the_peers_pyramid_keeps_its_sum_and_is_flat_below_the_window():
-    kept = [at(Pyramid(2048, 64, rule="peer"), i, 32).num_kept(10**5) for i in range(32)]
-    assert kept[0] == round(2 * 2048 - 2048 / 20) and kept[-1] == round(2048 / 20) and abs(sum(kept) - 32 * 2048) < 17
-    assert {at(Pyramid(1024, 64, rule="peer"), i, 32).num_kept(4096) for i in range(32)} == {1024}
-
-
-def test_one_layer_gets_the_mean():
-    assert at(Pyramid(64, 8), 0, 1).num_kept(1000) == at(Pyramid(640, 8, rule="peer"), 0, 1).num_kept(10**4) // 10 == 64
-
-
 def test_a_table_of_all_lengths_never_undercuts_what_is_protected():
     table = num_kept_by_length(PromptFraction(0.5), 20, protected=6)
     assert table.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 8, 8, 9, 9, 10]
@@ -83,9 +56,6 @@ def test_a_table_of_all_lengths_never_undercuts_what_is_protected():
         (lambda: Uniform(0), "at least 1 token per layer, got 0"),
         (lambda: PerLayer((4, 0)), "at least 1 token per layer, got 0"),
         (lambda: PromptFraction(0.0), r"fraction must lie in \(0, 1\], got 0.0"),
-        (lambda: Pyramid(8, 8), "needs more than these, got tokens=8; use at least 9"),
-        (lambda: Pyramid(9, 8, beta=0), "beta must be at least 1, got 0"),
-        (lambda: Pyramid(9, 8, rule="paper"), "rule must be 'authors' or 'peer', got 'paper'"),
     ],
 )
 def test_wrong_settings_are_named(make, says):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.eigen import leading_eigenvectors
+from kvjax.methods.gear import leading_eigenvectors
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 20, 33])
