@@ -234,8 +234,9 @@ def replay_scores(exact: FullKV, method: str) -> list[Array]:
     copies = [LayerPrompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
     model, tokens = exact.model, jnp.asarray(pad(exact.ids, copies[0].k.shape[2])[0])
-    arguments = model.params, tokens, exact.lengths, copies, plan, Target(model.config), replay_prompts(model, plan)
-    return [prompt.replay_scores for prompt in replay(*arguments)]
+    arguments = model.params, tokens, exact.lengths, copies, plan, Target(model.config)
+    replayed = replay(*arguments, replay_prompts=replay_prompts(model, plan))
+    return [prompt.replay_scores for prompt in replayed]
 
 
 @functools.partial(jax.jit, static_argnames="layer")
@@ -250,12 +251,12 @@ def _select(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodL
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=PrecomputedScores(scores))
     slots = select.max_kept_up_to(width)
-    share = None if method.side_store is None else method.side_store.share
+    head_budgets = None if method.side_store is None else method.side_store.head_budgets
     if tokens is not None:
-        share = MeasuredHeadTokens(tokens, select.granularity.size)
+        head_budgets = MeasuredHeadTokens(tokens, select.granularity.size)
     keep = select.num_kept_per_sequence(block, None, slots)
     components = {"representatives": method.representatives, "second_stage": method.second_stage}
-    found = select.select_slots(block, None, keep, slots, spec, head_budgets=share, **components).slots
+    found = select.select_slots(block, None, keep, slots, spec, head_budgets=head_budgets, **components).slots
     B, K = block.k.shape[:2]
     rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     found = jnp.broadcast_to(found, (B, K, found.shape[2]))

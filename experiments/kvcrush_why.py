@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from checkpoints_convert.gguf.pretokenizers import split
 from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.cache.eviction.granularity import evictable_mask, group_into_units
+from kvjax.cache.eviction.granularity import Token, evictable_mask, group_into_units, split_prompt
 from kvjax.cache.eviction.representatives import EvictableUnits
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
@@ -64,7 +63,8 @@ def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: i
 
 
 def _units(heads: Array, block: KVBlock, length: int) -> EvictableUnits:
-    part = split(block.pos, jnp.full(block.pos.shape[0], length // 2, jnp.int32), length, 0, WINDOW_TOKENS, 1)
+    num_kept = jnp.full(block.pos.shape[0], length // 2, jnp.int32)
+    part = split_prompt(block.pos, num_kept, length, 0, WINDOW_TOKENS, Token())
     by_one = group_into_units(heads, 0, 1)
     valid = evictable_mask(part, by_one.shape[3])
     return EvictableUnits(by_one, group_into_units(block.k, 0, 1, 2), valid, valid)

@@ -27,7 +27,7 @@ def describe(name: str, config: Config, params: Any) -> str:
 
 
 def decode_bytes(config: Config, params: Any, batch: int, context: float) -> float:
-    """Bytes that one exact decode step must read: all weights once, one embedding per sequence, all keys and values."""
+    """Least bytes of an exact decode step: all weights once, one embedding per sequence, all keys and values."""
     size = params["embedding"].dtype.itemsize
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     if not config.tie_embeddings:  # a tied embedding is read in full, as the head
