@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.eviction.granularity import per_head
 from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, WindowAttention
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.protocol import LayerSpec
@@ -130,7 +129,7 @@ def test_scores_are_those_of_kvpress(case):
 def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer():
     """TOVA: the mean over all query heads; the last token always stays."""
     ours = scored(WindowAttention(num_queries=1, kernel=1))
-    ours = np.asarray(per_head(jnp.asarray(ours)[None], "layer"))[0, 0]
+    ours = np.asarray(ours).mean(0)
     for public in pressed("tova"):
         assert_close(ours[:-1], public[:-1])
     assert ours.argmax() == T - 1
@@ -140,7 +139,7 @@ def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
     """StreamingLLM: kvpress scores what it keeps by 1 and the others by 0; ours scores by position."""
     block, _ = prompt()
     select = make_selection(Recency(), HALF, sinks=4, per="layer")
-    choose = jax.jit(functools.partial(select.choose, slots=HALF, spec=SPEC))
+    choose = jax.jit(functools.partial(select.select_slots, num_slots=HALF, spec=SPEC))
     kept = np.asarray(choose(block, None, jnp.array([HALF])).slots)[0, 0]
     for public in pressed("streaming"):
         np.testing.assert_array_equal(np.flatnonzero(public == 1), kept)
