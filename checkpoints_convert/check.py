@@ -14,7 +14,7 @@ from checkpoints_convert.conversion_plan import ConversionPlan, plan_conversion
 from checkpoints_convert.convert import Progress, num_bytes, open_source
 from checkpoints_convert.source import Source
 from kvjax.errors import KvjaxError
-from kvjax.generation.calls import logits
+from kvjax.generation.model_calls import logits
 from kvjax.models import Config, checkpoint
 from kvjax.models.model import Model
 

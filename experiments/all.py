@@ -56,7 +56,7 @@ class Entry:
         return importlib.import_module(f"experiments.papers.{self.module}").in_brief(results)
 
 
-# Options of the scripts that ask questions of whole caches, and of those that measure eviction.
+# Options of the scripts on quantized and offloaded caches (ASKED) and on eviction (EVICTED).
 ASKED = "--length 1024 --contexts 8 --windows 4 --out {out}"
 EVICTED = "--length 1024 --contexts 8 --batch 8 --windows 4 --out {out}"
 ENTRIES = (

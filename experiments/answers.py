@@ -22,7 +22,7 @@ HEADROOM_TOKENS = 32  # of questions and answers after a context
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """Contexts, and questions with their answers, each of which follows its context alone."""
+    """Contexts and their questions with answers; every question follows its context alone."""
 
     contexts: np.ndarray  # i32[B S]
     tokens: np.ndarray  # i32[B Q T], questions and answers

@@ -203,7 +203,6 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
 
     def parse_methods(text: str) -> tuple[str, ...]:
         return tuple(map(str.strip, text.split(";")))

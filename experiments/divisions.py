@@ -54,10 +54,10 @@ from kvjax.eval.run import harness
 from kvjax.eval.run.equal_bytes import DTYPE, fitted, shares_of
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
-from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.case import Spec
 from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.generation.prompt_runner import replay_prompts
+from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.strings import method_of
 
@@ -148,36 +148,31 @@ def make_batch(model: Model, protocol: str, spec: Spec) -> Batch:
     cases = suite.cases(model, [TASKS[protocol]], spec)
     if protocol == "turns":
         prompts = [[*c.context, *c.asks[0].prompt] for c in cases]
-        return Batch(protocol, [list(map(int, p)) for p in prompts], [_join_questions(model, cases)])
-    each = [_single_question(model, cases, i) for i in range(spec.questions)]
+        return Batch(protocol, [list(map(int, p)) for p in prompts], [_join(model, [c.asks for c in cases], True)])
+    each = [_join(model, [[c.asks[i]] for c in cases], False) for i in range(spec.questions)]
     return Batch(protocol, [list(map(int, c.context)) for c in cases], each)
 
 
-def _join_questions(model: Model, cases: Sequence[Case]) -> Questions:
-    """Joins the first answer and each later question with its answer; the later answers count."""
+def _join(model: Model, asks: Sequence[Sequence[Any]], first_in_prompt: bool) -> Questions:
+    """Joins questions and answers of each context.
+
+    With `first_in_prompt` the first question ends the context's prompt: its text has the answer alone, which does not
+    count.
+    """
     found = Questions([], [], [])
-    for case in cases:
+    for own in asks:
         text: list[int] = []
         mask: list[bool] = []
         spans = []
-        for i, ask in enumerate(case.asks):
+        for i, ask in enumerate(own):
+            counts = i > 0 or not first_in_prompt
+            prompt = list(map(int, ask.prompt)) if counts else []
             answer = list(map(int, harness.reference(model, ask)))
-            prompt = list(map(int, ask.prompt)) if i else []  # the first question ends the context's prompt
-            if i:
+            if counts:
                 spans.append((len(text) + len(prompt), len(text) + len(prompt) + len(answer)))
             text += prompt + answer
             mask += [False] * len(prompt) + [True] * len(answer)
         for field, value in zip(found, (text, mask, spans), strict=True):
-            field.append(value)
-    return found
-
-
-def _single_question(model: Model, cases: Sequence[Case], i: int) -> Questions:
-    found = Questions([], [], [])
-    for case in cases:
-        prompt, answer = (list(map(int, x)) for x in (case.asks[i].prompt, harness.reference(model, case.asks[i])))
-        mask, end = [False] * len(prompt) + [True] * len(answer), len(prompt) + len(answer)
-        for field, value in zip(found, (prompt + answer, mask, [(len(prompt), end)]), strict=True):
             field.append(value)
     return found
 
@@ -386,7 +381,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
                     replayed = replay_scores(exact, setting.method)
                 scores[scorer] = compute_scores(exact, setting.method, replayed)
             if setting.codec not in every:
-                every[setting.codec] = exact.under(add_component(EVERY_TOKEN, setting.codec), capacity)
+                every[setting.codec] = exact.compress(add_component(EVERY_TOKEN, setting.codec), capacity=capacity)
             masks = select_tokens(exact, setting.method, scores[scorer])
             context = hide_tokens(every[setting.codec], masks)
             tokens = np.stack([np.asarray(mask.sum(2)) for mask in masks])  # i64[L B K]
@@ -394,7 +389,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
             if later is not None and not setting.codec:
                 found["errors"] = attention_errors(later, masks)
         else:
-            context = exact.under(setting.method, capacity)
+            context = exact.compress(setting.method, capacity)
         found["right"], found["log_probabilities"] = ask(context, batch, width)
         record = {"about": about, "protocol": protocol, "seed": seed, "method": setting.method, **found}
         with args.out.open("a") as file:
@@ -406,7 +401,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
 
 def check(exact: FullKV, setting: Setting, capacity: int, batch: Batch, width: int, right: list[list[bool]]) -> None:
     """Runs a setting as its method does; raises KvjaxError if its answers differ from those with hidden tokens."""
-    context = exact.under(setting.method, capacity)
+    context = exact.compress(setting.method, capacity=capacity)
     as_it_is, _ = ask(context, batch, width)
     log_progress(f"{setting.method} as it is: {100 * np.mean(as_it_is):.0f}%, {context.bytes}")
     if as_it_is != right:
@@ -450,7 +445,6 @@ def sum_up(model: Model, settings: Sequence[Setting], args: argparse.Namespace) 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
     p = make_parser(__doc__)
     p.add_argument("--model", default="smollm2-135m")
     p.add_argument("--settings", type=Path, default=SETTINGS)

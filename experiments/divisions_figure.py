@@ -158,13 +158,10 @@ def correlations(results: Results) -> dict[str, float]:
         ]
         known = [(error, right.mean()) for error, right in pairs if error is not None and right is not None]
         if len(known) > 2:
-            found[share] = _rank_correlation(*map(np.array, zip(*known, strict=True)))
+            x, y = (_ranks(np.array(values)) for values in zip(*known, strict=True))
+            # Equal values everywhere have no order.
+            found[share] = float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else float("nan")
     return found
-
-
-def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    x, y = _ranks(x), _ranks(y)  # equal values have no order: NaN
-    return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else float("nan")
 
 
 def _ranks(x: np.ndarray) -> np.ndarray:

@@ -190,7 +190,6 @@ def by_family(every: Sequence[Point]) -> dict[str, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
     p = make_parser(__doc__)
     p.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     p.add_argument("--shares", default="1/2,1/4,1/8,1/16", help="of the bytes that the full cache takes")

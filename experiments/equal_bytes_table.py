@@ -78,7 +78,6 @@ def table(points: Sequence[Point]) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("results", type=Path, nargs="?", default=RESULTS, help="a document of experiments.equal_bytes")
     args = p.parse_args()

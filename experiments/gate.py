@@ -188,7 +188,6 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains, measures and prints; see the module's docstring."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="testbed", help="the shipped model, or one of its vocabulary")
     parser.add_argument("--length", type=int, default=512, help="tokens of a context")

@@ -118,7 +118,7 @@ class Coverage:
     """Fractions of one layer and budget by kind, f32[B] each."""
 
     kept: dict[str, np.ndarray]  # of the following tokens' attention, on selected tokens
-    anyway: dict[str, np.ndarray]  # of the representatives, those that SnapKV alone would have selected
+    anyway: dict[str, np.ndarray]  # of the representatives, on tokens that SnapKV alone selects too
 
 
 def measure_coverage(found: LayerScores, joined: Array, budget: int) -> Coverage:
@@ -167,13 +167,12 @@ def measure(model: Model, args: Any) -> dict[str, Any]:
     return {
         "length": args.length,
         "windows": len(rows),
-        "signatures": {name: _mean(every) for name, every in (("one layer", alone), ("joined", together))},
+        "signatures": {
+            name: {key: float(np.mean([x[key] for x in every])) for key in every[0]}
+            for name, every in (("one layer", alone), ("joined", together))
+        },
         "budgets": {share: _average_layers(every) for share, every in results.items()},
     }
-
-
-def _mean(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([x[name] for x in every])) for name in every[0]}
 
 
 def _average_layers(every: Sequence[Coverage]) -> dict[str, Any]:
@@ -182,13 +181,11 @@ def _average_layers(every: Sequence[Coverage]) -> dict[str, Any]:
     gains = {kind: mass - covered["base"] for kind, mass in covered.items() if kind != "base"}
     return {
         "kept": {kind: float(mass.mean()) for kind, mass in covered.items()},
-        "gain": {kind: (float(more.mean()), _standard_error(more)) for kind, more in gains.items()},
+        "gain": {
+            kind: (float(more.mean()), float(more.std(ddof=1) / len(more) ** 0.5)) for kind, more in gains.items()
+        },
         "anyway": {kind: float(np.mean([layer.anyway[kind].mean() for layer in every])) for kind in every[0].anyway},
     }
-
-
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def rows(results: Mapping[str, Any]) -> list[list[str]]:
@@ -202,7 +199,6 @@ def rows(results: Mapping[str, Any]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     parser = common.model_parser(__doc__)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128, help="following tokens")

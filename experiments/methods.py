@@ -61,7 +61,6 @@ def _write(found: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Runs the command line."""
     p = make_parser(__doc__)
     p.add_argument("--again", action="store_true", help="measure all methods, not only the missing ones")
     p.add_argument("--speed", action="store_true", help="measure the decode speed only")

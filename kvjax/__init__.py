@@ -27,11 +27,11 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.cache.protocol import Cache
     from kvjax.engine.sampling import SamplingParams
     from kvjax.errors import IncompatibleMethod, KvjaxError, KvjaxWarning
-    from kvjax.generation.calls import extend, logits, prefill, score
     from kvjax.generation.chat import chat
     from kvjax.generation.context import Context, read, resume
     from kvjax.generation.generate import generate, stream, stream_text
     from kvjax.generation.memory_plan import planned_bytes
+    from kvjax.generation.model_calls import extend, logits, prefill, score
     from kvjax.generation.result import Result
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
@@ -92,7 +92,7 @@ _HOMES = {
     "kvjax.methods.strings": ("compose", "name_of", "parse"),
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),
-    "kvjax.generation.calls": ("extend", "logits", "prefill", "score"),
+    "kvjax.generation.model_calls": ("extend", "logits", "prefill", "score"),
     "kvjax.generation.chat": ("chat",),
     "kvjax.generation.context": ("Context", "read", "resume"),
     "kvjax.generation.generate": ("generate", "stream", "stream_text"),

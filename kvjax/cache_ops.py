@@ -1,9 +1,9 @@
-"""What is done to a bare `kvjax.Cache`: rows, copies, cuts and edits; and prefixes that a batch shares."""
+"""Operations on a bare `kvjax.Cache`: crop, take, fork, join and edit; and batches with shared prefixes."""
 
 from __future__ import annotations
 
-from kvjax.generation.cache_ops.edit import splice
-from kvjax.generation.cache_ops.sequences import branch, crop, join, rows
+from kvjax.generation.cache_ops.edit import edit
+from kvjax.generation.cache_ops.sequences import crop, fork, join, take
 from kvjax.generation.reuse.prefix_tree import read_batch
 
-__all__ = ["branch", "crop", "join", "read_batch", "rows", "splice"]
+__all__ = ["crop", "edit", "fork", "join", "read_batch", "take"]

@@ -1,4 +1,4 @@
-"""Exact keys and values in a small file, in few levels and entropy-coded, and back (CacheGen)."""
+"""Files of exact keys and values, quantized to few levels and entropy-coded (CacheGen)."""
 
 from __future__ import annotations
 

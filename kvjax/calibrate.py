@@ -24,9 +24,9 @@ from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind, specs
 from kvjax.engine.prefill import measure_layers
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.generation.calls import prefill
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
-from kvjax.generation.reuse.full_kv import run_exact_passes
+from kvjax.generation.model_calls import prefill
+from kvjax.generation.reuse.full_kv import observe_prompts
 from kvjax.methods.registry import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
@@ -134,7 +134,7 @@ def _counted(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> 
         ) from e
     tokens, lengths = pad(ids)
     lengths = place(model, lengths, "B")
-    _, prompts = run_exact_passes(model, plan, place(model, tokens, "B T"), lengths)
+    _, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
     measures = measure_layers(prompts, lengths, plan, Target(model.config, model.mesh))
     every = _count_layers(measures, lengths, kind=kind, layer=plan[0])
     return tuple(jax.tree.map(lambda x, i=i: x[i], every) for i in range(len(plan)))

@@ -24,9 +24,9 @@ from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerSpec, LayerSt
 from kvjax.cache.validation import uncompared_fields
 from kvjax.core import memory
 from kvjax.errors import KvjaxError
-from kvjax.generation.calls import extend, logits, prefill
 from kvjax.generation.generate import generate
 from kvjax.generation.memory_plan import planned_bytes
+from kvjax.generation.model_calls import extend, logits, prefill
 from kvjax.methods.registry import load_all
 from kvjax.methods.strings import format_methods, method_of, name_of, parse_parts, split_methods
 from kvjax.models.model import Model

@@ -8,9 +8,9 @@ parameters, tokens, and a `Cache`, which is an ordinary pytree.
     logits, cache = functional.prefill(params, tokens, lengths, plan, config, capacity=2048)
     new_tokens, cache = functional.decode(params, cache, logits.argmax(-1), num_tokens=64)
 
-Nothing here looks at values, places arrays, donates buffers or measures time: `kvjax.generate` and `kvjax.read` do, and
-stand on these functions. Called eagerly, a pass compiles one program for each distinct layer; under `jax.jit` it is one
-program, in which layers that are alike are compiled once on a CPU.
+Nothing here inspects values, places arrays, donates buffers or measures time: `kvjax.generate` and `kvjax.read` do, and
+are built on these functions. Called eagerly, a pass compiles one program for each distinct layer; under `jax.jit` it is
+one program, in which layers that are alike are compiled once on a CPU.
 
 Arguments called static are Python values, which decide shapes: close over them, or name them in `jax.jit`'s
 `static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it calls
@@ -98,12 +98,12 @@ def prefill(
       config: of the model.
       capacity: static, tokens that a sequence may grow to, at least T: there is room for capacity - T more in each.
       chunk: static, tokens that are run at a time; None for all at once, or as the method asks.
-      replay_prompts: static, ids that a method which has the model repeat the prompt (KVzip) puts before the first and
-        before every later chunk of it; none by default, and for a model without a tokenizer.
+      replay_prompts: static; a method that makes the model repeat the prompt (KVzip) puts these ids before the first
+        and before every later chunk of it. None by default, as for a model without a tokenizer.
 
     Returns:
-      Logits of each prompt's last token f32[B V], and the cache. How many slots a method needs may depend on values
-      that are unknown under a transformation; the cache then has as many as any prompts of T tokens need.
+      Logits of each prompt's last token f32[B V], and the cache. The number of slots may depend on values that are
+      unknown under a transformation; the cache then has enough for any prompts of T tokens.
 
     Raises:
       KvjaxError: capacity below T, or a static argument that is traced or of another type.
@@ -125,7 +125,7 @@ def extend(
 ) -> tuple[Array, Cache]:
     """Runs further tokens of every sequence.
 
-    A method that drafts ahead (SpeCache) is fed one token at a time, each with the next one as its draft.
+    A method that drafts (SpeCache) is fed one token at a time, each with the next one as its draft.
 
     Args:
       params: of the model.
@@ -142,7 +142,7 @@ def extend(
     commit = None if commit is None else _integer("commit", commit, 0, tokens.shape[1])
     lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
     if commit in (None, tokens.shape[1]):
-        return _decode.extend(params, tokens, cache, target, lengths)
+        return _decode.extend(params, tokens, cache, target, lengths=lengths)
     return _decode.step(params, tokens, cache, commit, target, lengths)
 
 
@@ -161,7 +161,7 @@ def decode(
       cache: what the tokens follow.
       tokens: i32[B], the last token of each sequence, which the cache does not hold yet.
       num_tokens: static, how many to generate after it.
-      sampling: static, how tokens are drawn; greedily by default.
+      sampling: static, settings of the sampler; greedy by default.
       key: of the random numbers; None: made from `sampling.seed`, as in `kvjax.generate`.
 
     Returns:
@@ -171,13 +171,14 @@ def decode(
     if not isinstance(sampling, SamplingParams):
         raise KvjaxError(f"sampling is static, a value such as SamplingParams(temperature=0.7), got {sampling!r:.80}")
     key = key_from_seed(sampling.seed) if key is None else key
-    return _decode.decode(params, cache, tokens, num_tokens, Target(cache.config), sampling.sampler(), key)
+    target, sampler = Target(cache.config), sampling.sampler()
+    return _decode.decode(params, cache, tokens, num_tokens, target=target, sampler=sampler, key=key)
 
 
 def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
     """Makes the cache of sequences that have no token yet.
 
-    What a method decides when a prompt ends it decides of no tokens here: the tokens that follow count as decoded.
+    A method that compresses when the prompt ends has nothing to compress here: all tokens that follow count as decoded.
 
     Args:
       plan: from `bind`.
@@ -197,9 +198,9 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
 def take(cache: Cache, sequences: Array) -> Cache:
     """Takes sequences of a cache, as a beam search does in every step.
 
-    It is `jax.tree.map(lambda x: x[sequences], cache)` for caches of which all arrays lie on the device and have one
-    entry per sequence; this one moves arrays of host memory to the device and back, and leaves alone what all sequences
-    share, such as a calibrated basis.
+    It is `jax.tree.map(lambda x: x[sequences], cache)` where all arrays lie on the device and have one entry per
+    sequence. Arrays in host memory are moved to the device and back, and what all sequences share, such as a calibrated
+    basis, stays as it is.
 
     Args:
       cache: of B sequences.
@@ -209,11 +210,11 @@ def take(cache: Cache, sequences: Array) -> Cache:
       The cache of n sequences.
 
     Raises:
-      KvjaxError: a cache behind a shared prefix, of which `kvjax.Context.pick` takes sequences.
+      KvjaxError: a cache after a shared prefix; `kvjax.Context.take` takes its sequences.
     """
     batch, sequences = cache.length.shape[0], jnp.asarray(sequences, jnp.int32)
     if any(isinstance(state, SharedPrefixState) for state in cache.layers):
-        raise KvjaxError("these sequences share a prefix; take some of them with Context.pick, or read them one by one")
+        raise KvjaxError("these sequences share a prefix; take some of them with Context.take, or read them one by one")
 
     def take_from(x: Array) -> Array:
         if x.ndim == 0 or x.shape[0] != batch:

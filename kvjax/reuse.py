@@ -1,4 +1,4 @@
-"""Exact keys and values of texts, read once, alone or packed; put together and mended by CacheBlend and Cache-Craft."""
+"""Exact keys and values of texts, computed once, and assembled by CacheBlend, Cache-Craft and Prepacking."""
 
 from __future__ import annotations
 

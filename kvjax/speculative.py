@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft under a cheaper cache, a shortened context or another model, and a verifier."""
+"""Speculative decoding: a draft under a cheaper cache, on a shorter context or by another model, and a verifier."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.core import compile_cache
 from kvjax.engine import forward
-from kvjax.generation import compiled
+from kvjax.generation import compile_options
 from kvjax.methods.registry import REGISTRY, load_all
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
@@ -67,7 +67,7 @@ def traced_calls(monkeypatch):
         calls.append(call)
         return run_layer(*args, call=call, target=target)
 
-    compiled._jit.cache_clear()
+    compile_options.jit_with.cache_clear()
     monkeypatch.setattr(forward, "apply_layer", counted)
     yield calls
-    compiled._jit.cache_clear()
+    compile_options.jit_with.cache_clear()

@@ -10,7 +10,6 @@ tracing, lowering and compiling are JAX's own figures, by program in the JSON do
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -24,9 +23,10 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 import kvjax
-from experiments.bench.measuring import log_progress, machine, make_parser, parse_integers, report, table
+from experiments.bench import measuring
 from experiments.bench.shapes import SHAPES
 from kvjax.core import compile_cache
+from kvjax.eval.run.machine import machine
 from kvjax.generation.session import LOOPS
 
 METHODS = "full;snapkv;kivi:bits=2;specache:bits=2"
@@ -97,35 +97,29 @@ def row(cell: dict[str, Any]) -> list[Any]:
     return [cell["method"], cell["layers"], seconds[0], *parts, cold["programs"], seconds[1]]
 
 
-def load_models(args: argparse.Namespace) -> Iterator[kvjax.Model]:
-    """The checkpoint --model, or a random model of each depth."""
-    if args.model:
-        yield kvjax.load(args.model)
-        return
-    for layers in args.depths:
-        yield kvjax.random_model(dataclasses.replace(SHAPES[args.shape], layers=layers))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    p = make_parser(__doc__)
+    p = measuring.make_parser(__doc__)
     p.add_argument("--methods", default=METHODS, help='separated by ";"')
     p.add_argument("--shape", choices=SHAPES, default="small", help="of the random models")
-    p.add_argument("--depths", type=parse_integers, default=[4, 12, 32], help="layers of the random models")
+    p.add_argument("--depths", type=measuring.parse_integers, default=[4, 12, 32], help="layers of the random models")
     p.add_argument("--model", help="a checkpoint instead")
     p.add_argument("--tokens", type=int, default=8, help="new tokens")
     p.add_argument("--loop", choices=LOOPS, help="of `generate` (default: its own choice)")
     args = p.parse_args(argv)
     before, cells = machine(), []
-    for model in load_models(args):
+    for layers in [None] if args.model else args.depths:
+        if args.model:
+            model = kvjax.load(args.model)
+        else:
+            model = kvjax.random_model(dataclasses.replace(SHAPES[args.shape], layers=layers))
         kvjax.generate(model, [PROMPT], "full", max_new_tokens=2)  # pays the costs of a process's first call
         for method in args.methods.split(";"):
-            log_progress(f"{method}, {model.config.layers} layers")
+            measuring.log_progress(f"{method}, {model.config.layers} layers")
             cells.append(measure(model, method.strip(), args.tokens, args.loop))
     title = f"compiling {args.model or args.shape}: one prompt of {len(PROMPT)} tokens, {args.tokens} new ones"
     title += f", loop {args.loop!r}" if args.loop else ""
     notes = ["Stages are sums over all programs of the cold run; the warm run reads its programs from the disk."]
-    report("compile", before, [table(title, COLUMNS, map(row, cells))], notes, cells)
+    measuring.report("compile", before, [measuring.table(title, COLUMNS, map(row, cells))], notes, cells)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.decoders import (
     KvjaxDecoder,
     TransformersDecoder,
@@ -23,18 +24,8 @@ from experiments.bench.decoders import (
     missing_packages,
     time_decode_steps,
 )
-from experiments.bench.measuring import (
-    Probes,
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    read_probes,
-    report,
-    summary,
-    table,
-)
 from experiments.bench.shapes import SHAPES, decode_bytes, describe
+from kvjax.eval.run.machine import machine
 
 WARM_UP = 4  # decode steps before the first timed one; both sides must agree on their tokens
 
@@ -42,7 +33,7 @@ WARM_UP = 4  # decode steps before the first timed one; both sides must agree on
 def measure(
     model: kvjax.Model,
     peer: TransformersDecoder | None,
-    probes: Probes,
+    probes: measuring.Probes,
     context: int,
     batch: int,
     *,
@@ -88,8 +79,8 @@ def measure(
     return {
         "batch": batch,
         "context": context,
-        "seconds_per_step": {name: summary(seconds[name]) for name in sides},
-        "tokens_per_second": {name: batch / summary(seconds[name])["median"] for name in sides},
+        "seconds_per_step": {name: measuring.summary(seconds[name]) for name in sides},
+        "tokens_per_second": {name: batch / measuring.summary(seconds[name])["median"] for name in sides},
         "bytes_per_step": need,
         "bandwidth": bandwidth,
         "limit": batch * bandwidth / need,
@@ -124,11 +115,10 @@ def rows(name: str, cell: dict[str, Any]) -> list[list[Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
-    parser.add_argument("--contexts", type=parse_integers, default=[512, 4096], help="tokens of the prompt")
-    parser.add_argument("--batches", type=parse_integers, default=[1, 4])
+    parser.add_argument("--contexts", type=measuring.parse_integers, default=[512, 4096], help="tokens of the prompt")
+    parser.add_argument("--batches", type=measuring.parse_integers, default=[1, 4])
     parser.add_argument("--methods", default="", help='measured next to full, separated by ";"')
     parser.add_argument("--steps", type=int, default=16, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the table shows their median")
@@ -137,21 +127,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     before, notes, lines, results = machine(), [], [], []
     methods = args.methods.split(";") if args.methods else ()
-    probes = read_probes(args.read_megabytes)
+    probes = measuring.read_probes(args.read_megabytes)
     for name in args.models.split(","):
         model = kvjax.random_model(SHAPES[name])
         notes.append(describe(name, model.config, model.params))
         peer = None if missing_packages() else TransformersDecoder(model)
         for context in args.contexts:
             for batch in args.batches:
-                log_progress(f"{name}, context {context}, batch {batch}")
+                measuring.log_progress(f"{name}, context {context}, batch {batch}")
                 cell = measure(
                     model, peer, probes, context, batch, steps=args.steps, repeats=args.repeats, methods=methods
                 )
                 results.append({"model": name, **cell})
                 lines += rows(name, cell)
         jax.clear_caches()
-    report("decode", before, [table("Decode, greedy", COLUMNS, lines)], notes + missing_note(), results)
+    measuring.report(
+        "decode", before, [measuring.table("Decode, greedy", COLUMNS, lines)], notes + missing_note(), results
+    )
 
 
 if __name__ == "__main__":

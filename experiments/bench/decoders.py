@@ -76,7 +76,7 @@ def random_loop(model: kvjax.Model, method: str | kvjax.Method, batch: int, toke
     pairs = [(draw(i, 0), draw(i, 1)) for i in range(c.layers)]
     loop = KvjaxDecoder(model, method)
     exact = full_kv_from_arrays(model, pairs, jnp.full((batch,), tokens, jnp.int32))
-    loop.begin(exact.under(method, tokens + room), room)
+    loop.begin(exact.compress(method, capacity=tokens + room), room)
     return loop
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.decoders import (
     KvjaxDecoder,
     TransformersDecoder,
@@ -21,17 +22,8 @@ from experiments.bench.decoders import (
     missing_packages,
     time_decode_steps,
 )
-from experiments.bench.measuring import (
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    report,
-    summary,
-    table,
-    time_in_turns,
-)
 from kvjax.eval.run.command import words
+from kvjax.eval.run.machine import machine
 
 Side = tuple[str, str]
 """("kvjax" or "transformers", dtype)."""
@@ -58,11 +50,11 @@ def measure(
         side.prefill(ids, room=room)
         side.decode(steps)
     runs = {name: (lambda side=side: side.prefill(ids, room=room)) for name, side in sides.items()}
-    prefill, decode = time_in_turns(runs, repeats), time_decode_steps(sides, steps, repeats)
+    prefill, decode = measuring.time_in_turns(runs, repeats), time_decode_steps(sides, steps, repeats)
     return {
         name: {
-            "prefill_seconds": summary(prefill[name])["median"],
-            "tokens_per_second": batch / summary(decode[name])["median"],
+            "prefill_seconds": measuring.summary(prefill[name])["median"],
+            "tokens_per_second": batch / measuring.summary(decode[name])["median"],
         }
         for name in sides
     }
@@ -84,24 +76,23 @@ def rows(batch: int, cell: Mapping[Side, Mapping[str, float]]) -> list[list[Any]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="what kvjax.load opens")
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
     parser.add_argument("--context", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--batches", type=parse_integers, default=[1, 4])
+    parser.add_argument("--batches", type=measuring.parse_integers, default=[1, 4])
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=5, help="turns; the table shows their median")
     args = parser.parse_args(argv)
     before, lines, results = machine(), [], []
     sides, config = load_sides(args.model, args.dtypes)
     for batch in args.batches:
-        log_progress(f"batch {batch}")
+        measuring.log_progress(f"batch {batch}")
         cell = measure(sides, config.vocab_size, args.context, batch, args.steps, args.repeats)
         lines += rows(batch, cell)
         results += [{"batch": batch, "side": name, "dtype": dtype, **found} for (name, dtype), found in cell.items()]
     title = f"{args.model}, {args.context} tokens, method full"
-    report("dtypes", before, [table(title, COLUMNS, lines)], missing_note(), results)
+    measuring.report("dtypes", before, [measuring.table(title, COLUMNS, lines)], missing_note(), results)
 
 
 if __name__ == "__main__":

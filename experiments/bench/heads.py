@@ -19,18 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.decoders import KvjaxDecoder, time_decode_steps
-from experiments.bench.measuring import (
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    report,
-    summary,
-    table,
-)
 from experiments.bench.shapes import SHAPES, describe
 from kvjax.engine.layer_prompt import LayerPrompt
+from kvjax.eval.run.machine import machine
 from kvjax.generation.reuse.full_kv import FullKV
 
 EQUAL = "equal heads"
@@ -64,12 +57,6 @@ def methods(tokens: int, fraction: float, pages: Sequence[int]) -> dict[str, str
     return found
 
 
-def head_lengths(cache: kvjax.Cache, prompt: int) -> np.ndarray:
-    """Number of the prompt's tokens in each head of all layers and sequences."""
-    heads = [head for layer in kvjax.kept_positions(cache) for row in layer for head in row]
-    return np.array([(head < prompt).sum() for head in heads])
-
-
 def measure(
     model: kvjax.Model, sides: dict[str, str], batch: int, tokens: int, steps: int, repeats: int
 ) -> dict[str, Any]:
@@ -78,8 +65,10 @@ def measure(
     loops, cells = {}, {}
     for name, text in sides.items():
         loops[name] = KvjaxDecoder(model, kvjax.parse(text))
-        loops[name].begin(prompts.under(text, tokens + room), room)
-        kept, size = head_lengths(loops[name].cache, tokens), kvjax.state_bytes(loops[name].cache)
+        loops[name].begin(prompts.compress(text, capacity=tokens + room), room)
+        heads = [head for layer in kvjax.kept_positions(loops[name].cache) for row in layer for head in row]
+        kept = np.array([(head < tokens).sum() for head in heads])  # of the prompt's tokens
+        size = kvjax.state_bytes(loops[name].cache)
         cells[name] = {
             "method": text,
             "tokens_of_a_head": [int(kept.min()), float(kept.mean()), int(kept.max())],
@@ -89,7 +78,7 @@ def measure(
     for loop in loops.values():  # compiles
         loop.decode(steps)
     seconds = time_decode_steps(loops, steps, repeats)
-    return {name: {**cell, "seconds_per_step": summary(seconds[name])} for name, cell in cells.items()}
+    return {name: {**cell, "seconds_per_step": measuring.summary(seconds[name])} for name, cell in cells.items()}
 
 
 COLUMNS = ("model", "tokens", "batch", "heads", "tokens of a head", "MB held", "MB in all", "ms/step", "tok/s")
@@ -109,13 +98,12 @@ def rows(model: str, tokens: int, batch: int, cells: dict[str, Any]) -> list[lis
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
-    parser.add_argument("--tokens", type=parse_integers, default=[1024, 4096], help="of the prompt")
-    parser.add_argument("--batches", type=parse_integers, default=[1, 8])
+    parser.add_argument("--tokens", type=measuring.parse_integers, default=[1024, 4096], help="of the prompt")
+    parser.add_argument("--batches", type=measuring.parse_integers, default=[1, 8])
     parser.add_argument("--fraction", type=float, default=0.25, help="of the prompt's tokens, which equal heads keep")
-    parser.add_argument("--pages", type=parse_integers, default=[16], help="slots of a page")
+    parser.add_argument("--pages", type=measuring.parse_integers, default=[16], help="slots of a page")
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the table shows their median")
     args = parser.parse_args(argv)
@@ -126,13 +114,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         notes.append(describe(name, model.config, model.params))
         for tokens in args.tokens:
             for batch in args.batches:
-                log_progress(f"{name}, {tokens} tokens, batch {batch}")
+                measuring.log_progress(f"{name}, {tokens} tokens, batch {batch}")
                 sides = methods(tokens, args.fraction, args.pages)
                 cells = measure(model, sides, batch, tokens, args.steps, args.repeats)
                 results.append({"model": name, "tokens": tokens, "batch": batch, "sides": cells})
                 lines += rows(name, tokens, batch, cells)
         jax.clear_caches()
-    report("heads", before, [table("Decode, heads of unequal length", COLUMNS, lines)], notes, results)
+    measuring.report(
+        "heads", before, [measuring.table("Decode, heads of unequal length", COLUMNS, lines)], notes, results
+    )
 
 
 if __name__ == "__main__":

@@ -22,20 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.decoders import KvjaxDecoder, random_loop, time_decode_steps
-from experiments.bench.measuring import (
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    report,
-    summary,
-    table,
-    time_in_turns,
-    time_run,
-)
 from experiments.bench.shapes import describe
 from kvjax.core import memory
+from kvjax.eval.run.machine import machine
 from kvjax.testing import full_copies
 
 CONFIG = kvjax.Config(
@@ -74,7 +65,7 @@ class HostBuffer:
             self.buf, total = append_and_recall(self.buf, self.idx)  # donates the buffer
             return total
 
-        return time_run(run) / self.idx.shape[0]
+        return measuring.time_run(run) / self.idx.shape[0]
 
 
 def measure_memory(sizes: Sequence[int], n: int, steps: int, repeats: int) -> list[dict[str, Any]]:
@@ -82,8 +73,11 @@ def measure_memory(sizes: Sequence[int], n: int, steps: int, repeats: int) -> li
     runs = {(mb, kind): HostBuffer(mb, rows, steps) for mb in sizes for kind, rows in (("append", 0), ("recall", n))}
     for r in runs.values():
         r.seconds()
-    seconds = time_in_turns({key: r.seconds for key, r in runs.items()}, repeats)
-    return [{"megabytes": mb, **{kind: summary(seconds[mb, kind]) for kind in ("append", "recall")}} for mb in sizes]
+    seconds = measuring.time_in_turns({key: r.seconds for key, r in runs.items()}, repeats)
+    return [
+        {"megabytes": mb, **{kind: measuring.summary(seconds[mb, kind]) for kind in ("append", "recall")}}
+        for mb in sizes
+    ]
 
 
 def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, KvjaxDecoder]:
@@ -109,7 +103,7 @@ def measure(model: kvjax.Model, megabytes: int, n: int, steps: int, repeats: int
     copies = full_copies(program, host.layers[0].v.data.shape)
     return {
         "tokens": int(host.length[0]),
-        "seconds_per_step": {name: summary(s) for name, s in seconds.items()},
+        "seconds_per_step": {name: measuring.summary(s) for name, s in seconds.items()},
         "bytes": {name: kvjax.state_bytes(side.cache).total for name, side in sides.items()},
         "full_copies": [
             line for line in copies if "u32" in line
@@ -132,9 +126,10 @@ def row(megabytes: int, cell: dict[str, Any]) -> list[Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--megabytes", type=parse_integers, default=[64, 256, 1024], help="of values, in all layers")
+    parser = measuring.make_parser(__doc__)
+    parser.add_argument(
+        "--megabytes", type=measuring.parse_integers, default=[64, 256, 1024], help="of values, in all layers"
+    )
     parser.add_argument("--n", type=int, default=128, help="values that kcache fetches per head and step")
     parser.add_argument("--steps", type=int, default=16, help="steps per turn of the decode loop")
     parser.add_argument("--row-steps", type=int, default=512, help="steps per turn of the first table")
@@ -145,18 +140,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = measure_memory(args.megabytes, args.n, args.row_steps, args.repeats)
     cells = {}
     for mb in args.megabytes:
-        log_progress(f"decode loop, {mb} MB of values")
+        measuring.log_progress(f"decode loop, {mb} MB of values")
         cells[mb] = measure(model, mb, args.n, args.steps, args.repeats)
     tables = [
-        table(
+        measuring.table(
             f"kvjax.core.memory alone, n={args.n}, us/step",
             ("MB on host", "append", "append and recall"),
             [(r["megabytes"], *(f"{r[k]['median'] * 1e6:.1f}" for k in ("append", "recall"))) for r in rows],
         ),
-        table(f"Decode loop, n={args.n}", COLUMNS, [row(mb, cell) for mb, cell in cells.items()]),
+        measuring.table(f"Decode loop, n={args.n}", COLUMNS, [row(mb, cell) for mb, cell in cells.items()]),
     ]
     results = {"memory": rows, "decode": [{"megabytes": mb, **cell} for mb, cell in cells.items()]}
-    report("host", before, tables, [describe("model", model.config, model.params)], results)
+    measuring.report("host", before, tables, [describe("model", model.config, model.params)], results)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.decoders import KvjaxDecoder, random_loop, time_decode_steps
-from experiments.bench.measuring import (
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    report,
-    summary,
-    table,
-)
 from experiments.bench.shapes import describe
+from kvjax.eval.run.machine import machine
 from kvjax.methods.strings import resolve
 
 METHODS = "full; kivi:bits=4; kivi:bits=2; kivi:bits=1; specache:bits=2; specache:bits=1"
@@ -63,7 +56,7 @@ def measure(
         side.decode(steps)
     seconds = time_decode_steps(loops, steps, repeats)
     sizes = {name: kvjax.state_bytes(loop.cache).total for name, loop in loops.items()}
-    return {name: {"seconds_per_step": summary(seconds[name]), "bytes": sizes[name]} for name in loops}
+    return {name: {"seconds_per_step": measuring.summary(seconds[name]), "bytes": sizes[name]} for name in loops}
 
 
 COLUMNS = ("method", "MB", "MB on host", "ms/step", "GB/s", "vs full", "host costs us")
@@ -83,9 +76,8 @@ def rows(cells: dict[str, Any]) -> list[list[Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--tokens", type=parse_integers, default=[8192, 32768])
+    parser = measuring.make_parser(__doc__)
+    parser.add_argument("--tokens", type=measuring.parse_integers, default=[8192, 32768])
     parser.add_argument("--heads", default="8x4", help="key/value heads x query heads of each")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--methods", default=METHODS, help="next to full, separated by ';'")
@@ -99,11 +91,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     methods = list(resolve(["full", args.methods]))
     cells, tables = {}, []
     for tokens in args.tokens:
-        log_progress(f"{tokens} tokens")
+        measuring.log_progress(f"{tokens} tokens")
         cells[tokens] = measure(models, methods, tokens, args.steps, args.repeats)
-        tables.append(table(f"{tokens:,} tokens, batch 1", COLUMNS, rows(cells[tokens])))
+        tables.append(measuring.table(f"{tokens:,} tokens, batch 1", COLUMNS, rows(cells[tokens])))
     results = [{"tokens": n, "methods": cell} for n, cell in cells.items()]
-    report("lowbit", before, tables, [describe("model", shape, models["float32"].params)], results)
+    measuring.report("lowbit", before, tables, [describe("model", shape, models["float32"].params)], results)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvjax.eval.run.machine import machine, version
 PAUSE_SECONDS = 0.05  # lets idle threads of the library that ran last stop spinning before the next run is timed
 
 Probes = tuple[int, dict[str, Callable[[], float]]]
-"""(bytes or operations of one run, by name the runs, each of which returns its seconds)."""
+"""(bytes or operations of one run, runs by name, which return their seconds)."""
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 
 import kvjax
-from experiments.bench.measuring import log_progress, machine, make_parser, report, table
+from experiments.bench import measuring
 from experiments.bench.process import peak_bytes, run_in_process
 from experiments.bench.shapes import SHAPES
 from kvjax.eval.run.command import words
+from kvjax.eval.run.machine import machine
 from kvjax.models import checkpoint
 
 NEW_TOKENS = 16
@@ -57,8 +58,7 @@ COLUMNS += tuple(f"beyond, {stage}" for stage in STAGES)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--models", type=words, default=["smollm2-135m", "125m"], help="names, checkpoints or shapes")
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
     parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
@@ -72,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 random = kvjax.random_model(SHAPES[name])
                 checkpoint.save(where, random.config, random.params)
             for dtype in args.dtypes:
-                log_progress(f"{name}, {dtype}")
+                measuring.log_progress(f"{name}, {dtype}")
                 found = run_in_process(measure_peaks, where, dtype, args.tokens)
                 results.append({"model": name, "dtype": dtype, "tokens": args.tokens, **found})
                 lines.append(row(name, dtype, args.tokens, found))
-    report("memory", before, [table("Peak memory of a process, MB", COLUMNS, lines)], [], results)
+    measuring.report("memory", before, [measuring.table("Peak memory of a process, MB", COLUMNS, lines)], [], results)
 
 
 if __name__ == "__main__":

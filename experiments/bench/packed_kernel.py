@@ -19,21 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.measuring import (
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    read_probes,
-    report,
-    summary,
-    table,
-    time_in_turns,
-    time_run,
-)
+from experiments.bench import measuring
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.kernels import packed_attention as packed
 from kvjax.core.types import KVBlock
+from kvjax.eval.run.machine import machine
 
 K, G, H, GROUP = 8, 4, 128, 64  # key/value heads, query heads of each, channels, numbers that share a scale
 SIZES = {  # defaults, by whether there is a GPU
@@ -145,15 +135,15 @@ def measure(bits: int, S: int, B: int, size: dict[str, Any], probes, gpu: bool) 
     for name in errors:
         takes, attend = all_sides[name]
         args = compile_turn(attend, size["rounds"]), q, [x[takes] for x in layers]
-        time_run(*args)
-        runs[name] = lambda args=args: time_run(*args) / (count * size["rounds"])
+        measuring.time_run(*args)
+        runs[name] = lambda args=args: measuring.time_run(*args) / (count * size["rounds"])
     read, reads = probes
-    seconds = time_in_turns({**runs, **reads}, size["repeats"])
+    seconds = measuring.time_in_turns({**runs, **reads}, size["repeats"])
     need = {name: num_bytes(layers[0][all_sides[name][0]]) for name in runs}
     cell = {
         "batch": B,
         "layers": count,
-        "seconds_per_layer": {name: summary(seconds[name]) for name in runs},
+        "seconds_per_layer": {name: measuring.summary(seconds[name]) for name in runs},
         "bytes": need,
         "bandwidth": read / min(min(seconds[name]) for name in reads),
         "error": errors,
@@ -176,13 +166,12 @@ def rows(cell: dict[str, Any]) -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     gpu = jax.default_backend() == "gpu"
     default = SIZES[gpu]
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--bits", type=int, default=2, choices=(1, 2, 4, 8))
     parser.add_argument("--context", type=int, default=default["context"], help=f"tokens, a multiple of {GROUP}")
-    parser.add_argument("--batches", type=parse_integers, default=default["batches"])
+    parser.add_argument("--batches", type=measuring.parse_integers, default=default["batches"])
     parser.add_argument("--megabytes", type=int, default=default["megabytes"], help="of codes, in all layers")
     parser.add_argument("--rounds", type=int, default=default["rounds"], help="times over all layers in a turn")
     parser.add_argument("--repeats", type=int, default=default["repeats"], help="turns; the table shows their median")
@@ -192,9 +181,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--context must be a multiple of {GROUP}, got {args.context}")
 
     before, cells, notes = machine(), [], {}
-    probes = read_probes(args.read_megabytes)
+    probes = measuring.read_probes(args.read_megabytes)
     for batch in args.batches:
-        log_progress(f"batch {batch}")
+        measuring.log_progress(f"batch {batch}")
         cell, left_out = measure(args.bits, args.context, batch, vars(args), probes, gpu)
         cells.append({"bits": args.bits, "context": args.context, **cell})
         notes |= dict.fromkeys(left_out)
@@ -204,7 +193,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = f"{args.bits}-bit decode attention, {args.context:,} tokens, {K} key/value heads x {G} of {H}"
     lines = [line for cell in cells for line in rows(cell)]
     bandwidth = ", ".join(f"{cell['bandwidth'] / 1e9:.1f}" for cell in cells)
-    report("packed", before, [table(title, COLUMNS, lines)], [f"Bandwidth, GB/s: {bandwidth}", *notes], cells)
+    measuring.report(
+        "packed", before, [measuring.table(title, COLUMNS, lines)], [f"Bandwidth, GB/s: {bandwidth}", *notes], cells
+    )
 
 
 if __name__ == "__main__":

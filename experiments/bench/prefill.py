@@ -18,26 +18,17 @@ import jax
 import numpy as np
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.decoders import KvjaxDecoder, TransformersDecoder, missing_note, missing_packages
-from experiments.bench.measuring import (
-    Probes,
-    log_progress,
-    machine,
-    make_parser,
-    product_probes,
-    report,
-    summary,
-    table,
-    time_in_turns,
-)
 from experiments.bench.process import peak_bytes, run_in_process
 from experiments.bench.shapes import SHAPES, describe, prefill_flops
+from kvjax.eval.run.machine import machine
 
 
 def measure(
     model: kvjax.Model,
     peer: TransformersDecoder | None,
-    probes: Probes,
+    probes: measuring.Probes,
     tokens: int,
     batch: int,
     *,
@@ -59,14 +50,14 @@ def measure(
         raise AssertionError("the first greedy tokens differ: the sides do not compute the same function")
     operations, products = probes
     runs = {name: (lambda side=side: side.prefill(ids)) for name, side in sides.items()}
-    seconds = time_in_turns({**runs, **products}, repeats)
+    seconds = measuring.time_in_turns({**runs, **products}, repeats)
     need = prefill_flops(model.config, model.params, batch, tokens)
     return {
         "batch": batch,
         "tokens": tokens,
-        "seconds": {name: summary(seconds[name]) for name in runs},
+        "seconds": {name: measuring.summary(seconds[name]) for name in runs},
         "flops": need,
-        "flops_per_second": {name: need / summary(seconds[name])["median"] for name in runs},
+        "flops_per_second": {name: need / measuring.summary(seconds[name])["median"] for name in runs},
         "product_flops_per_second": {name: operations / min(seconds[name]) for name in products},
     }
 
@@ -90,11 +81,11 @@ def rows(name: str, cell: dict[str, Any]) -> list[list[Any]]:
 def measure_speed(args: argparse.Namespace) -> None:
     """Runs the first form."""
     before, notes, lines, results = machine(), [], [], []
-    probes = product_probes(args.product)
+    probes = measuring.product_probes(args.product)
     for name in args.models.split(","):
         model = kvjax.random_model(SHAPES[name])
         notes.append(describe(name, model.config, model.params))
-        log_progress(f"{name}, {args.tokens or 4096} tokens")
+        measuring.log_progress(f"{name}, {args.tokens or 4096} tokens")
         peer = None if missing_packages() else TransformersDecoder(model)
         methods = args.methods.split(";") if args.methods else ()
         cell = measure(model, peer, probes, args.tokens or 4096, args.batch, repeats=args.repeats, methods=methods)
@@ -103,7 +94,7 @@ def measure_speed(args: argparse.Namespace) -> None:
         best = ", ".join(f"{k} {v / 1e9:.0f}" for k, v in cell["product_flops_per_second"].items())
         notes.append(f"{name}: {args.product} x {args.product} float32, best GFLOP/s: {best}")
         jax.clear_caches()
-    report("prefill", before, [table("Prefill", COLUMNS, lines)], notes + missing_note(), results)
+    measuring.report("prefill", before, [measuring.table("Prefill", COLUMNS, lines)], notes + missing_note(), results)
 
 
 def run_long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any]:
@@ -127,17 +118,18 @@ def measure_memory(args: argparse.Namespace) -> None:
     """Runs the second form."""
     before, results, lines, tokens = machine(), [], [], args.tokens or 32_768
     for chunk in (None, args.chunk):
-        log_progress(f"{args.model}, {tokens} tokens, chunk {chunk}")
+        measuring.log_progress(f"{args.model}, {tokens} tokens, chunk {chunk}")
         r = run_in_process(run_long_prompt, args.model, tokens, chunk)
         results.append({"model": args.model, "tokens": tokens, "chunk": chunk, **r})
         mega = (f"{x / 1e6:.0f}" for x in (r["before"], r["peak"], sum(r["state"].values()), r["s_by_s"]))
         lines.append([tokens, chunk, f"{r['seconds']:.2f}", *mega])
-    report("prefill-long", before, [table(f"Prefill of {args.model}", LONG_COLUMNS, lines)], [], results)
+    measuring.report(
+        "prefill-long", before, [measuring.table(f"Prefill of {args.model}", LONG_COLUMNS, lines)], [], results
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--models", default=",".join(SHAPES), help="from: " + ", ".join(SHAPES))
     parser.add_argument("--tokens", type=int, help="tokens of the prompt: 4096, or 32768 with --long")
     parser.add_argument("--batch", type=int, default=1)

@@ -17,18 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.measuring import (
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    report,
-    summary,
-    table,
-    time_in_turns,
-    time_run,
-)
+from experiments.bench import measuring
 from kvjax.core.matmul import NO_PACKING, matmul
+from kvjax.eval.run.machine import machine
 from kvjax.utils.arguments import float_type
 
 PASSES = 8  # per turn: threads of a machine that has paused are slow to wake
@@ -36,11 +27,6 @@ Shape = tuple[int, int]
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 PROGRAMS = {"packed": (jnp.matmul, None), "not packed": (jnp.matmul, NO_PACKING), "kvjax": (matmul, None)}
 """Name -> (the product, options of the compiler)."""
-
-
-def parse_shapes(text: str) -> list[Shape]:
-    """Parses comma-separated sizes, in x out."""
-    return [tuple(map(int, word.split("x"))) for word in text.split(",")]
 
 
 def multiply_all(x: jax.Array, weights: Sequence[jax.Array], multiply: Multiply) -> jax.Array:
@@ -59,9 +45,9 @@ def measure(shape: Shape, rows: int, dtype: jnp.dtype, megabytes: int, repeats: 
     x, runs = jnp.ones((rows, shape[0]), dtype), {}
     for name, (multiply, options) in PROGRAMS.items():
         lowered = jax.jit(multiply_all, static_argnames="multiply").lower(x, weights, multiply)
-        runs[name] = functools.partial(time_run, run_passes, lowered.compile(compiler_options=options))
-    time_in_turns(runs, 1)
-    seconds = {name: summary(found) for name, found in time_in_turns(runs, repeats).items()}
+        runs[name] = functools.partial(measuring.time_run, run_passes, lowered.compile(compiler_options=options))
+    measuring.time_in_turns(runs, 1)
+    seconds = {name: measuring.summary(found) for name, found in measuring.time_in_turns(runs, repeats).items()}
     size = PASSES * sum(w.nbytes for w in weights)
     return {"shape": shape, "rows": rows, "dtype": dtype.name, "bytes": size, "seconds": seconds}
 
@@ -77,10 +63,9 @@ def row(cell: dict[str, Any]) -> list[Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
-    parser.add_argument("--shapes", type=parse_shapes, default="768x2048,2048x5632,576x1536", help="in x out")
-    parser.add_argument("--rows", type=parse_integers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser = measuring.make_parser(__doc__)
+    parser.add_argument("--shapes", default="768x2048,2048x5632,576x1536", help="in x out")
+    parser.add_argument("--rows", type=measuring.parse_integers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--dtypes", default="float32")
     parser.add_argument("--megabytes", type=int, default=256, help="of weights, in one pass")
     parser.add_argument("--repeats", type=int, default=7)
@@ -88,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     before, results = machine(), []
     for dtype in map(float_type, args.dtypes.split(",")):
-        for shape in args.shapes:
-            log_progress(f"{shape[0]} x {shape[1]}, {dtype.name}")
+        for shape in (tuple(map(int, size.split("x"))) for size in args.shapes.split(",")):
+            measuring.log_progress(f"{shape[0]} x {shape[1]}, {dtype.name}")
             results += [measure(shape, rows, dtype, args.megabytes, args.repeats) for rows in args.rows]
     lines = [row(cell) for cell in results]
-    report("products", before, [table("Products of a few rows", COLUMNS, lines)], [], results)
+    measuring.report("products", before, [measuring.table("Products of a few rows", COLUMNS, lines)], [], results)
 
 
 if __name__ == "__main__":

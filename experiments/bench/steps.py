@@ -23,11 +23,12 @@ import jax
 import numpy as np
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.cross_compile import compile_for, count_bytes
-from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.bench.process import Killed, run_in_process
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
+from kvjax.eval.run.machine import machine
 from kvjax.methods.strings import split_list
 from kvjax.models import Config
 from kvjax.utils.arguments import dtype_name
@@ -162,8 +163,7 @@ def row(found: dict[str, Any]) -> list[Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compiles and prints; see the module's docstring."""
-    parser = make_parser(__doc__)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--methods", type=split_list, default=split_list(METHODS), help='separated by ";"')
     parser.add_argument("--shape", choices=SHAPES, default="125m")
     parser.add_argument("--layers", type=int, default=2)
@@ -176,18 +176,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     # A compiler for another machine may abort the process.
     measure = functools.partial(run_in_process, compile_step) if args.topology else compile_step
     for method in args.methods:
-        log_progress(method)
+        measuring.log_progress(method)
         try:
             results.append(measure(config, args.dtype, method, args.tokens, args.topology))
         except Killed as e:
-            log_progress(f"{method}: {e}")
+            measuring.log_progress(f"{method}: {e}")
             results.append({"method": method})
     where = args.topology or f"this machine's {jax.default_backend()}"
     title = (
         f"A step of {args.layers} layers of {args.shape}, {args.dtype}, {args.tokens} tokens in the cache, for {where}"
     )
     lines = [row(found) for found in results]
-    report("steps", before, [table(title, COLUMNS, lines)], [], {"settings": vars(args), "steps": results})
+    measuring.report(
+        "steps", before, [measuring.table(title, COLUMNS, lines)], [], {"settings": vars(args), "steps": results}
+    )
 
 
 if __name__ == "__main__":

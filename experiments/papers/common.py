@@ -138,7 +138,7 @@ def answers(
 
 def compress(method: Method, context: Context) -> Context:
     """Compresses the keys and values of a context under `full`; only for methods that observe no queries."""
-    return full_kv_from_context(context).under(method, context.cache.capacity)
+    return full_kv_from_context(context).compress(method, capacity=context.cache.capacity)
 
 
 def continuations(

@@ -81,7 +81,7 @@ class Prompts:
 
     def compress(self, method: str | KVMethod) -> Context:
         """The context that `kvjax.read` of these prompts under the method returns."""
-        return self.exact.under(method, self.capacity)
+        return self.exact.compress(method, capacity=self.capacity)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,16 +17,15 @@ import numpy as np
 from rich.table import Table
 
 import kvjax
-from experiments.bench.measuring import machine, parse_integers, report, table
+from experiments.bench.measuring import machine, parse_integers, table
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Measurements, eviction_parser, measure
 from experiments.papers.eviction_tables import (
-    LEGEND,
     NAMES,
     Line,
-    document,
     make_panels,
     mean_score,
+    report_lines,
     save_panels,
     signature_note,
 )
@@ -147,7 +146,6 @@ def plot(path: Path, found: Measurements, every: Sequence[Curve], budgets: Seque
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     parser = eviction_parser(__doc__, tasks=["phrases"], contexts=16)
     parser.add_argument("--budgets", type=parse_integers, default="64,128,256,512")
     parser.add_argument("--methods", type=common.words, default=",".join(METHODS), help="from: " + ", ".join(METHODS))
@@ -158,7 +156,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     every_line = [line for c in every for line in c.lines]
     found = measure(model, args, ["full", *(line.method for line in every_line)])
     notes = [
-        LEGEND,
         f"Budgets are tokens of {args.length}; for kcache and specache tokens fetched per step: they lose nothing, as "
         "kcache stores all keys on the device, specache a one-bit copy of all. infllm keeps its blocks in host memory. "
         "Sinks, windows and recents count as budget, and kvcrush gets its share of the rest.",
@@ -166,8 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot(args.out / "eviction_curves.png", found, every, args.budgets),
     ]
     drops = {line.method: later_loss(found, line.method) for line in every_line} if found.tasks("first") else {}
-    results = document("eviction_curves", args, found, every_line, more={"drop": drops})
-    report("eviction_curves", before, tables(found, every, args.budgets, args.length), notes, results)
+    every_table = tables(found, every, args.budgets, args.length)
+    report_lines("eviction_curves", before, args, found, every_table, notes, lines=every_line, more={"drop": drops})
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -101,6 +101,19 @@ def document(
     return {"script": name, "settings": settings, "lines": described, "outcomes": found.records(), **(more or {})}
 
 
+def report_lines(
+    name: str,
+    before: dict[str, Any],
+    args: argparse.Namespace,
+    found: Measurements,
+    tables: Sequence[Table],
+    notes: Sequence[str],
+    **contents: Any,
+) -> None:
+    """Prints the report of a script with the legend; `contents` are the other arguments of `document`."""
+    measuring.report(name, before, tables, [LEGEND, *notes], document(name, args, found, **contents))
+
+
 def mean_score(results: Mapping[str, Any], method: str, when: str = "first") -> float:
     """Mean over the tasks of a JSON document: percent of right answers, or nats per token of text."""
     field, scale = ("nats", 1) if when == "text" else ("right", 100)
@@ -115,7 +128,7 @@ def gain_points(line: Mapping[str, Any], when: str = "first") -> tuple[float, fl
 
 
 def describe_gains(lines: Sequence[Mapping[str, Any]], when: str = "first") -> str:
-    """Counts the lines that gain, and those that gain or lose more than two standard errors."""
+    """Counts the lines that gain, that gain clearly (two standard errors), and that lose clearly."""
     found = [gain_points(line, when) for line in lines]
     up, clear = (sum(m > k * s for m, s in found) for k in (0, 2))
     down = sum(m < -2 * s for m, s in found)

@@ -24,7 +24,7 @@ from experiments.papers import common
 from experiments.papers.eviction_tables import make_panels, save_panels
 from kvjax import KvjaxError, Method, Model
 from kvjax.core.types import Array
-from kvjax.generation.calls import log_probs
+from kvjax.generation.model_calls import log_probs
 
 NUM_POINTS = 100  # of the curve and of the slope
 NUM_PARTS = 10  # rows of the table
@@ -95,7 +95,6 @@ def sides(args: argparse.Namespace) -> Iterator[tuple[str, Method, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     parser = common.model_parser(__doc__)
     parser.add_argument("--tokens", dest="length", type=int, default=100_000, help="of the text; same as --length")
     parser.set_defaults(length=100_000)

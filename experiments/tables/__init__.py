@@ -1,1 +1,1 @@
-"""What makes the tables that ship with kvjax."""
+"""Scripts that make the tables that ship with kvjax."""

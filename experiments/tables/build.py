@@ -36,11 +36,6 @@ EXAMPLES = {
 }
 
 
-def is_learned(kind: Kind) -> bool:
-    """Whether a table of this kind comes from training and not from a text."""
-    return type(kind).count is Kind.count and not kind.measuring_method
-
-
 def write_kind(name: str) -> None:
     """Writes all tables of a kind."""
     kind, folder = TABLE_KINDS[name], SHIPPED_TABLES / name
@@ -50,7 +45,7 @@ def write_kind(name: str) -> None:
         table_file.write(folder / file, name, spec, [kind.example(spec, np.random.default_rng(0))], source)
     model = kvjax.load("testbed")
     all_specs = specs(model.config)
-    if is_learned(kind):
+    if type(kind).count is Kind.count and not kind.measuring_method:  # comes from training, not from a text
         layers = [kind.example(spec, np.random.default_rng(spec.index)) for spec in all_specs]
     else:
         layers = arrays(model, name, corpus.load("train").windows(CONTEXT_TOKENS)[:NUM_CONTEXTS], rows=4)

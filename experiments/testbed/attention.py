@@ -13,8 +13,8 @@ from kvjax.core.types import Array
 @functools.partial(jax.checkpoint, static_argnums=(3,))
 def _block(q: Array, k: Array, v: Array, start: int) -> Array:
     """Attention of q [B K G T H], at positions from `start` on, to k, v [B K S H]."""
-    # The denominator is one more column of the value product, and the maximum has no gradient. Neither pass reduces
-    # over the minor axis, which XLA's CPU backend does not vectorize (4x faster than jax.nn.softmax).
+    # The denominator is one more column of the value product, and the maximum has no gradient. Neither pass then
+    # reduces over the minor axis, which XLA's CPU backend does not vectorize (4x faster than jax.nn.softmax).
     B, K, G, T, H = q.shape
     s = jnp.einsum("bksh,bkmh->bksm", k, q.reshape(B, K, G * T, H) * H**-0.5)
     future = jnp.arange(k.shape[2])[:, None] > start + jnp.arange(T)[None]

@@ -18,7 +18,7 @@ import kvjax
 from experiments.testbed import ngram
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import KVMethod
-from kvjax.generation.calls import log_probs
+from kvjax.generation.model_calls import log_probs
 from kvjax.models.model import Model
 from kvjax.testbed import corpus, tasks
 
@@ -76,7 +76,6 @@ def code_loss(model: Model, length: int, windows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and prints; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="testbed", help="a checkpoint directory (default: the shipped model)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)

@@ -89,7 +89,6 @@ def bits(tokens: np.ndarray, order: int = 5) -> np.ndarray:
 
 
 def main() -> None:
-    """Prints bits per byte by order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--order", type=int, default=5, choices=range(1, 8))
     highest = parser.parse_args().order

@@ -97,7 +97,6 @@ def export(run: Run, directory: Path, start: str | None = None) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains, draws the curve and exports the model."""
     args = parse_arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(recipe(args), corpus.load("train"))

@@ -76,7 +76,7 @@ class SharedPrefixLayer:
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
         """Raises KvjaxError: prompts come after a prefix, see `prefill_after_prefix`."""
-        raise KvjaxError("a shared prefix is read first: kvjax.read(model, prefix, ..).share(documents)")
+        raise KvjaxError("a shared prefix is read first: kvjax.read(model, prefix, ..).extend_prefix(documents)")
 
     def prefill_after_prefix(
         self,

@@ -4,14 +4,14 @@ One driver serves every pass. `run_layer` is jitted with the bound layer as a st
 one compiled program for each *distinct* layer, so a deep model compiles as fast as a shallow one. Called under the
 caller's own `jax.jit`, `scan`, `vmap` or `grad`, the same code is one program for the whole model.
 
-    mode             what attention reads in a layer                         what the layer holds after the pass
+    mode             attention in a layer reads                              the layer holds after the pass
     FullPrefill      the prompt itself, exactly                              its cache state
-    ChunkedPrefill   all chunks so far, exactly, or what the method holds    its exact prompt, or its cache state
+    ChunkedPrefill   all chunks so far, exactly, or the cache state          its exact prompt, or its cache state
     PromptReplay     the prompt and a copy of one of its chunks              the prompt with scores (KVzip)
     Decode           the cache state and the new tokens                      the cache state with the new tokens
 
-Modes that serve one feature stand in its file: prompts after a shared prefix (Hydragen), several prompts in one row
-(Prepacking), prompts that are run only in part (CacheBlend).
+Modes that serve one feature are defined in its file: prompts after a shared prefix (Hydragen), several prompts in one
+sequence (Prepacking), prompts that are run only in part (CacheBlend).
 
 The life of a prompt: `prefill` embeds it and calls `run_layers`; in each layer the decoder makes q, k and v and calls
 `FullPrefill.attend`, which computes exact causal attention and has `BoundLayer.prefill` turn k and v into the layer's

@@ -1,4 +1,4 @@
-"""New tokens on a cache, and the greedy or sampled decode loop."""
+"""New tokens on a cache: one step, further tokens, and a decode loop of fixed length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvjax.models.decoder import Angles
 
 
 def num_draft_tokens(plan: Plan) -> int:
-    """Draft tokens that follow the true token in each step (SpeCache: 1)."""
+    """Number of draft tokens that follow the true token in each step (SpeCache: 1)."""
     return max(layer.needs.draft_tokens for layer in plan)
 
 
@@ -41,6 +41,7 @@ def step(
     commit: int,
     target: Target,
     lengths: Array | None = None,
+    *,
     compiled: Compiled = PLAIN,
 ) -> tuple[Array, Cache]:
     """Runs new tokens in one pass, and keeps the first `commit` of them.
@@ -52,21 +53,24 @@ def step(
       commit: static; tokens beyond it are drafts and leave no trace.
       target: model configuration and mesh.
       lengths: i32[B], how many tokens of each sequence are real; None for all.
-      compiled: the functions that run a layer and make logits.
+      compiled: the functions that run a layer and compute logits.
 
     Returns:
       Logits f32[B T V], which mean nothing for padding, and the new cache.
     """
     outer = outer_params(params)
+    # One small program: run eagerly, each of its operations would be a dispatch of its own in every step.
     hidden, angles, pos, length = _begin_step(outer, tokens, cache.length, lengths, commit=commit, target=target)
     calls = _decode_calls(cache.plan, target.config)
-    hidden, states = run_layers(params, hidden, angles, Decode(pos, commit), calls, cache.layers, target, compiled)
+    mode = Decode(pos, commit)
+    hidden, states = run_layers(params, hidden, angles, mode, calls, cache.layers, target=target, compiled=compiled)
     return compiled.unembed(outer, hidden, target=target), dataclasses.replace(cache, layers=states, length=length)
 
 
 @functools.lru_cache(maxsize=1024)
 def _decode_calls(plan: Plan, config: Config) -> tuple[LayerCall, ...]:
-    """The layers of a plan in a step, without what acts on prompts alone: more of them then share a program."""
+    """Returns the layers of a plan in a decode step."""
+    # Layers that differ only in what they do with prompts become equal here, and share one program.
     return layer_calls(tuple(x.after_prompt if isinstance(x, PromptFreeLayer) else x for x in plan), config)
 
 
@@ -74,7 +78,7 @@ def _decode_calls(plan: Plan, config: Config) -> tuple[LayerCall, ...]:
 def _begin_step(
     params: Any, tokens: Array, length: Array, lengths: Array | None, commit: int, target: Target
 ) -> tuple[Array, Angles, Array, Array]:
-    """Hidden vectors, angles and positions as `embed` has them, and the cache's length i32[B] after the step."""
+    """Embeds the tokens of a step; returns the results of `embed` and the cache's length i32[B] after the step."""
     hidden, angles, pos = embed(params, tokens, length, lengths, target=target)
     return hidden, angles, pos, length + (commit if lengths is None else jnp.minimum(commit, lengths))
 
@@ -84,6 +88,7 @@ def extend(
     tokens: Array,
     cache: Cache,
     target: Target,
+    *,
     lengths: Array | None = None,
     next_is_known: Array | None = None,
     compiled: Compiled = PLAIN,
@@ -101,45 +106,40 @@ def extend(
       target: model configuration and mesh.
       lengths: i32[B], how many tokens of each sequence are real; None for all.
       next_is_known: bool[B T], None for all; see above.
-      compiled: the functions that run a layer and make logits.
-      compiled_after_first: those of the second and later steps, whose cache nobody else holds.
+      compiled: the functions that run a layer and compute logits.
+      compiled_after_first: the same for the second and later steps, which may donate the cache: no caller holds it.
 
     Returns:
       Logits f32[B T V], which mean nothing for padding, and a new cache.
     """
     B, T = tokens.shape
     if not num_draft_tokens(cache.plan):
-        return step(params, tokens, cache, T, target, lengths, compiled)
+        return step(params, tokens, cache, T, target, lengths, compiled=compiled)
     lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
-    first, cache = step(params, tokens[:, :1], cache, 0, target, jnp.minimum(lengths, 1), compiled)
-    guess = first[:, 0].argmax(-1).astype(jnp.int32)
+    # The first token runs twice: here, committed nowhere, for the prediction that its own step needs as a draft.
+    first, cache = step(params, tokens[:, :1], cache, 0, target, jnp.minimum(lengths, 1), compiled=compiled)
+    predicted = first[:, 0].argmax(-1).astype(jnp.int32)
 
     def run_token(carry: tuple[Cache, Array], xs: tuple[Array, ...]) -> tuple[tuple[Cache, Array], Array]:
-        (cache, guess), (t, token, following, is_known) = carry, xs
-        draft = jnp.where(is_known & (t + 1 < lengths), following, guess)
-        pair, real = jnp.stack([token, draft], 1), jnp.where(t < lengths, 2, 0)
-        logits, cache = step(params, pair, cache, 1, target, real, compiled_after_first or compiled)
+        (cache, predicted), (t, token, next_token, is_known) = carry, xs
+        draft = jnp.where(is_known & (t + 1 < lengths), next_token, predicted)
+        pair, num_real = jnp.stack([token, draft], 1), jnp.where(t < lengths, 2, 0)
+        logits, cache = step(params, pair, cache, 1, target, num_real, compiled=compiled_after_first or compiled)
         return (cache, logits[:, 1].argmax(-1).astype(jnp.int32)), logits[:, 0]
 
-    following = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)])
+    next_tokens = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)])
     is_known = jnp.ones((B, T), bool) if next_is_known is None else next_is_known
-    xs = jnp.arange(T, dtype=jnp.int32), tokens.T, following.T, is_known.T
-    (cache, _), logits = scan_if_traced(run_token, (cache, guess), xs)
+    xs = jnp.arange(T, dtype=jnp.int32), tokens.T, next_tokens.T, is_known.T
+    (cache, _), logits = scan_if_traced(run_token, (cache, predicted), xs)
     return jnp.moveaxis(logits, 0, 1), cache
 
 
 def decode(
-    params: Any,
-    cache: Cache,
-    tokens: Array,
-    num_tokens: int,
-    target: Target,
-    sampler: Sampler,
-    key: Array,
+    params: Any, cache: Cache, tokens: Array, num_tokens: int, *, target: Target, sampler: Sampler, key: Array
 ) -> tuple[Array, Cache]:
-    """Generates num_tokens after tokens i32[B], which the cache does not hold yet: (i32[B num_tokens], cache).
+    """Generates a fixed number of tokens in one `lax.scan`; arguments and results as in `kvjax.functional.decode`.
 
-    The keys are those of `kvjax.generate`, where tokens i32[B] were the first to be drawn.
+    Each token is drawn with the randomness that it has in `kvjax.generate`, where `tokens` i32[B] were the first draw.
     """
     keys = sequence_keys(key, len(tokens))
 
@@ -147,7 +147,7 @@ def decode(
         return sample(sampler, logits, jax.vmap(jax.random.fold_in, (0, None))(keys, column))
 
     has_drafts, fed = num_draft_tokens(cache.plan) > 0, tokens[:, None]
-    if has_drafts:  # the first draft, before anything is kept (SpeCache, Algorithm 2)
+    if has_drafts:  # the first draft, before any token is committed (SpeCache, Algorithm 2)
         logits, cache = step(params, fed, cache, 0, target)
         fed = jnp.stack([tokens, draw(logits[:, 0], jnp.int32(1))], 1)
 

@@ -20,7 +20,7 @@ from kvjax.core.attention import causal_attention
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
-from kvjax.engine.positions import append_positions, token_positions
+from kvjax.engine.positions import token_positions
 from kvjax.models import decoder
 from kvjax.models.config import Config
 from kvjax.models.decoder import Angles, Decoder
@@ -32,7 +32,7 @@ Plan = tuple[BoundLayer, ...]
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The static arguments that all functions of a pass are compiled for."""
+    """The model configuration and mesh that all functions of a pass are compiled for; a static argument."""
 
     config: Config
     mesh: Mesh | None = None
@@ -53,18 +53,18 @@ def apply_embed(
     Returns:
       Hidden vectors [B T D], the angles of RoPE, and positions i32[B T], -1 for padding.
     """
-    if offset is None:
-        pos = token_positions(tokens, lengths)
-    else:
-        pos = append_positions(tokens, jnp.broadcast_to(offset, tokens.shape[:1]), lengths)
+    pos = token_positions(tokens, lengths)
+    if offset is not None:
+        pos = jnp.where(pos >= 0, jnp.broadcast_to(offset, tokens.shape[:1])[:, None] + pos, -1)
     hidden, angles = embed_at(params, tokens, pos, target)
     return constrain(hidden, "B T D", target.mesh), angles, pos
 
 
 def embed_at(params: Any, tokens: Array, pos: Array, target: Target) -> tuple[Array, Angles]:
-    """Embeds tokens i32[B T] at pos i32[B T], where padding counts as position 0: hidden [B T D], angles of RoPE."""
-    found = _decoder(params, target.config).apply({"params": params}, tokens, jnp.maximum(pos, 0), method=Decoder.embed)
-    return cast(tuple[Array, Angles], found)
+    """Embeds tokens i32[B T] at positions i32[B T]: hidden vectors [B T D], angles of RoPE."""
+    pos = jnp.maximum(pos, 0)  # padding, -1, has no position; nothing reads its angle
+    outputs = _decoder(params, target.config).apply({"params": params}, tokens, pos, method=Decoder.embed)
+    return cast(tuple[Array, Angles], outputs)
 
 
 def apply_unembed(params: Any, hidden: Array, target: Target) -> Array:
@@ -79,10 +79,18 @@ def apply_layer(
     mode: ForwardMode,
     state: Any,
     cross_layer: Any,
+    *,
     call: LayerCall,
     target: Target,
 ) -> tuple[Array, Any, Any]:
-    """Runs one layer of a pass: hidden for the next layer, this layer's new state, the next cross_layer."""
+    """Runs one layer of a pass; arguments as in `run_layers`, for this layer alone.
+
+    Args:
+      cross_layer: value from the layer below in this pass, None in layer 0.
+
+    Returns:
+      Hidden vectors for the layer above [B T|Q D], this layer's new state, and the value for the layer above.
+    """
 
     def attend(_: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, Any]:
         inputs = LayerInputs(
@@ -95,6 +103,7 @@ def apply_layer(
         out, *rest = mode.attend(call, state, inputs, cross_layer, target.mesh)
         return out, rest
 
+    # The layer is not told its index in the model: that would give each one a compiled program of its own.
     layer = decoder.Layer(target.config, 0, hidden.dtype)
     hidden, (state, cross_layer) = layer.apply({"params": params}, hidden, angles, attend, mode.query_indices(call))
     return hidden, state, cross_layer
@@ -121,7 +130,7 @@ class Compiled:
     """The compiled functions that a pass calls.
 
     The defaults serve every caller. JAX allows compiler options and donation in the outermost `jit` alone, so only
-    `kvjax.generation`, which is never traced, passes others (`kvjax.generation.compiled`).
+    `kvjax.generation`, which is never traced, passes others (`kvjax.generation.compile_options`).
     """
 
     run_layer: Callable[..., tuple[Array, Any, Any]] = run_layer
@@ -138,12 +147,28 @@ def run_layers(
     mode: ForwardMode,
     calls: Sequence[LayerCall],
     states: Sequence[Any],
+    *,
     target: Target,
     compiled: Compiled = PLAIN,
-    *,
     first_layer: int = 0,
 ) -> tuple[Array, tuple[Any, ...]]:
-    """Runs the layers of these calls, from `first_layer` on: hidden of the last one [B T|Q D], their new states."""
+    """Runs consecutive layers.
+
+    Args:
+      params: of the model.
+      hidden: [B T D], the input of the first of these layers.
+      angles: of RoPE.
+      mode: what attention reads, and what each layer holds afterwards.
+      calls: one for each layer, see `layer_calls`.
+      states: what each of these layers holds before the pass.
+      target: model configuration and mesh.
+      compiled: the functions that run a layer and compute logits.
+      first_layer: index of the first of these layers in the model.
+
+    Returns:
+      Hidden vectors of the last of these layers [B T|Q D], and each layer's new state.
+    """
+    # An unrolled loop: each layer keeps its own state type and sizes, which a scan over stacked layers could not.
     results, cross_layer = [], None
     for i, (call, state) in enumerate(zip(calls, states, strict=True), first_layer):
         hidden, result, cross_layer = compiled.run_layer(
@@ -157,7 +182,8 @@ def run_layers(
 def layer_calls(
     plan: Plan, config: Config, num_slots: tuple[int, ...] | None = None, selects_queries: bool = False
 ) -> tuple[LayerCall, ...]:
-    """The layers of a plan in one pass; selects_queries: the mode computes only some outputs of the last layer."""
+    """Returns the layers of a plan in one pass; `selects_queries` as in `LayerCall`, for the last layer."""
+    # Cached, so that equal calls are one object: every step compares them, which then ends at identity.
     sizes = num_slots or (0,) * len(plan)
     calls = [LayerCall(layer, config.window(i), n) for i, (layer, n) in enumerate(zip(plan, sizes, strict=True))]
     calls[-1] = dataclasses.replace(calls[-1], selects_queries=selects_queries)
@@ -165,21 +191,21 @@ def layer_calls(
 
 
 def outer_params(params: Any) -> Any:
-    """A model's parameters outside its layers."""
+    """Returns a model's parameters outside its layers, so that `embed` and `unembed` are not traced with all others."""
     return {name: x for name, x in params.items() if not name.startswith("layer_")}
 
 
 Progress = Callable[[Iterable[int]], Iterable[int]]
-"""Hands on the numbers of a loop's rounds, and tells somebody of each, as `rich.progress.track` does."""
+"""Wraps the indices of a loop and reports each of them, as `rich.progress.track` does."""
 
 
 def scan_if_traced(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, progress: Progress = iter
 ) -> tuple[Any, Any]:
-    """`lax.scan` under a transformation; called eagerly, a Python loop over the same body.
+    """Runs `lax.scan` under a transformation, and a Python loop over the same body when called eagerly.
 
-    In a caller's program the loop's length must not add to what is compiled. Called eagerly, each layer is a program of
-    its own that all rounds share, and a scan would compile the model once more as a whole.
+    Inside a caller's program the loop's length must not add to what is compiled. Called eagerly, each layer is a
+    program of its own that all rounds share, and a scan would compile the whole model once more.
     """
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((carry, xs))):
         return lax.scan(body, carry, xs)

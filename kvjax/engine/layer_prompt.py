@@ -1,9 +1,10 @@
-"""One layer's prompt: its exact keys and values, what its method observes of them, and its cache state."""
+"""From one layer's prompt keys, values and queries to its cache state."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -11,8 +12,8 @@ from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer, last_positions
 from kvjax.core.attention_mass import Observation
+from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock
-from kvjax.engine import sharded_layer
 from kvjax.engine.positions import token_positions
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LayerPrompt(NamedTuple):
-    """Exact keys and values of a prompt in one layer, and what the layer's method asked to observe; else None."""
+    """Exact keys and values of a prompt in one layer, and what the layer's method observes; None where it does not."""
 
     k: Array  # [B K S H]
     v: Array  # [B K S H]
@@ -39,14 +40,14 @@ def prompt_of_inputs(
     first_query: Array | int = 0,
     softmax_lse: Array | None = None,
 ) -> LayerPrompt:
-    """A whole prompt as the decoder's layer made it.
+    """Collects a whole prompt from the tensors of a decoder layer.
 
     Args:
-      layer: the bound layer, whose `needs` say what is observed.
+      layer: the bound layer, whose `needs` say what it observes.
       inputs: queries, keys and values of all tokens of the prompts.
       lengths: i32[B], of the prompts.
       first_query: position of the first query in `inputs`, one number or i32[B].
-      softmax_lse: f32[B K G T], the log normalizers of the queries, where attention left them.
+      softmax_lse: f32[B K G T], the log normalizers of the queries, where attention returned them.
     """
     return LayerPrompt(
         inputs.k,
@@ -76,6 +77,7 @@ def select_queries(
     num_observed, B, C = layer.needs.observed_queries, q.shape[0], q.shape[3]
     if num_observed is None:
         return q if earlier is None else lax.dynamic_update_slice(earlier, q, (0, 0, 0, first, 0))
+    # Where the observed queries, the last of each prompt, lie in this chunk; outside 0..C-1 they are in another one.
     at = last_positions(lengths, num_observed) - jnp.broadcast_to(jnp.asarray(first), (B,))[:, None]
     new = jnp.take_along_axis(q, jnp.clip(at, 0, C - 1)[:, None, None, :, None], 3)
     if earlier is None:
@@ -86,9 +88,17 @@ def select_queries(
 def observed_block(
     layer: BoundLayer, prompt: LayerPrompt, lengths: Array, num_kept: Array | None = None
 ) -> tuple[KVBlock, Observation | None]:
-    """The prompt as `BoundLayer.prefill` takes it: its block, and the observation, or None if the method needs none.
+    """Returns the prompt as `BoundLayer.prefill` takes it.
 
-    num_kept: i32[B] or i32[B K], what a division among all layers lets this layer, or each of its heads, keep.
+    Args:
+      layer: the bound layer.
+      prompt: exact keys and values, and what the method observes.
+      lengths: i32[B], of the prompts.
+      num_kept: i32[B] or i32[B K], tokens that this layer, or each of its heads, may keep where all layers share one
+        budget (CAKE); else None.
+
+    Returns:
+      The keys and values with their positions, and the observation; None for a method that observes nothing.
     """
     pos = token_positions(prompt.k[:, 0, :, 0], lengths)
     block = KVBlock(prompt.k, prompt.v, pos[:, None])
@@ -116,21 +126,48 @@ def encode_prompt(
     mesh: Mesh | None = None,
     num_kept: Array | None = None,
 ) -> Any:
-    """Turns a layer's exact prompt into its cache state of `call.num_slots` slots; num_kept as in `observed_block`."""
-    width = min(prompt.k.shape[2], capacity)  # what lies beyond is padding
+    """Turns a layer's exact prompt into its cache state.
 
-    def cut(x: Array | None, axis: int = 2) -> Array | None:
+    Args:
+      call: the bound layer, and the slots of its state.
+      prompt: exact keys and values, and what the method observes.
+      lengths: i32[B], of the prompts.
+      capacity: tokens that a sequence of the cache may grow to.
+      mesh: the devices that heads and sequences are split over, or None.
+      num_kept: as in `observed_block`.
+    """
+    # Prompts are padded to a multiple that may exceed the capacity; only padding lies beyond.
+    width = min(prompt.k.shape[2], capacity)
+
+    def truncate(x: Array | None, axis: int = 2) -> Array | None:
         return None if x is None else lax.slice_in_dim(x, 0, width, axis=axis)
 
     observes_all = call.layer.needs.observed_queries is None
     prompt = prompt._replace(
-        k=cut(prompt.k),
-        v=cut(prompt.v),
-        q=cut(prompt.q, 3) if observes_all else prompt.q,
-        softmax_lse=cut(prompt.softmax_lse, 3) if observes_all else prompt.softmax_lse,
-        hidden=cut(prompt.hidden),
-        replay_scores=cut(prompt.replay_scores),
-        paired=None if prompt.paired is None else tuple(map(cut, prompt.paired)),
+        k=truncate(prompt.k),
+        v=truncate(prompt.v),
+        q=truncate(prompt.q, 3) if observes_all else prompt.q,
+        softmax_lse=truncate(prompt.softmax_lse, 3) if observes_all else prompt.softmax_lse,
+        hidden=truncate(prompt.hidden),
+        replay_scores=truncate(prompt.replay_scores),
+        paired=None if prompt.paired is None else tuple(map(truncate, prompt.paired)),
     )
     block, observation = observed_block(call.layer, prompt, lengths, num_kept)
-    return sharded_layer.prefill(call.layer, block, observation, call.num_slots, mesh)
+    return prefill_layer(call.layer, block, observation, call.num_slots, mesh)
+
+
+def prefill_layer(
+    layer: BoundLayer, block: KVBlock, observation: Observation | None, num_slots: int, mesh: Mesh | None
+) -> Any:
+    """Runs `BoundLayer.prefill` on each device's own sequences and heads."""
+    if mesh is None:
+        return layer.prefill(block, observation, num_slots)
+    is_empty = block.pos.shape[2] == 0
+
+    def prefill(block: KVBlock, observation: Observation | None) -> Any:
+        return layer.prefill(block.first(0) if is_empty else block, observation, num_slots)
+
+    # XLA cannot divide a call whose arguments are all empty: the block gets one slot here, which `prefill` drops.
+    if is_empty:
+        block = jax.tree.map(lambda x: jnp.zeros((*x.shape[:2], 1, *x.shape[3:]), x.dtype), block)
+    return per_device(prefill, *block.k.shape[:2], mesh=mesh)(block, observation)

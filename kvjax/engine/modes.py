@@ -10,16 +10,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from kvjax.cache.protocol import BoundLayer, ReplayedLayer, last_positions
+from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
 from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense, causal_attention, causal_attention_with_lse, merge
 from kvjax.core.attention_mass import Observation
+from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.engine import sharded_layer
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block, prompt_of_inputs, select_queries
 from kvjax.engine.positions import token_positions
 
-QUERY_BLOCK = 128
+QUERY_BLOCK_TOKENS = 128
 """Queries that attend at a time, where the logits of all of them at once would not fit the processor's caches."""
 
 
@@ -34,20 +34,20 @@ class LayerCall:
 
 
 class LayerInputs(NamedTuple):
-    """The projections of one layer in this pass, and their input."""
+    """The queries, keys and values of one layer in this pass, and the hidden vectors that they come from."""
 
     q: Array  # [B K G T H], after RoPE
     k: Array  # [B K T H], after RoPE
     v: Array  # [B K T H]
-    hidden: Array  # [B T D], from which q, k and v were projected
+    hidden: Array  # [B T D], normalized, from which q, k and v were projected
     output_projection: Array  # [1 K G H D]
 
 
 class ForwardMode:
-    """Base class of the modes; each is a pytree of the arrays that all layers share."""
+    """Base class of the modes; each is a pytree of arrays that all layers share."""
 
     def query_indices(self, call: LayerCall) -> Array | None:
-        """i32[B Q], the tokens whose outputs this layer computes; None for all of them."""
+        """Returns i32[B Q], the tokens whose outputs this layer computes; None for all of them."""
         return None
 
     def attend(
@@ -58,7 +58,7 @@ class ForwardMode:
         Args:
           call: the bound layer and its static sizes.
           state: what this layer holds before the pass; see the table in `kvjax.engine`.
-          inputs: queries, keys and values of the pass' tokens.
+          inputs: queries, keys and values of the tokens of this pass.
           cross_layer: the value that the layer below hands up within this pass, None in layer 0.
           mesh: the devices that heads and sequences are split over, or None.
 
@@ -77,7 +77,7 @@ class FullPrefill(ForwardMode):
     num_observed: int | None = dataclasses.field(metadata={"static": True})  # last queries observed; None: all
 
     def query_indices(self, call: LayerCall) -> Array | None:
-        # Nothing reads the last layer's outputs but the sampler and the methods that observe queries.
+        # In the model's last layer nothing reads the outputs except the sampler and the methods that observe queries.
         if not call.selects_queries or self.num_observed is None:
             return None
         return jnp.maximum(last_positions(self.lengths, self.num_observed), 0)
@@ -90,6 +90,7 @@ class FullPrefill(ForwardMode):
         first_query, softmax_lse = 0, None
         if call.selects_queries and self.num_observed is not None:
             block = KVBlock(k, v, token_positions(k[:, 0, :, 0], self.lengths)[:, None])
+            # `inputs` has the queries of `query_indices` alone, the last ones of each prompt.
             query_pos = last_positions(self.lengths, self.num_observed)
             first_query = self.lengths - self.num_observed
             out = merge([attend_dense(q, block, query_pos, call.window, needs.prompt_pattern)])
@@ -117,8 +118,9 @@ class ChunkedPrefill(ForwardMode):
         if needs.prompt_chunk:
             pos = self.start + token_positions(k[:, 0, :, 0])
             new = KVBlock(k, v, jnp.where(pos < self.lengths[:, None], pos, -1)[:, None])
-            out, state, _ = sharded_layer.extend(layer, state, q, new, k.shape[2], None, mesh)
+            out, state, _ = extend_layer(layer, state, q, new, k.shape[2], mesh=mesh)
             return out, state, cross_layer
+        # Causal attention reads the whole buffers: slots behind this chunk are still zero and masked by position.
         at = (0, 0, self.start, 0)
         k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
         out = causal_attention(q, k, v, self.start, call.window, pattern=needs.prompt_pattern)
@@ -130,7 +132,7 @@ class ChunkedPrefill(ForwardMode):
 
 @pytree
 class PromptReplay(ForwardMode):
-    """Runs a copy of one chunk after the whole prompt, and updates the scores that a method takes from that (KVzip)."""
+    """Runs a copy of one chunk after the whole prompt, and updates the scores that a method takes from it (KVzip)."""
 
     start: Array | np.int32  # i32[], position of the copied chunk's first token
     pos: Array  # i32[B T], of the copy's tokens, -1 for padding
@@ -141,6 +143,7 @@ class PromptReplay(ForwardMode):
     ) -> tuple[Array, LayerPrompt, Any]:
         q, k, v, hidden, output_projection = inputs
         needs = call.layer.needs
+        # The copy follows the prompt at later positions; they stay two blocks, whose attention is merged exactly.
         prompt, _ = observed_block(call.layer, state, self.lengths)
         copy = KVBlock(k, v, self.pos[:, None])
 
@@ -154,11 +157,10 @@ class PromptReplay(ForwardMode):
                 output_projection=output_projection if needs.output_projection else None,
                 hidden_states=hidden[:, None] if needs.hidden_states else None,
             )
-            scores = sharded_layer.update_scores(
-                call.layer, prompt, self.start, observation, copy, state.replay_scores, mesh
-            )
+            update_scores = per_device(call.layer.update_scores, *k.shape[:2], mesh=mesh)
+            scores = update_scores(prompt, self.start, observation, copy, state.replay_scores)
             state = state._replace(replay_scores=scores)
-        return map_query_blocks(attend_both, q, self.pos, QUERY_BLOCK), state, cross_layer
+        return map_query_blocks(attend_both, q, self.pos, QUERY_BLOCK_TOKENS), state, cross_layer
 
 
 @pytree
@@ -172,13 +174,24 @@ class Decode(ForwardMode):
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, Any, Any]:
         new = KVBlock(inputs.k, inputs.v, self.pos[:, None])
-        return sharded_layer.extend(call.layer, state, inputs.q, new, self.commit, cross_layer, mesh)
+        return extend_layer(call.layer, state, inputs.q, new, self.commit, cross_layer, mesh=mesh)
+
+
+def extend_layer(
+    layer: BoundLayer, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any = None, *, mesh: Mesh | None
+) -> StepResult:
+    """Runs `BoundLayer.extend` on each device's own sequences and heads."""
+
+    def extend(state: Any, q: Array, new: KVBlock, cross_layer: Any) -> StepResult:
+        return layer.extend(state, q, new, commit, cross_layer)  # `commit` is static, so it is no argument here
+
+    return per_device(extend, *q.shape[:2], mesh=mesh)(state, q, new, cross_layer)
 
 
 def attend_all(q: Array, query_pos: Array, block: KVBlock, window: int | None, pattern: Any = None) -> Array:
-    """Exact attention of queries [B K G T H] at query_pos i32[B T] to a block, a few queries at a time."""
+    """Computes exact attention of queries [B K G T H] at query_pos i32[B T] to a block, a few queries at a time."""
 
     def attend(q: Array, query_pos: Array) -> Partial:
         return attend_dense(q, block, query_pos, window, pattern)
 
-    return merge([map_query_blocks(attend, q, query_pos, QUERY_BLOCK)])
+    return merge([map_query_blocks(attend, q, query_pos, QUERY_BLOCK_TOKENS)])

@@ -1,4 +1,4 @@
-"""A method on a model: bound to each of its layers, and checked."""
+"""Binding a method to every layer of a model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
 
 
 def bind(method: str | KVMethod | None, config: Config, differentiable: bool = False) -> Plan:
-    """A method, or its string, bound to every layer; raises KvjaxError where it cannot serve the model.
+    """Binds a method, or its string, to every layer; raises KvjaxError where it cannot serve the model.
 
-    differentiable: gradients pass through what the cache stores, see `make_differentiable`.
+    With `differentiable`, gradients pass through the stored keys and values, see `make_differentiable`.
     """
     method = method_of(method)
     if differentiable:
@@ -37,5 +37,5 @@ def bind(method: str | KVMethod | None, config: Config, differentiable: bool = F
     if method.traits.host:
         memory.require_host_memory()
     known: dict[BoundLayer, BoundLayer] = {}
-    # Equal layers become one object: they are compared in every step, which then ends at identity.
+    # Equal layers become one object: every step compares them, and the comparison then ends at identity.
     return tuple(known.setdefault(layer, layer) for layer in map(method.bind, specs(config)))

@@ -8,12 +8,6 @@ from kvjax.core.types import Array
 
 
 def token_positions(tokens: Array, lengths: Array | None = None) -> Array:
-    """i32[B T]: 0, 1, 2, .. in each sequence, -1 at and beyond lengths i32[B]."""
+    """Positions i32[B T]: 0, 1, 2, .. in each sequence, -1 at and beyond lengths i32[B]."""
     pos = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape[:2])
     return pos if lengths is None else jnp.where(pos < lengths[:, None], pos, -1)
-
-
-def append_positions(tokens: Array, offset: Array, lengths: Array | None = None) -> Array:
-    """i32[B T]: positions of tokens that follow offset i32[B] others, -1 at and beyond lengths i32[B]."""
-    pos = token_positions(tokens, lengths)
-    return jnp.where(pos >= 0, offset[:, None] + pos, -1)

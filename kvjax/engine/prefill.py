@@ -1,4 +1,4 @@
-"""Prompts into caches. One driver for every method."""
+"""Prompts into caches: one driver for every method."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from jax.core import Tracer
 
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
-from kvjax.core.mesh import constrain, vary
+from kvjax.core.mesh import constrain, per_device, vary
 from kvjax.core.types import Array, KVBlock
-from kvjax.engine import sharded_layer
 from kvjax.engine.forward import (
     PLAIN,
     Compiled,
@@ -28,13 +27,17 @@ from kvjax.engine.forward import (
     run_layers,
     scan_if_traced,
 )
-from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block
+from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block, prefill_layer
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, LayerCall, PromptReplay
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import take_tokens
 
 SHORT_PROMPT_TOKENS = 512
-"""Prompts up to this length compute all outputs of the last layer too, so that it reuses the other layers' program."""
+"""Prompts up to this length compute all outputs of the last layer too, so that it reuses the other layers' compiled
+program."""
+
+ReplayPrompts = tuple[Sequence[int], Sequence[int]]
+"""Ids that come before the first and before every later chunk that the model is made to repeat (KVzip)."""
 
 
 def prefill(
@@ -47,7 +50,7 @@ def prefill(
     *,
     chunk: int | None = None,
     num_slots: tuple[int, ...] | None = None,
-    replay_prompts: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    replay_prompts: ReplayPrompts = ((), ()),
     compiled: Compiled = PLAIN,
     progress: Progress = iter,
 ) -> tuple[Array, Cache]:
@@ -62,9 +65,9 @@ def prefill(
       capacity: tokens that a sequence of the cache may grow to.
       chunk: tokens run at a time; None: all at once, or as the method asks.
       num_slots: of each layer's state; None: enough for prompts of T tokens.
-      replay_prompts: ids before the first and before every later replayed chunk (KVzip).
-      compiled: the functions that run a layer and make logits.
-      progress: wraps the numbers of the chunks, for a bar; used where the chunks are a Python loop.
+      replay_prompts: see `ReplayPrompts`.
+      compiled: the functions that run a layer and compute logits.
+      progress: wraps the indices of the chunks, for a bar; used where the chunks are a Python loop.
 
     Returns:
       Logits of each prompt's last token f32[B V], and the cache.
@@ -75,7 +78,16 @@ def prefill(
     needs = [layer.needs for layer in plan]
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
     if chunk is None and not any(n.global_budget or n.replay or n.paired_layer for n in needs):
-        hidden, states = _run_whole(params, tokens, lengths, plan, target, capacity, num_slots, compiled)
+        # One pass: each layer's exact keys and values exist only until its state has been made of them.
+        observed = [n.observed_queries for n in needs]
+        num_observed: int | None = None
+        if None not in observed and T > SHORT_PROMPT_TOKENS:
+            num_observed = max(1, *(n for n in observed if n is not None))
+        calls = layer_calls(plan, target.config, num_slots, num_observed is not None)
+        hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
+        mode, nothing = FullPrefill(lengths, capacity, num_observed), (None,) * len(plan)
+        hidden, states = run_layers(params, hidden, angles, mode, calls, nothing, target=target, compiled=compiled)
+        hidden = take_last(hidden, lengths if num_observed is None else None)
     else:
         hidden, prompts = prefill_exactly(
             params,
@@ -112,28 +124,6 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
     return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))
 
 
-def _run_whole(
-    params: Any,
-    tokens: Array,
-    lengths: Array,
-    plan: Plan,
-    target: Target,
-    capacity: int,
-    num_slots: tuple[int, ...],
-    compiled: Compiled,
-) -> tuple[Array, tuple[Any, ...]]:
-    """Each layer's exact keys and values exist only until its state has been made: hidden [B D], states."""
-    num_observed: int | None = None
-    observed = [layer.needs.observed_queries for layer in plan]
-    if None not in observed and tokens.shape[1] > SHORT_PROMPT_TOKENS:
-        num_observed = max(1, *(n for n in observed if n is not None))
-    calls = layer_calls(plan, target.config, num_slots, num_observed is not None)
-    hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
-    mode = FullPrefill(lengths, capacity, num_observed)
-    hidden, states = run_layers(params, hidden, angles, mode, calls, (None,) * len(plan), target, compiled)
-    return take_last(hidden, lengths if num_observed is None else None), states
-
-
 def prefill_exactly(
     params: Any,
     tokens: Array,
@@ -143,67 +133,52 @@ def prefill_exactly(
     *,
     chunk: int | None = None,
     num_slots: tuple[int, ...] | None = None,
-    replay_prompts: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    replay_prompts: ReplayPrompts = ((), ()),
     compiled: Compiled = PLAIN,
     progress: Progress = iter,
 ) -> tuple[Array, list[LayerPrompt | Any]]:
-    """Runs prompts, and keeps each layer's exact keys and values with all that its method observes.
+    """Runs prompts and keeps each layer's exact keys and values, with all that its method observes.
 
-    Arguments are those of `prefill`. A layer whose method is fed the prompt chunk by chunk gives its cache state.
+    Arguments are those of `prefill`. A layer whose method is fed the prompt chunk by chunk holds its cache state.
 
     Returns:
-      The hidden vector of each prompt's last token [B D], and what each layer holds: a list, so that whoever uses a
-      layer's prompt up can drop it.
+      The hidden vector of each prompt's last token [B D], and what each layer holds: a list, so that a caller that uses
+      up a layer's prompt can drop it.
     """
-    num_slots = num_slots or (0,) * len(plan)
-    hidden, prompts = _run_chunks(
-        params, tokens, lengths, plan, target, num_slots, chunk or tokens.shape[1], compiled, progress
-    )
-    if any(layer.needs.replay for layer in plan):
-        prompts = replay(params, tokens, lengths, prompts, plan, target, replay_prompts, compiled)
-    prompts = list(prompts)
-    for i, layer in enumerate(plan):
-        if layer.needs.output_projection and not layer.needs.prompt_chunk:
-            prompts[i] = prompts[i]._replace(output_projection=_output_projection(params[f"layer_{i}"]))
-    return hidden, prompts
-
-
-def _run_chunks(
-    params: Any,
-    tokens: Array,
-    lengths: Array,
-    plan: Plan,
-    target: Target,
-    num_slots: tuple[int, ...],
-    chunk: int,
-    compiled: Compiled,
-    progress: Progress,
-) -> tuple[Array, tuple[LayerPrompt | Any, ...]]:
-    """Runs prompts chunk by chunk; each layer holds them exactly, or in its state where `Needs.prompt_chunk` asks."""
     B, T = tokens.shape
+    chunk = chunk or T
     dtype, outer = params["embedding"].dtype, outer_params(params)
     calls = layer_calls(plan, target.config, num_slots)
     states = tuple(empty_prompt(batch=B, width=T, dtype=dtype, call=call, target=target) for call in calls)
 
     def run_chunk(carry: tuple[Any, Array], xs: tuple[Array | np.int32, Array]) -> tuple[Any, None]:
-        (states, last), (start, part) = carry, xs
-        hidden, angles, _ = embed(outer, part, start, None, target=target)
+        (states, last), (start, chunk_tokens) = carry, xs
+        hidden, angles, _ = embed(outer, chunk_tokens, start, None, target=target)
         mode = ChunkedPrefill(start, lengths)
-        hidden, states = run_layers(params, hidden, angles, mode, calls, states, target, compiled)
-        return (states, _keep_last(hidden, lengths, start, last)), None
+        hidden, states = run_layers(params, hidden, angles, mode, calls, states, target=target, compiled=compiled)
+        return (states, _update_last(last, hidden, lengths, start)), None
 
     # The last chunk may be shorter: one that reached beyond the prompt's padding would overflow the slots of a method
     # that is fed chunk by chunk.
     carry, num_chunks = vary((states, np.zeros((B, target.config.width), dtype))), T // chunk
     if num_chunks > 1:
         starts = np.arange(0, num_chunks * chunk, chunk, dtype=np.int32)
-        parts = tokens[:, : num_chunks * chunk].reshape(B, num_chunks, chunk).swapaxes(0, 1)
-        carry, _ = scan_if_traced(run_chunk, carry, (starts, parts), progress)
+        chunks = tokens[:, : num_chunks * chunk].reshape(B, num_chunks, chunk).swapaxes(0, 1)
+        carry, _ = scan_if_traced(run_chunk, carry, (starts, chunks), progress)
     elif num_chunks:
         carry, _ = run_chunk(carry, (np.int32(0), tokens[:, :chunk]))
     if T % chunk:
         carry, _ = run_chunk(carry, (np.int32(num_chunks * chunk), tokens[:, num_chunks * chunk :]))
-    return carry[1], carry[0]
+    prompts, hidden = carry
+    if any(layer.needs.replay for layer in plan):
+        prompts = replay(
+            params, tokens, lengths, prompts, plan, target, replay_prompts=replay_prompts, compiled=compiled
+        )
+    prompts = list(prompts)
+    for i, layer in enumerate(plan):
+        if layer.needs.output_projection and not layer.needs.prompt_chunk:
+            prompts[i] = prompts[i]._replace(output_projection=_output_projection(params[f"layer_{i}"]))
+    return hidden, prompts
 
 
 def replay(
@@ -213,14 +188,18 @@ def replay(
     prompts: Sequence[LayerPrompt],
     plan: Plan,
     target: Target,
-    replay_prompts: tuple[Sequence[int], Sequence[int]],
+    *,
+    replay_prompts: ReplayPrompts,
     compiled: Compiled = PLAIN,
 ) -> tuple[LayerPrompt, ...]:
-    """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip."""
+    """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip.
+
+    Arguments are those of `prefill_exactly`; `prompts` is its result. Returns the prompts with their `replay_scores`.
+    """
     replays = {layer.needs.replay for layer in plan if layer.needs.replay is not None}
     if len(replays) != 1 or any(layer.needs.prompt_chunk for layer in plan):
         raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
-    (how,) = replays
+    (settings,) = replays
     calls, outer = layer_calls(plan, target.config), outer_params(params)
     prompts = tuple(
         prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32)) if layer.needs.replay else prompt
@@ -228,15 +207,15 @@ def replay(
     )
     B, T = tokens.shape
     # Copies are padded to one width, so that all of them share one program.
-    width = max(map(len, replay_prompts)) + how.lead_tokens + min(how.chunk_tokens, T)
-    for start in range(0, T, how.chunk_tokens):
-        text = np.asarray(replay_prompts[min(start, 1)], np.int32)
-        first = max(start - how.lead_tokens, 0)
-        copied = tokens[:, first : start + how.chunk_tokens]
-        copy, num_tokens = _copy_chunk(copied, lengths, text, np.int32(start), np.int32(first), width=width)
+    width = max(map(len, replay_prompts)) + settings.lead_tokens + min(settings.chunk_tokens, T)
+    for start in range(0, T, settings.chunk_tokens):
+        instruction = np.asarray(replay_prompts[min(start, 1)], np.int32)
+        first = max(start - settings.lead_tokens, 0)
+        copied = tokens[:, first : start + settings.chunk_tokens]
+        copy, num_tokens = _copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(first), width=width)
         hidden, angles, pos = embed(outer, copy, lengths, num_tokens, target=target)
         mode = PromptReplay(np.int32(start), pos, lengths)
-        _, prompts = run_layers(params, hidden, angles, mode, calls, prompts, target, compiled)
+        _, prompts = run_layers(params, hidden, angles, mode, calls, prompts, target=target, compiled=compiled)
     return prompts
 
 
@@ -247,12 +226,13 @@ def compress_prompts(
     target: Target,
     capacity: int,
     num_slots: tuple[int, ...],
+    *,
     longest: int | None = None,
 ) -> tuple[Any, ...]:
-    """Turns the exact prompts of all layers into cache states, and empties the list on the way.
+    """Turns the exact prompts of all layers into cache states.
 
     Args:
-      prompts: what each layer holds.
+      prompts: what each layer holds; the list is emptied, so that a layer's exact prompt is freed once it is used.
       lengths: i32[B], of the prompts.
       plan: a method bound to each layer.
       target: model configuration and mesh.
@@ -267,13 +247,20 @@ def compress_prompts(
     if any(layer.needs.global_budget for layer in plan):
         division = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
         if isinstance(division, Tracer):
-            # Nobody knows yet what a layer will keep, so each has slots for the whole prompt.
+            # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.
             longest_prompt = min(prompts[0].k.shape[2], capacity) if longest is None else longest
             num_kept, at_most = list(division), np.full(division.shape, longest_prompt)
         else:
             at_most, longest_prompt = np.asarray(division), int(np.max(lengths))
             num_kept = list(at_most)
-        plan, num_slots = _fit_slots(plan, at_most, longest_prompt, capacity)
+        # Slots are rounded up, so that prompts whose divisions differ a little share their compiled programs.
+        headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
+        layers = _budgeted_layers(plan)
+        most = [
+            -(-x.num_kept_slots(n) // SHARED_ROUNDING) * SHARED_ROUNDING for x, n in zip(layers, at_most, strict=True)
+        ]
+        num_slots = tuple(min(capacity, x.num_slots_for(n, headroom_tokens)) for x, n in zip(layers, most, strict=True))
+        plan = tuple(x.with_kept_slots(n) for x, n in zip(layers, most, strict=True))
     calls = layer_calls(plan, target.config, num_slots)
     states: list[Any] = []
     below = None
@@ -282,43 +269,31 @@ def compress_prompts(
         i, prompt = len(states), prompts.pop(0)
         needs = plan[i].needs
         if needs.paired_layer:
-            other = prompts[0] if needs.paired_layer > 0 else below
+            other = prompts[0] if needs.paired_layer > 0 else below  # the layer above or below (MiniCache)
             assert other is not None
             prompt = prompt._replace(paired=(other.k, other.v))
         below = prompt if prompts and plan[i + 1].needs.paired_layer < 0 else None
-        if not needs.prompt_chunk:  # one that was fed through its method is a cache state already
+        if not needs.prompt_chunk:  # a prompt that was fed through its method is a cache state already
             prompt = compress(prompt, lengths, num_kept[i], call=calls[i], capacity=capacity, target=target)
         states.append(prompt)
     return tuple(states)
 
 
 def measure_layers(prompts: Sequence[LayerPrompt], lengths: Array, plan: Plan, target: Target) -> Any:
-    """Measures every layer's prompt, for a budget that all layers share: arrays [L B ..]."""
+    """Measures every layer's prompt, for a budget that all layers share (CAKE): arrays [L B ..]."""
     calls = layer_calls(plan, target.config)
     measures = [_measure_prompt(p, lengths, call=c, target=target) for c, p in zip(calls, prompts, strict=True)]
     return jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
 
 
-def _fit_slots(plan: Plan, kept: np.ndarray, longest: int, capacity: int) -> tuple[Plan, tuple[int, ...]]:
-    """The layers with room for what they keep, i32[L B] or i32[L B K] tokens, and the slots of their states."""
-    room = -(-(capacity - longest) // 16) * 16  # in multiples, as in `num_layer_slots`
-    layers = _budgeted(plan)
-    most = [
-        -(-layer.num_kept_slots(tokens) // SHARED_ROUNDING) * SHARED_ROUNDING
-        for layer, tokens in zip(layers, kept, strict=True)
-    ]
-    slots = tuple(min(capacity, layer.num_slots_for(n, room)) for layer, n in zip(layers, most, strict=True))
-    return tuple(layer.with_kept_slots(n) for layer, n in zip(layers, most, strict=True)), slots
-
-
-def _budgeted(layers: Sequence[BoundLayer]) -> list[BudgetedLayer]:
-    found: list[BudgetedLayer] = [layer for layer in layers if isinstance(layer, BudgetedLayer)]
-    if len(found) < len(layers):
+def _budgeted_layers(layers: Sequence[BoundLayer]) -> list[BudgetedLayer]:
+    budgeted: list[BudgetedLayer] = [layer for layer in layers if isinstance(layer, BudgetedLayer)]
+    if len(budgeted) < len(layers):
         raise KvjaxError(
             "some layers divide a budget among all, which takes the members of kvjax.cache.protocol.BudgetedLayer in "
             "every layer; use one method for all, or write these members"
         )
-    return found
+    return budgeted
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "width", "dtype", "call", "target"))
@@ -331,7 +306,7 @@ def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Ta
 
     if needs.prompt_chunk:
         nothing = KVBlock(zeros(0), zeros(0), jnp.zeros((batch, 1, 0), jnp.int32))
-        return sharded_layer.prefill(call.layer, nothing, None, call.num_slots, target.mesh)
+        return prefill_layer(call.layer, nothing, None, call.num_slots, target.mesh)
     hidden = jnp.zeros((batch, 1, width, c.width), dtype) if needs.hidden_states else None
     num_observed = width if needs.observed_queries is None else needs.observed_queries
     return LayerPrompt(zeros(width), zeros(width), zeros(c.groups, num_observed), hidden)
@@ -339,54 +314,52 @@ def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Ta
 
 @functools.partial(jax.jit, static_argnames=("call", "target"))
 def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, target: Target) -> Any:
-    """Arrays [B ..], what this layer's part of a budget is derived from (CAKE)."""
-    (layer,) = _budgeted([call.layer])
-    return sharded_layer.measure(layer, *observed_block(call.layer, prompt, lengths), target.mesh)
+    (layer,) = _budgeted_layers([call.layer])
+    measure = per_device(layer.measure, *prompt.k.shape[:2], mesh=target.mesh)
+    return measure(*observed_block(call.layer, prompt, lengths))
 
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _divide_budget(measures: Any, lengths: Array, plan: Plan) -> Array:
-    return _budgeted(plan)[0].divide_budget(measures, lengths)
+    return _budgeted_layers(plan)[0].divide_budget(measures, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))
 def compress(
     prompt: LayerPrompt, lengths: Array, num_kept: Array | None, call: LayerCall, capacity: int, target: Target
 ) -> Any:
-    """Turns one layer's exact prompt into its cache state."""
+    """Turns one layer's exact prompt into its cache state, as a program of its own."""
     return encode_prompt(call, prompt, lengths, capacity, target.mesh, num_kept)
 
 
 @functools.partial(jax.jit, static_argnames="width")
 def _copy_chunk(
-    copied: Array, lengths: Array, text: Array, start: Array, first: Array, width: int
+    copied: Array, lengths: Array, instruction: Array, start: Array, first: Array, width: int
 ) -> tuple[Array, Array]:
     """Makes the tokens with which each sequence repeats a chunk: i32[B width], and how many are real, i32[B].
 
-    copied: i32[B C], tokens from `first` on, those before `start` as a lead. A sequence that ends before the chunk
-    repeats nothing.
+    `copied` i32[B C] are the tokens from `first` on; those before `start` lead up to the chunk. A sequence that ends
+    before the chunk repeats nothing.
     """
     B, C = copied.shape
-    copy = jnp.concatenate([jnp.broadcast_to(text, (B, len(text))), copied], 1)
-    num_tokens = jnp.where(lengths > start, len(text) + jnp.clip(lengths - first, 0, C), 0)
+    copy = jnp.concatenate([jnp.broadcast_to(instruction, (B, len(instruction))), copied], 1)
+    num_tokens = jnp.where(lengths > start, len(instruction) + jnp.clip(lengths - first, 0, C), 0)
     return jnp.pad(copy, [(0, 0), (0, width - copy.shape[1])]), num_tokens
 
 
 @jax.jit
 def take_last(hidden: Array, lengths: Array | None) -> Array:
-    """hidden [B T D] of each sequence's last token, that at lengths - 1 or, without lengths, the last of all: [B D]."""
+    """Takes the hidden vectors [B D] of each sequence's last token from [B T D]; without lengths, the last of all."""
     last = jnp.full(hidden.shape[:1], hidden.shape[1] - 1, jnp.int32) if lengths is None else lengths - 1
     return take_tokens(hidden, last[:, None])[:, 0]
 
 
 @jax.jit
-def _keep_last(hidden: Array, lengths: Array, start: Array, earlier: Array) -> Array:
-    """hidden [B C D] of the token at lengths - 1 where that is in this chunk, otherwise earlier [B D]."""
+def _update_last(last: Array, hidden: Array, lengths: Array, start: Array) -> Array:
+    """Replaces last [B D] by the hidden vector of each sequence's last token, where this chunk [B C D] has it."""
     at = lengths - 1 - start
     is_here = (at >= 0) & (at < hidden.shape[1])
-    return jnp.where(
-        is_here[:, None], take_tokens(hidden, jnp.clip(at, 0, hidden.shape[1] - 1)[:, None])[:, 0], earlier
-    )
+    return jnp.where(is_here[:, None], take_tokens(hidden, jnp.clip(at, 0, hidden.shape[1] - 1)[:, None])[:, 0], last)
 
 
 @jax.jit

@@ -14,14 +14,14 @@ from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 
-LEAST = 1e-30  # of a temperature and of top_p: logits over a smaller one would overflow, a smaller share be none
+MIN_POSITIVE = 1e-30  # least temperature and top_p: dividing logits by a smaller one would overflow
 
 
 @pytree
 class Sampler:
-    """`SamplingParams` in a compiled program: the numbers are arrays, so that a sweep over them does not recompile.
+    """`SamplingParams` inside a compiled program; a temperature of None is greedy.
 
-    temperature None: greedy.
+    The numbers are arrays, so that a sweep over them does not recompile.
     """
 
     temperature: Array | None = None
@@ -32,18 +32,20 @@ class Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn: one value for all calls that generate, as `kvjax.generate(..., sampling=params)`.
+    """Settings of the sampler, one value for all calls that generate, as in `kvjax.generate(..., sampling=params)`.
 
-    It is hashable, holds plain numbers and is checked when it is made. The filters apply in the order of the fields,
-    after the temperature; each keeps the likeliest token, and equal logits are kept or dropped lower index first.
+    They are hashable, hold plain numbers and are checked when they are made. The filters apply in the order of the
+    fields, after the temperature; each keeps the likeliest token, and equal logits are kept or dropped lower index
+    first.
 
     Attributes:
-      temperature: what logits are divided by; 0, the default, takes the likeliest token and no filter.
-      top_k: only the k likeliest tokens.
-      top_p: only the likeliest tokens that together reach this probability (Holtzman et al., 2020, arXiv 1904.09751).
-      min_p: only tokens of at least this fraction of the likeliest one's probability (Nguyen et al., 2024, arXiv
-        2407.01082).
-      seed: of the random numbers; a sequence draws by the seed and its index in the batch, never by its neighbours.
+      temperature: divides the logits; 0, the default, takes the likeliest token and no filter.
+      top_k: keeps only the k likeliest tokens.
+      top_p: keeps only the likeliest tokens that together reach this probability (Holtzman et al., 2020, arXiv
+        1904.09751).
+      min_p: keeps only tokens of at least this fraction of the likeliest one's probability (Nguyen et al., 2024,
+        arXiv 2407.01082).
+      seed: of the random numbers; a sequence draws by the seed and its index in the batch, never by its neighbors.
 
     Raises:
       KvjaxError: a number outside its range, or a filter without a temperature.
@@ -56,28 +58,24 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._set(temperature=self._checked_temperature(), seed=check_seed(self.seed))
-        # As plain numbers, which hash: those of JAX and NumPy are taken too.
+        # Numbers of JAX and NumPy are accepted and become plain ones, which hash.
+        temperature = self.temperature
+        if isinstance(temperature, bool) or temperature != 0:
+            temperature = arguments.number("temperature", temperature, MIN_POSITIVE, 1 / MIN_POSITIVE, "; 0 is greedy")
+        fields: dict[str, Any] = {"temperature": float(temperature), "seed": check_seed(self.seed)}
         if self.top_k is not None:
-            self._set(top_k=arguments.integer("top_k", self.top_k))
+            fields["top_k"] = arguments.integer("top_k", self.top_k)
         if self.top_p is not None:
-            self._set(top_p=arguments.number("top_p", self.top_p, LEAST, 1))
+            fields["top_p"] = arguments.number("top_p", self.top_p, MIN_POSITIVE, 1)
         if self.min_p is not None:
-            self._set(min_p=arguments.number("min_p", self.min_p, 0, 1))
+            fields["min_p"] = arguments.number("min_p", self.min_p, 0, 1)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
         if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (None, None, None):
             raise KvjaxError("top_k, top_p and min_p need temperature > 0; temperature 0 is greedy")
 
-    def _checked_temperature(self) -> float:
-        if not isinstance(self.temperature, bool) and self.temperature == 0:
-            return 0.0
-        return arguments.number("temperature", self.temperature, LEAST, 1 / LEAST, "; 0 is greedy")
-
-    def _set(self, **fields: float) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
     def sampler(self) -> Sampler:
-        """The same for a compiled program."""
+        """Returns the same settings as arrays, for a compiled program."""
         if self.temperature == 0:
             return Sampler()
 
@@ -88,36 +86,34 @@ class SamplingParams:
         return Sampler(jnp.float32(self.temperature), *filters)
 
 
-def resolve_sampling(sampling: SamplingParams | None = None, **given: Any) -> SamplingParams:
-    """How a call draws: by `sampling`, or by the keywords that it gives, those that are not None.
-
-    Raises KvjaxError where it gives both.
-    """
-    said = {name: value for name, value in given.items() if value is not None}
+def resolve_sampling(sampling: SamplingParams | None = None, **fields: Any) -> SamplingParams:
+    """Returns `sampling`, or one made of the fields that are not None; raises KvjaxError where a call gives both."""
+    fields = {name: value for name, value in fields.items() if value is not None}
     if sampling is None:
-        return SamplingParams(**said)
+        return SamplingParams(**fields)
     if not isinstance(sampling, SamplingParams):
         raise KvjaxError(f"sampling is a value such as kvjax.SamplingParams(temperature=0.7), got {sampling!r:.80}")
-    if said:
-        changed = ", ".join(f"{name}={value!r:.40}" for name, value in said.items())
+    if fields:
+        changed = ", ".join(f"{name}={value!r:.40}" for name, value in fields.items())
         raise KvjaxError(
-            f"sampling and {', '.join(said)} are both given, and say the same thing twice: leave one out, or write "
+            f"sampling and {', '.join(fields)} are both given, and say the same thing twice: leave one out, or write "
             f"dataclasses.replace(sampling, {changed})"
         )
     return sampling
 
 
 def sample(s: Sampler, logits: Array, key: Array) -> Array:
-    """logits f32[B V] -> tokens i32[B]; a row's token depends only on its own logits and its own key [B]."""
+    """Draws tokens i32[B] from logits f32[B V]; each depends only on its sequence's own logits and own key [B]."""
     if s.temperature is None:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(key, apply_filters(s, logits / s.temperature)).astype(jnp.int32)
 
 
 def apply_filters(s: Sampler, logits: Array) -> Array:
-    """logits f32[B V], after the temperature, with the tokens that the filters drop at NEG."""
+    """Sets the tokens that the filters drop to MASKED_LOGIT, in logits f32[B V] after the temperature."""
     if (s.top_k, s.top_p, s.min_p) == (None, None, None):
         return logits
+    # Stable, so that of equal logits the lower index comes first.
     order = jnp.argsort(-logits, axis=-1, stable=True)
     x = jnp.take_along_axis(logits, order, -1)  # likeliest first
     keep = jnp.ones(x.shape, bool)
@@ -133,5 +129,5 @@ def apply_filters(s: Sampler, logits: Array) -> Array:
 
 
 def sequence_keys(key: Array, batch: int, first: Array | int = 0) -> Array:
-    """One key per row, numbered from `first` on, so that a row draws the same tokens alone and in company."""
+    """Makes one key per sequence, by its number from `first` on: a sequence draws the same in any batch."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(batch))

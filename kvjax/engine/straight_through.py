@@ -1,9 +1,9 @@
-"""Gradients through a cache: its codes, each with the exact vectors that carry the gradient, on the device.
+"""Gradients through a cache: codes are stored with the exact vectors, which carry the gradient.
 
-`make_differentiable(method)` is what `bind(.., differentiable=True)` binds. A codec that holds codes is wrapped in
-`StraightThrough`; a smooth one (plain rows, low rank, fewer channels) keeps its own gradient. Whatever a layer packs,
-its reader's copies and its side store included, stays floats in device memory. The forward pass computes the same
-numbers.
+`bind(.., differentiable=True)` binds `make_differentiable(method)`. A codec that stores codes is wrapped in
+`StraightThrough`; a smooth one (plain vectors, low rank, fewer channels) keeps its own gradient. All that a layer
+packs, its reader's copies and its side store included, stays floats in device memory. The forward pass computes the
+same numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvjax.errors import KvjaxError
 
 
 @pytree
-class Carried:
+class StraightThroughState:
     """The wrapped codec's storage, and the exact vectors that carry the gradient."""
 
     stored: Any
@@ -38,84 +38,85 @@ class Carried:
 
 @dataclasses.dataclass(frozen=True)
 class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
-    """The wrapped codec's numbers with the gradient of the exact ones (Bengio et al. 2013, arXiv 1308.3432).
+    """Computes the wrapped codec's numbers with the gradient of the exact ones (Bengio et al. 2013, arXiv 1308.3432).
 
-    x' = x + stop_gradient(coded - x), in the bits of `coded`. Scores and mixed values are computed as the codec does
-    it, and differentiated as those of x'. The carrier costs the bytes of an exact cache: use it to differentiate, not
-    to save memory.
+    x' = x + stop_gradient(coded - x), in the bits of `coded`. Scores and mixed values are computed by the codec, and
+    differentiated as those of x'. The exact vectors cost the bytes of an exact cache: use it to differentiate, not to
+    save memory.
     """
 
     inner: Codec
 
     is_smooth: ClassVar[bool] = True
 
-    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Carried:
-        return Carried(self.inner.encode_prompt(*_constant(x, pos, observation)), x)
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> StraightThroughState:
+        return StraightThroughState(self.inner.encode_prompt(*_constant(x, pos, observation)), x)
 
-    def encode(self, x: Array, pos: Array) -> Carried:
-        return Carried(self.inner.encode(*_constant(x, pos)), x)
+    def encode(self, x: Array, pos: Array) -> StraightThroughState:
+        return StraightThroughState(self.inner.encode(*_constant(x, pos)), x)
 
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         return self._by_prompt().fit_prompt(*_constant(x, pos, observation))
 
-    def encode_with(self, x: Array, pos: Array, found: Array) -> Carried:
-        return Carried(self._by_prompt().encode_with(*_constant(x, pos, found)), x)
+    def encode_with(self, x: Array, pos: Array, found: Array) -> StraightThroughState:
+        return StraightThroughState(self._by_prompt().encode_with(*_constant(x, pos, found)), x)
 
     def _by_prompt(self) -> PromptAdaptiveKeys:
         if not isinstance(self.inner, PromptAdaptiveKeys):
             raise KvjaxError(f"{self.inner} holds no keys by a prompt's queries; give the tier a codec that does")
         return self.inner
 
-    def decode(self, stored: Carried) -> Array:
-        return self._straight(self.inner.decode(_constant(stored.stored)), stored.exact)
+    def decode(self, stored: StraightThroughState) -> Array:
+        coded = self.inner.decode(_constant(stored.stored))
+        return with_gradient_of(coded, stored.exact.astype(coded.dtype))
 
-    def append(self, stored: Carried, x: Array, at: Array) -> Carried:
+    def append(self, stored: StraightThroughState, x: Array, at: Array) -> StraightThroughState:
         inner = self.inner.append(*_constant(stored.stored, x, at))
-        return Carried(inner, memory.put(stored.exact, x.astype(stored.exact.dtype), at))
+        return StraightThroughState(inner, memory.put(stored.exact, x.astype(stored.exact.dtype), at))
 
-    def gather(self, stored: Carried, idx: Array) -> Array:
-        # A codec clips what lies outside, and so must the carrier.
+    def gather(self, stored: StraightThroughState, idx: Array) -> Array:
+        # A codec clips indices outside the cache; the exact vectors must follow it.
         exact = memory.take(stored.exact, idx.clip(0, max(stored.exact.shape[2] - 1, 0)))
-        return self._straight(self.inner.gather(*_constant(stored.stored, idx)), exact)
+        coded = self.inner.gather(*_constant(stored.stored, idx))
+        return with_gradient_of(coded, exact.astype(coded.dtype))
 
-    def load(self, stored: Carried) -> Carried:
-        return Carried(self.inner.load(_constant(stored.stored)), stored.exact)
+    def load(self, stored: StraightThroughState) -> StraightThroughState:
+        return StraightThroughState(self.inner.load(_constant(stored.stored)), stored.exact)
 
-    def scores(self, q: Array, stored: Carried) -> Array:
+    def scores(self, q: Array, stored: StraightThroughState) -> Array:
         value = self.inner.scores(*_constant(q, stored.stored))
         return with_gradient_of(value, attention.scores(q, self.decode(stored)))
 
-    def score_in_place(self, q: Array, stored: Carried) -> Array:
+    def score_in_place(self, q: Array, stored: StraightThroughState) -> Array:
         value = self.inner.score_in_place(*_constant(q, stored.stored))
         return with_gradient_of(value, attention.scores(q, self.decode(stored)))
 
-    def mix(self, p: Array, stored: Carried) -> Array:
+    def mix(self, p: Array, stored: StraightThroughState) -> Array:
         value = self.inner.mix(*_constant(p, stored.stored))
         return with_gradient_of(value, attention.mix(p, self.decode(stored)))
 
-    def num_committed(self, stored: Carried, n: Array) -> Array:
+    def num_committed(self, stored: StraightThroughState, n: Array) -> Array:
         return self.inner.num_committed(stored.stored, n)
 
-    def used_part(self, stored: Carried, num_tokens: int) -> Any:
+    def used_part(self, stored: StraightThroughState, num_tokens: int) -> Any:
         return self.inner.used_part(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
 
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)
         return None if inner is None else StraightThrough(inner)
 
-    def _straight(self, coded: Array, exact: Array) -> Array:
-        return with_gradient_of(coded, exact.astype(coded.dtype))
-
 
 def _constant(*trees: Any) -> Any:
-    """The same arrays without their tangents; of a single tree, that."""
-    found = jax.tree.map(lax.stop_gradient, trees)
-    return found if len(trees) > 1 else found[0]
+    """Stops the gradient of several trees, or of one."""
+    constants = jax.tree.map(lax.stop_gradient, trees)
+    return constants if len(trees) > 1 else constants[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
 class DifferentiableLayer(MethodLayer):
-    """A bound layer of a `Method` whose codecs cross_layer gradients: what it packs stays floats in device memory."""
+    """A bound layer of a `Method` whose codecs carry gradients: all that it packs stays floats in device memory."""
+
+    # Packing asks `memory.as_floats` while it runs, so that each member that packs or unpacks runs inside it.
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> LayerState:
         with memory.as_floats(True):
@@ -152,7 +153,7 @@ class Differentiable:
 
     @property
     def traits(self) -> Traits:
-        """Those of the method, with everything on the device."""
+        """The traits of the method, with everything on the device."""
         return dataclasses.replace(self.method.traits, host=False)
 
     @property
@@ -161,23 +162,23 @@ class Differentiable:
         return self.method.recipe
 
     def bind(self, spec: LayerSpec) -> DifferentiableLayer:
-        """The method in one layer; raises KvjaxError where it cannot serve the model."""
-        layer = _carrying(self.method).bind(spec)
+        """Binds the method to one layer; raises KvjaxError where it cannot serve the model."""
+        layer = _wrap_codecs(self.method).bind(spec)
         return DifferentiableLayer(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)})
 
 
 def make_differentiable(method: KVMethod) -> KVMethod:
     """Makes a method through whose cache gradients pass; its forward pass computes the same numbers.
 
-    Placement in host memory is taken off, codes get an exact carrier (see `StraightThrough`), 16-bit floats are no raw
-    bits. Where codes are read, the gradient is that of the exact vectors, at the values of the codes. Everything else
-    has its own gradient. Choices have none: which tokens stay and which are read counts as given.
+    Nothing is placed in host memory, codes are stored with the exact vectors (see `StraightThrough`), and 16-bit floats
+    are not packed as bits. Where codes are read, the gradient is that of the exact vectors, at the values of the codes.
+    Everything else has its own gradient. Discrete choices have none: the tokens that are kept and read are constants.
 
     Args:
       method: a `kvjax.Method`, or one behind a shared prefix.
 
     Returns:
-      A method to bind in its place.
+      The method to bind in its place.
 
     Raises:
       KvjaxError: for a method that is not assembled from components; it has to hold floats itself.
@@ -194,18 +195,18 @@ def make_differentiable(method: KVMethod) -> KVMethod:
     )
 
 
-def _carrying(component: Any) -> Any:
-    """A method, or one of its components, with every codec in it on the device and, unless smooth, wrapped."""
+def _wrap_codecs(component: Any) -> Any:
+    """Moves every codec of a method or component to the device, and wraps each one that is not smooth."""
     if isinstance(component, Codec):
         codec = component.on_device()
         return codec if codec.is_smooth else StraightThrough(codec)
     if isinstance(component, Full):
-        return Full("xla")  # kernels read the codes alone
+        return Full("xla")  # kernels read the codes alone, without the vectors that carry the gradient
     if type(component) is tuple:
-        return tuple(map(_carrying, component))
+        return tuple(map(_wrap_codecs, component))
     if not dataclasses.is_dataclass(component) or isinstance(component, type):
         return component
     old = {f.name: getattr(component, f.name) for f in dataclasses.fields(component) if f.init}
-    new = {name: _carrying(value) for name, value in old.items()}
+    new = {name: _wrap_codecs(value) for name, value in old.items()}
     changed = {name: value for name, value in new.items() if value is not old[name]}
     return dataclasses.replace(component, **changed) if changed else component

@@ -1,4 +1,4 @@
-"""Chat: a model's answer in a conversation that its chat template writes."""
+"""Chat: the model's next message in a conversation."""
 
 from __future__ import annotations
 
@@ -30,11 +30,19 @@ def chat(
     capacity: int | None = None,
     loop: str | None = None,
 ) -> Result:
-    """The model's next message in one conversation, or in each of a batch, under a method; options as in `generate`.
+    """Generates the next message of one conversation, or of each in a batch, under a method.
 
-    messages: [{"role": "user", "content": "Hello"}], or a list of such lists. An answer ends with one of the
-    checkpoint's end-of-sequence ids, among which is its end of turn. Whole conversations are read: to go on from a
-    cache, use `kvjax.generate`. Raises KvjaxError as `Model.chat_ids` does.
+    The whole conversation is read; to continue from a cache, use `kvjax.generate`. An answer ends with one of the
+    checkpoint's end-of-sequence ids, which include its end of turn.
+
+    Args:
+      model: from `kvjax.load`.
+      messages: [{"role": "user", "content": "Hello"}], or a list of such lists.
+      method: a method or its string.
+      max_new_tokens: the most tokens per answer; this and all that follow as in `kvjax.generate`.
+
+    Raises:
+      KvjaxError: as `Model.chat_ids` and `kvjax.generate` do.
     """
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     return generate(

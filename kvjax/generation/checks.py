@@ -1,8 +1,7 @@
-"""Checks before and after a call: whose cache it is, context length and memory, and finite logits."""
+"""Pre-flight checks of context length, memory and the owner of a cache; and of finite logits after the prompt."""
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 
@@ -17,20 +16,25 @@ from kvjax.core.types import Array
 from kvjax.engine.forward import Plan
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, KvjaxWarning, OtherWeights
-from kvjax.generation.memory_plan import bytes_of
+from kvjax.generation.memory_plan import total_bytes
 from kvjax.methods.strings import method_of, name_of
-from kvjax.models.config import MAX_SIZE, Config
+from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
-
-SHORTEN = "shorten the text, or use a method that is made for endless text, such as infllm"
 
 
 def check_prompts(
-    model: Model, plan: Plan, lengths: Sequence[int], slots: tuple[int, ...], capacity: int, width: int, piece: int
+    model: Model,
+    plan: Plan,
+    lengths: Sequence[int],
+    num_slots: tuple[int, ...],
+    capacity: int,
+    *,
+    width: int,
+    chunk: int,
 ) -> None:
-    """Before prompts are read: raises KvjaxError where their cache cannot fit, and warns of too few positions.
+    """Raises KvjaxError where the cache of prompts cannot fit, and warns where the model has too few positions.
 
-    slots: of each layer. capacity: tokens per row. width: what rows are padded to. piece: tokens read at a time.
+    The prompts are padded to `width` tokens, and run in chunks of `chunk`; the others as in `kvjax.engine.prefill`.
     """
     if capacity > MAX_SIZE:
         raise KvjaxError(
@@ -41,57 +45,48 @@ def check_prompts(
     if longest > model.config.max_positions and not all(
         x.needs.unbounded_length and x.needs.prompt_chunk for x in plan
     ):
-        _warn(model, f"prompts of {longest:,} tokens go")
-    needed = _planned(plan, model.config, slots, len(lengths), min(width, capacity), jnp.dtype(model.dtype))
-    reading = len(lengths) * min(longest, piece) * (model.config.width + model.config.mlp_width) * model.dtype.itemsize
+        _warn_of_positions(model, f"prompts of {longest:,} tokens go")
+    cache_bytes = total_bytes(plan, model.config, num_slots, len(lengths), min(width, capacity), jnp.dtype(model.dtype))
+    # A lower bound of what a layer's forward pass takes: its hidden vectors and the MLP's.
+    layer_width = model.config.width + model.config.mlp_width
+    activation_bytes = len(lengths) * min(longest, chunk) * layer_width * model.dtype.itemsize
     what = f"{len(lengths)} rows of up to {longest:,} tokens in a cache for {capacity:,}"
-    _check_memory(model, needed["device"] + reading, needed["pinned_host"], what)
+    _check_memory(model, cache_bytes["device"] + activation_bytes, cache_bytes["pinned_host"], what)
 
 
-@functools.lru_cache(maxsize=1024)
-def _planned(
-    plan: Plan, config: Config, slots: tuple[int, ...], rows: int, width: int, dtype: jnp.dtype
-) -> dict[str, int]:
-    """Bytes of a cache by memory kind: known again as long as its compiled programs are."""
-    return bytes_of(plan, config, slots, rows, width, dtype)
-
-
-def _check_memory(model: Model, device: int, host: int, what: str) -> None:
+def _check_memory(model: Model, device_bytes: int, host_bytes: int, what: str) -> None:
     """Raises KvjaxError for more bytes than the model's devices, or this machine, have in all."""
-    held = model.params["embedding"]
-    there = memory.installed_memory(held.devices() if isinstance(held, Array) else jax.devices()[:1])
-    needed = [(device + host, there.device)] if there.shared else [(device, there.device), (host, there.host)]
-    for size, most in needed:
-        if most is not None and size > most:
+    embedding = model.params["embedding"]
+    available = memory.installed_memory(embedding.devices() if isinstance(embedding, Array) else jax.devices()[:1])
+    needed = [(device_bytes, available.device), (host_bytes, available.host)]
+    if available.shared:  # on a CPU both kinds are the same RAM
+        needed = [(device_bytes + host_bytes, available.device)]
+    for size, limit in needed:
+        if limit is not None and size > limit:
             raise KvjaxError(
-                f"{what} take at least {size / 1e9:,.1f} GB of memory, and there are {most / 1e9:,.1f} GB; give fewer "
+                f"{what} take at least {size / 1e9:,.1f} GB of memory, and there are {limit / 1e9:,.1f} GB; give fewer "
                 "or shorter prompts at a time, ask for fewer new tokens, or use a method that holds less"
             )
 
 
-def check_result(model: Model, rows: int, tokens: int) -> None:
-    """Raises KvjaxError where the logits of so many tokens of each row cannot fit."""
-    size = 4 * rows * tokens * model.config.vocab_size
-    _check_memory(model, size, 0, f"the logits of {rows} rows of {tokens:,} tokens")
+def check_result(model: Model, batch: int, num_tokens: int) -> None:
+    """Raises KvjaxError where the logits of `num_tokens` tokens of each sequence cannot fit in memory."""
+    size = 4 * batch * num_tokens * model.config.vocab_size
+    _check_memory(model, size, 0, f"the logits of {batch} rows of {num_tokens:,} tokens")
 
 
 def check_positions(model: Model, plan: Plan, used: int, more: int) -> None:
-    """Warns where `more` tokens behind `used` ones are the first beyond the positions that the model was made for."""
+    """Warns where `more` tokens after `used` ones are the first beyond the positions that the model was trained on."""
     if used <= model.config.max_positions < used + more and not all(layer.needs.unbounded_length for layer in plan):
-        _warn(model, f"{more:,} tokens behind {used:,} others go")
-
-
-def check_decoding(model: Model, cache: Cache, new: int) -> None:
-    """`check_positions` for so many tokens that may be generated behind what a cache holds."""
-    check_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), new)
+        _warn_of_positions(model, f"{more:,} tokens after {used:,} others go")
 
 
 _WARNED_METHODS: set[str] = set()
-"""Names of the methods of which it has been said that they save nothing."""
+"""Names of the methods for which `warn_of_no_saving` has warned."""
 
 
 def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
-    """Warns, once for each method, where its cache holds as much on the device as the exact one of the same tokens."""
+    """Warns, once for each method, where its cache takes as much device memory as the exact one of the same tokens."""
     exact_on_device = method.traits.exact and not method.traits.host
     if size.fraction_of_full < 1 or exact_on_device or (name := name_of(method)) in _WARNED_METHODS:
         return
@@ -105,18 +100,18 @@ def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
     )
 
 
-def _warn(model: Model, what: str) -> None:
-    most = f"{model.config.max_positions:,} positions"
-    name = model.name or "this model"
+def _warn_of_positions(model: Model, what: str) -> None:
     warnings.warn(
-        f"{what} beyond the {most} that {name} was made for, and what comes of that may mean nothing; {SHORTEN}",
+        f"{what} beyond the {model.config.max_positions:,} positions that {model.name or 'this model'} was made for, "
+        "and the output may mean nothing; shorten the text, or use a method that is made for endless text, such as "
+        "infllm",
         KvjaxWarning,
         stacklevel=4,
     )
 
 
 def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None) -> Cache:
-    """The cache; raises OtherWeights for that of another model, and KvjaxError where another method is named."""
+    """Returns the cache; raises OtherWeights for that of another model, and KvjaxError for that of another method."""
     if not isinstance(cache, Cache):
         raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
     cache.check_usable()
@@ -130,7 +125,7 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
     if cache.weights not in ("", model.fingerprint):
         raise OtherWeights(
             "this cache was filled by a model of equal configuration and other weights; prefill the prompt with this "
-            "one, or go on with that one"
+            "one, or use the model that filled it"
         )
     if method is not None and bind(method, model.config) != cache.plan:
         raise KvjaxError(
@@ -141,7 +136,7 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
 
 
 def check_finite(model: Model, logits: Array) -> None:
-    """Raises KvjaxError where the logits f32[B V] behind prompts are not finite."""
+    """Raises KvjaxError where the logits f32[B V] after prompts are not finite."""
     is_finite = np.isfinite(np.asarray(logits)).all(-1)
     if not is_finite.all():
         raise KvjaxError(

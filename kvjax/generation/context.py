@@ -1,11 +1,10 @@
-"""Documents that have been read once: ask of them, feed more, stream, score, count; the cache stays what it was."""
+"""Contexts: documents that are read once, then asked, fed, edited, forked and saved; each call returns a new value."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +17,14 @@ from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.errors import KvjaxError, OtherWeights
-from kvjax.generation import calls, checks
-from kvjax.generation.cache_ops import edit, extend_prefix, save, sequences
+from kvjax.generation import checks
+from kvjax.generation.cache_ops import save, sequences
+from kvjax.generation.cache_ops.edit import edit
+from kvjax.generation.cache_ops.extend_prefix import read_after_prefix
 from kvjax.generation.inputs import Prompts, round_up, token_ids
-from kvjax.generation.prompt_runner import run_prompts
-from kvjax.generation.result import Result, joined
-from kvjax.generation.session import DecodeSession, start_decoding
+from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
+from kvjax.generation.result import Result, concat_results
+from kvjax.generation.session import DecodeOptions, DecodeSession, start_decoding
 from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of, name_of
@@ -31,30 +32,22 @@ from kvjax.models.model import Model
 from kvjax.utils import arguments
 from kvjax.utils.display import table
 
-ROOM = 512  # tokens per row that may follow the documents, if nothing else is said
-
-
-class _Options(TypedDict):
-    """What `ask` hands on."""
-
-    sampling: SamplingParams
-    eos_ids: Sequence[int] | int | None
-    stop: Stop
-    loop: str | None
+ROOM_TOKENS = 512  # default headroom per sequence after the documents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context:
-    """What a model holds of a batch of documents under a method, and what it expects next.
+    """A batch of documents that a model has read under a method.
 
-    A value: every call leaves it as it is, and what changes comes back as a new one. Rows are documents.
+    A value: no call changes it, and calls that extend or edit it return a new one. Each document is one sequence of the
+    batch, called a row in displays and messages.
     """
 
     model: Model
     cache: Cache
-    last: Array  # f32[B V], the logits of each row's last token; f32[B 0] after a crop or an edit: not yet known
+    last: Array  # f32[B V], logits of each sequence's last token; f32[B 0], unknown, after a crop or an edit
     method: KVMethod  # under which the documents were read
-    read_seconds: float = 0.0  # of the documents, compilation apart
+    read_seconds: float = 0.0  # to read the documents, without compilation
 
     def __repr__(self) -> str:
         if self.cache.is_donated:
@@ -72,25 +65,29 @@ class Context:
 
     @property
     def rows(self) -> int:
-        """B, documents of the batch."""
+        """Number of documents in the batch."""
         return self.last.shape[0]
 
     @property
     def bytes(self) -> CacheBytes:
-        """What the cache takes, for all rows."""
+        """Bytes of the cache, of all sequences."""
         return state_bytes(self.cache)
 
     def kept_positions(self) -> list[list[list[np.ndarray]]]:
-        """[layer][row][key/value head]: the positions of the tokens that the cache holds."""
+        """Returns the positions of the tokens that the cache holds, as [layer][sequence][key/value head]."""
         return kept_positions(self.cache)
 
-    def feed(
-        self, more: Prompts, *, decoded: bool | Sequence[Sequence[bool]] = False, width: int | None = None
-    ) -> Context:
-        """The context with more text behind each row; decoded and width as in `kvjax.extend`."""
+    def feed(self, more: Prompts, *, decoded: Decoded = False, width: int | None = None) -> Context:
+        """Appends text to each sequence.
+
+        Args:
+          more: texts, or lists of ids, one per sequence.
+          decoded: whether the tokens stand for decoded ones, as in `kvjax.extend`.
+          width: tokens that the texts are padded to, so that texts of many lengths share one compiled program.
+        """
         ids = token_ids(self.model, more)
-        out, cache = calls.extend_padded(self.model, ids, self.cache, decoded, width)
-        return dataclasses.replace(self, cache=cache, last=calls.at_row_ends(out, ids))
+        out, cache = extend_padded(self.model, ids, self.cache, decoded, width)
+        return dataclasses.replace(self, cache=cache, last=last_logits(out, ids))
 
     def start(
         self,
@@ -108,15 +105,23 @@ class Context:
         first_row: int = 0,
         use_up: bool = False,
     ) -> DecodeSession:
-        """Decoding behind each row, under way: to be advanced in slices, looked into, and timed; as `generate` has it.
+        """Starts to decode after each sequence: a session that can be advanced in slices, inspected and timed.
 
-        first_row: the number of the first row; each draws by `seed` and its own. use_up: it works on the context's own
-        cache instead of a copy, and the context is of no use afterwards.
+        Args not listed are those of `kvjax.generate`.
+
+        Args:
+          first_row: number of the first sequence; each draws by `seed` and its number.
+          use_up: whether to decode in the context's own cache instead of a copy; the context is unusable afterwards.
         """
         self._check_known()
         arguments.integer("first_row", first_row, 0)
         arguments.integer("max_new_tokens", max_new_tokens)
-        self._check_room(max_new_tokens - 1)  # the last token is not fed back
+        used, num_fed = int(np.max(np.asarray(self.cache.length))), max_new_tokens - 1  # the last is not fed back
+        if used + num_fed > self.cache.capacity:
+            raise KvjaxError(
+                f"the cache has room for {self.cache.capacity} tokens per row and holds {used}; {num_fed} more do not "
+                f"fit: read with room={num_fed} or more"
+            )
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         return start_decoding(
             self.model,
@@ -147,18 +152,11 @@ class Context:
         first_row: int = 0,
         use_up: bool = False,
     ) -> Result:
-        """What comes next in each row; options as in `start`."""
+        """Generates the continuation of each sequence; arguments are those of `start`."""
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        begun = self.start(
-            max_new_tokens=max_new_tokens,
-            sampling=params,
-            eos_ids=eos_ids,
-            stop=stop,
-            loop=loop,
-            first_row=first_row,
-            use_up=use_up,
-        )
-        return begun.finish(max_new_tokens)
+        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+        session = self.start(max_new_tokens=max_new_tokens, first_row=first_row, use_up=use_up, **options)
+        return session.finish(max_new_tokens)
 
     def stream(
         self,
@@ -176,18 +174,11 @@ class Context:
         first_row: int = 0,
         use_up: bool = False,
     ) -> Iterator[list[int | None]]:
-        """The same, each step's tokens as they are made, one per row, None for rows that have ended."""
+        """Streams tokens, in each step one per sequence, None after its end; arguments are those of `start`."""
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        begun = self.start(
-            max_new_tokens=max_new_tokens,
-            sampling=params,
-            eos_ids=eos_ids,
-            stop=stop,
-            loop=loop,
-            first_row=first_row,
-            use_up=use_up,
-        )
-        return begun.columns(max_new_tokens)
+        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+        session = self.start(max_new_tokens=max_new_tokens, first_row=first_row, use_up=use_up, **options)
+        return session.columns(max_new_tokens)
 
     def ask(
         self,
@@ -206,123 +197,129 @@ class Context:
         first_row: int = 0,
         width: int | None = None,
     ) -> Result:
-        """The answer to one question per row, asked as if it were the first; options as in `start`.
+        """Answers one question per sequence; the context stays as it is, so that each question is the first one.
 
-        A context of one row may be asked several questions, one after the other, each of what it holds now; they draw
-        as the rows of a batch would.
+        A context of one document may be asked several questions. They are answered one after the other, and draw as the
+        sequences of a batch would.
+
+        Args not listed are those of `start`.
+
+        Args:
+          questions: texts, or lists of ids.
+          width: tokens that the questions are padded to.
         """
         ids = token_ids(self.model, questions)
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        options: _Options = {"sampling": params, "eos_ids": eos_ids, "stop": stop, "loop": loop}
+        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
         if self.rows == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
-            return joined(
+            return concat_results(
                 [self.ask([q], max_new_tokens=max_new_tokens, width=width, first_row=i, **options) for i, q in each]
             )
         fed = self.feed(ids, width=width)
         return fed.generate(max_new_tokens=max_new_tokens, first_row=first_row, use_up=True, **options)
 
     def score(
-        self,
-        continuations: Prompts,
-        *,
-        decoded: bool | Sequence[Sequence[bool]] = True,
-        width: int | None = None,
+        self, continuations: Prompts, *, decoded: Decoded = True, width: int | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Teacher forcing, one continuation per row: (natural-log probability of each token, the likeliest token).
+        """Scores one continuation per sequence by teacher forcing; the context stays as it is.
 
-        decoded and width as in `feed`; unless it is said otherwise, the continuation stands for what is decoded.
+        Args:
+          continuations: texts, or lists of ids.
+          decoded: as in `feed`; here the tokens stand for decoded ones by default.
+          width: as in `feed`.
+
+        Returns:
+          For each sequence the natural-log probability of each token f32[T], and the likeliest token in its place.
         """
         ids = token_ids(self.model, continuations)
         if len(ids) != self.rows:
             raise KvjaxError(f"{len(ids)} continuations for {self.rows} rows; give one per row")
         self._check_known()
-        return calls.forced(self.model, self.last, self.cache, ids, decoded, width)
+        return teacher_force(self.model, self.last, self.cache, ids, decoded, width)
 
     def crop(self, lengths: int | Sequence[int]) -> Context:
-        """The context with only the first so many tokens of each row, exactly.
+        """Keeps only the first tokens of each sequence: `lengths`, one number or one per sequence.
 
-        `kvjax.cache_ops.crop` says for which methods. What comes next is known only when something is fed: `ask` does
-        it, and `feed`.
+        See `kvjax.cache_ops.crop`. The logits of the new last tokens are unknown: continue with `ask` or `feed`.
         """
-        return self._before_feeding(sequences.crop(self.cache, lengths))
+        return self._without_last(sequences.crop(self.cache, lengths))
 
     def edit(self, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Context:
-        """The context of a text in which tokens start..stop-1 have been replaced, without reading on from there (PIE).
+        """Replaces tokens start..stop-1 of each sequence without running the text after them again (PIE).
 
-        One text per row, an empty one to delete; see `kvjax.cache_ops.splice`. What comes next is known only when
-        something is fed: `ask` does it, and `feed`.
+        See `kvjax.cache_ops.edit`. The logits of the last tokens are unknown: continue with `ask` or `feed`.
+
+        Args:
+          start: first token that is replaced, one number or one per sequence.
+          stop: the token after the last one that is replaced; equal to `start` for an insertion.
+          tokens: one text or list of ids per sequence, an empty one to delete.
         """
-        return self._before_feeding(edit.splice(self.model, self.cache, start, stop, tokens))
+        return self._without_last(edit(self.model, self.cache, start, stop, tokens))
 
-    def pick(self, which: Sequence[int]) -> Context:
-        """The rows of these numbers, in this order, each as often as it is named."""
-        chosen = sequences.rows(self.cache, which)
-        return dataclasses.replace(self, cache=chosen, last=take_sequences(None, self.last, np.asarray(which)))
+    def take(self, which: Sequence[int]) -> Context:
+        """Takes the sequences with these indices, in this order, each as often as it is listed."""
+        cache = sequences.take(self.cache, which)
+        return dataclasses.replace(self, cache=cache, last=take_sequences(None, self.last, np.asarray(which)))
 
-    def branch(self, times: int) -> Context:
-        """Each row so many times, to go on differently; the copies of a row lie next to each other."""
-        return self.pick(sequences.branches(self.rows, times))
+    def fork(self, times: int) -> Context:
+        """Copies each sequence `times` times, to continue in several ways; its copies are adjacent."""
+        return self.take(np.repeat(np.arange(self.rows), arguments.integer("times", times)).tolist())
 
     def join(self, *others: Context) -> Context:
-        """The rows of this context and of others, of one model, method and capacity, as one batch."""
+        """Joins the sequences of several contexts of one model, method and capacity into one batch."""
         for other in others:
             if not isinstance(other, Context):
                 raise KvjaxError(f"a context is joined with other contexts, got {other!r:.80}")
             if other.model is not self.model and other.model.fingerprint != self.model.fingerprint:
                 raise OtherWeights("these contexts are of models with other weights or types; join those of one model")
-        parts = (self, *others)
-        known = {x.last.shape[1] for x in parts}
-        cache = sequences.join([x.cache for x in parts])
-        if len(known) > 1:
-            return self._before_feeding(cache)
-        return dataclasses.replace(self, cache=cache, last=concat_sequences(None, [x.last for x in parts]))
+        contexts = (self, *others)
+        cache = sequences.join([x.cache for x in contexts])
+        if len({x.last.shape[1] for x in contexts}) > 1:  # the last logits of some are unknown
+            return self._without_last(cache)
+        return dataclasses.replace(self, cache=cache, last=concat_sequences(None, [x.last for x in contexts]))
 
-    def share(
+    def extend_prefix(
         self,
         documents: Prompts,
         method: str | KVMethod | None = None,
         *,
         of: Sequence[int] | None = None,
-        room: int = ROOM,
+        room: int = ROOM_TOKENS,
     ) -> Context:
-        """Documents read behind this context, which is held once for all of them (Hydragen, arXiv 2402.05099).
+        """Reads documents after this context, a shared prefix that is stored once (Hydragen, arXiv 2402.05099).
 
-        method: for the documents' own tokens, default that of the context's own. of: the row that each document
-        follows, -1 for none; needed where there are several. room: tokens per row that may follow. What comes out may
-        be shared again. On a mesh one prefix is shared, as many equal rows as the mesh divides: of=[0, 0, ..].
+        The result may be a prefix again. On a mesh all documents share one prefix, which the context holds as many
+        times as the mesh divides sequences: of=[0, 0, ..].
+
+        Args:
+          documents: texts, or lists of ids.
+          method: of the documents' own tokens; by default that of the context's own.
+          of: index of the sequence that each document follows, -1 for none; needed where the context has several.
+          room: tokens per sequence that may follow.
         """
         ids, timer = token_ids(self.model, documents), Timer()
         own = self.method.own if isinstance(self.method, SharedPrefixMethod) else self.method
-        own = own if method is None else method_of(method)
-        behind = SharedPrefixMethod(self.method, own)
-        last, cache = extend_prefix.read_after_prefix(self.model, self.cache, behind, ids, of, room, timer)
-        return Context(self.model, cache, last, behind, timer.run_seconds)
+        both = SharedPrefixMethod(self.method, own if method is None else method_of(method))
+        last, cache = read_after_prefix(self.model, self.cache, both, ids, of=of, room=room, timer=timer)
+        return Context(self.model, cache, last, both, timer.run_seconds)
 
-    def _before_feeding(self, cache: Cache) -> Context:
-        """A context of which it is not known what comes next."""
+    def _without_last(self, cache: Cache) -> Context:
+        """Replaces the cache; the logits of its last tokens are unknown."""
         return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
 
     def _check_known(self) -> None:
         self.cache.check_usable()
         if not self.last.shape[1]:
             raise KvjaxError(
-                "what comes after a crop or an edit is known when something has been fed: use `ask`, or first `feed` "
+                "the logits after a crop or an edit are known when something has been fed: use `ask`, or first `feed` "
                 "at least one token per row"
             )
 
     def save(self, path: str | Path) -> Path:
-        """Writes the context into one file, from which `kvjax.resume` makes it again; returns the file's path."""
+        """Writes the context to one file, which `kvjax.resume` reads; returns the file's path."""
         self.cache.check_usable()
         return save.write(path, self.model, self.method, self.cache, self.last)
-
-    def _check_room(self, more: int) -> None:
-        used = int(np.max(np.asarray(self.cache.length)))
-        if used + more > self.cache.capacity:
-            raise KvjaxError(
-                f"the cache has room for {self.cache.capacity} tokens per row and holds {used}; {more} more do not "
-                f"fit: read with room={more} or more"
-            )
 
 
 def read(
@@ -330,38 +327,50 @@ def read(
     documents: Prompts,
     method: str | KVMethod,
     *,
-    room: int = ROOM,
+    room: int = ROOM_TOKENS,
     capacity: int | None = None,
     chunk: int | None = None,
     width: int | None = None,
     progress: bool = False,
 ) -> Context:
-    """Reads documents, texts or lists of ids, once: a `Context` to ask, feed, stream and score.
+    """Reads documents once, under a method: a `Context` to ask, feed, stream and score.
 
-    room: tokens per row that may follow; or capacity: all tokens per row. chunk: read so many tokens at a time. width:
-    what rows are padded to, so that documents of similar length share one compiled program. progress: show a bar.
+    Args:
+      model: from `kvjax.load`.
+      documents: texts, or lists of ids.
+      method: a method or its string.
+      room: tokens per sequence that may follow the documents.
+      capacity: tokens that a sequence may grow to, in place of `room`.
+      chunk: tokens run at a time; None for all at once, or as the method asks.
+      width: tokens that documents are padded to, so that those of similar length share one compiled program.
+      progress: whether to show a bar over the chunks.
     """
     ids, timer = token_ids(model, documents), Timer()
     longest = max(map(len, ids))
     if capacity is None:
         capacity = longest + arguments.integer("room", room, 0)
-    capacity = calls.room(ids, capacity, 0)
+    capacity = capacity_for(ids, capacity, 0)
     if width is not None:
         width = round_up(arguments.integer("width", width, longest))
         capacity = max(capacity, width)
     method = method_of(method)
     plan = bind(method, model.config)
-    more = {"chunk": chunk, "width": width, "progress": progress, "timer": timer}
-    last, cache = run_prompts(model, plan, ids, capacity, **more)
+    last, cache = run_prompts(model, plan, ids, capacity, chunk=chunk, width=width, progress=progress, timer=timer)
     context = Context(model, cache, last, method, timer.run_seconds)
     checks.warn_of_no_saving(method, context.bytes)
     return context
 
 
 def resume(model: Model, path: str | Path, method: str | KVMethod | None = None) -> Context:
-    """The context that `Context.save` wrote; raises KvjaxError for another model, and for a damaged or foreign file.
+    """Reads a context that `Context.save` wrote.
 
-    method: needed only for a method of one's own, which no string in the file can name.
+    Args:
+      model: the model that read the documents.
+      path: of the file.
+      method: needed only for a method of your own, which no string in the file can name.
+
+    Raises:
+      KvjaxError: another model, or a damaged or foreign file.
     """
     method, cache, last = save.read(path, model, method)
     return Context(model, cache, last, method)

@@ -1,4 +1,4 @@
-"""The decode loop with end-of-sequence ids: one step, for loops that are one program and for steps that are not."""
+"""The decode loop with end-of-sequence ids: one step, run eagerly, or inside a loop that is one program."""
 
 from __future__ import annotations
 
@@ -19,40 +19,31 @@ from kvjax.engine.sampling import Sampler, sample, sequence_keys
 
 @pytree
 class DecodeState:
-    """The decode loop's state: the token `tokens[:, 0]` has been drawn and is in `out`, but not in the cache yet."""
+    """The state of the decode loop: the token `tokens[:, 0]` has been drawn and is in `out`, not yet in the cache."""
 
     cache: Cache | None
-    tokens: Array  # i32[B 1|2], what the next step runs: the last token, and a draft of the next for a method with one
+    tokens: Array  # i32[B 1|2], fed in the next step: the last token, and a draft of the next for a method with one
     out: Array  # i32[B M], -1 where nothing was generated
     done: Array  # bool[B], the sequence has produced an end-of-sequence id
     i: Array  # i32[], columns of `out` that are filled
-    keys: Array  # one per sequence
+    keys: Array  # random keys, one per sequence
     eos: Array  # i32[E]
 
 
 @functools.partial(jax.jit, static_argnames=("num_tokens", "has_drafts"))
-def begin(
+def init_state(
     logits: Array,
     key: Array,
     eos: Array,
     sampler: Sampler,
+    *,
     num_tokens: int,
     first_row: Array | int = 0,
     has_drafts: bool = False,
 ) -> DecodeState:
-    """Draws the first token.
+    """Draws the first of at most `num_tokens` tokens from the prompts' logits f32[B V]; the cache is still missing.
 
-    Args:
-      logits: f32[B V], of the prompts' last tokens.
-      key: of the random numbers.
-      eos: i32[E], ids that end a sequence.
-      sampler: how tokens are drawn.
-      num_tokens: the most to generate, this one included.
-      first_row: i32[], the number by which the first sequence draws.
-      has_drafts: whether steps carry a draft, which `draft_first` then makes.
-
-    Returns:
-      The state, still without the cache.
+    Sequences draw by their number from `first_row` on. With `has_drafts` each step carries a draft, see `draft_first`.
     """
     B = logits.shape[0]
     out = jnp.full((B, num_tokens), -1, jnp.int32)
@@ -63,29 +54,28 @@ def begin(
 
 
 def step(params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN) -> DecodeState:
-    """Decodes one token of every sequence; a draft that it carries leaves no trace in the cache."""
+    """Decodes one token of every sequence; its draft, if any, leaves no trace in the cache."""
     assert state.cache is not None
     logits, cache = decode.step(params, state.tokens, state.cache, 1, target, compiled=compiled)
+    # The jitted draw is given no cache: one that it returned unchanged would be copied.
     return dataclasses.replace(draw_next(dataclasses.replace(state, cache=None), logits, sampler), cache=cache)
 
 
 def draft_first(
     params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN
 ) -> DecodeState:
-    """Before the first step: drafts what follows the first token, and keeps nothing (SpeCache, Algorithm 2)."""
+    """Drafts the token after the first one before any step, and commits nothing (SpeCache, Algorithm 2)."""
     assert state.cache is not None
     logits, cache = decode.step(params, state.tokens[:, :1], state.cache, 0, target, compiled=compiled)
-    drafted = _draw_first_draft(state.tokens, state.keys, state.i, logits, sampler)
-    return dataclasses.replace(state, tokens=drafted, cache=cache)
+    tokens = _draw_first_draft(state.tokens, state.keys, state.i, logits, sampler)
+    return dataclasses.replace(state, tokens=tokens, cache=cache)
 
 
 def decode_until(params: Any, state: DecodeState, limit: Array, sampler: Sampler, target: Target) -> DecodeState:
     """Steps until `limit` columns are filled or all sequences are done."""
-
-    def goes_on(state: DecodeState) -> Array:
-        return (state.i < limit) & ~state.done.all()
-
-    return lax.while_loop(goes_on, lambda state: step(params, state, sampler, target), state)
+    return lax.while_loop(
+        lambda state: (state.i < limit) & ~state.done.all(), lambda state: step(params, state, sampler, target), state
+    )
 
 
 def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> DecodeState:
@@ -98,10 +88,10 @@ def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Targ
 
 
 def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeState:
-    """The next token and draft, from a step's logits f32[B 1|2 V]; the state comes and goes without its cache."""
+    """Draws the next token, and the draft after it, from a step's logits f32[B 1|2 V]."""
     token = _draw(state.keys, state.i, logits[:, 0], sampler)
-    shown = jnp.where(state.done, -1, token)
-    out = lax.dynamic_update_slice(state.out, shown[:, None], (0, state.i))
+    column = jnp.where(state.done, -1, token)
+    out = lax.dynamic_update_slice(state.out, column[:, None], (0, state.i))
     done = state.done | (token[:, None] == state.eos[None]).any(-1)
     tokens = token[:, None]
     if logits.shape[1] == 2:
@@ -111,7 +101,7 @@ def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeSta
 
 
 def _draw(keys: Array, column: Array, logits: Array, sampler: Sampler) -> Array:
-    """The tokens i32[B] of one column, from its logits f32[B V]."""
+    """Draws the tokens i32[B] of one column of `out` from logits f32[B V]."""
     with jax.named_scope("sample"):
         return sample(sampler, logits, jax.vmap(jax.random.fold_in, (0, None))(keys, column))
 

@@ -1,4 +1,4 @@
-"""Generation: whole results and streams, from prompts or from a cache."""
+"""Generation of whole results and of streams, from prompts or from a cache."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.errors import KvjaxError
-from kvjax.generation import calls, checks, stopping
+from kvjax.generation import checks, stopping
 from kvjax.generation.inputs import Prompts, token_ids
-from kvjax.generation.prompt_runner import run_prompts
+from kvjax.generation.model_calls import capacity_for, extend_timed, inputs_after_cache, last_logits, run_prompts
 from kvjax.generation.result import Result
-from kvjax.generation.session import DecodeSession, resolve_loop, start_decoding
+from kvjax.generation.session import DecodeOptions, DecodeSession, resolve_loop, start_decoding
 from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of
@@ -38,22 +38,21 @@ def start(
     cache: Cache | None = None,
     loop: str | None = None,
 ) -> DecodeSession:
-    """Reads the prompts and makes the first token of each row: decoding under way; arguments as in `generate`."""
+    """Runs the prompts and draws the first token of each: a session to advance; arguments as in `generate`."""
     arguments.integer("max_new_tokens", max_new_tokens)
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     loop = resolve_loop(loop, stop, max_new_tokens)
-    ids, stop, timer = token_ids(model, prompts), stopping.strings(model, stop), Timer()
+    ids, stop, timer = token_ids(model, prompts), stopping.parse_stop(model, stop), Timer()
     if cache is None:
-        plan = bind(method, model.config)
-        last, filled = run_prompts(model, plan, ids, calls.room(ids, capacity, max_new_tokens), timer=timer)
+        plan, capacity = bind(method, model.config), capacity_for(ids, capacity, max_new_tokens)
+        last, filled = run_prompts(model, plan, ids, capacity, timer=timer)
         checks.check_finite(model, last)
     else:
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
         checks.check_cache(model, cache, method)
-        args = calls.inputs_after_cache(model, ids, cache, max_new_tokens)
-        out, filled = calls.extend_timed(model, cache, timer, **args)
-        last = calls.at_row_ends(out, ids)
+        out, filled = extend_timed(model, cache, timer, **inputs_after_cache(model, ids, cache, max_new_tokens))
+        last = last_logits(out, ids)
     return start_decoding(
         model, last, filled, params, max_new_tokens=max_new_tokens, eos_ids=eos_ids, stop=stop, loop=loop, timer=timer
     )
@@ -79,49 +78,39 @@ def generate(
 ) -> Result:
     """Continues each prompt under a method.
 
-    A row's tokens depend on its own prompt and on (seed, row index), never on its neighbours.
+    A sequence's tokens depend on its own prompt and on (seed, index in the batch), never on its neighbors.
 
     Args:
       model: from `kvjax.load`.
       prompts: texts, or lists of ids.
       method: a method or its string; may be left out where `cache` is given.
-      max_new_tokens: at most so many tokens per row.
-      sampling: how tokens are drawn, greedily by default; or its fields one by one, as the next five.
+      max_new_tokens: the most tokens to generate per sequence.
+      sampling: settings of the sampler, greedy by default; or give its fields, the next five, by name.
       temperature: 0 is greedy; above, tokens are drawn from the softmax of logits / temperature.
-      top_k: draw among the k likeliest tokens.
-      top_p: draw among the likeliest that together reach this probability.
-      min_p: draw among those at least min_p times as likely as the likeliest.
-      seed: of the draws; default 0.
-      eos_ids: ids that end a row; default the checkpoint's.
-      stop: strings before which a row's text ends; its tokens end with the one that completes the string.
-      capacity: tokens per row that the cache has room for; default what is needed.
-      cache: go on from it (of `prefill` or `extend`; it stays usable and knows its method), the prompts being what
-        comes next. One that a model of other weights filled is refused.
+      top_k: draws among the k likeliest tokens.
+      top_p: draws among the likeliest tokens that together reach this probability.
+      min_p: draws among the tokens at least min_p times as likely as the likeliest.
+      seed: of the draws; 0 by default.
+      eos_ids: ids that end a sequence; by default the checkpoint's.
+      stop: strings before which a text ends; its tokens end with the token that completes the string.
+      capacity: tokens that a sequence of the cache may grow to; by default as many as are needed.
+      cache: from `prefill` or `extend`; the prompts then follow it. It stays usable and knows its method. A cache that
+        a model of other weights filled is an error.
       loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
         all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
         Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to
         rounding.
 
     Returns:
-      The tokens and texts, why each row ended, the bytes of the cache, and what it took.
+      Tokens and texts, the reason why each sequence ended, the bytes of the cache, and the time taken.
 
     Raises:
-      KvjaxError: a value that cannot be; prompts that do not fit; numbers that stop being finite.
+      KvjaxError: a value out of range; prompts that do not fit; logits that are not finite.
     """
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    begun = start(
-        model,
-        prompts,
-        method,
-        max_new_tokens=max_new_tokens,
-        sampling=params,
-        eos_ids=eos_ids,
-        stop=stop,
-        capacity=capacity,
-        cache=cache,
-        loop=loop,
-    )
-    out = begun.finish(max_new_tokens)
+    options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+    session = start(model, prompts, method, max_new_tokens=max_new_tokens, capacity=capacity, cache=cache, **options)
+    out = session.finish(max_new_tokens)
     if method is not None:
         checks.warn_of_no_saving(method_of(method), out.bytes)
     return out
@@ -145,24 +134,14 @@ def stream(
     cache: Cache | None = None,
     loop: str | None = None,
 ) -> Iterator[list[int | None]]:
-    """Each step's tokens as they are made, one per row, None for rows that have ended; options as in `generate`.
+    """Streams tokens: in each step one per sequence, None after a sequence's end.
 
-    It runs the very program that `generate` runs, one column at a time.
+    It runs the same program as `generate`, one step at a time; arguments are those of `generate`.
     """
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    begun = start(
-        model,
-        prompts,
-        method,
-        max_new_tokens=max_new_tokens,
-        sampling=params,
-        eos_ids=eos_ids,
-        stop=stop,
-        capacity=capacity,
-        cache=cache,
-        loop=loop,
-    )
-    return begun.columns(max_new_tokens)
+    options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+    session = start(model, prompts, method, max_new_tokens=max_new_tokens, capacity=capacity, cache=cache, **options)
+    return session.columns(max_new_tokens)
 
 
 def stream_text(
@@ -183,19 +162,9 @@ def stream_text(
     cache: Cache | None = None,
     loop: str | None = None,
 ) -> Iterator[str]:
-    """The text that continues one prompt, piece by piece as it is made; options as in `generate`."""
-    model.text_tokenizer()  # a model without one is told before it reads
+    """Streams the text that continues one prompt, as text deltas; arguments are those of `generate`."""
+    model.text_tokenizer()  # raises for a model without a tokenizer before the prompt is run
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    begun = start(
-        model,
-        [prompt],
-        method,
-        max_new_tokens=max_new_tokens,
-        sampling=params,
-        eos_ids=eos_ids,
-        stop=stop,
-        capacity=capacity,
-        cache=cache,
-        loop=loop,
-    )
-    return begun.pieces(max_new_tokens)
+    options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+    session = start(model, [prompt], method, max_new_tokens=max_new_tokens, capacity=capacity, cache=cache, **options)
+    return session.text_deltas(max_new_tokens)

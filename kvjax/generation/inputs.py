@@ -1,4 +1,4 @@
-"""Prompts -> left-aligned token arrays, checked."""
+"""From prompts to left-aligned, padded token arrays."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvjax.models.model import Model
 
 Prompts = str | Sequence[str | Sequence[int] | np.ndarray] | np.ndarray
 
-BUCKET = 64  # lengths are rounded up to a multiple of this, so that similar prompts share one compiled program
+BUCKET_TOKENS = 64  # lengths are rounded up to a multiple of this, so that similar prompts share one compiled program
 
 
-def round_up(n: int, to: int = BUCKET) -> int:
-    """The next multiple of `to`."""
+def round_up(n: int, to: int = BUCKET_TOKENS) -> int:
+    """Rounds up to a multiple of `to`."""
     return -(-n // to) * to
 
 
 def place(model: Model, x: np.ndarray, axes: str) -> Array:
-    """An input array on the model's mesh, if it has one; raises KvjaxError for rows that do not divide over it."""
+    """Places an input array on the model's mesh, if it has one; raises KvjaxError for sequences that do not divide."""
     if model.mesh is None:
         return jnp.asarray(x)
     for letter, size in zip(axes.split(), x.shape, strict=False):
@@ -35,13 +35,13 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
     return jax.device_put(x, named_sharding(axes, model.mesh))
 
 
-def consecutive(model: Model, start: int, shape: tuple[int, int]) -> Array:
-    """i32[B T], in each row the positions start, start + 1, .. of its tokens; from NumPy, so nothing is compiled."""
-    return place(model, np.broadcast_to(np.arange(start, start + shape[1], dtype=np.int32), shape), "B T")
-
-
 def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
-    """Texts or lists of ids -> lists of ids; raises on an empty batch or prompt, and on ids outside the vocabulary."""
+    """Encodes texts, or checks lists of ids: lists of ids.
+
+    Raises:
+      KvjaxError: an empty batch or prompt, ids outside the vocabulary, or prompts of another type.
+      TracedCall: within a JAX transformation.
+    """
     if not isinstance(model, Model):
         raise KvjaxError(f"the model comes first, as kvjax.load gives it; got {model!r:.80}")
     check_not_traced(model, prompts)
@@ -55,7 +55,9 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         raise KvjaxError(f"prompts are texts or lists of ids, in a list or an array, got {prompts!r:.80}")
     if len(prompts) == 0:
         raise KvjaxError("no prompts were given; pass a list with at least one text or list of token ids")
-    _check_several(prompts)
+    if all(map(_is_id, prompts)):
+        shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
+        raise KvjaxError(f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]")
     ids = [model.text_tokenizer().encode(p) if isinstance(p, str) else _ids(p) for p in prompts]
     for i, row in enumerate(ids):
         if not row:
@@ -68,8 +70,8 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
 
 def check_not_traced(model: Model, *arguments: Any) -> None:
     """Raises TracedCall within a JAX transformation that hides the values of the model, of arguments or of results."""
-    given = [x for x in arguments if isinstance(x, (list, tuple, np.ndarray, jax.Array))]
-    leaves = [model.params["embedding"], *jax.tree.leaves(given), jnp.asarray(np.int32(0))]
+    arrays = [x for x in arguments if isinstance(x, (list, tuple, np.ndarray, jax.Array))]
+    leaves = [model.params["embedding"], *jax.tree.leaves(arrays), jnp.asarray(np.int32(0))]
     if any(isinstance(x, Tracer) for x in leaves):
         raise TracedCall(
             "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
@@ -77,17 +79,10 @@ def check_not_traced(model: Model, *arguments: Any) -> None:
         )
 
 
-def _check_several(prompts: Prompts) -> None:
-    """Raises KvjaxError for the ids of one prompt where a list of prompts belongs."""
-    if all(map(_is_id, prompts)):
-        shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
-        raise KvjaxError(f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]")
-
-
 def _is_id(x: Any) -> bool:
-    """Whether it is a whole number, of Python, NumPy or JAX."""
-    of_array = getattr(x, "ndim", 1) == 0 and np.issubdtype(x.dtype, np.integer)
-    return of_array or isinstance(x, numbers.Integral)
+    """Whether x is a whole number, of Python, NumPy or JAX."""
+    is_array = getattr(x, "ndim", 1) == 0 and np.issubdtype(x.dtype, np.integer)
+    return is_array or isinstance(x, numbers.Integral)
 
 
 def _ids(prompt: Sequence[int] | np.ndarray) -> list[int]:
@@ -100,7 +95,8 @@ def _ids(prompt: Sequence[int] | np.ndarray) -> list[int]:
 
 
 def pad(ids: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of ids -> (tokens i32[B T] padded on the right with 0, lengths i32[B])."""
+    """Pads lists of ids with 0 on the right: tokens i32[B T], lengths i32[B]."""
+    # In NumPy, as JAX would compile a program for each shape.
     lengths = np.array([len(r) for r in ids], np.int32)
     tokens = np.zeros((len(ids), width or round_up(int(lengths.max()))), np.int32)
     for row, r in zip(tokens, ids, strict=True):

@@ -1,8 +1,9 @@
-"""What a cache will take, without running anything."""
+"""Bytes that a cache will take, counted from shapes without running anything."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.utils import arguments
 
-LONGEST = 2**24
-"""Tokens of a prompt to be planned for: budgets are tables of all lengths, and no model has so many positions."""
+MAX_PROMPT_TOKENS = 2**24
+"""Longest prompt that is planned for: budgets are tables over all lengths, and no model has as many positions."""
 
 
 def planned_bytes(
@@ -37,107 +38,110 @@ def planned_bytes(
     width: int | None = None,
     dtype: Any = None,
 ) -> CacheBytes:
-    """Counts what a cache will take, from shapes alone: nothing is run, and no weights are needed.
+    """Counts the bytes of a cache from shapes alone: nothing is run, and no weights are needed.
 
-    `held` is what `state_bytes` finds after a prefill of such prompts. Where the prompt decides how many tokens a layer
-    or a head keeps (CAKE, AdaKV), it is what they keep together at most, and `reserved` may be larger in a batch.
+    `held` equals the result of `state_bytes` after a prefill of such prompts. Where the prompt decides how many tokens
+    a layer or a head keeps (CAKE, AdaKV), it is the most that they keep together, and `reserved` may be larger in a
+    batch.
 
     Args:
       method: a method, or its string.
       model: a model, or its configuration, for which `dtype` must be given.
       prompt: tokens of each prompt.
-      capacity: tokens of a sequence that there is room for; default the prompt alone. `prefill` and `generate` ask for
-        room behind it and round up to a multiple of 64; `cache.capacity` tells.
+      capacity: tokens that a sequence may grow to; by default the prompt alone. `prefill` and `generate` add headroom
+        and round up to a multiple of 64; `cache.capacity` is the result.
       batch: sequences.
-      width: tokens that prompts are padded to; default as `prefill` does it. A second tier of precision has slots for
-        as many tokens.
-      dtype: of keys and values, "bfloat16" or "bf16" for example; default that of the model.
+      width: tokens that prompts are padded to, by default as in `prefill`. A second tier of precision has slots for as
+        many tokens.
+      dtype: of keys and values, "bfloat16" or "bf16" for example; by default that of the model.
 
     Returns:
-      The bytes of the cache after the prefill, beside those of the exact cache in the same dtype.
+      The bytes of the cache after the prefill, and those of the exact cache in the same dtype.
 
     Raises:
-      KvjaxError: a configuration without a dtype; a number that cannot be; a method that cannot serve the model.
+      KvjaxError: a configuration without a dtype; a number out of range; a method that cannot serve the model.
     """
-    config, dtype = _config_and_dtype(model, dtype)
-    arguments.integer("prompt", prompt, most=LONGEST)
-    arguments.integer("batch", batch)
-    capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)
-    width = round_up(prompt) if width is None else arguments.integer("width", width)
-    plan = bind(method, config)
-    slots = [num_layer_slots(layer, (prompt,), capacity) for layer in plan]
-    if any(layer.needs.global_budget for layer in plan):
-        # Each layer's slots are rounded up after the budget has been divided: a plan is never below what is held.
-        slots = [min(n + SHARED_ROUNDING - 1, capacity) for n in slots]
-    held = counted(plan, config, slots, batch, min(width, capacity), dtype, prompt)
-    return dataclasses.replace(held, full=full_bytes(config, [prompt] * batch, dtype))
-
-
-def _config_and_dtype(model: Model | Config, dtype: Any) -> tuple[Config, np.dtype]:
-    """Of a model, or of a configuration with the dtype that is named beside it."""
     if isinstance(model, Model):
-        return model.config, model.dtype if dtype is None else arguments.float_type(dtype)
-    if not isinstance(model, Config):
+        config, dtype = model.config, model.dtype if dtype is None else arguments.float_type(dtype)
+    elif not isinstance(model, Config):
         raise KvjaxError(f"planned_bytes takes a model, or a configuration such as model.config, got {model!r:.80}")
-    if dtype is None:
+    elif dtype is None:
         raise KvjaxError(
             "planned_bytes takes a model, whose dtype it counts in; for a configuration alone, say in which dtype keys "
             "and values are held, as in dtype='bfloat16'"
         )
-    return model, arguments.float_type(dtype)
+    else:
+        config, dtype = model, arguments.float_type(dtype)
+    arguments.integer("prompt", prompt, most=MAX_PROMPT_TOKENS)
+    arguments.integer("batch", batch)
+    capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)
+    width = round_up(prompt) if width is None else arguments.integer("width", width)
+    plan = bind(method, config)
+    num_slots = tuple(num_layer_slots(layer, (prompt,), capacity) for layer in plan)
+    if any(layer.needs.global_budget for layer in plan):
+        # Each layer's slots are rounded up after the budget has been divided: a plan is never below the actual bytes.
+        num_slots = tuple(min(n + SHARED_ROUNDING - 1, capacity) for n in num_slots)
+    planned = _plan_bytes(plan, config, num_slots, batch, min(width, capacity), dtype=dtype, prompt=prompt)
+    return dataclasses.replace(planned, full=full_bytes(config, [prompt] * batch, dtype))
 
 
-def bytes_of(plan: Plan, config: Config, slots: Sequence[int], batch: int, width: int, dtype: Any) -> dict[str, int]:
-    """Bytes by memory kind of the layers of a cache that has so many slots in each."""
-    return counted(plan, config, slots, batch, width, dtype, width).total
+@functools.lru_cache(maxsize=1024)  # each call of a loop over prompts checks the memory of the same cache
+def total_bytes(
+    plan: Plan, config: Config, num_slots: tuple[int, ...], batch: int, width: int, dtype: np.dtype
+) -> dict[str, int]:
+    """Counts the bytes of a cache by memory kind; `num_slots` of each layer, `width` tokens of each padded prompt."""
+    return _plan_bytes(plan, config, num_slots, batch, width, dtype=dtype, prompt=width).total
 
 
-def counted(
-    plan: Plan, config: Config, slots: Sequence[int], batch: int, width: int, dtype: Any, prompt: int
+def _plan_bytes(
+    plan: Plan, config: Config, num_slots: Sequence[int], batch: int, width: int, *, dtype: Any, prompt: int
 ) -> CacheBytes:
-    """The bytes of a cache with so many slots in each layer, after prompts of so many tokens; `full` is left at 0."""
+    """Counts the bytes of a cache after prompts of `prompt` tokens, padded to `width`; `full` is left at 0."""
     held, empty = {"device": 4 * batch, "pinned_host": 0}, {"device": 0, "pinned_host": 0}  # the cache's own `length`
     known: dict[Any, tuple[dict[str, int], dict[str, int]]] = {}
-    for layer, count in zip(plan, slots, strict=True):
-        alike = layer, count  # equal layers take equally many bytes
-        if alike not in known:
-            arrays, tree = abstract_state(layer, config, width, count, batch, dtype)
-            room = {"device": 0, "pinned_host": 0}
+    for layer, slots in zip(plan, num_slots, strict=True):
+        key = layer, slots  # equal layers take equally many bytes, and tracing one takes a while
+        if key not in known:
+            arrays, tree = abstract_state(layer, config, width, slots, batch, dtype)
+            unused = {"device": 0, "pinned_host": 0}
             if isinstance(layer, PlannableLayer):
-                room = layer.planned_empty_bytes(jax.tree.unflatten(tree, arrays), prompt, jnp.dtype(dtype).name)
-            known[alike] = array_bytes(arrays), room
-        total, room = known[alike]
+                unused = layer.planned_empty_bytes(jax.tree.unflatten(tree, arrays), prompt, jnp.dtype(dtype).name)
+            known[key] = array_bytes(arrays), unused
+        total, unused = known[key]
         for kind in held:
-            held[kind] += total[kind] - room[kind]
-            empty[kind] += room[kind]
+            held[kind] += total[kind] - unused[kind]
+            empty[kind] += unused[kind]
     return CacheBytes(held, empty, 0, jnp.dtype(dtype).name)
 
 
 def abstract_state(
-    layer: BoundLayer, config: Config, prompt: int, slots: int, batch: int, dtype: Any
+    layer: BoundLayer, config: Config, prompt: int, num_slots: int, batch: int, dtype: Any
 ) -> tuple[list, Any]:
-    """One layer's state after prompts of so many tokens: (its arrays, abstract but of a memory kind; their tree)."""
+    """Traces `BoundLayer.prefill` of prompts of `prompt` tokens: the state's abstract arrays, and its tree structure.
 
-    def array(*shape: int, of: Any = dtype) -> Any:  # abstract, where its users say Array
-        return jax.ShapeDtypeStruct((batch, *shape), of)
+    The arrays know their memory kind, which `jax.eval_shape` would drop.
+    """
+    c, needs = config, layer.needs
 
-    wanted = layer.needs.observed_queries
-    asked = prompt if wanted is None else wanted
-    length = 0 if layer.needs.prompt_chunk else prompt
-    rows = array(config.kv_heads, length, config.head_dim)
-    q = array(config.kv_heads, config.groups, asked, config.head_dim)
+    def array(*shape: int, dtype: Any = dtype, batch: int = batch) -> Any:  # abstract, where its users say Array
+        return jax.ShapeDtypeStruct((batch, *shape), dtype)
 
-    projection = (config.kv_heads, config.groups, config.head_dim, config.width)
-    output: Any = jax.ShapeDtypeStruct((1, *projection), dtype) if layer.needs.output_projection else None
-    hidden = array(1, length, config.width) if layer.needs.hidden_states else None
-    probed = array(config.kv_heads, length, of=jnp.float32) if layer.needs.replay else None
-    block = KVBlock(rows, rows, array(1, length, of=jnp.int32))
-    neighbour = block if layer.needs.paired_layer else None
-    observed = Observation(q, array(asked, of=jnp.int32), None, output, hidden, probed, neighbour)
+    length = 0 if needs.prompt_chunk else prompt
+    num_queries = prompt if needs.observed_queries is None else needs.observed_queries
+    keys = array(c.kv_heads, length, c.head_dim)
+    block = KVBlock(keys, keys, array(1, length, dtype=jnp.int32))
+    projection = array(c.kv_heads, c.groups, c.head_dim, c.width, batch=1)
+    observation = Observation(
+        array(c.kv_heads, c.groups, num_queries, c.head_dim),
+        array(num_queries, dtype=jnp.int32),
+        output_projection=projection if needs.output_projection else None,
+        hidden_states=array(1, length, c.width) if needs.hidden_states else None,
+        replay_scores=array(c.kv_heads, length, dtype=jnp.float32) if needs.replay else None,
+        paired_block=block if needs.paired_layer else None,
+    )
 
-    def prefill(block, observed):
-        seen = observed if layer.needs.observes and length else None
-        return layer.prefill(block, seen, slots)
+    def prefill(block: KVBlock, observation: Observation) -> Any:
+        return layer.prefill(block, observation if needs.observes and length else None, num_slots)
 
-    traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(block, observed)
+    traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(block, observation)
     return traced.out_avals, jax.tree.structure(shapes)

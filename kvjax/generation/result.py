@@ -1,4 +1,4 @@
-"""What generation returns."""
+"""The result of generation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvjax.utils.display import shorten, table
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Result:
-    """What `generate` returns; seconds are wall-clock, with compilation apart."""
+    """The result of `generate`; seconds are wall-clock, and compilation is counted separately."""
 
     tokens: list[list[int]]
-    text: list[str] | Any  # None for a model without a tokenizer; `Any`, as type checkers would else want a test of it
+    text: list[str] | Any  # None for a model without a tokenizer; `Any` spares every caller a check for None
     finish_reasons: list[str]  # "stop": an end-of-sequence id or a stop string; "length": max_new_tokens
-    bytes: CacheBytes  # of the KV cache when the last token had been made
+    bytes: CacheBytes  # of the KV cache after the last token
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
     decode_steps: int  # after the first token, which the prefill yields
-    rows: int  # that each step decoded
+    rows: int  # sequences that each step decodes
 
     def __repr__(self) -> str:
         first = shorten(self.text[0]) if self.text else f"{len(self.tokens[0])} ids"
@@ -39,26 +39,23 @@ class Result:
         return f"{self.bytes}, {self.tokens_per_second:,.1f} tokens/s"
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, the bytes with their fractions of the full cache, and the speed."""
+        """Returns all fields, the bytes with their fractions of the full cache, and the speed."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"bytes": self.bytes.to_json(), "tokens_per_second": self.tokens_per_second}
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens of all rows per second of the decode loop; 0 when no step was run."""
+        """Decoded tokens of all sequences per second of the decode loop; 0 when no step was run."""
         return self.decode_steps * self.rows / self.decode_seconds if self.decode_steps else 0.0
 
 
-def joined(results: Sequence[Result]) -> Result:
-    """The results of batches that were decoded one after the other, as one; bytes are those of one batch."""
+def concat_results(results: Sequence[Result]) -> Result:
+    """Concatenates the results of batches that were decoded one after the other; bytes are those of one batch."""
 
-    def every(field: str) -> list:
+    def concat(field: str) -> list:
         return [x for r in results for x in getattr(r, field)]
 
-    def total(field: str) -> Any:
-        return sum(getattr(r, field) for r in results)
-
     summed = ("prefill_seconds", "decode_seconds", "compile_seconds", "decode_steps")
-    text = None if results[0].text is None else every("text")
-    more = {field: total(field) for field in summed} | {"finish_reasons": every("finish_reasons")}
-    return dataclasses.replace(results[0], tokens=every("tokens"), text=text, **more)
+    fields: dict[str, Any] = {field: sum(getattr(r, field) for r in results) for field in summed}
+    fields |= {"tokens": concat("tokens"), "finish_reasons": concat("finish_reasons")}
+    return dataclasses.replace(results[0], text=None if results[0].text is None else concat("text"), **fields)

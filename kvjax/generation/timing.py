@@ -1,4 +1,4 @@
-"""Wall-clock seconds with compilation apart, and the error where memory runs out."""
+"""Wall-clock seconds, compilation counted separately, and the error where memory runs out."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvjax.errors import KvjaxError
 _COMPILE_EVENTS = {
     f"/jax/core/compile/{step}_duration" for step in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
 }
-_MANY_PROGRAMS = 64  # compiled since the process' memory mappings were last counted
+_MANY_PROGRAMS = 64  # compiled programs after which the memory mappings of the process are counted again
 
 
-class _Compiling(threading.local):
+class _CompileClock(threading.local):
     """The compiler's time in this thread, as JAX reports it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.num_programs = 0
-        self.spans: list[tuple[float, float]] = []  # start and seconds since the last `timed`, none within another
+        self.spans: list[tuple[float, float]] = []  # disjoint (start, seconds) since the last `timed`
 
-    def record(self, event: str, seconds: float, **_: Any) -> None:
-        """Listens to `jax.monitoring`."""
+    def record(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Adds an event of `jax.monitoring`."""
         if event not in _COMPILE_EVENTS:
             return
-        start = time.perf_counter() - seconds
+        start = time.perf_counter() - duration_secs
         # A function is traced within the tracing of its caller, and reported before it: only the outer one counts.
         while self.spans and self.spans[-1][0] >= start:
             self.seconds -= self.spans.pop()[1]
-        self.spans.append((start, seconds))
-        self.seconds += seconds
+        self.spans.append((start, duration_secs))
+        self.seconds += duration_secs
         self.num_programs += event.endswith("backend_compile_duration")
 
 
-_compiling = _Compiling()
-jax.monitoring.register_event_duration_secs_listener(lambda *args, **kwargs: _compiling.record(*args, **kwargs))
+_compile_clock = _CompileClock()
+jax.monitoring.register_event_duration_secs_listener(_compile_clock.record)
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ class Timer:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Times what runs inside, compilation apart; its results must have been waited for when it ends.
+        """Times the block inside, which must wait for its results; compilation is counted separately.
 
         Raises KvjaxError, with the remedy, where memory runs out, and where JAX is set to 64 bits.
         """
@@ -63,12 +63,12 @@ class Timer:
                 "kvjax computes in 32 bits, and JAX_ENABLE_X64 is set: unset it, or call kvjax within "
                 "`with jax.enable_x64(False):`"
             )
-        if _compiling.num_programs >= _MANY_PROGRAMS:
-            _compiling.num_programs = 0
+        if _compile_clock.num_programs >= _MANY_PROGRAMS:
+            _compile_clock.num_programs = 0
             compile_cache.clear_if_many()
-        # Whatever is compiled from here on lies within nothing earlier.
-        _compiling.spans.clear()
-        start, compiled_before = time.perf_counter(), _compiling.seconds
+        # No compilation from here on is nested in an earlier one.
+        _compile_clock.spans.clear()
+        start, compiled_before = time.perf_counter(), _compile_clock.seconds
         try:
             yield
         except jax.errors.JaxRuntimeError as e:
@@ -78,6 +78,6 @@ class Timer:
                 f"there is not enough memory ({e}); give fewer or shorter prompts at a time, ask for fewer new tokens, "
                 "or use a method that holds less"
             ) from e
-        compiling = _compiling.seconds - compiled_before
+        compiling = _compile_clock.seconds - compiled_before
         self.compile_seconds += compiling
         self.run_seconds += max(0.0, time.perf_counter() - start - compiling)

@@ -101,7 +101,7 @@ def test_decoded_tokens_are_held_and_no_longer_reserved(method):
 
 
 def test_a_prefix_that_sequences_share_is_held_once():
-    shared = kvjax.read(MODEL, PROMPTS[:1], "full", room=0).share([[1, 2, 3]] * 4, room=8)
+    shared = kvjax.read(MODEL, PROMPTS[:1], "full", room=0).extend_prefix([[1, 2, 3]] * 4, room=8)
     found = shared.bytes
     alone = bytes_after(PROMPTS[:1], "full", 128)
     assert found.full == full_bytes(MODEL.config, [73] * 4, "float32")

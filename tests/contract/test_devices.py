@@ -22,7 +22,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding, over_heads, per_device
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
-from kvjax.engine import sharded_layer
+from kvjax.engine.layer_prompt import prefill_layer
+from kvjax.engine.modes import extend_layer
 from kvjax.errors import KvjaxError
 from kvjax.methods.strings import method_of
 from kvjax.models.sharding import param_shardings
@@ -76,20 +77,21 @@ class Spread:
         return self.layer.needs
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Any:
-        return sharded_layer.prefill(self.layer, block, observation, num_slots, self.mesh)
+        return prefill_layer(self.layer, block, observation, num_slots, self.mesh)
 
     def extend(
         self, state: Any, q: jax.Array, new: KVBlock, commit: int, cross_layer: Any
     ) -> tuple[jax.Array, Any, Any]:
-        return sharded_layer.extend(self.layer, state, q, new, commit, cross_layer, self.mesh)
+        return extend_layer(self.layer, state, q, new, commit, cross_layer, mesh=self.mesh)
 
     def update_scores(
         self, block: KVBlock, start: jax.Array, observation: Observation, new: KVBlock, before: jax.Array
     ) -> jax.Array:
-        return sharded_layer.update_scores(self.layer, block, start, observation, new, before, self.mesh)
+        update = per_device(self.layer.update_scores, *block.k.shape[:2], mesh=self.mesh)
+        return update(block, start, observation, new, before)
 
     def measure(self, block: KVBlock, observation: Observation | None) -> jax.Array:
-        return sharded_layer.measure(self.layer, block, observation, self.mesh)
+        return per_device(self.layer.measure, *block.k.shape[:2], mesh=self.mesh)(block, observation)
 
     def divide_budget(self, measures: jax.Array, lengths: jax.Array) -> jax.Array:
         return self.layer.divide_budget(measures, lengths)

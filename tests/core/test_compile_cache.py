@@ -11,8 +11,8 @@ from kvjax.core import compile_cache, matmul
 from kvjax.core.matmul import NO_PACKING
 from kvjax.engine import forward
 from kvjax.errors import KvjaxError
-from kvjax.generation import compiled, timing
-from kvjax.generation.compiled import jit_with
+from kvjax.generation import compile_options, timing
+from kvjax.generation.compile_options import jit_with
 from kvjax.testing import toy_model
 
 
@@ -34,14 +34,14 @@ def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, 
 
 def test_the_options_reach_the_compiler(monkeypatch):
     monkeypatch.setattr(matmul, "compiler_options", lambda *args: {"xla_backend_optimization_level": "high"})
-    compiled._known.cache_clear()
+    compile_options._supported_options.cache_clear()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level"):
-        compiled.options_for(1, 8, jnp.float32)
+        compile_options.options_for(1, 8, jnp.float32)
 
 
 def test_what_a_version_of_the_compiler_does_not_know_is_left_out(monkeypatch):
     monkeypatch.setattr(matmul, "compiler_options", lambda *args: {"xla_of_another_version": "true"})
-    assert compiled.options_for(1, 8, jnp.float32) == ()
+    assert compile_options.options_for(1, 8, jnp.float32) == ()
 
 
 def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch):
@@ -72,7 +72,7 @@ def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alon
         texts.append(jitted.lower(*args, **static).compile().as_text())
         return jitted(*args, **static)
 
-    compiled_for = compiled.compiled_for
+    compiled_for = compile_options.compiled_for
 
     def watched(model, num_tokens, **more):
         found = compiled_for(model, num_tokens, **more)

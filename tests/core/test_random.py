@@ -33,4 +33,6 @@ def test_the_calls_that_take_seeds_use_them():
     with pytest.raises(KvjaxError, match="seed must be an integer"):
         random_model(toy_model().config, seed=-1)
     with pytest.raises(KvjaxError, match="seed must be an integer"):
-        kvjax.speculative.speculate(toy_model(layers=1), [[1, 2]], "full", max_new_tokens=2, ahead=1, seed=2**64)
+        kvjax.speculative.speculate(
+            toy_model(layers=1), [[1, 2]], "full", max_new_tokens=2, num_draft_tokens=1, seed=2**64
+        )

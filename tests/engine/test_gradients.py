@@ -30,7 +30,7 @@ from kvjax.core.gradients import refuse_gradient
 from kvjax.engine.plan import specs
 from kvjax.engine.straight_through import StraightThrough, make_differentiable
 from kvjax.errors import GradientThroughBits, KvjaxError
-from kvjax.methods.specache import Copy
+from kvjax.methods.specache import LowBitCopy
 from kvjax.methods.strings import parse
 from kvjax.models.config import Config
 from kvjax.models.model import random_model
@@ -144,7 +144,7 @@ def held_by_token(layer: Any, state: Any, shape: tuple[int, ...]) -> tuple[np.nd
     """What queries read of each token that is held: keys and values [B K T H], and which ones bool[B K T]."""
     k, v, held = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape[:3], bool)
     blocks = [(layer.keys(state.k, state.pos), layer.v.decode(state.v), state.pos)]
-    if isinstance(state.reader_state, Copy):  # nothing has been fetched yet, so that all is read from the copy
+    if isinstance(state.reader_state, LowBitCopy):  # nothing has been fetched yet, so that all is read from the copy
         read = layer.method.read
         blocks = [(read.k.decode(state.reader_state.k), read.v.decode(state.reader_state.v), state.pos)]
     if state.side_store is not None:

@@ -27,7 +27,7 @@ def ids(count):
 def small(monkeypatch, **sizes):
     """As if the machine had so little memory."""
     there = memory.InstalledMemory(**({"device": 50_000, "host": 50_000, "shared": True} | sizes))
-    monkeypatch.setattr(memory, "installed", lambda devices: there)
+    monkeypatch.setattr(memory, "installed_memory", lambda devices: there)
 
 
 def test_what_is_installed_is_known():
@@ -81,8 +81,8 @@ def test_positions_that_the_model_does_not_know(method, prompt, fed):
     with warns(fed):
         context.feed(ids(8))
     with warns(fed):
-        checks.check_decoding(MODEL, context.cache, 5)
-    checks.check_decoding(MODEL, context.cache, 4)
+        checks.check_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 5)
+    checks.check_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 4)
     with warns(prompt):
         kvjax.prefill(MODEL, ids(65), method)
 

@@ -12,7 +12,7 @@ from kvjax import functional
 from kvjax.engine import forward
 from kvjax.errors import KvjaxError
 from kvjax.generation import decode_loop as decode_loop
-from kvjax.generation.compiled import jit_with
+from kvjax.generation.compile_options import jit_with
 from kvjax.generation.session import LOOPS
 from kvjax.testing import toy_model
 
@@ -157,7 +157,7 @@ def test_one_trace_serves_prompts_of_one_size():
     for seed in range(3):
         f(model.params, jax.numpy.full((2, 8), seed), model.config)
     kvjax.prefill(model, [[1, 2, 3]], kvjax.methods.full(), capacity=64)
-    run_layer = jit_with(forward.apply_layer, ("call", "target"), ("state",))
+    run_layer = jit_with(forward.apply_layer, ("call", "target"), ("state",), ())
     before = run_layer._cache_size()
     for prompts in ([[4] * 60], [[7] * 33]):
         kvjax.prefill(model, prompts, kvjax.methods.full(), capacity=64)
@@ -166,7 +166,7 @@ def test_one_trace_serves_prompts_of_one_size():
 
 @pytest.mark.parametrize("loop", ["while", "layers"])
 def test_sampling_numbers_do_not_recompile(model, loop):
-    decode_until = jit_with(decode_loop.decode_until, ("target",), ("state",))
+    decode_until = jit_with(decode_loop.decode_until, ("target",), ("state",), ())
     program = decode_until if loop == "while" else decode_loop.draw_next
     args = {"max_new_tokens": 4, "eos_ids": (), "loop": loop}
     kvjax.generate(model, PROMPTS, kvjax.methods.full(), temperature=0.5, top_k=4, **args)
@@ -243,7 +243,7 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.reuse.read_packed(m, [[1]], "full", room="5"), "room must be an integer from 0"),
         (lambda m: kvjax.reuse.read_packed(m, [[1, 2]], "full", width=50.5), "width must be an integer from 1"),
         (lambda m: kvjax.cache_ops.read_batch(m, [[1]], least="3"), "least must be an integer from 1"),
-        (lambda m: kvjax.read(m, [[1]], "full").branch(1.5), "times must be an integer from 1"),
+        (lambda m: kvjax.read(m, [[1]], "full").fork(1.5), "times must be an integer from 1"),
         (lambda m: kvjax.parse("kivi:bits=2,bits=4"), "parameter 'bits' of kivi is given twice"),
         (lambda m: kvjax.parse("snapkv:budget=150%"), "a fraction of each prompt from above 0% to 100%, got '150%'"),
         (lambda m: kvjax.parse("snapkv:budget=many"), "parameter 'budget' of snapkv: a budget is a number of tokens"),

@@ -38,7 +38,7 @@ def test_a_text_ends_before_the_first_string_and_its_tokens_with_the_one_that_co
 def test_no_step_is_run_after_all_rows_have_ended(whole):
     first = whole.text[0][:1]
     out = kvjax.generate(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=first)
-    assert out.text == [""] and out.decode_steps < stopping.LOOK
+    assert out.text == [""] and out.decode_steps < stopping.STOP_CHECK_INTERVAL
 
 
 def test_a_context_knows_stop_strings_too(whole):
@@ -63,7 +63,7 @@ def test_streamed_columns_end_at_the_string(whole):
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "settled"),
+    ("text", "stop", "final"),
     [
         ("abc", (), "abc"),
         ("abc", ("cd",), "ab"),  # a string may have begun
@@ -72,8 +72,8 @@ def test_streamed_columns_end_at_the_string(whole):
         ("é\ufffd", (), "é"),  # half a character
     ],
 )
-def test_what_is_settled(text, stop, settled):
-    assert stopping.settled(text, stop) == settled
+def test_the_final_prefix_of_a_streamed_text(text, stop, final):
+    assert stopping.final_prefix(text, stop) == final
 
 
 @pytest.mark.parametrize("stop", ["", ["a", ""], [3]])

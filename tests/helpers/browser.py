@@ -33,14 +33,14 @@ FLAGS = (
 
 
 def path() -> str | None:
-    """The program of a Chromium: the one that was brought, or one that the machine has."""
+    """The Chromium program: the installed package's, or the machine's."""
     if (HERE / "chromium").is_file():
         return str(HERE / "chromium")
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def install(folder: Path) -> None:
-    """Brings the package of the version above, and unpacks it."""
+    """Downloads the package of the version above and unpacks it."""
     folder.mkdir(parents=True, exist_ok=True)
     brought = subprocess.check_output(["npm", "pack", "--silent", f"{PACKAGE}@{VERSION}"], cwd=folder, text=True)
     archive = folder / brought.strip()
@@ -95,7 +95,7 @@ class Browser:
         os.close(self._write), os.close(self._read)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A command of the DevTools protocol, and its result."""
+        """Sends a command of the DevTools protocol and returns its result."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": params}
         if self._session:
@@ -117,7 +117,7 @@ class Browser:
         return json.loads(message)
 
     def open(self, file: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """A file in a window of this size, when it has drawn itself."""
+        """Opens a file in a window of this size and waits until it is drawn."""
         self.events.clear()
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
@@ -127,7 +127,7 @@ class Browser:
         self.until("document.readyState === 'complete'")
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page, awaited."""
+        """Evaluates a JavaScript expression in the page and awaits its value."""
         asked = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in asked, asked["exceptionDetails"]
         return asked["result"].get("value")
@@ -140,24 +140,24 @@ class Browser:
             time.sleep(0.02)
 
     def press(self, key: str) -> None:
-        """A key that needs no text, such as ArrowRight, or Tab."""
+        """Presses a key without text, such as ArrowRight or Tab."""
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
 
     def point(self, selector: str, click: bool = False) -> None:
-        """The pointer over the middle of an element, or a click there."""
+        """Moves the pointer to the middle of an element, or clicks there."""
         x, y = self.ask(MIDDLE % json.dumps(selector))
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         for kind in ("mousePressed", "mouseReleased") if click else ():
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def picture(self, file: Path, whole: bool = False) -> None:
-        """What the window shows, or the whole page, as a PNG."""
+        """Writes the window, or the whole page, as a PNG."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         file.write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
-        """Errors of scripts and of the policy, so far, and everything that was loaded beside the page itself."""
+        """Errors of scripts and of the security policy so far, and all loads except the page itself."""
         self.call("Runtime.evaluate", expression="0")
         found = []
         for event in self.events:

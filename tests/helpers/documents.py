@@ -63,7 +63,7 @@ def python_code(page: str) -> list[str]:
 
 
 def commands(code: str) -> list[list[str]]:
-    """The commands of a shell block, as words; a command may go on behind a backslash, and end in a comment."""
+    """The commands of a shell block, as words; a backslash continues a command, and a comment ends it."""
     joined = code.replace("\\\n", " ")
     found = []
     for line in joined.splitlines():
@@ -103,7 +103,7 @@ def check_command(words: list[str]) -> None:
 
 @functools.cache
 def stand_in() -> Model:
-    """A toy model with the tokenizer of the shipped one and a chat template, for pages that print no outputs."""
+    """A toy model with the shipped tokenizer and a chat template, for pages without outputs."""
     shipped = real_load("testbed")
     toy = toy_model(layers=4, head_dim=32, vocab_size=shipped.config.vocab_size)
     template = ChatTemplate("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}")
@@ -112,15 +112,17 @@ def stand_in() -> Model:
 
 @functools.cache
 def named_model(name: str, dtype: Any = None) -> Model:
-    """The model of that name, loaded once for all pages."""
+    """The model of this name, loaded once for all pages."""
     return real_load(name, dtype=dtype)
 
 
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values: Any) -> dict[str, Any]:
-    """Runs a page's Python blocks, and those commands of kvjax whose output it shows; checks the other commands.
+    """Runs a page's Python blocks and the kvjax commands with an output; checks the other commands.
 
-    A block with a title is saved as that file. Outputs are compared as doctest does: "..." matches anything.
-    Returns the names that the blocks have defined.
+    A block with a title is saved as that file. Outputs are compared as in doctest: "..." matches anything.
+
+    Returns:
+      the names that the blocks have defined.
     """
     blocks = code_blocks(page)
     shows_output = any(block.output for block in blocks if block.language in ("python", "sh"))
@@ -150,17 +152,17 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values:
 
 
 def compare_output(wanted: str, printed: str, where: str) -> None:
-    """Fails where what was printed is not what the page shows; spaces at the end of lines do not count."""
+    """Fails if the printed output differs from the page's; spaces at the end of lines do not count."""
     wanted, printed = (re.sub(r"[ ]+$", "", text, flags=re.M).strip("\n") + "\n" for text in (wanted, printed))
     same = doctest.OutputChecker().check_output(without_scores(wanted), without_scores(printed), doctest.ELLIPSIS)
     assert same, f"{where} prints\n{printed}\nand the page shows\n{wanted}"
 
 
 def without_scores(text: str) -> str:
-    """A table of `kvjax eval` without its scores, which depend on the last bits of sums and so on JAX and the CPU.
+    """Removes the scores from a table of `kvjax eval`: they depend on the last bits of sums, and so on JAX and the CPU.
 
-    Methods, bytes and the caption stay. Scores decide how wide the columns are, so spaces and line ends do not count
-    in a text with such a table; another text is returned as it is.
+    Methods, bytes and the caption stay. Scores decide the widths of columns, so spaces and line ends do not count in a
+    text with such a table; any other text is returned unchanged.
     """
     heads = next((cells for line in text.splitlines() if "of full" in (cells := _cells(line))), None)
     if heads is None:
@@ -172,5 +174,5 @@ def without_scores(text: str) -> str:
 
 
 def _cells(line: str) -> list[str]:
-    """The cells of a line of a table, which two spaces or more divide."""
+    """Splits a line of a table at two or more spaces."""
     return [cell for cell in re.split(r"\s{2,}", line.strip()) if cell]

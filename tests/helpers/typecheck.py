@@ -1,7 +1,7 @@
-"""pyright, in mode basic, on the whole package, the code blocks of the documents and calls that it has to refuse.
+"""Type checks of the whole package, of the documents' code blocks, and of calls that pyright must accept or refuse.
 
 `make check` runs `python -m tests.helpers.typecheck`; `tests/package/test_types.py` asserts the same. The checker is
-basedpyright, whose package needs no Node installation; in its mode basic it reports what pyright does.
+basedpyright, whose package needs no Node installation; in its mode basic it reports pyright's errors.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ for column in context.stream(max_new_tokens=3, sampling=params):
     print([token for token in column if token is not None])
 print(kvjax.chat(model, [{"role": "user", "content": "Hello"}], fixed, max_new_tokens=9, sampling=params).text[0])
 print(kvjax.planned_bytes(both, model, 1000), kvjax.state_bytes(cache).total, kvjax.score(model, ["a"], ["b"], both))
-print(kvjax.name_of(both), kvjax.cache_ops.rows(cache, [0]).capacity, kvjax.__version__)
+print(kvjax.name_of(both), kvjax.cache_ops.take(cache, [0]).capacity, kvjax.__version__)
 print(kvjax.speculative.speculate(model, ["a"], methods.quest(budget=64), "int4", sampling=params).acceptance)
-print(kvjax.reuse.read_exactly(model, ["a text"]).under(both, capacity=512).bytes)
+print(kvjax.reuse.read_exactly(model, ["a text"]).compress(both, capacity=512).bytes)
 print(check_method(methods.snapkv(budget=30), toy_model()).seconds)
 """
-"""Calls as one writes them: a checker that reports any of these would be wrong."""
+"""Right calls, which the checker must accept."""
 
 REFUSED = """\
 import kvjax
@@ -67,7 +67,7 @@ next(kvjax.stream_text(model, "a text", "full", samplng=kvjax.SamplingParams()))
 kvjax.SamplingParams(top_p="0.9")
 kvjax.read_exactly(model, ["a text"])
 """
-"""Wrong calls, one a line behind the first five; `kvjax.generate(.., methods.snapkv)` lacks the method's brackets."""
+"""Wrong calls, one a line after the first five; `kvjax.generate(.., methods.snapkv)` lacks the method's brackets."""
 
 NUM_RIGHT_LINES = 5  # of REFUSED
 
@@ -84,12 +84,12 @@ class Finding(NamedTuple):
 
 
 def pages() -> list[str]:
-    """The documents whose blocks are checked: those that people write."""
+    """The hand-written documents, whose code blocks are checked."""
     return ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
 def code_of(page: str) -> str:
-    """All Python blocks of a document, each on the lines that it has there, so that errors name these."""
+    """All Python blocks of a document on their own lines, so that errors name the document's lines."""
     lines = [""] * ((ROOT / page).read_text(encoding="utf-8").count("\n") + 1)
     for block in code_blocks(page):
         if block.language == "python":
@@ -99,28 +99,28 @@ def code_of(page: str) -> str:
 
 
 def check() -> tuple[list[Finding], set[int]]:
-    """Runs the checker once: (its errors in modules and documents, the lines of REFUSED in which it finds one)."""
+    """Runs the checker once: (errors in modules and documents, the lines of REFUSED with an error)."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder).resolve()
-        shown = {work / "accepted.py": "ACCEPTED"}
+        names = {work / "accepted.py": "ACCEPTED"}
         (work / "accepted.py").write_text(ACCEPTED)
         for page in pages():
             file = work / f"{Path(page).stem.replace('.', '_')}.py"
             file.write_text(code_of(page), encoding="utf-8")
-            shown[file] = page
+            names[file] = page
         refused = work / "refused.py"
         refused.write_text(REFUSED)
         findings = [
             (Path(found["file"]), Finding(found["file"], found["range"]["start"]["line"] + 1, found["message"]))
-            for found in _report(work, [refused, *shown])
+            for found in _report(work, [refused, *names])
             if found["severity"] == "error"
         ]
-    errors = [found._replace(file=shown.get(path, found.file)) for path, found in findings if path != refused]
+    errors = [found._replace(file=names.get(path, found.file)) for path, found in findings if path != refused]
     return errors, {found.line for path, found in findings if path == refused}
 
 
 def modules() -> list[Path]:
-    """The modules that are checked, all of the folders that pyproject.toml includes."""
+    """All modules of the folders that pyproject.toml includes."""
     return sorted(path for folder in _settings()["include"] for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -129,7 +129,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _report(work: Path, files: list[Path]) -> list[dict[str, Any]]:
-    """What the checker says of the folders that pyproject.toml includes, and of these files."""
+    """The checker's diagnostics on the folders that pyproject.toml includes, and on these files."""
     settings = _settings()
     paths = [ROOT / folder for folder in settings["include"]] + files
     settings["include"] = [os.path.relpath(path, work) for path in paths]
@@ -137,14 +137,14 @@ def _report(work: Path, files: list[Path]) -> list[dict[str, Any]]:
     (work / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "-p", str(work), "--pythonpath", sys.executable, "--outputjson"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # others: it could not run
+    assert done.returncode in (0, 1), done.stdout + done.stderr  # any other status: it could not run
     report = json.loads(done.stdout)
     assert report["summary"]["filesAnalyzed"] >= len(modules()) + len(files), report["summary"]
     return report["generalDiagnostics"]
 
 
 def main() -> int:
-    """Prints what is wrong; the status is 1 if anything is."""
+    """Prints all problems; the status is 1 if there is one."""
     errors, refused = check()
     for error in errors:
         print(error)
@@ -156,7 +156,7 @@ def main() -> int:
 
 
 def wrong_lines() -> set[int]:
-    """The lines of REFUSED that the checker has to refuse."""
+    """The lines of REFUSED that the checker must refuse."""
     return set(range(NUM_RIGHT_LINES + 1, REFUSED.count("\n") + 1))
 
 

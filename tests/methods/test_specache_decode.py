@@ -21,7 +21,7 @@ from kvjax.engine.plan import bind
 from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import KvjaxError
 from kvjax.generation import decode_loop
-from kvjax.generation.compiled import jit_with
+from kvjax.generation.compile_options import jit_with
 from kvjax.testing import full_copies, toy_model
 
 PROMPTS = [list(range(1, 18)), [8, 3], list(range(40, 60))]
@@ -38,7 +38,7 @@ def start(model, method, temperature=0.0, length=12):
     """A state after the first draft, its sampler and its target."""
     s = SamplingParams(temperature).sampler()
     last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
-    state = decode_loop.begin(last, jax.random.key(0), jnp.zeros((0,), jnp.int32), s, num_tokens=length)
+    state = decode_loop.init_state(last, jax.random.key(0), jnp.zeros((0,), jnp.int32), s, num_tokens=length)
     state, target = dataclasses.replace(state, cache=cache), Target(model.config)
     if num_draft_tokens(cache.plan):
         state = jax.jit(decode_loop.draft_first, static_argnames="target")(model.params, state, s, target=target)
@@ -160,7 +160,7 @@ def test_nothing_in_a_step_waits_for_the_rows_of_the_next():
 
 def test_the_loop_copies_no_host_buffer(model):
     state, s, target = start(model, SMALL)
-    decode_until = jit_with(decode_loop.decode_until, ("target",), ("state",))
+    decode_until = jit_with(decode_loop.decode_until, ("target",), ("state",), ())
     program = decode_until.lower(model.params, state, jnp.int32(5), s, target=target).compile().as_text()
     assert not full_copies(program, state.cache.layers[0].k.data.shape)
 

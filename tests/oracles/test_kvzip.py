@@ -16,7 +16,7 @@ from kvjax.core.types import KVBlock
 from kvjax.engine.prefill import _copy_chunk
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import pad
-from kvjax.generation.prompt_runner import replay_prompts
+from kvjax.generation.model_calls import replay_prompts
 from kvjax.methods.kvzip import ReplayAttention
 from kvjax.testing import toy_model
 from tests.contract import layer

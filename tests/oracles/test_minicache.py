@@ -17,9 +17,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
-from kvjax.engine import sharded_layer
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
-from kvjax.engine.modes import LayerCall
+from kvjax.engine.modes import LayerCall, extend_layer
 from kvjax.errors import KvjaxError
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.minicache import signed_squared_cosine, slerp, split_length
@@ -42,7 +41,7 @@ def exactly() -> FullKV:
 
 @functools.cache
 def context_under(method: str) -> kvjax.Context:
-    return exactly().under(method, CAPACITY)
+    return exactly().compress(method, CAPACITY)
 
 
 def cache_under(method: str) -> Cache:
@@ -215,7 +214,7 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
             prompt = LayerPrompt(mine.k, mine.v, mine.q[:, :, :, :0], paired=(other.k, other.v))
             call = LayerCall(bound, None, cache.layers[LOWER].pos.shape[2])
             state = encode_prompt(call, prompt, exact.lengths, CAPACITY, mesh)
-            out, state, carry = sharded_layer.extend(bound, state, q, block, STEPS, carry, mesh)
+            out, state, carry = extend_layer(bound, state, q, block, STEPS, carry, mesh=mesh)
             outs.append(out)
             states.append(state)
         return outs, states
@@ -252,4 +251,4 @@ def test_what_has_no_meaning_is_refused():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)
     with pytest.raises(KvjaxError, match="slot `side_store`, SharedDirections"):
-        context_under("minicache:share=0.2").share([[1, 2]], "full", of=[0])
+        context_under("minicache:share=0.2").extend_prefix([[1, 2]], "full", of=[0])

@@ -65,7 +65,7 @@ def test_methods_has_a_line_for_each_below_its_family(capsys, monkeypatch):
 def test_methods_tells_all_of_the_named_ones_and_the_nearest_of_unknown_ones(capsys):
     assert cli.main(["methods", "kivi", "snapkv"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("kivi(bits: int = 2, ") and "\nsnapkv(budget: Tokens = 1024, " in text
+    assert text.startswith("kivi(bits: int = 2, ") and "\nsnapkv(budget: TokenBudget = 1024, " in text
     assert "    family: eviction after the prompt\n" in text and "quest" not in text
     assert cli.main(["methods", "--json", "kivi"]) == 0
     (kivi,) = json.loads(capsys.readouterr().out)

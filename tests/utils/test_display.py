@@ -74,7 +74,7 @@ def test_a_context_that_was_used_up_says_so():
         context.kept_positions,
         lambda: context.save("nowhere"),
         lambda: context.crop(1),
-        lambda: context.pick([0]),
+        lambda: context.take([0]),
     )
     for call in (*reading, lambda: context.ask([[4]]), context.generate, lambda: context.join(context)):
         with pytest.raises(KvjaxError, match="used up by an answer that did not copy it; read the prompts again"):

@@ -18,23 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench.measuring import (
-    Probes,
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    product_probes,
-    read_probes,
-    report,
-    table,
-    time_in_turns,
-    time_run,
-)
+from experiments.bench import measuring
 from experiments.papers import common
 from experiments.papers.kcache.table1 import CONFIGS, configuration
 from kvjax import Config, KvjaxError
 from kvjax.core import memory
+from kvjax.eval.run.machine import machine
 
 GIGA, TERA = 1e9, 1e12
 NUMBER_BYTES = 2  # as in the paper
@@ -131,23 +120,26 @@ def break_even(m: Machine, c: Config, s: int) -> list[dict[str, Any]]:
     return [{"equation": e, "ratio": r, "largest_n": largest_n(s, r)} for e, r in ratios.items()]
 
 
-def copy_probes(megabytes: int) -> Probes:
+def copy_probes(megabytes: int) -> measuring.Probes:
     """Probes of the bus: copies of an array to the host and back to the device."""
     x = jnp.ones((1, 1, megabytes * 2**20 // 4096, 1024), jnp.float32)
     on_host = memory.pack(x, host=True)
     to_host, to_device = jax.jit(lambda x: memory.pack(x, host=True)), jax.jit(memory.unpack)
     jax.block_until_ready((to_host(x), to_device(on_host)))
-    return x.nbytes, {"d2h": lambda: time_run(to_host, x), "h2d": lambda: time_run(to_device, on_host)}
+    return x.nbytes, {
+        "d2h": lambda: measuring.time_run(to_host, x),
+        "h2d": lambda: measuring.time_run(to_device, on_host),
+    }
 
 
 def measure_machine(megabytes: int, size: int, repeats: int) -> Machine:
     """Measures this machine; the best of `repeats` turns of each probe counts."""
     memory.require_host_memory()
-    log_progress("bandwidths and operations of this machine")
-    (read, reads), (operations, products) = read_probes(megabytes), product_probes(size)
+    measuring.log_progress("bandwidths and operations of this machine")
+    (read, reads), (operations, products) = measuring.read_probes(megabytes), measuring.product_probes(size)
     moved, moves = copy_probes(megabytes)
     products = {name: run for name, run in products.items() if "jax" in name}
-    seconds = time_in_turns({**reads, **products, **moves}, repeats)
+    seconds = measuring.time_in_turns({**reads, **products, **moves}, repeats)
     best = {name: min(s) for name, s in seconds.items()}
     product, reading = (min(best[name] for name in runs) for runs in (products, reads))
     return Machine(operations / product, read / reading, moved / best["h2d"], moved / best["d2h"])
@@ -173,8 +165,7 @@ ON_CPU = "Measured on a CPU: both memories are the same RAM, and a copy is as sl
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Computes and prints; see the module's docstring."""
-    p = make_parser(__doc__)
+    p = measuring.make_parser(__doc__)
     p.add_argument("--flops", type=float, default=312, help="TFLOP/s")
     p.add_argument("--gpu-bandwidth", type=float, default=2039, help="of device memory, GB/s")
     p.add_argument("--h2d", type=float, default=32, help="host to device, GB/s")
@@ -183,8 +174,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--model", default="llama-2-7b", help="a checkpoint directory, testbed, " + ", ".join(CONFIGS))
     p.add_argument("--context", type=int, default=16384, help="tokens, s")
     p.add_argument("--batch", type=int, default=1, help="sequences, b; all sides are proportional to it")
-    p.add_argument("--n", type=parse_integers, default=[32, 64, 128], help="values fetched per head, N")
-    p.add_argument("--probe", type=parse_integers, default=[256, 2048], help="MB read and moved, width of the product")
+    p.add_argument("--n", type=measuring.parse_integers, default=[32, 64, 128], help="values fetched per head, N")
+    p.add_argument(
+        "--probe", type=measuring.parse_integers, default=[256, 2048], help="MB read and moved, width of the product"
+    )
     p.add_argument("--repeats", type=int, default=7, help="turns of --measure; the best counts")
     args = p.parse_args(argv)
     if min([args.context, args.batch, *args.n]) < 1:
@@ -199,27 +192,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = f"KCache: {args.model}, b={args.batch}, s={args.context}; {figures}"
     heads = ("equation", "left", "right", "holds")
     tables = [
-        table(
+        measuring.table(
             f"{title}\nPrompt: copying hides behind a layer's work",
             heads,
             [(r["equation"], *format_sides(r)) for r in first],
         ),
-        table("Step: fetching pays", ("N", *heads), [(r["n"], r["equation"], *format_sides(r)) for r in second]),
-        table(
+        measuring.table(
+            "Step: fetching pays", ("N", *heads), [(r["n"], r["equation"], *format_sides(r)) for r in second]
+        ),
+        measuring.table(
             "Break-even",
             ("equation", "s/N", f"largest N at {args.context:,}", *(f"least s, N={n}" for n in args.n)),
-            [(r["equation"], f"{r['ratio']:.1f}", r["largest_n"], *least_contexts(r["ratio"], args.n)) for r in even],
+            [
+                (
+                    r["equation"],
+                    f"{r['ratio']:.1f}",
+                    r["largest_n"],
+                    *(f"{math.floor(r['ratio'] * n) + 1:,}" for n in args.n),
+                )
+                for r in even
+            ],
         ),
     ]
     notes = [*NOTES, *[ON_CPU] * (args.measure and before["device"] == "cpu")]
     about = {"model": args.model, "context": args.context, "batch": args.batch, "measured": args.measure}
     results = {**about, "machine": dataclasses.asdict(m), "prefill": first, "decode": second, "break_even": even}
-    report("kcache_equations", before, tables, notes, results)
-
-
-def least_contexts(ratio: float, sizes: Sequence[int]) -> list[str]:
-    """The shortest context with s/N above the ratio, for each N."""
-    return [f"{math.floor(ratio * n) + 1:,}" for n in sizes]
+    measuring.report("kcache_equations", before, tables, notes, results)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

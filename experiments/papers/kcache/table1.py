@@ -184,7 +184,6 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Counts and prints; see the module's docstring."""
     p = make_parser(__doc__)
     p.add_argument("--model", default="llama-2-7b", help="a checkpoint directory, testbed, " + ", ".join(CONFIGS))
     p.add_argument("--batch", type=int, default=8, help="sequences, b")

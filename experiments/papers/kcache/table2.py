@@ -56,12 +56,11 @@ def paper_cells(key: tuple[int, int]) -> list[str | None]:
 NOTE = (
     "Differs from the paper: another model and other tasks. Its columns: BBH 3-shot, GSM8K 8-shot, TriviaQA 5-shot, in "
     "percent. N of 8 and 16 are not in the paper: the shipped model's answers are in one or two places of the "
-    "context, so few values hold most of the attention, and it has {} layers where LLaMA2-7B has 32."
+    "context, and a few values hold most of the attention; it has {} layers where LLaMA2-7B has 32."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     parser = common.add_quality_options(common.model_parser(__doc__), group=False)
     parser.add_argument("--n", type=parse_integers, default=[8, 16, 32, 64, 128], help="values fetched per head")
     parser.add_argument("--layers", type=parse_integers, default=[0, 1, 2, 3], help="first layers kept on the device")

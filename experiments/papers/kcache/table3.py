@@ -16,21 +16,14 @@ from typing import Any
 import jax
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.decoders import random_loop, time_decode_steps
-from experiments.bench.measuring import (
-    log_progress,
-    machine,
-    make_parser,
-    parse_integers,
-    report,
-    summary,
-    table,
-)
 from experiments.bench.shapes import SHAPES, describe
 from experiments.papers import common
 from experiments.papers.specache.table1 import MODELS
 from experiments.papers.specache.table3 import GIB, step_bytes, weight_bytes
 from kvjax import KvjaxError, Method, Model
+from kvjax.eval.run.machine import machine
 
 CONFIG = MODELS["LLaMA-2-7B"].config
 OUTPUT_TOKENS = 1024  # of every answer in the paper
@@ -103,7 +96,7 @@ def measure(model: Model, args: argparse.Namespace, tokens: int, batch: int) -> 
     loops = {t: random_loop(model, kvjax.parse(t), batch, context, room) for t in texts}
     for loop in loops.values():
         loop.decode(args.steps)
-    seconds = {t: summary(s) for t, s in time_decode_steps(loops, args.steps, args.repeats).items()}
+    seconds = {t: measuring.summary(s) for t, s in time_decode_steps(loops, args.steps, args.repeats).items()}
     return record | {"seconds": seconds, "tokens_per_second": {t: batch / s["median"] for t, s in seconds.items()}}
 
 
@@ -136,15 +129,14 @@ ON_CPU = "On a CPU nothing crosses a bus: KCache reads N values instead of all f
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Plans, measures and prints; see the module's docstring."""
-    p = make_parser(__doc__)
+    p = measuring.make_parser(__doc__)
     p.add_argument(
         "--models", type=common.words, default=["testbed", *SHAPES], help="checkpoints, " + ", ".join(SHAPES)
     )
-    p.add_argument("--inputs", type=parse_integers, default=[1024, 4096], help="tokens of the prompt")
+    p.add_argument("--inputs", type=measuring.parse_integers, default=[1024, 4096], help="tokens of the prompt")
     p.add_argument("--output", type=int, default=OUTPUT_TOKENS, help="tokens of the answer")
-    p.add_argument("--batches", type=parse_integers, default=[1, 4])
-    p.add_argument("--n", type=parse_integers, default=list(SIZES), help="values fetched per head")
+    p.add_argument("--batches", type=measuring.parse_integers, default=[1, 4])
+    p.add_argument("--n", type=measuring.parse_integers, default=list(SIZES), help="values fetched per head")
     p.add_argument("--device-layers", type=int, default=1, help="first layers that keep their values on the device")
     p.add_argument("--memory-gb", type=float, default=64, help="of the planned device, in GiB")
     p.add_argument("--workspace-gb", type=float, default=1, help="set aside for programs and fragments, in GiB")
@@ -160,17 +152,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append(describe(name, model.config, model.params))
         for tokens in args.inputs:
             for batch in args.batches:
-                log_progress(f"{name}, input {tokens}, batch {batch}")
+                measuring.log_progress(f"{name}, input {tokens}, batch {batch}")
                 found.append({"model": name, **measure(model, args, tokens, batch)})
         jax.clear_caches()
     heads = ("model", "input", "batch", "full tok/s", *(f"N={n}" for n in args.n), "paper: N / full")
     tables = [
-        table("KCache, Table 3: batches of LLaMA2-7B that fit, and the paper's tok/s", COLUMNS, map(plan_row, planned)),
-        table(f"Decode on this machine, {args.output:,} tokens of answer", heads, [row(r) for r in found]),
+        measuring.table(
+            "KCache, Table 3: batches of LLaMA2-7B that fit, and the paper's tok/s", COLUMNS, map(plan_row, planned)
+        ),
+        measuring.table(f"Decode on this machine, {args.output:,} tokens of answer", heads, [row(r) for r in found]),
     ]
     plan = (args.memory_gb, weight_bytes(CONFIG) / GIB, args.workspace_gb, OUTPUT_TOKENS, args.device_layers)
     notes = [PLAN_NOTE.format(*plan), NOTE.format(ON_CPU if before["device"] == "cpu" else ""), *lines]
-    report("kcache_table3", before, tables, notes, {"plans": planned, "decode": found})
+    measuring.report("kcache_table3", before, tables, notes, {"plans": planned, "decode": found})
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

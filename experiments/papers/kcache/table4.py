@@ -72,7 +72,6 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     parser = common.add_quality_options(common.model_parser(__doc__), group=False)
     parser.set_defaults(tasks=[t for t in tasks.TASKS if t != "recall"])
     parser.add_argument("--n", type=int, default=128, help="values fetched per head")
@@ -82,7 +81,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.tasks:
         raise KvjaxError(f"--tasks is empty; name some of {', '.join(tasks.TASKS)}")
     full, ours = records = common.measure(args, model, [text])
-    rows = [(t, *format_task(full["tasks"][t], ours["tasks"][t])) for t in full["tasks"]]
+    rows = []
+    for task, theirs in full["tasks"].items():
+        pair = (theirs, ours["tasks"][task])
+        scores = [f"{t['accuracy']:.1%} ±{t['error']:.1%}" for t in pair]
+        rows.append((task, *scores, f"{100 * (pair[1]['accuracy'] - pair[0]['accuracy']):+.1f}"))
     bits = [f"{r['bits']:.3f} ±{r['bits_error']:.3f}" for r in records]
     rows.append((common.record_columns(args, model)[-2] + " of text", *bits, f"{ours['bits'] - full['bits']:+.3f}"))
     heads = ("full", f"N={args.n} L={args.layers}", "difference")
@@ -104,12 +107,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         *commands(args.model, text, {"bbh_cot_fewshot": 3}),
     ]
     report("kcache_table4", before, tables, notes, {"difference": found, "lines": records})
-
-
-def format_task(full: Mapping[str, float], ours: Mapping[str, float]) -> tuple[str, str, str]:
-    """Formats the scores of one of our tasks."""
-    cells = [f"{t['accuracy']:.1%} ±{t['error']:.1%}" for t in (full, ours)]
-    return *cells, f"{100 * (ours['accuracy'] - full['accuracy']):+.1f}"
 
 
 def paper_rows() -> list[tuple[str, ...]]:

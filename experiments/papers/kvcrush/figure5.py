@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.measuring import machine, report
+from experiments.bench.measuring import machine
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Measurements, eviction_parser, measure
 from experiments.papers.eviction_tables import (
-    LEGEND,
     Line,
-    document,
     make_panels,
     quality_table,
+    report_lines,
     save_panels,
     signature_note,
 )
@@ -67,7 +66,6 @@ def best_shares(found: Measurements, group: list[Line], shares: Sequence[str]) -
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     parser = eviction_parser(__doc__)
     parser.add_argument("--budget", type=int, default=256, help="tokens kept")
     parser.add_argument("--shares", type=common.words, default=SHARES)
@@ -82,14 +80,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables = [quality_table(f"{title}, over {base}", found, group) for base, group in groups.items()]
     best = "; ".join(f"{b}: " + ", ".join(f"{w} {float(s):.0%}" for w, s in c.items()) for b, c in chosen.items())
     notes = [
-        LEGEND,
         f"Best fraction per workload, ours: {best}. The paper (its figure prints no numbers): 20% to 50% for most of "
         "LongBench, 90% for narrativeqa. The best of several noisy scores looks better than it is: see the ± above.",
         signature_note(model),
         plot(args.out / "kvcrush_figure5.png", found, groups, args.shares),
     ]
     more = {"best_share": chosen, "paper": {"usual": [0.2, 0.5], "narrativeqa": 0.9}}
-    report("kvcrush_figure5", before, tables, notes, document("kvcrush_figure5", args, found, every, more=more))
+    report_lines("kvcrush_figure5", before, args, found, tables, notes, lines=every, more=more)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -70,14 +70,9 @@ def overheads(timings: dict[str, Any], base: str) -> dict[str, dict[str, float]]
     for name in whole:
         ratios = [a / b for a, b in zip(whole[name], whole[base], strict=True)]
         added = statistics.median(a - b for a, b in zip(part[name], part[base], strict=True))
-        spread = (max(ratios) - 1, min(ratios) - 1)
-        found[name] = {
-            "whole": statistics.median(ratios) - 1,
-            "whole_worst": spread[0],
-            "whole_best": spread[1],
-            "added_seconds": added,
-            "added": added / total,
-        }
+        extremes = {"whole_worst": max(ratios) - 1, "whole_best": min(ratios) - 1}
+        parts = {"added_seconds": added, "added": added / total}
+        found[name] = {"whole": statistics.median(ratios) - 1, **extremes, **parts}
     return found
 
 
@@ -100,7 +95,6 @@ def time_model(model: Model, args: argparse.Namespace, every: Sequence[Line], sh
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     parser = eviction_parser(__doc__)
     parser.add_argument("--budget", type=int, default=256, help="tokens kept")
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for representatives")

@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.measuring import machine, report
+from experiments.bench.measuring import machine
 from experiments.papers import common
 from experiments.papers.eviction import eviction_parser, measure
 from experiments.papers.eviction_tables import (
-    LEGEND,
     Line,
     describe_gains,
-    document,
     draw_gain_bars,
     quality_table,
+    report_lines,
     signature_note,
 )
 from kvjax import KvjaxError
@@ -50,7 +49,6 @@ def lines(bases: dict[str, str], budget: int, unit: str, share: float, window: i
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     parser = eviction_parser(__doc__)
     parser.add_argument("--budget", type=int, default=256, help="tokens kept")
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
@@ -69,15 +67,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables = [quality_table(f"{title}, {unit}", found, [full, *group], COLUMNS) for unit, group in groups.items()]
     pairs = {f"by {unit}": [x for x in group if x.base] for unit, group in groups.items()}
     notes = [
-        LEGEND,
         "The paper's columns are 2wikimqa of its Table III, F1; its best pair with KVCrush reaches "
         f"{BEST[0]:.2f} and {BEST[1]:.2f}. Figure 7 prints no numbers: with KVCrush all three are better, for tokens "
         "and for chunks. Ours: recall of phrases, copying, and variable tracking (two hops, the nearest to 2wikimqa).",
         signature_note(model),
         draw_gain_bars(args.out / "kvcrush_figure7.png", found, pairs),
     ]
-    results = document("kvcrush_figure7", args, found, [full, *every], COLUMNS, {"paper_best_2wikimqa": BEST})
-    report("kvcrush_figure7", before, tables, notes, results)
+    contents = {"lines": [full, *every], "paper": COLUMNS, "more": {"paper_best_2wikimqa": BEST}}
+    report_lines("kvcrush_figure7", before, args, found, tables, notes, **contents)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.measuring import machine, parse_integers, report
+from experiments.bench.measuring import machine, parse_integers
 from experiments.papers import common
 from experiments.papers.eviction import eviction_parser, measure
 from experiments.papers.eviction_tables import (
-    LEGEND,
     Line,
     describe_gains,
-    document,
     draw_gain_bars,
     gain_points,
     quality_table,
+    report_lines,
     signature_note,
 )
 from experiments.papers.kvcrush.table2 import paged_h2o
@@ -41,7 +40,6 @@ def lines(page: int, pages: int) -> list[Line]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     parser = eviction_parser(__doc__)
     parser.add_argument("--page", type=int, default=16, help="tokens of a page; one page of first tokens, four of last")
     parser.add_argument("--pages", type=parse_integers, default="8,16,24", help="pages kept in the middle (paper: 16)")
@@ -53,15 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = f"KVCrush, Figure 8: pages of {args.page} tokens, contexts of {args.length}"
     pairs = {name: [x for x in group if x.base != "full"] for name, group in groups.items()}
     notes = [
-        LEGEND,
         "H2O's brackets are the deficit to full, KVCrush's the gain over H2O. The paper's columns are GSM8K, strict, "
         "from Table II (same setting, 16 pages of 32, the best anchor, the better of 25% and 75%); Figure 8 itself, "
         "GSM8K and XSUM, prints no numbers: KVCrush is above H2O in all four panels.",
         signature_note(model),
         draw_gain_bars(args.out / "kvcrush_figure8.png", found, pairs),
     ]
-    results = document("kvcrush_figure8", args, found, every, COLUMNS)
-    report("kvcrush_figure8", before, [quality_table(title, found, every, COLUMNS)], notes, results)
+    tables = [quality_table(title, found, every, COLUMNS)]
+    report_lines("kvcrush_figure8", before, args, found, tables, notes, lines=every, paper=COLUMNS)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -11,17 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.measuring import machine, report
+from experiments.bench.measuring import machine
 from experiments.papers import common
 from experiments.papers.eviction import eviction_parser, measure
 from experiments.papers.eviction_tables import (
-    LEGEND,
     Line,
     describe_gains,
-    document,
     gain_points,
     mean_score,
     quality_table,
+    report_lines,
     signature_note,
 )
 
@@ -49,7 +48,6 @@ def lines(base: str, share: float, anchors: Sequence[str]) -> list[Line]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     parser = eviction_parser(__doc__, tasks=["phrases", "variables"])
     parser.add_argument("--budget", type=int, default=256, help="tokens kept, of the variant without pages")
     parser.add_argument("--page", type=int, default=16, help="tokens of a page; the budget is 21 pages")
@@ -66,14 +64,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = measure(model, args, [line.method for group in groups.values() for line in group])
     tables = [quality_table(f"KVCrush, Table II: {name}", found, group, COLUMNS) for name, group in groups.items()]
     notes = [
-        LEGEND,
         signature_note(model),
         "The paper's columns: GSM8K, strict and flexible match, in percent. Ours: recall of phrases and variable "
         "tracking, not reasoning. For single tokens the mean anchor is the zero vector, since no head votes for more "
         "than half of the tokens; zeros and ones are not in the paper.",
     ]
     every = [line for group in groups.values() for line in group]
-    report("kvcrush_table2", before, tables, notes, document("kvcrush_table2", args, found, every, COLUMNS))
+    report_lines("kvcrush_table2", before, args, found, tables, notes, lines=every, paper=COLUMNS)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

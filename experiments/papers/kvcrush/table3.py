@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kvjax
-from experiments.bench.measuring import machine, report
+from experiments.bench.measuring import machine
 from experiments.papers import common
 from experiments.papers.eviction import WHEN, Measurements, eviction_parser, measure
 from experiments.papers.eviction_tables import (
-    LEGEND,
     Line,
-    document,
     gain_points,
     mean_score,
     quality_table,
+    report_lines,
     signature_note,
 )
 from experiments.papers.kvcrush.figure7 import BASES, select_bases
@@ -55,7 +54,6 @@ def best_kvcrush(found: Measurements, every: Sequence[Line]) -> Line:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     parser = eviction_parser(__doc__, tasks=["phrases", "needle", "copying", "variables"])
     parser.add_argument("--budget", type=int, default=256, help="tokens kept (the paper: 2,048, about a quarter)")
     parser.add_argument("--share", type=float, default=0.25, help="of the budget, for KVCrush")
@@ -73,12 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     each = dict.fromkeys(t for when in WHEN for t in found.tasks(when))
     tables += [quality_table(f"{title}, {task}", found, every, task=task) for task in each]
     notes = [
-        LEGEND,
         "The paper's columns: average of 15 LongBench tasks, whose question ends the prompt that is compressed, as "
         "under 'first'. KVCrush* is the best of three pairs, in the paper and here, so chance alone favours it.",
         signature_note(model),
     ]
-    report("kvcrush_table3", before, tables, notes, document("kvcrush_table3", args, found, all_lines, COLUMNS))
+    report_lines("kvcrush_table3", before, args, found, tables, notes, lines=all_lines, paper=COLUMNS)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -111,7 +111,6 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     p = add_run_options(common.model_parser(__doc__), "")
     p.add_argument("--data", type=Path, help="folder with longbench/TASK.jsonl")
     p.add_argument("--ratios", type=parse_integers, default=[4, 8], help="context over budget")

@@ -22,22 +22,15 @@ import numpy as np
 from jax import lax
 
 import kvjax
+from experiments.bench import measuring
 from experiments.bench.decoders import random_loop, time_decode_steps
-from experiments.bench.measuring import (
-    log_progress,
-    machine,
-    parse_integers,
-    report,
-    summary,
-    table,
-    time_run,
-)
 from experiments.papers import common, questions
 from kvjax import KvjaxError, Model
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.eval.page.charts import percents
+from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks.symbols import knows_symbols
 
 PERCENTS = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
@@ -152,7 +145,7 @@ def move_runs(model: Model, tokens: int, rows: int) -> dict[str, Callable[[], fl
     todo = {"all": (bring, whole), "run": (bring, run), "scattered": (fetch, whole, idx)}
     for f, *xs in todo.values():
         jax.block_until_ready(f(*xs))
-    return {name: (lambda f=f, xs=xs: time_run(f, *xs)) for name, (f, *xs) in todo.items()}
+    return {name: (lambda f=f, xs=xs: measuring.time_run(f, *xs)) for name, (f, *xs) in todo.items()}
 
 
 def measure_moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]]:
@@ -160,14 +153,16 @@ def measure_moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]
     memory.require_host_memory()
     found = []
     for tokens in args.moves:
-        log_progress(f"moving {tokens} tokens")
+        measuring.log_progress(f"moving {tokens} tokens")
         rows = max(round(tokens * args.fraction), 1)
         loop = random_loop(model, common.FULL, 1, tokens, args.steps * (args.repeats + 1))
         loop.decode(args.steps)
         seconds = time_decode_steps({"step": loop}, args.steps, args.repeats, move_runs(model, tokens, rows))
         c = model.config
         size = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize * tokens
-        found.append({"tokens": tokens, "rows": rows, "bytes": size, **{k: summary(s) for k, s in seconds.items()}})
+        found.append(
+            {"tokens": tokens, "rows": rows, "bytes": size, **{k: measuring.summary(s) for k, s in seconds.items()}}
+        )
     return found
 
 
@@ -212,7 +207,10 @@ def tables(args: argparse.Namespace, rates: dict[str, list], moved: list[dict[st
         lines.append((f"{r['tokens']:,}", size, *times))
     title = f"SpeCache, Figure 2, left: hit rate, {args.length:,} tokens, queries of the last quarter"
     columns = ("tokens", "MiB of K, V", "all, ms", "rows", "a run", "scattered", "scattered / run", "decode step")
-    return [table(title, heads, rows), table("Middle and right: host to device, one context", columns, lines)]
+    return [
+        measuring.table(title, heads, rows),
+        measuring.table("Middle and right: host to device, one context", columns, lines),
+    ]
 
 
 NOTES = (
@@ -225,7 +223,6 @@ ON_CPU = "On this machine host and device memory are the same RAM: a move is a c
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     p = common.model_parser(__doc__)
     p.add_argument("--percent", type=lambda t: [float(x) for x in common.words(t)], default=PERCENTS)
     p.add_argument("--tasks", type=common.words, default=["recall"], help="of the shipped model")
@@ -233,7 +230,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--windows", type=int, default=4, help="windows of text")
     p.add_argument("--batch", type=int, default=2, help="sequences at a time")
     p.add_argument("--queries", type=int, default=64, help="sampled in the last quarter, for top-k")
-    p.add_argument("--tokens", type=parse_integers, dest="moves", default=[1024, 4096, 16384], help="contexts to move")
+    p.add_argument(
+        "--tokens", type=measuring.parse_integers, dest="moves", default=[1024, 4096, 16384], help="contexts to move"
+    )
     p.add_argument("--fraction", type=float, default=0.01, help="of the rows, for a run and scattered")
     p.add_argument("--steps", type=int, default=8, help="decode steps per turn")
     p.add_argument("--repeats", type=int, default=7, help="turns; the median counts")
@@ -243,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = args.out / "specache_figure2.png"
     common.save_figure(path, lambda axes: draw(axes, rates, moved), 2)
     notes = [*NOTES, *[ON_CPU] * (before["device"] == "cpu"), f"Plot: {path}"]
-    report("specache_figure2", before, tables(args, rates, moved), notes, {"hits": rates, "moves": moved})
+    measuring.report("specache_figure2", before, tables(args, rates, moved), notes, {"hits": rates, "moves": moved})
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

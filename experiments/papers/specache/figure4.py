@@ -99,7 +99,6 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     p = add_run_options(common.model_parser(__doc__), METHODS)
     p.add_argument("--lengths", type=parse_integers, help="tokens (default: up to the model's positions, at most 8192)")
     p.add_argument("--depths", type=int, default=5, help="from the start to the end of the context")

@@ -59,7 +59,6 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, draws and prints; see the module's docstring."""
     parser = common.add_quality_options(common.model_parser(__doc__))
     parser.add_argument("--topk", type=parse_integers, default=TOPK)
     parser.add_argument("--residual", type=int, default=64, help="recent tokens in full precision")

@@ -124,10 +124,9 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Computes, measures and prints; see the module's docstring."""
     parser = common.add_quality_options(common.model_parser(__doc__), group=False)
     parser.add_argument("--bits", type=parse_integers, default=[2, 1], help="of the measured methods")
-    parser.add_argument("--groups", type=parse_integers, default=[32, 64], help="those that divide the head size")
+    parser.add_argument("--groups", type=parse_integers, default=[32, 64], help="if they divide the head size")
     parser.add_argument("--sizes-only", action="store_true", help="leave quality out")
     args = parser.parse_args(argv)
     before, found = machine(), sizes()

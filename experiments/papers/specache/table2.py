@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.measuring import machine, parse_integers, report
+from experiments.bench.measuring import machine, parse_integers
 from experiments.papers import common
 from experiments.papers.eviction import eviction_parser, measure
-from experiments.papers.eviction_tables import LEGEND, Line, document, mean_score, quality_table
+from experiments.papers.eviction_tables import Line, mean_score, quality_table, report_lines
 from kvjax import Method
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.protocol import LayerSpec, Needs
@@ -92,7 +92,6 @@ def lines(args: argparse.Namespace, group: int) -> tuple[list[Line], dict[str, M
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     parser = eviction_parser(__doc__)
     parser.add_argument("--ratios", type=parse_integers, default="4,8", help="context over budget")
     parser.add_argument("--block", type=int, default=16, help="of InfLLM; 128 would not fit contexts this short")
@@ -106,7 +105,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = f"SpeCache, Table 2: contexts of {args.length} tokens"
     ours = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in sizes.items())
     notes = [
-        LEGEND,
         f"Device bytes over Full's: {ours}. Recent and fetched tokens in full precision count, and weigh more at "
         "this length than at the paper's 8,192 to 32,768; SpeCache and InfLLM also use host memory. Groups of "
         f"{group} (the paper: 64); InfLLM's blocks have {args.block} tokens (the benchmark: 128).",
@@ -114,8 +112,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "benchmark's H2O masks after an exact prefill, per query head; ours evicts then, per key/value head.",
     ]
     methods_used = {name: repr(m) for name, m in by_name.items()}
-    results = document("specache_table2", args, found, every, COLUMNS, {"methods": methods_used, "sizes": sizes})
-    report("specache_table2", before, [quality_table(title, found, every, COLUMNS)], notes, results)
+    contents = {"lines": every, "paper": COLUMNS, "more": {"methods": methods_used, "sizes": sizes}}
+    tables = [quality_table(title, found, every, COLUMNS)]
+    report_lines("specache_table2", before, args, found, tables, notes, **contents)
 
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -122,7 +122,6 @@ def row(r: Mapping[str, Any], full: Mapping[str, Any]) -> list[Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Plans, measures and prints; see the module's docstring."""
     p = make_parser(__doc__)
     p.add_argument("--memory-gb", type=float, default=48, help="of the device, in GiB (default: the paper's A6000)")
     p.add_argument("--workspace-gb", type=float, default=1, help="set aside for programs and fragments, in GiB")
@@ -151,22 +150,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def in_brief(results: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
     """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    by = {(r["context"], r["column"]): r for r in results}
+    by = {(r["context"], r["column"]): r["batch"] for r in results}
+    ours = {c: [by[c, i] for i in range(3)] for c in PAPER if (c, 0) in by}
 
-    def gain(c, i) -> str:
-        return f"{by[c, i]['batch'] / max(by[c, 0]['batch'], 1):.1f}x"
-
-    def paper_gain(c, i) -> str:
-        return f"{PAPER[c][i][0] / PAPER[c][0][0]:.1f}x"
-
-    contexts = [c for c in PAPER if (c, 0) in by]
-
-    def pair(f) -> str:
-        return "; ".join(f"{c:,} tokens {f(c, 1)}, {f(c, 2)}" for c in contexts)
+    def describe(batches: Mapping[int, Sequence[int]]) -> str:
+        gains = {c: [f"{x / max(full, 1):.1f}x" for x in low_bits] for c, (full, *low_bits) in batches.items()}
+        return "; ".join(f"{c:,} tokens {', '.join(gain)}" for c, gain in gains.items())
 
     return (
-        f"batch at 2 and 1 bit over full: {pair(gain)}",
-        pair(paper_gain),
+        f"batch at 2 and 1 bit over full: {describe(ours)}",
+        describe({c: [batch for batch, _ in PAPER[c]] for c in ours}),
         "Ours follows from bytes alone; the paper's baseline copies its cache as it grows, so its full batches are "
         "smaller and its gains larger.",
     )

@@ -50,7 +50,6 @@ ON_CPU = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     parser = common.add_quality_options(common.model_parser(__doc__))
     parser.add_argument("--rows", type=int, default=8, help="batch whose steps are timed")
     parser.add_argument("--steps", type=int, default=8, help="tokens per turn")

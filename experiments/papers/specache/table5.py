@@ -28,7 +28,6 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; see the module's docstring."""
     args = common.add_quality_options(common.model_parser(__doc__)).parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
     chosen = {f"{name}:bits=1,group={args.group},one_bit={levels}": paper for (name, levels), paper in PAPER.items()}

@@ -150,4 +150,4 @@ def text(model: Model, tokens: np.ndarray, ask: Ask) -> str:
     """What was answered: no more than was asked for, without end tokens, up to the first stop."""
     ends = set(model.config.eos_ids)
     ids = [t for t in tokens.tolist()[: ask.new_tokens] if t not in ends]
-    return stopping.before(model.text_tokenizer().decode(ids, skip_special_tokens=False), ask.stop)
+    return stopping.truncate_at_stop(model.text_tokenizer().decode(ids, skip_special_tokens=False), ask.stop)

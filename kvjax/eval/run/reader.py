@@ -41,7 +41,7 @@ class Reader:
             while self._kept and sum(self._size(len(ids), width) for width, ids in [*self._kept, what]) > most:
                 del self._kept[next(iter(self._kept))]
             self._kept[what] = read_exactly(self.model, ids, width=width)
-        return self._kept[what].under(method, max(round_up(max(map(len, ids)) + room), width))
+        return self._kept[what].compress(method, max(round_up(max(map(len, ids)) + room), width))
 
     def _size(self, rows: int, width: int) -> int:
         """Bytes of what is kept of so many rows."""

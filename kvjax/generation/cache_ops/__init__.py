@@ -1,1 +1,1 @@
-"""Operations on whole caches: take and join sequences, edit, extend a shared prefix, save."""
+"""Operations on whole caches: take, fork and join sequences, crop, edit, extend a shared prefix, save."""

@@ -1,4 +1,4 @@
-"""Documents read behind a context that is held once, whatever method holds what is their own."""
+"""Documents read after a shared prefix that is stored once (Hydragen)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.engine.plan import bind
 from kvjax.engine.prefill import take_last
 from kvjax.errors import KvjaxError
 from kvjax.generation.checks import check_cache
-from kvjax.generation.compiled import compiled_for
+from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.inputs import pad, place, round_up
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
@@ -33,37 +33,53 @@ def read_after_prefix(
     prefix: Cache,
     method: SharedPrefixMethod,
     ids: Sequence[Sequence[int]],
+    *,
     of: Sequence[int] | None,
     room: int,
     timer: Timer,
 ) -> tuple[Array, Cache]:
-    """Documents, lists of ids, behind the rows of a cache: (logits of each row's last token f32[B V], their cache).
+    """Runs documents, lists of ids, after the sequences of a cache, the prefixes.
 
-    of: the row of the cache that each document follows, -1 for none; default row 0, the only one. On a mesh all follow
-    row 0, and the cache has as many equal rows as the mesh divides rows among.
+    On a mesh all documents follow sequence 0, and the cache has as many equal sequences as the mesh divides the batch
+    into.
+
+    Args:
+      of: index of the prefix that each document follows, -1 for none; None for the only one.
+      room: tokens per sequence that may follow.
+
+    Returns:
+      Logits of each document's last token f32[B V], and their cache.
     """
     check_cache(model, prefix)
-    which, plan = _chosen(prefix, len(ids), of), bind(method, model.config)
-    shared = np.asarray(prefix.length)
-    before = np.where(which >= 0, shared[np.maximum(which, 0)], 0)
+    followed, plan = _prefix_indices(prefix, len(ids), of), bind(method, model.config)
+    num_prefixes, mesh = prefix.length.shape[0], model.mesh
+    before = np.where(followed >= 0, np.asarray(prefix.length)[np.maximum(followed, 0)], 0)
     lengths = np.array([len(row) for row in ids])
     capacity = round_up(int((before + lengths).max()) + room)
-    own = capacity - int(before.min())  # no row's own tokens are more
-    num_slots = tuple(num_layer_slots(layer, tuple(lengths.tolist()), own) for layer in plan)
-    tokens, _ = pad(ids, min(round_up(int(lengths.max())), own))
-    one = (len(shared) == 1 or model.mesh is not None) and (which == 0).all()
-    if model.mesh is not None and not one:
+    own_capacity = capacity - int(before.min())  # the most tokens of its own that a sequence may grow to
+    num_slots = tuple(num_layer_slots(layer, tuple(lengths.tolist()), own_capacity) for layer in plan)
+    tokens, _ = pad(ids, min(round_up(int(lengths.max())), own_capacity))
+    is_single = (num_prefixes == 1 or mesh is not None) and (followed == 0).all()
+    if mesh is not None and not is_single:
         raise KvjaxError("on a mesh all rows share one prefix, row 0; read each group of rows as a batch of its own")
-    members = None if one else sequences_by_prefix(which, len(shared))
+    members = None if is_single else sequences_by_prefix(followed, num_prefixes)
     lengths, before = (place(model, x.astype(np.int32), "B") for x in (lengths, before))
-    mode, target = PrefillAfterPrefix(lengths, before, members), Target(model.config, model.mesh)
-    compiled = compiled_for(model, tokens.size, in_place=False, logits_of=len(ids))
-    states = prefix.layers if model.mesh is None else _first_row(prefix, model.mesh)
-    outer = outer_params(model.params)
+    mode, target = PrefillAfterPrefix(lengths, before, members), Target(model.config, mesh)
+    compiled = compiled_for(model, tokens.size, in_place=False, num_logits=len(ids))
+
+    def replicate_first(x: Array) -> Array:
+        assert mesh is not None
+        first = jax.device_put(x, memory.DEVICE)[:1]
+        # For a batch of 2, `axes_of_layer_array` takes one sequence for shared by all: only the heads are split.
+        sharding = named_sharding(axes_of_layer_array(first.shape, 2, prefix.config.kv_heads), mesh)
+        kind = x.sharding.memory_kind
+        return jax.device_put(first, sharding if kind is None else sharding.with_memory_kind(kind))
+
+    states = prefix.layers if mesh is None else jax.tree.map(replicate_first, prefix.layers)
+    outer, calls = outer_params(model.params), layer_calls(plan, model.config, num_slots)
     with timer.timed():
         hidden, angles, _ = embed(outer, place(model, tokens, "B T"), before, lengths, target=target)
-        calls = layer_calls(plan, model.config, num_slots)
-        hidden, layers = run_layers(model.params, hidden, angles, mode, calls, states, target, compiled)
+        hidden, layers = run_layers(model.params, hidden, angles, mode, calls, states, target=target, compiled=compiled)
         last = compiled.unembed(outer, take_last(hidden, lengths), target=target)
         length = before + lengths
         jax.block_until_ready((last, layers, length))
@@ -72,7 +88,7 @@ def read_after_prefix(
 
 @pytree
 class PrefillAfterPrefix(ForwardMode):
-    """Runs prompts after prefixes that are held once for many prompts (Hydragen), and compresses what is their own."""
+    """Runs prompts after prefixes that many of them share (Hydragen), and compresses the prompts' own tokens."""
 
     lengths: Array  # i32[B], of the prompts without their prefixes
     prefix_lengths: Array  # i32[B]
@@ -98,8 +114,8 @@ class PrefillAfterPrefix(ForwardMode):
         return out, state, cross_layer
 
 
-def _chosen(prefix: Cache, count: int, of: Sequence[int] | None) -> np.ndarray:
-    """The row of the prefix for each of so many documents."""
+def _prefix_indices(prefix: Cache, count: int, of: Sequence[int] | None) -> np.ndarray:
+    """Checks `of`, and returns the index of the prefix that each of `count` documents follows, i64[count]."""
     rows = prefix.length.shape[0]
     if of is None:
         if rows != 1:
@@ -111,15 +127,3 @@ def _chosen(prefix: Cache, count: int, of: Sequence[int] | None) -> np.ndarray:
     if which.min() < -1 or which.max() >= rows:
         raise KvjaxError(f"`of` names rows 0..{rows - 1} of the context, or -1 for none, got {of!r}")
     return which.astype(np.int64)
-
-
-def _first_row(prefix: Cache, mesh: Mesh) -> tuple[Any, ...]:
-    """Row 0 of a cache, on all devices along the rows."""
-
-    def one(x: Array) -> Array:
-        row = jax.device_put(x, memory.DEVICE)[:1]
-        sharding = named_sharding(axes_of_layer_array(row.shape, 2, prefix.config.kv_heads), mesh)
-        kind = x.sharding.memory_kind
-        return jax.device_put(row, sharding if kind is None else sharding.with_memory_kind(kind))
-
-    return jax.tree.map(one, prefix.layers)

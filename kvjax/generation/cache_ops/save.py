@@ -1,14 +1,14 @@
-"""A cache in one file, and back: arrays as NumPy holds them, and what they are as JSON.
+"""Saving a cache to one file, and reading it back: NumPy arrays, and a JSON header.
 
-The file does not hold the cache's structure. It is that of the state which the method makes of a prompt, found again
-by tracing the method, so that a file never names a class.
+The file does not store the structure of the cache. It is the structure of the state that the method makes of a prompt,
+recovered by tracing the method, so that no file names a class.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,142 +23,113 @@ from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.cache_ops import archive
-from kvjax.generation.inputs import BUCKET, place
+from kvjax.generation.inputs import BUCKET_TOKENS, place
 from kvjax.generation.memory_plan import abstract_state
 from kvjax.methods.method_hash import has_user_code, method_hash
 from kvjax.methods.strings import method_of, name_of, split_methods
-from kvjax.models.config import Config
 from kvjax.models.model import Model
 
 FORMAT = archive.Format("kvjax-context", 2, {"method": str, "code": str, "capacity": int, "layers": int})
 
 
 def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: Array) -> Path:
-    """Writes the file, whole or not at all: it takes its place only when all of it is on disk."""
-    arrays = {"last": last, "length": cache.length, **_by_name(cache.layers)}
-    header = {"method": name_of(method), "code": _code(method)}
+    """Writes a cache and the logits of its last tokens, whole or not at all; returns the path."""
+    arrays = {"last": last, "length": cache.length}
+    for i, layer in enumerate(cache.layers):
+        arrays |= {f"layer {i}, {j}": x for j, x in enumerate(jax.tree.leaves(layer))}
+    header = {"method": name_of(method), "code": _code_of(method)}
     header |= {"capacity": cache.capacity, "layers": len(cache.layers)}
     return archive.write(path, FORMAT, model, header, arrays)
 
 
 def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple[KVMethod, Cache, Array]:
-    """(the method, the cache, the logits of each row's last token f32[B V]); raises as `kvjax.resume` does."""
-    header, found = archive.read(path, FORMAT, model)
-    method = _method(header["method"], method, path)
-    if header["code"] != _code(method):
+    """Reads the method, the cache, and the logits f32[B V] of its last tokens; raises as `kvjax.resume` does."""
+    header, arrays = archive.read(path, FORMAT, model)
+    method = _resolve_method(header["method"], method, path)
+    if header["code"] != _code_of(method):
         raise KvjaxError(
             f"{path} was saved under {header['method']} when its code or values were others; read the documents again"
         )
-    layers = _layers(model, method, header, found, path)
-    last, length = place(model, found["last"], "B"), place(model, found["length"], "B")
-    plan = bind(method, model.config)
-    return (
-        method,
-        Cache(layers, length, header["capacity"], plan, model.config, model.dtype.name, model.fingerprint),
-        last,
-    )
-
-
-def _code(method: KVMethod) -> str:
-    """The identity of a method of one's own; nothing of kvjax's, which are known by their strings."""
-    return method_hash(method) if has_user_code(method) else ""
-
-
-def _by_name(layers: Sequence[Any]) -> dict[str, Array]:
-    return {f"layer {i}, {j}": x for i, layer in enumerate(layers) for j, x in enumerate(jax.tree.leaves(layer))}
-
-
-def _method(name: str, given: str | KVMethod | None, path: str | Path) -> KVMethod:
-    """The method that the file names, or the given one, which must be that one."""
-    known = split_methods(name) != ()
-    if given is None:
-        if not known:
-            raise KvjaxError(
-                f"{path} was saved under {name}, which no string makes; pass it as method=, or load the file that "
-                "defines it first (kvjax.method_api.load_methods)"
-            )
-        return method_of(name)
-    given = method_of(given)
-    same = given == method_of(name) if known else name_of(given) == name
-    if not same:
-        raise KvjaxError(f"{path} was saved under {name} and not under {name_of(given)}; leave `method` out")
-    return given
-
-
-def _layers(
-    model: Model, method: KVMethod, header: Mapping[str, Any], found: Mapping[str, np.ndarray], path: str | Path
-) -> tuple[Any, ...]:
-    plan, rows = bind(method, model.config), found["length"].shape[0]
+    plan, capacity = bind(method, model.config), header["capacity"]
     if len(plan) != header["layers"]:
         raise KvjaxError(f"{path} has {header['layers']} layers and the model has {len(plan)}; save it again")
-    layers = []
+    batch, layers = arrays["length"].shape[0], []
     for i, layer in enumerate(plan):
-        names = [name for name in found if name.startswith(f"layer {i}, ")]
-        tree = _tree(layer, model, rows, header["capacity"], [found[name] for name in names])
+        names = [name for name in arrays if name.startswith(f"layer {i}, ")]
+        leaves = [arrays[name] for name in names]
+        trees = _candidate_trees(layer, model, batch, capacity, leaves)
+        tree = next((tree for tree in trees if tree.num_leaves == len(leaves)), None)
         if tree is None:
             raise KvjaxError(
                 f"{path} holds other arrays than {header['method']} makes in layer {i}: another version of the method "
                 "wrote it; read the documents again"
             )
-        placed = [_placed(model, found[name], rows, header["arrays"][name]["host"]) for name in names]
+        placed = []
+        for name, x in zip(names, leaves, strict=True):
+            axes = "" if model.mesh is None else axes_of_layer_array(x.shape, batch, model.config.kv_heads)
+            x = place(model, x, axes)
+            placed.append(jax.device_put(x, memory.HOST) if header["arrays"][name]["host"] else x)
         layers.append(jax.tree.unflatten(tree, placed))
-    return tuple(layers)
+    last, length = place(model, arrays["last"], "B"), place(model, arrays["length"], "B")
+    cache = Cache(tuple(layers), length, capacity, plan, model.config, model.dtype.name, model.fingerprint)
+    return method, cache, last
 
 
-def _placed(model: Model, x: np.ndarray, rows: int, host: bool) -> Array:
-    """An array of a layer on the model's devices, in the kind of memory that it came from."""
-    axes = "" if model.mesh is None else axes_of_layer_array(x.shape, rows, model.config.kv_heads)
-    there = place(model, x, axes)
-    return jax.device_put(there, memory.HOST) if host else there
+def _code_of(method: KVMethod) -> str:
+    """Hashes a user's own method; empty for the methods of kvjax, which their strings identify."""
+    return method_hash(method) if has_user_code(method) else ""
 
 
-def _tree(layer: BoundLayer, model: Model, rows: int, capacity: int, arrays: Sequence[np.ndarray]) -> Any:
-    """The structure of a layer's state that has these arrays; None where there is none."""
-    found = _trees(layer, model, rows, capacity, arrays)
-    return next((tree for tree in found if tree.num_leaves == len(arrays)), None)
+def _resolve_method(name: str, method: str | KVMethod | None, path: str | Path) -> KVMethod:
+    """Makes the method that the file names, or checks that `method` is the same."""
+    is_known = split_methods(name) != ()
+    if method is None:
+        if not is_known:
+            raise KvjaxError(
+                f"{path} was saved under {name}, which no string makes; pass it as method=, or load the file that "
+                "defines it first (kvjax.method_api.load_methods)"
+            )
+        return method_of(name)
+    method = method_of(method)
+    is_same = method == method_of(name) if is_known else name_of(method) == name
+    if not is_same:
+        raise KvjaxError(f"{path} was saved under {name} and not under {name_of(method)}; leave `method` out")
+    return method
 
 
-def _trees(
-    layer: BoundLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
+def _candidate_trees(
+    layer: BoundLayer, model: Model, batch: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[Any]:
-    """The structures that the first of these arrays may have, of so many rows if that is known."""
+    """Yields tree structures of a layer's state, of `batch` sequences if known, that fit the first of the arrays."""
     if isinstance(layer, SharedPrefixLayer):
-        yield from _shared_trees(layer, model, rows, capacity, arrays)
+        prefix, own = layer.parts
+        capacity = max([capacity, *(x.shape[2] for x in arrays if x.ndim > 2)])  # a prefix may have had a larger one
+        for prefix_tree in _candidate_trees(prefix, model, None, capacity, arrays):
+            rest = arrays[prefix_tree.num_leaves :]
+            for own_tree in _candidate_trees(own, model, batch, capacity, rest):
+                states = (
+                    prefix_tree.unflatten(arrays[: prefix_tree.num_leaves]),
+                    own_tree.unflatten(rest[: own_tree.num_leaves]),
+                )
+                leaf: Any = 0
+                for members in (None, leaf):
+                    yield jax.tree.structure(SharedPrefixState(*states, before=leaf, members=members))
         return
-    counts = dict.fromkeys(map(len, arrays)) if rows is None else (rows,)
-    sizes = list(_sizes(layer, model.config, capacity, arrays))
+    batches = dict.fromkeys(map(len, arrays)) if batch is None else (batch,)
     layers = [layer]
-    if (
-        isinstance(layer, BudgetedLayer) and layer.needs.global_budget
-    ):  # what it keeps of the prompts has as many slots as one of the arrays
+    if isinstance(layer, BudgetedLayer) and layer.needs.global_budget:
+        # The layer's part of the budget depended on the prompts; one of the arrays has as many slots.
         layers += [layer.with_kept_slots(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
-    for here, (prompt, slots), count in itertools.product(layers, sizes, counts):
+    # The header does not say how long the prompts were nor how many slots there are: candidates, likelier ones first.
+    # The state of most methods depends on the slots alone.
+    prompts = (capacity, *range(BUCKET_TOKENS, capacity, BUCKET_TOKENS))
+    slots = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, model.config.kv_heads)]
+    slots += [num_layer_slots(layer, (n,), capacity) for n in prompts]
+    slots = list(dict.fromkeys(n for n in slots if 0 < n <= capacity))
+    sizes = [*((n, n) for n in slots), *itertools.product(prompts, slots)]
+    for candidate, (prompt, num_slots), count in itertools.product(layers, sizes, batches):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
-            made, tree = abstract_state(here, model.config, prompt, slots, count, model.dtype)
-            if [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in arrays[: len(made)]]:
+            leaves, tree = abstract_state(candidate, model.config, prompt, num_slots, count, model.dtype)
+            if [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in arrays[: len(leaves)]]:
                 yield tree
                 return
-
-
-def _shared_trees(
-    layer: SharedPrefixLayer, model: Model, rows: int | None, capacity: int, arrays: Sequence[np.ndarray]
-) -> Iterator[Any]:
-    """Those of prefixes and of what rows have behind them."""
-    prefix, own = layer.parts
-    most = max([capacity, *(x.shape[2] for x in arrays if x.ndim > 2)])  # a prefix may have had more room
-    for of_prefix in _trees(prefix, model, None, most, arrays):
-        left = arrays[of_prefix.num_leaves :]
-        for of_own in _trees(own, model, rows, most, left):
-            held = of_prefix.unflatten(arrays[: of_prefix.num_leaves]), of_own.unflatten(left[: of_own.num_leaves])
-            leaf: Any = 0
-            for members in (None, leaf):
-                yield jax.tree.structure(SharedPrefixState(*held, before=leaf, members=members))
-
-
-def _sizes(layer: BoundLayer, config: Config, capacity: int, arrays: Sequence[np.ndarray]) -> Iterator[tuple[int, int]]:
-    """(tokens of a prompt, slots) that may have led to a state, the likelier ones first."""
-    usual = [num_layer_slots(layer, (n,), capacity) for n in (capacity, *range(BUCKET, capacity, BUCKET))]
-    seen = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, config.kv_heads)]
-    every = list(dict.fromkeys(n for n in (*seen, *usual) if 0 < n <= capacity))
-    yield from ((slots, slots) for slots in every)  # what most methods hold depends on the slots alone
-    yield from itertools.product((capacity, *range(BUCKET, capacity, BUCKET)), every)

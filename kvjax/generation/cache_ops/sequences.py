@@ -1,4 +1,4 @@
-"""Caches as values: back to fewer tokens, some of their rows, each row several times, several caches as one batch."""
+"""Operations on the sequences of a cache: crop, take, fork and join."""
 
 from __future__ import annotations
 
@@ -21,83 +21,87 @@ from kvjax.utils import arguments
 
 
 def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
-    """The cache with only the first so many tokens of each row: one number for all, or one for each.
+    """Keeps only the first tokens of each sequence, exactly: as if the others had never been fed.
 
-    Exact: what comes next is as if the last tokens had never come. Raises IncompatibleMethod where these cannot be
-    taken back, because the method has chosen among the tokens, or holds them in groups that more tokens have filled.
+    Args:
+      cache: of any method that can give tokens back.
+      lengths: tokens that each sequence keeps, one number or one per sequence.
+
+    Returns:
+      A new cache; the given one stays usable.
+
+    Raises:
+      IncompatibleMethod: a method that has evicted some of the tokens, or has coded them in groups for good.
     """
     cache.check_usable()
-    wanted, held = per_row(lengths, cache, "lengths"), held_tokens(cache)
-    for row, (length, most) in enumerate(zip(wanted, held, strict=True)):
-        if not 0 <= length <= most:
-            raise KvjaxError(f"row {row} has {most} tokens and cannot be cropped to {length}; give 0..{most}")
-    count = held - wanted
+    new_lengths, old_lengths = per_sequence(lengths, cache, "lengths"), sequence_lengths(cache)
+    for row, (new, old) in enumerate(zip(new_lengths, old_lengths, strict=True)):
+        if not 0 <= new <= old:
+            raise KvjaxError(f"row {row} has {old} tokens and cannot be cropped to {new}; give 0..{old}")
+    count = old_lengths - new_lengths
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         if not isinstance(layer, RewindableLayer):
             raise missing_ability(layer, "give back tokens")
-        undoable = np.asarray(layer.max_rollback(state))
-        for row in np.flatnonzero(count > undoable)[:1]:
+        max_rollback = np.asarray(layer.max_rollback(state))
+        for row in np.flatnonzero(count > max_rollback)[:1]:
             raise IncompatibleMethod(
-                f"row {row} of layer {i} cannot give back its last {count[row]} tokens, {undoable[row]} at most: "
+                f"row {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at most: "
                 f"those before lie in groups that are coded for good, or in a shared prefix; crop to "
-                f"{held[row] - undoable[row]} tokens or more; {CONTEXT_REMEDY}"
+                f"{old_lengths[row] - max_rollback[row]} tokens or more; {CONTEXT_REMEDY}"
             )
-    fewer = jnp.asarray(count, jnp.int32)
-    layers = cropped(cache.layers, fewer, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
-    return dataclasses.replace(cache, layers=layers, length=cache.length - fewer)
+    count = jnp.asarray(count, jnp.int32)
+    layers = crop_layers(cache.layers, count, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
+    return dataclasses.replace(cache, layers=layers, length=cache.length - count)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "heads", "mesh"))
-def cropped(
+def crop_layers(
     layers: tuple[Any, ...], count: Array, plan: tuple[BoundLayer, ...], heads: int, mesh: Mesh | None
 ) -> tuple:
-    """The states of all layers without the last count i32[B] tokens of each row, which can be taken back."""
+    """Removes the last count i32[B] tokens of each sequence, at most `max_rollback`, from the states of all layers."""
 
-    def one(layer: BoundLayer, state: Any) -> Any:
+    def crop_layer(layer: BoundLayer, state: Any) -> Any:
         if not isinstance(layer, RewindableLayer):
             raise missing_ability(layer, "give back tokens")
         return per_device(layer.crop, count.shape[0], heads, mesh)(state, count)
 
-    return tuple(map(one, plan, layers))
+    return tuple(map(crop_layer, plan, layers))
 
 
-def rows(cache: Cache, which: Sequence[int]) -> Cache:
-    """The rows of these numbers, in this order, each as often as it is named: any method, bit by bit."""
+def take(cache: Cache, which: Sequence[int]) -> Cache:
+    """Takes the sequences with these indices, in this order, each as often as it is listed; any method, bit by bit."""
     cache.check_usable()
-    chosen = np.asarray(which)
+    indices = np.asarray(which)
     B = cache.length.shape[0]
-    if chosen.ndim != 1 or not chosen.size or not np.issubdtype(chosen.dtype, np.integer):
+    if indices.ndim != 1 or not indices.size or not np.issubdtype(indices.dtype, np.integer):
         raise KvjaxError(f"rows are named by a list of one number or more, got {which!r}")
-    if chosen.min() < 0 or chosen.max() >= B:
+    if indices.min() < 0 or indices.max() >= B:
         raise KvjaxError(f"the cache has rows 0..{B - 1}, got {which!r}")
     mesh = mesh_of(cache)
     if mesh is not None:
-        check_divides("B", len(chosen), mesh, "take a number of rows that does")
-    at = jnp.asarray(chosen, jnp.int32)
+        check_divides("B", len(indices), mesh, "take a number of rows that does")
+    at = jnp.asarray(indices, jnp.int32)
     layers = tuple(take_sequences(layer, state, at) for layer, state in zip(cache.plan, cache.layers, strict=True))
     return dataclasses.replace(cache, layers=layers, length=take_sequences(None, cache.length, at))
 
 
-def branch(cache: Cache, times: int) -> Cache:
-    """Each row so many times, the copies of a row next to each other."""
-    return rows(cache, branches(cache.length.shape[0], times))
-
-
-def branches(count: int, times: int) -> list[int]:
-    """The numbers of so many rows, each named so many times."""
-    return np.repeat(np.arange(count), arguments.integer("times", times)).tolist()
+def fork(cache: Cache, times: int) -> Cache:
+    """Copies each sequence `times` times; the copies of a sequence are adjacent."""
+    return take(cache, np.repeat(np.arange(cache.length.shape[0]), arguments.integer("times", times)).tolist())
 
 
 def join(caches: Sequence[Cache]) -> Cache:
-    """The rows of several caches of one method and model as one batch, bit by bit.
+    """Joins the sequences of several caches of one method and model into one batch, bit by bit.
 
-    Raises KvjaxError for caches of unlike room: read their documents with the same `capacity`, and where a method drops
-    tokens of a prompt, with documents of like length.
+    Raises:
+      KvjaxError: caches of different shapes. Read their documents with the same `capacity`, and where a method evicts
+        tokens of a prompt, with documents of similar length.
     """
     if not caches:
         raise KvjaxError("no caches were given; pass one or more")
     for cache in caches:
         cache.check_usable()
+    # Arrays of unlike capacity cannot be concatenated, and padding one would change what its method has stored.
     first = caches[0]
     for i, cache in enumerate(caches[1:], 1):
         if cache.weights and first.weights and cache.weights != first.weights:
@@ -121,20 +125,20 @@ def join(caches: Sequence[Cache]) -> Cache:
     return dataclasses.replace(first, layers=tuple(layers), length=concat_sequences(None, [c.length for c in caches]))
 
 
-def per_row(x: int | Sequence[int], cache: Cache, name: str) -> np.ndarray:
-    """A number for all rows of a cache, or one for each, as i64[B]."""
-    B, given = cache.length.shape[0], np.asarray(x)
-    if given.shape not in ((), (B,)) or not np.issubdtype(given.dtype, np.integer):
+def per_sequence(x: int | Sequence[int], cache: Cache, name: str) -> np.ndarray:
+    """Broadcasts a number for all sequences of a cache, or one for each, to i64[B]."""
+    B, values = cache.length.shape[0], np.asarray(x)
+    if values.shape not in ((), (B,)) or not np.issubdtype(values.dtype, np.integer):
         raise KvjaxError(f"{name} must be a whole number, or one for each of {B} rows, got {x!r}")
-    return np.broadcast_to(given, (B,)).astype(np.int64)
+    return np.broadcast_to(values, (B,)).astype(np.int64)
 
 
-def held_tokens(cache: Cache) -> np.ndarray:
-    """i64[B]: tokens that each row has seen."""
+def sequence_lengths(cache: Cache) -> np.ndarray:
+    """Returns the tokens of each sequence, evicted ones included, as i64[B]."""
     return np.asarray(jax.device_get(cache.length)).astype(np.int64)
 
 
 def mesh_of(cache: Cache) -> Mesh | None:
-    """The mesh that a cache lies on."""
+    """Returns the mesh that a cache is sharded over."""
     sharding = cache.length.sharding
     return cast(Mesh, sharding.mesh) if isinstance(sharding, NamedSharding) else None

@@ -1,1 +1,1 @@
-"""Reusing keys and values that were computed before: prefix trees, documents in any order, prepacking."""
+"""Reuse of keys and values that were computed before: prefix trees, chunks in any order, prepacking, CacheGen."""

@@ -1,7 +1,7 @@
-"""Cache-Craft: chunks are taken from prompts that were read before, and mended as far as their old context mattered.
+"""Cache-Craft: chunks of earlier prompts are reused, and recomputed as far as their old context mattered.
 
 Agarwal et al. 2025, arXiv 2502.15734, section 3. Unverified: the authors published no code; the formulas are the
-paper's as a public reimplementation of it has them. Where to store the chunks, and what to evict, is left out.
+paper's as a public reimplementation has them. The store of chunks and its eviction are left out.
 """
 
 from __future__ import annotations
@@ -19,138 +19,145 @@ from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-from kvjax.generation.inputs import Prompts
-from kvjax.generation.reuse.chunk_layout import Span, again, lay
+from kvjax.generation.inputs import Prompts, round_up
+from kvjax.generation.reuse.chunk_layout import Span, layout_chunks, recompute
 from kvjax.generation.reuse.full_kv import FullKV
+
+QUERY_BLOCK_TOKENS = 64
+"""Queries whose attention to all keys is in memory at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of a prompt that was read, and what it took from the chunks before it."""
+    """A part of a prompt, and its attention to the chunks that preceded it; attention is a mean of heads and layers."""
 
     span: Span
     tokens: tuple[int, ...]
-    before: tuple[tuple[int, ...], ...]  # the chunks before it, by their tokens
-    inter: tuple[float, ...]  # the attention that it pays to each of them, over its tokens; mean of heads and layers
-    impact: float  # cache context impact, 0.5 where it depends on nothing before it .. 1
-    looks_back: np.ndarray  # f64[tokens], the attention that each token pays to all of them
+    preceding: tuple[tuple[int, ...], ...]  # tokens of the chunks before it
+    inter: tuple[float, ...]  # attention to each preceding chunk, summed over its own tokens
+    impact: float  # cache context impact, from 0.5, where it depends on nothing before it, to 1
+    attention_to_context: np.ndarray  # f64[tokens], attention of each token to all preceding chunks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunks:
-    """What prompts left of their chunks."""
+    """The chunks of prompts that were read exactly."""
 
     read: FullKV
     chunks: tuple[Chunk, ...]  # in the order of prompts, and within a prompt
 
     def reuse(self, order: Sequence[Sequence[int]], questions: Prompts, *, alpha: float = 1.0) -> FullKV:
-        """Texts of the chunks of these numbers, with a question behind each, nearly as if each had been read whole.
+        """Assembles texts from chunks, nearly as if each text had been read whole.
 
-        Of each chunk the ceil(tokens * alpha * impact * (1 - overlap)) tokens are run again, in all layers, that look
-        back most. alpha: higher for more tokens and more fidelity (the paper: about 1 to 3). A chunk behind the chunks
-        that it had before is not run again. `.under(method, capacity)` makes a context of what comes out. Attention is
-        masked by true positions.
+        Of each chunk, the ceil(tokens * alpha * impact * (1 - overlap)) tokens that attend most to its old context are
+        run again, in all layers. A chunk after the same chunks as before is not run again. Attention is masked by true
+        positions.
+
+        Args:
+          order: for each text the indices of its chunks.
+          questions: the text after the chunks, one per text.
+          alpha: higher for more tokens and more fidelity (the paper: about 1 to 3).
+
+        Returns:
+          The texts' keys and values; `.compress(method, capacity)` makes a context of them.
         """
         if alpha < 0:
             raise KvjaxError(f"alpha must be 0 or more, got {alpha}; 1 is the measured impact")
-        laid = lay(self.read, [chunk.span for chunk in self.chunks], order, questions)
-        marks = [self._marks(row, alpha) for row in order]
-        width = -(-max(map(len, laid.ids)) // 64) * 64
-        worth = np.zeros((len(order), width))
-        for row, mark in zip(worth, marks, strict=True):
-            row[: len(mark)] = mark
-        return again(self.read, laid, worth.sum(1).astype(np.int64), worth, 0)[0]
+        layout = layout_chunks(self.read, [chunk.span for chunk in self.chunks], order, questions)
+        importance = np.zeros((len(order), round_up(max(map(len, layout.ids)))))
+        for row, indices in zip(importance, order, strict=True):
+            mask = self._recompute_mask(indices, alpha)
+            row[: len(mask)] = mask
+        return recompute(self.read, layout, importance.sum(1).astype(np.int64), importance, 0)[0]
 
-    def _marks(self, numbers: Sequence[int], alpha: float) -> np.ndarray:
-        """f64[tokens of these chunks]: 1 for those that are run again."""
-        marks = [np.zeros(0)]
-        for i, number in enumerate(numbers):
-            chunk = self.chunks[number]
-            share = alpha * chunk.impact * (1 - overlap(chunk, [self.chunks[n].tokens for n in numbers[:i]]))
-            run = np.argsort(-chunk.looks_back, kind="stable")[: math.ceil(share * len(chunk.tokens))]
-            marks.append(np.isin(np.arange(len(chunk.tokens)), run).astype(float))
-        return np.concatenate(marks)
+    def _recompute_mask(self, indices: Sequence[int], alpha: float) -> np.ndarray:
+        """Marks the tokens of these chunks that are run again by 1: f64[tokens]."""
+        masks = [np.zeros(0)]
+        for i, index in enumerate(indices):
+            chunk = self.chunks[index]
+            new_context = [self.chunks[j].tokens for j in indices[:i]]
+            fraction = alpha * chunk.impact * (1 - overlap(chunk, new_context))
+            by_attention = np.argsort(-chunk.attention_to_context, kind="stable")
+            is_run = np.isin(np.arange(len(chunk.tokens)), by_attention[: math.ceil(fraction * len(chunk.tokens))])
+            masks.append(is_run.astype(float))
+        return np.concatenate(masks)
 
 
-def overlap(chunk: Chunk, now: Sequence[tuple[int, ...]]) -> float:
-    """How much of what a chunk took from before is before it now, 0..1.
+def overlap(chunk: Chunk, new_context: Sequence[tuple[int, ...]]) -> float:
+    """Prefix overlap in [0, 1]: the fraction of the chunk's original context that precedes it again.
 
-    The share of its attention to earlier chunks that goes to those which are there again, times one minus the share of
-    their pairs that have changed places (Kendall's tau). New chunks among the old ones count for nothing, as in the
-    paper. A chunk that had nothing before it overlaps with nothing.
+    It is the fraction of its attention to earlier chunks that went to chunks which precede it again, times one minus
+    the fraction of their pairs that are in another order (Kendall's tau). New chunks among the old ones do not count,
+    as in the paper. A chunk that had no context overlaps with nothing.
     """
-    if list(chunk.before) == list(now):  # also of none
+    if list(chunk.preceding) == list(new_context):  # also where both are empty
         return 1.0
-    old = [tokens for tokens in chunk.before if tokens in now]
+    again = [tokens for tokens in chunk.preceding if tokens in new_context]
     total = sum(chunk.inter)
-    if not old or not total:
+    if not again or not total:
         return 0.0
-    found = sum(x for tokens, x in zip(chunk.before, chunk.inter, strict=True) if tokens in now) / total
-    places = [list(now).index(tokens) for tokens in old]
-    pairs = list(itertools.combinations(places, 2))
+    attention = sum(x for tokens, x in zip(chunk.preceding, chunk.inter, strict=True) if tokens in new_context) / total
+    pairs = list(itertools.combinations([list(new_context).index(tokens) for tokens in again], 2))
     swapped = sum(a > b for a, b in pairs) / len(pairs) if pairs else 0.0
-    return found * (1 - swapped)
+    return attention * (1 - swapped)
 
 
 def cut(read: FullKV, lengths: Sequence[Sequence[int]]) -> Chunks:
-    """The chunks of prompts that were read exactly: for each prompt the lengths of its chunks, from its start on.
+    """Cuts prompts that were read exactly into chunks.
 
-    What is behind the last chunk, such as the question, is no chunk.
+    Args:
+      read: from `kvjax.reuse.read_exactly`.
+      lengths: for each prompt the tokens of its chunks, from its start on. The text after the last chunk, such as a
+        question, is no chunk.
     """
     if read.ids is None or not read.prompts[0].q.shape[3]:
         raise KvjaxError("chunks are cut from prompts with their tokens and queries; use kvjax.reuse.read_exactly")
     if len(lengths) != len(read.ids):
         raise KvjaxError(f"{len(lengths)} lists of lengths for {len(read.ids)} prompts; give one per prompt")
-    for i, (row, ids) in enumerate(zip(lengths, read.ids, strict=True)):
-        if min(row, default=1) < 1 or sum(row) > len(ids):
+    for i, (sizes, ids) in enumerate(zip(lengths, read.ids, strict=True)):
+        if min(sizes, default=1) < 1 or sum(sizes) > len(ids):
             raise KvjaxError(
-                f"prompt {i} of {len(ids)} tokens has no chunks of {list(row)} tokens; give 1 or more each"
+                f"prompt {i} of {len(ids)} tokens has no chunks of {list(sizes)} tokens; give 1 or more each"
             )
-    paid = _paid(read, lengths)
-    chunks = []
+    attention, chunks = _attention_to_chunks(read, lengths), []
     for row, sizes in enumerate(lengths):
         ends = np.cumsum([0, *sizes])
-        spans = [Span(row, int(a), int(b)) for a, b in itertools.pairwise(ends)]
-        chunks += [_chunk(read, spans, i, paid[row]) for i in range(len(spans))]
+        tokens = [tuple(read.ids[row][a:b]) for a, b in itertools.pairwise(ends)]
+        for i, (start, stop) in enumerate(itertools.pairwise(ends.tolist())):
+            own = attention[row, start:stop]
+            inter, intra = own[:, :i].sum(0), own[:, i].sum()
+            # Cache context impact: attention per pair of tokens, outside the chunk against inside it.
+            outside = (inter / (sizes[i] * np.array(sizes[:i], np.int64))).sum()
+            inside = max(intra / sizes[i] ** 2, 1e-30)  # a chunk attends to itself in every layer: 0 is rounding
+            impact = 1 / (1 + math.exp(-outside / inside))
+            span = Span(row, start, stop)
+            chunks.append(Chunk(span, tokens[i], tuple(tokens[:i]), tuple(inter.tolist()), impact, own[:, :i].sum(1)))
     return Chunks(read, tuple(chunks))
 
 
-def _chunk(read: FullKV, spans: Sequence[Span], i: int, paid: np.ndarray) -> Chunk:
-    """Chunk i of a prompt, of which paid f64[T C] is the attention that tokens pay to chunks."""
-    assert read.ids is not None
-    sizes = np.array([span.stop - span.start for span in spans])
-    mine = paid[spans[i].start : spans[i].stop]
-    inter, intra = mine[:, :i].sum(0), mine[:, i].sum()
-    outside = (inter / (sizes[i] * sizes[:i])).sum()
-    inside = max(intra / sizes[i] ** 2, 1e-30)  # a window may hide a chunk from itself in no layer, but in rounding
-    tokens = [tuple(read.ids[s.row][s.start : s.stop]) for s in spans[: i + 1]]
-    impact = 1 / (1 + math.exp(-outside / inside))
-    return Chunk(spans[i], tokens[-1], tuple(tokens[:-1]), tuple(inter.tolist()), impact, mine[:, :i].sum(1))
-
-
-def _paid(read: FullKV, lengths: Sequence[Sequence[int]]) -> np.ndarray:
-    """f64[B T C]: the attention that each token pays to each chunk of its prompt, mean of heads and layers."""
-    total = read.prompts[0].k.shape[2]
-    which = np.full((len(lengths), total), -1)
-    for row, sizes in zip(which, lengths, strict=True):
+def _attention_to_chunks(read: FullKV, lengths: Sequence[Sequence[int]]) -> np.ndarray:
+    """Computes the attention of each token to each chunk of its prompt, mean of heads and layers: f64[B T C]."""
+    num_tokens = read.prompts[0].k.shape[2]
+    chunk_of_token = np.full((len(lengths), num_tokens), -1)
+    for row, sizes in zip(chunk_of_token, lengths, strict=True):
         row[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
-    member = which[..., None] == np.arange(max(1, *map(len, lengths)))[None, None]
-    config, pos = read.model.config, jnp.arange(total, dtype=jnp.int32)[None]
+    member = chunk_of_token[..., None] == np.arange(max(1, *map(len, lengths)))[None, None]
+    config, pos = read.model.config, jnp.arange(num_tokens, dtype=jnp.int32)[None]
     pos = jnp.where(pos < read.lengths[:, None], pos, -1)
     layers = [
-        _to_chunks(p.q, p.k, pos, jnp.asarray(member, jnp.float32), config.window(i))
+        _layer_attention_to_chunks(p.q, p.k, pos, jnp.asarray(member, jnp.float32), config.window(i))
         for i, p in enumerate(read.prompts)
     ]
     return np.mean([np.asarray(x, np.float64) for x in layers], 0)
 
 
 @jax.jit(static_argnums=4)
-def _to_chunks(q: Array, k: Array, pos: Array, member: Array, window: int | None) -> Array:
-    """Queries [B K G T H] over keys [B K T H] -> f32[B T C], mean of heads; member f32[B T C]: whose a key is."""
+def _layer_attention_to_chunks(q: Array, k: Array, pos: Array, member: Array, window: int | None) -> Array:
+    """Sums the attention weights of queries [B K G T H] over keys [B K T H] by chunk, member f32[B T C]: f32[B T C]."""
 
     def attend(q: Array, q_pos: Array) -> Array:
         s = jnp.where(visible(pos[:, None], q_pos, window), scores(q, k), MASKED_LOGIT)
         p, _, l = weights(s)
         return jnp.einsum("bkgts,bsc->bkgtc", p / jnp.maximum(l, 1e-30)[..., None], member)
 
-    return map_query_blocks(attend, q, pos, 64).mean((1, 2))
+    return map_query_blocks(attend, q, pos, QUERY_BLOCK_TOKENS).mean((1, 2))

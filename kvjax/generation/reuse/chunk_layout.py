@@ -1,4 +1,4 @@
-"""Texts that are made of known chunks, and of new tokens behind them."""
+"""Texts that are assembled from chunks with known keys and values, each followed by new tokens."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvjax.core.types import Array
 from kvjax.engine.forward import Target
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.errors import KvjaxError
-from kvjax.generation.compiled import compiled_for
+from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.inputs import Prompts, pad, token_ids
 from kvjax.generation.reuse.full_kv import FullKV
-from kvjax.generation.reuse.partial_recompute import Choice, Source, partial_prefill
+from kvjax.generation.reuse.partial_recompute import KnownTokens, RecomputeChoice, partial_prefill
 from kvjax.generation.timing import Timer
 
 
 class Span(NamedTuple):
-    """Where a chunk lies in what was read exactly."""
+    """The place of a chunk in prompts with known keys and values."""
 
-    row: int
+    row: int  # the prompt's index in the batch
     start: int
     stop: int
 
@@ -34,50 +34,72 @@ class ChunkLayout:
     """The tokens of each text, and where their keys and values are known from."""
 
     ids: list[list[int]]
-    source: list[list[tuple[int, int]]]  # of each token: (row, slot), (0, -1) if it is new
+    source: list[list[tuple[int, int]]]  # of each token: (row, slot) in the known prompts, (0, -1) if it is new
 
     @property
-    def reused(self) -> np.ndarray:
-        """i64[B]: known tokens of each text."""
+    def num_known(self) -> np.ndarray:
+        """i64[B]: tokens of each text whose keys and values are known."""
         return np.array([sum(slot >= 0 for _, slot in row) for row in self.source])
 
 
-def lay(read: FullKV, spans: Sequence[Span], order: Sequence[Sequence[int]], questions: Prompts) -> ChunkLayout:
-    """Texts of the chunks of these numbers, in this order, and a question behind each."""
-    asked = token_ids(read.model, questions)
-    if read.ids is None:
+def layout_chunks(
+    known: FullKV, spans: Sequence[Span], order: Sequence[Sequence[int]], questions: Prompts
+) -> ChunkLayout:
+    """Lays out texts of the chunks with these indices, in this order, each followed by a question."""
+    question_ids = token_ids(known.model, questions)
+    if known.ids is None:
         raise KvjaxError("the tokens of these chunks are not known; read them with kvjax.reuse.read_exactly")
-    if len(order) != len(asked):
-        raise KvjaxError(f"{len(order)} orders of chunks but {len(asked)} questions; give one question per text")
-    for number in (number for row in order for number in row):
-        if not 0 <= number < len(spans):
-            raise KvjaxError(f"there are chunks 0..{len(spans) - 1}, got {number}")
+    if len(order) != len(question_ids):
+        raise KvjaxError(f"{len(order)} orders of chunks but {len(question_ids)} questions; give one question per text")
+    for index in (index for row in order for index in row):
+        if not 0 <= index < len(spans):
+            raise KvjaxError(f"there are chunks 0..{len(spans) - 1}, got {index}")
     ids, source = [], []
-    for row, question in zip(order, asked, strict=True):
+    for row, question in zip(order, question_ids, strict=True):
         places = [(spans[c].row, slot) for c in row for slot in range(spans[c].start, spans[c].stop)]
-        ids.append([read.ids[r][s] for r, s in places] + list(question))
+        ids.append([known.ids[r][s] for r, s in places] + list(question))
         source.append(places + [(0, -1)] * len(question))
     return ChunkLayout(ids, source)
 
 
-def again(
-    read: FullKV, laid: ChunkLayout, count: np.ndarray, worth: np.ndarray | None, layer: int
+def recompute(
+    known: FullKV, layout: ChunkLayout, num_recomputed: np.ndarray, importance: np.ndarray | None, layer: int
 ) -> tuple[FullKV, Array]:
-    """Runs what is new, and count i64[B] known tokens of highest worth f64[B T], or of the greatest deviation.
+    """Runs the new tokens of each text, and some of the known ones again.
 
-    Returns (the texts' keys and values, which tokens were run i32[B n], -1 unused).
+    Args:
+      known: prompts with known keys and values.
+      layout: texts that are made of them.
+      num_recomputed: i64[B], known tokens of each text that are run again.
+      importance: f64[B T], the known tokens of highest importance are run again; None: those whose values deviate most.
+      layer: the first layer from which on only chosen tokens are run.
+
+    Returns:
+      The texts' keys and values, and the tokens that were run, i32[B n], -1 unused.
     """
-    model = read.model
+    model = known.model
     if model.mesh is not None:
         raise KvjaxError("chunks are put together on one device; load the model without a mesh")
-    tokens, lengths = pad(laid.ids)
-    rows, slots = (pad([[place[i] for place in row] for row in laid.source], tokens.shape[1])[0] for i in (0, 1))
-    known = [LayerPrompt(p.k, p.v, p.q[:, :, :, :0]) for p in read.prompts]
-    source = Source(jnp.asarray(rows), jnp.asarray(slots))
-    choice = Choice(jnp.asarray(count, jnp.int32), None if worth is None else jnp.asarray(worth, jnp.float32))
-    lengths, most = jnp.asarray(lengths), int((count + lengths - laid.reused).max())
-    compiled = compiled_for(model, tokens.size, in_place=False, logits_of=len(tokens))
-    arguments = model.params, jnp.asarray(tokens), lengths, known, source, choice, Target(model.config)
+    tokens, lengths = pad(layout.ids)
+    rows, slots = (pad([[place[i] for place in row] for row in layout.source], tokens.shape[1])[0] for i in (0, 1))
+    prompts = [LayerPrompt(p.k, p.v, p.q[:, :, :, :0]) for p in known.prompts]
+    choice = RecomputeChoice(
+        jnp.asarray(num_recomputed, jnp.int32), None if importance is None else jnp.asarray(importance, jnp.float32)
+    )
+    lengths, max_run = jnp.asarray(lengths), int((num_recomputed + lengths - layout.num_known).max())
+    compiled = compiled_for(model, tokens.size, in_place=False, num_logits=len(tokens))
     with Timer().timed():
-        last, prompts, at = jax.block_until_ready(partial_prefill(*arguments, layer, most, compiled))
+        outputs = partial_prefill(
+            model.params,
+            jnp.asarray(tokens),
+            lengths,
+            prompts,
+            KnownTokens(jnp.asarray(rows), jnp.asarray(slots)),
+            choice,
+            target=Target(model.config),
+            layer=layer,
+            max_run=max_run,
+            compiled=compiled,
+        )
+        last, prompts, at = jax.block_until_ready(outputs)
     return FullKV(model, prompts, lengths, last), at

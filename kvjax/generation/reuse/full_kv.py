@@ -1,4 +1,4 @@
-"""Exact keys and values of prompts, run once in full attention, for any number of methods to make their caches of."""
+"""Exact keys and values of prompts, computed once by full attention, which any number of methods can compress."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, prefill_exactly
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks
-from kvjax.generation.compiled import compiled_for
+from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.context import Context, read
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
-from kvjax.generation.prompt_runner import replay_prompts
+from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
@@ -30,22 +30,27 @@ from kvjax.models.model import Model
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FullKV:
-    """What full attention has of a batch of prompts: keys and values of every layer, and the queries.
+    """Exact keys, values and queries of a batch of prompts in every layer.
 
-    Many methods compared on the same prompts need them run only once: `under` makes what `kvjax.read` makes.
+    To compare many methods on the same prompts, these are run only once: `compress` gives the result of `kvjax.read`.
     """
 
     model: Model
     prompts: tuple[LayerPrompt, ...]  # one per layer: k, v [B K S H], and all queries [B K G S H], or none of them
     lengths: Array  # i32[B]
-    last: Array  # f32[B V], the logits of each row's last token
-    ids: Sequence[Sequence[int]] | None = None
+    last: Array  # f32[B V], the logits of each prompt's last token
+    ids: Sequence[Sequence[int]] | None = None  # of the prompts, where they are known
 
-    def under(self, method: str | KVMethod, capacity: int) -> Context:
-        """The prompts under a method, in a cache with room for `capacity` tokens per row.
+    def compress(self, method: str | KVMethod, capacity: int) -> Context:
+        """Compresses the prompts under a method.
 
-        Raises KvjaxError for a method that looks at queries where there are none, and for one that changes the
-        prompt's own attention where the tokens of the prompts are not known.
+        Args:
+          method: a method or its string.
+          capacity: tokens that a sequence of the cache may grow to.
+
+        Raises:
+          KvjaxError: a method that observes queries, where there are none; a method that changes the attention within
+            the prompt or observes more than its queries, where `ids` are unknown, since it has to read the prompts.
         """
         model, method = self.model, method_of(method)
         plan = bind(method, model.config)
@@ -53,52 +58,57 @@ class FullKV:
             n.prompt_chunk or n.prompt_pattern or n.hidden_states or n.output_projection or n.replay
             for n in (layer.needs for layer in plan)
         ):
-            return self._read_again(method, capacity)
+            if self.ids is None:
+                raise KvjaxError(
+                    "this method attends within the prompt in its own way, or looks at more of it than keys, values "
+                    "and queries: read the prompts' tokens with it"
+                )
+            return read(model, self.ids, method, capacity=capacity)
         lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
         num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
-        checks.check_prompts(model, plan, lengths, num_slots, capacity, width, width)
-        prompts = [self._wanted(i, plan) for i in range(len(plan))]
+        checks.check_prompts(model, plan, lengths, num_slots, capacity, width=width, chunk=width)
+        prompts = []
+        for layer, (k, v, q, *_) in zip(plan, self.prompts, strict=True):
+            if layer.needs.observed_queries != 0 and not q.shape[3]:
+                raise KvjaxError("this method looks at the prompt's queries, and only keys and values are given")
+            prompts.append(LayerPrompt(k, v, select_queries(layer, q, 0, self.lengths) if q.shape[3] else q))
+        # The cache gets lengths of its own: the decode loop donates them, and these prompts stay usable.
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
         with timer.timed():
             layers = jax.block_until_ready(compress_prompts(prompts, lengths, plan, target, capacity, num_slots))
         cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, model.fingerprint)
         return Context(model, cache, self.last, method, timer.run_seconds)
 
-    def _read_again(self, method: KVMethod, capacity: int) -> Context:
-        if self.ids is None:
-            raise KvjaxError(
-                "this method attends within the prompt in its own way, or looks at more of it than keys, values and "
-                "queries: read the prompts' tokens with it"
-            )
-        return read(self.model, self.ids, method, capacity=capacity)
-
-    def _wanted(self, layer: int, plan: Plan) -> LayerPrompt:
-        """The layer's prompt with those queries that its method looks at."""
-        k, v, q = self.prompts[layer][:3]
-        if plan[layer].needs.observed_queries != 0 and not q.shape[3]:
-            raise KvjaxError("this method looks at the prompt's queries, and only keys and values are given")
-        return LayerPrompt(k, v, select_queries(plan[layer], q, 0, self.lengths) if q.shape[3] else q)
-
 
 @dataclasses.dataclass(frozen=True)
 class AllQueries:
-    """A layer that only asks the decoder for all of a prompt's queries, and is never asked for a state."""
+    """A stand-in for a bound layer: it observes all queries of a prompt, and is never asked for a state."""
 
     needs: Needs = Needs(observed_queries=None)
 
 
 def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) -> FullKV:
-    """Runs documents, texts or lists of ids, in full attention, once; width: what rows are padded to."""
+    """Runs documents in full attention once.
+
+    Args:
+      model: from `kvjax.load`.
+      documents: texts, or lists of ids.
+      width: tokens that documents are padded to.
+    """
     ids, plan = token_ids(model, documents), (AllQueries(),) * model.config.layers
     tokens, lengths = pad(ids, width)
     lengths = place(model, lengths, "B")
-    last, prompts = run_exact_passes(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
+    last, prompts = observe_prompts(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
     return FullKV(model, tuple(prompts), lengths, last, ids)
 
 
-def run_exact_passes(model: Model, plan: Plan, tokens: Array, lengths: Array) -> tuple[Array, list[LayerPrompt]]:
-    """Runs prompts i32[B T] of lengths i32[B]: logits of each last token f32[B V], and what each layer observes."""
-    compiled = compiled_for(model, tokens.size, in_place=True, logits_of=len(tokens))
+def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> tuple[Array, list[LayerPrompt]]:
+    """Runs prompts i32[B T] in full attention and keeps what each layer of a plan observes.
+
+    Returns:
+      Logits of each prompt's last token f32[B V], and each layer's exact prompt.
+    """
+    compiled = compiled_for(model, tokens.size, in_place=True, num_logits=len(tokens))
     target, texts = Target(model.config, model.mesh), replay_prompts(model, plan)
     with Timer().timed():
         hidden, prompts = prefill_exactly(
@@ -109,7 +119,7 @@ def run_exact_passes(model: Model, plan: Plan, tokens: Array, lengths: Array) ->
 
 
 def full_kv_from_context(context: Context) -> FullKV:
-    """What a context that was read under `full` holds; of the queries nothing is left."""
+    """Takes the exact keys and values of a context that was read under `full`; its queries are gone."""
     if context.cache.plan != bind("full", context.model.config):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
     pairs = [(memory.unpack(layer.k), memory.unpack(layer.v)) for layer in context.cache.layers]
@@ -117,8 +127,8 @@ def full_kv_from_context(context: Context) -> FullKV:
 
 
 def full_kv_from_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array) -> FullKV:
-    """Given keys and values [B K S H] of every layer, in rows of lengths i32[B]; without queries and logits."""
+    """Wraps keys and values [B K S H] of every layer, of sequences of lengths i32[B]; without queries and logits."""
     B, c = lengths.shape[0], model.config
-    none = jnp.zeros((B, c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
-    prompts = tuple(LayerPrompt(k, v, none) for k, v in pairs)
+    no_queries = jnp.zeros((B, c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
+    prompts = tuple(LayerPrompt(k, v, no_queries) for k, v in pairs)
     return FullKV(model, prompts, lengths, jnp.zeros((B, c.vocab_size)))

@@ -1,8 +1,8 @@
-"""Prompts of one batch that begin alike: each shared beginning is read once (BatchLLM's global prefix tree).
+"""Prompts of one batch with shared prefixes: each prefix is read and stored once (BatchLLM's global prefix tree).
 
 Zheng et al. 2024, arXiv 2412.03594: common prefixes are found over the whole batch before anything runs, and the tree
 of them is flattened into one level, so that the most tokens are saved. A group of n prompts that share p tokens saves
-(n - 1) p of them; a prompt lies in one group. Their scheduling of requests has no place here: a batch is one program.
+(n - 1) p of them; a prompt is in one group. Their scheduling of requests does not apply: a batch is one program here.
 Unverified: no code is public, and the rule is written from the paper's description.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvjax.cache.protocol import KVMethod
-from kvjax.generation.context import ROOM, Context, read
+from kvjax.generation.context import ROOM_TOKENS, Context, read
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.models.model import Model
 from kvjax.utils import arguments
@@ -22,12 +22,12 @@ from kvjax.utils import arguments
 class Group(NamedTuple):
     """Prompts that share their first tokens."""
 
-    length: int  # of the shared prefix
-    rows: tuple[int, ...]
+    length: int  # tokens of the shared prefix
+    rows: tuple[int, ...]  # the prompts' indices in the batch
 
     @property
-    def saved(self) -> int:
-        """Tokens that need not be read again."""
+    def num_saved(self) -> int:
+        """Tokens that are not run again."""
         return (len(self.rows) - 1) * self.length
 
 
@@ -38,82 +38,89 @@ def read_batch(
     *,
     prefix: str | KVMethod = "full",
     least: int = 16,
-    room: int = ROOM,
+    room: int = ROOM_TOKENS,
 ) -> Context:
-    """Prompts, texts or lists of ids, as one batch in which what several of them begin with is read and held once.
+    """Reads prompts as one batch, in which prefixes that several of them share are read and stored once.
 
-    method: for what is a prompt's own; prefix: for what is shared. least: prefixes of fewer tokens are not shared.
-    room: tokens per row that may follow. Without a shared prefix it is `kvjax.read`.
+    Args:
+      model: from `kvjax.load`.
+      prompts: texts, or lists of ids.
+      method: of each prompt's own tokens.
+      prefix: method of the shared prefixes.
+      least: the fewest tokens of a prefix that is shared.
+      room: tokens per sequence that may follow.
+
+    Returns:
+      The context; without a shared prefix, that of `kvjax.read`.
     """
     arguments.integer("least", least)
     ids = token_ids(model, prompts)
-    shared = [g for g in groups(ids) if g.length >= least and len(g.rows) > 1]
-    if not shared:
+    groups = [g for g in group_by_prefix(ids) if g.length >= least and len(g.rows) > 1]
+    if not groups:
         return read(model, ids, method, room=room)
     of, before = [-1] * len(ids), [0] * len(ids)
-    for number, group in enumerate(shared):
+    for index, group in enumerate(groups):
         for row in group.rows:
-            of[row], before[row] = number, group.length
-    prefixes = read(model, [ids[g.rows[0]][: g.length] for g in shared], prefix, room=0)
-    return prefixes.share([row[n:] for row, n in zip(ids, before, strict=True)], method, of=of, room=room)
+            of[row], before[row] = index, group.length
+    prefixes = read(model, [ids[g.rows[0]][: g.length] for g in groups], prefix, room=0)
+    own_ids = [row[n:] for row, n in zip(ids, before, strict=True)]
+    return prefixes.extend_prefix(own_ids, method, of=of, room=room)
 
 
 class Division(NamedTuple):
-    """Rows that begin alike, divided as far as they share more tokens than those around them."""
+    """Prompts with a common prefix, some of them divided into groups that share more tokens."""
 
     groups: tuple[Group, ...]
-    left: tuple[int, ...]  # rows that lie in none of these yet
+    ungrouped: tuple[int, ...]  # indices of the prompts that are in no group yet
 
     @property
-    def saved(self) -> int:
-        """Tokens that need not be read again."""
-        return sum(group.saved for group in self.groups)
+    def num_saved(self) -> int:
+        """Tokens that are not run again."""
+        return sum(group.num_saved for group in self.groups)
 
 
-def groups(ids: Sequence[Sequence[int]]) -> list[Group]:
-    """Prompts divided into groups by what they begin with, so that the most tokens are saved; each row in one.
+def group_by_prefix(ids: Sequence[Sequence[int]]) -> list[Group]:
+    """Divides prompts into groups by their prefixes, so that the most tokens are saved; each prompt is in one group.
 
     A prefix leaves at least one token of each prompt. From the leaves of the prefix tree upwards, the best division is
-    kept for each number of rows that are left for a shorter prefix; rows that meet in a node form one group or none,
-    since a further row saves more there than nearer to the root.
+    kept for each number of prompts that are left for a shorter prefix. Prompts that meet in a node form one group or
+    none, since a further prompt saves more there than nearer to the root.
     """
     order = sorted(range(len(ids)), key=lambda row: list(ids[row]))
-    divisions = _divisions(ids, tuple(order), 0)
-    best = max(divisions.values(), key=lambda division: division.saved)
-    return sorted([*best.groups, *(Group(0, (row,)) for row in best.left)], key=lambda group: group.rows)
+    best = max(_best_divisions(ids, tuple(order), 0).values(), key=lambda division: division.num_saved)
+    return sorted([*best.groups, *(Group(0, (row,)) for row in best.ungrouped)], key=lambda group: group.rows)
 
 
-def _divisions(ids: Sequence[Sequence[int]], rows: tuple[int, ...], known: int) -> dict[int, Division]:
-    """Of sorted rows that share `known` tokens: the best division that leaves so many rows, by that number."""
+def _best_divisions(ids: Sequence[Sequence[int]], rows: tuple[int, ...], num_shared: int) -> dict[int, Division]:
+    """Finds the best division of sorted prompts that share `num_shared` tokens, by the number of ungrouped ones."""
     if len(rows) == 1:
         return {1: Division((), rows)}
-    length = _shared(ids, rows, known)
-    over = [row for row in rows if len(ids[row]) <= length + 1]  # they share no more with anyone
-    longer = [row for row in rows if len(ids[row]) > length + 1]
-    parts = [(row,) for row in over]
-    parts += [tuple(part) for _, part in itertools.groupby(longer, key=lambda row: ids[row][length])]
-    found = {0: Division((), ())}
-    for part in parts:
-        found = _together(found, _divisions(ids, part, length))
-    grouped = [
-        Division((*d.groups, Group(length, tuple(sorted(d.left)))), ()) for d in found.values() if len(d.left) > 1
-    ]
-    whole = max([*grouped, *filter(None, [found.get(0)])], key=lambda d: d.saved)
-    return {**found, 0: whole}
-
-
-def _shared(ids: Sequence[Sequence[int]], rows: tuple[int, ...], known: int) -> int:
-    """How many first tokens sorted rows share, at least one of each left out."""
+    # Of sorted prompts, the first and the last share the fewest tokens.
     first, last = ids[rows[0]], ids[rows[-1]]
-    most = min(len(ids[row]) for row in rows) - 1
-    return next((n for n in range(known, most) if first[n] != last[n]), max(most, known))
+    limit = min(len(ids[row]) for row in rows) - 1
+    length = next((n for n in range(num_shared, limit) if first[n] != last[n]), max(limit, num_shared))
+    ending = [row for row in rows if len(ids[row]) <= length + 1]  # they share no more with any other
+    longer = [row for row in rows if len(ids[row]) > length + 1]
+    subtrees = [(row,) for row in ending]
+    subtrees += [tuple(subtree) for _, subtree in itertools.groupby(longer, key=lambda row: ids[row][length])]
+    best = {0: Division((), ())}
+    for subtree in subtrees:
+        best = _merge_divisions(best, _best_divisions(ids, subtree, length))
+    closed = [
+        Division((*d.groups, Group(length, tuple(sorted(d.ungrouped)))), ())
+        for d in best.values()
+        if len(d.ungrouped) > 1
+    ]
+    if 0 in best:
+        closed.append(best[0])
+    return {**best, 0: max(closed, key=lambda d: d.num_saved)}
 
 
-def _together(a: dict[int, Division], b: dict[int, Division]) -> dict[int, Division]:
-    """The best divisions of two sets of rows as one."""
-    found: dict[int, Division] = {}
+def _merge_divisions(a: dict[int, Division], b: dict[int, Division]) -> dict[int, Division]:
+    """Combines the best divisions of two sets of prompts."""
+    best: dict[int, Division] = {}
     for x, y in itertools.product(a.values(), b.values()):
-        both = Division(x.groups + y.groups, x.left + y.left)
-        if len(both.left) not in found or both.saved > found[len(both.left)].saved:
-            found[len(both.left)] = both
-    return found
+        both = Division(x.groups + y.groups, x.ungrouped + y.ungrouped)
+        if len(both.ungrouped) not in best or both.num_saved > best[len(both.ungrouped)].num_saved:
+            best[len(both.ungrouped)] = both
+    return best

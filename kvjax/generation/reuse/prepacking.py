@@ -1,8 +1,8 @@
-"""Prompts of unlike length, several in one row, so that little of a batch is padding (Prepacking).
+"""Prepacking: several short prompts in one sequence, so that little of a batch is padding.
 
-Zhao et al. 2024, arXiv 2404.09529, section 3: prompts are packed into bins, in each of which positions start again at 0
-and no prompt sees another; after the prefill each prompt gets its own keys and values back. Exact. The public code
-leaves each prompt's last token out of its bin and runs it afterwards, for its logits; here it is run with the others.
+Zhao et al. 2024, arXiv 2404.09529, section 3: prompts are packed into rows. Positions start at 0 in each prompt, and no
+prompt attends to another; after the prefill each prompt gets its own keys and values back. Exact. The public code
+leaves out each prompt's last token and runs it afterwards, for its logits; here it is run with the others.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvjax.engine.forward import Target, embed_at, layer_calls, outer_params, ru
 from kvjax.engine.layer_prompt import LayerPrompt, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
 from kvjax.errors import KvjaxError
-from kvjax.generation.calls import room as capacity_for
-from kvjax.generation.compiled import compiled_for
-from kvjax.generation.context import ROOM, Context
+from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.context import ROOM_TOKENS, Context
 from kvjax.generation.inputs import Prompts, round_up, token_ids
+from kvjax.generation.model_calls import capacity_for
 from kvjax.generation.reuse.full_kv import AllQueries, FullKV
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
@@ -37,23 +37,30 @@ def read_packed(
     documents: Prompts,
     method: str | KVMethod,
     *,
-    room: int = ROOM,
+    room: int = ROOM_TOKENS,
     capacity: int | None = None,
     width: int | None = None,
 ) -> Context:
-    """`kvjax.read`, with short documents packed into rows of as many tokens as the longest has, or of `width`.
+    """Reads documents as `kvjax.read` does, with short ones packed into one row.
 
-    Keys, values and queries of all layers are held at once, until the method has made its cache of them.
+    Keys, values and queries of all layers are in memory at once until they are compressed.
+
+    Args:
+      model: from `kvjax.load`, on one device.
+      documents: texts, or lists of ids.
+      method: a method or its string.
+      room: tokens per document that may follow.
+      capacity: tokens that a document may grow to, in place of `room`.
+      width: tokens of a row; by default those of the longest document.
     """
     ids = token_ids(model, documents)
     if capacity is None:
         capacity = max(map(len, ids)) + arguments.integer("room", room, 0)
-    exact = pack_exactly(model, ids, width)
-    return exact.under(method, capacity_for(ids, capacity, 0))
+    return pack_exactly(model, ids, width).compress(method, capacity_for(ids, capacity, 0))
 
 
 def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> FullKV:
-    """`kvjax.reuse.read_exactly`, with short documents packed into rows."""
+    """Runs documents as `kvjax.reuse.read_exactly` does, with short ones packed into one row of `width` tokens."""
     if model.mesh is not None:
         raise KvjaxError("documents are packed on one device; on a mesh use kvjax.read")
     ids = token_ids(model, documents)
@@ -62,29 +69,36 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
         raise KvjaxError(f"the longest document has {longest} tokens and width is {width}; use width={longest} or more")
     width = round_up(longest if width is None else width)
     places = pack_rows([len(row) for row in ids], width)
-    tokens, pos, prompt_ids = _fill_rows(ids, places, width)
+    shape = (1 + max(row for row, _ in places), width)
+    tokens, pos, prompt_ids = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    for i, (prompt, (row, start)) in enumerate(zip(ids, places, strict=True)):
+        at = slice(start, start + len(prompt))
+        tokens[row, at], pos[row, at], prompt_ids[row, at] = prompt, np.arange(len(prompt)), i
+    tokens, pos, prompt_ids = (jnp.asarray(x) for x in (tokens, pos, prompt_ids))
     rows, starts = (jnp.asarray(x, jnp.int32) for x in zip(*places, strict=True))
     lengths = jnp.asarray([len(row) for row in ids], jnp.int32)
     mode = PackedPrefill(pos, prompt_ids, rows, starts, lengths, round_up(longest))
     plan, target = (AllQueries(),) * model.config.layers, Target(model.config)
-    compiled = compiled_for(model, tokens.size, in_place=False, logits_of=len(ids))
+    compiled = compiled_for(model, tokens.size, in_place=False, num_logits=len(ids))
     with Timer().timed():
         hidden, angles = _embed_at(outer_params(model.params), tokens, pos, target=target)
-        calls, nothing = layer_calls(plan, model.config), (None,) * len(plan)
-        hidden, prompts = run_layers(model.params, hidden, angles, mode, calls, nothing, target, compiled)
-        hidden = _take(hidden, rows, starts + lengths - 1)
+        calls, no_states = layer_calls(plan, model.config), (None,) * len(plan)
+        hidden, prompts = run_layers(
+            model.params, hidden, angles, mode, calls, no_states, target=target, compiled=compiled
+        )
+        hidden = _take_tokens(hidden, rows, starts + lengths - 1)
         last = jax.block_until_ready(compiled.unembed(outer_params(model.params), hidden, target=target))
     return FullKV(model, prompts, lengths, last, ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnPrompt:
-    """The pattern under which prompts of one row do not see each other; a position counts its prompt's place too."""
+    """An attention pattern in which a token attends to its own prompt only, see `PackedPrefill`."""
 
     width: int
 
     def is_visible(self, s: Array, t: Array) -> Array:
-        """Whether both are of one prompt."""
+        """Whether two positions belong to one prompt."""
         return s // self.width == t // self.width
 
 
@@ -94,8 +108,8 @@ class PackedPrefill(ForwardMode):
 
     pos: Array  # i32[R T], of each token in its prompt, -1 for padding
     prompt_ids: Array  # i32[R T], the prompt of each token
-    rows: Array  # i32[B], where each prompt lies
-    starts: Array  # i32[B]
+    rows: Array  # i32[B], the row of each prompt
+    starts: Array  # i32[B], its first token there
     lengths: Array  # i32[B]
     longest: int = dataclasses.field(metadata={"static": True})
 
@@ -103,7 +117,8 @@ class PackedPrefill(ForwardMode):
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, LayerPrompt, Any]:
         width = self.pos.shape[1]
-        # A position that counts the prompt too: differences within a prompt stay, and the pattern tells prompts apart.
+        # Positions are offset by the prompt's index: their differences within a prompt stay, so that windows hold, and
+        # `OwnPrompt` can tell prompts apart.
         row_pos = jnp.where(self.pos >= 0, self.prompt_ids * width + self.pos, -1)
         block = KVBlock(inputs.k, inputs.v, row_pos[:, None])
         out = attend_all(inputs.q, row_pos, block, call.window, OwnPrompt(width))
@@ -121,29 +136,18 @@ _embed_at = jax.jit(embed_at, static_argnames="target")
 
 
 @jax.jit
-def _take(hidden: Array, row: Array, at: Array) -> Array:
+def _take_tokens(hidden: Array, row: Array, at: Array) -> Array:
     return hidden[row, at]
 
 
 def pack_rows(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
-    """Prompts of these lengths in as few rows of `width` tokens as first-fit-decreasing finds: (row, start) of each."""
+    """Packs prompts of these lengths into rows of `width` tokens by first-fit-decreasing: (row, start) of each."""
     used: list[int] = []
     places: list[tuple[int, int]] = [(0, 0)] * len(lengths)
-    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = (row for row, n in enumerate(used) if n + lengths[number] <= width)
-        row = next(fits, len(used))
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((row for row, n in enumerate(used) if n + lengths[i] <= width), len(used))
         if row == len(used):
             used.append(0)
-        places[number] = row, used[row]
-        used[row] += lengths[number]
+        places[i] = row, used[row]
+        used[row] += lengths[i]
     return places
-
-
-def _fill_rows(ids: Sequence[Sequence[int]], places: Sequence[tuple[int, int]], width: int) -> tuple[Array, ...]:
-    """Tokens, their positions in their prompts (-1 for none), and the numbers of these prompts, each i32[P T]."""
-    shape = (1 + max(row for row, _ in places), width)
-    tokens, pos, prompt = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    for number, (one, (row, start)) in enumerate(zip(ids, places, strict=True)):
-        at = slice(start, start + len(one))
-        tokens[row, at], pos[row, at], prompt[row, at] = one, np.arange(len(one)), number
-    return jnp.asarray(tokens), jnp.asarray(pos), jnp.asarray(prompt)

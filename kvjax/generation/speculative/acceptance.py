@@ -1,8 +1,8 @@
-"""Which drafted tokens a model accepts, and what stands in place of the first that it does not.
+"""Acceptance of drafted tokens, and the distribution that replaces the first rejected one.
 
 Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1; Chen et al. 2023, arXiv 2302.01318): the
-tokens that come out are distributed as if the verifier had drawn each of them. Greedy decoding is the same rule for
-distributions that have all their mass on one token: then a token is accepted if it is the verifier's own.
+resulting tokens are distributed as if the verifier had drawn each of them. Greedy decoding is the same rule for
+distributions that have all their mass on one token: a token is accepted if it is the verifier's own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvjax.errors import KvjaxError
 
 @pytree
 class Shift:
-    """How far the draft's opinion moves the verifier's logits before drafts are judged (RAPID, arXiv 2502.20330).
+    """RAPID's shift of the verifier's logits towards a confident draft, before tokens are verified (arXiv 2502.20330).
 
-    The numbers are arrays, so that a sweep over them does not recompile; strength 0 moves nothing. The formulas are
-    those of the authors' code, on logits after temperature and filters; there the token behind a whole accepted draft
-    is drawn from the model's own logits, and strength is 1 where nothing else is said.
+    The numbers are arrays, so that a sweep over them does not recompile; strength 0 shifts nothing. The formulas are
+    those of the authors' code, on logits after temperature and filters; there the token after a whole accepted draft
+    is drawn from the model's own logits, and the strength is 1 by default.
     """
 
     strength: Array
     alpha: Array
 
 
-def shift(strength: float, alpha: float) -> Shift:
-    """A checked Shift."""
+def make_shift(strength: float, alpha: float) -> Shift:
+    """Checks and wraps the numbers of a shift."""
     if not 0 <= strength < float("inf"):
         raise KvjaxError(f"transfer must be 0 (lossless) or a positive number, got {strength}")
     if not 0 <= alpha <= 1:
@@ -37,63 +37,78 @@ def shift(strength: float, alpha: float) -> Shift:
     return Shift(jnp.float32(strength), jnp.float32(alpha))
 
 
-def moved(how: Shift, z: Array, p: Array, q: Array) -> Array:
-    """The verifier's logits f32[... V] nearer to a draft that is sure of itself: z - m (p - q), where q >= alpha max q.
+def shift_logits(shift: Shift, z: Array, p: Array, q: Array) -> Array:
+    """Shifts the verifier's logits: z - m (p - q) where q >= alpha max q.
 
-    p, q f32[... V]: the softmax of the verifier's and of the draft's logits.
+    Args:
+      shift: m and alpha.
+      z: f32[.. V], the verifier's logits.
+      p: f32[.. V], their softmax.
+      q: f32[.. V], softmax of the draft's logits.
     """
-    likely = q >= how.alpha * q.max(-1, keepdims=True)
-    return z - how.strength * jnp.where(likely, p - q, 0.0)
+    is_likely = q >= shift.alpha * q.max(-1, keepdims=True)
+    return z - shift.strength * jnp.where(is_likely, p - q, 0.0)
 
 
 def acceptance_probabilities(p: Array, q: Array, drafted: Array) -> Array:
-    """The probability min(1, p/q) with which each token drafted i32[B A] is accepted, f32[B A]; p, q f32[B A V]."""
+    """Computes min(1, p/q), f32[B A], of tokens drafted i32[B A] under p and q f32[B A V]."""
     p, q = (jnp.take_along_axis(x, drafted[..., None], -1)[..., 0] for x in (p, q))
     return jnp.minimum(p / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
 
 
-def remainder(p: Array, near: Array, q: Array) -> Array:
-    """What a token is drawn from where one was rejected: f32[B V], of p, `near` (p as it judged) and q f32[B V].
+def residual_distribution(p: Array, shifted_p: Array, q: Array) -> Array:
+    """Computes the distribution f32[B V] that replaces a rejected token, from p, p after the shift, and q f32[B V].
 
-    As in RAPID's code; where nothing was transferred, `near` is p, and this is the rule of speculative sampling.
+    As in RAPID's code; without a shift it is the rule of speculative sampling, max(p - q, 0), normalized.
     """
-    rest = jnp.maximum(jnp.maximum(p - q, p - near), 0.0)
-    total = rest.sum(-1, keepdims=True)
-    return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1.0), p)  # of equals nothing is left but rounding
+    residual = jnp.maximum(jnp.maximum(p - q, p - shifted_p), 0.0)
+    total = residual.sum(-1, keepdims=True)
+    # Where p equals q only rounding is left, and nothing is rejected but by rounding: then p itself.
+    return jnp.where(total > 0, residual / jnp.where(total > 0, total, 1.0), p)
 
 
-def judge(
-    s: Sampler, how: Shift, verified: Array, offered: Array, drafted: Array, uniform: Array
+def verify(
+    sampler: Sampler, shift: Shift, logits: Array, draft_logits: Array, drafted: Array, uniform: Array
 ) -> tuple[Array, Array]:
-    """(how many of each row's tokens drafted i32[B A] are accepted i32[B], what the next one is drawn from f32[B V]).
+    """Verifies drafted tokens.
 
-    verified f32[B A+1 V]: the verifier's logits where each of them is due, and behind the last. offered f32[B A V]: the
-    draft's logits, of which they were drawn. uniform f32[B A]: numbers in [0, 1).
+    Args:
+      sampler: settings of the draws.
+      shift: of the verifier's logits.
+      logits: f32[B A+1 V], the verifier's at the place of each drafted token, and after the last one.
+      draft_logits: f32[B A V], from which the tokens were drawn.
+      drafted: i32[B A].
+      uniform: f32[B A], random numbers in [0, 1).
+
+    Returns:
+      How many tokens of each sequence are accepted i32[B], and the distribution of the token after them f32[B V].
     """
-    z, y = warped(s, verified), warped(s, offered)
-    p, q = probabilities(s, z), probabilities(s, y)
-    ahead = drafted.shape[1]
-    here = z[:, :ahead]
-    near = probabilities(s, moved(how, here, jax.nn.softmax(here, -1), jax.nn.softmax(y, -1)))
-    agreed = jnp.cumprod(uniform < acceptance_probabilities(near, q, drafted), 1, dtype=jnp.int32)
-    accepted = agreed.sum(1, dtype=jnp.int32)
+    z, y = _warp(sampler, logits), _warp(sampler, draft_logits)
+    p, q = _to_probabilities(sampler, z), _to_probabilities(sampler, y)
+    num_draft_tokens = drafted.shape[1]
+    z = z[:, :num_draft_tokens]
+    shifted_z = shift_logits(shift, z, jax.nn.softmax(z, -1), jax.nn.softmax(y, -1))
+    shifted_p = _to_probabilities(sampler, shifted_z)
+    # The first rejection ends the accepted tokens, hence the product.
+    is_accepted = jnp.cumprod(uniform < acceptance_probabilities(shifted_p, q, drafted), 1, dtype=jnp.int32)
+    num_accepted = is_accepted.sum(1, dtype=jnp.int32)
 
-    def there(x: Array) -> Array:
-        return jnp.take_along_axis(x, jnp.minimum(accepted, x.shape[1] - 1)[:, None, None], 1)[:, 0]
+    def at_rejection(x: Array) -> Array:
+        return jnp.take_along_axis(x, jnp.minimum(num_accepted, x.shape[1] - 1)[:, None, None], 1)[:, 0]
 
-    all_accepted = (accepted == ahead)[:, None]
-    return accepted, jnp.where(all_accepted, p[:, -1], remainder(there(p), there(near), there(q)))
+    residual = residual_distribution(at_rejection(p), at_rejection(shifted_p), at_rejection(q))
+    return num_accepted, jnp.where((num_accepted == num_draft_tokens)[:, None], p[:, -1], residual)
 
 
-def warped(s: Sampler, logits: Array) -> Array:
-    """Logits f32[B T V] after the temperature and the filters."""
-    if s.temperature is None:
+def _warp(sampler: Sampler, logits: Array) -> Array:
+    """Applies the temperature and the filters to logits f32[B T V]."""
+    if sampler.temperature is None:
         return logits
-    return apply_filters(s, logits.reshape(-1, logits.shape[-1]) / s.temperature).reshape(logits.shape)
+    return apply_filters(sampler, logits.reshape(-1, logits.shape[-1]) / sampler.temperature).reshape(logits.shape)
 
 
-def probabilities(s: Sampler, logits: Array) -> Array:
-    """What tokens are drawn from, of warped logits f32[... V]; greedy: all mass on the first of the likeliest."""
-    if s.temperature is None:
+def _to_probabilities(sampler: Sampler, logits: Array) -> Array:
+    """Turns warped logits f32[.. V] into probabilities; greedy: all mass on the first of the likeliest tokens."""
+    if sampler.temperature is None:
         return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1], dtype=logits.dtype)
     return jax.nn.softmax(logits, -1)

@@ -1,6 +1,6 @@
-"""Rounds of speculative decoding: a draft guesses some tokens, the verifier reads them all at once, both go on behind.
+"""Rounds of speculative decoding: a draft proposes some tokens, and the verifier reads them all at once.
 
-Between two rounds both caches hold the same new tokens: of a round they take all, and give back those rejected.
+Between two rounds both caches hold the same new tokens: in a round they take all of them, and give back those rejected.
 """
 
 from __future__ import annotations
@@ -15,156 +15,158 @@ from jax import lax
 
 from kvjax.cache.protocol import Cache, RewindableLayer
 from kvjax.core.types import Array, pytree
-from kvjax.engine.decode import step as advance
+from kvjax.engine import decode
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler, sample
-from kvjax.generation.cache_ops.sequences import cropped
-from kvjax.generation.decode_loop import begin
-from kvjax.generation.speculative.acceptance import Shift, judge
+from kvjax.generation import decode_loop
+from kvjax.generation.cache_ops.sequences import crop_layers
+from kvjax.generation.speculative.acceptance import Shift, verify
 
 Targets = tuple[Target, Target]  # of the verifier and of the draft
 
 
 @pytree
-class Rounds:
-    """The state of the loop: `token` has been chosen and is in `out`, but in neither cache yet."""
+class SpeculationState:
+    """The state of the loop: `token` has been drawn and is in `out`, but in neither cache yet."""
 
     verifier: Cache
     draft: Cache
     token: Array  # i32[B]
     out: Array  # i32[B M], -1 where nothing was generated
-    made: Array  # i32[B], columns of `out` that are filled
-    ended: Array  # bool[B], the row has produced an end-of-sequence id
-    accepted: Array  # i32[B]
+    num_generated: Array  # i32[B], columns of `out` that are filled
+    ended: Array  # bool[B], the sequence has produced an end-of-sequence id
+    accepted: Array  # i32[B], drafted tokens that were accepted
     drafted: Array  # i32[B]
     count: Array  # i32[], rounds so far
-    stuck: Array  # bool[2], whether the verifier's cache, the draft's, could not give back rejected tokens
-    keys: Array  # one per row
+    rollback_failed: Array  # bool[2], the verifier's or the draft's cache could not give back rejected tokens
+    keys: Array  # random keys, one per sequence
     eos: Array  # i32[E]
 
     @property
-    def open(self) -> Array:
-        """bool[B]: rows that go on."""
-        return ~self.ended & (self.made < self.out.shape[1])
+    def is_active(self) -> Array:
+        """bool[B]: sequences that are not finished."""
+        return ~self.ended & (self.num_generated < self.out.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames="length")
-def start(logits: Array, key: Array, eos: Array, sampler: Sampler, length: int) -> Rounds:
-    """Draws the first token from the logits f32[B V] of the verifier's prompt; both caches are still to be put in.
-
-    length: M, the most tokens to generate.
-    """
-    first = begin(logits, key, eos, sampler, num_tokens=length)
+def init_state(logits: Array, key: Array, eos: Array, sampler: Sampler, length: int) -> SpeculationState:
+    """Draws the first of at most `length` tokens from the logits f32[B V] of the prompts; caches are still missing."""
+    first = decode_loop.init_state(logits, key, eos, sampler, num_tokens=length)
     token = first.tokens[:, 0]
-    nothing: Any = None  # a cache that came in and went out again would be copied
-    none = jnp.zeros_like(token)
-    return Rounds(
-        verifier=nothing,
-        draft=nothing,
+    no_cache: Any = None  # a jitted function copies a cache that it returns unchanged
+    zeros = jnp.zeros_like(token)
+    return SpeculationState(
+        verifier=no_cache,
+        draft=no_cache,
         token=token,
         out=first.out,
-        made=jnp.ones_like(token),
+        num_generated=jnp.ones_like(token),
         ended=first.done,
-        accepted=none,
-        drafted=none,
+        accepted=zeros,
+        drafted=zeros,
         count=jnp.int32(0),
-        stuck=jnp.zeros(2, bool),
+        rollback_failed=jnp.zeros(2, bool),
         keys=first.keys,
         eos=eos,
     )
 
 
-def one_round(
-    params: Any, draft_params: Any, rounds: Rounds, sampler: Sampler, how: Shift, ahead: int, targets: Targets
-) -> Rounds:
-    """Drafts `ahead` tokens of every open row, judges them, and adds those accepted and one more."""
-    drafted, logits, draft = _propose(draft_params, rounds, sampler, ahead, targets[1])
-    tokens = jnp.concatenate([rounds.token[:, None], drafted], 1)
-    lengths = jnp.where(rounds.open, ahead + 1, 0)
-    verified, verifier = advance(params, tokens, rounds.verifier, ahead + 1, targets[0], lengths)
-    with jax.named_scope("accept"):
-        columns = rounds.made[:, None] + jnp.arange(ahead, dtype=jnp.int32)[None]
-        uniform = jax.vmap(jax.vmap(_uniform, (None, 0)))(rounds.keys, columns)
-        accepted, rest = judge(sampler, how, verified, logits, drafted, uniform)
-        last = jax.vmap(_instead)(rounds.keys, rounds.made + accepted, accepted == ahead, jnp.log(rest))
-    rejected = jnp.where(rounds.open, ahead - accepted, 0)
-    verifier, first = _take_back(verifier, rejected, targets[0])
-    draft, second = _take_back(draft, rejected, targets[1])
-    stuck = jnp.stack([first, second])
-    return _emit(dataclasses.replace(rounds, verifier=verifier, draft=draft, stuck=stuck), drafted, accepted, last)
+def run_rounds(
+    params: Any,
+    draft_params: Any,
+    state: SpeculationState,
+    sampler: Sampler,
+    shift: Shift,
+    *,
+    num_draft_tokens: int,
+    targets: Targets,
+) -> SpeculationState:
+    """Runs rounds until no sequence is active, or a cache could not give back rejected tokens."""
+
+    def goes_on(state: SpeculationState) -> Array:
+        return state.is_active.any() & ~state.rollback_failed.any()
+
+    def run_round(state: SpeculationState) -> SpeculationState:
+        drafted, draft_logits, draft = _propose(draft_params, state, sampler, num_draft_tokens, targets[1])
+        tokens = jnp.concatenate([state.token[:, None], drafted], 1)
+        lengths = jnp.where(state.is_active, num_draft_tokens + 1, 0)
+        logits, verifier = decode.step(params, tokens, state.verifier, num_draft_tokens + 1, targets[0], lengths)
+        with jax.named_scope("accept"):
+            columns = state.num_generated[:, None] + jnp.arange(num_draft_tokens, dtype=jnp.int32)[None]
+            uniform = jax.vmap(jax.vmap(_acceptance_number, (None, 0)))(state.keys, columns)
+            accepted, distribution = verify(sampler, shift, logits, draft_logits, drafted, uniform)
+            column, all_accepted = state.num_generated + accepted, accepted == num_draft_tokens
+            last = jax.vmap(_resample)(state.keys, column, all_accepted, jnp.log(distribution))
+        rejected = jnp.where(state.is_active, num_draft_tokens - accepted, 0)
+        verifier, verifier_failed = _roll_back(verifier, rejected, targets[0])
+        draft, draft_failed = _roll_back(draft, rejected, targets[1])
+        failed = jnp.stack([verifier_failed, draft_failed])
+        state = dataclasses.replace(state, verifier=verifier, draft=draft, rollback_failed=failed)
+        return _append_tokens(state, drafted, accepted, last)
+
+    return lax.while_loop(goes_on, run_round, state)
 
 
-def _propose(params: Any, rounds: Rounds, sampler: Sampler, ahead: int, target: Target) -> tuple[Array, Array, Cache]:
-    """(tokens i32[B A], the logits that they were drawn from f32[B A V], the draft's cache with all of them)."""
-    lengths = rounds.open.astype(jnp.int32)
+def _propose(
+    params: Any, state: SpeculationState, sampler: Sampler, num_draft_tokens: int, target: Target
+) -> tuple[Array, Array, Cache]:
+    """Drafts tokens i32[B A]; returns also their logits f32[B A V], and the draft's cache with all of them."""
+    lengths = state.is_active.astype(jnp.int32)
 
-    def step(carry: tuple[Array, Cache], i: Array) -> tuple[tuple[Array, Cache], tuple[Array, Array]]:
+    def run_step(carry: tuple[Array, Cache], i: Array) -> tuple[tuple[Array, Cache], tuple[Array, Array]]:
         token, cache = carry
-        logits, cache = advance(params, token[:, None], cache, 1, target, lengths)
-        # Drawn with the randomness of its column, as `generate` draws it: from equal logits comes the same token.
-        token = sample(sampler, logits[:, 0], jax.vmap(jax.random.fold_in)(rounds.keys, rounds.made + i))
+        logits, cache = decode.step(params, token[:, None], cache, 1, target, lengths)
+        # Drawn with the randomness of its column, as `generate` draws it: equal logits give the same token.
+        token = sample(sampler, logits[:, 0], jax.vmap(jax.random.fold_in)(state.keys, state.num_generated + i))
         return (token, cache), (token, logits[:, 0])
 
-    # The last step is there for the cache alone: it feeds the last of the drafted tokens.
-    steps = jnp.arange(ahead + 1, dtype=jnp.int32)
-    (_, cache), (tokens, logits) = lax.scan(step, (rounds.token, rounds.draft), steps)
-    return tokens[:ahead].T, logits[:ahead].swapaxes(0, 1), cache
+    # The last step only feeds the last drafted token, so that both caches hold the same tokens.
+    steps = jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)
+    (_, cache), (tokens, logits) = lax.scan(run_step, (state.token, state.draft), steps)
+    return tokens[:num_draft_tokens].T, logits[:num_draft_tokens].swapaxes(0, 1), cache
 
 
-def _uniform(key: Array, column: Array) -> Array:
-    """The number that decides on the token drafted for a column."""
+def _acceptance_number(key: Array, column: Array) -> Array:
+    """Draws the number in [0, 1) that decides on the token drafted for a column."""
     return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, column), 1))
 
 
-def _instead(key: Array, column: Array, all_accepted: Array, logp: Array) -> Array:
-    """The token of a column for which none was accepted; where none was drafted either, its own randomness is free."""
-    free = jax.random.fold_in(key, column)
-    key = jnp.where(all_accepted, free, jax.random.fold_in(free, 2))
+def _resample(key: Array, column: Array, all_accepted: Array, logp: Array) -> Array:
+    """Draws the token after the accepted ones from log probabilities f32[V]."""
+    # The column's own randomness is unused only where no token was drafted for it.
+    unused = jax.random.fold_in(key, column)
+    key = jnp.where(all_accepted, unused, jax.random.fold_in(unused, 2))
     return jax.random.categorical(key, logp).astype(jnp.int32)
 
 
-def _take_back(cache: Cache, count: Array, target: Target) -> tuple[Cache, Array]:
-    """(the cache without the last count i32[B] tokens of each row, whether that was impossible)."""
-    bound = [
+def _roll_back(cache: Cache, count: Array, target: Target) -> tuple[Cache, Array]:
+    """Removes the last count i32[B] tokens of each sequence; returns also whether some layer could not."""
+    failed = [
         count > layer.max_rollback(state)
         for layer, state in zip(cache.plan, cache.layers, strict=True)
-        if isinstance(layer, RewindableLayer)  # as all are, which was asked before the first round
+        if isinstance(layer, RewindableLayer)  # true for all layers, which was checked before the first round
     ]
-    layers = cropped(cache.layers, count, cache.plan, target.config.kv_heads, target.mesh)
-    return dataclasses.replace(cache, layers=layers, length=cache.length - count), jnp.stack(bound).any()
+    layers = crop_layers(cache.layers, count, cache.plan, target.config.kv_heads, target.mesh)
+    return dataclasses.replace(cache, layers=layers, length=cache.length - count), jnp.stack(failed).any()
 
 
-def _emit(rounds: Rounds, drafted: Array, accepted: Array, last: Array) -> Rounds:
-    """Adds the accepted ones of tokens i32[B A] and the last i32[B] to each open row, up to its end."""
-    B, ahead = drafted.shape
-    M, going = rounds.out.shape[1], rounds.open
-    place = jnp.arange(ahead + 1, dtype=jnp.int32)[None]
+def _append_tokens(state: SpeculationState, drafted: Array, accepted: Array, last: Array) -> SpeculationState:
+    """Appends the accepted i32[B] of tokens drafted i32[B A], and the last i32[B], to each active sequence."""
+    B, num_draft_tokens = drafted.shape
+    M, is_active = state.out.shape[1], state.is_active
+    place = jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)[None]
     new = jnp.where(place < accepted[:, None], jnp.pad(drafted, [(0, 0), (0, 1)]), last[:, None])
-    ends = (new[..., None] == rounds.eos[None, None]).any(-1)
-    behind_end = jnp.cumsum(ends, 1, dtype=jnp.int32) > ends.astype(jnp.int32)
-    column = rounds.made[:, None] + place
-    shown = going[:, None] & (place <= accepted[:, None]) & (column < M) & ~behind_end
+    is_eos = (new[..., None] == state.eos[None, None]).any(-1)
+    after_eos = jnp.cumsum(is_eos, 1, dtype=jnp.int32) > is_eos.astype(jnp.int32)
+    column = state.num_generated[:, None] + place
+    is_new = is_active[:, None] & (place <= accepted[:, None]) & (column < M) & ~after_eos
     return dataclasses.replace(
-        rounds,
-        token=jnp.where(going, last, rounds.token),
-        out=rounds.out.at[jnp.arange(B)[:, None], jnp.where(shown, column, M)].set(new, mode="drop"),
-        made=rounds.made + shown.sum(1, dtype=jnp.int32),
-        ended=rounds.ended | (ends & shown).any(1),
-        accepted=rounds.accepted + jnp.where(going, accepted, 0),
-        drafted=rounds.drafted + jnp.where(going, ahead, 0),
-        count=rounds.count + 1,
+        state,
+        token=jnp.where(is_active, last, state.token),
+        out=state.out.at[jnp.arange(B)[:, None], jnp.where(is_new, column, M)].set(new, mode="drop"),
+        num_generated=state.num_generated + is_new.sum(1, dtype=jnp.int32),
+        ended=state.ended | (is_eos & is_new).any(1),
+        accepted=state.accepted + jnp.where(is_active, accepted, 0),
+        drafted=state.drafted + jnp.where(is_active, num_draft_tokens, 0),
+        count=state.count + 1,
     )
-
-
-def all_rounds(
-    params: Any, draft_params: Any, rounds: Rounds, sampler: Sampler, how: Shift, ahead: int, targets: Targets
-) -> Rounds:
-    """Rounds until no row is open, or a cache cannot go back."""
-
-    def more(rounds: Rounds) -> Array:
-        return rounds.open.any() & ~rounds.stuck.any()
-
-    def body(rounds: Rounds) -> Rounds:
-        return one_round(params, draft_params, rounds, sampler, how, ahead, targets)
-
-    return lax.while_loop(more, body, rounds)

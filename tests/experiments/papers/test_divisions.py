@@ -61,13 +61,13 @@ def test_the_second_pass_is_the_methods_own(read):
 def test_hidden_tokens_count_as_little_as_evicted_ones(read, method):
     model, rows, exact = read
     codec = "int4" if "int4" in method else ""
-    every = exact.under(divisions.add_component(divisions.EVERY_TOKEN, codec), 96)
+    every = exact.compress(divisions.add_component(divisions.EVERY_TOKEN, codec), capacity=96)
     there = divisions.hide_tokens(every, _masks(exact, method))
-    gone = exact.under(method, 96)
+    gone = exact.compress(method, capacity=96)
     more = [[3, 1, 4, 1, 5, 9], [2, 7, 1]]
     for a, b in zip(there.score(more), gone.score(more), strict=True):
         np.testing.assert_allclose(a[0], b[0], atol=2e-5)
-    full = exact.under("full", 96).score(more)
+    full = exact.compress("full", 96).score(more)
     assert np.abs(full[0][0] - gone.score(more)[0][0]).max() > 1e-3
 
 

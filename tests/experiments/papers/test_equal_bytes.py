@@ -83,16 +83,16 @@ def test_the_page_has_every_method_at_every_share(run):
     for point in result.points():
         assert page.count(f"| `{point['method']}` |") >= 1
     assert "- 1/2: `int8`" in page and "median" in page
-    picture = equal_bytes_page.draw(result)
+    picture = equal_bytes_page.draw_plot(result)
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
 def test_an_interval_holds_its_mean_95_times_of_100():
     """Of means of 24 normal numbers, whose true mean is 1; resampling so few makes intervals a little too short."""
     draw = np.random.default_rng(1)
-    intervals = [equal_bytes_page.interval(draw.normal(1.0, 2.0, 24)) for _ in range(200)]
+    intervals = [equal_bytes_page.bootstrap_interval(draw.normal(1.0, 2.0, 24)) for _ in range(200)]
     assert 0.88 <= np.mean([low < 1 < high for low, high in intervals]) <= 0.98
-    assert equal_bytes_page.interval(np.full(5, -3.0)) == (-3.0, -3.0)
+    assert equal_bytes_page.bootstrap_interval(np.full(5, -3.0)) == (-3.0, -3.0)
 
 
 def test_differences_are_taken_context_by_context(run):

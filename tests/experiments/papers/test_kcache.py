@@ -22,7 +22,7 @@ from experiments.papers.specache import figure4 as specache_figure4
 from kvjax import KvjaxError
 from kvjax.methods.strings import split_methods
 from kvjax.testing import toy_model
-from tests.experiments.output import printed
+from tests.experiments.output import read_output
 
 LLAMA2, LLAMA3 = (kcache_table1.CONFIGS[name] for name in ("llama-2-7b", "llama-3-8b"))
 A100 = kcache_equations.Machine(312e12, 2039e9, 32e9, 32e9)
@@ -94,7 +94,7 @@ def test_parts_compute_attention():
 
 def test_table1_prints_and_refuses(directory, capsys):
     kcache_table1.main(f"--model {directory} --batch 2 --context 64 --n 8".split())
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     assert "2bnh + 2bnhs + 2bnN" in people and len(document["results"]["parts"]) == 8
     brief(kcache_table1, document)
     with pytest.raises(KvjaxError, match="--n 65 must lie between 1 and --context 64"):
@@ -138,11 +138,11 @@ def test_equations_one_and_two_say_the_same():
 
 def test_equations_print_and_measure(capsys):
     kcache_equations.main(["--n", "128"])
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     assert "63.7" in people and [r["n"] for r in document["results"]["decode"]] == [128] * 4
     assert "63.7" in brief(kcache_equations, document)[0]
     kcache_equations.main("--measure --probe 4,64 --repeats 1".split())
-    measured = printed(capsys)[1]["results"]["machine"]
+    measured = read_output(capsys)[1]["results"]["machine"]
     assert set(measured) == {"flops", "gpu", "h2d", "d2h"} and all(x > 0 for x in measured.values())
     with pytest.raises(KvjaxError, match="h2d must be more than 0"):
         kcache_equations.main(["--h2d", "0"])
@@ -158,7 +158,7 @@ def test_table2_stands_beside_the_paper(directory, tmp_path, capsys):
     command = kcache_table2.commands("DIR", kcache_table2.method(128, 1))[1]
     assert "model=DIR,method=kcache:n=128/device_layers=1 --tasks gsm8k --num_fewshot 8" in command
     kcache_table2.main(f"--model {directory} --out {tmp_path} {QUICK} --n 32 --layers 0".split())
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     assert [tuple(r["key"]) for r in document["results"]["lines"]] == [(0, 0), (32, 0)]
     assert "33.2  5.5  63.6" in people and "Differs from the paper" in people
     assert "N=32 L=0" in brief(kcache_table2, document)[0]
@@ -172,7 +172,7 @@ def test_table4_pairs_tasks(directory, tmp_path, capsys):
     means = np.mean(list(kcache_table4.PAPER.values()), 0)
     np.testing.assert_allclose(means, (62.39, 62.79), atol=0.1)  # as in the paper's Table 2
     kcache_table4.main(f"--model {directory} --out {tmp_path} {QUICK} --n 32 --layers 0".split())
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     assert "snarks" in people and document["results"]["difference"]["ours"]["same"] == 1
     brief(kcache_table4, document)
 
@@ -193,13 +193,13 @@ def test_table3_measures_what_fits_and_says_what_does_not(directory, monkeypatch
     monkeypatch.setitem(SHAPES, "toy", kvjax.load(directory).config)
     quick = "--models toy --inputs 32 --batches 1 --n 8 --device-layers 0 --output 16 --steps 1 --repeats 1"
     kcache_table3.main(quick.split())
-    _, document = printed(capsys)
+    _, document = read_output(capsys)
     (cell,) = document["results"]["decode"]
     assert list(cell["tokens_per_second"]) == ["full", "kcache:n=8,device_layers=0"] and cell["context"] == 40
     assert all(x > 0 for x in cell["tokens_per_second"].values())
     brief(kcache_table3, document)
     kcache_table3.main([*quick.split(), "--limit-gb", "0"])
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     assert "needs 0.0 GiB" in people and "tokens_per_second" not in document["results"]["decode"][0]
     assert "No cell was timed" in brief(kcache_table3, document)[2]
 
@@ -212,14 +212,14 @@ def test_figure4_draws_and_goes_on(directory, tmp_path, capsys):
         f"--model {directory} --out {tmp_path} --contexts 1 --depths 2 --run {tmp_path / 'run'} --lengths 96 --methods"
     )
     specache_figure4.main([*run.split(), "full"])
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     cells = document["results"]["cells"]
     assert [(c["method"], c["length"], c["depth"], c["n"]) for c in cells] == [("full", 96, d, 1) for d in (0.0, 1.0)]
     assert (tmp_path / "specache_figure4.png").stat().st_size > 1000 and "Differs from the paper" in people
     kept = (tmp_path / "run" / "records.jsonl").read_text()
     specache_figure4.main([*run.split(), "full"])
     assert (tmp_path / "run" / "records.jsonl").read_text() == kept
-    assert printed(capsys)[1]["results"] == document["results"]
+    assert read_output(capsys)[1]["results"] == document["results"]
     assert "pair of methods" in brief(specache_figure4, document)[2]
 
 
@@ -255,12 +255,12 @@ def longbench(folder, task: str) -> None:
 def test_appendix_runs_stand_ins_and_local_files(directory, tmp_path, capsys):
     quick = f"--model {directory} --out {tmp_path} --length 96 --contexts 1 --methods full --tasks"
     specache_appendix.main([*quick.split(), "symbols.variables"])
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     assert "LongBench itself is not here: give --data DATA with DATA/longbench/TASK.jsonl" in people
     assert list(document["results"]["scores"]["full"]) == ["symbols.variables"]
     longbench(tmp_path, "hotpotqa")
     specache_appendix.main([*quick.split(), "longbench.hotpotqa", "--data", str(tmp_path)])
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     assert document["results"]["longbench"] and list(document["results"]["scores"]["full"]) == ["longbench.hotpotqa"]
     assert "is not here" not in people
     jax.clear_caches()

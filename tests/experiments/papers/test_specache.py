@@ -24,7 +24,7 @@ from kvjax import KvjaxError
 from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.testbed import tasks
 from kvjax.testing import toy_model
-from tests.experiments.output import printed
+from tests.experiments.output import read_output
 
 SCRIPTS = {
     "specache_figure2": specache_figure2,
@@ -195,7 +195,7 @@ def test_a_script_prints_a_table_and_one_json_document(name, directory, tmp_path
     }
     quick = "--length 96 --contexts 1 --windows 1 --tokens 3 --tasks needle"
     SCRIPTS[name].main(f"--model {directory} --out {tmp_path} {quick} {more.get(name, '')}".split())
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     assert document["benchmark"] == name and "Differs from the paper" in people and "…" not in people
     results = document["results"]["quality"] if name == "specache_table1" else document["results"]
     assert results[0]["method"] == "full" and results[0]["agreement"] == 1.0 and len(results) >= 2
@@ -224,7 +224,7 @@ def test_figure2_names_a_task_that_there_is_not(tiny):
 def test_figure2_prints_hits_and_moves_and_draws(directory, tmp_path, capsys):
     quick = "--length 96 --percent 2,50 --contexts 1 --windows 1 --tokens 128 --steps 1 --repeats 1"
     specache_figure2.main(f"--model {directory} --out {tmp_path} {quick}".split())
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     results = document["results"]
     assert list(results["hits"]) == ["text", "recall"] and (tmp_path / "specache_figure2.png").stat().st_size > 1000
     for low, high in results["hits"].values():
@@ -249,14 +249,14 @@ def test_a_plan_fills_the_memory_and_no_more():
 
 def test_throughput_is_measured_on_request_only(tiny, capsys, monkeypatch):
     specache_table3.main("--contexts 2048,512 --memory-gb 24".split())
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     results = document["results"]
     assert [(r["context"], r["column"]) for r in results] == [(c, i) for c in (2048, 512) for i in range(3)]
     assert "not measured" in people and "526.3" in people and not any("measured" in r for r in results)
     monkeypatch.setitem(SHAPES, "toy", tiny.config)
     monkeypatch.setattr(specache_table3, "METHODS", ("full",) * 3)
     specache_table3.main("--contexts 64 --measure toy --batch 2 --steps 1 --repeats 1".split())
-    people, document = printed(capsys)
+    people, document = read_output(capsys)
     for r in document["results"]:
         assert r["measured"]["batch"] == 2 and r["measured"]["tokens_per_second"] > 0
     with pytest.raises(KvjaxError, match="unknown model 'big'; --measure takes mistral-7b, "):

@@ -65,7 +65,7 @@ def test_an_edit_at_the_end_is_a_crop_and_a_feed():
 
 
 def test_own_tokens_behind_a_shared_prefix_are_edited():
-    context = kvjax.read(ONE, DOCUMENTS[:1], "full", room=0).share(DOCUMENTS[1:], room=40)
+    context = kvjax.read(ONE, DOCUMENTS[:1], "full", room=0).extend_prefix(DOCUMENTS[1:], room=40)
     edited = context.edit([42, 40], [50, 41], [[1], [2, 3]])
     texts = [DOCUMENTS[0] + d for d in (DOCUMENTS[1][:2] + [1] + DOCUMENTS[1][10:], [2, 3] + DOCUMENTS[2][1:])]
     anew = kvjax.read(ONE, texts, "full", room=40)

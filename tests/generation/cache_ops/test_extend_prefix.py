@@ -52,7 +52,7 @@ def test_the_micro_example():
 )
 def test_shared_is_repeated(prefix, own):
     """All of these keep every token; `int8` does so nearly."""
-    once = kvjax.read(MODEL, PREFIX, prefix, room=0).share(DOCUMENTS, own, room=40)
+    once = kvjax.read(MODEL, PREFIX, prefix, room=0).extend_prefix(DOCUMENTS, own, room=40)
     every = kvjax.read(MODEL, WHOLE, "full", room=40)
     near = {"atol": 0.02 if "int8" in own else 2e-5}
     np.testing.assert_allclose(once.last, every.last, **near)
@@ -62,7 +62,7 @@ def test_shared_is_repeated(prefix, own):
 
 
 def test_the_prefix_is_held_once():
-    once = kvjax.read(MODEL, [[7] * 1000], "full", room=0).share([[1]] * 8, room=16)
+    once = kvjax.read(MODEL, [[7] * 1000], "full", room=0).extend_prefix([[1]] * 8, room=16)
     per_token = 2 * 2 * 8 * 4  # keys and values, heads, numbers, bytes
     assert once.bytes.total["device"] < (1024 + 8 * 100) * per_token < 8 * 1000 * per_token
 
@@ -70,11 +70,11 @@ def test_the_prefix_is_held_once():
 def test_a_method_chooses_among_a_rows_own_tokens():
     """Under snapkv a row keeps 4 of its own tokens and the whole prefix, whatever its neighbours are."""
     prefix = kvjax.read(MODEL, PREFIX, "int4", room=0)
-    together = prefix.share(DOCUMENTS, "snapkv:budget=4,window=2", room=40)
+    together = prefix.extend_prefix(DOCUMENTS, "snapkv:budget=4,window=2", room=40)
     kept = together.kept_positions()[0]
     assert [[len(head) for head in row] for row in kept] == [[30 + n] * 2 for n in (4, 1, 4)]
     assert all((head[:30] == np.arange(30)).all() for row in kept for head in row)
-    alone = prefix.share(DOCUMENTS[2:], "snapkv:budget=4,window=2", room=40)
+    alone = prefix.extend_prefix(DOCUMENTS[2:], "snapkv:budget=4,window=2", room=40)
     np.testing.assert_allclose(together.feed(QUESTIONS).last[2], alone.feed(QUESTIONS[2:]).last[0], atol=1e-5)
 
 
@@ -82,12 +82,12 @@ def test_levels_nest_and_rows_follow_several_prefixes(tmp_path):
     """A root, two branches behind it, and four rows behind these, one of which follows none."""
     branches, leaves = ids(5, 8), ids(4, 1, 6, 3)
     root = kvjax.read(MODEL, PREFIX, "full", room=0)
-    tree = root.share(branches, room=0).share(leaves, of=[1, 0, 1, -1], room=40)
+    tree = root.extend_prefix(branches, room=0).extend_prefix(leaves, of=[1, 0, 1, -1], room=40)
     texts = [PREFIX[0] + branches[p] + d for p, d in zip((1, 0, 1), leaves, strict=False)] + leaves[3:]
     every = kvjax.read(MODEL, texts, "full", room=40)
     more = ids(2, 3, 1, 5)
     np.testing.assert_allclose(tree.feed(more).last, every.feed(more).last, atol=2e-5)
-    np.testing.assert_allclose(tree.pick([3, 0]).feed(more[:2]).last, every.pick([3, 0]).feed(more[:2]).last, atol=2e-5)
+    np.testing.assert_allclose(tree.take([3, 0]).feed(more[:2]).last, every.take([3, 0]).feed(more[:2]).last, atol=2e-5)
     back = tree.feed(more).crop([len(t) for t in texts])
     np.testing.assert_allclose(back.feed(more).last, every.feed(more).last, atol=2e-5)
     again = kvjax.resume(MODEL, tree.save(tmp_path / "tree"), tree.method)
@@ -96,22 +96,24 @@ def test_levels_nest_and_rows_follow_several_prefixes(tmp_path):
 
 
 def test_rows_behind_one_prefix_branch_and_join():
-    once = kvjax.read(MODEL, PREFIX, "full", room=0).share(DOCUMENTS, room=40)
-    branched = once.branch(2)
+    once = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(DOCUMENTS, room=40)
+    branched = once.fork(2)
     np.testing.assert_array_equal(branched.last[::2], once.last)
     assert branched.bytes.total["device"] < 2 * once.bytes.total["device"]
-    again = once.feed(QUESTIONS).join(once.feed(QUESTIONS).pick([1]))
+    again = once.feed(QUESTIONS).join(once.feed(QUESTIONS).take([1]))
     answers = again.feed([*QUESTIONS, QUESTIONS[1]]).last
     np.testing.assert_allclose(answers[3], answers[1], atol=1e-6)
     with pytest.raises(IncompatibleMethod, match="last 13 tokens, 12 at most.*or in a shared prefix"):
         once.crop([29, 31, 31])
-    other = kvjax.read(MODEL, ids(30), "full", room=0).share(DOCUMENTS, room=40)
+    other = kvjax.read(MODEL, ids(30), "full", room=0).extend_prefix(DOCUMENTS, room=40)
     with pytest.raises(KvjaxError, match="shared prefixes that are not the same one"):
         once.join(other)
 
 
 def test_a_guessing_method_works_behind_a_prefix():
-    once = kvjax.read(MODEL, PREFIX, "full", room=0).share(DOCUMENTS, "specache:group=8,residual=8,topk=99", room=40)
+    once = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(
+        DOCUMENTS, "specache:group=8,residual=8,topk=99", room=40
+    )
     every = kvjax.read(MODEL, WHOLE, "full", room=40)
     got, want = (c.generate(max_new_tokens=6, eos_ids=()).tokens for c in (once, every))
     assert got == want
@@ -123,12 +125,12 @@ def test_a_mesh_shares_one_prefix():
     params = jax.device_put(model.params, param_shardings(model.config, mesh))
     spread = dataclasses.replace(model, params=params, mesh=mesh)
     texts = [[5, 6], [7, 8, 9]]
-    one = kvjax.read(model, [list(range(20))], "offload", room=0).share(texts, "full", room=8)
-    four = kvjax.read(spread, [list(range(20))] * 2, "offload", room=0).share(texts, "full", of=[0, 0], room=8)
+    one = kvjax.read(model, [list(range(20))], "offload", room=0).extend_prefix(texts, "full", room=8)
+    four = kvjax.read(spread, [list(range(20))] * 2, "offload", room=0).extend_prefix(texts, "full", of=[0, 0], room=8)
     np.testing.assert_allclose(four.feed(texts).last, one.feed(texts).last, atol=1e-5)
     assert four.bytes == one.bytes
     with pytest.raises(KvjaxError, match="on a mesh all rows share one prefix"):
-        kvjax.read(spread, texts, "full", room=0).share(texts, of=[0, 1])
+        kvjax.read(spread, texts, "full", room=0).extend_prefix(texts, of=[0, 1])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_a_mesh_shares_one_prefix():
 )
 def test_what_cannot_share_says_so(prefix, own, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        kvjax.read(MODEL, PREFIX, prefix, room=0).share(DOCUMENTS, own)
+        kvjax.read(MODEL, PREFIX, prefix, room=0).extend_prefix(DOCUMENTS, own)
 
 
 def test_bad_input_is_named():
@@ -155,6 +157,6 @@ def test_bad_input_is_named():
         ([0, 3], "names rows 0..2 of the context, or -1"),
     ):
         with pytest.raises(KvjaxError, match=says):
-            context.share(DOCUMENTS[:2], of=of)
+            context.extend_prefix(DOCUMENTS[:2], of=of)
     with pytest.raises(KvjaxError, match="a shared prefix is read first"):
-        kvjax.read(MODEL, DOCUMENTS, context.share(DOCUMENTS, of=[0, 1, 2]).method)
+        kvjax.read(MODEL, DOCUMENTS, context.extend_prefix(DOCUMENTS, of=[0, 1, 2]).method)

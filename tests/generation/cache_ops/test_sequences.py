@@ -93,15 +93,15 @@ def test_after_a_crop_something_must_be_fed(tmp_path):
 @pytest.mark.parametrize("method", ["full", "kivi:bits=4,group=8,residual=8 + offload", "h2o:heavy=8,recent=8"])
 def test_branches_and_joined_rows_are_the_rows(method):
     context = kvjax.read(MODEL, DOCUMENTS[:2], method, room=40)
-    branched = context.branch(2)
+    branched = context.fork(2)
     assert branched.rows == 4 and branched.cache.length.tolist() == [40, 40, 23, 23]
     for x, y in zip(jax.tree.leaves(branched.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y)[[0, 0, 1, 1]])
         assert memory.memory_kind(x) == memory.memory_kind(y) and x.dtype == y.dtype
     np.testing.assert_array_equal(
-        kvjax.cache_ops.branch(context.cache, 2).length, kvjax.cache_ops.rows(context.cache, [0, 0, 1, 1]).length
+        kvjax.cache_ops.fork(context.cache, 2).length, kvjax.cache_ops.take(context.cache, [0, 0, 1, 1]).length
     )
-    again = branched.pick([0, 1]).join(branched.pick([2]), branched.pick([3]))
+    again = branched.take([0, 1]).join(branched.take([2]), branched.take([3]))
     pairs = zip(*(jax.tree.leaves((c.cache, c.last)) for c in (again, branched)), strict=True)
     for x, y in pairs:
         np.testing.assert_array_equal(x, y)
@@ -115,9 +115,9 @@ def test_branches_and_joined_rows_are_the_rows(method):
         (lambda c: c.crop(41), "row 0 has 40 tokens and cannot be cropped to 41; give 0..40"),
         (lambda c: c.crop([1, 2]), "lengths must be a whole number, or one for each of 3 rows"),
         (lambda c: c.crop(0.5), "lengths must be a whole number"),
-        (lambda c: c.pick([3]), "the cache has rows 0..2"),
-        (lambda c: c.pick([]), "a list of one number or more"),
-        (lambda c: c.branch(0), "times must be an integer from 1 to 2147483647, got 0"),
+        (lambda c: c.take([3]), "the cache has rows 0..2"),
+        (lambda c: c.take([]), "a list of one number or more"),
+        (lambda c: c.fork(0), "times must be an integer from 1 to 2147483647, got 0"),
         (lambda c: kvjax.cache_ops.join([]), "no caches were given"),
         (lambda c: c.join(kvjax.read(MODEL, [[1]], "int4", capacity=128)), "another model or method"),
         (lambda c: c.join(kvjax.read(OTHER, [[1]], "full", capacity=128)), "other weights or types"),
@@ -139,9 +139,9 @@ def test_four_devices_do_what_one_does():
     def changed(model: kvjax.Model) -> tuple[kvjax.Context, list[np.ndarray]]:
         context = kvjax.read(model, documents, "offload", room=40)
         back = context.feed(more).crop([5, 3])
-        four = back.branch(2).join(back)
+        four = back.fork(2).join(back)
         edited = context.edit([1, 0], [2, 1], [[20, 21], []])
-        return four, [c.feed(last).last for c in (back, four.pick([0, 2]), edited)]
+        return four, [c.feed(last).last for c in (back, four.take([0, 2]), edited)]
 
     one, (four, answers) = changed(model), changed(dataclasses.replace(model, params=params, mesh=mesh))
     for mine, alone in zip(answers, one[1], strict=True):
@@ -149,4 +149,4 @@ def test_four_devices_do_what_one_does():
     for x in jax.tree.leaves(four.cache.layers):
         assert max(shard.data.size for shard in x.addressable_shards) < x.size
     with pytest.raises(KvjaxError, match="axis B of size 1 does not divide over the 2 devices"):
-        four.pick([0])
+        four.take([0])

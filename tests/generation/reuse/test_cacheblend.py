@@ -8,7 +8,7 @@ import pytest
 import kvjax
 from kvjax import KvjaxError
 from kvjax.generation.reuse.cacheblend import blend
-from kvjax.generation.reuse.chunk_layout import Span, again, lay
+from kvjax.generation.reuse.chunk_layout import Span, layout_chunks, recompute
 from kvjax.testing import toy_model
 
 MODEL = toy_model(windows=(None, None, 9))
@@ -38,7 +38,7 @@ def held(exact, layer: int, row: int) -> tuple[np.ndarray, np.ndarray]:
 def test_all_tokens_again_are_the_whole_text(chunks, whole):
     blended = blend(chunks, ORDER, QUESTIONS, ratio=1.0)
     np.testing.assert_allclose(blended.last, whole.last, atol=1e-5)
-    got, want = (e.under("full", 64).generate(max_new_tokens=4, eos_ids=()).tokens for e in (blended, whole))
+    got, want = (e.compress("full", 64).generate(max_new_tokens=4, eos_ids=()).tokens for e in (blended, whole))
     assert got == want
 
 
@@ -51,10 +51,10 @@ def test_a_first_chunk_is_exact_however_little_is_run(chunks, whole):
             np.testing.assert_allclose(mine[:, :12], exact[:, :12], atol=1e-5)
 
 
-def test_those_run_again_deviate_most(chunks, whole):
+def test_the_recomputed_tokens_deviate_most(chunks, whole):
     """At layer 1 values are exact; of 39 chunk tokens int(39 * 0.2) = 7 are run, and replaced in layer 2."""
-    laid = lay(chunks, [Span(i, 0, len(c)) for i, c in enumerate(CHUNKS)], ORDER, QUESTIONS)
-    blended, at = again(chunks, laid, np.array([7, 4]), None, 1)
+    layout = layout_chunks(chunks, [Span(i, 0, len(c)) for i, c in enumerate(CHUNKS)], ORDER, QUESTIONS)
+    blended, at = recompute(chunks, layout, np.array([7, 4]), None, 1)
     exact = held(whole, 1, 0)[1]
     alone = np.concatenate([held(chunks, 1, c)[1] for c in ORDER[0]], 1)
     deviation = ((exact[:, :39].astype(np.float64) - alone) ** 2).sum((0, 2))
@@ -85,10 +85,10 @@ def test_a_row_depends_on_no_other(chunks):
 
 
 def test_a_blended_text_goes_under_any_method_without_queries(chunks):
-    context = blend(chunks, ORDER, QUESTIONS).under("keydiff:budget=8 + int4", 64)
+    context = blend(chunks, ORDER, QUESTIONS).compress("keydiff:budget=8 + int4", 64)
     assert context.generate(max_new_tokens=2).rows == 2
     with pytest.raises(KvjaxError, match="looks at the prompt's queries"):
-        blend(chunks, ORDER, QUESTIONS).under("snapkv:budget=8,window=4", 64)
+        blend(chunks, ORDER, QUESTIONS).compress("snapkv:budget=8,window=4", 64)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_bad_input_is_named(chunks, arguments, more, says):
 
 def test_a_method_that_would_read_the_text_again_says_so(chunks):
     with pytest.raises(KvjaxError, match="read the prompts' tokens with it"):
-        blend(chunks, ORDER, QUESTIONS).under("a_shape", 64)
+        blend(chunks, ORDER, QUESTIONS).compress("a_shape", 64)

@@ -36,9 +36,9 @@ def test_impact_is_the_formula(chunks):
     )
     for i in range(3):
         assert chunks.chunks[i].impact == pytest.approx(oracle.impact(mean, [9, 14, 6], i), abs=1e-5)
-        assert chunks.chunks[i].tokens == (A, B, C)[i] and chunks.chunks[i].before == (A, B, C)[:i]
+        assert chunks.chunks[i].tokens == (A, B, C)[i] and chunks.chunks[i].preceding == (A, B, C)[:i]
     assert chunks.chunks[0].impact == 0.5  # nothing before it
-    np.testing.assert_allclose(chunks.chunks[2].looks_back, mean[23:29, :23].sum(1), atol=1e-5)
+    np.testing.assert_allclose(chunks.chunks[2].attention_to_context, mean[23:29, :23].sum(1), atol=1e-5)
     np.testing.assert_allclose(chunks.chunks[2].inter, [mean[23:29, :9].sum(), mean[23:29, 9:23].sum()], atol=1e-5)
 
 
@@ -57,7 +57,7 @@ def test_a_prompt_that_comes_again_is_reused_exactly(chunks):
     again = chunks.reuse([[0, 1, 2]], [QUESTION])
     whole = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION]])
     np.testing.assert_allclose(again.last, whole.last, atol=1e-5)
-    assert chunks._marks([0, 1, 2], 1.0).sum() == 0
+    assert chunks._recompute_mask([0, 1, 2], 1.0).sum() == 0
 
 
 def test_with_enough_tokens_it_is_the_whole_text(chunks):
@@ -66,7 +66,7 @@ def test_with_enough_tokens_it_is_the_whole_text(chunks):
     mended = chunks.reuse(order, [QUESTION, [1]], alpha=100.0)
     whole = kvjax.reuse.read_exactly(MODEL, texts)
     np.testing.assert_allclose(mended.last, whole.last, atol=1e-5)
-    got, want = (e.under("full", 64).generate(max_new_tokens=3, eos_ids=()).tokens for e in (mended, whole))
+    got, want = (e.compress("full", 64).generate(max_new_tokens=3, eos_ids=()).tokens for e in (mended, whole))
     assert got == want
 
 
@@ -77,11 +77,11 @@ def test_more_tokens_come_nearer(chunks):
         np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=a).last) - whole).max() for a in (0.0, 100.0)
     )
     assert near < 1e-5 < far
-    marks = chunks._marks([3, 1], 1.0)
+    mask = chunks._recompute_mask([3, 1], 1.0)
     chunk = chunks.chunks[1]
     count = int(np.ceil(chunk.impact * 14))
-    np.testing.assert_array_equal(np.flatnonzero(marks[11:]), np.sort(np.argsort(-chunk.looks_back)[:count]))
-    assert marks[:11].sum() == 0  # D was first, and is again
+    np.testing.assert_array_equal(np.flatnonzero(mask[11:]), np.sort(np.argsort(-chunk.attention_to_context)[:count]))
+    assert mask[:11].sum() == 0  # D was first, and is again
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ def test_distributions_of_one_symbol_take_nothing():
 def test_rare_symbols_keep_a_frequency():
     counts = np.array([[10**6, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 5]])
     found = rans.frequencies(counts)
-    np.testing.assert_array_equal(found.sum(1), rans.TOTAL)
+    np.testing.assert_array_equal(found.sum(1), rans.TOTAL_FREQUENCY)
     assert (found[counts > 0] > 0).all() and (found[[0, 1], [2, 3]] == 0).all()
     many = rans.frequencies(np.array([[10**6] * 128 + [1] * 127]))
-    assert many.min() == 1 and many.sum() == rans.TOTAL
+    assert many.min() == 1 and many.sum() == rans.TOTAL_FREQUENCY
 
 
 def test_parts_follow_each_other_and_lanes_may_share_a_distribution():
@@ -135,12 +135,14 @@ def test_it_goes_on_as_the_cache_in_levels_does(tmp_path):
     by_hand = dataclasses.replace(EXACT, prompts=tuple(prompts))
     question = [[5, 6], [7], [8, 9]]
     for method in ("full", "keydiff:budget=12 + int8"):
-        answer, expected = (x.under(method, 96).ask(question, max_new_tokens=6) for x in (again, by_hand))
+        answer, expected = (x.compress(method, 96).ask(question, max_new_tokens=6) for x in (again, by_hand))
         assert answer.tokens == expected.tokens
-    exactly = EXACT.under("full", 96).feed(question).last
-    assert np.abs(again.under("full", 96).feed(question).last - exactly).max() > 1e-3  # and it is not the exact cache
+    exactly = EXACT.compress("full", 96).feed(question).last
+    assert (
+        np.abs(again.compress("full", 96).feed(question).last - exactly).max() > 1e-3
+    )  # and it is not the exact cache
     with pytest.raises(KvjaxError, match="looks at the prompt's queries"):
-        again.under("snapkv:budget=8,window=4", 96)
+        again.compress("snapkv:budget=8,window=4", 96)
 
 
 def test_more_levels_come_nearer_and_take_more(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.reuse.prefix_tree import groups
+from kvjax.generation.reuse.prefix_tree import group_by_prefix
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1)
@@ -39,22 +39,22 @@ def test_an_example_by_hand():
     """Of four that share 3 tokens, two share 10: these save 10, and the others 3, where all together would save 9."""
     common, long = [1, 2, 3], [4] * 7
     ids = [[*common, 5, 0], [*common, *long, 8, 0], [*common, *long, 9, 0], [*common, 6, 0]]
-    assert {group.rows: group.length for group in groups(ids)} == {(1, 2): 10, (0, 3): 3}
+    assert {group.rows: group.length for group in group_by_prefix(ids)} == {(1, 2): 10, (0, 3): 3}
     ids[1] = [*common, 4, 4, 0, 0]  # now they share 5: together all save 9, and 5 + 3 apart
-    assert {frozenset(group.rows): group.length for group in groups(ids)} == {frozenset({0, 1, 2, 3}): 3}
+    assert {frozenset(group.rows): group.length for group in group_by_prefix(ids)} == {frozenset({0, 1, 2, 3}): 3}
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_division_saves_more(seed):
     rng = np.random.default_rng(seed)
     ids = [rng.integers(0, 2, rng.integers(1, 8)).tolist() for _ in range(6)]
-    found = groups(ids)
+    found = group_by_prefix(ids)
     assert sorted(row for group in found for row in group.rows) == list(range(6))
     for group in found:
         assert len({tuple(ids[row][: group.length]) for row in group.rows}) == 1
         assert all(group.length < len(ids[row]) for row in group.rows)
     best = max(sum(saved(ids, part) for part in parts) for parts in partitions(list(range(6))))
-    assert sum(group.saved for group in found) == best
+    assert sum(group.num_saved for group in found) == best
 
 
 def test_a_batch_with_shared_prefixes_is_the_batch():

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax import IncompatibleMethod, KvjaxError
 from kvjax.engine.sampling import SamplingParams
-from kvjax.generation.compiled import jit_with
+from kvjax.generation.compile_options import jit_with
 from kvjax.generation.speculative import acceptance
-from kvjax.generation.speculative.acceptance import acceptance_probabilities, moved, shift
-from kvjax.generation.speculative.speculation_loop import all_rounds
+from kvjax.generation.speculative.acceptance import acceptance_probabilities, make_shift, shift_logits
+from kvjax.generation.speculative.speculation_loop import run_rounds
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 from tests.oracles import speculation as oracle
@@ -27,11 +27,11 @@ PROMPTS, OTHERS = ([RNG.integers(0, 96, n).tolist() for n in (40, 23, 1)] for _ 
 QUEST = "quest:budget=6,page=2,device_layers=0"
 FREE = {"max_new_tokens": 17, "eos_ids": ()}
 DRAWN = {**FREE, "temperature": 1.3, "top_p": 0.9}
-judge = jax.jit(acceptance.judge)
+verify = jax.jit(acceptance.verify)
 
 
 def test_greedy_is_what_generate_gives():
-    out = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, ahead=3, **FREE)
+    out = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **FREE)
     assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
     assert out.finish_reasons == ["length"] * 3 and out.text is None and out.rows == 3
     assert max(out.drafted) == 3 * out.verifier_calls and 0 < out.acceptance < 1
@@ -40,17 +40,17 @@ def test_greedy_is_what_generate_gives():
         assert drafted % 3 == 0 and 0 <= accepted + rounds - (len(tokens) - 1) <= 3  # too many in the last round only
     programs = []
     for ends in ((out.tokens[0][4], out.tokens[1][9]), (out.tokens[0][3], out.tokens[1][8])):
-        cut = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, ahead=3, **{**FREE, "eos_ids": ends})
+        cut = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **{**FREE, "eos_ids": ends})
         assert cut.tokens == kvjax.generate(MODEL, PROMPTS, "full", **{**FREE, "eos_ids": ends}).tokens
         assert cut.finish_reasons[:2] == ["stop"] * 2 and len(cut.tokens[0]) <= 5
-        programs.append(jit_with(all_rounds, ("ahead", "targets"), ("rounds",))._cache_size())
+        programs.append(jit_with(run_rounds, ("num_draft_tokens", "targets"), ("state",), ())._cache_size())
     assert programs[0] == programs[1]  # other ids to end at need no other program
 
 
 def test_another_model_drafts_from_a_shorter_text():
     drafter, short = toy_model(layers=1, width=16, vocab_size=96, seed=1), [prompt[-5:] for prompt in PROMPTS]
     out = kvjax.speculative.speculate(
-        MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, ahead=1, **FREE
+        MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, num_draft_tokens=1, **FREE
     )
     assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
     assert out.bytes.total["pinned_host"] > sum(out.draft_bytes.total.values()) > 0
@@ -61,7 +61,7 @@ def test_two_devices_do_what_one_does():
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
     params = jax.device_put(MODEL.params, param_shardings(MODEL.config, mesh))
     spread = dataclasses.replace(MODEL, params=params, mesh=mesh)
-    one, two = (kvjax.speculative.speculate(m, PROMPTS, QUEST, ahead=3, **FREE) for m in (MODEL, spread))
+    one, two = (kvjax.speculative.speculate(m, PROMPTS, QUEST, num_draft_tokens=3, **FREE) for m in (MODEL, spread))
     assert (two.tokens, two.accepted) == (one.tokens, one.accepted)
 
 
@@ -91,19 +91,19 @@ LOGITS = 2 * RNG.standard_normal((2, 4, 6))  # of the verifier and of the draft,
 
 
 def one_place(z: np.ndarray, y: np.ndarray, m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """What `judge` does at one place: (f64[V] the chance that each drafted token has, f64[V] what follows a rejection).
+    """Runs `verify` at one place: (f64[V] the chance that each drafted token has, f64[V] what follows a rejection).
 
     The chance is found from both sides: a number just below it accepts the token, one just above it rejects it.
     """
-    V, how, s = len(z), shift(m, 0.1), SamplingParams(1.0).sampler()
+    V, how, s = len(z), make_shift(m, 0.1), SamplingParams(1.0).sampler()
     drafted = jnp.arange(V, dtype=jnp.int32)[:, None]
-    near = moved(how, jnp.float32(z), jax.nn.softmax(jnp.float32(z)), jax.nn.softmax(jnp.float32(y)))
+    near = shift_logits(how, jnp.float32(z), jax.nn.softmax(jnp.float32(z)), jax.nn.softmax(jnp.float32(y)))
     p, q = (jnp.broadcast_to(jax.nn.softmax(jnp.float32(x)), (V, 1, V)) for x in (near, y))
     chance = acceptance_probabilities(p, q, drafted)
     verified = jnp.broadcast_to(jnp.float32(np.stack([z, z])), (V, 2, V))
     offered = jnp.broadcast_to(jnp.float32(y), (V, 1, V))
-    below, bonus = judge(s, how, verified, offered, drafted, chance - 1e-6)
-    above, rest = judge(s, how, verified, offered, drafted, chance + 1e-6)
+    below, bonus = verify(s, how, verified, offered, drafted, chance - 1e-6)
+    above, rest = verify(s, how, verified, offered, drafted, chance + 1e-6)
     assert below.tolist() == [1] * V and above.tolist() == [0] * V
     np.testing.assert_allclose(bonus, np.tile(oracle.softmax(z), (V, 1)), atol=1e-6)  # behind the last: the verifier's
     np.testing.assert_allclose(rest, np.tile(rest[:1], (V, 1)), atol=1e-6)
@@ -130,7 +130,7 @@ def test_what_comes_out_is_distributed_as_the_verifiers_tokens():
 
 def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
     z, y = jnp.float32(LOGITS)
-    greedy, how = SamplingParams().sampler(), shift(0.0, 0.1)
+    greedy, how = SamplingParams().sampler(), make_shift(0.0, 0.1)
     own = z.argmax(-1).astype(jnp.int32)
     guesses = jnp.where(z == z.max(-1, keepdims=True), 9.0, y)[None, :3]
     for wrong, count in ((None, 3), (0, 0), (1, 1)):
@@ -138,10 +138,10 @@ def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
         if wrong is not None:
             drafted = drafted.at[0, wrong].set((own[wrong] + 1) % 6)
             offers = offers.at[0, wrong, (own[wrong] + 1) % 6].set(99.0)
-        accepted, rest = judge(greedy, how, z[None], offers, drafted, jnp.zeros((1, 3)))
+        accepted, rest = verify(greedy, how, z[None], offers, drafted, jnp.zeros((1, 3)))
         assert accepted.tolist() == [count] and rest.argmax(-1).tolist() == [int(own[count])] and rest.sum() == 1
     # A number of 1 is never drawn: with it even equals are rejected, and what is left is not NaN.
-    accepted, rest = judge(SamplingParams(1.0).sampler(), how, z[None], z[None, :3], own[None, :3], jnp.ones((1, 3)))
+    accepted, rest = verify(SamplingParams(1.0).sampler(), how, z[None], z[None, :3], own[None, :3], jnp.ones((1, 3)))
     assert accepted.tolist() == [0]
     np.testing.assert_allclose(rest[0], oracle.softmax(LOGITS[0, 0]), atol=1e-6)
 
@@ -149,7 +149,7 @@ def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"ahead": 0}, "ahead must be an integer from 1"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens must be an integer from 1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer from 1"),
         ({"temperature": -1.0}, "temperature must be a number"),
         ({"transfer": -1.0}, "transfer must be 0 .lossless. or a positive number, got -1"),

@@ -1,0 +1,299 @@
+"""Calls on a model and an explicit cache: logits, prefill, extend and score, with checks, padding and timing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.protocol import Cache, KVMethod, num_layer_slots
+from kvjax.core.types import Array
+from kvjax.engine import decode as engine_decode
+from kvjax.engine import prefill as engine_prefill
+from kvjax.engine.forward import Plan, Target, exact_logits
+from kvjax.engine.plan import bind
+from kvjax.errors import KvjaxError
+from kvjax.generation import checks
+from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.inputs import Prompts, pad, place, round_up, token_ids
+from kvjax.generation.timing import Timer
+from kvjax.models.model import Model
+from kvjax.utils import arguments
+
+Decoded = bool | Sequence[Sequence[bool]]
+"""Whether tokens stand for decoded ones: all of them, or each by itself. A method that drafts must predict a decoded
+token, as it does in generation; the others are known to it in advance."""
+
+
+def logits(model: Model, ids: Prompts) -> Array:
+    """Runs the exact forward pass without a cache.
+
+    Args:
+      model: from `kvjax.load`.
+      ids: texts, or lists of ids.
+
+    Returns:
+      Logits f32[B T V], where T is the longest prompt; beyond a sequence's length they mean nothing.
+    """
+    tokens, lengths = pad(token_ids(model, ids))
+    checks.check_result(model, *tokens.shape)
+    with Timer().timed():
+        out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
+    return out[:, : int(lengths.max())]
+
+
+def prefill(
+    model: Model,
+    ids: Prompts,
+    method: str | KVMethod,
+    *,
+    capacity: int | None = None,
+    chunk: int | None = None,
+    progress: bool = False,
+) -> tuple[Array, Cache]:
+    """Runs prompts and compresses them under a method.
+
+    Args:
+      model: from `kvjax.load`.
+      ids: texts, or lists of ids.
+      method: a method or its string.
+      capacity: tokens that a sequence of the cache may grow to, the prompt included; by default 128 more than the
+        longest prompt has.
+      chunk: tokens run at a time; all layers' exact keys and values are then in memory at once, otherwise one layer's.
+      progress: whether to show a bar over the chunks.
+
+    Returns:
+      Logits of each prompt's last token f32[B V], and the cache.
+    """
+    ids = token_ids(model, ids)
+    capacity = capacity_for(ids, capacity, 0 if capacity is not None else 128)
+    return run_prompts(model, bind(method, model.config), ids, capacity, chunk=chunk, progress=progress)
+
+
+def capacity_for(ids: Sequence[Sequence[int]], capacity: int | None, num_new: int) -> int:
+    """Rounds up the capacity in tokens per sequence; raises KvjaxError unless the prompts and `num_new` tokens fit."""
+    need = max(map(len, ids)) + num_new
+    if capacity is not None and arguments.integer("capacity", capacity, 0) < need:
+        raise KvjaxError(
+            f"capacity {capacity} is too small: the longest prompt has {need - num_new} tokens and {num_new} more are "
+            f"to come; raise capacity to at least {need}, or shorten the prompt"
+        )
+    return round_up(need if capacity is None else capacity)
+
+
+def run_prompts(
+    model: Model,
+    plan: Plan,
+    ids: Sequence[Sequence[int]],
+    capacity: int,
+    *,
+    chunk: int | None = None,
+    width: int | None = None,
+    progress: bool = False,
+    timer: Timer | None = None,
+) -> tuple[Array, Cache]:
+    """Runs prompts that are lists of ids; arguments as in `prefill`, with a bound plan in place of the method.
+
+    Args:
+      width: tokens that prompts are padded to; None for the next multiple of 64.
+      timer: adds up the seconds.
+
+    Returns:
+      Logits of each prompt's last token f32[B V], and the cache.
+    """
+    timer = timer or Timer()
+    lengths = tuple(map(len, ids))
+    num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
+    method_chunk = min((layer.needs.prompt_chunk for layer in plan if layer.needs.prompt_chunk), default=None)
+    if chunk is not None and arguments.integer("chunk", chunk) and method_chunk:
+        raise KvjaxError("this method feeds a prompt in chunks of its own; leave `chunk` out")
+    padded = width or round_up(max(lengths))
+    tokens_at_once = chunk or method_chunk or padded
+    checks.check_prompts(model, plan, lengths, num_slots, capacity, width=padded, chunk=tokens_at_once)
+    # A method's own chunks end at the padded length; user-set chunks are equal, so that they share one program.
+    tokens, lengths = pad(ids, padded if chunk is None else round_up(padded, chunk))
+    tokens_at_once = min(tokens_at_once, tokens.shape[1])
+    compiled = compiled_for(model, len(ids) * tokens_at_once, in_place=True, num_logits=len(ids))
+    if tokens_at_once == tokens.shape[1]:  # chunks are cut from NumPy arrays, which compiles nothing
+        tokens = place(model, tokens, "B T")
+
+    def show_bar(chunks: Any) -> Any:
+        from rich.progress import track  # imported late, as only a bar needs it
+
+        return track(chunks, "prefill", transient=True)
+
+    with timer.timed():
+        outputs = engine_prefill.prefill(
+            model.params,
+            cast(Array, tokens),
+            place(model, lengths, "B"),
+            plan,
+            Target(model.config, model.mesh),
+            capacity,
+            chunk=chunk,
+            num_slots=num_slots,
+            replay_prompts=replay_prompts(model, plan),
+            compiled=compiled,
+            progress=show_bar if progress else iter,
+        )
+        last, cache = jax.block_until_ready(outputs)
+    return last, dataclasses.replace(cache, weights=model.fingerprint)
+
+
+def replay_prompts(model: Model, plan: Plan) -> tuple[list[int], list[int]]:
+    """Encodes the texts that come before the first and before every later chunk that the model repeats (KVzip)."""
+    replay = next((layer.needs.replay for layer in plan if layer.needs.replay), None)
+    if replay is None or model.tokenizer is None:
+        return [], []
+    encode = functools.partial(model.tokenizer.encode, special_tokens=False)
+    return encode(replay.first) if replay.first else [], encode(replay.later) if replay.later else []
+
+
+def extend(
+    model: Model, ids: Prompts, cache: Cache, method: str | KVMethod | None = None, *, decoded: Decoded = False
+) -> tuple[Array, Cache]:
+    """Runs further tokens of every sequence on a cache, which stays usable.
+
+    Args:
+      model: the model that filled the cache.
+      ids: texts or lists of ids, of any lengths.
+      cache: from `prefill` or `extend`.
+      method: None, or the method of the cache; another one is an error.
+      decoded: whether the tokens stand for decoded ones, all of them or each by itself; see `Decoded`.
+
+    Returns:
+      Logits f32[B T V], which mean nothing beyond a sequence's length, and a new cache.
+
+    Raises:
+      KvjaxError: a cache without room for the tokens, or one that another model or method filled.
+    """
+    cache, ids = checks.check_cache(model, cache, method), token_ids(model, ids)
+    return extend_padded(model, ids, cache, decoded)
+
+
+def extend_padded(
+    model: Model, ids: Sequence[Sequence[int]], cache: Cache, decoded: Decoded = False, width: int | None = None
+) -> tuple[Array, Cache]:
+    """`extend` for lists of ids, padded to a width, so that sequences of many lengths share one program."""
+    inputs = inputs_after_cache(model, ids, cache, width=width)
+    mask = _decoded_mask(ids, decoded)
+    if engine_decode.num_draft_tokens(cache.plan) and any(map(any, mask)):
+        known = [[not is_decoded for is_decoded in row[1:]] + [False] for row in mask]
+        inputs["next_is_known"] = place(model, pad(known, inputs["tokens"].shape[1])[0] > 0, "B T")
+    return extend_timed(model, cache, Timer(), **inputs)
+
+
+def inputs_after_cache(
+    model: Model, ids: Sequence[Sequence[int]], cache: Cache, num_new: int = 0, width: int | None = None
+) -> dict[str, Array]:
+    """Pads tokens that follow a cache; raises KvjaxError unless they fit, and `num_new` generated ones after them.
+
+    Returns the arguments `tokens` i32[B T] and `lengths` i32[B] of `extend_timed`.
+    """
+    cache.check_usable()
+    if len(ids) != cache.length.shape[0]:
+        raise KvjaxError(f"{len(ids)} rows were given for a cache of {cache.length.shape[0]} rows")
+    longest = max(map(len, ids))
+    used = int(np.max(jax.device_get(cache.length)))
+    need = used + longest + num_new
+    if need > cache.capacity:
+        raise KvjaxError(
+            f"the cache has room for {cache.capacity} tokens per row and holds {used}; {need - used} more do not fit: "
+            f"prefill with capacity={need} or more, or read with that, or with a larger room="
+        )
+    checks.check_positions(model, cache.plan, used, longest)
+    width = longest if width is None else arguments.integer("width", width, longest)
+    tokens, lengths = pad(ids, min(width, cache.capacity - used))
+    checks.check_result(model, *tokens.shape)
+    return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
+
+
+def extend_timed(model: Model, cache: Cache, timer: Timer, tokens: Array, **inputs: Any) -> tuple[Array, Cache]:
+    """`kvjax.engine.decode.extend`, timed; the given cache stays usable."""
+    num_drafts = engine_decode.num_draft_tokens(cache.plan)
+    # A method with drafts is fed one token at a time, each with its drafts; the cache is the caller's at the first step
+    # only, so that later ones may donate it.
+    num_tokens = tokens.shape[0] * (1 + num_drafts if num_drafts else tokens.shape[1])
+    first, later = (compiled_for(model, num_tokens, in_place=in_place) for in_place in (False, True))
+    inputs |= {"compiled": first, "compiled_after_first": later}
+    with timer.timed():
+        outputs = engine_decode.extend(model.params, tokens, cache, Target(model.config, model.mesh), **inputs)
+        return jax.block_until_ready(outputs)
+
+
+def last_logits(out: Array, ids: Sequence[Sequence[int]]) -> Array:
+    """Takes the logits f32[B V] of each sequence's last token from those of all its tokens, f32[B T V]."""
+    last = jnp.array([len(row) - 1 for row in ids])
+    return jnp.take_along_axis(out, last[:, None, None], 1)[:, 0]
+
+
+def _decoded_mask(ids: Sequence[Sequence[int]], decoded: Decoded) -> list[list[bool]]:
+    """Expands `decoded` to one boolean per token; raises KvjaxError for lists of other lengths."""
+    if isinstance(decoded, bool):
+        return [[decoded] * len(row) for row in ids]
+    lengths = [len(row) for row in ids]
+    if not isinstance(decoded, Sequence) or [np.size(row) for row in decoded] != lengths:
+        raise KvjaxError(f"decoded is true, false, or a list of them for each token of rows of {lengths} tokens")
+    return [list(row) for row in decoded]
+
+
+def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | KVMethod) -> list[np.ndarray]:
+    """Scores a continuation of each prompt under a method.
+
+    Args:
+      model: from `kvjax.load`.
+      prompts: texts, or lists of ids.
+      continuations: one per prompt.
+      method: a method or its string.
+
+    Returns:
+      The natural-log probabilities of each continuation's tokens, f32[T] per sequence.
+    """
+    prompts, continuations = token_ids(model, prompts), token_ids(model, continuations)
+    if len(prompts) != len(continuations):
+        raise KvjaxError(f"{len(prompts)} prompts but {len(continuations)} continuations; give one per prompt")
+    longest = max(map(len, continuations))
+    last, cache = prefill(model, prompts, method, capacity=max(map(len, prompts)) + longest)
+    return [logp for logp, _ in teacher_force(model, last, cache, continuations)]
+
+
+def teacher_force(
+    model: Model,
+    last: Array,
+    cache: Cache,
+    continuations: Sequence[Sequence[int]],
+    decoded: Decoded = True,
+    width: int | None = None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Feeds given continuations, lists of ids, to a cache; `decoded` and `width` as in `extend_padded`.
+
+    `last` f32[B V] are the logits of the cache's last token.
+
+    Returns:
+      For each sequence the natural-log probability of each token f32[T], and the likeliest token in its place i32[T].
+    """
+    out, longest = last[:, None], max(map(len, continuations))
+    # The last token of a continuation is scored and never fed.
+    mask = [row[:-1] or row for row in _decoded_mask(continuations, decoded)]
+    if longest > 1:
+        fed = [list(c[:-1]) or [0] for c in continuations]  # the logits of that 0 are not read
+        out = jnp.concatenate([out, extend_padded(model, fed, cache, mask, width)[0]], 1)
+    tokens, _ = pad(continuations, out.shape[1])
+    logp, likeliest = (np.asarray(x) for x in _score_tokens(out, jnp.asarray(tokens)))
+    return [(p[: len(c)], t[: len(c)]) for p, t, c in zip(logp, likeliest, continuations, strict=True)]
+
+
+@jax.jit
+def _score_tokens(out: Array, tokens: Array) -> tuple[Array, Array]:
+    return log_probs(out, tokens), out.argmax(-1).astype(jnp.int32)
+
+
+@jax.jit
+def log_probs(out: Array, tokens: Array) -> Array:
+    """Computes the natural-log probabilities f32[B T] of tokens i32[B T] under logits f32[B T V]."""
+    return jnp.take_along_axis(jax.nn.log_softmax(out, -1), tokens[..., None], -1)[..., 0]
