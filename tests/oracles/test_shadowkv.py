@@ -87,7 +87,11 @@ def test_it_says_that_it_needs_host_memory():
             IncompatibleMethod,
             "slot `side_store`, ShadowStore, holds prompt tokens for good.*leave one of them",
         ),
-        ("shadowkv + infllm", IncompatibleMethod, "slot `side_store`, ShadowStore, .*takes it in pieces.*leave one of them"),
+        (
+            "shadowkv + infllm",
+            IncompatibleMethod,
+            "slot `side_store`, ShadowStore, .*takes it in pieces.*leave one of them",
+        ),
     ],
 )
 def test_what_cannot_be_says_why(method, error, says):
