@@ -32,7 +32,7 @@ class AShape:
         return (s < self.sinks) | (s > t - self.recent)
 
     def block_visibility(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
-        """Of keys first..last and queries start..end: (whether any pair is read, whether all causal pairs are)."""
+        """Says whether any pair of keys first..last and queries start..end is read, and whether all causal ones are."""
         some = (first < self.sinks) | (last > start - self.recent)
         beyond_sinks = jnp.maximum(first, self.sinks)
         return some, (last < self.sinks) | (beyond_sinks > end - self.recent)

@@ -1,4 +1,4 @@
-"""ArkVale: stores pages on the host, and recalls those that tighter boxes than Quest's find."""
+"""ArkVale: stores pages on the host, and recalls the pages that tighter boxes than Quest's find."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TightBoxes(Boxes):
         count, (first, offset) = new_tokens.pos.shape[2], jnp.divmod(at, self.size)
         if not count:
             return reader_state
-        pages = (count + self.size - 2) // self.size + 1  # that so many tokens touch at most
+        pages = (count + self.size - 2) // self.size + 1  # that these tokens touch at most
         keys, real = self.split_units(new_tokens, offset, pages)
         before = jnp.arange(self.size, dtype=jnp.int32)[None, None] < offset[..., None]
         growing = jnp.where(before[..., None], memory.unpack(reader_state.growing), keys[:, :, 0])

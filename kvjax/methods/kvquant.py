@@ -34,7 +34,7 @@ NORMAL_FLOAT_BITS = (2, 3, 4, 8)
 class LevelTable(TableKind):
     """The levels of each layer's keys and values, both f32[2 2^bits], ascending in a range of -1..1.
 
-    The first row decides which numbers have the same code: those that are nearest to one level. The second is what a
+    The first row assigns codes: each number gets that of the nearest level. The second is what a
     code stands for, which is the same unless Q-Norm changes it. `fit_levels` and `normalize_levels` make them from a
     model's keys and values, weighted by the squares of their gradients (Fisher information), which kvjax does not
     compute.

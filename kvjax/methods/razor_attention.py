@@ -58,9 +58,9 @@ class RazorBudgets(HeadTableBudgets):
         full = np.zeros((spec.num_layers, spec.num_kv_heads), bool)
         for name, share in (("echo", self.echo), ("induction", self.induction)):
             full |= top_heads_mask(scores_of_all_heads(self.given, spec, name), round(share * full.size))
-        beside = self.sinks + 1  # and the token that stands for all between
-        tokens = (ALL_TOKENS if whole else beside + self.recent for whole in full[spec.index].tolist())
-        return HeadTokens(tuple(tokens), self.part, beside)
+        num_extra = self.sinks + 1  # one more for the mean token
+        tokens = (ALL_TOKENS if whole else num_extra + self.recent for whole in full[spec.index].tolist())
+        return HeadTokens(tuple(tokens), self.part, num_extra)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""ReKV: stores blocks of a long context on the host, and reads those that a question's mean query finds."""
+"""ReKV: stores blocks of a long context on the host, and reads the blocks that a question's mean query finds."""
 
 from __future__ import annotations
 

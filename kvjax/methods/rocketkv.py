@@ -38,13 +38,13 @@ class HybridBoxes(Boxes):
 
     def score(self, summary: Box, q: Array) -> Array:
         size, up = jnp.abs(q.astype(jnp.float32)), q.astype(jnp.float32).sum(2, keepdims=True) > 0
-        chosen, zero = self._chosen(size), jnp.zeros((), q.dtype)
+        chosen, zero = self._channel_mask(size), jnp.zeros((), q.dtype)
         greatest = scores(jnp.where(chosen & up, q, zero), summary.high)
         least = scores(jnp.where(chosen & ~up, q, zero), summary.low)
         known = jnp.where(chosen, size, 0.0).sum(-1) / jnp.maximum(size.sum(-1), 1e-30)
         return (greatest + least) / jnp.sqrt(jnp.maximum(known, 1e-12))[..., None]
 
-    def _chosen(self, size: Array) -> Array:
+    def _channel_mask(self, size: Array) -> Array:
         """Marks the channels that are read, by absolute queries f32[B K G T H]: bool[B K 1 T H]."""
         H = size.shape[-1]
         channel = lax.top_k(size.mean(2), max(1, int(H * self.share)))[1]

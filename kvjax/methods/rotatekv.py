@@ -29,7 +29,7 @@ MAX_ZERO_POINT_STEPS = 2.0**14  # between zero and a vector's codes, so that a z
 
 @exportable
 class ZeroPointCodes(NamedTuple):
-    """Vectors as codes of equal steps, of which zero is a whole number away."""
+    """Vectors as codes of equal steps; zero is a whole number of steps away."""
 
     codes: Array  # uint32[... words]
     scale: Array  # bf16[... 1], the size of a step

@@ -35,7 +35,7 @@ class ShadowState:
 
 @dataclasses.dataclass(frozen=True)
 class ShadowStore(SideStore):
-    """Stores a prompt in chunks, of which a query reads the best few (Sun et al. 2024).
+    """Stores a prompt in chunks and lets each query read the best few (Sun et al. 2024).
 
     A query reads the chunks whose landmarks have the highest softmax weight of its key/value head's query heads. The
     main slots keep exactly: the outlier chunks of each head, whose tokens are least like their mean, the last chunks,
@@ -81,7 +81,7 @@ class ShadowStore(SideStore):
         front = gather_tokens(block, jnp.where(slot < block.pos.shape[2], slot, -1))
         landmarks, least_cosine = self._landmarks(front.k)
 
-        # Whole chunks before the local ones leave the main slots, except those that are least like their mean.
+        # Whole chunks before the local ones leave the main slots, except the ones least like their mean.
         length = (block.pos[:, :1] >= 0).sum(-1, dtype=jnp.int32)
         is_whole = jnp.arange(num_chunks, dtype=jnp.int32)[None, None] < (length // self.chunk - self.local)[..., None]
         is_outlier = top_k_mask(-least_cosine, is_whole, jnp.full_like(length, self.outliers))

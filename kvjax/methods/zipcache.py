@@ -55,7 +55,7 @@ class ProbeAttention(Scorer):
         return head_scores(heads, heads.mean(2), block)
 
     def probe_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
-        """Sums the attention of the probes to each token, f32[B K G S], and counts those that see it, f32[B 1|K S]."""
+        """Sums the probes' attention to each token, f32[B K G S], and counts the probes that see it, f32[B 1|K S]."""
         probes = self._take_probes(observation)
         return attention_mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
 

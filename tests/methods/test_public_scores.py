@@ -139,7 +139,7 @@ def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
     """StreamingLLM: kvpress scores what it keeps by 1 and the others by 0; ours scores by position."""
     block, _ = prompt()
     select = make_selection(Recency(), HALF, sinks=4, per="layer")
-    choose = jax.jit(functools.partial(select.choose, slots=HALF, spec=SPEC))
+    choose = jax.jit(functools.partial(select.select_slots, num_slots=HALF, spec=SPEC))
     kept = np.asarray(choose(block, None, jnp.array([HALF])).slots)[0, 0]
     for public in pressed("streaming"):
         np.testing.assert_array_equal(np.flatnonzero(public == 1), kept)

@@ -119,7 +119,7 @@ def test_by_hand_an_outlier_widens_no_scale():
     assert out[0, 0, 0].tolist() == [True, False, False, True]
     np.testing.assert_allclose(others[0, 0, 0], [25.75, 1.0, 2.0, 25.75])
     np.testing.assert_allclose(back[0, 0, 0], [0, 1, 2, 100], atol=1e-5)
-    assert ChannelOutliers(0.02).places(2048) == 40 and ChannelOutliers(0.02).places(20) == 0
+    assert ChannelOutliers(0.02).num_outliers(2048) == 40 and ChannelOutliers(0.02).num_outliers(20) == 0
 
 
 def test_what_has_no_meaning_is_refused():

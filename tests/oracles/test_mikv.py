@@ -63,7 +63,7 @@ def weights_of(q, k) -> np.ndarray:
     """The weights of one head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
-    return np.asarray(ChannelBalancer(Plain()).found(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0]
+    return np.asarray(ChannelBalancer(Plain()).fit_prompt(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0]
 
 
 def test_weights_by_hand():

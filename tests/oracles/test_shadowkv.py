@@ -85,9 +85,13 @@ def test_it_says_that_it_needs_host_memory():
         (
             "shadowkv + h2o",
             IncompatibleMethod,
-            "slot `side_store`, Shadow, holds prompt tokens for good.*leave one of them",
+            "slot `side_store`, ShadowStore, holds prompt tokens for good.*leave one of them",
         ),
-        ("shadowkv + infllm", IncompatibleMethod, "slot `side_store`, Shadow, .*takes it in pieces.*leave one of them"),
+        (
+            "shadowkv + infllm",
+            IncompatibleMethod,
+            "slot `side_store`, ShadowStore, .*takes it in pieces.*leave one of them",
+        ),
     ],
 )
 def test_what_cannot_be_says_why(method, error, says):

@@ -43,7 +43,7 @@ def found(q, k, **parameters) -> list[int]:
     """The channels of a head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
-    run = jax.jit(ChannelPruner(**parameters).found)
+    run = jax.jit(ChannelPruner(**parameters).fit_prompt)
     return np.asarray(run(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0].tolist()
 
 
@@ -115,4 +115,4 @@ def test_what_has_no_meaning_is_refused():
     with pytest.raises(KvjaxError, match="has seen none"):
         ChannelPruner().encode_prompt(x, pos, None)
     with pytest.raises(KvjaxError, match="observe 32 of them"):
-        OlderTokens(ChannelPruner()).held(KVBlock(x, x, pos), KVBlock(x, x, pos), None)
+        OlderTokens(ChannelPruner()).encode_low_tier(KVBlock(x, x, pos), KVBlock(x, x, pos), None)
