@@ -100,7 +100,7 @@ _HOMES = {
     "kvjax.generation.result": ("Result",),
     "kvjax.engine.sampling": ("SamplingParams",),
 }
-"""Where each name at the top is defined: imported when it is first used, since Flax and the passes take a while."""
+"""The module that defines each name at the top; importing it waits for the first use, since Flax takes a while."""
 
 
 if not TYPE_CHECKING:  # type checkers, shown this, would accept any name

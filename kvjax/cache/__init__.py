@@ -1,1 +1,1 @@
-"""What a KV-cache method is: the protocol, its components, and how they compose."""
+"""The KV-cache method: its protocol, its components, and their composition."""

@@ -147,7 +147,7 @@ def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False)
     def store(block: KVBlock, queries: Observation) -> Any:
         # A prompt that is fed through the method is stored before any query has been observed.
         observes = layer.needs.observes and not layer.needs.prompt_chunk
-        k, v, reader_state = layer.stored(block, queries if observes else None)
+        k, v, reader_state = layer.encode_slots(block, queries if observes else None)
         if not filled:
             return k, v, reader_state
         return (

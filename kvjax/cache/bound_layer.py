@@ -189,10 +189,10 @@ class MethodLayer(StateOperations):
         if m.side_store:
             block, side_store = m.side_store.split(self, block, observation, num_slots)
         elif m.select:
-            block = self.selected(block, observation, min(num_slots, block.pos.shape[2]))
+            block = self.apply_selection(block, observation, min(num_slots, block.pos.shape[2]))
         if m.decode:
             if (m.side_store or m.select) and observation is not None:
-                # The softmax was summed over the whole prompt, of which some tokens are gone: a policy sums anew.
+                # The softmax sums cover the whole prompt, and some of its tokens are gone: a policy sums anew.
                 observation = observation._replace(softmax_lse=None)
             slots, policy_state = m.decode.init(self, block, observation, num_slots)
             block = gather_tokens(block, slots)
@@ -203,10 +203,10 @@ class MethodLayer(StateOperations):
         block = KVBlock(k, v, jnp.pad(block.pos, more, constant_values=-1), bias)
         # Under a policy any slot may be empty, so that no number says which are.
         n = None if m.decode else (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        keys, values, reader_state = self.stored(block, observation)
+        keys, values, reader_state = self.encode_slots(block, observation)
         return LayerState(keys, values, block.pos, n, block.bias, reader_state, policy_state, side_store)
 
-    def selected(
+    def apply_selection(
         self, block: KVBlock, observation: Observation | None, slots: int, share: HeadBudgets | None = None
     ) -> KVBlock:
         """Applies the selection to a prompt, with representatives and merging.
@@ -228,27 +228,27 @@ class MethodLayer(StateOperations):
         kept = gather_tokens(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
 
-    def stored(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
+    def encode_slots(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
         """Encodes the tokens of the main slots: (keys, values, the reader's state)."""
         return (
-            self.k.encode_prompt(self.as_held(block), block.pos, observation),
+            self.k.encode_prompt(self.keys_to_store(block), block.pos, observation),
             self.v.encode_prompt(block.v, block.pos, observation),
             self.method.read.init_state(block, observation, self.spec),
         )
 
     # Keys are stored before or after their rotation.
 
-    def as_held(self, block: KVBlock) -> Array:
+    def keys_to_store(self, block: KVBlock) -> Array:
         """The keys as the codec gets them: without rotation if it asks so, or if positions are indices in the cache."""
         if self.method.positions == "true" and not self.k.pre_rope:
             return block.k
         return self.spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)
 
-    def keys(self, stored: Any, pos: Array) -> Array:
+    def decode_keys(self, stored: Any, pos: Array) -> Array:
         """Decodes all keys [B K S H], rotated to their positions i32[B 1|K S]."""
         return self._rotate_keys(self.k.decode(stored), pos)
 
-    def key_rows(self, stored: Any, idx: Array, pos: Array) -> Array:
+    def gather_keys(self, stored: Any, idx: Array, pos: Array) -> Array:
         """Decodes the keys [B K n H] in slots idx i32[B K n], rotated to their positions i32[B 1|K n]."""
         return self._rotate_keys(self.k.gather(stored, idx), pos)
 
@@ -264,14 +264,14 @@ class MethodLayer(StateOperations):
         the draft that an earlier one would have carried.
         """
         if not self.needs.paired_layer or self.method.side_store is None:
-            return self._in_steps(self._at_once, state, q, new, commit, cross_layer)
+            return self._extend_in_steps(self._extend_once, state, q, new, commit, cross_layer)
         # A pair of layers shares the content of its store for the whole call, in however many steps it is read.
         store, cross_layer = self.method.side_store.open_pair(self, state.side_store, cross_layer)
         opened = dataclasses.replace(state, side_store=store)
-        out, after, _ = self._in_steps(self._at_once, opened, q, new, commit, None)
+        out, after, _ = self._extend_in_steps(self._extend_once, opened, q, new, commit, None)
         return StepResult(out, dataclasses.replace(after, side_store=state.side_store), cross_layer)
 
-    def _in_steps(
+    def _extend_in_steps(
         self, at_once: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
     ) -> StepResult:
         """Calls `at_once` with as many tokens at a time as the components can take."""
@@ -280,7 +280,7 @@ class MethodLayer(StateOperations):
             # A policy evicts for one token at a time. A draft may come with it only if the reader is made for drafts.
             token_by_token = T > 1 and (commit > 1 or not m.read.draft_tokens)
         else:
-            # Tokens that are not committed change nothing that others see, so that one token and any number of drafts
+            # Uncommitted tokens change nothing for the others, so that one token and any number of drafts
             # are a single step.
             token_by_token = commit > 1 and any(x.sequential_writes for x in (m.k, m.v, m.read))
         if token_by_token:
@@ -294,7 +294,7 @@ class MethodLayer(StateOperations):
             return extend_in_chunks(at_once, state, q, new, commit, cross_layer, size=m.read.prompt_chunk)
         return at_once(state, q, new, commit, cross_layer)
 
-    def _at_once(
+    def _extend_once(
         self,
         state: LayerState,
         q: Array,
@@ -352,7 +352,7 @@ class MethodLayer(StateOperations):
             bias = memory.put(bias, jnp.zeros((*bias.shape[:2], count), bias.dtype), pos_slot)
         return dataclasses.replace(
             state,
-            k=self.k.append(state.k, self.as_held(new), slot),
+            k=self.k.append(state.k, self.keys_to_store(new), slot),
             v=self.v.append(state.v, new.v, slot),
             pos=memory.put(state.pos, pos, pos_slot),
             n=n,

@@ -40,11 +40,11 @@ class StateOperations:
     k: Codec
     v: Codec
     num_kept: Callable[[int], int]
-    keys: Callable[[Any, Array], Array]
-    as_held: Callable[[KVBlock], Array]
+    decode_keys: Callable[[Any, Array], Array]
+    keys_to_store: Callable[[KVBlock], Array]
     _append: Callable[[LayerState, KVBlock], LayerState]
-    _at_once: Callable[..., StepResult]
-    _in_steps: Callable[..., StepResult]
+    _extend_once: Callable[..., StepResult]
+    _extend_in_steps: Callable[..., StepResult]
 
     @property
     def _layer(self) -> MethodLayer:
@@ -103,7 +103,7 @@ class StateOperations:
     def decoded_block(self, state: LayerState) -> KVBlock:
         """`EditableLayer.decoded_block`."""
         self._check_append_only("be edited")
-        return KVBlock(self.keys(state.k, state.pos), self.v.decode(state.v), state.pos)
+        return KVBlock(self.decode_keys(state.k, state.pos), self.v.decode(state.v), state.pos)
 
     def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
         """`EditableLayer.append_block`."""
@@ -130,21 +130,21 @@ class StateOperations:
         self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
     ) -> StepResult:
         """`ShareableLayer.extend_with_prefix`."""
-        # `_in_steps` cuts a call along its tokens, and cuts `cross_layer` with it along axis 2. So the other partial
-        # travels with that value, its T moved to axis 2 and back.
+        # `_extend_in_steps` cuts a call along its tokens, and cuts `cross_layer` with it along axis 2. So the other
+        # partial travels with that value, its T moved to axis 2 and back.
 
         def at_once(state: LayerState, q: Array, new: KVBlock, commit: int, both: Any):
             cross_layer, other = both
             other = Partial(*(jnp.moveaxis(x, 2, 3) for x in other))
-            return self._at_once(state, q, new, commit, cross_layer, other)
+            return self._extend_once(state, q, new, commit, cross_layer, other)
 
         both = cross_layer, Partial(*(jnp.moveaxis(x, 3, 2) for x in other_partial))
-        return self._in_steps(at_once, state, q, new, commit, both)
+        return self._extend_in_steps(at_once, state, q, new, commit, both)
 
     def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
         """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
         expected = gather_tokens(exact, state.pos)
-        keys = relative_error(self.k.decode(state.k), self.as_held(expected))
+        keys = relative_error(self.k.decode(state.k), self.keys_to_store(expected))
         values = relative_error(self.v.decode(state.v), expected.v)
         side_store = self.method.side_store
         if side_store is None:

@@ -122,9 +122,9 @@ class DifferentiableLayer(MethodLayer):
         with memory.as_floats(True):
             return super().prefill(block, observation, num_slots)
 
-    def stored(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
+    def encode_slots(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
         with memory.as_floats(True):
-            return super().stored(block, observation)
+            return super().encode_slots(block, observation)
 
     def extend(self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None) -> StepResult:
         with memory.as_floats(True):

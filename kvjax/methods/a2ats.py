@@ -100,7 +100,7 @@ class Codewords(Index):
         return codes[..., None].astype(jnp.uint8 if self.words <= 2**8 else jnp.uint16)
 
 
-def fit_codebook(x: Array, real: Array, moment: Array, count: int, rounds: int) -> Array:
+def fit_codebook(x: Array, real: Array, moment: Array, count: int, num_iterations: int) -> Array:
     """Fits codewords to vectors by Lloyd's k-means, for the errors that queries would see.
 
     Codewords start at vectors with equally many between them; one that is nearest to no vector stays where it is. If
@@ -112,7 +112,7 @@ def fit_codebook(x: Array, real: Array, moment: Array, count: int, rounds: int) 
       moment: f32[B K H H], the mean of q q^T over queries, by which the distance of x and c is the mean of
         (q (x - c))^2.
       count: codewords of each head.
-      rounds: of k-means.
+      num_iterations: of k-means.
 
     Returns:
       f32[B K count H], zeros for codewords that are not needed.
@@ -132,7 +132,7 @@ def fit_codebook(x: Array, real: Array, moment: Array, count: int, rounds: int) 
         members = jnp.zeros(words.shape[:3]).at[at].add(1.0, mode="drop")[..., None]
         return jnp.where(members > 0, sums / jnp.maximum(members, 1.0), words)
 
-    return lax.fori_loop(0, rounds, run_round, start)
+    return lax.fori_loop(0, num_iterations, run_round, start)
 
 
 def nearest_codeword(

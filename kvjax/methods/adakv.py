@@ -44,12 +44,12 @@ class AdaKV(HeadBudgets):
         if self.rule not in ("adakv", "kvpress"):
             raise KvjaxError(f"rule of AdaKV must be 'adakv' or 'kvpress', got {self.rule!r}")
 
-    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, num_always: Array) -> Array:
         if self.normalise:
             scores = scores * _concentration(scores, allowed, quota)
         if self.rule == "adakv":
             return self._mix_uniform(count_best(scores, allowed, quota), quota)
-        safe = jnp.clip(fraction_of(self.alpha, quota + beside) - beside, 0, quota)
+        safe = jnp.clip(fraction_of(self.alpha, quota + num_always) - num_always, 0, quota)
         return count_best(jnp.where(top_k_mask(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
 
     def _mix_uniform(self, num_won: Array, quota: Array) -> Array:

@@ -209,7 +209,7 @@ class ThresholdBudgets(HeadBudgets):
 
     above: float
 
-    def allocate(self, scores: Array, allowed: Array, quota: Array, beside: Array) -> Array:
+    def allocate(self, scores: Array, allowed: Array, quota: Array, num_always: Array) -> Array:
         B, K, U = scores.shape
         is_flagged = allowed[:, None] & (scores > self.above)
         scores, is_flagged = (x.swapaxes(1, 2).reshape(B, U * K) for x in (scores, is_flagged))

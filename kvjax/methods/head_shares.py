@@ -196,30 +196,30 @@ def round_to_totals(ideal: np.ndarray, total: np.ndarray, least: np.ndarray, mos
 
 
 @functools.lru_cache(maxsize=16)
-def _load_table(given: TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _load_table(table: TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Loads (fractions f64[R], shares f64[L K R]); raises KvjaxError for a table of another model."""
     shares, fractions = [], []
     for i in range(model[0]):
         spec = LayerSpec(i, *model, None, Rope(model[3]))
-        size = given.layer_arrays(spec, fractions=(None,))["fractions"].shape[0]
-        arrays = given.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
+        size = table.layer_arrays(spec, fractions=(None,))["fractions"].shape[0]
+        arrays = table.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
         shares.append(arrays["shares"].astype(np.float64))
         fractions.append(arrays["fractions"].astype(np.float64).tolist())
     at, remedy = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
     if not at or any(other != at for other in fractions) or sorted({0.0, *at, 1.0}) != [0.0, *at, 1.0]:
         raise KvjaxError(
-            f"fractions of {given.path} must ascend between 0 and 1 and be the same in every layer, got {at}; {remedy}"
+            f"fractions of {table.path} must ascend between 0 and 1 and be the same in every layer, got {at}; {remedy}"
         )
     every = np.stack(shares)
     if every.min() < 0 or every.max() > 1:
         raise KvjaxError(
-            f"shares of {given.path} are tokens kept of a text's and lie in [0, 1], got {every.min():g} to "
+            f"shares of {table.path} are tokens kept of a text's and lie in [0, 1], got {every.min():g} to "
             f"{every.max():g}; {remedy}"
         )
     for fraction, mean in zip(at, every.mean((0, 1)).tolist(), strict=True):
         if abs(mean - fraction) > MEAN_TOLERANCE:
             raise KvjaxError(
-                f"at the fraction {fraction:g} the shares of {given.path} have the mean {mean:.4f}, and it must be the "
+                f"at the fraction {fraction:g} the shares of {table.path} have the mean {mean:.4f}, and it must be the "
                 f"fraction; {remedy}"
             )
     return np.array(at), every

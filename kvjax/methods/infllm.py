@@ -264,7 +264,7 @@ class BlockReader(Reader):
         slot = jnp.where((best > -jnp.inf)[..., None], slot, -1).reshape(B, score.shape[1], -1)
         at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))
         with jax.named_scope("recall"):
-            k, v = layer.key_rows(state.k, at, _take_slots(state.pos, at)), layer.v.gather(state.v, at)
+            k, v = layer.gather_keys(state.k, at, _take_slots(state.pos, at)), layer.v.gather(state.v, at)
         return _unrotate_tokens(layer, _slot_tokens(state, k, v, slot))
 
 

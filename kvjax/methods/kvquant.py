@@ -51,14 +51,14 @@ class LevelTable(TableKind):
         return arrays
 
 
-def fit_levels(x: np.ndarray, weight: np.ndarray, bits: int, rounds: int = 50) -> np.ndarray:
+def fit_levels(x: np.ndarray, weight: np.ndarray, bits: int, num_iterations: int = 50) -> np.ndarray:
     """Fits levels to numbers by weighted k-means, which starts at evenly spaced quantiles (KVQuant, section 3.3).
 
     Args:
       x: a layer's keys or values in -1..1, divided by their ranges, without outliers.
       weight: of each number, the square of its gradient.
       bits: of the codes.
-      rounds: of k-means.
+      num_iterations: of k-means.
 
     Returns:
       f64[2^bits], ascending.
@@ -68,7 +68,7 @@ def fit_levels(x: np.ndarray, weight: np.ndarray, bits: int, rounds: int = 50) -
         raise KvjaxError(f"{count} levels need {count} numbers or more, got {x.size}; give more of them")
     x, weight = x.ravel().astype(np.float64), weight.ravel().astype(np.float64)
     levels = np.quantile(x, (np.arange(count) + 0.5) / count)
-    for _ in range(rounds):
+    for _ in range(num_iterations):
         code = np.searchsorted((levels[1:] + levels[:-1]) / 2, x, side="right")
         total = np.bincount(code, weight, count)
         mean = np.bincount(code, weight * x, count) / np.where(total > 0, total, 1)

@@ -93,14 +93,14 @@ class SharedDirections(PrecisionTiers):
             return MergedTokens(None, None, *lengths, own.pos)
         k, v = (slerp(a, b, self.t).astype(a.dtype) for a, b in ((own.k, other.k), (own.v, other.v)))
         # A codec of pre-RoPE keys gets unrotated directions; a rotation changes no length.
-        stored_k = layer.as_held(KVBlock(k, v, own.pos))
+        stored_k = layer.keys_to_store(KVBlock(k, v, own.pos))
         return MergedTokens(layer.k.encode(stored_k, own.pos), layer.v.encode(v, own.pos), *lengths, own.pos)
 
     def open_pair(self, layer: MethodLayer, store: MergedTokens, cross_layer: Any) -> tuple[MergedTokens, Any]:
         if self.paired_layer < 0:
             k, v = cross_layer
             return dataclasses.replace(store, k=k, v=v), None
-        k, v = layer.keys(store.k, store.pos), layer.v.decode(store.v)
+        k, v = layer.decode_keys(store.k, store.pos), layer.v.decode(store.v)
         return dataclasses.replace(store, k=k, v=v), (k, v)
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:

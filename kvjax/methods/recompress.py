@@ -106,7 +106,9 @@ class Recompress(Policy):
         assert method.select is not None
         # The selection expects a prompt: tokens in the order of their positions, empty slots last.
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
-        block = gather_tokens(KVBlock(layer.keys(state.k, state.pos), method.v.decode(state.v), state.pos), order)
+        block = gather_tokens(
+            KVBlock(layer.decode_keys(state.k, state.pos), method.v.decode(state.v), state.pos), order
+        )
         num_kept = jnp.where(is_due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
         chosen = method.select.select_slots(
             block, state.policy_state, num_kept, S, layer.spec, representatives=method.representatives

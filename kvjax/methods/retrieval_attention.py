@@ -114,7 +114,7 @@ def _static_block(state: LayerState, slots: Array) -> KVBlock:
 def _search_logits(layer: MethodLayer, state: LayerState, q: Array) -> Array:
     """Computes logits of all keys where they lie, plus the slots' bias: f32[B K G T S]."""
     if layer.k.pre_rope:  # the host cannot rotate, so pre-RoPE keys come to the device
-        s = scores(q, layer.keys(state.k, state.pos))
+        s = scores(q, layer.decode_keys(state.k, state.pos))
     else:
         s = layer.k.score_in_place(q, state.k)
     return s if state.bias is None else s + state.bias[:, :, None, None]

@@ -74,7 +74,7 @@ class ShadowStore(SideStore):
         width = block.pos.shape[2]
         most = width if self.num_main_slots(width) <= slots else slots
         if layer.method.select is not None:
-            block = layer.selected(block, observation, most)
+            block = layer.apply_selection(block, observation, most)
         block = block.clean()
         num_chunks = max(most // self.chunk - self.local, 1)
         slot = jnp.arange(num_chunks * self.chunk, dtype=jnp.int32)[None, None]
@@ -96,7 +96,7 @@ class ShadowStore(SideStore):
     def _encode_chunks(self, layer: MethodLayer, block: KVBlock, front: KVBlock, leaves: Array) -> LayerState:
         """Stores the tokens of `front` that leave the main slots, with a basis fitted to all tokens of the prompt."""
         inner, pos = self._side_layer(layer), jnp.where(leaves, front.pos, -1)
-        k = inner.k.encode(inner.as_held(block), block.pos)
+        k = inner.k.encode(inner.keys_to_store(block), block.pos)
         k = dataclasses.replace(k, rows=jax.tree.map(lambda rows: rows[:, :, : pos.shape[2]], k.rows))
         return LayerState(k, inner.v.encode(front.v, pos), pos, bias=front.bias)
 
@@ -138,7 +138,7 @@ class ShadowStore(SideStore):
 
     def visible_block(self, layer: MethodLayer, store: ShadowState) -> KVBlock:
         inner, tokens = self._side_layer(layer), store.tokens
-        return KVBlock(inner.keys(tokens.k, tokens.pos), inner.v.decode(tokens.v), tokens.pos)
+        return KVBlock(inner.decode_keys(tokens.k, tokens.pos), inner.v.decode(tokens.v), tokens.pos)
 
 
 @register_method(example="shadowkv:budget=512,rank=16", family="host memory")

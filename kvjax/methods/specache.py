@@ -177,7 +177,7 @@ class SpeculativeReader(Reader):
         idx = jnp.where(best >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
         pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)
-        return FetchedTokens(layer.key_rows(state.k, at, pos), layer.v.gather(state.v, at), idx)
+        return FetchedTokens(layer.gather_keys(state.k, at, pos), layer.v.gather(state.v, at), idx)
 
 
 def _where_real(real: Array, new: FetchedTokens, old: FetchedTokens) -> FetchedTokens:

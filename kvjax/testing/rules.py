@@ -281,7 +281,7 @@ def find_wrong_contents(run: MethodRun) -> str:
         for (layer, state), (_, exact) in zip(first, exact_first, strict=False):
             sides = {"values": (layer.v.decode(state.v), memory.unpack(exact.v))}
             if layer.method.positions == "true":
-                sides["keys"] = layer.keys(state.k, state.pos), memory.unpack(exact.k)
+                sides["keys"] = layer.decode_keys(state.k, state.pos), memory.unpack(exact.k)
             for name, (stored, true) in sides.items():
                 if wrong := _unlike_rows(run, np.asarray(state.pos), stored, true):
                     return f"after step {t}, the {name} that the first layer holds {wrong}"

@@ -143,7 +143,7 @@ def straight_through(layer: Any, given: Rows) -> tuple[jax.Array, Rows]:
 def held_by_token(layer: Any, state: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What queries read of each token that is held: keys and values [B K T H], and which ones bool[B K T]."""
     k, v, held = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape[:3], bool)
-    blocks = [(layer.keys(state.k, state.pos), layer.v.decode(state.v), state.pos)]
+    blocks = [(layer.decode_keys(state.k, state.pos), layer.v.decode(state.v), state.pos)]
     if isinstance(state.reader_state, LowBitCopy):  # nothing has been fetched yet, so that all is read from the copy
         read = layer.method.read
         blocks = [(read.k.decode(state.reader_state.k), read.v.decode(state.reader_state.v), state.pos)]

@@ -99,7 +99,7 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
         query_index = index(layer, state.pos, q_pos[:, None])[:, 0]
         s = scores(rope.rotate_queries(rope.unrotate_queries(q, q_pos), query_index), rotated)
     elif layer.k.pre_rope:
-        s = scores(q, layer.keys(keys, state.pos))
+        s = scores(q, layer.decode_keys(keys, state.pos))
     else:
         s = layer.k.scores(q, keys)
     if state.bias is not None:

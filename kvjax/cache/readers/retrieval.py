@@ -147,7 +147,7 @@ class Retrieve(Reader):
                 f"slot `k`, {type(layer.k.on_device()).__name__}, holds keys inexactly, and the summaries of the exact "
                 "ones cannot be made again without the last tokens; keep the context of before"
             )
-        keys = layer.keys(state.k, state.pos)
+        keys = layer.decode_keys(state.k, state.pos)
         return self.index.rebuild(state.reader_state, KVBlock(keys, keys, state.pos))
 
     def read(
@@ -244,7 +244,7 @@ def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, 
     idx = jnp.maximum(slots, 0).reshape(B, K, -1)
     fetched_pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), idx, 2, mode="clip")
     pos = jnp.where(slots >= 0, fetched_pos.reshape(slots.shape), -1)
-    k, v = layer.key_rows(state.k, idx, fetched_pos), layer.v.gather(state.v, idx)
+    k, v = layer.gather_keys(state.k, idx, fetched_pos), layer.v.gather(state.v, idx)
     k, v = (x.reshape(B, K, sets, T, n, H) for x in (k, v))
     v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # an empty slot may hold inf, and 0 * inf is NaN
     by_set = q.reshape(B, K, sets, G // sets, T, H)

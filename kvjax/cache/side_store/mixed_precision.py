@@ -63,7 +63,7 @@ class PrecisionTiers(SideStore):
     ) -> tuple[KVBlock, LowTier]:
         max_kept = self._max_kept(layer, block.pos.shape[2], slots)
         if layer.method.select is not None:
-            block = layer.selected(block, observation, max_kept)
+            block = layer.apply_selection(block, observation, max_kept)
         block = block.clean()
         is_low = self.low_tier_mask(layer, block, observation)
         main = gather_tokens(block, mask_to_slots((block.pos >= 0) & ~is_low, self.num_main_slots(max_kept)))

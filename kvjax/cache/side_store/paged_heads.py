@@ -87,7 +87,7 @@ class PagedHeads(SideStore):
         max_kept, head_budgets = select.max_kept_up_to(block.pos.shape[2]), self.head_budgets
         if observation is not None and observation.num_kept is not None:  # all layers together divided a budget
             head_budgets = MeasuredHeadTokens(observation.num_kept, select.granularity.size)
-        kept = layer.selected(block, observation, max_kept, head_budgets)
+        kept = layer.apply_selection(block, observation, max_kept, head_budgets)
         nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
         return nothing, self._fill_pools(layer, kept, self._pages_per_pool(layer, max_kept, block.pos.shape[2]))
 
@@ -146,7 +146,7 @@ class PagedHeads(SideStore):
             return jnp.take_along_axis(tokens, index, 1).reshape(*source.shape, *tokens.shape[2:])
 
         pos, layer = jnp.where(is_used, take_pages(kept.pos), -1), self._with_paged_codecs(layer)
-        k, v = layer.k.encode(take_pages(layer.as_held(kept)), pos), layer.v.encode(take_pages(kept.v), pos)
+        k, v = layer.k.encode(take_pages(layer.keys_to_store(kept)), pos), layer.v.encode(take_pages(kept.v), pos)
         return PagePools(k, v, pos, owner, None if kept.bias is None else take_pages(kept.bias))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
@@ -158,7 +158,7 @@ class PagedHeads(SideStore):
             return x.reshape(B, owner.shape[1], self.page, *x.shape[3:])
 
         bias = None if store.bias is None else split_pages(store.bias)
-        keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
+        keys, values = layer.decode_keys(store.k, store.pos), layer.v.decode(store.v)
         block = KVBlock(split_pages(keys), split_pages(values), split_pages(store.pos), bias)
 
         def attend(q: Array, q_pos: Array) -> Partial:
@@ -209,7 +209,7 @@ class PagedHeads(SideStore):
 
     def visible_block(self, layer: MethodLayer, store: PagePools) -> KVBlock:
         layer = self._with_paged_codecs(layer)
-        keys, values = layer.keys(store.k, store.pos), layer.v.decode(store.v)
+        keys, values = layer.decode_keys(store.k, store.pos), layer.v.decode(store.v)
         k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (keys, values))
         return KVBlock(k, v, self.positions(store))
 
