@@ -27,7 +27,7 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
 from kvjax.generation.model_calls import prefill
 from kvjax.generation.reuse.full_kv import observe_prompts
-from kvjax.methods.registry import load_all
+from kvjax.methods.loading import load_all
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
 from kvjax.utils import arguments

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.methods.registry import FAMILIES, OWN_FAMILY, MethodEntry, load_all
+from kvjax.methods.loading import load_all
+from kvjax.methods.registry import FAMILIES, OWN_FAMILY, MethodEntry
 from kvjax.methods.strings import find_entry
 
 HINT = "`kvjax methods NAME ...` has parameters, defaults and references; `a + b` composes methods"

@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 from kvjax.errors import KvjaxError, KvjaxWarning
-from kvjax.methods.registry import REGISTRY, MethodEntry, is_builtin, load_all, source_file
+from kvjax.methods.registry import REGISTRY, MethodEntry, import_builtin_methods, is_builtin, source_file
 
 ENTRY_POINT_GROUP = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""
@@ -64,6 +64,13 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
         f"{text} defines no method; one is a function below `@register_method` that returns a kvjax.Method, with "
         "`register_method` from kvjax.method_api"
     )
+
+
+def load_all() -> dict[str, MethodEntry]:
+    """Imports and returns all methods: kvjax's, installed packages', and the user's own."""
+    import_builtin_methods()
+    load_entry_points()
+    return REGISTRY
 
 
 def load_entry_points() -> None:

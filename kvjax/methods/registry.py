@@ -171,7 +171,7 @@ def _check_registration(make: Callable[..., Any], signature: inspect.Signature) 
                 f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
                 f"`{parameter.name}: int = 4`"
             )
-    if is_builtin(make) or (other := _import_builtin_methods().get(name)) is None:
+    if is_builtin(make) or (other := import_builtin_methods().get(name)) is None:
         return
     if is_builtin(other.make):
         raise KvjaxError(f"kvjax has a method called {name} ({other.docs.reference}); give yours another name")
@@ -261,16 +261,7 @@ def _explain_call_error(method: str, signature: inspect.Signature, keywords: Ite
     return f"{method}: {error}; it has {', '.join(known) or 'no parameters'}"
 
 
-def load_all() -> dict[str, MethodEntry]:
-    """Imports and returns all methods: kvjax's, installed packages', and the user's own."""
-    from kvjax.methods.loading import load_entry_points  # loading imports this module
-
-    _import_builtin_methods()
-    load_entry_points()
-    return REGISTRY
-
-
-def _import_builtin_methods() -> dict[str, MethodEntry]:
+def import_builtin_methods() -> dict[str, MethodEntry]:
     """Imports every file of this folder, so that it registers its methods."""
     for module in pkgutil.iter_modules(kvjax.methods.__path__):
         importlib.import_module(f"kvjax.methods.{module.name}")

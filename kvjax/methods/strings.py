@@ -13,12 +13,12 @@ from kvjax.cache import compose as components
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import ComponentConflict, KvjaxError
+from kvjax.methods.loading import load_all
 from kvjax.methods.registry import (
     MethodEntry,
     describe_unknown_parameter,
     describe_wrong_type,
     is_builtin,
-    load_all,
     suggest_name,
 )
 

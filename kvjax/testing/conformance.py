@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import load_all
+from kvjax.methods.loading import load_all
 from kvjax.methods.strings import Part, format_methods, method_of, name_of, parse_parts, split_methods
 from kvjax.models.model import Model
 from kvjax.testing.rules import DECODED_TOKENS, RULES, Breach, MethodRun, loses_tokens, users_line

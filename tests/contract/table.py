@@ -7,7 +7,7 @@ import itertools
 
 from kvjax.cache.protocol import BoundLayer
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.registry import load_all
+from kvjax.methods.loading import load_all
 from kvjax.methods.strings import parse
 from tests.contract import layer
 from tests.contract.cases import FIRST_CASES

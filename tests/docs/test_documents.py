@@ -7,7 +7,8 @@ import re
 import pytest
 
 import kvjax
-from kvjax.methods.registry import REGISTRY, is_builtin, load_all
+from kvjax.methods.loading import load_all
+from kvjax.methods.registry import REGISTRY, is_builtin
 from kvjax.testing import toy_model
 from tests.helpers.documents import (
     FENCE,

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from kvjax import cli
-from kvjax.methods import registry
+from kvjax.methods import loading
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_methods_has_a_line_for_each_below_its_family(capsys, monkeypatch):
     assert cli.main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
     members = [line.split()[0] for line in lines if line.startswith("  ")]
-    assert sorted(members) == sorted(registry.load_all()) and len(lines) < len(members) + 40
+    assert sorted(members) == sorted(loading.load_all()) and len(lines) < len(members) + 40
     heads = [line.partition(":")[0] for line in lines if line and not line.startswith((" ", "`"))]
     assert heads == list(registry.FAMILIES)
     assert "kivi" in lines[lines.index(next(x for x in lines if x.startswith("quantization by channel"))) + 2]

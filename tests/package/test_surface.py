@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.methods.registry import REGISTRY, is_builtin, load_all
+from kvjax.methods.loading import load_all
+from kvjax.methods.registry import REGISTRY, is_builtin
 
 ROOT = Path(__file__).parents[2]
 NAMED = (

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 import kvjax
-from kvjax.methods.registry import load_all
+from kvjax.methods.loading import load_all
 from tests.helpers import typecheck
 
 

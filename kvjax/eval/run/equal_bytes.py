@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvjax.errors import KvjaxError
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.methods.registry import load_all
+from kvjax.methods.loading import load_all
 from kvjax.methods.strings import Part, format_methods, parse_parts
 from kvjax.models.config import Config
 
