@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from kvjax import cli
-from kvjax.methods import loading
+from kvjax.methods import loading, registry
 
 
 @pytest.fixture(autouse=True)
