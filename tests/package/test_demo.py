@@ -105,7 +105,7 @@ def test_all_of_it_has_longer_contexts_and_more_methods(monkeypatch, tmp_path):
 
     whole = demo.make_benchmark
     monkeypatch.setattr(demo, "make_benchmark", exam)
-    monkeypatch.setattr(demo, "named", resolve)
+    monkeypatch.setattr(demo, "resolve", resolve)
     assert cli.main(["demo", "--full", "--out", str(tmp_path)]) == 2
     assert found == {"full": True, "methods": demo.ALL_METHODS}
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
