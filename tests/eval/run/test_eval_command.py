@@ -102,7 +102,7 @@ def toy(monkeypatch, model):
 def start(model, out, wait):
     argv = ["eval", "--model", model, "--methods", METHODS, "--tasks", "asking,text", "--lengths", "40,44"]
     argv += ["--contexts", "6", "--batch", "2", "--out", str(out)]
-    code = f"from tests.eval.test_eval_command import child; child({argv!r}, {wait})"
+    code = f"from tests.eval.run.test_eval_command import child; child({argv!r}, {wait})"
     env = os.environ | {"KVJAX_CACHE": jax.config.jax_compilation_cache_dir, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
