@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvjax.cache.codecs.base import Codec
     from kvjax.cache.method import Method
 
-CONTEXT_REMEDY = "a context is a value: keep the one of before, or branch it, instead of taking tokens back"
+CONTEXT_REMEDY = "a context is a value: keep the one of before, or fork it, instead of taking tokens back"
 
 
 class StateOperations:

@@ -216,8 +216,8 @@ def test_the_model_level_composes_with_what_works_on_single_tokens(more):
         ("kvzip + headkv", "both fill the slot `select`.*leave one of them out"),
         ("kvzip + h2o", "slot `decode`, H2O: .*level=head"),
         ("turned_queries + recompress", "slot `decode`, Recompress: .*level=head"),
-        ("kvzip:level=layer + kcache:device_layers=0", "slot `read`, TopV: .*level=head"),
-        ("kvzip + specache", "slot `read`, Speculative: .*level=head"),
+        ("kvzip:level=layer + kcache:device_layers=0", "slot `read`, TopValues: .*level=head"),
+        ("kvzip + specache", "slot `read`, SpeculativeReader: .*level=head"),
     ],
 )
 def test_what_needs_equal_heads_names_the_level(method, says):

@@ -64,7 +64,7 @@ class Reader:
             return None
         raise IncompatibleMethod(
             f"slot `read`, {type(self).__name__}, keeps something of all tokens, which none can be taken out of; a "
-            "context is a value: keep the one of before, or branch it"
+            "context is a value: keep the one of before, or fork it"
         )
 
     def read(

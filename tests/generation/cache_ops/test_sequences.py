@@ -70,8 +70,8 @@ def test_groups_that_are_coded_stay_coded():
         ("snapkv:budget=8,window=4", "`select`, Selection, has made its choice"),
         ("h2o:heavy=8,recent=8", "`decode`"),
         ("zipcache", "`side_store`"),
-        ("specache:group=8,residual=8,topk=8", "`read`, Speculative, keeps something of all tokens"),
-        ("int4 + quest:budget=12,page=4,device_layers=0", "`k`, Rows, holds keys inexactly"),
+        ("specache:group=8,residual=8,topk=8", "`read`, SpeculativeReader, keeps something of all tokens"),
+        ("int4 + quest:budget=12,page=4,device_layers=0", "`k`, PerTokenCodec, holds keys inexactly"),
     ],
 )
 def test_a_method_that_cannot_go_back_says_so(method, slot):
