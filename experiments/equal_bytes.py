@@ -107,7 +107,7 @@ def make_cases(
     spec = Spec((args.length,), args.contexts, args.questions, args.depths, seed, args.text)
     needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # per depth
     cases = [case for t in tasks for case in suite.cases(model, [t], needles if t in NEEDLES else spec)]
-    about = {"seed": seed, "batch": args.batch, "seen": False}
+    about = {"seed": seed, "batch": args.batch, "question_aware": False}
     return cases, store.describe_run(model, **about, methods=methods, tasks=tasks, lengths=[args.length])
 
 

@@ -39,7 +39,7 @@ def evaluate_methods(
     args: argparse.Namespace, model: Model, methods: Sequence[str], tasks: Sequence[str], spec: Spec
 ) -> list[dict[str, Any]]:
     """Evaluates all methods on all cases of the tasks, each question at the end of its prompt; returns the records."""
-    cases, about = suite.cases(model, tasks, spec), {"seed": args.seed, "batch": args.batch, "seen": True}
+    cases, about = suite.cases(model, tasks, spec), {"seed": args.seed, "batch": args.batch, "question_aware": True}
     description = store.describe_run(model, **about, methods=methods, tasks=tasks, lengths=spec.lengths)
     with contextlib.ExitStack() as stack:
         folder = args.run or Path(stack.enter_context(tempfile.TemporaryDirectory()))
