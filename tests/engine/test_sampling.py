@@ -119,7 +119,7 @@ def every_call(model):
     """Each call that draws tokens, with what it made of keywords."""
     context = kvjax.read(model, ["a b", "c"], "full", room=16)
     more = {"max_new_tokens": 4, "eos_ids": ()}
-    draft = {"draft": "full", "ahead": 1}
+    draft = {"draft": "full", "num_draft_tokens": 1}
     return {
         "generate": lambda **kw: kvjax.generate(model, ["a b", "c"], "full", **more, **kw).tokens,
         "stream": lambda **kw: list(kvjax.stream(model, ["a b", "c"], "full", **more, **kw)),
