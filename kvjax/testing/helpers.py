@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from kvjax.models.config import Config
 from kvjax.models.model import Model, random_model
 
 
-def toy_model(seed: int = 0, **changes) -> Model:
+def toy_model(seed: int = 0, **changes: Any) -> Model:
     """Returns a random decoder small enough for unit tests: grouped heads, three layers, 97 tokens.
 
     Args:
