@@ -209,7 +209,7 @@ class Tokenwise(ChunkCodec):
     def __post_init__(self):
         super().__post_init__()
         if self.group < 0:
-            raise KvjaxError(f"group must be 1 or more channels, or 0 for a whole row, got {self.group}")
+            raise KvjaxError(f"group must be 1 or more channels, or 0 for a whole vector, got {self.group}")
 
     def quantize(self, x: Array) -> ChunkCodes:
         codes, scale, lo = bit_packing.quantize(self._split(x), self.bits)
