@@ -99,7 +99,7 @@ def state_bytes(cache: Cache) -> CacheBytes:
       The bytes of its tokens, those of the room behind them, and what an exact cache of these tokens takes.
 
     Raises:
-      KvjaxError: the cache was used up by an answer that did not copy it.
+      KvjaxError: the cache was used up by an answer that did not copy it, or is traced (`TracedCall`).
     """
     cache.check_usable()
     total, empty = array_bytes(cache), array_bytes(())

@@ -174,6 +174,7 @@ class PagedHeads(SideStore):
             first = over_heads.first_head(num_local)
             return Partial(*(lax.dynamic_slice_in_dim(x, first, num_local, 1) for x in merged))
 
+        # Every page reads a copy of its owner's queries, so that only few of them are taken at a time.
         return map_query_blocks(attend, q, q_pos, 64)
 
     def _with_paged_codecs(self, layer: MethodLayer) -> MethodLayer:
