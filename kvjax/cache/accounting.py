@@ -99,7 +99,7 @@ def state_bytes(cache: Cache) -> CacheBytes:
       The bytes of its tokens, those of the room behind them, and what an exact cache of these tokens takes.
 
     Raises:
-      KvjaxError: the cache was used up by an answer that did not copy it.
+      KvjaxError: the cache was used up by an answer that did not copy it, or is traced (`TracedCall`).
     """
     cache.check_usable()
     total, empty = array_bytes(cache), array_bytes(())
@@ -156,16 +156,17 @@ def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False)
             layer.method.read.used_part(reader_state, slots),
         )
 
-    def abstract(*shape: int, of: Any = dtype) -> Any:  # typed Any, since its users say Array
-        return jax.ShapeDtypeStruct((1, *shape), of)
+    def abstract_array(*shape: int, dtype: Any = dtype) -> Any:  # typed Any, since its users say Array
+        return jax.ShapeDtypeStruct((1, *shape), dtype)
 
     spec, num_queries = layer.spec, layer.needs.observed_queries
     num_queries = slots if num_queries is None else num_queries
-    tokens = abstract(spec.num_kv_heads, slots, spec.head_dim)
-    q = abstract(spec.num_kv_heads, spec.num_groups, num_queries, spec.head_dim)
-    block = KVBlock(tokens, tokens, abstract(1, slots, of=jnp.int32))
+    tokens = abstract_array(spec.num_kv_heads, slots, spec.head_dim)
+    q = abstract_array(spec.num_kv_heads, spec.num_groups, num_queries, spec.head_dim)
+    block = KVBlock(tokens, tokens, abstract_array(1, slots, dtype=jnp.int32))
     # `jax.eval_shape` would not tell in which memory an array lies; the abstract values of a jaxpr do.
-    return array_bytes(jax.make_jaxpr(store)(block, Observation(q, abstract(num_queries, of=jnp.int32))).out_avals)
+    observation = Observation(q, abstract_array(num_queries, dtype=jnp.int32))
+    return array_bytes(jax.make_jaxpr(store)(block, observation).out_avals)
 
 
 def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int]:

@@ -15,7 +15,7 @@ The life of a decoded token, in `MethodLayer.extend`:
 7. The codecs and the reader append the token; only then is the cache read, since a token attends to itself.
 8. `read` attends to the slots that it chooses, the side store to its own; the partial results merge exactly.
 9. `decode` updates its statistics with the attention weights of the step.
-10. Draft tokens (`commit` says how many tokens are none) are attended in plain precision and leave no trace.
+10. Draft tokens, those after the first `commit`, are attended in plain precision and leave no trace.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class MethodLayer(StateOperations):
         return LayerState(keys, values, block.pos, n, block.bias, reader_state, policy_state, side_store)
 
     def apply_selection(
-        self, block: KVBlock, observation: Observation | None, slots: int, share: HeadBudgets | None = None
+        self, block: KVBlock, observation: Observation | None, slots: int, head_budgets: HeadBudgets | None = None
     ) -> KVBlock:
         """Applies the selection to a prompt, with representatives and merging.
 
@@ -215,7 +215,7 @@ class MethodLayer(StateOperations):
           block: the prompt [B K T H].
           observation: of the prompt's queries.
           slots: static size of the result.
-          share: division of the layer's budget among its heads; a head may then keep more than the mean budget.
+          head_budgets: divides the layer's budget among its heads; a head may then keep more than the mean.
 
         Returns:
           The tokens that stay [B K slots H], in the order of their positions.
@@ -223,8 +223,16 @@ class MethodLayer(StateOperations):
         m = self.method
         assert m.select is not None
         keep = m.select.num_kept_per_sequence(block, observation, slots)
-        components = {"representatives": m.representatives, "second_stage": m.second_stage}
-        choice = m.select.select_slots(block, observation, keep, slots, self.spec, head_budgets=share, **components)
+        choice = m.select.select_slots(
+            block,
+            observation,
+            keep,
+            slots,
+            self.spec,
+            representatives=m.representatives,
+            head_budgets=head_budgets,
+            second_stage=m.second_stage,
+        )
         kept = gather_tokens(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
 
@@ -272,16 +280,15 @@ class MethodLayer(StateOperations):
         return StepResult(out, dataclasses.replace(after, side_store=state.side_store), cross_layer)
 
     def _extend_in_steps(
-        self, at_once: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
+        self, extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
     ) -> StepResult:
-        """Calls `at_once` with as many tokens at a time as the components can take."""
+        """Calls `extend` with as many tokens at a time as the components can take."""
         m, T = self.method, q.shape[3]
         if m.decode is not None:
             # A policy evicts for one token at a time. A draft may come with it only if the reader is made for drafts.
             token_by_token = T > 1 and (commit > 1 or not m.read.draft_tokens)
         else:
-            # Uncommitted tokens change nothing for the others, so that one token and any number of drafts
-            # are a single step.
+            # Uncommitted tokens change nothing for the others, so that one token and any number of drafts are one step.
             token_by_token = commit > 1 and any(x.sequential_writes for x in (m.k, m.v, m.read))
         if token_by_token:
             if commit < T and m.decode is None:
@@ -289,10 +296,10 @@ class MethodLayer(StateOperations):
                     f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
                     "sequence per row, and no tree or beam of guesses"
                 )
-            return extend_token_by_token(at_once, state, q, new, commit, cross_layer)
+            return extend_token_by_token(extend, state, q, new, commit, cross_layer)
         if 0 < m.read.prompt_chunk < T:
-            return extend_in_chunks(at_once, state, q, new, commit, cross_layer, size=m.read.prompt_chunk)
-        return at_once(state, q, new, commit, cross_layer)
+            return extend_in_chunks(extend, state, q, new, commit, cross_layer, size=m.read.prompt_chunk)
+        return extend(state, q, new, commit, cross_layer)
 
     def _extend_once(
         self,
@@ -320,18 +327,18 @@ class MethodLayer(StateOperations):
             if commit < T:
                 outside.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.window))
             # A reader that adapts to the attention weights has to know how much weight lies outside its slots.
-            found = m.read.read(
-                self, state, q, q_pos, functools.reduce(combine, outside) if outside else None, cross_layer
-            )
-            partials = [found.part]
+            outside_partial = functools.reduce(combine, outside) if outside else None
+            result = m.read.read(self, state, q, q_pos, outside_partial, cross_layer)
+            partials = [result.part]
             if m.side_store:
                 partials.append(m.side_store.read(self, state, q, q_pos))
-        state = dataclasses.replace(state, reader_state=found.reader_state)
+        state = dataclasses.replace(state, reader_state=result.reader_state)
         if m.decode and commit:
-            weights = found.weights[:, :, :, 0] if m.decode.needs_weights and found.weights is not None else None
+            weights = result.weights if m.decode.needs_weights else None
+            weights = None if weights is None else weights[:, :, :, 0]
             pos, policy_state = m.decode.after_token(self, state, weights, q_pos[:, :1])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
-        return StepResult(merge(partials + outside), state, found.cross_layer)
+        return StepResult(merge(partials + outside), state, result.cross_layer)
 
     def _append(self, state: LayerState, new: KVBlock) -> LayerState:
         """Writes new tokens after the last slot in use, or, under a policy, one token into an empty slot."""

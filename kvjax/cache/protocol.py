@@ -200,8 +200,8 @@ class KVMethod(Protocol):
         ...
 
 
-# What a bound layer may offer beyond the interface. A caller asks `isinstance(layer, RewindableLayer)`, which looks at
-# the names of members, and says what is missing where it is not.
+# The optional abilities of a bound layer. A caller asks `isinstance(layer, RewindableLayer)`, which looks at the names
+# of members alone, and raises an error that names the ability where it is missing.
 
 
 @runtime_checkable

@@ -109,6 +109,7 @@ class SharedPrefixLayer:
             return attend_dense(q, block, q_pos, self.spec.window)
 
         part = self._attend_prefix(prefix, members, q, shift_positions(q_pos, before))
+        # A block of queries at a time: the logits of a whole prompt would be a T x T array.
         out = merge([part, map_query_blocks(attend, q, q_pos, 128)])
         return out, SharedPrefixState(prefix, self.own.prefill(block, observation, num_slots), before, members)
 

@@ -133,13 +133,13 @@ class StateOperations:
         # `_extend_in_steps` cuts a call along its tokens, and cuts `cross_layer` with it along axis 2. So the other
         # partial travels with that value, its T moved to axis 2 and back.
 
-        def at_once(state: LayerState, q: Array, new: KVBlock, commit: int, both: Any):
+        def extend_once(state: LayerState, q: Array, new: KVBlock, commit: int, both: Any):
             cross_layer, other = both
             other = Partial(*(jnp.moveaxis(x, 2, 3) for x in other))
             return self._extend_once(state, q, new, commit, cross_layer, other)
 
         both = cross_layer, Partial(*(jnp.moveaxis(x, 3, 2) for x in other_partial))
-        return self._extend_in_steps(at_once, state, q, new, commit, both)
+        return self._extend_in_steps(extend_once, state, q, new, commit, both)
 
     def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
         """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
@@ -212,7 +212,7 @@ def missing_ability(layer: BoundLayer, ability: str) -> IncompatibleMethod:
 
 
 def take_sequences(layer: BoundLayer | None, state: Any, which: Array | np.ndarray) -> Any:
-    """Takes the sequences which i32[n] of a state, each as often as it is named."""
+    """Takes the sequences `which` i32[n] of a state, each as often as it is named."""
     if isinstance(layer, BatchedLayer):
         return layer.take_sequences(state, which)
     return jax.tree.map(lambda x: memory.apply_on_device(lambda a: a[which], x) if x.ndim else x, state)

@@ -38,8 +38,8 @@ class Bases(TableKind):
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Any]:
         is_real = (block.pos >= 0)[..., None]
-        bare = jnp.where(is_real, spec.rope.unrotate(block.k, block.pos), 0.0)
-        vectors = {"keys": block.k.astype(jnp.float32), "bare_keys": bare, "values": block.v.astype(jnp.float32)}
+        pre_rope = jnp.where(is_real, spec.rope.unrotate(block.k, block.pos), 0.0)
+        vectors = {"keys": block.k.astype(jnp.float32), "bare_keys": pre_rope, "values": block.v.astype(jnp.float32)}
         groups = {name: group_heads(vectors[name], self.heads, spec) for name in self.of}
         return {
             "tokens": is_real.sum(2, keepdims=True, dtype=jnp.float32),

@@ -33,14 +33,14 @@ class HeadWeights(TableKind):
     num_positions = 500
 
     def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
-        bare_k = jnp.where((block.pos >= 0)[..., None], spec.rope.unrotate(block.k, block.pos), 0.0)
+        pre_rope_k = jnp.where((block.pos >= 0)[..., None], spec.rope.unrotate(block.k, block.pos), 0.0)
         assert observation is not None
         is_real = (observation.pos >= 0)[:, None, None, :, None]
-        bare_q = jnp.where(is_real, spec.rope.unrotate_queries(observation.q, observation.pos), 0.0)
+        pre_rope_q = jnp.where(is_real, spec.rope.unrotate_queries(observation.q, observation.pos), 0.0)
         num_tokens = jnp.maximum(is_real.sum(3, keepdims=True, dtype=jnp.float32), 1.0)
         pos = jnp.arange(self.num_positions, dtype=jnp.int32)[None]
-        k = jnp.repeat(bare_k.sum(2, keepdims=True) / num_tokens[:, :, 0], self.num_positions, 2)
-        q = spec.rope.rotate_queries(bare_q.sum(3, keepdims=True) / num_tokens, pos[:, -1:])
+        k = jnp.repeat(pre_rope_k.sum(2, keepdims=True) / num_tokens[:, :, 0], self.num_positions, 2)
+        q = spec.rope.rotate_queries(pre_rope_q.sum(3, keepdims=True) / num_tokens, pos[:, -1:])
         attention = jax.nn.softmax(scores(q, spec.rope.rotate(k, pos[:, None])), -1)
         weight = jnp.cumsum(attention, -1).mean((2, 3, 4))
         return {"weights": weight, "texts": jnp.ones_like(weight)}

@@ -3,7 +3,7 @@
 The file is a safetensors file. Its arrays are named by layer, as in `3.bases`; its metadata say which `kind` of table
 it is and for which model it was made: `layers`, `kv_heads`, `groups` and `head_dim`. `write` makes one.
 
-Some tables ship with kvjax, below `kvjax/tables/`: of every kind one for the shipped model and a small example.
+Some tables ship with kvjax, below `kvjax/tables/`: each kind has one for the shipped model, and small examples.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ class TableFile:
           KvjaxError: for another kind of table, one of another model, or an array that is missing, of another shape, or
             not finite.
         """
-        arrays, index = self._read_fitting(spec), spec.index if self.index is None else self.index
+        arrays = self._read_fitting(spec)
+        index = spec.index if self.index is None else self.index
         found = {}
         for name, expected in shapes.items():
             array = arrays.get(f"{index}.{name}")
             if array is None:
                 raise KvjaxError(f"{self.path} has no array `{index}.{name}`; make the table anew")
-            if len(array.shape) != len(expected) or any(
-                size not in (None, n) for n, size in zip(array.shape, expected, strict=True)
-            ):
+            has_axes = len(array.shape) == len(expected)
+            if not (has_axes and all(size in (None, n) for n, size in zip(array.shape, expected, strict=True))):
                 shape = ", ".join("any" if n is None else str(n) for n in expected)
                 raise KvjaxError(
                     f"`{index}.{name}` of {self.path} has shape {array.shape}, expected ({shape}); make the table anew "
@@ -120,8 +120,8 @@ class TableFile:
             )
         metadata, arrays = _read(self.path, self.digest)
         if metadata.get("format") != FORMAT or metadata.get("kind") != self.kind:
-            is_kind = metadata.get("kind", "none that kvjax knows")
-            raise KvjaxError(f"{self.path} is a table of {is_kind}, and one of {self.kind} is needed")
+            kind = metadata.get("kind", "none that kvjax knows")
+            raise KvjaxError(f"{self.path} is a table of {kind}, and one of {self.kind} is needed")
         for name, value in model.items():
             if metadata.get(name) != value:
                 raise KvjaxError(

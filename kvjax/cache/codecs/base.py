@@ -133,7 +133,7 @@ class Plain(Codec):
 
 
 def _delegate(member: str) -> Any:
-    """A flag or a method that is the inner codec's."""
+    """Makes a property that reads a flag or a method of the inner codec."""
     return property(lambda self: getattr(self.inner, member))
 
 

@@ -17,6 +17,7 @@ ROW_BITS = (1, 2, 3, 4, 8)
 """Widths of codes that are packed along a whole axis, which can split codes of 3 bits between words."""
 
 ONE_BIT = ("improved", "original")
+"""Levels of 1-bit codes, see `quantize`."""
 
 
 def quantize(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Array, Array]:
@@ -127,7 +128,7 @@ def check_bits(bits: int, known: tuple[int, ...]) -> None:
 def check_clip(clip: float) -> None:
     """Raises KvjaxError for a fraction of a vector's range that codes cannot span."""
     if not 0 < clip <= 1:
-        raise KvjaxError(f"clip must lie in (0, 1], got {clip}; 1 lets all numbers of a row in")
+        raise KvjaxError(f"clip must lie in (0, 1], got {clip}; 1 lets all numbers of a vector in")
 
 
 def check_fills(H: int, bits: int) -> None:

@@ -16,65 +16,65 @@ from kvjax.core.types import Array
 MAX_TILE_NUMBERS, MAX_TILE_SLOTS = 2**21, 2048
 
 DecodeTile = Callable[[Array, int, Array | int, int], Array]
-"""(first row of B * K, number of rows, first slot, number of slots) -> f32[rows slots H], finite in every slot."""
+"""(first head of B * K, number of heads, first slot, number of slots) -> f32[heads slots H], finite in every slot."""
 
 
 class TileSize(NamedTuple):
     """The heads and slots that are decoded at a time."""
 
-    rows: int  # of B * K, which they divide
+    heads: int  # of B * K, which they divide
     slots: int
 
 
-def tile_size(num_rows: int, num_slots: int, H: int, slot_multiple: int = 1) -> TileSize:
+def tile_size(num_heads: int, num_slots: int, H: int, slot_multiple: int = 1) -> TileSize:
     """Returns the largest tile of at most `MAX_TILE_NUMBERS` numbers, or `slot_multiple` slots if these are more.
 
-    `num_rows` is B * K; `slot_multiple` slots can only be decoded together, such as those of a word.
+    `num_heads` is B * K; `slot_multiple` slots can only be decoded together, such as those of a word.
     """
     slots = max(min(MAX_TILE_SLOTS, MAX_TILE_NUMBERS // H) // slot_multiple, 1) * slot_multiple
     slots = min(slots, num_slots)
-    fits = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n * slots * H <= MAX_TILE_NUMBERS]
+    fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * slots * H <= MAX_TILE_NUMBERS]
     return TileSize(max(fits, default=1), slots)
 
 
 def scores(q: Array, num_slots: int, size: TileSize, decode: DecodeTile) -> Array:
     """Scaled dot products of q [B K G T H] and the keys in `num_slots` slots: f32[B K G T S]."""
     B, K, G, T, H = q.shape
-    q_rows = q.astype(jnp.float32).reshape(B * K, G, T, H)
+    q_heads = q.astype(jnp.float32).reshape(B * K, G, T, H)
 
-    def score_tile(row: Array, start: Array | int, count: int) -> Array:
-        q = lax.dynamic_slice_in_dim(q_rows, row, size.rows, 0)[None]
-        return attention.scores(q, decode(row, size.rows, start, count)[None])[0]
+    def score_tile(head: Array, start: Array | int, count: int) -> Array:
+        q = lax.dynamic_slice_in_dim(q_heads, head, size.heads, 0)[None]
+        return attention.scores(q, decode(head, size.heads, start, count)[None])[0]
 
-    def score_rows(row: Array) -> Array:
+    def score_heads(head: Array) -> Array:
         tiles = jnp.arange(num_slots // size.slots, dtype=jnp.int32)
-        s = lax.map(lambda i: score_tile(row, i * size.slots, size.slots), tiles)
-        s = jnp.moveaxis(s, 0, 3).reshape(size.rows, G, T, -1)
+        s = lax.map(lambda i: score_tile(head, i * size.slots, size.slots), tiles)
+        s = jnp.moveaxis(s, 0, 3).reshape(size.heads, G, T, -1)
         rest = num_slots % size.slots
-        return jnp.concatenate([s, score_tile(row, num_slots - rest, rest)], -1) if rest else s
+        return jnp.concatenate([s, score_tile(head, num_slots - rest, rest)], -1) if rest else s
 
-    # `map`, not `vmap`: rows run one after the other, so that a single tile is decoded at any time.
-    first_rows = jnp.arange(0, B * K, size.rows, dtype=jnp.int32)
-    return lax.map(score_rows, first_rows).reshape(B, K, G, T, num_slots)
+    # `map`, not `vmap`: heads run one after the other, so that a single tile is decoded at any time.
+    first_heads = jnp.arange(0, B * K, size.heads, dtype=jnp.int32)
+    return lax.map(score_heads, first_heads).reshape(B, K, G, T, num_slots)
 
 
 def mix(p: Array, H: int, size: TileSize, decode: DecodeTile) -> Array:
     """Sums the values [.. H] by weights p f32[B K G T S]: f32[B K G T H]."""
     B, K, G, T, num_slots = p.shape
-    p_rows = p.reshape(B * K, G, T, num_slots)
+    p_heads = p.reshape(B * K, G, T, num_slots)
 
-    def mix_tile(row: Array, start: Array | int, count: int) -> Array:
-        p = lax.dynamic_slice(p_rows, (row, 0, 0, start), (size.rows, G, T, count))
-        return attention.mix(p[None], decode(row, size.rows, start, count)[None])[0]
+    def mix_tile(head: Array, start: Array | int, count: int) -> Array:
+        p = lax.dynamic_slice(p_heads, (head, 0, 0, start), (size.heads, G, T, count))
+        return attention.mix(p[None], decode(head, size.heads, start, count)[None])[0]
 
-    def mix_rows(row: Array) -> Array:
+    def mix_heads(head: Array) -> Array:
         def step(acc, i):
-            return (acc + mix_tile(row, i * size.slots, size.slots), None)
+            return (acc + mix_tile(head, i * size.slots, size.slots), None)
 
-        zero = vary(jnp.zeros((size.rows, G, T, H)))
+        zero = vary(jnp.zeros((size.heads, G, T, H)))
         out = lax.scan(step, zero, jnp.arange(num_slots // size.slots, dtype=jnp.int32))[0]
         rest = num_slots % size.slots
-        return out + mix_tile(row, num_slots - rest, rest) if rest else out
+        return out + mix_tile(head, num_slots - rest, rest) if rest else out
 
-    first_rows = jnp.arange(0, B * K, size.rows, dtype=jnp.int32)
-    return lax.map(mix_rows, first_rows).reshape(B, K, G, T, H)
+    first_heads = jnp.arange(0, B * K, size.heads, dtype=jnp.int32)
+    return lax.map(mix_heads, first_heads).reshape(B, K, G, T, H)

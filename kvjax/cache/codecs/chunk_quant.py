@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.codecs import bit_packing as quant
+from kvjax.cache.codecs import bit_packing
 from kvjax.cache.codecs.base import Codec
 from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
@@ -61,7 +61,7 @@ class ChunkCodec(Codec):
     supports_eviction = False  # the tokens of a chunk share numbers, so none of them can leave
 
     def __post_init__(self):
-        quant.check_bits(self.bits, quant.ROW_BITS)
+        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
         if self.every < 0:
             raise KvjaxError(f"every must be 0 or more decoded tokens, got {self.every}; ZipCache uses 100")
 
@@ -165,7 +165,7 @@ class ChunkCodec(Codec):
         shared = stored.shared
         if shared is not None:
             shared = memory.gather_tokens(shared, jnp.maximum(1 + self.chunk_index(stored, slot), 0))
-        codes = quant.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]
+        codes = bit_packing.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]
         x = self.restore(codes, own, shared)
         places = stored.recent.shape[2]
         if not places:
@@ -174,8 +174,8 @@ class ChunkCodec(Codec):
         return jnp.where(is_quantized[..., None], x, memory.take(stored.recent, slot % places))
 
     def _pack(self, codes: Array) -> Array:
-        padding = -codes.shape[3] % quant.codes_in_whole_words(self.bits)
-        return quant.pack(jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, padding)]), self.bits, 3)
+        padding = -codes.shape[3] % bit_packing.codes_in_whole_words(self.bits)
+        return bit_packing.pack(jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, padding)]), self.bits, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,12 +186,12 @@ class Channelwise(ChunkCodec):
     """
 
     def quantize(self, x: Array) -> ChunkCodes:
-        codes, scale, lo = quant.quantize(x.swapaxes(2, 3), self.bits)
+        codes, scale, lo = bit_packing.quantize(x.swapaxes(2, 3), self.bits)
         return ChunkCodes(codes.swapaxes(2, 3), None, jnp.concatenate([scale, lo], 2).swapaxes(2, 3))
 
     def restore(self, codes: Array, own: Array | None, shared: Array) -> Array:
         scale, lo = jnp.split(shared, 2, -1)
-        return quant.dequantize(codes, scale, lo)
+        return bit_packing.dequantize(codes, scale, lo)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,21 +209,21 @@ class Tokenwise(ChunkCodec):
     def __post_init__(self):
         super().__post_init__()
         if self.group < 0:
-            raise KvjaxError(f"group must be 1 or more channels, or 0 for a whole row, got {self.group}")
+            raise KvjaxError(f"group must be 1 or more channels, or 0 for a whole vector, got {self.group}")
 
     def quantize(self, x: Array) -> ChunkCodes:
-        codes, scale, lo = quant.quantize(self._split(x), self.bits)
+        codes, scale, lo = bit_packing.quantize(self._split(x), self.bits)
         return ChunkCodes(codes.reshape(x.shape), jnp.concatenate([scale[..., 0], lo[..., 0]], -1), None)
 
     def restore(self, codes: Array, own: Array, shared: None) -> Array:
         scale, lo = jnp.split(own[..., None], 2, 3)
-        return quant.dequantize(self._split(codes), scale, lo).reshape(codes.shape)
+        return bit_packing.dequantize(self._split(codes), scale, lo).reshape(codes.shape)
 
     def _split(self, x: Array) -> Array:
         """[B K T H] -> [B K T H/group group]."""
         H = x.shape[3]
         group = self.group or H
-        quant.check_divides("group", group, H)
+        bit_packing.check_divides("group", group, H)
         return x.reshape(*x.shape[:3], H // group, group)
 
 
@@ -239,9 +239,9 @@ class SeparableTokenwise(ChunkCodec):
     def quantize(self, x: Array) -> ChunkCodes:
         largest = jnp.abs(x.astype(jnp.float32)).max(2, keepdims=True)
         root = jnp.sqrt(largest).astype(x.dtype)
-        codes, scale, lo = quant.quantize(x / jnp.where(root > 0, root, jnp.ones((), x.dtype)), self.bits)
+        codes, scale, lo = bit_packing.quantize(x / jnp.where(root > 0, root, jnp.ones((), x.dtype)), self.bits)
         return ChunkCodes(codes, jnp.concatenate([scale, lo], -1), root)
 
     def restore(self, codes: Array, own: Array, shared: Array) -> Array:
         scale, lo = own[..., :1], own[..., 1:]
-        return quant.dequantize(codes, scale, lo) * shared
+        return bit_packing.dequantize(codes, scale, lo) * shared

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.codecs import bit_packing as quant
-from kvjax.cache.codecs import blockwise
+from kvjax.cache.codecs import bit_packing, blockwise
 from kvjax.cache.codecs.base import Codec, PagedArrays
 from kvjax.core import attention, memory
 from kvjax.core.gradients import refuse_gradient
@@ -63,10 +62,10 @@ class Kivi(Codec):
     supports_eviction = False  # the tokens of a group share a scale, so none of them can leave
 
     def __post_init__(self):
-        if self.bits not in quant.BITS:
-            near = min(quant.BITS, key=lambda b: abs(b - self.bits))
+        if self.bits not in bit_packing.BITS:
+            near = min(bit_packing.BITS, key=lambda b: abs(b - self.bits))
             raise KvjaxError(f"bits must be 1, 2, 4 or 8, got {self.bits}; the nearest is {near}")
-        if self.one_bit not in quant.ONE_BIT:
+        if self.one_bit not in bit_packing.ONE_BIT:
             raise KvjaxError(f"one_bit must be 'improved' or 'original', got {self.one_bit!r}")
         if self.group < 1:
             raise KvjaxError(f"group must be at least 1, got {self.group}; the paper uses 32")
@@ -141,7 +140,7 @@ class Kivi(Codec):
         is_group = is_code if self.axis == "token" else is_code[:, :, :: self.group]
         codes = jnp.where(is_code, codes, jnp.zeros((), codes.dtype))
         scale, lo = (jnp.where(is_group, a, jnp.zeros((), a.dtype)) for a in (scale, lo))
-        words = quant.pack(codes, self.bits, self._word_axis)
+        words = bit_packing.pack(codes, self.bits, self._word_axis)
         return KiviState(memory.pack(words), memory.pack(scale), memory.pack(lo), recent, num_quantized, slots)
 
     def used_part(self, stored: KiviState, num_tokens: int) -> Any:
@@ -166,7 +165,7 @@ class Kivi(Codec):
             tokens = memory.take(tokens, (at % self.num_recent)[:, None, None])
         codes, scale, lo = self.quantize(tokens)
         if self.packed == "channels":
-            words = memory.append(stored.codes, quant.pack(codes, self.bits, 3), at[:, None], is_due)
+            words = memory.append(stored.codes, bit_packing.pack(codes, self.bits, 3), at[:, None], is_due)
         else:
             # The words of these tokens may hold older ones already, and have zeros in the new ones' places.
             slot = at[:, None] + jnp.arange(codes.shape[2], dtype=jnp.int32)[None]
@@ -184,8 +183,8 @@ class Kivi(Codec):
         )
 
     def decode(self, stored: KiviState) -> Array:
-        codes = quant.unpack(stored.codes.data, self.bits, self._word_axis)
-        x = self.restore_groups(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), quant.dequantize)
+        codes = bit_packing.unpack(stored.codes.data, self.bits, self._word_axis)
+        x = self.restore_groups(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), bit_packing.dequantize)
         slot = jnp.arange(stored.slots, dtype=jnp.int32)[None]
         recent = jnp.take(stored.recent, slot[0] % self.num_recent, axis=2)
         is_quantized = (slot < stored.num_quantized[:, None])[:, None, :, None]
@@ -201,14 +200,14 @@ class Kivi(Codec):
         word = idx if self.packed == "channels" else idx // self.per
         codes = memory.gather_tokens(stored.codes, word)
         if self.packed == "channels":
-            codes = quant.unpack(codes, self.bits, 3)
+            codes = bit_packing.unpack(codes, self.bits, 3)
         else:
             codes = codes >> (idx % self.per * self.bits).astype(jnp.uint32)[..., None] & jnp.uint32(2**self.bits - 1)
         group = idx // self.group if self.axis == "channel" else idx
         scale, lo = memory.gather_tokens(stored.scale, group), memory.gather_tokens(stored.lo, group)
         if self.axis == "token":
             scale, lo = (jnp.repeat(a, self.group, -1) for a in (scale, lo))
-        return quant.dequantize(codes, scale, lo)
+        return bit_packing.dequantize(codes, scale, lo)
 
     def scores(self, q: Array, stored: KiviState) -> Array:
         S = stored.slots
@@ -245,14 +244,17 @@ class Kivi(Codec):
         per_word = self.per if self.packed == "tokens" else 1
         per_group = self.group if self.axis == "channel" else 1
 
-        def decode_tile(row: Array, num_rows: int, start: Array | int, count: int) -> Array:
-            def tile(buffer: memory.Buffer, n: int) -> Array:
-                return memory.slice_tokens(buffer, row, num_rows, start // n, count // n)
+        def dequantize_unrounded(codes: Array, scale: Array, lo: Array) -> Array:
+            # `bit_packing.dequantize` rounds to 16 bits; these numbers are used in float32 and never stored.
+            return bit_packing.codes_to_float(codes) * scale + lo
 
-            codes = quant.unpack(tile(stored.codes, per_word), self.bits, self._word_axis - 1)
-            scale, lo = (tile(x, per_group).astype(jnp.float32)[None] for x in (stored.scale, stored.lo))
-            # Unlike `quant.dequantize`, not rounded to 16 bits: the numbers are used in float32 and never stored.
-            return self.restore_groups(codes[None], scale, lo, lambda c, s, m: quant.codes_to_float(c) * s + m)[0]
+        def decode_tile(head: Array, num_heads: int, start: Array | int, count: int) -> Array:
+            def load(buffer: memory.Buffer, n: int) -> Array:
+                return memory.slice_tokens(buffer, head, num_heads, start // n, count // n)
+
+            codes = bit_packing.unpack(load(stored.codes, per_word), self.bits, self._word_axis - 1)
+            scale, lo = (load(x, per_group).astype(jnp.float32)[None] for x in (stored.scale, stored.lo))
+            return self.restore_groups(codes[None], scale, lo, dequantize_unrounded)[0]
 
         B, K, _, H = stored.recent.shape
         size = blockwise.tile_size(B * K, self.capacity(stored.slots), H, math.lcm(self.per, self.group))
@@ -279,10 +281,10 @@ class Kivi(Codec):
         B, K, T, H = x.shape
         x = refuse_gradient(x, f"codes of {type(self).__name__}")
         if self.axis == "token":
-            codes, scale, lo = quant.quantize(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
+            codes, scale, lo = bit_packing.quantize(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
             return codes.reshape(x.shape), scale[..., 0], lo[..., 0]
         groups = x.reshape(B, K, -1, self.group, H).swapaxes(3, 4)
-        codes, scale, lo = quant.quantize(groups, self.bits, self.one_bit)
+        codes, scale, lo = bit_packing.quantize(groups, self.bits, self.one_bit)
         return codes.swapaxes(3, 4).reshape(x.shape), scale[..., 0], lo[..., 0]
 
     def _recent_slots(self, num_quantized: Array) -> Array:
@@ -297,7 +299,7 @@ class Kivi(Codec):
     def check_head_dim(self, H: int) -> None:
         """Raises KvjaxError for a head size that groups or words do not divide."""
         if self.axis == "token":
-            quant.check_divides("group", self.group, H)
+            bit_packing.check_divides("group", self.group, H)
         if self.packed == "channels" and H % self.per:
             raise KvjaxError(
                 f"{self.bits}-bit codes on the host are packed {self.per} channels to a word, which does not "
@@ -335,18 +337,18 @@ class PagedKivi(Codec):
         by_page = (*x.shape[:2], x.shape[2] // self.page, -1)
         codes, scale, lo = (a.reshape(by_page) for a in (jnp.where(real, codes, jnp.uint32(0)), scale, lo))
         codes = jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, -codes.shape[3] % self.rule.per)])
-        return PageCodes(memory.pack(quant.pack(codes, self.rule.bits, 3)), memory.pack(scale), memory.pack(lo))
+        return PageCodes(memory.pack(bit_packing.pack(codes, self.rule.bits, 3)), memory.pack(scale), memory.pack(lo))
 
     def decode(self, stored: PageCodes) -> Array:
         scale, lo = memory.unpack(stored.scale), memory.unpack(stored.lo)
         B, K, P, n = scale.shape
         H = n * self.rule.group // self.page
-        codes = quant.unpack(stored.codes.data, self.rule.bits, 3)[..., : self.page * H]
+        codes = bit_packing.unpack(stored.codes.data, self.rule.bits, 3)[..., : self.page * H]
         groups = (B, K, P * self.page // self.rule.group, H)
         if self.rule.axis == "token":
             groups = (B, K, P * self.page, H // self.rule.group)
         codes = codes.reshape(B, K, P * self.page, H)
-        return self.rule.restore_groups(codes, scale.reshape(groups), lo.reshape(groups), quant.dequantize)
+        return self.rule.restore_groups(codes, scale.reshape(groups), lo.reshape(groups), bit_packing.dequantize)
 
 
 def _resize(x: Array, n: int, axis: int) -> Array:

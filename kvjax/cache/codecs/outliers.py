@@ -127,8 +127,8 @@ class ChannelOutliers(Outliers):
 
     def find(self, x: Array, real: Array) -> tuple[Array, Array]:
         vectors = x.swapaxes(2, 3)
-        is_outlier, without = self._find_extremes(vectors, jnp.broadcast_to(real[:, :, None], vectors.shape))
-        return is_outlier.swapaxes(2, 3), without.swapaxes(2, 3)
+        is_outlier, with_means = self._find_extremes(vectors, jnp.broadcast_to(real[:, :, None], vectors.shape))
+        return is_outlier.swapaxes(2, 3), with_means.swapaxes(2, 3)
 
     def init_state(self, x: Array, is_outlier: Array, every: int) -> ChannelOutlierState | None:
         S = x.shape[2]

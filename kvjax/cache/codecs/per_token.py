@@ -51,7 +51,7 @@ class PerTokenCodec(Codec):
         if self.rotate and H & (H - 1):
             raise KvjaxError(
                 f"Hadamard's matrix exists here for powers of two, and the head size is {H}; use rotate=false, which "
-                "codes the rows as they are"
+                "quantizes the vectors as they are"
             )
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         return QuantizedTokens(jax.tree.map(memory.pack, self._quantize(x)), H, x.dtype.name)
@@ -93,9 +93,9 @@ class PerTokenCodec(Codec):
         """The size of a tile, the number of slots, and the function that decodes a tile, still rotated."""
         B, K, S, _ = jax.tree.leaves(stored.parts)[0].shape
 
-        def decode_tile(row: Array, num_rows: int, start: Array | int, count: int) -> Array:
+        def decode_tile(head: Array, num_heads: int, start: Array | int, count: int) -> Array:
             tile = memory.map_buffers(
-                lambda buffer: memory.slice_tokens(buffer, row, num_rows, start, count), stored.parts
+                lambda buffer: memory.slice_tokens(buffer, head, num_heads, start, count), stored.parts
             )
             return self.quantizer.decode(tile)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.codecs import bit_packing as quant
+from kvjax.cache.codecs import bit_packing
 from kvjax.core.types import Array, exportable
 from kvjax.errors import KvjaxError
 
@@ -64,11 +64,11 @@ class MinMax(Quantizer):
     clip: float = 1.0
 
     def __post_init__(self):
-        quant.check_bits(self.bits, quant.ROW_BITS)
-        quant.check_clip(self.clip)
+        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
+        bit_packing.check_clip(self.clip)
 
     def check(self, H: int) -> None:
-        quant.check_fills(H, self.bits)
+        bit_packing.check_fills(H, self.bits)
 
     def encode(self, x: Array) -> IntegerCodes:
         top = float(2**self.bits - 1)
@@ -80,12 +80,12 @@ class MinMax(Quantizer):
         # As in vLLM, the zero point replaces the scale's lowest bits: 4 bytes per vector in all, and the scale changes
         # by less than 2^(bits - 23) of itself.
         scale_bits = lax.bitcast_convert_type(scale, jnp.uint32) & ~self._zero_mask
-        return IntegerCodes(quant.pack(codes, self.bits, -1), scale_bits | zero.astype(jnp.uint32))
+        return IntegerCodes(bit_packing.pack(codes, self.bits, -1), scale_bits | zero.astype(jnp.uint32))
 
     def decode(self, coded: IntegerCodes) -> Array:
-        zero = quant.codes_to_float(coded.scale & self._zero_mask)
+        zero = bit_packing.codes_to_float(coded.scale & self._zero_mask)
         scale = lax.bitcast_convert_type(coded.scale & ~self._zero_mask, jnp.float32)
-        return (quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) - zero) * scale
+        return (bit_packing.codes_to_float(bit_packing.unpack(coded.codes, self.bits, -1)) - zero) * scale
 
     @property
     def _zero_mask(self) -> Array:
@@ -104,16 +104,18 @@ class Absmax(Quantizer):
     """
 
     def check(self, H: int) -> None:
-        quant.check_fills(H, 8)
+        bit_packing.check_fills(H, 8)
 
     def encode(self, x: Array) -> IntegerCodes:
         scale = step_size(jnp.abs(x).max(-1, keepdims=True), 127.0)
         codes = jnp.clip(jnp.round(x / scale), -128.0, 127.0) + 128.0
-        return IntegerCodes(quant.pack(codes.astype(jnp.uint32), 8, -1), lax.bitcast_convert_type(scale, jnp.uint32))
+        return IntegerCodes(
+            bit_packing.pack(codes.astype(jnp.uint32), 8, -1), lax.bitcast_convert_type(scale, jnp.uint32)
+        )
 
     def decode(self, coded: IntegerCodes) -> Array:
         scale = lax.bitcast_convert_type(coded.scale, jnp.float32)
-        return (quant.codes_to_float(quant.unpack(coded.codes, 8, -1)) - 128.0) * scale
+        return (bit_packing.codes_to_float(bit_packing.unpack(coded.codes, 8, -1)) - 128.0) * scale
 
 
 @exportable
@@ -179,13 +181,13 @@ class BlockFloat(Quantizer):
     block: int = 32
 
     def __post_init__(self):
-        quant.check_bits(self.bits, quant.ROW_BITS[1:])
+        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS[1:])
         if self.block < 1:
             raise KvjaxError(f"a block has at least 1 channel, got block={self.block}; the paper uses 32 and 64")
 
     def check(self, H: int) -> None:
-        quant.check_fills(H, self.bits)
-        quant.check_divides("block", self.block, H)
+        bit_packing.check_fills(H, self.bits)
+        bit_packing.check_divides("block", self.block, H)
 
     @property
     def top(self) -> int:
@@ -200,11 +202,11 @@ class BlockFloat(Quantizer):
         biased = jnp.where(fraction > 0, jnp.clip(exponent + 127, 0, 254), 0).astype(jnp.uint8)
         power = jnp.where(biased > 0, _power_of_two(biased), 1.0)
         mantissas = jnp.clip(jnp.round(blocks / power), -self.top, self.top) + self.top
-        words = quant.pack(mantissas.astype(jnp.uint32).reshape(x.shape), self.bits, -1)
+        words = bit_packing.pack(mantissas.astype(jnp.uint32).reshape(x.shape), self.bits, -1)
         return BlockFloatNumbers(words, biased[..., 0])
 
     def decode(self, coded: BlockFloatNumbers) -> Array:
-        mantissas = quant.codes_to_float(quant.unpack(coded.mantissas, self.bits, -1)) - self.top
+        mantissas = bit_packing.codes_to_float(bit_packing.unpack(coded.mantissas, self.bits, -1)) - self.top
         return (self._split(mantissas) * _power_of_two(coded.exponents[..., None])).reshape(mantissas.shape)
 
     def _split(self, x: Array) -> Array:

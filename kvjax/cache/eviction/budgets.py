@@ -114,7 +114,7 @@ def parse_budget(value: int | str | Budget) -> int | Budget:
         if isinstance(value, str):
             return PromptFraction(float(value[:-1]) / 100) if value.endswith("%") else int(value)
     except (ValueError, KvjaxError):
-        pass  # refused below, like what is no text
+        pass  # refused below, with the values that are no text
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     raise KvjaxError(

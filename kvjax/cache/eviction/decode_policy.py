@@ -98,7 +98,9 @@ def check_minimum(method: str, **fields: tuple[int, int]) -> None:
 def require_observation(observation: Observation | None, method: str, which: str) -> Observation:
     """Returns the observation; raises KvjaxError where the caller brought none."""
     if observation is None:
-        raise KvjaxError(f"{method} needs {which} of the prompt in obs, got None; collect them in the prefill")
+        raise KvjaxError(
+            f"{method} needs {which} of the prompt in `observation`, got None; collect them in the prefill"
+        )
     return observation
 
 

@@ -13,7 +13,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array, KVBlock
 
 MIN_KEY_NORM = 1e-6
-"""Norms of keys below this divide as this does."""
+"""Lower bound of a norm by which something is divided, so that a vector of zeros gives no NaN."""
 
 
 @runtime_checkable

@@ -43,8 +43,8 @@ IntOrArray = TypeVar("IntOrArray", int, Array, np.ndarray)
 
 def fraction_of(share: float, units: IntOrArray) -> IntOrArray:
     """floor(share * units), in integers, so that 0.7 of 10 is 7: `share` is taken as the nearest n / d, d <= 1000."""
-    f = Fraction(share).limit_denominator(1000)
-    return units * f.numerator // f.denominator
+    ratio = Fraction(share).limit_denominator(1000)
+    return units * ratio.numerator // ratio.denominator
 
 
 def check_share(share: float) -> None:

@@ -92,7 +92,7 @@ def pre_window_mask(block: KVBlock, num_queries: int) -> Array:
 def check_kernel(kernel: int) -> None:
     """Raises KvjaxError for a number of neighbors that has no center."""
     if kernel < 1 or kernel % 2 == 0:
-        raise KvjaxError(f"kernel must be odd, so that pooling has a centre, got {kernel}; use {max(1, kernel + 1)}")
+        raise KvjaxError(f"kernel must be odd, so that pooling has a center, got {kernel}; use {max(1, kernel + 1)}")
 
 
 def pool_scores(x: Array, inside: Array, kernel: int, pool: str) -> Array:
@@ -106,8 +106,8 @@ def pool_scores(x: Array, inside: Array, kernel: int, pool: str) -> Array:
     """
     init, op = (0.0, lax.add) if pool == "avg" else (-np.inf, lax.max)
     shape = (1,) * (x.ndim - 1) + (kernel,)
-    pool_scores = lax.reduce_window(jnp.where(inside, x, init), np.float32(init), op, shape, (1,) * x.ndim, "SAME")
-    return pool_scores / kernel if pool == "avg" else pool_scores
+    pooled = lax.reduce_window(jnp.where(inside, x, init), np.float32(init), op, shape, (1,) * x.ndim, "SAME")
+    return pooled / kernel if pool == "avg" else pooled
 
 
 @dataclasses.dataclass(frozen=True)

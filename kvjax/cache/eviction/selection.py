@@ -53,7 +53,7 @@ class Selection:
       budget: how many tokens each layer keeps, sinks and recent tokens included.
       sinks: first tokens that always stay.
       recent: last tokens that always stay.
-      granularity: whether single tokens, chunks or pages are kept; `granularity` says how many tokens that makes.
+      granularity: whether single tokens, chunks or pages are kept; its module says how many tokens that makes.
       scope: "head", where each key/value head keeps its own tokens, or "layer", one set for all heads.
     """
 
@@ -154,13 +154,12 @@ class Selection:
         evictable = evictable_mask(split, unit_scores.shape[2])
         represented = jnp.zeros_like(evictable)
         spare_slots = max(num_slots - self.sinks - self.recent, 0)
-        max_representatives = 0
         if representatives is not None:
             max_representatives = fraction_of(representatives.share, spare_slots // size)
-        if representatives is not None and max_representatives:
-            represented = self._select_representatives(
-                block, scores.per_query_head, split, representatives, max_representatives, select_units
-            )
+            if max_representatives:
+                represented = self._select_representatives(
+                    block, scores.per_query_head, split, representatives, max_representatives, select_units
+                )
         kept = select_units(evictable & ~represented, represented.sum(-1, dtype=jnp.int32)) | represented[:, None]
         if head_budgets is not None:  # one head may take the places of all the others
             num_slots = min(num_tokens, num_slots + head_budgets.num_other_heads(spec) * spare_slots)

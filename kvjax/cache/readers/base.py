@@ -94,10 +94,11 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
     if layer.method.positions == "cache":
         # Keys are stored before RoPE; keys and queries are rotated to their index in the cache (StreamingLLM).
         assert layer.method.decode is not None
-        rope, index = layer.spec.rope, layer.method.decode.cache_positions
-        rotated = rope.rotate(layer.k.decode(keys), index(layer, state.pos, state.pos))
-        query_index = index(layer, state.pos, q_pos[:, None])[:, 0]
-        s = scores(rope.rotate_queries(rope.unrotate_queries(q, q_pos), query_index), rotated)
+        rope, policy = layer.spec.rope, layer.method.decode
+        rotated_k = rope.rotate(layer.k.decode(keys), policy.cache_positions(layer, state.pos, state.pos))
+        query_index = policy.cache_positions(layer, state.pos, q_pos[:, None])[:, 0]
+        rotated_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), query_index)
+        s = scores(rotated_q, rotated_k)
     elif layer.k.pre_rope:
         s = scores(q, layer.decode_keys(keys, state.pos))
     else:

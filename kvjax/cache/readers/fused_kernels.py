@@ -31,9 +31,12 @@ def register_kernel(backend: str, kernel: FusedKernel) -> None:
 
 def find_kernel(choice: str, k: Any, v: Any) -> FusedKernel | None:
     """Returns the kernel for a key and a value codec, or None; raises KvjaxError for "pallas" where no kernel fits."""
+    if choice == "xla":
+        return None
     # "pallas" takes a kernel of any backend: elsewhere it is interpreted, slowly.
-    backends = _KERNELS if choice == "pallas" else [jax.default_backend()] if choice == "auto" else []
-    found = next((kernel for b in backends for kernel in _KERNELS.get(b, []) if kernel.fits(k, v)), None)
+    backends = list(_KERNELS) if choice == "pallas" else [jax.default_backend()]
+    kernels = [kernel for backend in backends for kernel in _KERNELS.get(backend, [])]
+    found = next((kernel for kernel in kernels if kernel.fits(k, v)), None)
     if choice == "pallas" and found is None:
         raise KvjaxError(
             f"kernel='pallas' reads KIVI codes of equal bits on the device, not {k} and {v}; use kernel='auto'"

@@ -83,7 +83,7 @@ class Index:
         touched = jnp.broadcast_to(touched, (B, K, num_units))
         before = memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, touched), reader_state)
         after = self.join(before, self.summarize(*self.split_units(new, at % self.size, num_units)))
-        return memory.map_buffers(lambda buffer, rows: memory.append(buffer, rows, first), reader_state, after)
+        return memory.map_buffers(lambda buffer, summary: memory.append(buffer, summary, first), reader_state, after)
 
     def split_units(self, block: KVBlock, offset: Array, num_units: int) -> tuple[Array, Array]:
         """Keys [B K U size H], and which of them are tokens; the block begins at place offset i32[B 1] of a unit."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvjax.cache.accounting import array_bytes
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial
@@ -82,11 +83,11 @@ class SideStore:
 
     def empty_bytes(self, store: Any) -> dict[str, int]:
         """Bytes of the places that hold no token, by memory kind."""
-        return {"device": 0, "pinned_host": 0}
+        return array_bytes(())
 
     def planned_empty_bytes(self, store: Any, kept: int, prompt: int) -> dict[str, int]:
         """`empty_bytes` of an abstract store, for prompts of `prompt` tokens that leave `kept`, slots included."""
-        return {"device": 0, "pinned_host": 0}
+        return array_bytes(())
 
     def check(self, layer: MethodLayer) -> None:
         """Raises IncompatibleMethod for other components of the method that the store cannot work with.
@@ -102,6 +103,6 @@ class SideStore:
         if layer.needs.prompt_chunk:
             raise IncompatibleMethod(
                 f"slot `side_store`, {type(self).__name__}, divides a prompt that has been seen whole, and slot "
-                f"`read`, {type(method.read).__name__}, takes it in pieces of {layer.needs.prompt_chunk} tokens; leave "
+                f"`read`, {type(method.read).__name__}, takes it in chunks of {layer.needs.prompt_chunk} tokens; leave "
                 "one of them out"
             )

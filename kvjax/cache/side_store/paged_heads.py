@@ -82,9 +82,9 @@ class PagedHeads(SideStore):
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[KVBlock, PagePools]:
-        select = layer.method.select
+        select, head_budgets = layer.method.select, self.head_budgets
         assert select is not None
-        max_kept, head_budgets = select.max_kept_up_to(block.pos.shape[2]), self.head_budgets
+        max_kept = select.max_kept_up_to(block.pos.shape[2])
         if observation is not None and observation.num_kept is not None:  # all layers together divided a budget
             head_budgets = MeasuredHeadTokens(observation.num_kept, select.granularity.size)
         kept = layer.apply_selection(block, observation, max_kept, head_budgets)
@@ -145,13 +145,16 @@ class PagedHeads(SideStore):
             index = source.reshape(*source.shape[:1], -1, *(1,) * (tokens.ndim - 2))
             return jnp.take_along_axis(tokens, index, 1).reshape(*source.shape, *tokens.shape[2:])
 
-        pos, layer = jnp.where(is_used, take_pages(kept.pos), -1), self._with_paged_codecs(layer)
-        k, v = layer.k.encode(take_pages(layer.keys_to_store(kept)), pos), layer.v.encode(take_pages(kept.v), pos)
+        layer = self._with_paged_codecs(layer)
+        pos = jnp.where(is_used, take_pages(kept.pos), -1)
+        k = layer.k.encode(take_pages(layer.keys_to_store(kept)), pos)
+        v = layer.v.encode(take_pages(kept.v), pos)
         return PagePools(k, v, pos, owner, None if kept.bias is None else take_pages(kept.bias))
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store: PagePools = state.side_store
-        layer, (B, num_local) = self._with_paged_codecs(layer), q.shape[:2]
+        layer = self._with_paged_codecs(layer)
+        B, num_local = q.shape[:2]
         owner = store.owner.reshape(B, -1)
 
         def split_pages(x: Array) -> Array:
@@ -168,10 +171,10 @@ class PagedHeads(SideStore):
             attend_pages = _attend_side_by_side if is_short else attend_dense
             part = attend_pages(owners_q, block, q_pos, layer.spec.window)
             merged = _merge_by_owner(part, owner, all_q.shape[1])
-            return Partial(
-                *(lax.dynamic_slice_in_dim(x, over_heads.first_head(num_local), num_local, 1) for x in merged)
-            )
+            first = over_heads.first_head(num_local)
+            return Partial(*(lax.dynamic_slice_in_dim(x, first, num_local, 1) for x in merged))
 
+        # Every page reads a copy of its owner's queries, so that only few of them are taken at a time.
         return map_query_blocks(attend, q, q_pos, 64)
 
     def _with_paged_codecs(self, layer: MethodLayer) -> MethodLayer:

@@ -33,8 +33,8 @@ def exact(model):
     return [[document(layer, b) for b in range(len(DOCUMENTS))] for layer in found.prompts]
 
 
-def joined(documents, which: int) -> np.ndarray:
-    """All documents' rows of one head after the other: [K n H]."""
+def concat_documents(documents, which: int) -> np.ndarray:
+    """Token vectors of all documents, one document after the other: [K n H]."""
     return np.concatenate([document[which] for document in documents], 1)
 
 
@@ -42,14 +42,14 @@ def test_bases_are_the_principal_directions_of_each_head(model, exact):
     made = calibrate.count_arrays(model, "bases", DOCUMENTS, rows=2)
     for arrays, documents in zip(made, exact, strict=True):
         for name, which in (("keys", 1), ("values", 2)):
-            rows = joined(documents, which)
+            rows = concat_documents(documents, which)
             mean = rows.mean(1)
             np.testing.assert_allclose(arrays[f"{name}_mean"], mean, atol=1e-6)
             for head in range(len(rows)):
-                centred = rows[head] - mean[head]
-                _, s, vh = np.linalg.svd(centred, full_matrices=True)
+                centered = rows[head] - mean[head]
+                _, s, vh = np.linalg.svd(centered, full_matrices=True)
                 deviation = np.zeros(rows.shape[2])
-                deviation[: len(s)] = s / np.sqrt(len(centred))
+                deviation[: len(s)] = s / np.sqrt(len(centered))
                 np.testing.assert_allclose(arrays[f"{name}_deviation"][head], deviation, atol=1e-4)
                 alike = np.abs((arrays[name][head] * vh.T).sum(0))  # directions have no sign
                 assert alike[: len(s) // 2].min() > 0.999
@@ -59,8 +59,8 @@ def test_joint_bases_are_those_of_all_heads_without_rotation(model, exact):
     made = calibrate.count_arrays(model, "joint_bases", DOCUMENTS)
     spec = specs(model.config)[0]
     for arrays, documents in zip(made, exact, strict=True):
-        bare = [_bare(k, spec) for _, k, _ in documents]
-        rows = np.concatenate([np.concatenate(list(k), -1) for k in bare])
+        pre_rope = [_unrotate(k, spec) for _, k, _ in documents]
+        rows = np.concatenate([np.concatenate(list(k), -1) for k in pre_rope])
         basis = arrays["bare_keys"][0]
         np.testing.assert_allclose(basis.T @ basis, np.eye(len(basis)), atol=1e-5)
         along = (rows - arrays["bare_keys_mean"][0]) @ basis
@@ -68,7 +68,7 @@ def test_joint_bases_are_those_of_all_heads_without_rotation(model, exact):
         np.testing.assert_allclose(along.mean(0), 0, atol=1e-5)
 
 
-def _bare(k: np.ndarray, spec) -> np.ndarray:
+def _unrotate(k: np.ndarray, spec) -> np.ndarray:
     pos = np.arange(k.shape[1], dtype=np.int32)[None, None]
     return np.asarray(spec.rope.unrotate(k[None].astype(np.float32), pos)[0], np.float64)
 

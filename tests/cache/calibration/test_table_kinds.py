@@ -35,7 +35,7 @@ def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
     monkeypatch.setattr(table_kinds, "TABLE_KINDS", {})
 
     @register_table_kind("gates")
-    class AttentionGateTable(TableKind):
+    class Gates(TableKind):
         def example(self, spec, rng):
             return {"gates": rng.random(spec.num_kv_heads)}
 
@@ -44,4 +44,4 @@ def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
     with pytest.raises(KvjaxError, match="of gates holds what no statistics of a text give; train it"):
         table_kinds.TABLE_KINDS["gates"].count(None, None, layer.spec())
     with pytest.raises(KvjaxError, match="no table of gates can be read from 'nowhere'"):
-        AttentionGateTable.table_file("nowhere")
+        Gates.table_file("nowhere")

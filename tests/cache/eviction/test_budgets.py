@@ -22,12 +22,12 @@ from tests.contract import layer
 
 
 def at(budget, index: int, layers: int):
-    """A budget in one layer of so many."""
+    """A budget in one of `layers` layers."""
     spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers)
     return budgets_by_layer(budget, spec)[index]
 
 
-def test_uniform_and_ratio():
+def test_uniform_and_fraction():
     assert [Uniform(8).num_kept(n) for n in (1, 8, 9)] == [1, 8, 8]
     assert [PromptFraction(0.25).num_kept(n) for n in (0, 1, 3, 7, 8)] == [0, 1, 1, 1, 2]
     assert PromptFraction(1 - 0.9).num_kept(10) == 1  # int() of 0.9999999999999998 would be 0
@@ -64,9 +64,8 @@ def test_wrong_settings_are_named(make, says):
 
 
 def test_budgets_are_values():
-    assert (
-        dataclasses.replace(Uniform(3), tokens=4) == Uniform(4) and len({PromptFraction(0.5), PromptFraction(0.5)}) == 1
-    )
+    assert dataclasses.replace(Uniform(3), tokens=4) == Uniform(4)
+    assert len({PromptFraction(0.5), PromptFraction(0.5)}) == 1
 
 
 @pytest.mark.parametrize("more", ["", " + kvcrush", " + adakv", " + kivi:bits=2,group=8,residual=8", " + d2o"])

@@ -1,4 +1,4 @@
-"""What scorers say: the oracles' numbers, -inf at empty slots, and clear errors."""
+"""Scorers give the oracles' numbers, -inf at empty slots, and clear errors."""
 
 from __future__ import annotations
 

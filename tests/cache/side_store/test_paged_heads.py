@@ -1,4 +1,4 @@
-"""Heads of unequal length in pages: every token once, read as under a mask, by any row codec, unit and place."""
+"""Heads of unequal length in pages: each token once, read as under a mask, by any per-token codec, unit and place."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Twofold:
         return dataclasses.replace(kept, bias=jnp.full(kept.k.shape[:3], np.log(2), jnp.float32))
 
 
-def paged(text: str, share: HeadBudgets = AllToOne(), page: int = 4, **slots) -> layer.BoundLayer:
+def paged(text: str, page: int = 4, **components) -> layer.BoundLayer:
     """A method of the battery's layer with its heads in pages."""
-    return dataclasses.replace(parse(text), side_store=PagedHeads(share, page), **slots).bind(layer.spec())
+    return dataclasses.replace(parse(text), side_store=PagedHeads(AllToOne(), page), **components).bind(layer.spec())
 
 
 def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
@@ -68,8 +68,8 @@ def test_every_token_has_one_slot_whoever_gets_them(page):
     state = layer.prefill(bound, d, padding=1e4)
     assert [[len(head) for head in row] for row in held(bound, state)] == [[3, 9], [1, 1], [6, 6]]
     assert held(bound, state)[0][0][1:] == [7, 8] and held(bound, state)[0][1] == list(range(9))
-    shelf = -(-(2 * (6 + page - 1) // page) // 2)
-    assert state.side_store.pos.shape == (3, 2, shelf * page) and state.side_store.owner.shape == (3, 2, shelf)
+    num_pages = -(-(2 * (6 + page - 1) // page) // 2)  # of a pool
+    assert state.side_store.pos.shape == (3, 2, num_pages * page) and state.side_store.owner.shape == (3, 2, num_pages)
     pages = np.asarray(state.side_store.pos).reshape(3, -1, page)
     for b in range(3):  # an owner's pages follow each other, and only its last one has empty slots
         owner = np.asarray(state.side_store.owner)[b].ravel()
@@ -94,7 +94,7 @@ def test_what_is_held_is_read_as_under_a_mask(text):
     every = jnp.broadcast_to(jnp.arange(d.k.shape[2])[None, None], (layer.B, 1, d.k.shape[2]))
     k, v = (np.asarray(codec.decode(codec.encode(x, every))) for codec, x in ((bound.k, d.k), (bound.v, d.v)))
     check_reads_as_under_a_mask(bound, d, k, v, 5e-6)
-    on_host = 2 * layer.B * layer.K * (layer.slots(bound) + 2 * 4) * layer.H * 4  # two pages of four on a shelf
+    on_host = 2 * layer.B * layer.K * (layer.slots(bound) + 2 * 4) * layer.H * 4  # two pages of four in a pool
     assert array_bytes(layer.prefill(bound, d))["pinned_host"] == ("offload" in text) * on_host
 
 
