@@ -26,7 +26,7 @@ from kvjax.methods.registry import register_method
 
 @pytree
 class CodewordState:
-    """The codeword of each token."""
+    """The codeword of each token, and the codebook."""
 
     codes: Any  # a buffer of uint8 or uint16 [B K S 1]; loaded, the array
     words: Array  # [B K C H], pre-RoPE keys
@@ -43,7 +43,7 @@ class Codewords(Index):
 
     Args:
       words: codewords of a key/value head.
-      rounds: of k-means.
+      rounds: iterations of k-means.
     """
 
     words: int
@@ -112,7 +112,7 @@ def fit_codebook(x: Array, real: Array, moment: Array, count: int, num_iteration
       moment: f32[B K H H], the mean of q q^T over queries, by which the distance of x and c is the mean of
         (q (x - c))^2.
       count: codewords of each head.
-      num_iterations: of k-means.
+      num_iterations: iterations of k-means.
 
     Returns:
       f32[B K count H], zeros for codewords that are not needed.
@@ -155,9 +155,10 @@ def nearest_codeword(
     square = (weighted * words).sum(-1)
     square = square if is_used is None else jnp.where(is_used, square, jnp.inf)
 
-    def find(some: Array) -> Array:
-        # The term of x alone is the same for all codewords.
-        return jnp.argmin(square[:, :, None] - 2 * product(some, weighted.swapaxes(2, 3)), -1).astype(jnp.int32)
+    def find(vectors: Array) -> Array:
+        # The distance without the square of the vector itself, which is the same for all codewords.
+        distance = square[:, :, None] - 2 * product(vectors, weighted.swapaxes(2, 3))
+        return jnp.argmin(distance, -1).astype(jnp.int32)
 
     if x.shape[2] <= vectors_at_once:
         return find(x)

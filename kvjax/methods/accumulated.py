@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.cache.eviction import scorers
 from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.methods.registry import register_method
@@ -39,6 +39,5 @@ def accumulated(
     Reference:
       H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485
     """
-    return Method(
-        select=make_selection(scorers.AccumulatedAttention(normalise, decay), budget, sinks, recent, unit, per)
-    )
+    scorer = AccumulatedAttention(normalise, decay)
+    return Method(select=make_selection(scorer, budget, sinks, recent, unit, per))

@@ -54,11 +54,12 @@ class AdaKV(HeadBudgets):
 
     def _mix_uniform(self, num_won: Array, quota: Array) -> Array:
         """Rounds (1 - alpha) * num_won i32[B K] + alpha * quota i32[B] to whole units, by largest remainder."""
-        same = Fraction(self.alpha).limit_denominator(1000)
-        parts, of = same.numerator * quota[:, None] + (same.denominator - same.numerator) * num_won, same.denominator
-        left = num_won.shape[1] * quota - (parts // of).sum(-1, dtype=jnp.int32)
-        one_more = top_k_mask((parts % of).astype(jnp.float32), jnp.ones(parts.shape, bool), left)
-        return parts // of + one_more.astype(jnp.int32)
+        # In integers, as n / d of alpha: remainders that are equal stay equal, and the sum is exact.
+        n, d = Fraction(self.alpha).limit_denominator(1000).as_integer_ratio()
+        whole, remainder = jnp.divmod(n * quota[:, None] + (d - n) * num_won, d)
+        left = num_won.shape[1] * quota - whole.sum(-1, dtype=jnp.int32)
+        one_more = top_k_mask(remainder.astype(jnp.float32), jnp.ones(whole.shape, bool), left)
+        return whole + one_more.astype(jnp.int32)
 
 
 def _concentration(scores: Array, allowed: Array, quota: Array) -> Array:
@@ -100,9 +101,9 @@ def adakv(
     """
     if scope not in ("layer", "model"):
         raise KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
-    share = AdaKV(alpha, rule, normalise)
+    head_budgets = AdaKV(alpha, rule, normalise)
     if scope == "layer":
-        return Method(side_store=PagedHeads(share, page))
+        return Method(side_store=PagedHeads(head_budgets, page))
     if rule != "adakv":
         raise KvjaxError(
             f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model"

@@ -54,16 +54,17 @@ class TightBoxes(Boxes):
         return Digests(super().build(block), memory.pack(growing))
 
     def append(self, reader_state: Digests, new_tokens: KVBlock, at: Array) -> Digests:
-        count, (first, offset) = new_tokens.pos.shape[2], jnp.divmod(at, self.size)
+        count = new_tokens.pos.shape[2]
         if not count:
             return reader_state
+        first, offset = jnp.divmod(at, self.size)
         pages = (count + self.size - 2) // self.size + 1  # that these tokens touch at most
         keys, real = self.split_units(new_tokens, offset, pages)
         before = jnp.arange(self.size, dtype=jnp.int32)[None, None] < offset[..., None]
         growing = jnp.where(before[..., None], memory.unpack(reader_state.growing), keys[:, :, 0])
         keys, real = keys.at[:, :, 0].set(growing), real.at[:, :, 0].set(real[:, :, 0] | before)
         box = memory.map_buffers(
-            lambda held, new: memory.append(held, new, first), reader_state.box, self.summarize(keys, real)
+            lambda stored, new: memory.append(stored, new, first), reader_state.box, self.summarize(keys, real)
         )
         tokens = offset + (new_tokens.pos[:, :1] >= 0).sum(2, dtype=jnp.int32)
         next_page = jnp.minimum(tokens // self.size, pages - 1)[:, :, None, None, None]

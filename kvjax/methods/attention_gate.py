@@ -203,7 +203,7 @@ class Gate(Scorer):
 class ThresholdBudgets(HeadBudgets):
     """Lets each head keep the units whose scores are above a threshold, few or many.
 
-    Where the heads of a layer together flag more units than their budgets hold, the best of them all stay; ties go to
+    If the heads of a layer together flag more units than their budgets hold, the best of them all stay; ties go to
     the earlier unit, then to the lower head. Memory is that of the budget, because shapes must be known beforehand.
     """
 

@@ -97,5 +97,5 @@ def bfp(bits: int = 4, block: int = 32, sort: bool = True) -> Method:
     Reference:
       Accurate Block Quantization in LLMs with Outliers, Trukhanov & Soloveychik 2024, arXiv 2403.20137
     """
-    rows = PerTokenCodec(BlockFloat(bits, block))
-    return Method(k=SortedChannels(rows) if sort else rows, v=rows)
+    codec = PerTokenCodec(BlockFloat(bits, block))
+    return Method(k=SortedChannels(codec) if sort else codec, v=codec)

@@ -29,7 +29,7 @@ class ValueSpread:
 
     Args:
       window: following kept tokens that share a value.
-      seed: of the draws, which also depend on layer, head and position.
+      seed: seed of the draws, which also depend on layer, head and position.
       layer: index of the layer, set by `at`.
     """
 
@@ -49,7 +49,8 @@ class ValueSpread:
         lost, n = evicted_mask(block, choice), kept.k.shape[2]
         is_used = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot after each token
-        number, mean = (gather_at_slots(x, following) for x in self._windows(scores_of_kept(kept, choice), is_used))
+        windows = self._average_windows(scores_of_kept(kept, choice), is_used)
+        number, mean = (gather_at_slots(x, following) for x in windows)
         # A product instead of a quotient: where the mean is 0, any attention is enough.
         is_merged = _draw_uniform(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.per_kv_head
         fraction = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
@@ -57,7 +58,7 @@ class ValueSpread:
         v = kept.v.astype(jnp.float32) + jnp.where(is_used[..., None], _sum_preceding(incoming, self.window), 0.0)
         return dataclasses.replace(kept, v=v.astype(kept.v.dtype))
 
-    def _windows(self, scores: Array, is_used: Array) -> tuple[Array, Array]:
+    def _average_windows(self, scores: Array, is_used: Array) -> tuple[Array, Array]:
         """Counts the kept tokens in the window from each slot on, and averages their scores: f32[B K n] both."""
         number = _sum_following(is_used.astype(jnp.float32), self.window)
         return number, _sum_following(scores, self.window) / jnp.maximum(number, 1.0)
@@ -82,8 +83,8 @@ def _sum_window(x: Array, window: int, pad: tuple[int, int]) -> Array:
 def _draw_uniform(seed: int, layer: int, pos: Array, shape: tuple[int, ...]) -> Array:
     """Draws numbers in [0, 1) by layer, head and position: f32[B K T]."""
     head = over_heads.first_head(shape[1]) + jnp.arange(shape[1], dtype=jnp.int32)[None, :, None]
-    where = jnp.full(shape, layer, jnp.int32), jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)
-    bits = draw(seed, *where) >> 8
+    coordinates = jnp.full(shape, layer, jnp.int32), jnp.broadcast_to(head, shape), jnp.broadcast_to(pos, shape)
+    bits = draw(seed, *coordinates) >> 8  # 24 bits, which float32 holds exactly
     return bits.astype(jnp.float32) * np.float32(2**-24)
 
 

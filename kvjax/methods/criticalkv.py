@@ -49,19 +49,19 @@ def output_norms(v: Array, output: Array, at_once: int = 64) -> Array:
     Args:
       v: values [B K S H].
       output: output projection [1 K G H D].
-      at_once: values in memory at one time, which grows with at_once x D, never with S x D.
+      at_once: values whose outputs are in memory at one time, so that it grows with at_once * D and never with S * D.
 
     Returns:
       f32[B K S].
     """
     weight = output[0].astype(jnp.float32)
 
-    def of_some(v: Array) -> Array:
-        changes = jnp.einsum("bksh,kghd->bkgsd", v.astype(jnp.float32), weight)
-        return jnp.abs(changes).sum(-1).mean(2)
+    def average_norms(v: Array) -> Array:
+        contributions = jnp.einsum("bksh,kghd->bkgsd", v.astype(jnp.float32), weight)
+        return jnp.abs(contributions).sum(-1).mean(2)
 
     size = min(at_once, v.shape[2])
-    norms = jnp.moveaxis(lax.map(of_some, split_blocks(v, 2, size)), 0, 2)
+    norms = jnp.moveaxis(lax.map(average_norms, split_blocks(v, 2, size)), 0, 2)
     return norms.reshape(*v.shape[:2], -1)[:, :, : v.shape[2]]
 
 

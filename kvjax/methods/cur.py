@@ -41,17 +41,17 @@ class Cur(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         real = block.clean()
-        key, value = self._share(real.k), self._share(real.v)
+        key, value = self._normalize_in_windows(real.k), self._normalize_in_windows(real.v)
         score = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.leverage]
         return token_scores(score / jnp.maximum(score.sum(2, keepdims=True), MIN_SUM), block)
 
-    def _share(self, x: Array) -> Array:
+    def _normalize_in_windows(self, x: Array) -> Array:
         """Divides each token's squared norm by the sum of its window: x [B K S H] -> f32[B K S]."""
         square = jnp.square(x.astype(jnp.float32)).sum(-1)
         B, K, S = square.shape
         windows = jnp.pad(square, [(0, 0), (0, 0), (0, -S % self.window)]).reshape(B, K, -1, self.window)
-        share = windows / jnp.maximum(windows.sum(-1, keepdims=True), MIN_SUM)
-        return share.reshape(B, K, -1)[:, :, :S]
+        fraction = windows / jnp.maximum(windows.sum(-1, keepdims=True), MIN_SUM)
+        return fraction.reshape(B, K, -1)[:, :, :S]
 
 
 @register_method(example="cur:budget=512", family="eviction after the prompt")

@@ -73,7 +73,7 @@ def check_docstring(name: str, docs: MethodDocs, parameters: list[str]) -> None:
 
 
 def resolve_meaning(parameter: str, docs: MethodDocs, methods: dict[str, MethodDocs]) -> str:
-    """A parameter's meaning with `as in` another method, or `make_selection`, replaced by what is written there.
+    """Replaces `as in` another method, or `make_selection`, in a parameter's meaning by what is written there.
 
     Args:
       parameter: name of the parameter.
@@ -87,12 +87,12 @@ def resolve_meaning(parameter: str, docs: MethodDocs, methods: dict[str, MethodD
       KvjaxError: the docstring refers to a method that does not describe the parameter.
     """
     meaning = docs.args.get(parameter, "")
-    if reference := AS_IN.match(meaning):
-        name = reference[1]
+    if referral := AS_IN.match(meaning):
+        name = referral[1]
         other = parse_docstring(make_selection.__doc__ or "") if name == make_selection.__name__ else methods.get(name)
         if other is None or parameter not in other.args:
             raise KvjaxError(f"`Args:` refers to `{name}` for {parameter}, which is not described there")
-        meaning = resolve_meaning(parameter, other, methods).rstrip(".") + meaning[reference.end() :]
+        meaning = resolve_meaning(parameter, other, methods).rstrip(".") + meaning[referral.end() :]
     if not meaning:
         return ""
     meaning = meaning[0].upper() + meaning[1:]

@@ -70,7 +70,7 @@ class LabelChannels(Index):
 
     Args:
       factor: channels of a head per channel of a label.
-      bits: of a label's numbers, with a scale per token; 16 leaves them as they are.
+      bits: bits of a label's numbers, with a scale per token; 16 leaves them as they are.
     """
 
     factor: int
@@ -145,7 +145,7 @@ class CalibratedLabels(Retrieve):
 
     table: TableFile | None = None
 
-    num_queries: ClassVar[int | None] = 0
+    num_queries: ClassVar[int | None] = 0  # the table stands for the prompt's own queries
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
         assert self.table is not None and isinstance(self.index, LabelChannels)

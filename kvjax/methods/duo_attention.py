@@ -47,9 +47,10 @@ class StreamingBudgets(HeadTableBudgets):
     def at(self, spec: LayerSpec) -> HeadTokens:
         assert spec.index is not None
         weights = scores_of_all_heads(self.given, spec, "weights")
-        below = -fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
-        full = top_heads_mask(weights, weights.size - below)[spec.index]
-        return HeadTokens(tuple(ALL_TOKENS if whole else self.streaming for whole in full.tolist()))
+        # The heads below an interpolated quantile are ceil(sparsity * (n - 1)); two signs make the floor a ceiling.
+        num_streaming = -fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
+        is_full = top_heads_mask(weights, weights.size - num_streaming)[spec.index]
+        return HeadTokens(tuple(ALL_TOKENS if full else self.streaming for full in is_full.tolist()))
 
 
 @register_method(family="heads of unequal length")

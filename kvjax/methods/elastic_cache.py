@@ -19,7 +19,7 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.registry import register_method
 
-NUM_LAST_TOKENS = 1  # of a prompt, which always stay and are no anchors
+NUM_LAST_TOKENS = 1  # last tokens of a prompt, which always stay and are no anchors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AnchorMerge:
 class FixedPointEviction(Policy):
     """Evicts, over the selection's budget, the token that has `distance` newer ones (Liu et al. 2024, 2407.18121).
 
-    So the selected tokens of the start of a prompt stay for good, and of all later ones the newest `distance`.
+    All but the newest `distance` of the selected tokens stay for good, and of all later ones the newest `distance`.
     """
 
     distance: int = 25
@@ -68,9 +68,9 @@ class FixedPointEviction(Policy):
         check_minimum("Elastic Cache", distance=(self.distance, 1))
 
     def check(self, layer: MethodLayer) -> None:
-        m = layer.method
-        budget = None if m.select is None else m.select.max_kept()
-        if budget is None or m.layer_budgets is not None:
+        select = layer.method.select
+        budget = None if select is None else select.max_kept()
+        if budget is None or layer.method.layer_budgets is not None:
             raise IncompatibleMethod(
                 f"slot `decode`, {self}, holds as many tokens as slot `select` leaves of any prompt, and here that is "
                 "no fixed number; use a selection with a budget in tokens, without slot `layer_budgets`"
@@ -99,8 +99,9 @@ class FixedPointEviction(Policy):
     ) -> tuple[Array, None]:
         pos = state.pos
         is_full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
-        rank = max(pos.shape[2] - 1 - self.distance, 0)  # of the evicted token, from the oldest
-        return jnp.where(is_full & (pos == jnp.sort(pos, 2)[:, :, rank, None]), -1, pos), None
+        rank = max(pos.shape[2] - 1 - self.distance, 0)  # rank of the evicted token, from the oldest
+        evicted = jnp.sort(pos, 2)[:, :, rank, None]
+        return jnp.where(is_full & (pos == evicted), -1, pos), None
 
 
 @register_method(example="elastic_cache:budget=512", family="merging")

@@ -88,21 +88,21 @@ class CenterMerge:
         own_weight = jnp.maximum(scores_of_kept(kept, choice), MIN_KEY_NORM)
         total = own_weight + scatter_add(weight, slot, n)
 
-        def mean(x: Array, y: Array) -> Array:
-            return fold_into_kept(x, own_weight[..., None], y, weight, slot, total)
+        def average(own: Array, evicted: Array) -> Array:
+            return fold_into_kept(own, own_weight[..., None], evicted, weight, slot, total)
 
-        direction, norm = (mean(f(kept.k), f(block.k)) for f in (unit_vectors, _norms))
+        direction = average(unit_vectors(kept.k), unit_vectors(block.k))
+        norm = average(_norms(kept.k), _norms(block.k))
         # A key that nothing was merged into keeps its bits, which a product of direction and norm would round.
         is_merged = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
         k = jnp.where(is_merged, (unit_vectors(direction) * norm).astype(kept.k.dtype), kept.k)
-        return dataclasses.replace(kept, k=k, v=mean(kept.v, block.v))
+        return dataclasses.replace(kept, k=k, v=average(kept.v, block.v))
 
     def _mask_band(self, lost: EvictedTokens, choice: SelectedSlots) -> Array:
         """Marks the evicted tokens of the highest scores, bool[B K T]."""
         is_kept = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
-        return top_k_mask(
-            choice.scores.per_kv_head, lost.mask, fraction_of(self.band, is_kept.sum(-1, dtype=jnp.int32))
-        )
+        max_merged = fraction_of(self.band, is_kept.sum(-1, dtype=jnp.int32))
+        return top_k_mask(choice.scores.per_kv_head, lost.mask, max_merged)
 
 
 def _norms(keys: Array) -> Array:

@@ -29,14 +29,14 @@ class ExpectedAttention(Scorer):
     Devoto et al. 2025, arXiv 2510.00636; kvpress. Mean and covariance are those of the pre-RoPE queries after the
     sinks, rotated by the mean of the rotations of the next `future` positions. The expectation of exp(q k / sqrt(H))
     has the logit mean k / sqrt(H) + k covariance k / (2 H); a softmax over the tokens after the sinks, per query head,
-    and the mean over a key/value head's query heads follow. Sinks score 0, because the selection always keeps them.
+    and the mean over a key/value head's query heads follow. Sinks are left out: the selection keeps them anyway.
 
     Args:
       sinks: first tokens, which are left out.
       future: positions ahead over which rotations are averaged.
       covariance: whether the covariance counts.
       value_norms: whether scores are multiplied by the norms of the values.
-      epsilon: added to the attention before that.
+      epsilon: added to the attention before it is multiplied by the norms.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -53,12 +53,11 @@ class ExpectedAttention(Scorer):
             raise KvjaxError(f"epsilon must be 0 or more, got {self.epsilon}; kvpress uses 0")
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        block = block.clean()
-        logits = expected_logits(
-            block.k, *self._future_queries(block, self.require_observation(observation), spec.rope)
-        )
-        readable = visible_to_next_query(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
-        p, _, l = weights(jnp.where(readable, logits, MASKED_LOGIT))
+        block, observation = block.clean(), self.require_observation(observation)
+        mean, covariance = self._future_queries(block, observation, spec.rope)
+        logits = expected_logits(block.k, mean, covariance)
+        is_readable = visible_to_next_query(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
+        p, _, l = weights(jnp.where(is_readable, logits, MASKED_LOGIT))
         heads = p / jnp.maximum(l, 1e-30)[..., None]
         if self.value_norms:
             norms = jnp.sqrt(jnp.square(block.v.astype(jnp.float32)).sum(-1))
@@ -73,12 +72,14 @@ class ExpectedAttention(Scorer):
         if not self.covariance:
             return mean, None
 
-        def products(q: Array, counts: Array) -> Array:
+        def sum_products(q: Array, counts: Array) -> Array:
             deviation = (q - pre_rope_mean) * counts
             return jnp.einsum("bkgqh,bkgqi->bkghi", deviation, deviation)
 
-        partial = rotate_ahead(mean_over_pre_rope(observation, counted, rope, products), rope, block, steps)
-        return mean, rotate_ahead(partial.swapaxes(3, 4), rope, block, steps)
+        covariance = mean_over_pre_rope(observation, counted, rope, sum_products)
+        # R C R^T, one side at a time: C is symmetric, so the transpose of R C is C R^T.
+        half_rotated = rotate_ahead(covariance, rope, block, steps)
+        return mean, rotate_ahead(half_rotated.swapaxes(3, 4), rope, block, steps)
 
 
 def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_once: int = 256) -> Array:
@@ -90,7 +91,8 @@ def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_
         logit = jnp.einsum("bkh,bkgh->bkg", key, mean) * H**-0.5
         if covariance is None:
             return logit
-        return logit + jnp.einsum("bkgi,bki->bkg", jnp.einsum("bkh,bkghi->bkgi", key, covariance), key) / (2 * H)
+        spread = jnp.einsum("bkh,bkghi->bkgi", key, covariance)
+        return logit + jnp.einsum("bkgi,bki->bkg", spread, key) / (2 * H)
 
     return jnp.moveaxis(lax.map(score_key, jnp.moveaxis(keys, 2, 0), batch_size=keys_at_once), 0, 3)
 

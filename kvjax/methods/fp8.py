@@ -1,4 +1,4 @@
-"""Keys and values as floating-point numbers of 8 bits, each token's row of a head by itself."""
+"""Keys and values as floating-point numbers of 8 bits, each token's vector of a head by itself."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def fp8(kind: str = "e4m3", scaled: bool = True) -> Method:
     Reference:
       vLLM, kv_cache_dtype fp8_per_token_head, and fp8; the formats: Micikevicius et al. 2022, arXiv 2209.05433
     """
-    rows = PerTokenCodec(Fp8(kind, scaled))
-    return Method(k=rows, v=rows)
+    codec = PerTokenCodec(Fp8(kind, scaled))
+    return Method(k=codec, v=codec)

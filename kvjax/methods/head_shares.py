@@ -97,7 +97,7 @@ class Division:
     Args:
       given: a file of `CalibratedShares`.
       model: layers, key/value heads, query heads per key/value head, and head size.
-      budget: of the selection, the mean number of tokens over all heads.
+      budget: the selection's budget, the mean number of tokens over all heads.
       sinks: first tokens that every head keeps.
       recent: last tokens that every head keeps.
       size: tokens of a unit.
@@ -231,7 +231,7 @@ class LayerDivision(HeadBudgets):
 
     Args:
       division: the division of the model.
-      index: of the layer.
+      index: index of the layer.
     """
 
     division: Division
@@ -270,9 +270,9 @@ class LayerMean(Budget):
 
 
 class SequenceBudgets(MeasuredHeadTokens):
-    """The numbers of a layer for a batch of prompts."""
+    """The tokens that a layer's heads keep of each prompt of a batch."""
 
-    # A layer's budget is its own here, so its heads take each other's places and no other layer's.
+    # Each layer's budget is settled before, so a head competes with those of its own layer alone.
     def num_other_heads(self, spec: LayerSpec) -> int:
         return spec.num_kv_heads - 1
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvjax.cache.calibration.head_tables import HeadWeights
 from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.eviction import scorers
 from kvjax.cache.eviction.head_budgets import HeadTableBudgets, HeadTokens, MeanOfHeads, scores_of_all_heads
+from kvjax.cache.eviction.scorers import WindowAttention
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
@@ -90,5 +90,5 @@ def headkv(
       HeadKV, Fu et al. 2024, arXiv 2410.19258, section 3; its public code, FYYFU/HeadKV
     """
     rule = HeadWeightBudgets(HeadWeights.table_file(table), budget, window, beta)
-    scorer = scorers.WindowAttention(window, kernel, pool)
+    scorer = WindowAttention(window, kernel, pool)
     return Method(select=make_selection(scorer, MeanOfHeads(rule), 0, window), side_store=PagedHeads(rule, page))

@@ -139,22 +139,26 @@ class BlockReader(Reader):
         far_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))
         near = self._near_tokens(state, reader_state)
         unassigned = self._unassigned_tokens(layer, state, reader_state, near, q.shape[3])
-        recalled = (
-            [] if reader_state.keys is None else [self._recall_blocks(layer, state, reader_state, far_q, is_kept)]
-        )
-        if recalled and other_partial is not None:
-            recalled.append(self._recall_blocks(layer, state, reader_state, far_q, (q_pos >= 0) & ~is_kept))
+        recalled, recalled_for_drafts = None, None
+        if reader_state.keys is not None:
+            recalled = self._recall_blocks(layer, state, reader_state, far_q, is_kept)
+            if other_partial is not None:
+                is_draft = (q_pos >= 0) & ~is_kept
+                recalled_for_drafts = self._recall_blocks(layer, state, reader_state, far_q, is_draft)
 
         def attend(q: Array, t: Array, far_q: Array) -> tuple[Partial, Array]:
             own = own_slots(t)
             is_kept = (own < n)[:, None, None, :, None]
             p, window = _attend(q, near.block, self._visibility(layer, near, t, own)[0])
             total = window
-            for tokens, may_read in ((unassigned, True), *zip(recalled, (is_kept, ~is_kept), strict=False)):
+            for tokens, may_read in ((unassigned, True), (recalled, is_kept), (recalled_for_drafts, ~is_kept)):
+                if tokens is None:
+                    continue
                 is_far = self._visibility(layer, tokens, t, own)[1] & may_read
                 total = combine(total, _attend(far_q, tokens.block, is_far)[1])
-            share = jnp.exp(window.m - total.m) / jnp.maximum(total.l, 1e-30)
-            return total, jnp.where(is_kept, p * share[..., None], 0.0).sum(3, keepdims=True)
+            # From weights relative to the window's own maximum to those of the softmax over both parts.
+            scale = jnp.exp(window.m - total.m) / jnp.maximum(total.l, 1e-30)
+            return total, jnp.where(is_kept, p * scale[..., None], 0.0).sum(3, keepdims=True)
 
         # `map_query_blocks` concatenates along the axis of queries: mass has one sum for each block of queries there.
         out, mass = map_query_blocks(attend, q, q_pos, 64, far_q)

@@ -1,4 +1,4 @@
-"""Keys and values in 4 bits, each token's row of a head by itself."""
+"""Keys and values in 4 bits, each token's vector of a head by itself."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def int4(rotate: bool = True, clip: float = 1.0) -> Method:
     Reference:
       vLLM, kv_cache_dtype int4_per_token_head; rotation: QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, section 3
     """
-    rows = PerTokenCodec(MinMax(4, clip), "hadamard" if rotate else "")
-    return Method(k=rows, v=rows)
+    codec = PerTokenCodec(MinMax(4, clip), "hadamard" if rotate else "")
+    return Method(k=codec, v=codec)

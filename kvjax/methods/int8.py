@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, each token's row of a head by itself."""
+"""Keys and values in 8 bits, each token's vector of a head by itself."""
 
 from __future__ import annotations
 
@@ -23,4 +23,5 @@ def int8() -> Method:
     Reference:
       vLLM, kv_cache_dtype int8_per_token_head
     """
-    return Method(k=PerTokenCodec(Absmax()), v=PerTokenCodec(Absmax()))
+    codec = PerTokenCodec(Absmax())
+    return Method(k=codec, v=codec)

@@ -56,15 +56,17 @@ class TopValues(Reader):
             B, K, G, T, H = q.shape
             p, m, l = weights(logits(layer, state, q, q_pos, keys))
             n = min(self.n, p.shape[-1])
-            by = p if self.granularity == "query" else (p / jnp.maximum(l, 1e-30)[..., None]).sum(2, keepdims=True)
-            idx = lax.top_k(by, n)[1]  # [B K G|1 T n]
+            importance = p
+            if self.granularity == "kv":
+                # Query heads have maxima of their own, so their weights are comparable only once they sum to 1.
+                importance = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2, keepdims=True)
+            idx = lax.top_k(importance, n)[1]  # [B K G|1 T n]
             values = layer.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
             values = jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32)
             heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
-            o = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
-            return ReadResult(
-                Partial(o, m, heaviest.sum(-1) if self.renormalise else l), weights=normalize_weights(p, l)
-            )
+            mixed = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
+            total = heaviest.sum(-1) if self.renormalise else l
+            return ReadResult(Partial(mixed, m, total), weights=normalize_weights(p, l))
 
         return map_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
 

@@ -55,7 +55,7 @@ class Keyformer(Policy):
       tau: temperature of the prompt's queries.
       tau_end: temperature after `steps` steps.
       steps: decode steps over which the temperature rises.
-      seed: of the noise.
+      seed: seed of the noise.
       layer: index of the layer, set by `at`.
     """
 
@@ -111,8 +111,8 @@ class Keyformer(Policy):
         # The newest token's slot still has the score of an evicted token.
         before = jnp.where(state.pos == t, 0.0, state.policy_state.score)
         score = jnp.where(t >= 0, before + added, state.policy_state.score)
-        old = (state.pos >= 0) & (state.pos <= t - self.recent)
-        return evict_lowest(score, state.pos, old, t >= 0), KeyformerState(score, prompt)
+        may_leave = (state.pos >= 0) & (state.pos <= t - self.recent)
+        return evict_lowest(score, state.pos, may_leave, t >= 0), KeyformerState(score, prompt)
 
     def noise(self, spec: LayerSpec, num_own_heads: int, q_pos: Array, pos: Array) -> Array:
         """Draws Gumbel noise for this device's key/value heads.

@@ -36,8 +36,6 @@ def kivi(
     Reference:
       KIVI, Liu et al. 2024, arXiv 2402.02750; one bit: SpeCache, arXiv 2503.16163, section 3.4
     """
-
-    def low(axis):
-        return Kivi(bits, group, axis, residual, one_bit)
-
-    return Method(k=low("channel"), v=low("token"), read=Full(kernel))
+    keys = Kivi(bits, group, "channel", residual, one_bit)
+    values = Kivi(bits, group, "token", residual, one_bit)
+    return Method(k=keys, v=values, read=Full(kernel))

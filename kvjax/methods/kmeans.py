@@ -16,6 +16,8 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.kvcrush import unit_signatures
 from kvjax.methods.registry import register_method
 
+TIE = 1.0001  # distances within this factor of the least are equal
+
 
 @dataclasses.dataclass(frozen=True)
 class KMeans:
@@ -27,10 +29,10 @@ class KMeans:
 
     Args:
       share: fraction of the kept units that are representatives.
-      iterations: of Lloyd's algorithm.
+      iterations: iterations of Lloyd's algorithm.
       features: "keys", the keys of all heads and of the unit's tokens concatenated, or "bits", KVCrush's signatures;
         the paper does not say.
-      seed: of the first centroids.
+      seed: seed of the draw of the first centroids.
     """
 
     share: float = 0.25
@@ -56,19 +58,20 @@ class KMeans:
         is_excluded = (~units.candidates).astype(jnp.int32)
         start = lax.sort((is_excluded, draw(self.seed, index), index), num_keys=3)[2][:, :places]
         count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
-        used = jnp.arange(places)[None] < count[:, None]
+        is_used = jnp.arange(places)[None] < count[:, None]
         centroids = jnp.take_along_axis(x, start[..., None], 1)
 
-        def run_iteration(_, centroids):
-            members = _members(_distances(x, centroids), used, units.candidates)
+        def run_iteration(_: Array, centroids: Array) -> Array:
+            members = _members(_distances(x, centroids), is_used, units.candidates)
             sums = jnp.einsum("bum,buf->bmf", members, x, precision=lax.Precision.HIGHEST)
-            n = members.sum(1)[..., None]
-            return jnp.where(n > 0, sums / jnp.maximum(n, 1.0), centroids)
+            size = members.sum(1)[..., None]
+            return jnp.where(size > 0, sums / jnp.maximum(size, 1.0), centroids)
 
         centroids = lax.fori_loop(0, self.iterations, run_iteration, centroids)
-        d = _distances(x, centroids)
-        members = _members(d, used, units.candidates) > 0
-        return jnp.where(members.any(1), _nearest(jnp.where(members, d, jnp.inf), 1)[:, 0], -1)
+        distance = _distances(x, centroids)
+        members = _members(distance, is_used, units.candidates) > 0
+        nearest = _nearest(jnp.where(members, distance, jnp.inf), 1)[:, 0]
+        return jnp.where(members.any(1), nearest, -1)
 
     def _features(self, units: EvictableUnits) -> Array:
         """Returns the vectors that are clustered, f32[B U F]."""
@@ -85,15 +88,17 @@ def _distances(x: Array, centroids: Array) -> Array:
     return jnp.maximum(jnp.square(x).sum(-1)[:, :, None] - 2 * dots + jnp.square(centroids).sum(-1)[:, None], 0.0)
 
 
-def _nearest(d: Array, axis: int) -> Array:
-    least = d.min(axis, keepdims=True)
-    return jnp.argmax(d <= least * 1.0001, axis, keepdims=True).astype(jnp.int32)
+def _nearest(distance: Array, axis: int) -> Array:
+    """Returns the first index along an axis whose distance is the least, or a tie with it."""
+    least = distance.min(axis, keepdims=True)
+    return jnp.argmax(distance <= least * TIE, axis, keepdims=True).astype(jnp.int32)
 
 
-def _members(d: Array, used: Array, candidates: Array) -> Array:
+def _members(distance: Array, is_used: Array, candidates: Array) -> Array:
     """Marks with 1 the nearest centroid in use of each candidate, f32[B U M]."""
-    is_nearest = _nearest(jnp.where(used[:, None], d, jnp.inf), 2) == jnp.arange(d.shape[2])[None, None]
-    return (is_nearest & used[:, None] & candidates[..., None]).astype(jnp.float32)
+    nearest = _nearest(jnp.where(is_used[:, None], distance, jnp.inf), 2)
+    is_nearest = nearest == jnp.arange(distance.shape[2])[None, None]
+    return (is_nearest & is_used[:, None] & candidates[..., None]).astype(jnp.float32)
 
 
 @register_method(example="snapkv:budget=512 + kmeans", family="component over a selection")

@@ -38,7 +38,7 @@ class KVCrush:
       bits: "heads", one bit per token and query head, set for the better half of the sequence's evictable tokens of
         that head (the paper); "positions", one bit per token, set for the better half by the mean score of all heads
         (OpenVINO). The bits of a unit's tokens follow one another.
-      seed: of "random" anchors and of the random member of a bucket.
+      seed: seed of "random" anchors and of the random member of a bucket.
     """
 
     share: float = 0.25
@@ -59,13 +59,12 @@ class KVCrush:
                 raise KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
     def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
-        """i32[B max_wanted]: see `Representatives`."""
         return self.choose_by_signature(unit_signatures(units, self.bits), units, count, places)
 
     def choose_by_signature(
         self, signatures: Array, units: EvictableUnits, num_wanted: Array, max_wanted: int
     ) -> Array:
-        """`choose`, by given signatures bool[B U bits]."""
+        """Chooses i32[B max_wanted] as in `Representatives`, by given signatures bool[B U bits]."""
         num_bits = signatures.shape[-1]
         distance = hamming_distance(pack_bits(signatures), pack_bits(self._anchor(signatures, units.valid)))
         num_candidates = units.candidates.sum(-1, dtype=jnp.int32)
@@ -82,7 +81,7 @@ class KVCrush:
         return jnp.where(jnp.arange(max_wanted)[None] < num_wanted[:, None], chosen, -1)
 
     def _anchor(self, signatures: Array, valid: Array) -> Array:
-        """bool[B|1 1 bits]."""
+        """Returns the signature that all units are compared with, bool[B|1 1 bits]."""
         bit = jnp.arange(signatures.shape[-1], dtype=jnp.int32)[None, None]
         if self.anchor == "mean":
             num_valid = valid.sum(-1, dtype=jnp.int32)[:, None, None]
@@ -92,7 +91,7 @@ class KVCrush:
         return {"alternate": bit % 2 == 1, "zeros": bit < 0, "ones": bit >= 0}[self.anchor]
 
     def _bucket_members(self, num_candidates: Array, num_buckets: Array, max_buckets: int) -> Array:
-        """i32[B max_buckets]: the rank of one member of each bucket in the order of distances."""
+        """Picks a member of each bucket, i32[B max_buckets]: its rank in the order of distances."""
         bucket = jnp.arange(max_buckets, dtype=jnp.int32)[None]
         num_buckets = jnp.maximum(num_buckets, 1)
         if self.rule == "stride":
@@ -106,21 +105,22 @@ class KVCrush:
     def _order_by_bins(
         self, distance: Array, num_bits: int, candidates: Array, num_bins: Array, max_bins: int
     ) -> Array:
-        """i32[B max_bins]: a random member of each bin, then a second one of each, and so on."""
+        """Orders units i32[B max_bins]: a random member of each bin, then a second one of each, and so on."""
         B, U = distance.shape
         index = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], (B, U))
         no_bin = U + 1
-        bin_ = jnp.where(candidates, distance * jnp.maximum(num_bins, 1)[:, None] // (num_bits + 1), no_bin)
-        bin_, _, member = lax.sort((bin_, draw(self.seed, index), index), num_keys=3)
-        is_first = jnp.pad(bin_[:, 1:] != bin_[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+        bins = jnp.where(candidates, distance * jnp.maximum(num_bins, 1)[:, None] // (num_bits + 1), no_bin)
+        bins, _, member = lax.sort((bins, draw(self.seed, index), index), num_keys=3)
+        # A unit's turn is its rank in its own bin, by its distance from where the bin begins.
+        is_first = jnp.pad(bins[:, 1:] != bins[:, :-1], [(0, 0), (1, 0)], constant_values=True)
         turn = index - lax.cummax(jnp.where(is_first, index, 0), 1)
-        turn = jnp.where(bin_ == no_bin, no_bin, turn)
-        order = lax.sort((turn, bin_, member), num_keys=2)[2]
+        turn = jnp.where(bins == no_bin, no_bin, turn)
+        order = lax.sort((turn, bins, member), num_keys=2)[2]
         return jnp.pad(order, [(0, 0), (0, max(max_bins - U, 0))])[:, :max_bins]
 
 
 def unit_signatures(units: EvictableUnits, bits: str = "heads") -> Array:
-    """bool[B U size * N] for "heads", bool[B U size] for "positions": see `KVCrush`."""
+    """Computes units' signatures: bool[B U size * N] for "heads", bool[B U size] for "positions"; see `KVCrush`."""
     B, _, _, U, size = units.scores.shape
     scores = over_heads.gather(units.scores)
     if bits == "positions":
@@ -132,7 +132,7 @@ def unit_signatures(units: EvictableUnits, bits: str = "heads") -> Array:
 
 
 def pack_bits(bits: Array) -> Array:
-    """bool[... n] -> uint32[... words], the first bit lowest."""
+    """Packs bool[... n] into uint32[... words], the first bit lowest."""
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
     words = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
     shift = jnp.arange(32, dtype=jnp.uint32).reshape(*(1,) * bits.ndim, 32)
@@ -140,7 +140,7 @@ def pack_bits(bits: Array) -> Array:
 
 
 def hamming_distance(a: Array, b: Array) -> Array:
-    """Packed bits uint32[B U words] and uint32[B|1 1 words] -> i32[B U]."""
+    """Counts the bits in which packed uint32[B U words] and uint32[B|1 1 words] differ, i32[B U]."""
     return lax.population_count(a ^ b).astype(jnp.int32).sum(-1, dtype=jnp.int32)
 
 

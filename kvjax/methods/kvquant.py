@@ -15,8 +15,8 @@ from jax import lax
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.codecs import bit_packing as quant
 from kvjax.cache.codecs.base import Codec
+from kvjax.cache.codecs.bit_packing import check_bits
 from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkCodes, ChunkState
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
@@ -34,10 +34,9 @@ NORMAL_FLOAT_BITS = (2, 3, 4, 8)
 class LevelTable(TableKind):
     """The levels of each layer's keys and values, both f32[2 2^bits], ascending in a range of -1..1.
 
-    The first row assigns codes: each number gets that of the nearest level. The second is what a
-    code stands for, which is the same unless Q-Norm changes it. `fit_levels` and `normalize_levels` make them from a
-    model's keys and values, weighted by the squares of their gradients (Fisher information), which kvjax does not
-    compute.
+    The first row assigns codes: each number gets that of the nearest level. The second is what a code stands for, which
+    is the same unless Q-Norm changes it. `fit_levels` and `normalize_levels` make them from a model's keys and values,
+    weighted by the squares of their gradients (Fisher information), which kvjax does not compute.
     """
 
     bits = 4  # of the example
@@ -56,9 +55,9 @@ def fit_levels(x: np.ndarray, weight: np.ndarray, bits: int, num_iterations: int
 
     Args:
       x: a layer's keys or values in -1..1, divided by their ranges, without outliers.
-      weight: of each number, the square of its gradient.
-      bits: of the codes.
-      num_iterations: of k-means.
+      weight: the square of each number's gradient.
+      bits: bits of the codes.
+      num_iterations: iterations of k-means.
 
     Returns:
       f64[2^bits], ascending.
@@ -119,7 +118,7 @@ class NonUniformCodec(ChunkCodec):
     def __post_init__(self):
         super().__post_init__()
         if self.given is None:
-            quant.check_bits(self.bits, NORMAL_FLOAT_BITS)
+            check_bits(self.bits, NORMAL_FLOAT_BITS)
 
     def at(self, spec: LayerSpec) -> Codec:
         bound = dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)

@@ -48,7 +48,7 @@ class ReplayAttention(Scorer):
     def __post_init__(self):
         if self.chunk < 1 or self.lead < 0:
             raise KvjaxError(
-                f"KVzip repeats pieces of at least 1 token after 0 or more others, got chunk={self.chunk} and "
+                f"KVzip repeats chunks of at least 1 token after 0 or more others, got chunk={self.chunk} and "
                 f"lead={self.lead}; kvpress uses 2048 and 8"
             )
 
@@ -76,7 +76,7 @@ class ReplayAttention(Scorer):
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
     ) -> Array:
         size = min(self.chunk, block.pos.shape[2])
-        # Of a static size, so the last chunk overlaps the one before it, whose tokens are masked here.
+        # The size is static, so the last chunk overlaps the one before it, whose tokens are masked here.
         first = jnp.minimum(start, block.pos.shape[2] - size)
         chunk = KVBlock(*(lax.dynamic_slice_in_dim(x, first, size, 2) for x in (block.k, block.v, block.pos)))
         sinks = block.first(self.sinks)
@@ -84,11 +84,9 @@ class ReplayAttention(Scorer):
         chunk_pos = jnp.where(chunk.pos >= start, chunk.pos, -1)
         keys = jnp.concatenate([chunk.k, sinks.k, new.k], 2)
         pos = jnp.concatenate([chunk_pos, sinks_pos, new.pos], 2)
-        value_norms = (
-            jnp.ones((1, 1, 1, size))
-            if observation.output_projection is None
-            else _output_norms(chunk.v, observation.output_projection)
-        )
+        value_norms = jnp.ones((1, 1, 1, size))
+        if observation.output_projection is not None:
+            value_norms = _output_norms(chunk.v, observation.output_projection)
 
         def update(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, q_pos, query_scale = queries

@@ -17,7 +17,7 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
-MIN_SPAN = 1e-6  # of a channel in a partition; with less it counts as constant
+MIN_SPAN = 1e-6  # a channel with less between its extremes in a partition counts as constant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,11 @@ class LagKV(Scorer):
 
 def _spread(x: Array) -> Array:
     """Scores the tokens of all partitions x [B K U c H] but the last: f32[B K U-1 c]."""
-    this, following = x[:, :, :-1], x[:, :, 1:]
-    low, high = following.min(3, keepdims=True), following.max(3, keepdims=True)
-    span = high - low
-    places = jnp.where(span > MIN_SPAN, (this - low) / jnp.maximum(span, MIN_SPAN), 0.0)
-    spread = places.std(-1, ddof=min(1, x.shape[-1] - 1))
+    scored, following = x[:, :, :-1], x[:, :, 1:]
+    low = following.min(3, keepdims=True)
+    span = following.max(3, keepdims=True) - low
+    normalized = jnp.where(span > MIN_SPAN, (scored - low) / jnp.maximum(span, MIN_SPAN), 0.0)
+    spread = normalized.std(-1, ddof=min(1, x.shape[-1] - 1))
     weight = jnp.exp(spread - spread.max(-1, keepdims=True))
     return weight / weight.sum(-1, keepdims=True)
 

@@ -29,7 +29,7 @@ from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
-LEARNING_RATE = 3e-3  # of Adam, in calibration
+LEARNING_RATE = 3e-3  # Adam's, in calibration
 
 
 class Convolution(NamedTuple):
@@ -45,8 +45,8 @@ class Convolution(NamedTuple):
 class ConvolutionTable(TableKind):
     """The weights of LoCoCo's convolution for M mixed slots, as its public code lays them out.
 
-    Of the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M], its only convolution,
-    `layers.0.weight` and `layers.0.bias`, a token's key before its value, w odd; and `normalizer` [1].
+    They come from the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M] are `layers.0.weight`
+    and `layers.0.bias` of its only convolution, a token's key before its value, w odd; `normalizer` [1] is its own.
 
     Calibrated layer by layer, where the authors train through the model: of each text's earlier half 2 * M tokens are
     kept, half of them mixed, and Adam brings what the later half's queries read close to what they read of all tokens.
@@ -55,7 +55,7 @@ class ConvolutionTable(TableKind):
       slots: M.
       kernel: w.
       length: tokens of each text that are used.
-      steps: of Adam, each over all texts.
+      steps: steps of Adam, each over all texts.
     """
 
     slots: int = 32
@@ -157,7 +157,7 @@ def fit_convolution(start: Convolution, texts: SplitTexts, slots: int, window: i
     """Minimizes `relative_error` by Adam (Kingma & Ba, 2014), with its usual decays."""
     convolution, mean = start, jax.tree.map(jnp.zeros_like, start)
     square = mean
-    for step in range(1, steps + 1):  # not lax.scan: in a loop XLA:CPU convolves ten times slower
+    for step in range(1, steps + 1):  # not lax.scan: in its loops XLA:CPU convolves far slower
         convolution, mean, square = _run_step(convolution, (mean, square), jnp.float32(step), texts, slots, window)
     return convolution
 
@@ -208,12 +208,12 @@ def merge_by_convolution(
     is_mixed = evicted_mask(block, choice._replace(slots=jnp.where(is_heavy, choice.slots, -1)))
     evicts = evicted_mask(block, choice).any(2, keepdims=True)
     is_anchor = is_used & ~is_heavy & evicts
-    rank, M, own = jnp.cumsum(is_anchor, 2, dtype=jnp.int32) - 1, convolution.bias.shape[0], _join_kv(kept)
+    rank, num_mixed = jnp.cumsum(is_anchor, 2, dtype=jnp.int32) - 1, convolution.bias.shape[0]
     mix = _convolve(_join_kv(block), mask_to_slots(is_mixed, block.k.shape[2]), convolution)
-    mix = memory.take(mix, jnp.clip(rank, 0, M - 1))
-    weight = convolution.normalizer[None, None, None]
+    mix = memory.take(mix, jnp.clip(rank, 0, num_mixed - 1))
+    weight, own = convolution.normalizer[None, None, None], _join_kv(kept)
     new = (1 - weight) * own + weight * mix
-    new = jnp.where((is_anchor & (rank < M))[..., None], new, own).astype(kept.k.dtype)
+    new = jnp.where((is_anchor & (rank < num_mixed))[..., None], new, own).astype(kept.k.dtype)
     k, v = jnp.split(new, 2, -1)
     return dataclasses.replace(kept, k=k, v=v)
 

@@ -131,14 +131,15 @@ class RetainingScorer(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation = self.require_observation(observation)
-        K, columns = spec.num_kv_heads, (spec.num_kv_heads * spec.num_groups + 2 * spec.num_kv_heads) * spec.head_dim
+        K = spec.num_kv_heads
+        columns = (K * spec.num_groups + 2 * K) * spec.head_dim
         fc1, fc2 = self.given.layer_arrays(spec, fc1=(None, columns), fc2=(K, None)).values()
         weights = (jnp.asarray(x, jnp.float32) for x in (group_by_head(fc1, spec), fc2))
         fc1, fc2 = (over_heads.local_part(x, block.k.shape[1]) for x in weights)
 
         def run_network(q: Array, pos: Array, k: Array, v: Array) -> Array:
             x = network_inputs(q, pos, k, v, spec.rope)
-            # The hidden layer mixes all heads of the layer, so each device adds its heads' share.
+            # The hidden layer mixes all heads of the layer, so each device adds the part of its heads.
             hidden = jnp.einsum("bktc,kcr->btr", x, fc1, precision=lax.Precision.HIGHEST)
             hidden = jax.nn.silu(over_heads.sum(hidden[:, None])[:, 0])
             return jnp.einsum("btr,kr->bkt", hidden, fc2, precision=lax.Precision.HIGHEST)[:, :, None]

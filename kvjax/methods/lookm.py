@@ -33,15 +33,12 @@ class TextPrior(Scorer):
     num_queries: ClassVar[int | None] = None
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        found = AccumulatedAttention().scores(block, observation, spec)
-        image = jnp.zeros(block.pos.shape, bool)
+        attention = AccumulatedAttention().scores(block, observation, spec)
+        is_image = jnp.zeros(block.pos.shape, bool)
         for first, last in self.images:
-            image |= (block.pos >= first) & (block.pos <= last)
-        return head_scores(
-            rank_below_others(found.per_query_head, image[:, :, None]),
-            rank_below_others(found.per_kv_head, image),
-            block,
-        )
+            is_image |= (block.pos >= first) & (block.pos <= last)
+        per_query_head = rank_below_others(attention.per_query_head, is_image[:, :, None])
+        return head_scores(per_query_head, rank_below_others(attention.per_kv_head, is_image), block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +60,12 @@ class NearestMerge:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
-        number = scatter_add(jnp.ones(lost.slot.shape), lost.slot, n)
-        own = 1.0 + number / 2 if self.rule == "pivot" else jnp.ones(number.shape)
-        by = self._weights(lost)
-        whole = 1.0 + (scatter_add(by, lost.slot, n) if self.rule == "normalised" else number)
+        num_merged = scatter_add(jnp.ones(lost.slot.shape), lost.slot, n)
+        own = 1.0 + num_merged / 2 if self.rule == "pivot" else jnp.ones(num_merged.shape)
+        weight = self._weights(lost)
+        total = 1.0 + (scatter_add(weight, lost.slot, n) if self.rule == "normalised" else num_merged)
         k, v = (
-            fold_into_kept(x, own[..., None], y, by, lost.slot, whole)
+            fold_into_kept(x, own[..., None], y, weight, lost.slot, total)
             for x, y in ((kept.k, block.k), (kept.v, block.v))
         )
         return dataclasses.replace(kept, k=k, v=v)

@@ -71,8 +71,13 @@ def kmeans(x, start, iterations: int) -> list[int]:
 
     Of distances within 0.01% the first counts.
     """
-    first = lambda d: next(i for i, x in enumerate(d) if x <= 1.0001 * min(d))  # noqa: E731
-    away = lambda j, c: ((x[j] - c) ** 2).sum()  # noqa: E731
+
+    def first(d) -> int:
+        return next(i for i, x in enumerate(d) if x <= 1.0001 * min(d))
+
+    def away(j: int, centroid) -> float:
+        return ((x[j] - centroid) ** 2).sum()
+
     centroids = [x[j].astype(float) for j in start]
     for step in range(iterations + 1):
         clusters = [[] for _ in start]

@@ -161,9 +161,8 @@ def test_representatives_are_shared_and_the_count_stays():
     for b, n in enumerate(LENGTHS):
         a, c = tokens(plain, b), tokens(crushed, b)
         assert [len(x) for x in a] == [len(x) for x in c] == [min(n, KEEP[b])] * 2
-        assert a == eviction_oracle.kept(
-            both(AccumulatedAttention(), b, n)[1], int(KEEP[b]), 2, W
-        )  # a share of 0 is none
+        scores = both(AccumulatedAttention(), b, n)[1]
+        assert a == eviction_oracle.kept(scores, int(KEEP[b]), 2, W)  # a share of 0 is none
     new = [set(c) - set(a) for a, c in zip(tokens(plain, 0), tokens(crushed, 0), strict=True)]
     assert new[0] & new[1] and max(map(len, new)) <= 3  # a quarter of 14
 

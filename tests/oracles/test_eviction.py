@@ -28,9 +28,8 @@ STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "represent", "win
 def run(block, obs, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
     """The block that a selection leaves of another."""
     select = Selection(scorer, Uniform(slots), sinks, recent, unit, per)
-    return gather_tokens(
-        block, select.select_slots(block, obs, keep, slots, spec(window), representatives=represent).slots
-    )
+    chosen = select.select_slots(block, obs, keep, slots, spec(window), representatives=represent)
+    return gather_tokens(block, chosen.slots)
 
 
 def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):

@@ -57,8 +57,8 @@ def empty(method: MethodLayer, batch: int, slots: int, dtype):
 def make(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
     """Per row: q [K G S H], k, v [K S H] before RoPE, S = prompt + steps."""
     rng = np.random.default_rng(seed)
-    shapes = lambda S: ((K, G, S, H), (K, S, H), (K, S, H))  # noqa: E731
-    return [tuple(rng.normal(size=s) * 1.5 for s in shapes(n + steps)) for n in lengths]
+    sizes = [n + steps for n in lengths]
+    return [tuple(rng.normal(size=shape) * 1.5 for shape in ((K, G, S, H), (K, S, H), (K, S, H))) for S in sizes]
 
 
 def cut(rows, first, count, padding: float = 0.0):
@@ -172,11 +172,17 @@ def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
     rows = make()
     _, state = run(METHOD, rows, steps=0)
     fresh = jax.tree.map(lambda *x: np.stack(x), *[cut(rows, LENGTHS + t, [1, 1, 1]) for t in range(STEPS)])
-    loop = lambda s, f: lax.scan(lambda s, x: step(METHOD, s, x, 1)[::-1], s, f)  # noqa: E731
+
+    def loop(state, fresh):
+        return lax.scan(lambda s, x: step(METHOD, s, x, 1)[::-1], state, fresh)
+
     compiled = jax.jit(loop, donate_argnums=0).lower(state, fresh).compile()
     for x in (state.k.data, state.v.data, state.reader_state.k.data):
         assert full_copies(compiled.as_text(), x.shape) == []
-    kinds = lambda s: jax.tree.map(lambda x: (jax.typeof(x), x.sharding.memory_kind), s)  # noqa: E731
+
+    def kinds(state):
+        return jax.tree.map(lambda x: (jax.typeof(x), x.sharding.memory_kind), state)
+
     before = kinds(state)
     after, out = compiled(state, fresh)
     assert kinds(after) == before and before.k.data[1] == "pinned_host"
@@ -292,7 +298,11 @@ def test_a_prompt_that_fills_its_cache_is_held_whole():
 def test_bfloat16_stays_close_to_the_paper():
     rows = [tuple(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in row) for row in make(5)]
     state = empty(METHOD, B, SLOTS, jnp.bfloat16)
-    half = lambda xs: (*(jnp.asarray(x, jnp.bfloat16) for x in xs[:3]), xs[3])  # noqa: E731
+
+    def half(tokens):
+        q, k, v, pos = tokens
+        return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), pos
+
     out, state = extend(METHOD, state, half(cut(rows, 0 * LENGTHS, LENGTHS)), int(LENGTHS.max()))
     want, _ = oracle.infllm(
         *(x[..., :19, :] for x in rows[2]), chunks(19, 5, 0), **{k: v for k, v in SMALL.items() if k != "chunk"}

@@ -33,8 +33,11 @@ def batch(seed: int = 0, padding: float = 0.0, fresh: int = STEPS, dtype=np.floa
     q = 2 * rng.normal(size=(*shape[:2], G, *shape[2:]))
     k, v = rng.normal(size=(2, *shape))
     real = np.arange(S)[None] < (LENGTHS + fresh)[:, None]
-    fill = lambda x, m: jnp.asarray(np.where(m, x, padding).astype(dtype))  # noqa: E731
     real = real[:, None, :, None]
+
+    def fill(x, real):
+        return jnp.asarray(np.where(real, x, padding).astype(dtype))
+
     return layer.Data(fill(q, real[:, :, None]), fill(k, real), fill(v, real), LENGTHS)
 
 
@@ -170,7 +173,10 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
     pos = jnp.asarray(np.where(slot < LENGTHS[:, None], slot, -1), jnp.int32)[:, None]
 
     def run(codec, fresh):
-        write = lambda s, xs: (codec.append(s, xs[0][:, :, None], xs[1]), None)  # noqa: E731
+        def write(stored, token):
+            x, at = token
+            return codec.append(stored, x[:, :, None], at), None
+
         at = jnp.asarray(LENGTHS[None] + np.arange(STEPS)[:, None], jnp.int32)[..., None]
         stored = jax.lax.scan(write, codec.encode(x, pos), (jnp.moveaxis(fresh, 2, 0), at))[0]
         return codec.decode(stored), codec.gather(stored, jnp.broadcast_to(some, (B, K, len(some))))

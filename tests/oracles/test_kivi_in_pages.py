@@ -119,10 +119,10 @@ def test_what_pages_hold_is_counted_by_their_codes():
     method = "snapkv:budget=12,window=4,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4"
     context = kvjax.read(model, [list(range(50))], method, room=16)
     a_page = 2 * (16 + 2 * 8 * 4) + 4 * 4
-    store = lambda layer: dataclasses.replace(layer.side_store, owner=layer.side_store.owner[..., :0])  # noqa: E731
     for state, bound in zip(context.cache.layers, context.cache.plan, strict=True):
         pages = state.side_store.owner.size
-        assert array_bytes(store(state))["device"] == pages * a_page
+        without_owners = dataclasses.replace(state.side_store, owner=state.side_store.owner[..., :0])
+        assert array_bytes(without_owners)["device"] == pages * a_page
         used = int((np.asarray(state.side_store.owner) >= 0).sum())
         assert bound.method.side_store.empty_bytes(state.side_store)["device"] == (pages - used) * a_page
 
