@@ -122,13 +122,13 @@ def after_prompt(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) ->
 def observed(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[LayerPrompt, jax.Array]:
     """The prompts with all that the layer observes of them, and their lengths."""
     lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-    prompt = LayerPrompt(block.k, block.v, select_queries(layer, q, 0, lengths), *_model_arrays(layer, q, block))
+    prompt = LayerPrompt(block.k, block.v, select_queries(layer, q, 0, lengths), *_model_of(layer, q, block))
     if layer.needs.replay is not None:
         prompt = prompt._replace(replay_scores=_score_replay(layer, prompt, q, lengths))
     return prompt, lengths
 
 
-def _model_arrays(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[jax.Array | None, jax.Array | None]:
+def _model_of(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[jax.Array | None, jax.Array | None]:
     """The model's arrays that a method may observe: hidden states [B 1 T D], and an output projection [1 K G H D]."""
     rng = np.random.default_rng(7)
     hidden = output = None
