@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 from docs.generate.entries import builtin_entries, code_list
-from docs.generate.pairs import judge_pair, refusals
-from kvjax.cache.method import Method
+from docs.generate.pairs import defined_components, judge_pair, refusals
 from kvjax.methods.registry import MethodEntry
-
-
-def component_names(entry: MethodEntry) -> list[str]:
-    """The components that a method defines."""
-    method, default = entry.make(), Method()
-    names = [f.name for f in dataclasses.fields(Method) if f.compare]
-    return [name for name in names if getattr(method, name) != getattr(default, name)]
 
 
 def table_row(entry: MethodEntry) -> str:
     """The row of one method."""
     reasons = "; ".join(f"{code_list(names)} ({reason})" for reason, names in refusals(entry.name).items())
-    return f"| [`{entry.name}`](methods/{entry.name}.md) | {code_list(component_names(entry))} | {reasons or 'none'} |"
+    components = code_list(list(defined_components(entry.make())))
+    return f"| [`{entry.name}`](methods/{entry.name}.md) | {components} | {reasons or 'none'} |"
 
 
 def page() -> str:

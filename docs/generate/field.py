@@ -32,7 +32,7 @@ def check_system(system: dict[str, Any]) -> None:
             operator.attrgetter(call.removeprefix("kvjax."))(kvjax)
         except AttributeError:
             raise LookupError(f"{name} claims {call}, which kvjax does not have") from None
-    if not any(system.get(key) for key in ("methods", "calls", "outside", "slot")):
+    if not any(system.get(key) for key in ("methods", "calls", "outside", "component")):
         raise LookupError(f"{name} has neither a method nor a call, nor a reason")
 
 
@@ -44,7 +44,7 @@ def implementation(system: dict[str, Any]) -> str:
         return ", ".join(methods + calls)
     if "outside" in system:
         return f"Outside. {system['outside']} Instead: {system['instead']}"
-    return f"Not here. It would need: {system['slot']}"
+    return f"Not here. It would need: {system['component']}"
 
 
 def differences(system: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import json
@@ -14,10 +13,9 @@ from typing import Any
 import kvjax
 from docs.generate.entries import builtin_entries, code_list, entries_by_family, family_path
 from docs.generate.equal_bytes import RESULTS, Result, method_row, method_table
-from docs.generate.pairs import judge_pair, refusals
+from docs.generate.pairs import defined_components, judge_pair, refusals
 from experiments.methods import read_results
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS
-from kvjax.cache.method import Method
 from kvjax.methods.registry import FAMILIES, MethodEntry
 from kvjax.methods.strings import parse, parse_parts
 
@@ -31,10 +29,10 @@ TRAITS = {
     "after_prompt": "the tokens to keep are selected when the prompt ends, before later questions are known",
 }
 PAPERS = {
-    r"(?<![\d.])(?:arXiv )?(\d{4}\.\d{5})(?!\d)": "[arXiv {0}](https://arxiv.org/abs/{0})",
-    r"\bopenreview (\w{10})\b": "[OpenReview {0}](https://openreview.net/forum?id={0})",
+    r"(?<![\d.])(?:arXiv )?(\d{4}\.\d{5})(?!\d)": r"[arXiv \1](https://arxiv.org/abs/\1)",
+    r"\bopenreview (\w{10})\b": r"[OpenReview \1](https://openreview.net/forum?id=\1)",
 }
-"""How a reference names a paper -> its link."""
+"""A pattern of how references name a paper -> the link that replaces it."""
 
 ON_TESTBED = f"""The testbed model computed in float32 and read eight contexts of {CONTEXT_TOKENS:,} tokens. Recall is
 of eight questions each, asked after the context was compressed; code is 512 tokens of held-out source code after 1,536.
@@ -102,7 +100,7 @@ def parameter_table(entry: MethodEntry) -> str:
     for name, meaning in entry.meanings.items():
         parameter = entry.parameters[name]
         type_name = parameter.annotation.__name__
-        type_name = "int or `25%`" if type_name in ("Tokens", "TokenBudget") else type_name
+        type_name = "int or `25%`" if type_name == "TokenBudget" else type_name
         default = '""' if parameter.default == "" else parameter.default
         rows.append(f"| `{name}={default}` {type_name} | {prose(meaning, in_table=True)} |")
     return "\n".join(["| parameter and default | meaning |", "|---|---|", *rows])
@@ -110,9 +108,7 @@ def parameter_table(entry: MethodEntry) -> str:
 
 def component_table(method: Any) -> str:
     """The components that a method defines, and its traits."""
-    default = Method()
-    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
-    rows = [f"| `{name}` | `{value}` |" for name, value in values.items() if value != getattr(default, name)]
+    rows = [f"| `{name}` | `{value}` |" for name, value in defined_components(method).items()]
     traits = [text for name, text in TRAITS.items() if getattr(method.traits, name)]
     table = "\n".join(["| component | value |", "|---|---|", *rows]) if rows else "Every component has its default."
     return table + (f"\n\nIn short: {'; '.join(traits)}." if traits else "")
@@ -263,7 +259,7 @@ def menu() -> list[Any]:
 def link_papers(text: str) -> str:
     """A reference with links to the papers that it names."""
     for pattern, link in PAPERS.items():
-        text = re.sub(pattern, lambda found, link=link: link.format(found[1]), text)
+        text = re.sub(pattern, link, text)
     return text
 
 

@@ -1,13 +1,15 @@
-"""Tells whether two methods compose, by composing them and binding the result to a layer."""
+"""The components of methods, and whether two methods compose: by composing them and binding the result to a layer."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from docs.generate.entries import builtin_entries
 from kvjax.cache.compose import compose
+from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.errors import ComponentConflict, IncompatibleMethod
@@ -35,6 +37,13 @@ SHARED_COMPONENT = {
     "device_layers": "both define how many first layers stay on the device",
 }
 """Component -> the reason why two methods that define it do not compose."""
+
+
+def defined_components(method: Method) -> dict[str, Any]:
+    """The components that a method defines, by name: those that differ from the default."""
+    default = Method()
+    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(Method) if field.compare}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 class Verdict(NamedTuple):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.cache.calibration.bases import JointBases
-from kvjax.cache.calibration.table_kinds import register_table_kind as register
+from kvjax.cache.calibration.table_kinds import register_table_kind
 from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.method import Method
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
 
-@register("merged_bases")
+@register_table_kind("merged_bases")
 @dataclasses.dataclass(frozen=True)
 class MergedBases(JointBases):
     """The principal directions of `heads` adjacent heads together; see `Bases`."""
@@ -45,8 +45,7 @@ def merged_heads(heads: int = 2, table: str = "shipped") -> Method:
     if heads < 2:
         raise KvjaxError(f"at least 2 heads become one, got heads={heads}; the paper uses 2 and 4")
     bases, share = MergedBases.table_file(table), 1 / heads
-    k, v = (
-        CalibratedLowRank(heads, table=bases, of="bare_keys", share=share),
-        CalibratedLowRank(heads, table=bases, share=share),
+    return Method(
+        k=CalibratedLowRank(heads, table=bases, of="bare_keys", share=share),
+        v=CalibratedLowRank(heads, table=bases, share=share),
     )
-    return Method(k=k, v=v)

@@ -43,9 +43,9 @@ class ValueMerge:
             # Where no cosines are equal, these are the ones that reach the quantile 1 - fraction.
             number = 1 + fraction_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
             joins &= top_k_mask(lost.cosine, lost.mask, number)
-        theirs, there = _norms(block.v), jnp.minimum(lost.slot, n - 1)
-        share = theirs / (theirs + jnp.take_along_axis(_norms(kept.v), there, 2) + MIN_KEY_NORM)
-        weight = jnp.maximum(lost.cosine, 0.0) * share
+        evicted_norm = _norms(block.v)
+        kept_norm = jnp.take_along_axis(_norms(kept.v), jnp.minimum(lost.slot, n - 1), 2)
+        weight = jnp.maximum(lost.cosine, 0.0) * (evicted_norm / (evicted_norm + kept_norm + MIN_KEY_NORM))
         slot = jnp.where(joins, lost.slot, n)
         v = fold_into_kept(kept.v, 1.0, block.v, weight, slot, 1.0 + scatter_add(weight, slot, n))
         return dataclasses.replace(kept, v=v)

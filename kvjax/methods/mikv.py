@@ -63,9 +63,9 @@ class ChannelBalancer(PromptAdaptiveKeys):
         both = (max_q > 0) & (max_k > 0)
         return jnp.where(both, jnp.sqrt(max_q) / jnp.sqrt(jnp.where(both, max_k, 1.0)), 1.0)
 
-    def encode_with(self, x: Array, pos: Array, found: Array) -> BalancedKeys:
+    def encode_with(self, x: Array, pos: Array, params: Array) -> BalancedKeys:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
-        return BalancedKeys(self.inner.encode(_scale(x, found), pos), found)
+        return BalancedKeys(self.inner.encode(_scale(x, params), pos), params)
 
     def decode(self, stored: BalancedKeys) -> Array:
         return _scale(self.inner.decode(stored.keys), 1 / stored.weight)
@@ -133,10 +133,10 @@ def mikv(
     Reference:
       No Token Left Behind (MiKV), Yang et al. 2024, arXiv 2402.18096, sections 3.1 and 3.2
     """
-    coded = Tokenwise(low, group=group)
-    held = PerTokenCodec(MinMax(high)) if high else Plain()
+    low_codec = Tokenwise(low, group=group)
+    high_codec = PerTokenCodec(MinMax(high)) if high else Plain()
     if balance:
-        tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(coded), coded, recent)
+        tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(low_codec), low_codec, recent)
     else:
-        tier = ScoredTiers(AccumulatedAttention(), share, coded, coded, recent)
-    return Method(side_store=tier, k=held, v=held)
+        tier = ScoredTiers(AccumulatedAttention(), share, low_codec, low_codec, recent)
+    return Method(side_store=tier, k=high_codec, v=high_codec)

@@ -58,7 +58,7 @@ class SharedDirections(PrecisionTiers):
         if not 0.001 <= self.share <= 1:
             raise KvjaxError(f"share of the tokens that stay exact must lie in [0.001, 1], got {self.share}; use 0.05")
         if not 0 <= self.start <= 1:
-            raise KvjaxError(f"start, a share of the layers, must lie in [0, 1], got {self.start}; use 0.5")
+            raise KvjaxError(f"start, a fraction of the layers, must lie in [0, 1], got {self.start}; use 0.5")
 
     def at(self, spec: LayerSpec) -> SharedDirections | None:
         """Returns the lower or the upper half of a pair; None below the first pair, and in a last layer left over."""

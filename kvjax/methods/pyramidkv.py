@@ -54,13 +54,13 @@ class Pyramid(Budget):
         return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
 
     def num_kept(self, length: int) -> int:
-        return min(length, self._authors(length) if self.rule == "authors" else self._peer(length))
+        return min(length, self._authors_budget(length) if self.rule == "authors" else self._peer_budget(length))
 
     def max_kept(self) -> int | None:
         # From four times the budget on, the length of the prompt no longer limits any layer.
         return self.num_kept(4 * round(self.tokens) + 4 * self.window)
 
-    def _authors(self, length: int) -> int:
+    def _authors_budget(self, length: int) -> int:
         tokens = int(self.tokens)
         mean = tokens - self.window
         if length <= tokens or length < 2 * mean or self.layers == 1:
@@ -72,7 +72,7 @@ class Pyramid(Budget):
             last = 2 * mean - first
         return first - self.layer * ((first - last) // (self.layers - 1)) + self.window
 
-    def _peer(self, length: int) -> int:
+    def _peer_budget(self, length: int) -> int:
         last = self.tokens / self.beta
         first = 2 * self.tokens - last
         if first >= length - self.window:

@@ -77,8 +77,9 @@ class Compensation:
         block, kept = block.clean(), kept.clean()
         lost, n = evicted_mask(block, choice), kept.k.shape[2]
         evicts = lost.any(2, keepdims=True)
-        place = choice.slots[:, :, min(self.sinks, n - 1), None]  # of the token whose slot it takes
-        is_averaged = lost | (evicts & (jnp.arange(block.k.shape[2])[None, None] == place))
+        # The mean takes the slot of the first kept token after the sinks, so that token is averaged too.
+        replaced = choice.slots[:, :, min(self.sinks, n - 1), None]
+        is_averaged = lost | (evicts & (jnp.arange(block.k.shape[2])[None, None] == replaced))
         number = jnp.maximum(is_averaged.sum(2, keepdims=True, dtype=jnp.float32), 1.0)
         is_compensation = evicts & (jnp.arange(n)[None, None] == self.sinks)
 

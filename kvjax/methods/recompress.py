@@ -64,13 +64,13 @@ class Recompress(Policy):
         assert most is not None
         return most
 
-    def most(self, layer: MethodLayer) -> int:
+    def max_tokens(self, layer: MethodLayer) -> int:
         """Tokens of a head just before a selection."""
         return self.target(layer) + self.every
 
     def num_slots(self, layer: MethodLayer) -> int:
         # One slot stays empty, for the padding of a sequence that waits while others of the batch get a token.
-        return self.most(layer) + 1
+        return self.max_tokens(layer) + 1
 
     def init(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
@@ -86,7 +86,7 @@ class Recompress(Policy):
     def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         if state.policy_state is not None:
             state = dataclasses.replace(state, policy_state=_add_query(state.policy_state, q, q_pos))
-        is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.most(layer))[:, 0]
+        is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.max_tokens(layer))[:, 0]
         # A sequence without a token in this step waits, because its own next query has to be observed first.
         is_due = is_full & (q_pos[:, 0] >= 0)
 
@@ -116,11 +116,8 @@ class Recompress(Policy):
         slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
         slot = jnp.where(chosen >= 0, slot, S)
         B, K, _ = slot.shape
-        stays = (
-            jnp.zeros(slot.shape, bool)
-            .at[jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot]
-            .set(True, mode="drop")
-        )
+        index = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot
+        stays = jnp.zeros(slot.shape, bool).at[index].set(True, mode="drop")
         return jnp.where(stays, state.pos, -1)
 
 

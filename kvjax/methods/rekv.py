@@ -82,8 +82,10 @@ class QuestionRetrieval(Retrieve):
         pre_rope = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question
         search_q = question[:, :, :, None] + jnp.cumsum(pre_rope, 3)
-        is_kept = (slot_lookup(state, q_pos)(q_pos) < state.n[:, None])[:, None, None, :, None]
-        question = question + jnp.where(is_kept, pre_rope, 0.0).sum(3)  # drafts leave no trace
+        lookup_slot = slot_lookup(state, q_pos)
+        # A draft that is not kept has a slot behind the last one, and leaves no trace in the question.
+        is_kept = (lookup_slot(q_pos) < state.n[:, None])[:, None, None, :, None]
+        question = question + jnp.where(is_kept, pre_rope, 0.0).sum(3)
         reader_state = dataclasses.replace(state.reader_state, question=question)
         out = self.attend_retrieved(layer, state, q, q_pos, search_q, reader_state.blocks)
         return ReadResult(out, reader_state, cross_layer=cross_layer)
@@ -98,9 +100,9 @@ def _pre_rope(block: KVBlock, spec: LayerSpec) -> KVBlock:
 def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -> Method:
     """Stores a context on the host; question and answer read the blocks that the question's mean query finds.
 
-    The method is made for video, where a block is a frame; in text it is a run of tokens. Unlike in `infllm`, all keys
-    of a block make its key, the prompt attends exactly, and one question goes on asking: ask it of a context by
-    `kvjax.read`.
+    The method is made for video, where a block is a frame; in text it is a run of tokens. Unlike in `infllm`, a block's
+    key is the mean of all of its keys, and the prompt attends exactly. All tokens after the prompt count as one
+    question, so read the context first, with `kvjax.read`, and ask questions of it.
 
     Formula:
       score(block) = cos(mean of the queries since the prompt, mean of the block's keys), both before RoPE and over all

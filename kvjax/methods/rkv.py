@@ -11,6 +11,7 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, check_kernel, pool_scor
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
@@ -44,7 +45,7 @@ class RKV(Scorer):
         if self.num_queries < 1:
             raise KvjaxError(f"window of R-KV must be at least 1 token, got {self.num_queries}; it uses 8")
         if not 0 <= self.mix <= 1:
-            raise KvjaxError(f"mix of R-KV is the share of attention in [0, 1], got {self.mix}; the paper uses 0.1")
+            raise KvjaxError(f"mix of R-KV is the weight of attention in [0, 1], got {self.mix}; the paper uses 0.1")
         if not 0 <= self.threshold <= 1:
             raise KvjaxError(f"threshold of R-KV is a cosine in [0, 1], got {self.threshold}; the authors use 0.5")
         check_kernel(self.kernel)
@@ -72,28 +73,26 @@ def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
     Args:
       block: keys and values, zeros in empty slots.
       threshold: cosine of near duplicates.
-      at_once: keys in memory at one time, which grows with at_once x S, never with S x S.
+      at_once: keys compared at one time, so that memory grows with at_once x S, never with S x S.
 
     Returns:
       f32[B K S].
     """
     k = block.k.astype(jnp.float32)
     direction = k / (jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-8)
-    B, K, S, H = k.shape
+    B, K, S, _ = k.shape
     size = min(at_once, S)
-    padded = jnp.pad(direction, [(0, 0), (0, 0), (0, -S % size), (0, 0)])
-    own = jnp.arange(padded.shape[2], dtype=jnp.int32).reshape(-1, size)
     column = jnp.arange(S, dtype=jnp.int32)[None, None, None]
 
-    def add(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
-        keys, own = part
+    def add(total: Array, keys_block: tuple[Array, Array]) -> tuple[Array, None]:
+        keys, own = keys_block
         cosine = jnp.einsum("bkth,bksh->bkts", keys, direction)
-        cosine = jnp.where(column == own[None, None, :, None], 0.0, cosine)
+        cosine = jnp.where(column == own, 0.0, cosine)
         newest_duplicate = jnp.where(cosine > threshold, column, 0).max(-1, keepdims=True)
         return total + jnp.where(column == newest_duplicate, 0.0, cosine).sum(2), None
 
-    parts = jnp.moveaxis(padded.reshape(B, K, -1, size, H), 2, 0), own
-    total = lax.scan(add, vary(jnp.zeros((B, K, S))), parts)[0]
+    blocks = split_blocks(direction, 2, size), split_blocks(jnp.moveaxis(column, 3, 2), 2, size, -1)
+    total = lax.scan(add, vary(jnp.zeros((B, K, S))), blocks)[0]
     real = block.pos >= 0
     count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
     p, _, l = attention.weights(jnp.where(real, total / count, attention.MASKED_LOGIT))
@@ -119,7 +118,7 @@ def rkv(
 
     Differs:
       The authors compress after the newest token has come in and before it attends, here before it comes in; the prompt
-      is compressed too. Of near duplicates the paper spares the newest beta, its code and this the newest.
+      is compressed too. The paper spares the newest beta of near duplicates; its code and kvjax spare the newest.
 
     Args:
       budget: tokens of each key/value head after a compression, the window included (the paper's runs: 1024 to 3072).

@@ -1,4 +1,4 @@
-"""RocketKV: selects the prompt as SnapKV, and reads a part of the rest in each step, found by a few channels."""
+"""RocketKV: selects prompt tokens as SnapKV; each query reads the best pages of these, found by a few channels."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ class HybridBoxes(Boxes):
     def __post_init__(self):
         super().__post_init__()
         if not 0 < self.share <= 1:
-            raise KvjaxError(f"channels must be a share of the head size in (0, 1], got {self.share}; 1 reads all")
+            raise KvjaxError(f"channels must be a fraction of the head size in (0, 1], got {self.share}; 1 reads all")
 
     def score(self, summary: Box, q: Array) -> Array:
-        size, up = jnp.abs(q.astype(jnp.float32)), q.astype(jnp.float32).sum(2, keepdims=True) > 0
-        chosen, zero = self._channel_mask(size), jnp.zeros((), q.dtype)
-        greatest = scores(jnp.where(chosen & up, q, zero), summary.high)
-        least = scores(jnp.where(chosen & ~up, q, zero), summary.low)
-        known = jnp.where(chosen, size, 0.0).sum(-1) / jnp.maximum(size.sum(-1), 1e-30)
-        return (greatest + least) / jnp.sqrt(jnp.maximum(known, 1e-12))[..., None]
+        magnitude, zero = jnp.abs(q.astype(jnp.float32)), jnp.zeros((), q.dtype)
+        takes_high = q.astype(jnp.float32).sum(2, keepdims=True) > 0
+        is_read = self._channel_mask(magnitude)
+        high = scores(jnp.where(is_read & takes_high, q, zero), summary.high)
+        low = scores(jnp.where(is_read & ~takes_high, q, zero), summary.low)
+        # SparQ's temperature: `scores` divides by the root of H, and only this fraction of |q| was read.
+        known = jnp.where(is_read, magnitude, 0.0).sum(-1) / jnp.maximum(magnitude.sum(-1), 1e-30)
+        return (high + low) / jnp.sqrt(jnp.maximum(known, 1e-12))[..., None]
 
-    def _channel_mask(self, size: Array) -> Array:
+    def _channel_mask(self, magnitude: Array) -> Array:
         """Marks the channels that are read, by absolute queries f32[B K G T H]: bool[B K 1 T H]."""
-        H = size.shape[-1]
-        channel = lax.top_k(size.mean(2), max(1, int(H * self.share)))[1]
+        H = magnitude.shape[-1]
+        channel = lax.top_k(magnitude.mean(2), max(1, int(H * self.share)))[1]
         return (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
 
     def rescale(self, score: Array, candidates: Array) -> Array:

@@ -12,7 +12,7 @@ from jax import lax
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.calibration.bases import Bases
 from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.codecs import bit_packing as quant
+from kvjax.cache.codecs import bit_packing
 from kvjax.cache.codecs.base import Codec, CodecWrapper
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.per_token import PerTokenCodec, hadamard
@@ -24,7 +24,7 @@ from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
-MAX_ZERO_POINT_STEPS = 2.0**14  # between zero and a vector's codes, so that a zero point fits into 16 bits
+MAX_ZERO_POINT_STEPS = 2.0**14  # steps from zero to the codes at most, so that a zero point fits into 16 bits
 
 
 @exportable
@@ -44,7 +44,7 @@ class ZeroPointQuantizer(Quantizer):
     + zero, limited to 0..top, halves to even; x' = (code - zero) scale.
 
     Args:
-      bits: of a code.
+      bits: bits of a code.
       clip: fraction of min and of max that the codes span; if all numbers have one sign, both ends move towards zero.
     """
 
@@ -52,11 +52,11 @@ class ZeroPointQuantizer(Quantizer):
     clip: float = 1.0
 
     def __post_init__(self):
-        quant.check_bits(self.bits, quant.ROW_BITS)
-        quant.check_clip(self.clip)
+        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
+        bit_packing.check_clip(self.clip)
 
     def check(self, H: int) -> None:
-        quant.check_fills(H, self.bits)
+        bit_packing.check_fills(H, self.bits)
 
     def encode(self, x: Array) -> ZeroPointCodes:
         top = float(2**self.bits - 1)
@@ -67,11 +67,11 @@ class ZeroPointQuantizer(Quantizer):
         step = scale.astype(jnp.float32)  # as it is stored, so that codes and zero point belong to the rounded scale
         zero = jnp.round(-least / step)
         codes = jnp.clip(jnp.round(x / step) + zero, 0.0, top).astype(jnp.uint32)
-        return ZeroPointCodes(quant.pack(codes, self.bits, -1), scale, zero.astype(jnp.int16))
+        return ZeroPointCodes(bit_packing.pack(codes, self.bits, -1), scale, zero.astype(jnp.int16))
 
     def decode(self, coded: ZeroPointCodes) -> Array:
-        steps = quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) - coded.zero.astype(jnp.float32)
-        return steps * coded.scale.astype(jnp.float32)
+        codes = bit_packing.codes_to_float(bit_packing.unpack(coded.codes, self.bits, -1))
+        return (codes - coded.zero.astype(jnp.float32)) * coded.scale.astype(jnp.float32)
 
 
 @pytree

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.codecs import bit_packing as quant
+from kvjax.cache.codecs import bit_packing
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
@@ -110,7 +110,7 @@ class StaircaseQuantizer(Codec):
             codec = self._group_codec(level)
             codec.on_device().check_head_dim(H)  # the groups alone
             if H % codec.per:
-                fit = [b for b in quant.BITS if H % (32 // b) == 0]
+                fit = [b for b in bit_packing.BITS if H % (32 // b) == 0]
                 wider = f"use no step of fewer than {min(fit)} bits, or `kivi`" if fit else "use `kivi`"
                 raise KvjaxError(
                     f"{bits}-bit codes on a step are packed {codec.per} channels to a word, which does not divide the "
@@ -171,7 +171,7 @@ class StaircaseQuantizer(Codec):
     def _quantize(self, level: int, x: Array) -> Level:
         """Codes tokens [B K n H], whole groups, in the bits of a level."""
         codes, scale, lo = self._group_codec(level).quantize(x)
-        return Level(*map(memory.pack, (quant.pack(codes, self.bits[level], 3), scale, lo)))
+        return Level(*map(memory.pack, (bit_packing.pack(codes, self.bits[level], 3), scale, lo)))
 
     def _dequantize(self, level: int, stored: Level, index: Array) -> Array:
         """Restores the tokens of a level at index i32[B K n], clipped -> [B K n H]."""

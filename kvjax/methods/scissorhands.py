@@ -19,6 +19,7 @@ from kvjax.cache.eviction.decode_policy import (
 )
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
@@ -60,7 +61,9 @@ class Scissorhands(Policy):
     def __post_init__(self):
         check_minimum("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
         if not 0 <= self.drop < 1:
-            raise KvjaxError(f"drop of Scissorhands is a share of the budget in [0, 1), got {self.drop}; it uses 0.5")
+            raise KvjaxError(
+                f"drop of Scissorhands is a fraction of the budget in [0, 1), got {self.drop}; it uses 0.5"
+            )
         if self.low < self.recent:
             raise KvjaxError(
                 f"Scissorhands drops to {self.low} of {self.budget} tokens and keeps the last recent={self.recent}; "
@@ -90,7 +93,7 @@ class Scissorhands(Policy):
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         end = over_heads.max(block.pos.max(2))[:, 0] + 1
         is_over = length > self.budget
-        # Of a prompt that fits, only queries within `history` of the next compression count.
+        # In a prompt that fits, only queries within `history` of the next compression count.
         is_counted = is_over[:, None] | (observation.pos > self.budget - self.history)
         is_counted &= observation.pos >= jnp.maximum(end - self.history, 0)[:, None]
         count = count_below_mean(block, observation, is_counted, layer.spec.window)
@@ -135,23 +138,19 @@ def count_below_mean(
     Returns:
       i32[B K S].
     """
-    Q = observation.pos.shape[1]
-    blocks = -(-Q // at_once)
-    padding = [(0, blocks * at_once - Q)]
-    q = jnp.pad(observation.q, [(0, 0)] * 3 + padding + [(0, 0)])
-    t = jnp.pad(jnp.where(is_counted, observation.pos, -1), [(0, 0), *padding], constant_values=-1)
 
-    def add(total, i):
-        qi, ti = (lax.dynamic_slice_in_dim(x, i * at_once, at_once, a) for x, a in ((q, 3), (t, 1)))
-        is_visible = visible(block.pos, ti, window)
-        p, _, l = weights(jnp.where(is_visible, scores(qi, block.k), MASKED_LOGIT))
+    def add(total: Array, queries: tuple[Array, Array]) -> tuple[Array, None]:
+        q, q_pos = queries
+        is_visible = visible(block.pos, q_pos, window)
+        p, _, l = weights(jnp.where(is_visible, scores(q, block.k), MASKED_LOGIT))
         p = (p / jnp.maximum(l, 1e-30)[..., None]).mean(2)
         is_visible = is_visible[:, :, 0]  # [B K|1 q S]
         mean = 1 / jnp.maximum(is_visible.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         return total + (is_visible & (p < mean)).sum(2, dtype=jnp.int32), None
 
-    zero = vary(jnp.zeros(block.k.shape[:3], jnp.int32))
-    return lax.scan(add, zero, jnp.arange(blocks, dtype=jnp.int32))[0]
+    counted_pos = jnp.where(is_counted, observation.pos, -1)
+    blocks = split_blocks(observation.q, 3, at_once), split_blocks(counted_pos, 1, at_once, -1)
+    return lax.scan(add, vary(jnp.zeros(block.k.shape[:3], jnp.int32)), blocks)[0]
 
 
 @register_method(example="scissorhands:budget=512", family="eviction at every step")

@@ -44,7 +44,7 @@ class ShadowStore(SideStore):
     Args:
       budget: tokens of the side store that a query reads.
       chunk: tokens of a chunk.
-      rank: of the keys.
+      rank: rank of the keys, all heads together.
       outliers: chunks of each head that stay exact.
       local: last chunks that stay exact.
     """

@@ -28,7 +28,7 @@ class LowBitCopy:
 
     k: Any  # stored by the reader's key codec
     v: Any  # stored by the reader's value codec
-    rows: FetchedTokens | None
+    fetched: FetchedTokens | None  # None where no token is fetched ahead
 
 
 @pytree
@@ -62,7 +62,7 @@ class SpeculativeReader(Reader):
 
     def __post_init__(self):
         if self.topk < 1:
-            raise KvjaxError(f"topk must be at least 1 row per head, got {self.topk}; the paper uses 64")
+            raise KvjaxError(f"topk must be at least 1 token per head, got {self.topk}; the paper uses 64")
         if self.reduce not in ("mean", "max"):
             raise KvjaxError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
 
@@ -80,7 +80,7 @@ class SpeculativeReader(Reader):
             return copy
         n = min(self.topk, S)
         empty = jnp.zeros((B, K, n, H), block.k.dtype)
-        return dataclasses.replace(copy, rows=FetchedTokens(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
+        return dataclasses.replace(copy, fetched=FetchedTokens(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
 
     def append(self, reader_state: LowBitCopy, new: KVBlock, at: Array, spec: LayerSpec) -> LowBitCopy:
         return dataclasses.replace(
@@ -91,7 +91,7 @@ class SpeculativeReader(Reader):
         return (
             self.k.used_part(reader_state.k, num_tokens),
             self.v.used_part(reader_state.v, num_tokens),
-            reader_state.rows,
+            reader_state.fetched,
         )
 
     def read(
@@ -107,22 +107,23 @@ class SpeculativeReader(Reader):
         reader_state, T = state.reader_state, q.shape[3]
         if T > 2:
             raise KvjaxError(
-                f"a step carries one token and at most one guess, got {T} tokens: no tree or beam of guesses"
+                f"a step carries one token and at most one draft, got {T} tokens: no tree or beam of drafts"
             )
         s = self._low_bit_logits(layer, state, q, q_pos)
         if not self.speculative:
             low, _, l = weights(s)
             mass = self._reduce_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
-            rows = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
+            fetched = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
         else:
-            rows = reader_state.rows
-        part, mass = self._attend(layer, state, s, q, rows, q_pos, other_partial)
+            fetched = reader_state.fetched
+        part, mass = self._attend(layer, state, s, q, fetched, q_pos, other_partial)
         if self.speculative:
             # Nothing else in this step needs the result, so the transfer overlaps with the layers above.
             with jax.named_scope("prefetch"):
                 new = self._fetch(layer, state, mass, self.k.num_quantized(state.n))
                 real = (q_pos[:, -1] >= 0)[:, None, None]
-                reader_state = dataclasses.replace(reader_state, rows=_where_real(real, new, reader_state.rows))
+                new = _where_real(real, new, reader_state.fetched)
+            reader_state = dataclasses.replace(reader_state, fetched=new)
         return ReadResult(part, reader_state, cross_layer=cross_layer)
 
     def _low_bit_logits(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Array:
@@ -138,32 +139,32 @@ class SpeculativeReader(Reader):
         state: LayerState,
         s: Array,
         q: Array,
-        rows: FetchedTokens,
+        fetched: FetchedTokens,
         q_pos: Array,
         other_partial: Partial | None,
     ) -> tuple[Partial, Array]:
         """Attends to low-bit and fetched tokens; also returns the last query's weight of each slot, f32[B K S]."""
-        at = jnp.maximum(rows.idx, 0)
-        pos = jnp.broadcast_to(state.pos, (*rows.idx.shape[:2], state.pos.shape[2]))
-        pos = jnp.where(rows.idx >= 0, jnp.take_along_axis(pos, at, 2), -1)
-        exact = scores(q, rows.k)
+        at = jnp.maximum(fetched.idx, 0)
+        pos = jnp.broadcast_to(state.pos, (*fetched.idx.shape[:2], state.pos.shape[2]))
+        pos = jnp.where(fetched.idx >= 0, jnp.take_along_axis(pos, at, 2), -1)
+        exact = scores(q, fetched.k)
         if state.bias is not None:
             exact = exact + jnp.take_along_axis(state.bias, at, 2)[:, :, None, None]
         exact = jnp.where(visible(pos, q_pos, layer.spec.window), exact, MASKED_LOGIT)  # [B K G T n]
-        slot = jnp.where(rows.idx >= 0, rows.idx, s.shape[-1])
+        slot = jnp.where(fetched.idx >= 0, fetched.idx, s.shape[-1])
         is_replaced = _set_at(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
         p, m, l = weights(jnp.where(is_replaced[:, :, None, None], MASKED_LOGIT, s))
-        fetched = attend_scores(exact, rows.v)
-        part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), fetched)
+        exact_part = attend_scores(exact, fetched.v)
+        part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), exact_part)
         total = part if other_partial is None else combine(part, other_partial)
 
         def normalize_last(p: Array, m: Array) -> Array:
             """Normalizes the last query's weights, of maximum m, over all tokens that it reads."""
-            share = p * (jnp.exp(m - total.m) / jnp.maximum(total.l, 1e-30))[..., None]
-            return self._reduce_group(share[:, :, :, -1])
+            weight = p * (jnp.exp(m - total.m) / jnp.maximum(total.l, 1e-30))[..., None]
+            return self._reduce_group(weight[:, :, :, -1])
 
-        exact_p = jnp.where(exact > MASKED_LOGIT / 2, jnp.exp(exact - fetched.m[..., None]), 0.0)
-        return part, _set_at(normalize_last(p, m), slot, normalize_last(exact_p, fetched.m))
+        exact_p = jnp.where(exact > MASKED_LOGIT / 2, jnp.exp(exact - exact_part.m[..., None]), 0.0)
+        return part, _set_at(normalize_last(p, m), slot, normalize_last(exact_p, exact_part.m))
 
     def _reduce_group(self, w: Array) -> Array:
         """Reduces weights f32[B K G S] to f32[B K S]."""
@@ -228,8 +229,7 @@ def specache(
       SpeCache, Jie et al. 2025, arXiv 2503.16163, section 3.3 and Algorithms 1-3
     """
 
-    def low(axis):
-        return Kivi(bits, group, axis, residual, one_bit)
-
-    read = SpeculativeReader(topk, low("channel"), low("token"), reduce, speculative)
+    low_keys = Kivi(bits, group, "channel", residual, one_bit)
+    low_values = Kivi(bits, group, "token", residual, one_bit)
+    read = SpeculativeReader(topk, low_keys, low_values, reduce, speculative)
     return Method(k=Host(Plain()), v=Host(Plain()), read=read)

@@ -67,15 +67,15 @@ def _compose_two(a: KVMethod, b: KVMethod) -> Method:
 def _format_with_equal_heads(a: KVMethod, b: KVMethod) -> str:
     """The string of both with level=head where a method has that parameter; "" where it makes no method."""
     try:
-        given = [part for method in (a, b) for part in parse_parts(name_of(method))]
-        equal = [
+        parts = [part for method in (a, b) for part in parse_parts(name_of(method))]
+        equal_heads = [
             part._replace(values=part.values | {"level": "head"})
             if "level" in load_all()[part.name].parameters
             else part
-            for part in given
+            for part in parts
         ]
-        text = format_methods(equal)
-        if equal != given and parse(text):
+        text = format_methods(equal_heads)
+        if equal_heads != parts and parse(text):
             return text
     except KvjaxError:  # one of them is a value that no string makes, or they clash in another component too
         pass

@@ -62,9 +62,9 @@ class ChannelPruner(PromptAdaptiveKeys):
         channel = jnp.arange(H, dtype=jnp.int32)[None, None]
         return jnp.sort(jnp.where(stays, channel, H), -1)[:, :, None, :num_kept]
 
-    def encode_with(self, x: Array, pos: Array, found: Array) -> PrunedKeys:
+    def encode_with(self, x: Array, pos: Array, params: Array) -> PrunedKeys:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
-        return PrunedKeys(memory.pack(_take_channels(x, found)), found, x.shape[3])
+        return PrunedKeys(memory.pack(_take_channels(x, params)), params, x.shape[3])
 
     def decode(self, stored: PrunedKeys) -> Array:
         return self._widen(memory.unpack(stored.kept), stored)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.binding import bind_component
-from kvjax.cache.codecs import bit_packing as quant
+from kvjax.cache.codecs import bit_packing
 from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import Fp8, Quantizer, step_size
@@ -38,7 +38,7 @@ class LloydMax(Quantizer):
     The entries of a rotated unit vector are nearly distributed so. The length takes 2 bytes in addition to the codes.
 
     Args:
-      bits: of a code.
+      bits: bits of a code.
       correct: whether restored directions are scaled to length 1, so that a vector keeps its length (vLLM's presets
         `_nc`).
     """
@@ -47,10 +47,10 @@ class LloydMax(Quantizer):
     correct: bool = True
 
     def __post_init__(self):
-        quant.check_bits(self.bits, quant.ROW_BITS)
+        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
 
     def check(self, H: int) -> None:
-        quant.check_fills(H, self.bits)
+        bit_packing.check_fills(H, self.bits)
 
     def encode(self, x: Array) -> DirectionCodes:
         level = lloyd_max_levels(x.shape[-1], self.bits)
@@ -58,10 +58,12 @@ class LloydMax(Quantizer):
         length = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
         x = x / jnp.where(length > 0, length, 1.0)
         codes = jnp.searchsorted(boundaries, x, side="right", method="compare_all").astype(jnp.uint32)
-        return DirectionCodes(quant.pack(codes, self.bits, -1), jnp.minimum(length, MAX_FLOAT16).astype(jnp.float16))
+        return DirectionCodes(
+            bit_packing.pack(codes, self.bits, -1), jnp.minimum(length, MAX_FLOAT16).astype(jnp.float16)
+        )
 
     def decode(self, coded: DirectionCodes) -> Array:
-        codes = quant.unpack(coded.codes, self.bits, -1)
+        codes = bit_packing.unpack(coded.codes, self.bits, -1)
         x = jnp.asarray(lloyd_max_levels(codes.shape[-1], self.bits))[codes.astype(jnp.int32)]
         if self.correct:
             x = x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-16)
@@ -109,10 +111,10 @@ class UniformQuantizer(Quantizer):
     bits: int = 4
 
     def __post_init__(self):
-        quant.check_bits(self.bits, quant.ROW_BITS)
+        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
 
     def check(self, H: int) -> None:
-        quant.check_fills(H, self.bits)
+        bit_packing.check_fills(H, self.bits)
 
     def encode(self, x: Array) -> UniformCodes:
         top = float(2**self.bits - 1)
@@ -120,11 +122,13 @@ class UniformQuantizer(Quantizer):
         scale = step_size(x.max(-1, keepdims=True) - least, top, 1e-8)
         codes = jnp.clip(jnp.floor((x - least) / scale + 0.5), 0.0, top).astype(jnp.uint32)
         ends = jnp.clip(jnp.concatenate([scale, least], -1), -MAX_FLOAT16, MAX_FLOAT16)
-        return UniformCodes(quant.pack(codes, self.bits, -1), ends.astype(jnp.float16))
+        return UniformCodes(bit_packing.pack(codes, self.bits, -1), ends.astype(jnp.float16))
 
     def decode(self, coded: UniformCodes) -> Array:
         ends = coded.ends.astype(jnp.float32)
-        return quant.codes_to_float(quant.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]
+        return (
+            bit_packing.codes_to_float(bit_packing.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]
+        )
 
 
 @dataclasses.dataclass(frozen=True)

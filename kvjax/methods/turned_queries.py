@@ -51,7 +51,7 @@ class TurnedQueries(Scorer):
 
     def __post_init__(self):
         if self.ahead < 0:
-            raise KvjaxError(f"ahead must be 0 or more tokens behind the prompt, got {self.ahead}; use 32")
+            raise KvjaxError(f"ahead must be 0 or more tokens after the prompt, got {self.ahead}; use 32")
         if self.reduce not in ("max", "mean"):
             raise KvjaxError(f"reduce must be 'max' or 'mean', got {self.reduce!r}")
         if self.stride < 1:

@@ -31,7 +31,7 @@ class ProbeAttention(Scorer):
       share: fraction of the newest queries that are probes, rounded up, and fraction of all that are drawn from the
         others, rounded down, without replacement, by seed and position alone.
       normalise: the queries that are counted: "queries", all of them (the public code), or "probes".
-      seed: of the random probes.
+      seed: seed of the random probes.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -41,7 +41,7 @@ class ProbeAttention(Scorer):
 
     def __post_init__(self):
         if not 0 < self.share <= 1:
-            raise KvjaxError(f"the share of probes must lie in (0, 1], got {self.share}; ZipCache uses 0.05")
+            raise KvjaxError(f"the fraction of probes must lie in (0, 1], got {self.share}; ZipCache uses 0.05")
         if self.normalise not in ("queries", "probes"):
             raise KvjaxError(f"normalise must be 'queries' or 'probes', got {self.normalise!r}")
 

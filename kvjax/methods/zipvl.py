@@ -47,7 +47,7 @@ class UnimportantTokens(PrecisionTiers):
 
     def __post_init__(self):
         if not 0 < self.tau <= 1:
-            raise KvjaxError(f"tau must lie in (0, 1], got {self.tau}; it is a share of the attention, such as 0.97")
+            raise KvjaxError(f"tau must lie in (0, 1], got {self.tau}; it is a fraction of the attention, such as 0.97")
         if not (0 <= self.least <= self.most <= 1 and self.most > 0):
             raise KvjaxError(
                 f"0 <= least <= most <= 1 and most > 0 must hold, got least={self.least}, most={self.most}; 0 and 1 "
@@ -96,7 +96,7 @@ def zipvl(
 
     Formula:
       p = the fewest tokens that receive tau of all attention from the probes, heads averaged; in each head the p tokens
-      of the highest normalised attention in 4 bits, the others in 2
+      of the highest normalized attention in 4 bits, the others in 2
 
     Differs:
       The prompt's own attention is exact, where the paper reads the important tokens alone: that selection depends on

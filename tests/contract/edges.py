@@ -24,11 +24,11 @@ CASES = {
     "a single token, and all that follow like it": 1,
     "a single token of zeros": 1,
 }
-"""What is the matter with a row, and how many tokens its prompt has."""
+"""The name of an edge case -> tokens of its prompt."""
 
 
-def changed(case: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
-    """One row, q [K G S H], k, v [K S H], with what the case is about."""
+def apply_case(case: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Changes one row, q [K G S H], k, v [K S H], into the edge case."""
     match case:
         case "zero queries":
             return 0 * q, k, v
@@ -59,12 +59,12 @@ def batches() -> list[tuple[list[str], layer.Data]]:
     for first in range(0, len(CASES), layer.B):
         cases = list(CASES)[first : first + layer.B]
         # Every row is made of the battery's longest one, whose tokens are all real.
-        rows = [changed(case, *(np.asarray(x[0]) for x in (random.q, random.k, random.v))) for case in cases]
+        rows = [apply_case(case, *(np.asarray(x[0]) for x in (random.q, random.k, random.v))) for case in cases]
         q, k, v = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*rows, strict=True))
         found.append((cases, layer.Data(q, k, v, np.array([CASES[case] for case in cases], np.int32))))
     return found
 
 
-def those_not(numbers: np.ndarray, cases: Iterable[str]) -> list[str]:
+def non_finite_cases(numbers: np.ndarray, cases: Iterable[str]) -> list[str]:
     """The cases whose rows of an array are not finite everywhere."""
     return [case for case, row in zip(cases, numbers, strict=True) if not np.isfinite(row).all()]

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.protocol import BoundLayer, LayerSpec, num_layer_slots
+from kvjax.cache.readers.base import split_blocks
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
@@ -28,7 +29,7 @@ TOTAL = LENGTHS + STEPS
 CAPACITY = 24
 
 Fresh = tuple[jax.Array, KVBlock]
-"""What `BoundLayer.extend` takes for fresh tokens: q [B K G T H], and their block."""
+"""The new tokens that `BoundLayer.extend` takes: q [B K G T H], and their block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ def rows(d: Data, which: list[int]) -> Data:
 
 
 def cut_short(fresh: Fresh, counts: list[int], padding: float = np.inf) -> Fresh:
-    """Of a chunk, the first counts[b] tokens of row b; what is beyond them is padding, with such keys and values."""
+    """Keeps the first counts[b] tokens of row b of a chunk; the others become padding, with such keys and values."""
     q, block = fresh
     real = jnp.asarray(np.arange(q.shape[3])[None] < np.array(counts)[:, None])[:, None]
     k, v = (jnp.where(real[..., None], x, jnp.asarray(padding, x.dtype)) for x in (block.k, block.v))
@@ -109,26 +110,26 @@ def prompt(d: Data, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Arr
 def after_prompt(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:
     """The state after the prompts, made as the decoder makes it."""
     if layer.needs.prompt_chunk:
-        return _through_the_method(layer, q, block, slots)
-    seen, lengths = observed(layer, q, block)
+        return _prefill_in_chunks(layer, q, block, slots)
+    prompt, lengths = observed(layer, q, block)
     keep = None
     if layer.needs.global_budget:
-        measures = layer.measure(*observed_block(layer, seen, lengths))
+        measures = layer.measure(*observed_block(layer, prompt, lengths))
         keep = layer.divide_budget(jax.tree.map(lambda x: x[None], measures), lengths)[0]
-    return layer.prefill(*observed_block(layer, seen, lengths, keep), slots)
+    return layer.prefill(*observed_block(layer, prompt, lengths, keep), slots)
 
 
 def observed(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[LayerPrompt, jax.Array]:
-    """The prompts with all that the layer asks to see of them, and their lengths."""
+    """The prompts with all that the layer observes of them, and their lengths."""
     lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-    seen = LayerPrompt(block.k, block.v, select_queries(layer, q, 0, lengths), *_model_of(layer, q, block))
+    prompt = LayerPrompt(block.k, block.v, select_queries(layer, q, 0, lengths), *_model_of(layer, q, block))
     if layer.needs.replay is not None:
-        seen = seen._replace(replay_scores=_looked(layer, seen, q, lengths))
-    return seen, lengths
+        prompt = prompt._replace(replay_scores=_score_replay(layer, prompt, q, lengths))
+    return prompt, lengths
 
 
 def _model_of(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[jax.Array | None, jax.Array | None]:
-    """What a method may want to see of the model: hidden states [B 1 T D], and an output projection [1 K G H D]."""
+    """The model's arrays that a method may observe: hidden states [B 1 T D], and an output projection [1 K G H D]."""
     rng = np.random.default_rng(7)
     hidden = output = None
     if layer.needs.hidden_states:
@@ -138,29 +139,27 @@ def _model_of(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[jax.Arra
     return hidden, output
 
 
-def _looked(layer: BoundLayer, prompt: LayerPrompt, q: jax.Array, lengths: jax.Array) -> jax.Array:
-    """What the layer sees of prompts that are repeated whole, with the same queries, keys and values."""
-    block, seen = observed_block(layer, prompt, lengths)
-    again = jnp.where(block.pos >= 0, block.pos + lengths[:, None, None], -1)
-    fresh = KVBlock(block.k, block.v, again)
-    nothing = jnp.zeros(block.k.shape[:3], jnp.float32)
-    return layer.update_scores(block, jnp.int32(0), seen._replace(q=q, pos=again[:, 0]), fresh, nothing)
+def _score_replay(layer: BoundLayer, prompt: LayerPrompt, q: jax.Array, lengths: jax.Array) -> jax.Array:
+    """The scores of prompts that are repeated whole, with the same queries, keys and values."""
+    block, observation = observed_block(layer, prompt, lengths)
+    replay_pos = jnp.where(block.pos >= 0, block.pos + lengths[:, None, None], -1)
+    new = KVBlock(block.k, block.v, replay_pos)
+    no_scores = jnp.zeros(block.k.shape[:3], jnp.float32)
+    return layer.update_scores(block, jnp.int32(0), observation._replace(q=q, pos=replay_pos[:, 0]), new, no_scores)
 
 
-def _through_the_method(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:
+def _prefill_in_chunks(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:
+    """The state of a layer that takes a prompt in chunks of its own, as while decoding."""
     size = layer.needs.prompt_chunk
 
-    def pieces(x: jax.Array, axis: int, fill: int = 0) -> jax.Array:
-        grow = [(0, -x.shape[axis] % size if a == axis else 0) for a in range(x.ndim)]
-        x = jnp.pad(x, grow, constant_values=fill)
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
-
-    def step(state: Any, piece: Fresh) -> tuple[Any, None]:
-        return layer.extend(state, *piece, size, None)[1], None
+    def step(state: Any, chunk: Fresh) -> tuple[Any, None]:
+        return layer.extend(state, *chunk, size, None)[1], None
 
     state = layer.prefill(block.first(0), None, slots)
-    every = KVBlock(pieces(block.k, 2), pieces(block.v, 2), pieces(block.pos, 2, -1))
-    return lax.scan(step, state, (pieces(q, 3), every))[0]
+    blocks = KVBlock(
+        split_blocks(block.k, 2, size), split_blocks(block.v, 2, size), split_blocks(block.pos, 2, size, -1)
+    )
+    return lax.scan(step, state, (split_blocks(q, 3, size), blocks))[0]
 
 
 def slots(layer: BoundLayer, capacity: int = CAPACITY) -> int:
@@ -184,7 +183,7 @@ TRACES: Counter[BoundLayer] = Counter()
 
 @functools.cache
 def extend(layer: BoundLayer, commit: int = 1):
-    """The compiled function (state, fresh tokens) -> (out, state); the carry is that of the first layer."""
+    """The compiled function (state, new tokens) -> (out, state), as in the first layer, with no cross-layer value."""
 
     def run(state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
         TRACES[layer] += 1
@@ -222,7 +221,7 @@ def run(method: Any, d: Data, window: int | None = None, state: Any = None) -> n
 
 
 def dense(d: Data, window: int | None = None) -> np.ndarray:
-    """What exact attention gives in all steps, f64[B K G STEPS H]."""
+    """The output of exact attention in all steps, f64[B K G STEPS H]."""
     out = np.zeros((B, K, G, STEPS, H))
     for b, n in enumerate(d.lengths):
         at = n + np.arange(STEPS)
@@ -234,7 +233,7 @@ def dense(d: Data, window: int | None = None) -> np.ndarray:
 
 
 def traced(fun: Any, *args: Any) -> Any:
-    """What a function says of the tracers that it makes, such as their types; nothing is compiled."""
+    """The result of a function of tracers, such as their types; nothing is compiled."""
     found = []
     jax.make_jaxpr(lambda *xs: found.append(fun(*xs)))(*args)
     return found[0]

@@ -1,6 +1,6 @@
 """The battery that every case of every method passes (C1 to C7, and C10).
 
-C4 and C7 use the rules of `kvjax.conformance`, whose other rules need a whole model.
+C4 and C7 use rules of `kvjax.testing.rules`; its other rules need a whole model.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_c3_only_the_committed_tokens_are_kept(case: MethodCase):
     bound, d, state = start(case.small)
     two, ahead = layer.extend(bound)(state, d.tokens(0, 2))
     one, alone = layer.extend(bound)(state, d.token(0))
-    # A reader may prefetch by the word of the other token.
+    # A reader may prefetch for the draft.
     kept = [dataclasses.replace(s, reader_state=None) if hasattr(s, "reader_state") else s for s in (ahead, alone)]
     chex.assert_trees_all_equal(*kept)
     np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
@@ -180,7 +180,7 @@ def test_c10_what_breaks_naive_code_gives_numbers(case: MethodCase):
         state = layer.prefill(bound, d)
         for x in jax.tree.leaves(state):
             assert not (jnp.issubdtype(x.dtype, jnp.floating) and np.isnan(x).any()), f"{x.shape} of one of {cases}"
-        assert not edges.those_not(layer.run(case.small, d, state=state), cases)
+        assert not edges.non_finite_cases(layer.run(case.small, d, state=state), cases)
 
 
 @each_case

@@ -175,8 +175,8 @@ def by_part(x: jax.Array) -> dict[str, list[jax.Array]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class InPieces(Full):
-    """Through which prompts are fed too."""
+class ChunkedFull(Full):
+    """A reader that takes prompts in chunks, as it takes decoded tokens."""
 
     prompt_chunk: ClassVar[int] = 8
 
@@ -200,14 +200,14 @@ def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
         "streaming_llm:recent=3,sinks=1",  # a state of constant size, in which heads share the positions
         "cake:budget=6,window=2,kernel=3",  # budgets that are measured over all layers
         "keydiff:budget=6,recent=1 + adakv:scope=model,page=4",  # one ranking over all heads of all layers
-        "tidal_decode:topk=3,dense=0",  # what one layer hands to the next
-        Method(read=InPieces()),  # a prompt that is fed through the method
+        "tidal_decode:topk=3,dense=0",  # a value that one layer passes to the next
+        Method(read=ChunkedFull()),  # a prompt that is fed through the method
     ],
     ids=[
         "constant state",
         "budgets over all layers",
         "a ranking over the model",
-        "a carry",
+        "a cross-layer value",
         "prompt through the method",
     ],
 )

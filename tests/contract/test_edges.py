@@ -20,7 +20,7 @@ from kvjax.engine.layer_prompt import observed_block
 from kvjax.methods.strings import parse
 from tests.contract import layer
 from tests.contract.cases import FIRST_CASES
-from tests.contract.edges import batches, those_not
+from tests.contract.edges import batches, non_finite_cases
 
 METHODS = [parse(case.small) for case in FIRST_CASES.values()]
 SELECTING = {method.select.scorer: method for method in METHODS if method.select is not None}
@@ -38,8 +38,8 @@ def badly_scored(bound: MethodLayer) -> set[str]:
     for cases, d in batches():
         q, block = layer.prompt(d)
         given, real = program(q, block), np.asarray(block.pos >= 0)
-        found |= {*those_not(np.where(real[:, :, None], given.per_query_head, 0.0), cases)}
-        found |= {*those_not(np.where(real, given.per_kv_head, 0.0), cases)}
+        found |= {*non_finite_cases(np.where(real[:, :, None], given.per_query_head, 0.0), cases)}
+        found |= {*non_finite_cases(np.where(real, given.per_kv_head, 0.0), cases)}
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -11,10 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from docs.generate.pairs import judge_pair
+from docs.generate.pairs import defined_components, judge_pair
 from kvjax import parse
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer
 from kvjax.errors import IncompatibleMethod
 from tests.contract import layer
@@ -59,17 +57,14 @@ def test_c8_every_pair_exists_or_names_slots_and_remedy(a):
 @functools.cache
 def component_names(name: str) -> set[str]:
     """The components that a method defines by itself."""
-    own, default = parse(split_case(name)[0][0]), Method()
-    names = (f.name for f in dataclasses.fields(Method) if f.compare)
-    return {each for each in names if getattr(own, each) != getattr(default, each)}
+    return set(defined_components(parse(split_case(name)[0][0])))
 
 
 @functools.cache
 def component_kinds(name: str) -> str:
     """A method's components apart from their numbers and from how a scorer uses its queries."""
-    method, default = parse(" + ".join(split_case(name)[0])), Method()
-    components = {f.name: getattr(method, f.name) for f in dataclasses.fields(Method) if f.compare}
-    components = {each: value for each, value in components.items() if value != getattr(default, each)}
+    method = parse(" + ".join(split_case(name)[0]))
+    components = defined_components(method)
     if method.select is not None:
         select, scorer = method.select, method.select.scorer
         asks = {0: "no queries", None: "all queries"}.get(scorer.num_queries, "some queries")

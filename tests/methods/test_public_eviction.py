@@ -73,7 +73,7 @@ METHODS = {
 """Public implementation -> (fixture, what it is here)."""
 
 LENGTHS = [83, 83, 125, 125, 250, 250], [80, 80, 120, 120, 240, 240], [80, 80], [120, 120], [240, 240]
-"""Of the prompts of one method; the last three of methods that are compared at one ratio."""
+"""Lengths of the prompts of one method; the last three are of methods that are compared at one ratio."""
 
 
 @functools.cache

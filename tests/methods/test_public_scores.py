@@ -128,8 +128,7 @@ def test_scores_are_those_of_kvpress(case):
 
 def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer():
     """TOVA: the mean over all query heads; the last token always stays."""
-    ours = scored(WindowAttention(num_queries=1, kernel=1))
-    ours = np.asarray(ours).mean(0)
+    ours = scored(WindowAttention(num_queries=1, kernel=1)).mean(0)
     for public in pressed("tova"):
         assert_close(ours[:-1], public[:-1])
     assert ours.argmax() == T - 1

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def angle(a, b) -> float:
-    """Between two vectors."""
+    """The angle between two vectors."""
     return float(np.arccos(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1)))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def softmax(s: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
+    """The softmax over the last axis."""
     p = np.exp(s - s.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True)
 

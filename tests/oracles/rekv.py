@@ -8,7 +8,7 @@ from tests.oracles.online import rope, softmax
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Of two arrays as vectors."""
+    """The cosine of two arrays as vectors."""
     return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
 
 

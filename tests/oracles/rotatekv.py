@@ -18,7 +18,7 @@ def coded(x: np.ndarray, bits: int, clip: float) -> tuple[list[int], int, float]
 
 
 def read(codes: list[int], zero: int, scale: float) -> np.ndarray:
-    """What such codes stand for."""
+    """Decodes a group."""
     return (np.array(codes, np.float64) - zero) * scale
 
 

@@ -21,7 +21,7 @@ def min_max(x: np.ndarray, bits: int = 4) -> tuple[list[int], int, float]:
 
 
 def read_min_max(codes: list[int], zero: int, scale: float) -> np.ndarray:
-    """What such codes stand for, [H]."""
+    """Decodes a row -> [H]."""
     return (np.array(codes) - zero) * scale
 
 

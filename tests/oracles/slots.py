@@ -1,4 +1,4 @@
-"""What a layer's slots hold of one head, for tests that compare it with an oracle."""
+"""Reads the tokens of one head from a layer's slots, for tests that compare them with an oracle."""
 
 from __future__ import annotations
 

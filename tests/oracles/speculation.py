@@ -6,7 +6,7 @@ import numpy as np
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
-    """f64[V]."""
+    """The softmax of z [V]."""
     e = np.exp(z - z.max())
     return e / e.sum()
 

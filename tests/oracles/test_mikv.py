@@ -43,7 +43,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balanc
 
 
 def test_the_newest_of_the_high_tier_stay_whatever_they_receive():
-    """Of ten tokens eight are low; one of the others is the newest, the other the most attended."""
+    """Eight of ten tokens are low; one of the others is the newest, the other the most attended."""
     assert oracle.low(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
     low = layer.prefill(layer.bound("mikv:share=0.5,recent=1"), layer.data()).side_store.pos[0]
     assert np.asarray(low).tolist() == [[0, 1, 2, 3]] * layer.K

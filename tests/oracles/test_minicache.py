@@ -189,7 +189,7 @@ def test_bytes_are_the_planned_ones_and_below_those_of_full():
     assert array_bytes(cache) == planned.total
     config = Config(2, 8, layers=4, heads=2, kv_heads=2, head_dim=128, mlp_width=8)
     full, pairs = (kvjax.planned_bytes(m, config, 4000, dtype="bfloat16").held["device"] for m in ("full", "minicache"))
-    # Of four layers two are a pair: they share 95 % of their rows, and add lengths and positions.
+    # Two of four layers are a pair: they share the directions of 95 % of the tokens, and add lengths and positions.
     assert 0.75 < pairs / full < 0.79
 
 
@@ -246,7 +246,7 @@ def test_what_has_no_meaning_is_refused():
         "minicache + zipcache": "both fill the slot `side_store`",
         "minicache:share=0": r"must lie in \[0.001, 1\], got 0",
         "minicache:t=2": "t lies between",
-        "minicache:start=2": "start, a share of the layers",
+        "minicache:start=2": "start, a fraction of the layers",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)

@@ -166,8 +166,8 @@ def test_bytes_held_are_those_of_the_pages_that_heads_own():
     slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
     stores = [state.side_store for state in context.cache.layers]
     owners = sum(4 * store.owner.size for store in stores)
-    beside = 4 + sum(4 for _ in stores)  # lengths of the cache, and of each layer
-    assert context.bytes.held["device"] == pages * 4 * slot + owners + beside
+    lengths = 4 + sum(4 for _ in stores)  # lengths of the cache, and of each layer
+    assert context.bytes.held["device"] == pages * 4 * slot + owners + lengths
 
 
 def test_a_saved_context_goes_on(tmp_path):

@@ -66,16 +66,22 @@ def start(method, d, padding: float = 0.0):
     T = int(lengths.max())
     pos = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1).astype(np.int32)
     inside = (pos >= 0)[:, None, :, None]
-    cut = lambda x, m: np.where(m, x[..., :T, :], np.asarray(padding, x.dtype))  # noqa: E731
+
+    def cut(x, inside):
+        return np.where(inside, x[..., :T, :], np.asarray(padding, x.dtype))
+
     return fill(method, cut(q, inside[:, None]), cut(k, inside), cut(v, inside), pos)
 
 
 def tokens(d, step: int, count: int = 1):
-    """What `extend` takes for `count` tokens of each row."""
+    """The next `count` tokens of each row, as `extend` takes them."""
     q, k, v, lengths = d
     at = (lengths[:, None] + step + np.arange(count)).astype(np.int32)
     inside = np.minimum(at, k.shape[2] - 1)
-    take = lambda x: np.take_along_axis(x, inside.reshape(len(x), *(1,) * (x.ndim - 3), -1, 1), -2)  # noqa: E731
+
+    def take(x):
+        return np.take_along_axis(x, inside.reshape(len(x), *(1,) * (x.ndim - 3), -1, 1), -2)
+
     return take(q), take(k), take(v), at
 
 
@@ -286,8 +292,8 @@ def test_c3_a_chunk_may_end_at_different_tokens(method):
     want, _ = run(method, d)
     q, k, v, pos = tokens(d, 0, STEPS)
     real = np.arange(STEPS) < count[:, None]
-    dirty = lambda x, m: np.where(m, x, np.float32(np.inf))  # noqa: E731
-    q, k, v = dirty(q, real[:, None, None, :, None]), dirty(k, real[:, None, :, None]), dirty(v, real[:, None, :, None])
+    q = np.where(real[:, None, None, :, None], q, np.float32(np.inf))
+    k, v = (np.where(real[:, None, :, None], x, np.float32(np.inf)) for x in (k, v))
     out, state = extend(method, start(method, d), q, k, v, np.where(real, pos, -1), STEPS)
     for b, n in enumerate(count):
         np.testing.assert_allclose(out[b, :, :, :n], want[b, :, :, :n], atol=3e-6)
@@ -319,7 +325,7 @@ ONE = KVBlock(np.ones((1, 1, 1, 8), np.float32), np.ones((1, 1, 1, 8), np.float3
         (lambda: h2o(3, 2, normalise="mean"), "'none' or 'visible-count', got 'mean'"),
         (lambda: h2o(3, 2, granularity="query"), "'kv' or 'layer', got 'query'"),
         (lambda: scissorhands(10, recent=6), "use recent=5 or less"),
-        (lambda: scissorhands(10, drop=1.0), r"share of the budget in \[0, 1\), got 1.0"),
+        (lambda: scissorhands(10, drop=1.0), r"fraction of the budget in \[0, 1\), got 1.0"),
         (lambda: planned(h2o(3, 2)).prefill(ONE, None, 6), "H2O needs all queries of the prompt in obs, got None"),
     ],
 )

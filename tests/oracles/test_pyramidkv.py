@@ -14,7 +14,7 @@ from tests.oracles.eviction import pyramid, pyramid_peer
 
 
 def at(budget, index: int, layers: int):
-    """A budget in one layer of so many."""
+    """A budget in one of several layers."""
     spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers)
     return budgets_by_layer(budget, spec)[index]
 

@@ -51,7 +51,7 @@ def test_it_equals_the_paper(reader, arguments):
     np.testing.assert_allclose(got, oracle(d, **arguments), atol=5e-6)
 
 
-def test_the_recipe_reads_whole_pages_and_three_at_least():
+def test_the_string_reads_whole_pages_and_three_at_least():
     assert quest(budget=64, page=16).read == Retrieve(Boxes(16), 3)
     assert quest(budget=1, page=16, per="head").read == Retrieve(Boxes(16), 2, per="head")
 
@@ -77,7 +77,7 @@ def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():
 
 
 def tokens(d: layer.Data, first, count, width: int, padding: float = np.nan) -> KVBlock:
-    """Of each row `count` tokens from `first` on, and `padding` behind them."""
+    """Takes `count` tokens of each row from `first` on; after them comes `padding`."""
     at = np.arange(width)[None]
     pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
     take = jnp.maximum(pos, 0)[:, None, :, None]
@@ -89,12 +89,12 @@ def tokens(d: layer.Data, first, count, width: int, padding: float = np.nan) -> 
 def test_what_comes_later_leaves_the_index_that_all_at_once_gives(size):
     d, index, S = layer.data(), Boxes(size), 17
     n = d.lengths
-    aux = index.build(tokens(d, 0 * n, n, S))
+    stored = index.build(tokens(d, 0 * n, n, S))
     for count in ([5, 2, 0], [1, 1, 1], [0, 3, 1]):
         fresh = tokens(d, n, count, max(count))
-        aux, n = index.append(aux, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
+        stored, n = index.append(stored, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
         want = index.build(tokens(d, 0 * n, n, S, 1e4))
-        jax.tree.map(np.testing.assert_array_equal, aux, want)
+        jax.tree.map(np.testing.assert_array_equal, stored, want)
 
 
 HELD = {

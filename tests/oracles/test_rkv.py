@@ -80,7 +80,7 @@ def test_keys_of_zeros_and_rows_without_a_past_have_finite_scores():
     ("given", "match"),
     [
         ("window=0", "window.*at least 1"),
-        ("mix=2", "share"),
+        ("mix=2", "weight of attention"),
         ("threshold=-1", "cosine"),
         ("kernel=4", "odd"),
         ("every=0", "every"),

@@ -50,7 +50,7 @@ def test_the_heads_of_a_group_share_the_signs_of_their_sum():
     ("make", "text"),
     [
         (lambda: rocketkv(topk=7), "topk of RocketKV must be at least 2 pages of 4 tokens, got 7; use 8"),
-        (lambda: rocketkv(channels=0.0), r"channels must be a share of the head size in \(0, 1\], got 0.0"),
+        (lambda: rocketkv(channels=0.0), r"channels must be a fraction of the head size in \(0, 1\], got 0.0"),
         (lambda: rocketkv(page=0), "page of RocketKV must be at least 1, got 0"),
     ],
 )

@@ -93,7 +93,7 @@ def test_ragged_chunks_are_single_steps():
 
 
 def test_bits_fall_and_are_really_packed():
-    """Of 64 tokens in one head of 32 channels: 16 as they came, 16 in 8 bits, 16 in 4, and room for 32 in 2."""
+    """The bytes of 64 tokens in one head of 32 channels: 16 exact, 16 in 8 bits, 16 in 4, and room for 32 in 2."""
     x, pos = jax.ShapeDtypeStruct((1, 1, 64, 32), jnp.float32), jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
     codes = 32 * (16 * 8 + 16 * 4 + 32 * 2) // 8
     scales = 2 * 4 * 32 * (64 // 16)

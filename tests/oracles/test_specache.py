@@ -25,7 +25,7 @@ def later(d: layer.Data, tokens) -> layer.Data:
 
 
 def pair(d: layer.Data, guesses: layer.Data) -> tuple:
-    """What STEPS steps take: each true token beside a guess of the next, which is never what comes."""
+    """The tokens of STEPS steps: each true token with a draft of the next one, which is always wrong."""
     true, guessed = layer.stack(d, STEPS), layer.stack(later(guesses, 1), STEPS)
     q = jnp.concatenate([true[0], guessed[0]], 4)
     return q, jax.tree.map(lambda x, y: jnp.concatenate([x, y], 3), true[1], guessed[1])
@@ -150,7 +150,16 @@ def test_what_padding_holds_changes_nothing():
 
 def test_the_oracle_by_hand():
     """Keys 0 and 4 (in the first channel) are 1 and 3 in one bit; what a guess likes best is then read exactly."""
-    ask, key, value = lambda x: np.array([[x * 2**0.5, 0]]), lambda x: np.array([x, 0.0]), lambda x: np.array([x, x])
+
+    def ask(x):
+        return np.array([[x * 2**0.5, 0]])
+
+    def key(x):
+        return np.array([x, 0.0])
+
+    def value(x):
+        return np.array([x, x])
+
     e, close = np.exp, functools.partial(np.testing.assert_allclose, rtol=1e-12)
     row = specache.Row(np.stack([key(0.0), key(4.0)]), np.stack([value(10.0), value(20.0)]), 1, 2, 1, 2)
     out = row.pre_decode(ask(1), key(0.0), value(0.0))
@@ -193,7 +202,7 @@ def sizes(method, S: int, wide: int, dtype) -> dict[bool, int]:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("bits", "group"), [(1, 32), (1, 64), (2, 32), (2, 64)])
 def test_bytes_are_the_papers(bits, group, dtype):
-    """Everything on the host, the low-bit copy and 2 x topk rows on the device."""
+    """All exact tokens are on the host, the low-bit copy and topk fetched tokens on the device."""
     wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
     method = functools.partial(methods.specache, bits, group)
     small, large = (sizes(method(64, 64), S, wide, dtype) for S in (512, 1024))
@@ -205,7 +214,7 @@ def test_bytes_are_the_papers(bits, group, dtype):
     assert small[False] - fewer[False] == heads * 48 * (2 * wide * size + 4)
 
 
-def test_the_string_is_the_recipe():
+def test_the_string_is_the_call():
     text = "specache:bits=1,group=8,topk=4,residual=8,speculative=false,reduce=max"
     assert kvjax.parse(text) == methods.specache(1, 8, 4, 8, speculative=False, reduce="max")
     assert kvjax.parse("specache") == methods.specache(1, 32, 64, 64, True, "improved", "mean")

@@ -90,7 +90,7 @@ def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dty
 
 
 def test_over_a_selection_older_tokens_are_those_that_it_leaves():
-    """Of six tokens that stay in each head, four are thin; their channels come from all six."""
+    """Four of the six tokens that stay in each head lose channels, which are chosen by all six."""
     d, text = layer.data(), "snapkv:budget=6,window=2,kernel=3"
     state, alone = (layer.prefill(layer.bound(t), d) for t in (f"{text} + think:recent=2,queries=4", text))
     kept = np.asarray(alone.pos[0, :, :6])

@@ -34,7 +34,7 @@ def bound(method=SMALL, windows=(None,) * LAYERS) -> tuple:
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def through(plan, states, fresh, commit):
-    """One call of every layer, bottom to top -> (their outputs, their states, the last carry)."""
+    """One call of every layer, bottom to top -> (their outputs, their states, the last cross-layer value)."""
     outs, after, carry = [], [], None
     for bound_layer, state, (q, block) in zip(plan, states, fresh, strict=True):
         out, state, carry = bound_layer.extend(state, q, block, commit, carry)
@@ -48,7 +48,7 @@ def prompts(plan) -> list:
 
 
 def run(plan) -> tuple[list[np.ndarray], list]:
-    """Single steps -> (per layer f32[B K G STEPS H], the carries)."""
+    """Single steps -> (per layer f32[B K G STEPS H], the cross-layer values)."""
     states, outs, carries = prompts(plan), [], []
     for t in range(layer.STEPS):
         out, states, carry = through(plan, states, [d.token(t) for d in DATA], 1)
@@ -156,7 +156,7 @@ def test_the_layers_above_fetch_single_rows():
     )
     assert step(state, fresh, carry)[2] == carry
     with pytest.raises(AssertionError, match="all rows"):
-        step(state, fresh, None)  # nothing was handed up, so it must look at everything
+        step(state, fresh, None)  # without a value from below it must read everything
 
 
 def test_on_the_host_and_in_a_whole_model():

@@ -87,7 +87,7 @@ def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
 
 @pytest.mark.parametrize(("k_bits", "v_bits", "each"), [(4, 4, 134), (3, 4, 118), (3, 3, 102), (8, 4, 128 + 68)])
 def test_bytes_are_vllms(k_bits, v_bits, each):
-    """Of a token and a head of 128 channels, which take 512 bytes in bfloat16."""
+    """The bytes of a token and a head of 128 channels, which take 512 in bfloat16."""
     bound = layer.bound(kvjax.methods.turboquant(k_bits, v_bits), head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 4), jnp.int32)
     held = array_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])

@@ -79,7 +79,7 @@ def test_saliency_by_hand():
 
 
 def test_a_draw_depends_on_the_position_alone():
-    """Of 40 queries four are probes, two of them by chance; another seed draws others, a longer row's padding none."""
+    """Four of 40 queries are probes, two of them by chance; another seed draws others, a longer row's padding none."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(1, 1, 1, 64, 4)), jnp.float32)
 
@@ -159,7 +159,7 @@ def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_code
 
 
 def test_bits_are_really_packed():
-    """Of 64 tokens in 2 heads of 32 channels: 4 bits a code, and what is shared."""
+    """The bytes of 64 tokens in 2 heads of 32 channels: 4 bits a code, and the shared scales."""
     x, pos = jnp.ones((1, 2, 64, 32)), jnp.arange(64, dtype=jnp.int32)[None, None]
     counts = 2 * 4
     codes = 2 * 64 * 32 * 4 // 8
@@ -183,7 +183,7 @@ def test_what_has_no_meaning_is_refused():
         "zipcache + kivi": "both fill the slot `k`",
         "zipcache:share=1": "share of the low tier",
         "zipcache:low=5": "bits must be one of 1, 2, 3, 4, 8",
-        "zipcache:probes=0": "share of probes",
+        "zipcache:probes=0": "fraction of probes",
         "zipcache:normalise=all": "normalise must be",
     }.items():
         with pytest.raises(KvjaxError, match=why):

@@ -56,7 +56,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(tau, least, most):
 
 
 def counted(received: list[float], tau: float) -> int:
-    """How many tokens are important where a single probe pays the tokens of a row this attention, of five slots."""
+    """Counts the important tokens where a single probe pays this attention to the tokens of a row, in five slots."""
     n, H = len(received), 5
     pos = np.where(np.arange(5) < n, np.arange(5), -1)[None]
     k = np.where(pos[0, :, None] >= 0, np.eye(5), np.inf)[None, None]
@@ -91,7 +91,7 @@ def test_what_has_no_meaning_is_refused():
         "zipvl:tau=0": "tau must lie in",
         "zipvl:least=0.5,most=0.4": "0 <= least <= most <= 1",
         "zipvl:most=0": "most > 0",
-        "zipvl:probes=0": "share of probes",
+        "zipvl:probes=0": "fraction of probes",
         "zipvl + h2o": "slot `decode`",
         "zipvl + kivi": "both fill the slot `k`",
     }.items():

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def probes(n: int, share: float, chance) -> list[int]:
-    """Of n queries the newest, and of the others those with the highest numbers chance [n]."""
+    """The newest of n queries, and those of the others with the highest numbers chance [n]."""
     first = n - ceil(share * n - 1e-9)
     others = sorted(range(first), key=lambda t: (-chance[t], t))
     return sorted(others[: floor(share * n + 1e-9)] + list(range(first, n)))
