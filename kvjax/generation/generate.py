@@ -39,6 +39,7 @@ def start(
     loop: str | None = None,
 ) -> DecodeSession:
     """Runs the prompts and draws the first token of each: a session to advance; arguments as in `generate`."""
+    # `start_decoding` checks these too; here they fail before the prompts are run, which may take long.
     arguments.integer("max_new_tokens", max_new_tokens)
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     loop = resolve_loop(loop, stop, max_new_tokens)
