@@ -71,7 +71,7 @@ def test_the_recomputed_tokens_deviate_most(chunks, whole):
 
 
 def test_no_token_sees_a_later_one(chunks):
-    """What the question is changes nothing in the chunks' keys and values (in the public code it does)."""
+    """The question changes nothing in the chunks' keys and values (in the public code it does)."""
     one = blend(chunks, ORDER[:1], [[1, 2, 3]], ratio=0.3)
     other = blend(chunks, ORDER[:1], [[50, 60, 70]], ratio=0.3)
     for layer in range(3):
