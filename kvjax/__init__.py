@@ -1,9 +1,9 @@
 """kvjax: the JAX/Flax home of KV-cache methods.
 
-What most programs use is here. The rest is in modules that are imported when they are used: `kvjax.methods` (every
-published method), `kvjax.eval`, `kvjax.method_api` (what a method of one's own is written with), `kvjax.testing`,
-`kvjax.functional` (pure functions for jit, grad, vmap and scan), `kvjax.errors`,
-`kvjax.cache_ops`, `kvjax.speculative`, `kvjax.reuse` and `kvjax.cachegen`.
+Most programs need only the names here. The rest is in modules that are imported when they are used: `kvjax.methods`
+(every published method), `kvjax.method_api` (to write a method of one's own), `kvjax.functional` (pure functions for
+jit, grad, vmap and scan), `kvjax.eval`, `kvjax.testing`, `kvjax.errors`, `kvjax.cache_ops`, `kvjax.speculative`,
+`kvjax.reuse` and `kvjax.cachegen`.
 """
 
 from __future__ import annotations

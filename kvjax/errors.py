@@ -34,7 +34,7 @@ class KvjaxWarning(UserWarning):
 
 
 class IncompatibleMethod(KvjaxError):
-    """Two components of a method that cannot work together."""
+    """Components of a method that cannot work together, or a method that cannot do what a call needs."""
 
 
 class ComponentConflict(IncompatibleMethod):

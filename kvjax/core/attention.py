@@ -183,10 +183,10 @@ def _attend_in_blocks(
     k, v = (_pad_axis(x, num_k_blocks * k_block, 2) for x in (k, v))
     keys = _KeyBlocks(k, v, k_block, window, pattern)
 
-    def attend_block(_, xs):
+    def attend_block(_: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         i, q = xs
-        found = keys.attend(q, start + i * q_block + jnp.arange(q_block))
-        return None, (merge([found]).astype(q.dtype), log_sum_exp(found.m, found.l))
+        partial = keys.attend(q, start + i * q_block + jnp.arange(q_block))
+        return None, (merge([partial]).astype(q.dtype), log_sum_exp(partial.m, partial.l))
 
     _, (out, lse) = lax.scan(attend_block, None, (jnp.arange(num_q_blocks), jnp.moveaxis(queries, 3, 0)))
     out = jnp.moveaxis(out, 0, 3).reshape(B, K, G, num_q_blocks * q_block, H)

@@ -16,7 +16,7 @@ Linux allows 65,530, and a compiler that gets no more of them ends the process.
 
 
 def cache_directory() -> Path:
-    """The directory of what can be made again: $KVJAX_CACHE, or kvjax in the user's cache directory."""
+    """The directory of files that can be made again: $KVJAX_CACHE, or kvjax in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("KVJAX_CACHE") or Path(base) / "kvjax")
 

@@ -98,7 +98,7 @@ def per_device(fun: Callable[..., Any], num_sequences: int, num_heads: int, mesh
         traced, results = jax.make_jaxpr(fun, return_shape=True)(*args)
         types = traced.out_avals  # unlike `results`, these tell the memory kind
         in_specs, out_specs = jax.tree.map(partition, args), [partition(x) for x in types if x.size]
-        # What a device holds whole is equal on all of them, by the rule; JAX's own check fails on host memory.
+        # By the rule, an array that each device holds whole is equal on all; JAX's own check fails on host memory.
         sharded = jax.shard_map(run_locally, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         # A result without elements makes the compiler of JAX 0.11.2 end the process, so those are made outside.
         non_empty = iter(sharded(*args))

@@ -77,7 +77,7 @@ def select_queries(
     num_observed, B, C = layer.needs.observed_queries, q.shape[0], q.shape[3]
     if num_observed is None:
         return q if earlier is None else lax.dynamic_update_slice(earlier, q, (0, 0, 0, first, 0))
-    # Where the observed queries, the last of each prompt, lie in this chunk; outside 0..C-1 they are in another one.
+    # Indices in this chunk of the observed queries, the last of each prompt; one outside 0..C-1 is in another chunk.
     at = last_positions(lengths, num_observed) - jnp.broadcast_to(jnp.asarray(first), (B,))[:, None]
     new = jnp.take_along_axis(q, jnp.clip(at, 0, C - 1)[:, None, None, :, None], 3)
     if earlier is None:

@@ -253,14 +253,14 @@ def compress_prompts(
         else:
             at_most, longest_prompt = np.asarray(division), int(np.max(lengths))
             num_kept = list(at_most)
-        # Slots are rounded up, so that prompts whose divisions differ a little share their compiled programs.
         headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
-        layers = _budgeted_layers(plan)
-        most = [
-            -(-x.num_kept_slots(n) // SHARED_ROUNDING) * SHARED_ROUNDING for x, n in zip(layers, at_most, strict=True)
-        ]
-        num_slots = tuple(min(capacity, x.num_slots_for(n, headroom_tokens)) for x, n in zip(layers, most, strict=True))
-        plan = tuple(x.with_kept_slots(n) for x, n in zip(layers, most, strict=True))
+        layers, sizes = [], []
+        for layer, num_tokens in zip(_budgeted_layers(plan), at_most, strict=True):
+            # Rounded up, so that prompts whose divisions differ a little share their compiled programs.
+            kept_slots = -(-layer.num_kept_slots(num_tokens) // SHARED_ROUNDING) * SHARED_ROUNDING
+            sizes.append(min(capacity, layer.num_slots_for(kept_slots, headroom_tokens)))
+            layers.append(layer.with_kept_slots(kept_slots))
+        plan, num_slots = tuple(layers), tuple(sizes)
     calls = layer_calls(plan, target.config, num_slots)
     states: list[Any] = []
     below = None

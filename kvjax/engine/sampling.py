@@ -102,28 +102,29 @@ def resolve_sampling(sampling: SamplingParams | None = None, **fields: Any) -> S
     return sampling
 
 
-def sample(s: Sampler, logits: Array, key: Array) -> Array:
-    """Draws tokens i32[B] from logits f32[B V]; each depends only on its sequence's own logits and own key [B]."""
-    if s.temperature is None:
+def sample(sampler: Sampler, logits: Array, keys: Array) -> Array:
+    """Draws tokens i32[B] from logits f32[B V]; each depends only on its sequence's own logits and own key, of [B]."""
+    if sampler.temperature is None:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    return jax.vmap(jax.random.categorical)(key, apply_filters(s, logits / s.temperature)).astype(jnp.int32)
+    filtered = apply_filters(sampler, logits / sampler.temperature)
+    return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
 
 
-def apply_filters(s: Sampler, logits: Array) -> Array:
+def apply_filters(sampler: Sampler, logits: Array) -> Array:
     """Sets the tokens that the filters drop to MASKED_LOGIT, in logits f32[B V] after the temperature."""
-    if (s.top_k, s.top_p, s.min_p) == (None, None, None):
+    if (sampler.top_k, sampler.top_p, sampler.min_p) == (None, None, None):
         return logits
-    # Stable, so that of equal logits the lower index comes first.
+    # The sort is stable, so that the lower index of equal logits comes first.
     order = jnp.argsort(-logits, axis=-1, stable=True)
-    x = jnp.take_along_axis(logits, order, -1)  # likeliest first
-    keep = jnp.ones(x.shape, bool)
-    if s.top_k is not None:
-        keep &= (jnp.arange(x.shape[-1]) < s.top_k)[None]
-    if s.top_p is not None:
-        p = jax.nn.softmax(jnp.where(keep, x, MASKED_LOGIT), -1)
-        keep &= jnp.cumsum(p, -1) - p < s.top_p  # the mass before this token has not reached p yet
-    if s.min_p is not None:
-        keep &= x >= x[:, :1] + jnp.log(s.min_p)
+    ranked = jnp.take_along_axis(logits, order, -1)  # likeliest first
+    keep = jnp.ones(ranked.shape, bool)
+    if sampler.top_k is not None:
+        keep &= (jnp.arange(ranked.shape[-1]) < sampler.top_k)[None]
+    if sampler.top_p is not None:
+        p = jax.nn.softmax(jnp.where(keep, ranked, MASKED_LOGIT), -1)
+        keep &= jnp.cumsum(p, -1) - p < sampler.top_p  # the mass before this token has not reached top_p yet
+    if sampler.min_p is not None:
+        keep &= ranked >= ranked[:, :1] + jnp.log(sampler.min_p)
     keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, -1, inplace=False)
     return jnp.where(keep, logits, MASKED_LOGIT)
 

@@ -58,8 +58,8 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         return self._by_prompt().fit_prompt(*_constant(x, pos, observation))
 
-    def encode_with(self, x: Array, pos: Array, found: Array) -> StraightThroughState:
-        return StraightThroughState(self._by_prompt().encode_with(*_constant(x, pos, found)), x)
+    def encode_with(self, x: Array, pos: Array, params: Array) -> StraightThroughState:
+        return StraightThroughState(self._by_prompt().encode_with(*_constant(x, pos, params)), x)
 
     def _by_prompt(self) -> PromptAdaptiveKeys:
         if not isinstance(self.inner, PromptAdaptiveKeys):
@@ -171,7 +171,7 @@ def make_differentiable(method: KVMethod) -> KVMethod:
     """Makes a method through whose cache gradients pass; its forward pass computes the same numbers.
 
     Nothing is placed in host memory, codes are stored with the exact vectors (see `StraightThrough`), and 16-bit floats
-    are not packed as bits. Where codes are read, the gradient is that of the exact vectors, at the values of the codes.
+    are not packed as bits. A codec's result has the gradient of the exact vectors, at the values of the codes.
     Everything else has its own gradient. Discrete choices have none: the tokens that are kept and read are constants.
 
     Args:

@@ -73,9 +73,14 @@ def draft_first(
 
 def decode_until(params: Any, state: DecodeState, limit: Array, sampler: Sampler, target: Target) -> DecodeState:
     """Steps until `limit` columns are filled or all sequences are done."""
-    return lax.while_loop(
-        lambda state: (state.i < limit) & ~state.done.all(), lambda state: step(params, state, sampler, target), state
-    )
+
+    def goes_on(state: DecodeState) -> Array:
+        return (state.i < limit) & ~state.done.all()
+
+    def run_step(state: DecodeState) -> DecodeState:
+        return step(params, state, sampler, target)
+
+    return lax.while_loop(goes_on, run_step, state)
 
 
 def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> DecodeState:

@@ -41,6 +41,7 @@ def start(
     """Runs the prompts and draws the first token of each: a session to advance; arguments as in `generate`."""
     arguments.integer("max_new_tokens", max_new_tokens)
     params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    # `start_decoding` checks `loop` and `stop` again; here they fail before the prompts are run.
     loop = resolve_loop(loop, stop, max_new_tokens)
     ids, stop, timer = token_ids(model, prompts), stopping.parse_stop(model, stop), Timer()
     if cache is None:

@@ -40,8 +40,8 @@ def planned_bytes(
 ) -> CacheBytes:
     """Counts the bytes of a cache from shapes alone: nothing is run, and no weights are needed.
 
-    `held` equals the result of `state_bytes` after a prefill of such prompts. Where the prompt decides how many tokens
-    a layer or a head keeps (CAKE, AdaKV), it is the most that they keep together, and `reserved` may be larger in a
+    `held` equals the result of `state_bytes` after a prefill of such prompts. If the prompt decides how many tokens a
+    layer or a head keeps (CAKE, AdaKV), it is the most that they keep together, and `reserved` may be larger in a
     batch.
 
     Args:

@@ -42,7 +42,7 @@ def logits(model: Model, ids: Prompts) -> Array:
     """
     tokens, lengths = pad(token_ids(model, ids))
     checks.check_result(model, *tokens.shape)
-    with Timer().timed():
+    with Timer().timed():  # for its errors; the seconds are not read
         out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
     return out[:, : int(lengths.max())]
 

@@ -35,13 +35,13 @@ def number(name: str, value: Any, least: float, most: float, remedy: str = "") -
 def float_type(dtype: Any) -> np.dtype:
     """Returns one of DTYPES, given as a type or by its long or short name; raises KvjaxError for any other."""
     try:
-        found = jnp.dtype(dtype_name(dtype) if isinstance(dtype, str) else dtype)
+        known = jnp.dtype(dtype_name(dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
-        found = None
-    if found is None or found.name not in DTYPES:
+        known = None
+    if known is None or known.name not in DTYPES:
         short = ", ".join(SHORT_DTYPES)
         raise KvjaxError(f"dtype must be one of {', '.join(DTYPES)}, or {short}, got {dtype!r:.80}")
-    return found
+    return known
 
 
 def dtype_name(word: str) -> str:

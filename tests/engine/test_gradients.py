@@ -1,12 +1,12 @@
 """Gradients through every method are those of finite differences, or of the exact vectors, or refused.
 
 A method is smooth where its output, between two choices of tokens, is a smooth function of queries, keys and values.
-That holds for all that keep rows as they are, wherever these lie, that evict or merge, that read a part, or that hold
-fewer numbers of a row (low rank, fewer channels). Their gradients equal central finite differences. A choice has no
-gradient, and no difference here is taken across one.
+That holds for all that keep vectors as they are, wherever these lie, that evict or merge, that read a part, or that
+hold fewer numbers of a vector (low rank, fewer channels). Their gradients equal central finite differences. A choice
+has no gradient, and no difference here is taken across one.
 
-Where vectors become codes (`STEPPED`), the output is a staircase, and its differences say nothing. Their gradient is
-the straight-through estimator: that of the exact vectors, at the values which the codes stand for, or
+If vectors become codes (`STEPPED`), the output is a staircase, and its differences say nothing. Its gradient is the
+straight-through estimator: that of the exact vectors, at the values which the codes stand for, or
 x' = x + stop_gradient(coded - x). It is tested against this formula, written out over attention to all tokens.
 
 Most tests drive one layer by given queries, keys and values; the last ones differentiate a model's parameters.
@@ -141,7 +141,7 @@ def straight_through(layer: Any, given: Rows) -> tuple[jax.Array, Rows]:
 
 
 def held_by_token(layer: Any, state: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What queries read of each token that is held: keys and values [B K T H], and which ones bool[B K T]."""
+    """The keys and values [B K T H] that queries read, by token, and which tokens are held, bool[B K T]."""
     k, v, held = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape[:3], bool)
     blocks = [(layer.decode_keys(state.k, state.pos), layer.v.decode(state.v), state.pos)]
     if isinstance(state.reader_state, LowBitCopy):  # nothing has been fetched yet, so that all is read from the copy

@@ -1,4 +1,4 @@
-"""What no machine holds is refused before it is made, and what no model was made for is said."""
+"""A cache that no memory holds is refused before it is made, and positions beyond the model's are warned of."""
 
 from __future__ import annotations
 

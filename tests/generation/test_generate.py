@@ -11,7 +11,7 @@ import kvjax
 from kvjax import functional
 from kvjax.engine import forward
 from kvjax.errors import KvjaxError
-from kvjax.generation import decode_loop as decode_loop
+from kvjax.generation import decode_loop
 from kvjax.generation.compile_options import jit_with
 from kvjax.generation.session import LOOPS
 from kvjax.testing import toy_model

@@ -85,10 +85,13 @@ def test_mixed_types_are_saved_as_float32(tmp_path, params):
 def test_every_form_of_shardings(saved, params):
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
     split, whole = NamedSharding(mesh, PartitionSpec("model")), NamedSharding(mesh, PartitionSpec())
-    of = lambda path: split if path == "embedding" else whole  # noqa: E731
+
+    def sharding_of(path):
+        return split if path == "embedding" else whole
+
     flat = flatten_dict(params, sep="/")
     tree = {name: jax.tree.map(lambda _: whole, sub) for name, sub in params.items()} | {"embedding": split}
-    for shardings, expected in ((of, of), (tree, of), (whole, lambda path: whole)):
+    for shardings, expected in ((sharding_of, sharding_of), (tree, sharding_of), (whole, lambda path: whole)):
         restored = checkpoint.restore(saved, shardings=shardings)[1]
         assert_same(restored, params)
         for path, x in flatten_dict(restored, sep="/").items():

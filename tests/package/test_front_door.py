@@ -1,4 +1,4 @@
-"""What somebody does first, and does slightly wrong: each is refused, and the error gives what to write instead."""
+"""First steps that are slightly wrong: each is refused, and the error gives what to write instead."""
 
 from __future__ import annotations
 

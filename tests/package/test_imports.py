@@ -1,4 +1,4 @@
-"""What `import kvjax` and the command line load: no library that only some calls need, and no method."""
+"""`import kvjax` and the command line load no library that only some calls need, and no method; no import circles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pip install` gets: every module and every file that code reads, one version, and the package of a clone."""
+"""`pip install` gets every module and every file that code reads, one version, and the package of a clone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ files = [file for *_, file in built.find_all_modules()]
 files += [os.path.join(data[1], file) for data in built.get_data_files_without_manifest() for file in data[3]]
 print(json.dumps({"folder": built.distribution.package_dir, "files": [os.path.normpath(file) for file in files]}))
 """
-"""What setuptools says, without building anything: the packages' folder, and the files that go into a wheel."""
+"""Asks setuptools, without building anything: the packages' folder, and the files that go into a wheel."""
 
 
 @cache

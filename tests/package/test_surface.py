@@ -34,7 +34,7 @@ NAMED = (
 
 
 def asked(code: str) -> list[str]:
-    """What a fresh interpreter prints as JSON."""
+    """Runs code in a fresh interpreter; returns the JSON that it prints."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

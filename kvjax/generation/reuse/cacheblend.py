@@ -37,7 +37,7 @@ def blend(
     """
     num_layers = chunks.model.config.layers
     if not 0 <= ratio <= 1:
-        raise KvjaxError(f"ratio is a share of the chunks' tokens in 0..1, got {ratio}; the public code uses 0.16")
+        raise KvjaxError(f"ratio is a fraction of the chunks' tokens in 0..1, got {ratio}; the public code uses 0.16")
     if not 0 <= layer < num_layers:
         raise KvjaxError(f"layer must be one of 0..{num_layers - 1}, got {layer}; the public code uses 1")
     spans = [Span(i, 0, int(n)) for i, n in enumerate(np.asarray(chunks.lengths))]

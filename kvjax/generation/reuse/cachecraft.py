@@ -49,7 +49,7 @@ class Chunks:
     def reuse(self, order: Sequence[Sequence[int]], questions: Prompts, *, alpha: float = 1.0) -> FullKV:
         """Assembles texts from chunks, nearly as if each text had been read whole.
 
-        Of each chunk, the ceil(tokens * alpha * impact * (1 - overlap)) tokens that attend most to its old context are
+        In each chunk the ceil(tokens * alpha * impact * (1 - overlap)) tokens that attend most to its old context are
         run again, in all layers. A chunk after the same chunks as before is not run again. Attention is masked by true
         positions.
 
@@ -92,12 +92,12 @@ def overlap(chunk: Chunk, new_context: Sequence[tuple[int, ...]]) -> float:
     """
     if list(chunk.preceding) == list(new_context):  # also where both are empty
         return 1.0
-    again = [tokens for tokens in chunk.preceding if tokens in new_context]
+    common = [tokens for tokens in chunk.preceding if tokens in new_context]
     total = sum(chunk.inter)
-    if not again or not total:
+    if not common or not total:
         return 0.0
     attention = sum(x for tokens, x in zip(chunk.preceding, chunk.inter, strict=True) if tokens in new_context) / total
-    pairs = list(itertools.combinations([list(new_context).index(tokens) for tokens in again], 2))
+    pairs = list(itertools.combinations([list(new_context).index(tokens) for tokens in common], 2))
     swapped = sum(a > b for a, b in pairs) / len(pairs) if pairs else 0.0
     return attention * (1 - swapped)
 

@@ -56,8 +56,9 @@ def layout_chunks(
             raise KvjaxError(f"there are chunks 0..{len(spans) - 1}, got {index}")
     ids, source = [], []
     for row, question in zip(order, question_ids, strict=True):
-        places = [(spans[c].row, slot) for c in row for slot in range(spans[c].start, spans[c].stop)]
-        ids.append([known.ids[r][s] for r, s in places] + list(question))
+        chunks = [spans[index] for index in row]
+        places = [(chunk.row, slot) for chunk in chunks for slot in range(chunk.start, chunk.stop)]
+        ids.append([known.ids[prompt][slot] for prompt, slot in places] + list(question))
         source.append(places + [(0, -1)] * len(question))
     return ChunkLayout(ids, source)
 

@@ -95,7 +95,7 @@ def _best_divisions(ids: Sequence[Sequence[int]], rows: tuple[int, ...], num_sha
     """Finds the best division of sorted prompts that share `num_shared` tokens, by the number of ungrouped ones."""
     if len(rows) == 1:
         return {1: Division((), rows)}
-    # Of sorted prompts, the first and the last share the fewest tokens.
+    # The first and the last of sorted prompts share the fewest tokens.
     first, last = ids[rows[0]], ids[rows[-1]]
     limit = min(len(ids[row]) for row in rows) - 1
     length = next((n for n in range(num_shared, limit) if first[n] != last[n]), max(limit, num_shared))

@@ -41,9 +41,8 @@ def frequencies(counts: np.ndarray) -> np.ndarray:
     occurs = (counts > 0).astype(np.int64)
     spare = TOTAL_FREQUENCY - occurs.sum(1, keepdims=True)
     scaled = occurs + counts * spare // np.maximum(counts.sum(1, keepdims=True), 1)
-    scaled[np.arange(len(scaled)), scaled.argmax(1)] += TOTAL_FREQUENCY - scaled.sum(
-        1
-    )  # what rounding down has left over
+    # The most frequent symbol takes what rounding down has left over.
+    scaled[np.arange(len(scaled)), scaled.argmax(1)] += TOTAL_FREQUENCY - scaled.sum(1)
     return scaled
 
 
@@ -55,11 +54,11 @@ def encode(parts: Sequence[tuple[np.ndarray, Tables]]) -> tuple[np.ndarray, np.n
         first, frequency, before = tables.flat()
         for row in symbols[::-1]:
             at = first + row
-            f = frequency[at]
-            is_full = state >= f << PUSH_SHIFT
+            symbol_frequency = frequency[at]
+            is_full = state >= symbol_frequency << PUSH_SHIFT
             words.append(state[is_full].astype(np.uint16))
             state[is_full] >>= WORD_BITS
-            quotient, remainder = np.divmod(state, f)
+            quotient, remainder = np.divmod(state, symbol_frequency)
             state = (quotient << FREQUENCY_BITS) + remainder + before[at]
     return np.concatenate(words[::-1]), state.astype(np.uint32)
 

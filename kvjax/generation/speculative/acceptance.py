@@ -63,7 +63,7 @@ def residual_distribution(p: Array, shifted_p: Array, q: Array) -> Array:
     """
     residual = jnp.maximum(jnp.maximum(p - q, p - shifted_p), 0.0)
     total = residual.sum(-1, keepdims=True)
-    # Where p equals q only rounding is left, and nothing is rejected but by rounding: then p itself.
+    # If p equals q, rounding alone can reject a token, and no residual may be left: p itself then replaces it.
     return jnp.where(total > 0, residual / jnp.where(total > 0, total, 1.0), p)
 
 

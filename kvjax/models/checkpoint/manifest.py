@@ -26,7 +26,7 @@ FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 2, "kvjax.json", "params"
 @functools.lru_cache
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter of `Decoder(config)` by path, as "layer_0/attention/q/kernel"."""
-    # Of one layer, repeated: all layers are alike, and tracing many takes minutes.
+    # One layer is traced for all, which are alike: tracing many takes minutes.
     one_layer = dataclasses.replace(config, layers=1, windows=None)
     params: dict[Any, Any] = flatten_dict(nn.unbox(abstract_params(one_layer, jnp.float32)))
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -78,7 +78,7 @@ def part_digest(folder: Path, parameters: Mapping[str, Any]) -> str:
 
 def check_shapes(config: Config, shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
     """Raises KvjaxError, which lists every difference, unless these are the shapes of the parameters of `config`."""
-    # First, or a damaged number of layers would have millions of parameters listed.
+    # Checked first: a damaged number of layers would otherwise list millions of missing parameters.
     if config.layers > len(shapes):
         raise KvjaxError(
             f"{name} has {len(shapes)} parameters for {config.layers:,} layers; convert the checkpoint again"

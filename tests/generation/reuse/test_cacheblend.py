@@ -71,7 +71,7 @@ def test_the_recomputed_tokens_deviate_most(chunks, whole):
 
 
 def test_no_token_sees_a_later_one(chunks):
-    """What the question is changes nothing in the chunks' keys and values (in the public code it does)."""
+    """The question changes nothing in the chunks' keys and values (in the public code it does)."""
     one = blend(chunks, ORDER[:1], [[1, 2, 3]], ratio=0.3)
     other = blend(chunks, ORDER[:1], [[50, 60, 70]], ratio=0.3)
     for layer in range(3):
@@ -94,7 +94,7 @@ def test_a_blended_text_goes_under_any_method_without_queries(chunks):
 @pytest.mark.parametrize(
     ("arguments", "more", "says"),
     [
-        ((ORDER, QUESTIONS), {"ratio": 1.5}, "ratio is a share of the chunks' tokens in 0..1, got 1.5"),
+        ((ORDER, QUESTIONS), {"ratio": 1.5}, "ratio is a fraction of the chunks' tokens in 0..1, got 1.5"),
         ((ORDER, QUESTIONS), {"layer": 3}, "layer must be one of 0..2, got 3"),
         ((ORDER, QUESTIONS[:1]), {}, "2 orders of chunks but 1 questions"),
         (([[3], [0]], QUESTIONS), {}, "there are chunks 0..2, got 3"),

@@ -20,7 +20,7 @@ QUESTION = [5, 6, 7]
 
 @pytest.fixture(scope="module")
 def chunks():
-    """Of two prompts: A B C and a question, D A."""
+    """The chunks of two prompts: A B C and a question, D A."""
     read = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION], [*D, *A]])
     return cut(read, [[9, 14, 6], [11, 9]])
 
@@ -43,7 +43,7 @@ def test_impact_is_the_formula(chunks):
 
 
 def test_overlap_by_hand():
-    """Of attention 1, 2, 5 to P, Q, R: with R and P in the other order 6 / 8, and their one pair has changed places."""
+    """Attention to P, Q, R is 1, 2, 5: R and P have 6 / 8 of it; in the other order their one pair is swapped, so 0."""
     p, q, r = (1,), (2,), (3,)
     chunk = Chunk(Span(0, 3, 4), (4,), (p, q, r), (1.0, 2.0, 5.0), 0.6, np.zeros(1))
     assert overlap(chunk, [p, q, r]) == 1.0
@@ -61,7 +61,7 @@ def test_a_prompt_that_comes_again_is_reused_exactly(chunks):
 
 
 def test_with_enough_tokens_it_is_the_whole_text(chunks):
-    """Chunk 4 is A, once behind D; alpha is so large that all is run again of what has nothing of its old before it."""
+    """Chunk 4 is A, read after D; alpha is so large that a chunk without its old context before it is run whole."""
     order, texts = [[2, 1, 4], [3, 0]], [[*C, *B, *A, *QUESTION], [*D, *A, 1]]
     mended = chunks.reuse(order, [QUESTION, [1]], alpha=100.0)
     whole = kvjax.reuse.read_exactly(MODEL, texts)
@@ -71,7 +71,7 @@ def test_with_enough_tokens_it_is_the_whole_text(chunks):
 
 
 def test_more_tokens_come_nearer(chunks):
-    """Of the chunk in a new place those tokens are run that looked back most; what is not run stays as it was."""
+    """A chunk in a new place runs the tokens that attended most to its old context; the others stay as they were."""
     whole = np.asarray(kvjax.reuse.read_exactly(MODEL, [[*D, *B, *QUESTION]]).last)
     far, near = (
         np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=a).last) - whole).max() for a in (0.0, 100.0)

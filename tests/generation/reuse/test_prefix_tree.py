@@ -36,7 +36,7 @@ def saved(ids: list[list[int]], part: tuple[int, ...]) -> int:
 
 
 def test_an_example_by_hand():
-    """Of four that share 3 tokens, two share 10: these save 10, and the others 3, where all together would save 9."""
+    """Four share 3 tokens and two of them 10: these save 10, and the others 3, while one group of all would save 9."""
     common, long = [1, 2, 3], [4] * 7
     ids = [[*common, 5, 0], [*common, *long, 8, 0], [*common, *long, 9, 0], [*common, 6, 0]]
     assert {group.rows: group.length for group in group_by_prefix(ids)} == {(1, 2): 10, (0, 3): 3}
