@@ -69,9 +69,9 @@ const keys = (event) => {
   event.preventDefault();
 };
 
-const legend = () => MARKS.map(([classes, colour, words, strength]) => {
+const legend = () => MARKS.map(([classes, color, words, strength]) => {
   const line = made("li"), mark = made("span", classes, "token"), swatch = made("i");
-  if (colour) swatch.style.background = `var(--${colour})`;
+  if (color) swatch.style.background = `var(--${color})`;
   if (strength) mark.style.setProperty("--a", strength);
   line.append(mark, swatch, made("span", "", words));
   return line;

@@ -136,18 +136,18 @@ class Side {
   }
 
   stepsMap() {
-    const box = this.find(".steps"), canvas = this.find(".steps canvas"), colours = looks();
+    const box = this.find(".steps"), canvas = this.find(".steps canvas"), colors = looks();
     Object.assign(canvas, { width: places, height: steps });
     const pen = canvas.getContext("2d"), image = pen.createImageData(places, steps);
     for (let step = 0; step < steps; step++) for (let token = 0; token < places; token++) {
       const [held, off, share] = this.code(token, step);
-      let colour = "raised", strength = 1;
-      if (held & UNTOLD) colour = "soft";
-      else if (held & (REPRESENTS | MERGED)) colour = "stands";
-      else if (held & (KEY_HOST | VALUE_HOST)) colour = "host";
-      else if (held & HELD) colour = isOff(off) ? "inexact" : "exact";
-      else if (!later(token, step)) [colour, strength] = ["lost", tint(share)];
-      const mixed = [0, 1, 2].map((i) => colours[colour][i] * strength + colours.raised[i] * (1 - strength));
+      let color = "raised", strength = 1;
+      if (held & UNTOLD) color = "soft";
+      else if (held & (REPRESENTS | MERGED)) color = "stands";
+      else if (held & (KEY_HOST | VALUE_HOST)) color = "host";
+      else if (held & HELD) color = isOff(off) ? "inexact" : "exact";
+      else if (!later(token, step)) [color, strength] = ["lost", tint(share)];
+      const mixed = [0, 1, 2].map((i) => colors[color][i] * strength + colors.raised[i] * (1 - strength));
       image.data.set([...mixed, 255], 4 * (step * places + token));
     }
     pen.putImageData(image, 0, 0);

@@ -54,7 +54,7 @@ const fateOf = (token, step, bytes, off) => {
   return words.join("; ");
 };
 
-// Classes of a sample, its colour in the map of all steps, the words, and how much attention the sample gets.
+// Classes of a sample, its color in the map of all steps, the words, and how much attention the sample gets.
 const MARKS = [
   ["t", "exact", "held exactly"],
   ["t inexact", "inexact", "inexactly: few bits, or few numbers"],
