@@ -139,9 +139,12 @@ def _read_scaling(values: Raw, rope: Raw) -> RopeScaling | None:
             )
         return None
     kind = rope.get("rope_type", rope.get("type"))
-    number = lambda key: _read_number(rope, key, f"config.json, RoPE scaling {kind!r}")  # noqa: E731
     if kind == "default":
         return None
+
+    def number(key: str) -> float:
+        return _read_number(rope, key, f"config.json, RoPE scaling {kind!r}")
+
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
     if kind == "llama3":

@@ -167,6 +167,9 @@ def calibrate(
       documents: texts or lists of ids, as in `count_arrays`.
       rows: documents at a time.
       source: the origin of the table, as its file records it.
+
+    Raises:
+      KvjaxError: the folder is missing, the kind is unknown, or it is counted on documents and there are none.
     """
     if not Path(out).parent.is_dir():
         raise KvjaxError(f"there is no folder {Path(out).parent} to write {Path(out).name} into; make it first")

@@ -335,8 +335,8 @@ def _print_texts(model: Model, prompts: Prompts, method: KVMethod, options: dict
     with Console(stderr=True).status("reading the prompt; a new length or method is compiled first"):
         run = start(model, prompts, method, **options)
     if len(run.state.out) == 1 and model.tokenizer is not None:
-        for piece in run.text_deltas(options["max_new_tokens"]):
-            print(piece, end="", flush=True)
+        for delta in run.text_deltas(options["max_new_tokens"]):
+            print(delta, end="", flush=True)
         print(f"\n[{run.result().finish_reasons[0]}]")
         return run.result()
     out = run.finish(options["max_new_tokens"])

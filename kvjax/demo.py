@@ -128,8 +128,10 @@ def measure(benchmark: DemoBenchmark, methods: Methods) -> Iterator[DemoRow]:
     longest = max(ask.new_tokens for case in benchmark.questions for ask in case.asks)
     for name, method in resolve(methods).items():
         replies, size = harness.ask_shared_context(benchmark.reader, method, benchmark.questions, longest)
-        answers = zip(zip(*(case.asks for case in benchmark.questions), strict=True), replies, strict=True)
-        scores = [METRICS[ask.metric](text, ask) for pair in answers for ask, text in zip(*pair, strict=True)]
+        scores = []
+        for number, texts in enumerate(replies):
+            asks = [case.asks[number] for case in benchmark.questions]
+            scores += [METRICS[ask.metric](text, ask) for ask, text in zip(asks, texts, strict=True)]
         bits, best, _ = harness.score_continuations(benchmark.reader, method, benchmark.texts)
         likeliest, each = np.concatenate(best), size.per_sequence(len(benchmark.questions))
         reference = likeliest if reference is None else reference

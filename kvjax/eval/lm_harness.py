@@ -80,7 +80,7 @@ class KvjaxLM(TemplateLM):
                 "for ',' inside the method, as in method=kcache:n=64/device_layers=1, or give model_args as JSON"
             )
         if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise KvjaxError(f"batch_size must be a number of rows, got {batch_size!r}; for example 8")
+            raise KvjaxError(f"batch_size must be a number of prompts, got {batch_size!r}; for example 8")
         self.model = model if isinstance(model, Model) else models.load(model, dtype=dtype)
         for source in [load] if isinstance(load, str) else load:
             load_methods(source)

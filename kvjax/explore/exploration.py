@@ -77,13 +77,12 @@ def explore(
     for token in answer:
         state = state.feed(token)
         likeliest.append(state.likeliest)
-        layers = zip(state.cache.plan, state.cache.layers, strict=True)
-        weights = [
-            _attention_weights(s, state.cache.length, layer.spec.window)
-            for layer, s in layers
+        by_layer = [
+            _attention_weights(layer_state, state.cache.length, layer.spec.window)
+            for layer, layer_state in zip(state.cache.plan, state.cache.layers, strict=True)
             if isinstance(layer, TracedLayer)
         ]
-        attention.append(np.stack(weights)[:, :, : len(prompt) + len(answer)])
+        attention.append(np.stack(by_layer)[:, :, : len(prompt) + len(answer)])
     exact = np.stack(attention, 2)
     traces = []
     for name, method in resolve(methods).items():

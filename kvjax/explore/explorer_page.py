@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.explore import token_codes
 from kvjax.explore.exploration import Exploration, MethodTrace
-from kvjax.explore.token_texts import token_texts
+from kvjax.explore.token_texts import CONTEXT_TOKENS, token_texts
 from kvjax.models.tokenizer import Tokenizer
 
 WEB = Path(__file__).parent / "web"
@@ -101,7 +101,8 @@ def _next_texts(exploration: Exploration, likeliest: Sequence[int], tokenizer: T
     """The texts that the likeliest token of each step would add to the text so far."""
     ids = [*exploration.prompt, *exploration.answer]
     ends = range(len(exploration.prompt) + 1, len(ids) + 1)
-    return [token_texts(tokenizer, [*ids[max(0, n - 8) : n], i])[-1] for n, i in zip(ends, likeliest, strict=True)]
+    before = (ids[max(0, end - CONTEXT_TOKENS) : end] for end in ends)
+    return [token_texts(tokenizer, [*context, token])[-1] for context, token in zip(before, likeliest, strict=True)]
 
 
 def _method_data(m: MethodTrace, exploration: Exploration, tokenizer: Tokenizer | None) -> dict[str, Any]:

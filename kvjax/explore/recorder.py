@@ -58,8 +58,8 @@ class _RecordedRepresentatives(_RecordingProxy):
         self.sinks = sinks
         self.share = component.share  # from Python 3.12 on, a runtime protocol looks past `__getattr__`
 
-    def choose(self, units: EvictableUnits, count: Array, scatter_index: int) -> Array:
-        chosen = self.component.choose(units, count, scatter_index)
+    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
+        chosen = self.component.choose(units, count, places)
         self.recorder.chosen_units.append((chosen, self.sinks, units.scores.shape[4]))
         return chosen
 

@@ -131,13 +131,13 @@ def multivalue(
     They are a set; the order of their occurrence is the one trained.
     """
     symbols = _symbols(rng, keys * (1 + values))
-    names, held = symbols[:keys], symbols[keys:].reshape(keys, values)
+    names, values_of = symbols[:keys], symbols[keys:].reshape(keys, values)
     owner = rng.permutation(np.repeat(np.arange(keys), values))
     turn = [int((owner[:i] == k).sum()) for i, k in enumerate(owner)]
-    facts = [np.array([PAIR, names[k], held[k, j]]) for k, j in zip(owner, turn, strict=True)]
+    facts = [np.array([PAIR, names[k], values_of[k, j]]) for k, j in zip(owner, turn, strict=True)]
     context, starts = _scatter(rng, length, facts, filler)
     first = [starts[np.flatnonzero(owner == k)[0]] for k in range(keys)]
-    asked = [_question([ASK, names[k]], held[k], first[k], length, is_ordered=False) for k in range(keys)]
+    asked = [_question([ASK, names[k]], values_of[k], first[k], length, is_ordered=False) for k in range(keys)]
     return Instance("multivalue", context, tuple(asked))
 
 

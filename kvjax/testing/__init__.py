@@ -1,4 +1,4 @@
-"""Tools for testing a method offline: conformance rules, a toy model, a dense oracle, and a look into programs."""
+"""Tools for testing a method offline: rules of methods, a toy model, a dense oracle, a search for copied arrays."""
 
 from kvjax.testing.conformance import BrokenRule, CheckReport, RuleReport, check_method
 from kvjax.testing.helpers import dense_attention, full_copies, toy_model

@@ -49,7 +49,10 @@ def test_fused_projections_are_split():
         weights["model.layers.0.self_attn.qkv_proj.weight"],
         weights["model.layers.0.mlp.gate_up_proj.weight"],
     )
-    flat = lambda name: np.asarray(ours["attention"][name]["kernel"]).reshape(config.width, -1).T  # noqa: E731
+
+    def flat(name):
+        return np.asarray(ours["attention"][name]["kernel"]).reshape(config.width, -1).T
+
     np.testing.assert_array_equal(flat("q"), qkv[: N * H])
     np.testing.assert_array_equal(flat("k"), qkv[N * H : N * H + K * H])
     np.testing.assert_array_equal(flat("v"), qkv[N * H + K * H :])
@@ -72,8 +75,8 @@ def test_every_parameter_has_one_source_and_split_is_inverted_by_join(name):
 
 def test_families_share_one_table():
     assert {f.rules for k, f in MODEL_TYPES.items() if k != "phi3"} == {MODEL_TYPES["llama"].rules}
-    targets = lambda kind: {t for rule in MODEL_TYPES[kind].rules for t in rule.targets}  # noqa: E731
-    assert targets("phi3") == targets("llama")
+    phi3, llama = ({t for rule in MODEL_TYPES[kind].rules for t in rule.targets} for kind in ("phi3", "llama"))
+    assert phi3 == llama
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,10 @@ def test_where_the_original_context_is_found():
     llama3 = {"rope_type": "llama3", **LLAMA3}
     del llama3["original_max_position_embeddings"]
     base = {"model_type": "llama", "max_position_embeddings": 77, "rope_scaling": llama3}
-    original = lambda raw: translate(raw).rope_scaling.original_max_positions  # noqa: E731
+
+    def original(raw):
+        return translate(raw).rope_scaling.original_max_positions
+
     assert original(base) == 77
     llama3["original_max_position_embeddings"] = 55
     assert original(base) == 55

@@ -158,7 +158,7 @@ def test_arguments():
     )
     with pytest.raises(KvjaxError, match="'device_layers' of the model kvjax; .*method=kcache:n=64/device_layers=1"):
         make("model=testbed,method=kcache:n=64,device_layers=1")
-    with pytest.raises(KvjaxError, match="number of rows, got 'auto'"):
+    with pytest.raises(KvjaxError, match="number of prompts, got 'auto'"):
         KvjaxLM(TOY, batch_size="auto")
     nameless = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=()))
     assert KvjaxLM(nameless, prefix_token_id=7).prefix_token_id == 7

@@ -205,9 +205,8 @@ def _measure_label(measure: str) -> str:
 
 
 def _format_value(row: Row, measure: str) -> str:
-    show = (lambda x: f"{100 * x:.1f}") if measure == "score" else (lambda x: f"{x:.3f}")
-    error = row[f"{measure}_error"]
-    return show(row[measure]) + (f" ± {show(error)}" if error is not None else "")
+    text, error = summary.format_value(row[measure], measure), row[f"{measure}_error"]
+    return text if error is None else f"{text} ± {summary.format_value(error, measure)}"
 
 
 def _draw_points(ax: Axes, rows: Sequence[Row], x: str, measure: str, style: Style) -> None:

@@ -64,19 +64,19 @@ class MethodFacts(NamedTuple):
     """The facts about a method that a report uses."""
 
     traits: Traits
-    parts: tuple[Part, ...]  # the recipes that its name is made of; none for a user's own method
+    parts: tuple[Part, ...]  # of its string; none for a user's own method
 
-    def part(self, recipe: str) -> Mapping[str, Any] | None:
-        """Returns the parameters of that recipe among its parts, or None."""
-        return next((part.values for part in self.parts if part.name == recipe), None)
+    def part(self, name: str) -> Mapping[str, Any] | None:
+        """Returns the parameters of the part of that name, or None."""
+        return next((part.values for part in self.parts if part.name == name), None)
 
-    def sole_part(self, recipe: str) -> Mapping[str, Any] | None:
-        """Returns the parameters of that recipe, if the method is nothing else."""
-        return self.part(recipe) if len(self.parts) == 1 else None
+    def sole_part(self, name: str) -> Mapping[str, Any] | None:
+        """Returns the parameters of the part of that name, if the method has no other part."""
+        return self.part(name) if len(self.parts) == 1 else None
 
-    def other_parts(self, recipe: str) -> list[Part]:
-        """Returns the parts but that recipe, sorted."""
-        return sorted((part for part in self.parts if part.name != recipe), key=str)
+    def other_parts(self, name: str) -> list[Part]:
+        """Returns the parts of other names, sorted."""
+        return sorted((part for part in self.parts if part.name != name), key=str)
 
 
 class RecordedRun:

@@ -1,7 +1,7 @@
 """Claims of the papers about the order of methods, checked on a run.
 
 A claim is a line of the table `CLAIMS`. It uses the names and traits of methods alone, so that new methods take part:
-a method of a named paper by its recipe, all others by their traits.
+a paper's method by its registered name, all others by their traits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvjax.eval.page.paired_difference import (
 from kvjax.eval.page.summary import Record, Row
 
 FEW_BITS = "it has one bit per query head to tell tokens apart, few on a model of few heads (the paper's: 32)"
-WINDOW_RECIPES = ("streaming_llm", "sinks_and_recent")  # all of them lose the tokens before their recent ones
+WINDOW_METHODS = ("streaming_llm", "sinks_and_recent")  # all of them lose the tokens before their recent ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _far_needle_score(recent: int) -> Value:
 
 
 def _streaming(run: RecordedRun) -> Iterator[Finding]:
-    rivals = [name for name, m in run.methods.items() if not any(map(m.part, WINDOW_RECIPES))]
+    rivals = [name for name, m in run.methods.items() if not any(map(m.part, WINDOW_METHODS))]
     for name, m in run.methods.items():
         own = m.part("streaming_llm")
         if own is None:

@@ -21,7 +21,7 @@ COSTS = (  # field, heading, unit, words, digits
     ("device_kib", "device", "KiB", "KiB held on the device per context, in the model's dtype", 0),
     ("host_kib", "host", "KiB", "KiB held in host memory per context, in the model's dtype", 0),
     ("prefill_seconds", "prefill", "seconds", "seconds for the prompts of a batch", 2),
-    ("tokens_per_second", "decode", "tokens/s", "decoded tokens per second, all rows of a batch together", 0),
+    ("tokens_per_second", "decode", "tokens/s", "decoded tokens per second, all sequences of a batch together", 0),
 )
 
 
@@ -167,7 +167,7 @@ def _table(rows: Sequence[Row], length: int | None) -> dict[str, Any]:
         cells = [_quality_cell(own.get(task), name) for task, name in columns]
         for field, *_, digits in COSTS:
             text = "–" if cost[field] is None else f"{cost[field]:,.{digits}f}"
-            cells.append({"value": cost[field], "text": text, "error": "", "share": None})
+            cells.append({"value": cost[field], "text": text, "error": "", "tint": None})
         body.append({"method": method, "cells": cells})
     heads = [{"text": t, "sub": _UNITS[n], "words": _WORDS[n], "less": n == "bits"} for t, n in columns]
     heads += [{"text": h, "sub": u, "words": w, "less": f != "tokens_per_second"} for f, h, u, w, _ in COSTS]
@@ -178,17 +178,18 @@ _UNITS = {"score": "0 to 100", "bits": "bits/byte", "agreement": "% as full"}
 _WORDS = {
     "score": "mean score, 0 to 100, and its standard error over contexts",
     "bits": "bits per byte of the text, less is better",
-    "agreement": "share of tokens at which the likeliest one is that of full, in percent",
+    "agreement": "tokens at which the likeliest one is that of full, in percent",
 }
 
 
 def _quality_cell(row: Row | None, name: str) -> dict[str, Any]:
+    """A cell of the page; `tint`, 0 to 1, colors its ground."""
     if row is None or row[name] is None:
-        return {"value": None, "text": "–", "error": "", "share": None}
+        return {"value": None, "text": "–", "error": "", "tint": None}
     value, error = row[name], row[f"{name}_error"]
-    show = (lambda x: f"{x:.3f}") if name == "bits" else (lambda x: f"{100 * x:.1f}")
-    share = None if name == "bits" else round(max(0.0, min(1.0, value)), 3)
-    return {"value": value, "text": show(value), "error": "" if error is None else show(error), "share": share}
+    tint = None if name == "bits" else round(max(0.0, min(1.0, value)), 3)
+    error_text = "" if error is None else summary.format_value(error, name)
+    return {"value": value, "text": summary.format_value(value, name), "error": error_text, "tint": tint}
 
 
 def _group_by_claim(findings: Sequence[Finding]) -> list[tuple[str, list[dict[str, Any]]]]:

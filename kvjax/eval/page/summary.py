@@ -222,12 +222,18 @@ def table(rows: Sequence[Row]) -> Table:
     return t
 
 
+def format_value(value: float, measure: str) -> str:
+    """Formats a value or an error of a measure: bits per byte as they are, any other in percent."""
+    return f"{value:.3f}" if measure == "bits" else f"{100 * value:.1f}"
+
+
 def _format_quality(row: Row | None, has_error: bool) -> str:
     if row is None or (row["score"] is None and row["bits"] is None):
         return "-"
-    name, form = ("score", lambda x: f"{100 * x:.1f}") if row["score"] is not None else ("bits", lambda x: f"{x:.3f}")
-    error = row[f"{name}_error"]
-    return form(row[name]) + ("b" if name == "bits" else "") + (f" ±{form(error)}" if has_error and error else "")
+    measure = "bits" if row["score"] is None else "score"
+    text = format_value(row[measure], measure) + ("b" if measure == "bits" else "")
+    error = row[f"{measure}_error"]
+    return f"{text} ±{format_value(error, measure)}" if has_error and error else text
 
 
 def costs(rows: Sequence[Row]) -> dict[str, float | None]:

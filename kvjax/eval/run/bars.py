@@ -6,17 +6,24 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import TimeRemainingColumn as TimeLeftColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from kvjax.utils.display import StatusLine
 
 
 def bars() -> Progress:
     """Returns bars on stderr with the time left: of everything, and of the present method and task."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    left = TimeLeftColumn(compact=True)
-    return Progress(*columns, left, console=Console(stderr=True), speed_estimate_period=600)
+    description, time_left = TextColumn("{task.description}"), TimeRemainingColumn(compact=True)
+    columns = (description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), time_left)
+    return Progress(*columns, console=Console(stderr=True), speed_estimate_period=600)
 
 
 def make_progress(is_visible: bool | None) -> Progress:

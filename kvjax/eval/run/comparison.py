@@ -127,6 +127,7 @@ class Comparison(Sequence[EvalRow]):
         rows = self.to_dicts()
         length = summary.main_length(rows)
         styles = plots.assign_styles(summary.distinct_values(rows, "method"))
+        # `plots` imports `charts` for us, and says so in one line where Matplotlib is missing.
         panels = tuple(plots.charts.tradeoff_panels(summary.at_length(rows, length), styles))
         if not panels:
             raise KvjaxError("there is no row with both a quality and bytes to draw; compare methods on a task first")

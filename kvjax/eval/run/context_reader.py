@@ -45,7 +45,7 @@ class ContextReader:
         key = width, tuple(map(tuple, ids))
         if key not in self._exact:
             # The oldest ones go before the new one is made, so that both never exceed the limit together.
-            while self._exact and sum(self._exact_bytes(len(ids), w) for w, ids in [*self._exact, key]) > most:
+            while self._exact and sum(self._exact_bytes(len(kept), w) for w, kept in [*self._exact, key]) > most:
                 del self._exact[next(iter(self._exact))]
             self._exact[key] = read_exactly(self.model, ids, width=width)
         return self._exact[key].compress(method, capacity=max(round_up(max(map(len, ids)) + headroom_tokens), width))

@@ -18,7 +18,7 @@ from kvjax.methods.strings import Part, format_methods, parse_parts
 from kvjax.models.config import Config
 
 BITS = (8, 4, 3, 2, 1)
-MOST_LETTERS = 40  # of a fraction
+MAX_FRACTION_CHARACTERS = 40
 DTYPE = "bfloat16"  # of keys and values, as bytes are compared
 
 
@@ -112,12 +112,12 @@ def parse_shares(text: str) -> list[Fraction]:
         exponent = word.lower().partition("e")[2]
         try:
             # Fraction("1e-9999999999") would compute for ever.
-            share = Fraction(word if len(word) <= MOST_LETTERS and len(exponent) <= 3 else 0)
+            share = Fraction(word if len(word) <= MAX_FRACTION_CHARACTERS and len(exponent) <= 3 else 0)
         except (ValueError, ZeroDivisionError):
             share = Fraction(0)
         if not 0 < share <= 1:
             raise KvjaxError(
-                f"a share of the full cache's bytes is above 0 and at most 1, such as 1/4, got {word!r:.60}"
+                f"a fraction of the full cache's bytes is above 0 and at most 1, such as 1/4, got {word!r:.60}"
             )
         shares.append(share)
     return shares

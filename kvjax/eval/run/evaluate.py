@@ -19,6 +19,7 @@ from kvjax.eval.run import harness
 from kvjax.eval.run.context_reader import ContextReader
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Case
+from kvjax.eval.tasks.metrics import METRICS
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.methods.method_hash import method_hash
 from kvjax.methods.strings import Methods, is_builtin_method, resolve
@@ -73,7 +74,7 @@ def make_batches(cases: Sequence[Case], size: int) -> list[Batch]:
     with the same batches, and gives the same bits.
     """
     if size < 1:
-        raise KvjaxError(f"batch must be at least 1 row, got {size}")
+        raise KvjaxError(f"batch must be at least 1 context, got {size}")
     groups: dict[Any, list[Case]] = {}
     for c in cases:
         key = (c.task, c.about.get("length"), len(c.asks), c.turns, c.follows is None)
@@ -81,7 +82,7 @@ def make_batches(cases: Sequence[Case], size: int) -> list[Batch]:
     batches = []
     for group in groups.values():
         group = sorted(group, key=lambda c: len(c.context))
-        # Equal batches waste fewer rows than full ones and a small rest.
+        # Equal batches need less padding than full ones and a small rest.
         batch_size = -(-len(group) // -(-len(group) // size))
         max_new_tokens = max((a.new_tokens for c in group for a in c.asks), default=0)
         for start in range(0, len(group), batch_size):
@@ -192,8 +193,6 @@ def check_cases(cases: Sequence[Case], store: Store) -> dict[tuple[str, str], st
       KvjaxError: a case is incomplete, its metric is unknown or lacks a package, or the store has a record of another
         case under its key.
     """
-    from kvjax.eval.tasks.metrics import METRICS
-
     fingerprints = {(c.task, c.key): fingerprint(c) for c in cases}
     for c in cases:
         if (c.follows is None) == (not c.asks):
@@ -238,8 +237,6 @@ def run_batch(
     fingerprints: Mapping[tuple[str, str], str],
 ) -> list[dict[str, Any]]:
     """Runs a batch under a method, and returns one record per case."""
-    from kvjax.eval.tasks.metrics import METRICS
-
     cases = batch.padded_cases
     if cases[0].follows is not None:
         bits, likeliest, size = harness.score_continuations(reader, method, cases)

@@ -1,7 +1,7 @@
 """A run on disk: records as JSON lines that survive a kill, and a description of the run.
 
 DIR/records.jsonl    one line per method and case, whole batches at a time
-DIR/run.json         model, digest, weights, dtype, seed, batch, methods, tasks, lengths, machine, versions
+DIR/run.json         the model and its digests, the options, methods, tasks and lengths, the machine and versions
 DIR/.lock            locked while a process writes; the system frees it when that process ends, however it ends
 """
 

@@ -81,9 +81,9 @@ class CityNumbers:
         def build(units: int) -> tuple[str, list[ruler.TextQuestion]]:
             text, starts = insert_needles(essay.words(units), needles, depths)
             text = f"{HEAD}{text.rstrip()}\n"
-            scatter_index = [(len(HEAD) + start) / len(text) for start in starts]
-            texts, opening = ([x.format(city=c) for c in cities] for x in (QUESTION, OPENING))
-            return text, [ruler.TextQuestion(texts[i], (values[i],), scatter_index[i], opening[i]) for i in order]
+            needle_depths = [(len(HEAD) + start) / len(text) for start in starts]
+            texts, openings = ([x.format(city=c) for c in cities] for x in (QUESTION, OPENING))
+            return text, [ruler.TextQuestion(texts[i], (values[i],), needle_depths[i], openings[i]) for i in order]
 
         return build, n
 

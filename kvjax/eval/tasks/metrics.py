@@ -121,11 +121,11 @@ def classification(text: str, ask: Ask) -> float:
     """
 
     def pair(text: str, reference: str) -> float:
-        resolve = [c for c in ask.options if c in text]
-        for c in resolve:  # removing while iterating skips the next one: so do the published numbers
+        named = [c for c in ask.options if c in text]
+        for c in named:  # removing while iterating skips the next one: so do the published numbers
             if c in reference and c != reference:
-                resolve.remove(c)
-        return 1.0 / len(resolve) if reference in resolve else 0.0
+                named.remove(c)
+        return 1.0 / len(named) if reference in named else 0.0
 
     return best_reference(pair)(text, ask)
 

@@ -114,14 +114,14 @@ class Niah:
         num_questions = 1 if self.queries > 1 else min(spec.questions, len(names))
         chosen = rng.permutation(len(names))[: num_questions * self.queries].reshape(num_questions, self.queries)
         questions = []
-        for row in chosen:
-            asked = [names[k] for k in row]
+        for key_indices in chosen:
+            asked = [names[k] for k in key_indices]
             query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
             text = "What are all the special magic {kind} for {query} mentioned in the provided text?"
             opening = " The special magic {kind} for {query} mentioned in the provided text are"
-            depth = min(where[k * self.values + v] for k in row for v in range(self.values))
+            depth = min(where[k * self.values + v] for k in key_indices for v in range(self.values))
             text, opening = self._phrase(text, query), self._phrase(opening, query)
-            questions.append(TextQuestion(text, tuple(table[row].ravel().tolist()), depth, opening))
+            questions.append(TextQuestion(text, tuple(table[key_indices].ravel().tolist()), depth, opening))
         return questions
 
 
@@ -133,12 +133,12 @@ def draw_depths(rng: np.random.Generator, n: int) -> np.ndarray:
 def _scatter_lines(facts: Sequence[str], num_noise: int, rng: np.random.Generator) -> tuple[str, list[int]]:
     """(facts in their order among lines of noise, the character at which each fact starts)."""
     total = len(facts) + num_noise
-    scatter_index = np.sort(rng.choice(total, len(facts), replace=False))
+    fact_lines = np.sort(rng.choice(total, len(facts), replace=False))
     lines = [NOISE] * total
-    for place, fact in zip(scatter_index, facts, strict=True):
-        lines[place] = fact
+    for number, fact in zip(fact_lines, facts, strict=True):
+        lines[number] = fact
     starts = np.cumsum([0, *(len(x) + 1 for x in lines)])
-    return "\n".join(lines), starts[scatter_index].tolist()
+    return "\n".join(lines), starts[fact_lines].tolist()
 
 
 @dataclasses.dataclass(frozen=True)

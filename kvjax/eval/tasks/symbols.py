@@ -52,12 +52,16 @@ def read_source(spec: Spec) -> str:
     return text
 
 
+def source_tokens(spec: Spec) -> np.ndarray:
+    """Returns the text of `read_source` as tokens of the shipped model: bytes, and END after each held-out file."""
+    if spec.text is None:
+        return corpus.load("held_out").tokens
+    return np.frombuffer(read_source(spec).encode(), np.uint8)
+
+
 def make_fillers(spec: Spec) -> tuple[Filler, Filler]:
     """Returns two fillers: held-out source code or the bytes of `spec.text`, from a random place; and noise."""
-    if spec.text is None:
-        tokens = corpus.load("held_out").tokens
-    else:
-        tokens = np.frombuffer(read_source(spec).encode(), np.uint8)
+    tokens = source_tokens(spec)
 
     def text(rng: np.random.Generator, n: int) -> np.ndarray:
         at = rng.integers(len(tokens)) + np.arange(n)

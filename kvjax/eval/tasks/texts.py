@@ -14,7 +14,6 @@ from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
 from kvjax.eval.tasks.encoding import context_ids, encode_text, find_largest, prompt_ids
 from kvjax.generation.inputs import round_up
 from kvjax.models.model import Model
-from kvjax.testbed import corpus
 
 PREDICTED_TOKENS = 256  # after a context, or as many as the context has if these are fewer
 LINE_CHARACTERS = range(12, 81)  # of a line to complete, without its indentation
@@ -44,11 +43,7 @@ def _too_few_tokens(spec: Spec, num_tokens: int, length: int, num_predicted: int
 
 def _byte_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> list[tuple[np.ndarray, int]]:
     """(ids i32[length + num_predicted], bytes of the predicted ones) of each window, for the shipped model."""
-    if spec.text is None:
-        tokens = corpus.load("held_out").tokens
-    else:
-        tokens = np.frombuffer(symbols.read_source(spec).encode(), np.uint8)
-    total = length + num_predicted
+    tokens, total = symbols.source_tokens(spec), length + num_predicted
     num_windows = len(tokens) // total
     if not num_windows:
         raise _too_few_tokens(spec, len(tokens), length, num_predicted)

@@ -5,32 +5,32 @@ const { tokens, prompt, steps, layers, heads, methods } = given;
 const places = tokens.length;
 const HELD = 1, KEY_HOST = 2, VALUE_HOST = 4, REPRESENTS = 8, MERGED = 16, UNTOLD = 32, LEAVES = 64;
 
-const unpacked = async (text) => {
+const unpack = async (text) => {
   const packed = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 };
 
-const kept = new Map();
-const ofLayer = (name, packed) => {
-  if (!kept.has(name)) kept.set(name, unpacked(packed));
-  return kept.get(name);
+const unpackedLayers = new Map();
+const loadLayer = (name, packed) => {
+  if (!unpackedLayers.has(name)) unpackedLayers.set(name, unpack(packed));
+  return unpackedLayers.get(name);
 };
 
 // All that is shown of one layer: bytes [head, step, place].
-const fetched = async (layer, sides) => ({
-  attention: await ofLayer(`attention ${layer}`, given.attention[layer]),
+const fetchLayer = async (layer, sides) => ({
+  attention: await loadLayer(`attention ${layer}`, given.attention[layer]),
   sides: await Promise.all(sides.map(async (m) => ({
-    held: await ofLayer(`held ${m} ${layer}`, methods[m].held[layer]),
-    off: await ofLayer(`off ${m} ${layer}`, methods[m].off[layer]),
+    held: await loadLayer(`held ${m} ${layer}`, methods[m].held[layer]),
+    off: await loadLayer(`off ${m} ${layer}`, methods[m].off[layer]),
   }))),
 });
 
-// Shares of attention are held as the fourth root of a share, from 0 to 255; lost shares [layer, head, step] in 65535ths.
-const shareOf = (byte) => (byte / 255) ** 4;
-const lostOf = async (m) => {
-  const bytes = await ofLayer(`lost ${m}`, methods[m].lost);
+// Attention weights are held as their fourth root, from 0 to 255; lost weights [layer, head, step] in 65535ths.
+const weightOf = (byte) => (byte / 255) ** 4;
+const loadLost = async (m) => {
+  const bytes = await loadLayer(`lost ${m}`, methods[m].lost);
   return new Uint16Array(bytes.buffer);
 };
 const lostAt = (lost, layer, head, step) => lost[(layer * heads + head) * steps + step] / 65535;
-const place = (head, step, token) => (head * steps + step) * places + token;
+const byteIndex = (head, step, token) => (head * steps + step) * places + token;

@@ -14,14 +14,14 @@ const change = async (wish) => {
 
 const draw = async () => {
   const turn = ++shown;
-  const [bytes, losses] = await Promise.all([fetched(at.layer, at.sides), Promise.all(at.sides.map(lostOf))]);
+  const [bytes, losses] = await Promise.all([fetchLayer(at.layer, at.sides), Promise.all(at.sides.map(loadLost))]);
   if (turn !== shown) return; // something newer was asked for meanwhile
   byId("step").value = at.step + 1;
   byId("layer").value = at.layer;
   byId("head").value = at.head;
-  const read = quoted(tokens[prompt + at.step]);
+  const read = quote(tokens[prompt + at.step]);
   byId("where").textContent = `Step ${at.step + 1} of ${steps}: reads ${read}`;
-  byId("goes").textContent = `the exact cache goes on with ${quoted(given.likeliest[at.step])}`;
+  byId("goes").textContent = `the exact cache goes on with ${quote(given.likeliest[at.step])}`;
   byId("step").setAttribute("aria-valuetext", `step ${at.step + 1}, reads ${read}`);
   byId("back").disabled = at.step === 0;
   byId("forth").disabled = at.step === steps - 1;
@@ -37,14 +37,14 @@ const draw = async () => {
 
 // The words on one token, for both sides.
 const tell = () => {
-  const { token, step, layer, head } = at, share = shareOf(sides[0].code(token)[2]);
+  const { token, step, layer, head } = at, weight = weightOf(sides[0].code(token)[2]);
   sides.forEach((side) => side.pick(token));
-  const first = made("p");
-  first.append(made("b", "", quoted(tokens[token])), `, ${nameOf(token)}`);
-  if (!later(token, step)) first.append(`: ${percent(share)} of the exact attention at step ${step + 1}, layer ${layer}, head ${head}`);
+  const first = makeElement("p");
+  first.append(makeElement("b", "", quote(tokens[token])), `, ${nameOf(token)}`);
+  if (!isLater(token, step)) first.append(`: ${percent(weight)} of the exact attention at step ${step + 1}, layer ${layer}, head ${head}`);
   const lines = sides.map((side) => {
-    const line = made("p");
-    line.append(made("code", "", methods[side.m].name), ` ${side.fate(token)}`);
+    const line = makeElement("p");
+    line.append(makeElement("code", "", methods[side.m].name), ` ${side.describe(token)}`);
     return line;
   });
   byId("detail").replaceChildren(first, ...lines);
@@ -69,11 +69,11 @@ const keys = (event) => {
   event.preventDefault();
 };
 
-const legend = () => MARKS.map(([classes, colour, words, strength]) => {
-  const line = made("li"), mark = made("span", classes, "token"), swatch = made("i");
-  if (colour) swatch.style.background = `var(--${colour})`;
+const legend = () => MARKS.map(([classes, color, words, strength]) => {
+  const line = makeElement("li"), mark = makeElement("span", classes, "token"), swatch = makeElement("i");
+  if (color) swatch.style.background = `var(--${color})`;
   if (strength) mark.style.setProperty("--a", strength);
-  line.append(mark, swatch, made("span", "", words));
+  line.append(mark, swatch, makeElement("span", "", words));
   return line;
 });
 
@@ -83,17 +83,17 @@ const begin = () => {
   for (let l = 0; l < layers; l++) byId("layer").append(new Option(l, l));
   for (let h = 0; h < heads; h++) byId("head").append(new Option(h, h));
   tokens.slice(prompt).forEach((text, step) => {
-    const chip = made("button", "", text.replaceAll("\n", "⏎") || "▯");
+    const chip = makeElement("button", "", text.replaceAll("\n", "⏎") || "▯");
     chip.type = "button";
     chip.addEventListener("click", () => change({ step }));
     byId("answer").append(chip);
   });
   byId("legend").append(...legend());
   byId("marks").open = matchMedia("(min-width: 44rem)").matches;
-  byId("notes").append(...given.notes.map((text) => made("li", "", text)));
+  byId("notes").append(...given.notes.map((text) => makeElement("li", "", text)));
   sides = at.sides.map((_, i) => new Side(i, change));
   byId("sides").append(...sides.map((side) => side.root));
-  byId("detail").append(made("p", "", "Point at a token, tap it, or walk to it with the arrow keys: what has become of it is said here."));
+  byId("detail").append(makeElement("p", "", "Point at a token, tap it, or walk to it with the arrow keys: what has become of it is said here."));
   byId("layer").addEventListener("change", (event) => change({ layer: Number(event.target.value) }));
   byId("head").addEventListener("change", (event) => change({ head: Number(event.target.value) }));
   byId("step").addEventListener("input", (event) => change({ step: Number(event.target.value) - 1 }));

@@ -1,11 +1,11 @@
 // One side of the page: a method, its numbers, the text as it holds it, and two small maps.
-const made = (tag, className, text) => {
+const makeElement = (tag, className, text) => {
   const element = document.createElement(tag);
   if (className) element.className = className;
   if (text !== undefined) element.textContent = text;
   return element;
 };
-const looks = () => {
+const readColors = () => {
   const style = getComputedStyle(document.documentElement);
   const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   return Object.fromEntries(["raised", "exact", "inexact", "host", "stands", "lost", "soft"].map((name) => {
@@ -28,14 +28,14 @@ class Side {
     methods.forEach((m, i) => select.append(new Option(m.name, i)));
     select.addEventListener("change", () => change({ sides: { [number]: Number(select.value) } }));
     this.drawText(change);
-    for (let step = 0; step < steps; step++) this.find(".bars").append(made("i"));
+    for (let step = 0; step < steps; step++) this.find(".bars").append(makeElement("i"));
     this.maps(change);
   }
 
   drawText(change) {
     this.text = this.find(".text");
     this.spans = tokens.map((text, token) => {
-      const span = made("span", "t", text.replaceAll("\n", "⏎\n"));
+      const span = makeElement("span", "t", text.replaceAll("\n", "⏎\n"));
       span.id = `token-${this.number}-${token}`;
       span.setAttribute("role", "option");
       return span;
@@ -61,15 +61,15 @@ class Side {
     heads_.style.setProperty("--layers", layers);
     heads_.classList.toggle("many", layers > 12);
     for (let head = 0; head < heads; head++) for (let layer = 0; layer < layers; layer++) {
-      const button = made("button");
+      const button = makeElement("button");
       Object.assign(button, { type: "button", tabIndex: -1 });
       button.addEventListener("click", () => change({ layer, head }));
       heads_.append(button);
     }
   }
 
-  // All of one step: at {step, layer, head, token}, the method's number, its bytes, the exact attention, the lost shares, and the
-  // share that fills a bar.
+  // All of one step: at {step, layer, head, token}, the method's number, its bytes, the exact attention, the lost weights, and the
+  // weight that fills a bar.
   show(at, m, bytes, attention, lost, scale) {
     Object.assign(this, { at, m, bytes, attention, lost, scale });
     this.find("select").value = m;
@@ -81,14 +81,14 @@ class Side {
   }
 
   code(token, step = this.at.step) {
-    const i = place(this.at.head, step, token);
+    const i = byteIndex(this.at.head, step, token);
     return [this.bytes.held[i], this.bytes.off[i], this.attention[i]];
   }
 
   marks() {
     const { step } = this.at;
     this.spans.forEach((span, token) => {
-      const [held, off, share] = this.code(token), strength = tint(share);
+      const [held, off, weight] = this.code(token), strength = tint(weight);
       let classes = classesOf(token, step, held, off);
       if (strength >= MISSED && classes === "t gone") classes += " missed";
       if (tokens[token] === "") classes += " part";
@@ -98,9 +98,9 @@ class Side {
   }
 
   numbers() {
-    const { step, layer, head } = this.at, method = methods[this.m], so = prompt + step + 1;
+    const { step, layer, head } = this.at, method = methods[this.m], numTokens = prompt + step + 1;
     const count = { held: 0, exact: 0, inexact: 0, host: 0, stands: 0 };
-    for (let token = 0; token < so; token++) {
+    for (let token = 0; token < numTokens; token++) {
       const [held, off] = this.code(token);
       if (!(held & HELD)) continue;
       count.held++;
@@ -110,9 +110,9 @@ class Side {
       if (held & (REPRESENTS | MERGED)) count.stands++;
     }
     const parts = [count.exact && `${count.exact} exactly`, count.inexact && `${count.inexact} inexactly`, count.host && `${count.host} on the host`,
-      count.stands && `${count.stands} standing for others`, so - count.held && `${so - count.held} gone`];
-    this.find(".counts").textContent = `${count.held} of ${so} are held: ${parts.filter(Boolean).join(", ")}`;
-    const scale = made("small", "", `bars up to ${percent(this.scale)}`);
+      count.stands && `${count.stands} standing for others`, numTokens - count.held && `${numTokens - count.held} gone`];
+    this.find(".counts").textContent = `${count.held} of ${numTokens} are held: ${parts.filter(Boolean).join(", ")}`;
+    const scale = makeElement("small", "", `bars up to ${percent(this.scale)}`);
     this.find(".lost .number").replaceChildren(percent(lostAt(this.lost, layer, head, step)), scale);
     const mean = (values) => values.reduce((a, b) => a + b, 0) / (values.length * 65535);
     const here = Array.from(this.lost.filter((_, i) => i % steps === step));
@@ -128,26 +128,26 @@ class Side {
 
   next(method, step) {
     const same = method.likeliest[step] === given.likeliest[step], next = this.find(".next");
-    next.replaceChildren(made("b", "", quoted(method.likeliest[step])));
-    next.append(same ? " as the exact cache" : " where the exact cache has ", same ? "" : made("b", "", quoted(given.likeliest[step])));
+    next.replaceChildren(makeElement("b", "", quote(method.likeliest[step])));
+    next.append(same ? " as the exact cache" : " where the exact cache has ", same ? "" : makeElement("b", "", quote(given.likeliest[step])));
     const own = this.find(".own"), alike = method.own[0], rest = method.own[1];
-    own.replaceChildren(alike, rest ? made("mark", "", rest) : "");
-    if (!rest) own.append(made("span", "note", alike ? "\n(the same)" : ""));
+    own.replaceChildren(alike, rest ? makeElement("mark", "", rest) : "");
+    if (!rest) own.append(makeElement("span", "note", alike ? "\n(the same)" : ""));
   }
 
   stepsMap() {
-    const box = this.find(".steps"), canvas = this.find(".steps canvas"), colours = looks();
+    const box = this.find(".steps"), canvas = this.find(".steps canvas"), colors = readColors();
     Object.assign(canvas, { width: places, height: steps });
     const pen = canvas.getContext("2d"), image = pen.createImageData(places, steps);
     for (let step = 0; step < steps; step++) for (let token = 0; token < places; token++) {
-      const [held, off, share] = this.code(token, step);
-      let colour = "raised", strength = 1;
-      if (held & UNTOLD) colour = "soft";
-      else if (held & (REPRESENTS | MERGED)) colour = "stands";
-      else if (held & (KEY_HOST | VALUE_HOST)) colour = "host";
-      else if (held & HELD) colour = isOff(off) ? "inexact" : "exact";
-      else if (!later(token, step)) [colour, strength] = ["lost", tint(share)];
-      const mixed = [0, 1, 2].map((i) => colours[colour][i] * strength + colours.raised[i] * (1 - strength));
+      const [held, off, weight] = this.code(token, step);
+      let color = "raised", strength = 1;
+      if (held & UNTOLD) color = "soft";
+      else if (held & (REPRESENTS | MERGED)) color = "stands";
+      else if (held & (KEY_HOST | VALUE_HOST)) color = "host";
+      else if (held & HELD) color = isOff(off) ? "inexact" : "exact";
+      else if (!isLater(token, step)) [color, strength] = ["lost", tint(weight)];
+      const mixed = [0, 1, 2].map((i) => colors[color][i] * strength + colors.raised[i] * (1 - strength));
       image.data.set([...mixed, 255], 4 * (step * places + token));
     }
     pen.putImageData(image, 0, 0);
@@ -162,12 +162,12 @@ class Side {
     const { step, layer, head } = this.at;
     let most = [0, 0, 0];
     [...this.find(".heads").children].forEach((button, i) => {
-      const l = i % layers, h = Math.floor(i / layers), share = lostAt(this.lost, l, h, step);
-      if (share > most[0]) most = [share, l, h];
-      button.style.setProperty("--h", share.toFixed(3));
+      const l = i % layers, h = Math.floor(i / layers), weight = lostAt(this.lost, l, h, step);
+      if (weight > most[0]) most = [weight, l, h];
+      button.style.setProperty("--h", weight.toFixed(3));
       button.classList.toggle("here", l === layer && h === head);
-      button.textContent = Math.round(100 * share);
-      button.title = `layer ${l}, head ${h}: ${percent(share)}`;
+      button.textContent = Math.round(100 * weight);
+      button.title = `layer ${l}, head ${h}: ${percent(weight)}`;
     });
     const words = most[0] ? `The most, ${percent(most[0])}, in layer ${most[1]}, head ${most[2]}.` : "Nothing is lost at this step.";
     this.find(".most").textContent = words;
@@ -181,9 +181,9 @@ class Side {
     this.text.setAttribute("aria-activedescendant", this.spans[token].id);
   }
 
-  fate(token) {
+  describe(token) {
     const { step } = this.at;
     const bytes = Array.from({ length: steps }, (_, s) => this.code(token, s)[0]);
-    return fateOf(token, step, bytes, this.code(token)[1]);
+    return describeToken(token, step, bytes, this.code(token)[1]);
   }
 }

@@ -1,9 +1,9 @@
 // A token's state in words and as classes; every mark of the page is explained from here.
 const isOff = (off) => off > 0;
-const later = (token, step) => token > prompt + step;
+const isLater = (token, step) => token > prompt + step;
 
 const classesOf = (token, step, held, off) => {
-  if (later(token, step)) return "t later";
+  if (isLater(token, step)) return "t later";
   if (!(held & HELD)) return "t gone";
   const found = ["t"];
   if (held & UNTOLD) found.push("untold");
@@ -16,10 +16,10 @@ const classesOf = (token, step, held, off) => {
   return found.join(" ");
 };
 
-const percent = (share) => {
-  if (share === 0) return "0 %";
-  if (share < 0.0001) return "less than 0.01 %";
-  return `${(100 * share).toPrecision(share >= 0.9995 ? 3 : 2)} %`;
+const percent = (fraction) => {
+  if (fraction === 0) return "0 %";
+  if (fraction < 0.0001) return "less than 0.01 %";
+  return `${(100 * fraction).toPrecision(fraction >= 0.9995 ? 3 : 2)} %`;
 };
 const errorOf = (level) => 2 ** (given.least + given.per_level * level);
 const both = (key, value, words) => {
@@ -27,12 +27,12 @@ const both = (key, value, words) => {
   return key ? `key ${words}` : `value ${words}`;
 };
 
-const quoted = (text) => `“${text.replaceAll("\n", "⏎")}”`;
+const quote = (text) => `“${text.replaceAll("\n", "⏎")}”`;
 const nameOf = (token) => (token < prompt ? `token ${token + 1} of the text` : `token ${token - prompt + 1} of the answer`);
 
 // What one method makes of a token at a step; bytes: the token's held bytes at all steps.
-const fateOf = (token, step, bytes, off) => {
-  if (later(token, step)) return "not written yet";
+const describeToken = (token, step, bytes, off) => {
+  if (isLater(token, step)) return "not written yet";
   const held = bytes[step];
   const last = bytes.findLastIndex((byte) => byte & HELD);
   if (!(held & HELD)) {
@@ -54,7 +54,7 @@ const fateOf = (token, step, bytes, off) => {
   return words.join("; ");
 };
 
-// Classes of a sample, its colour in the map of all steps, the words, and how much attention the sample gets.
+// Classes of a sample, its color in the map of all steps, the words, and how much attention the sample gets.
 const MARKS = [
   ["t", "exact", "held exactly"],
   ["t inexact", "inexact", "inexactly: few bits, or few numbers"],

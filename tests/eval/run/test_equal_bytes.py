@@ -1,4 +1,4 @@
-"""Sizes that take a share of the full cache's bytes."""
+"""Sizes that take a fraction of the full cache's bytes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from kvjax.models import checkpoint
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 METHODS = "full; snapkv:budget=16,window=4"
 TIMES = ("prefill_seconds", "tokens_per_second")
 
@@ -220,7 +220,7 @@ def test_the_list_of_tasks(toy, capsys):
 
 def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("plots", "report", "panels"):
+    for name in ("plots", "report", "charts"):
         monkeypatch.delitem(sys.modules, f"kvjax.eval.page.{name}", raising=False)
         monkeypatch.delattr(f"kvjax.eval.page.{name}", raising=False)
     measured = []

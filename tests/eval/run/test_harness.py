@@ -107,8 +107,8 @@ def test_a_conversation_goes_on_with_the_reference_answer(name, monkeypatch):
     _, state = kvjax.prefill(MODEL, joined(TALKS, 0), method, capacity=ROOM)
     if not name.startswith("specache"):  # a guess of its own would stand beside the last token
         assert replies[1] == kvjax.generate(MODEL, fed, method, max_new_tokens=4, cache=state).tokens
-    marks = [[True] * 2 + [False] * (len(row) - 2) for row in fed]
-    logits, _ = kvjax.extend(MODEL, fed, state, method, decoded=marks)
+    decoded = [[True] * 2 + [False] * (len(row) - 2) for row in fed]
+    logits, _ = kvjax.extend(MODEL, fed, state, method, decoded=decoded)
     likeliest = [int(x[len(row) - 1].argmax()) for x, row in zip(np.asarray(logits), fed, strict=True)]
     assert [said[0] for said in replies[1]] == likeliest
 
@@ -158,7 +158,7 @@ def test_batches_depend_on_the_cases_alone_and_are_cut_evenly():
     assert [b.batch_size for b in found] == [5, 5, 1, 1, 4] and [b.max_new_tokens for b in found] == [4, 4, 4, 4, 0]
     odd = make_batches(cases[:7], 4)
     assert [len(b.cases) for b in odd] == [4, 3] and [c.key for c in odd[1].padded_cases] == ["2", "1", "0", "0"]
-    with pytest.raises(KvjaxError, match="at least 1 row, got 0"):
+    with pytest.raises(KvjaxError, match="at least 1 context, got 0"):
         make_batches(cases, 0)
 
 

@@ -89,19 +89,21 @@ def test_every_family_keeps_its_length_and_its_answers_in_a_chat(site, name):
 
 
 def test_a_template_is_used_where_there_is_one_unless_it_is_refused(site):
-    def marks(name: str, model: Model, chat: bool | None) -> list[str]:
+    def fingerprints(name: str, model: Model, chat: bool | None) -> list[str]:
         return [evaluate.fingerprint(c) for c in made(name, model, chat=chat)]
 
     model = chatting(CHATML)
     for name in ("niah", "turns.essays"):
-        assert marks(name, model, None) == marks(name, model, True) != marks(name, model, False)
-        assert marks(name, model, False) == marks(name, BYTES, None)
+        assert fingerprints(name, model, None) == fingerprints(name, model, True) != fingerprints(name, model, False)
+        assert fingerprints(name, model, False) == fingerprints(name, BYTES, None)
         with pytest.raises(KvjaxError, match="no chat template, which --chat asks for"):
             made(name, chat=True)
     for name in ("humaneval.bits", "humaneval.body", "ppl", "completion"):
-        assert marks(name, model, None) == marks(name, BYTES, None)  # a text that goes on is no question
+        assert fingerprints(name, model, None) == fingerprints(name, BYTES, None)  # a text that goes on is no question
     ours = Model(None, None, Tokenizer(vocab.tokenizer()), chat_template=model.chat_template)
-    assert marks("turns", ours, None) == marks("turns", dataclasses.replace(ours, chat_template=None), None)
+    assert fingerprints("turns", ours, None) == fingerprints(
+        "turns", dataclasses.replace(ours, chat_template=None), None
+    )
 
 
 def test_cases_are_the_same_on_every_day(site):

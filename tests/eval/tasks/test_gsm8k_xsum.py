@@ -91,7 +91,10 @@ def test_gsm8k_takes_as_many_shots_as_fit(gsm8k):
 def test_xsum_is_helms_format(xsum):
     case, _ = cases("xsum.rouge_2", xsum)
     shots = [("one", 100), ("two", 150), ("three", 60)]
-    text = lambda name, n: f"###\nArticle: {name} {' '.join(['word'] * (n - 1))}"  # noqa: E731
+
+    def text(name: str, num_words: int) -> str:
+        return f"###\nArticle: {name} {' '.join(['word'] * (num_words - 1))}"
+
     before = "".join(f"{text(*s)}{QUESTION}{summary()}\n\n" for s in shots)
     assert texts(case) == (before + text("asked", 512), QUESTION)
     ask = case.asks[0]

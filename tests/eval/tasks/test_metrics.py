@@ -105,7 +105,10 @@ def rouge_oracle(said, right):
 def test_rouge_l_is_that_of_longbench():
     rng = random.Random(0)
     words = ["The", "the", "cat", "sat", "on", "mat,", "mat"]
-    text = lambda: ". ".join(" ".join(rng.choices(words, k=rng.randint(1, 5))) for _ in range(3)) + "."  # noqa: E731
+
+    def text() -> str:
+        return ". ".join(" ".join(rng.choices(words, k=rng.randint(1, 5))) for _ in range(3)) + "."
+
     for _ in range(200):
         said, right = text(), text()
         assert score("rouge_l", said, right) == pytest.approx(rouge_oracle(said, right), abs=1e-7)
@@ -116,7 +119,10 @@ def test_rouge_l_is_that_of_longbench():
 
 def test_how_far_rouge_l_is_from_rouge_score():
     """The maintained library lowers, drops punctuation and takes one subsequence of all words: another number."""
-    other = lambda said, right: rouge_scorer.RougeScorer(["rougeL"]).score(right, said)["rougeL"].fmeasure  # noqa: E731
+
+    def other(said: str, right: str) -> float:
+        return rouge_scorer.RougeScorer(["rougeL"]).score(right, said)["rougeL"].fmeasure
+
     same = ("taxes rise on fuel", "taxes on fuel fall")
     assert score("rouge_l", *same) == pytest.approx(other(*same), abs=1e-7) == pytest.approx(0.75)
     turned = ("cuts follow. taxes rise on fuel", "taxes rise on fuel. cuts follow")
@@ -133,9 +139,12 @@ def test_how_far_rouge_l_is_from_rouge_score():
 def test_rouge_of_xsum_against_its_definition():
     said, right = "police find man dead in york", "a man found dead in York police say"
     overlap = {1: 5, 2: 2}  # police, man, dead, in, york; dead in, in york
-    pairs = lambda t, n: Counter(zip(*(t.lower().split()[i:] for i in range(n)), strict=False))  # noqa: E731
+
+    def count_ngrams(text: str, n: int) -> Counter:
+        return Counter(zip(*(text.lower().split()[i:] for i in range(n)), strict=False))
+
     for n in (1, 2):
-        common = sum((pairs(said, n) & pairs(right, n)).values())
+        common = sum((count_ngrams(said, n) & count_ngrams(right, n)).values())
         assert common == overlap[n]
         p, r = common / (7 - n), common / (9 - n)
         assert score(f"rouge_xsum_{n}", said, right) == pytest.approx(2 * p * r / (p + r))

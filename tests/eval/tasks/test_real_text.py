@@ -185,8 +185,8 @@ def test_bits_per_byte_are_a_sum_by_hand(site):
     model = dataclasses.replace(toy_model(layers=1, vocab_size=258), tokenizer=BYTES.tokenizer)
     (case,) = made("humaneval.bits", model, contexts=1, lengths=(120,))
     method = kvjax.parse("full")
-    batch, marks = evaluate.Batch((case,), 1, 0), {(case.task, case.key): ""}
-    (record,) = evaluate.run_batch(ContextReader(model), "full", method, batch, False, marks)
+    batch, fingerprints = evaluate.Batch((case,), 1, 0), {(case.task, case.key): ""}
+    (record,) = evaluate.run_batch(ContextReader(model), "full", method, batch, False, fingerprints)
     (logp,) = kvjax.score(model, [case.context], [case.follows], method)
     assert record["bits"] == pytest.approx(-float(np.sum(logp, dtype=np.float64)) / np.log(2) / 17, rel=1e-4)
     assert len(logp) == len("    return x + 1\n") == 17
