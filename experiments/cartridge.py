@@ -189,10 +189,10 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     add("full", full)
     texts = self_study(model, full, questions.contexts, parts["held out"].tokens[:, :, 1])
     for start in args.starts:
-        is_eviction = start != STARTS[0]
-        cache = (
-            compress(model, questions.contexts, start) if is_eviction else keep_first_tokens(model, questions.contexts)
-        )
+        if start == STARTS[0]:
+            cache = keep_first_tokens(model, questions.contexts)
+        else:
+            cache = compress(model, questions.contexts, start)
         add(start, cache)
         trained, losses = distill(model, full, cache, texts, steps=args.steps, batch=args.batch, rate=args.rate)
         ends = {"first_divergence": losses[0], "last_divergence": float(np.mean(losses[-20:]))}
@@ -203,7 +203,6 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-
     def parse_methods(text: str) -> tuple[str, ...]:
         return tuple(map(str.strip, text.split(";")))
 
@@ -227,9 +226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append([name, *held_out, *trained])
     title = f"Answers from {NUM_SLOTS} slots for {args.pairs} facts in {args.length} tokens, {args.contexts} contexts"
     columns = ("cache", "held out, right", "nats per token", "asked in training, right", "nats per token")
-    notes = [
-        f"Training texts of a context: {results['texts']['pieces']} chunks, {results['texts']['questions']} questions."
-    ]
+    texts = results["texts"]
+    notes = [f"Training texts of a context: {texts['pieces']} chunks, {texts['questions']} questions."]
     settings = vars(args) | {"slots": NUM_SLOTS}
     report("cartridge", before, [table(title, columns, rows)], notes, {"settings": settings, **results})
 

@@ -213,8 +213,8 @@ def _score(prompt: LayerPrompt, lengths: Array, layer: MethodLayer) -> Scores:
     return layer.method.select.scorer.scores(block, observation, layer.spec)
 
 
-def compute_scores(exact: FullKV, method: str, replay_scores: list[Array] | None) -> list[Scores]:
-    """Scores the prompts in every layer with a method's scorer, which may need the scores of a prompt replay."""
+def compute_scores(exact: FullKV, method: str, replayed: list[Array] | None) -> list[Scores]:
+    """Scores the prompts in every layer with a method's scorer, which may need the scores of `replay_scores`."""
     plan, found = cast(Any, bind(method, exact.model.config)), []
     for i, prompt in enumerate(exact.prompts):
         needs = plan[i].needs
@@ -223,7 +223,7 @@ def compute_scores(exact: FullKV, method: str, replay_scores: list[Array] | None
             queries = select_queries(plan[i], prompt.q, 0, exact.lengths)
         observed = LayerPrompt(prompt.k, prompt.v, queries)
         if needs.replay is not None:
-            observed = observed._replace(replay_scores=replay_scores[i])
+            observed = observed._replace(replay_scores=replayed[i])
         # plan[0] serves all layers, and compiles once: these layers are alike, and no scorer depends on its index.
         found.append(_score(observed, exact.lengths, plan[0]))
     return found
@@ -390,7 +390,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
             if later is not None and not setting.codec:
                 found["errors"] = attention_errors(later, masks)
         else:
-            context = exact.compress(setting.method, capacity)
+            context = exact.compress(setting.method, capacity=capacity)
         found["right"], found["log_probabilities"] = ask(context, batch, width)
         record = {"about": about, "protocol": protocol, "seed": seed, "method": setting.method, **found}
         with args.out.open("a") as file:

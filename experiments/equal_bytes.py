@@ -159,9 +159,9 @@ def _score(record: Mapping[str, Any]) -> float:
     return first_later(record)[1] if record["turns"] else float(np.mean(record["scores"]))
 
 
-def sum_up(model: Model, every: Sequence[Point], wrong: Mapping[str, str], args: argparse.Namespace) -> dict[str, Any]:
+def sum_up(model: Model, points: Sequence[Point], wrong: Mapping[str, str], args: argparse.Namespace) -> dict[str, Any]:
     """The document from which docs/generate makes the page."""
-    families = by_family(every)
+    families = by_family(points)
     measured = [method for methods in families.values() for method in methods]
     # Pages state bytes in bfloat16, whatever dtype the scores were computed in.
     planned = {method: planned_bytes(method, model.config, args.length, dtype=DTYPE) for method in measured}
@@ -174,17 +174,17 @@ def sum_up(model: Model, every: Sequence[Point], wrong: Mapping[str, str], args:
         "seeds": args.seeds,
         "full_bytes": planned[FULL].held["device"],
         "machine": machine(),
-        "points": [dataclasses.asdict(point) for point in every],
+        "points": [dataclasses.asdict(point) for point in points],
         "bfloat16": {m: (p.fraction_of_full, p.host_fraction_of_full) for m, p in planned.items()},
         "scores": complete_scores(list(families), args),
         "failed": dict(wrong),
     }
 
 
-def by_family(every: Sequence[Point]) -> dict[str, list[str]]:
+def by_family(points: Sequence[Point]) -> dict[str, list[str]]:
     """The fitted methods by family; the baseline `full` is a family of its own."""
     families = {FULL: [FULL]}
-    for point in every:
+    for point in points:
         families.setdefault(point.family, []).append(point.method)
     return {name: list(dict.fromkeys(filter(None, methods))) for name, methods in families.items()}
 
@@ -209,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
     args = p.parse_args(argv)
     model = kvjax.load(args.model)
-    every = fit_points(model, parse_shares(args.shares), args.length, args.settings)
-    families = by_family(every)
+    points = fit_points(model, parse_shares(args.shares), args.length, args.settings)
+    families = by_family(points)
     unknown = [name for name in args.families or () if name not in families]
     if unknown:
         raise KvjaxError(f"--families has {unknown[0]!r}; there are {', '.join(families)}")
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for family in args.families or families:
             wrong |= measure(model, family, families[family], args)
     if args.sum or not args.families:
-        args.results.write_text(json.dumps(sum_up(model, every, wrong, args)) + "\n")
+        args.results.write_text(json.dumps(sum_up(model, points, wrong, args)) + "\n")
         log_progress(f"wrote {args.results}")
 
 

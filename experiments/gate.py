@@ -196,9 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=4, help="contexts of a step")
     parser.add_argument("--rate", type=float, default=0.01, help="of Adam, at the start")
     parser.add_argument("--contexts", type=int, default=16, help="held-out contexts of each task")
-    parser.add_argument(
-        "--methods", type=lambda text: tuple(text.split(",")), default=METHODS, help="methods to compare"
-    )
+    parser.add_argument("--methods", type=common.split_words, default=METHODS, help="methods to compare")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)

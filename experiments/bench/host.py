@@ -38,12 +38,12 @@ CONFIG = kvjax.Config(
 def append_and_recall(buf: memory.Buffer, idx: jax.Array) -> tuple[memory.Buffer, jax.Array]:
     """Appends ones at slot i and fetches the slots idx[i], i32[B K n], in each step i; returns the buffer and a sum."""
     B, K, _, W = buf.data.shape
-    row = jnp.ones((B, K, 1, W), jnp.float32)
+    ones = jnp.ones((B, K, 1, W), jnp.float32)
 
     def step(carry, xs):
         buf, total = carry
         i, idx = xs
-        buf = memory.append(buf, row, jnp.broadcast_to(i, (B, 1)))
+        buf = memory.append(buf, ones, jnp.broadcast_to(i, (B, 1)))
         return (buf, total + memory.gather_tokens(buf, idx).sum() if idx.size else total), None
 
     xs = (jnp.arange(idx.shape[0], dtype=jnp.int32), idx)
@@ -70,14 +70,12 @@ class HostBuffer:
 
 def measure_memory(sizes: Sequence[int], n: int, steps: int, repeats: int) -> list[dict[str, Any]]:
     """Seconds per step at each size of the buffer in MB, with `n` vectors fetched per head and without."""
-    runs = {(mb, kind): HostBuffer(mb, rows, steps) for mb in sizes for kind, rows in (("append", 0), ("recall", n))}
-    for r in runs.values():
-        r.seconds()
-    seconds = measuring.time_in_turns({key: r.seconds for key, r in runs.items()}, repeats)
-    return [
-        {"megabytes": mb, **{kind: measuring.summary(seconds[mb, kind]) for kind in ("append", "recall")}}
-        for mb in sizes
-    ]
+    kinds = {"append": 0, "recall": n}
+    buffers = {(mb, kind): HostBuffer(mb, fetched, steps) for mb in sizes for kind, fetched in kinds.items()}
+    for buffer in buffers.values():  # compiles
+        buffer.seconds()
+    seconds = measuring.time_in_turns({key: buffer.seconds for key, buffer in buffers.items()}, repeats)
+    return [{"megabytes": mb, **{kind: measuring.summary(seconds[mb, kind]) for kind in kinds}} for mb in sizes]
 
 
 def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, KvjaxDecoder]:
@@ -105,9 +103,8 @@ def measure(model: kvjax.Model, megabytes: int, n: int, steps: int, repeats: int
         "tokens": int(host.length[0]),
         "seconds_per_step": {name: measuring.summary(s) for name, s in seconds.items()},
         "bytes": {name: kvjax.state_bytes(side.cache).total for name, side in sides.items()},
-        "full_copies": [
-            line for line in copies if "u32" in line
-        ],  # host buffers hold u32 words; device arrays of this shape hold floats
+        # Host buffers hold u32 words; device arrays of this shape hold floats.
+        "full_copies": [line for line in copies if "u32" in line],
     }
 
 

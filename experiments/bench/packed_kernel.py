@@ -2,8 +2,8 @@
 
 python -m experiments.bench.packed_kernel [--bits 2] [--context 32768] [--batches 1,8]
 
-Sides: "kernel", `packed_attention.attend` (on a GPU only); "dequantised", its reference, which unpacks
-everything; "dense", kvjax's attention over the same numbers in bfloat16; "jax cudnn" and "jax xla",
+Sides: "kernel", `packed_attention.attend` (on a GPU only); "dequantized", its reference, which unpacks everything;
+"dense", kvjax's attention over the same numbers in bfloat16; "jax cudnn" and "jax xla",
 `jax.nn.dot_product_attention` on them, where it supports the shapes. The run stops if two sides disagree. A turn runs
 several times over enough layers to exceed the caches; seconds are per layer. GB/s counts the bytes that a side must
 read; "of bandwidth" is their rate over the bandwidth measured in the same turns. The target is a kernel at least 3
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from experiments.bench import measuring
 from kvjax.core.attention import attend_dense, merge
-from kvjax.core.kernels import packed_attention as packed
+from kvjax.core.kernels import packed_attention
 from kvjax.core.types import KVBlock
 from kvjax.eval.run.machine import machine
 
@@ -40,13 +40,15 @@ def random_layer(key: jax.Array, B: int, S: int, bits: int) -> Layer:
     """Random codes of numbers between about -1 and 1, and these numbers in bfloat16."""
     keys = iter(jax.random.split(key, 6))
 
-    def codes(*scales: int) -> packed.PackedCodes:
+    def codes(*scales: int) -> packed_attention.PackedCodes:
         words = jax.random.bits(next(keys), (B, K, S * bits // 32, H), jnp.uint32)
-        scale, lo = (jax.random.uniform(next(keys), (B, K, *scales), minval=0.5) for _ in "ab")
-        return packed.PackedCodes(words, (scale * 2 / (2**bits - 1)).astype(jnp.bfloat16), (-lo).astype(jnp.bfloat16))
+        scale = jax.random.uniform(next(keys), (B, K, *scales), minval=0.5) * 2 / (2**bits - 1)
+        minimum = -jax.random.uniform(next(keys), (B, K, *scales), minval=0.5)
+        return packed_attention.PackedCodes(words, scale.astype(jnp.bfloat16), minimum.astype(jnp.bfloat16))
 
     k, v = codes(S // GROUP, H), codes(S, H // GROUP)
-    dense = [f(x, bits).astype(jnp.bfloat16) for f, x in ((packed.dequantize_keys, k), (packed.dequantize_values, v))]
+    numbers = packed_attention.dequantize_keys(k, bits), packed_attention.dequantize_values(v, bits)
+    dense = [x.astype(jnp.bfloat16) for x in numbers]
     pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, 1, S))
     return {"packed": (k, v, pos), "dense": KVBlock(*dense, pos), "jax": tuple(x.swapaxes(1, 2) for x in dense)}
 
@@ -66,11 +68,11 @@ def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # tests are stricter than JAX
             return jax.nn.dot_product_attention(query, *kv, implementation=implementation).reshape(q.shape)
 
-    kernel = {"kernel": ("packed", functools.partial(over_codes, packed.attend))}
+    kernel = {"kernel": ("packed", functools.partial(over_codes, packed_attention.attend))}
     cudnn = {"jax cudnn": ("jax", functools.partial(theirs, "cudnn"))}
     return {
         **(kernel if gpu else {}),
-        "dequantised": ("packed", functools.partial(over_codes, packed.attend_reference)),
+        "dequantized": ("packed", functools.partial(over_codes, packed_attention.attend_reference)),
         "dense": ("dense", dense),
         **(cudnn if gpu else {}),
         "jax xla": ("jax", functools.partial(theirs, "xla")),
@@ -102,7 +104,7 @@ def relative_errors(
     Raises:
       AssertionError: if an error reaches TOLERANCE.
     """
-    expected = jax.jit(runs["dequantised"][1])(q, x["packed"])
+    expected = jax.jit(runs["dequantized"][1])(q, x["packed"])
     errors, left_out = {}, []
     for name, (takes, attend) in runs.items():
         try:
@@ -193,9 +195,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = f"{args.bits}-bit decode attention, {args.context:,} tokens, {K} key/value heads x {G} of {H}"
     lines = [line for cell in cells for line in rows(cell)]
     bandwidth = ", ".join(f"{cell['bandwidth'] / 1e9:.1f}" for cell in cells)
-    measuring.report(
-        "packed", before, [measuring.table(title, COLUMNS, lines)], [f"Bandwidth, GB/s: {bandwidth}", *notes], cells
-    )
+    table = measuring.table(title, COLUMNS, lines)
+    measuring.report("packed_kernel", before, [table], [f"Bandwidth, GB/s: {bandwidth}", *notes], cells)
 
 
 if __name__ == "__main__":

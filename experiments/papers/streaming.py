@@ -40,9 +40,8 @@ def stream_text(
         if (at - first) // chunk % 20 == 0:
             log_progress(f"token {at:,} of {len(tokens):,}")
         part = tokens[at : at + chunk + 1]
-        chunk_ids = np.pad(
-            part[:-1], (0, chunk + 1 - len(part))
-        )  # pads the last call only, so that all share one program
+        # Only the last chunk is shorter; padded, it shares the other chunks' compiled program.
+        chunk_ids = np.pad(part[:-1], (0, chunk + 1 - len(part)))
         logits, cache = kvjax.extend(model, [chunk_ids], cache)
         nats.append(_nats(logits, part[1:]))
         sizes.add(_bytes(cache))

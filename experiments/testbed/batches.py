@@ -60,7 +60,7 @@ SIZED_TASKS = {"multivalue": _multivalue, "multiquery": _multiquery, "common": _
 
 def _make_task(rng: np.random.Generator, kind: str, length: int, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     """Makes a task of any size that fits, with all its questions, in exactly `length` tokens."""
-    filler = tasks.noise if rng.random() < 0.5 else lambda r, n: corpus.window(r, n)
+    filler = tasks.noise if rng.random() < 0.5 else corpus.window
     if kind in SIZED_TASKS:
         return tasks.row(SIZED_TASKS[kind](rng, length, filler))
     if kind == "recall":

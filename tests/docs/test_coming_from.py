@@ -48,7 +48,7 @@ KVComposePress KVgradPress KVPressTextGenerationPipeline KVzapPress LeverageScor
 NonCausalAttnPress PerLayerCompressionPress QFilterPress RandomPress RestoreKVPress ScorerPress
 SimLayerKVPress
 """.split()
-"""What else kvpress 0.5.5 names in `__all__`."""
+"""All other names in `__all__` of kvpress 0.5.5."""
 
 CACHES = """
 DynamicCache EncoderDecoderCache MambaCache PagedAttentionCache QuantizedCache StaticCache dynamic

@@ -33,38 +33,50 @@ def table_rows(page: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_has_lines_to_copy_that_make_its_method(name):
-    page = methods.page(builtin_entries()[name])
+    entry = builtin_entries()[name]
+    page = methods.page(entry)
     (command,), (code,) = blocks(page, "sh"), blocks(page, "python")
     check_command(*commands(command))
     values: dict = {}
     exec(compile(code, name, "exec", dont_inherit=True), values)
-    assert values["method"] == kvjax.parse(builtin_entries()[name].example)
+    assert values["method"] == kvjax.parse(entry.example)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_explains_every_parameter_with_its_default(name):
-    page = methods.page(builtin_entries()[name])
+    entry = builtin_entries()[name]
+    page = methods.page(entry)
     section = page[page.index("## Parameters") : page.index("## What it computes")]
     explained: list[str] = []
     for given, meaning in (cells for cells in table_rows(section) if "`" in cells[0]):
         for text in given.split("<br>"):
             parameter, default, kind = re.fullmatch(r"`(\w+)=([^`]*)` (.+)", text).groups()
-            assert default == (str(builtin_entries()[name].parameters[parameter].default) or '""') and kind
+            assert default == (str(entry.parameters[parameter].default) or '""') and kind
             explained.append(parameter)
         assert len(meaning) > 5
-    assert sorted(explained) == sorted(builtin_entries()[name].parameters)
+    assert sorted(explained) == sorted(entry.parameters)
 
 
 def test_a_meaning_is_in_the_words_of_the_method_that_the_docstring_refers_to():
     zipvl, zipcache = (builtin_entries()[name].meanings for name in ("zipvl", "zipcache"))
     assert zipvl["low"] == zipcache["low"] == "Bits of the least salient tokens (the public code: 2)."
+    assert zipvl["high"] == zipcache["high"] == "Bits of the other tokens (the public code: 4)."
     snapkv = builtin_entries()["snapkv"].meanings
     assert snapkv["budget"].endswith("; the window is included.")
+
+
+def test_parameters_and_the_description_of_a_docstring_are_told_apart():
+    int4 = builtin_entries()["int4"]
+    assert list(int4.meanings) == ["rotate", "clip"]
+    assert int4.docs.description.startswith("Attention in the prompt is") and int4.docs.description in methods.page(
+        int4
+    )
 
 
 def test_classes_that_a_docstring_refers_to_are_on_the_page():
     page = methods.page(builtin_entries()["kvcrush"])
     assert "see `KVCrush`" in page and "### KVCrush" in page
+    assert "Chooses representatives by the Hamming distance of each unit's signature to one anchor" in page
     assert "### lococo tables" in methods.page(builtin_entries()["lococo"])
 
 
@@ -81,6 +93,7 @@ def test_pages_do_not_depend_on_what_a_user_has_registered(clean_registry):
 
 def test_every_method_was_measured_and_is_in_one_family_of_the_menu():
     found = read_results()
+    assert {e.name for e in builtin_entries().values() if not e.docs.formula} == set()
     assert {e.name for e in builtin_entries().values() if e.example not in found} == set()
     first, *groups = methods.menu()
     assert first == "methods/index.md" and len(groups) == len(FAMILIES)
@@ -93,16 +106,12 @@ def test_every_method_was_measured_and_is_in_one_family_of_the_menu():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_of_a_page_are_those_of_the_results(name):
-    page, row = methods.page(builtin_entries()[name]), json.loads(RESULTS.read_text())[builtin_entries()[name].example]
-    (line,) = (
-        cells for cells in table_rows(page) if cells[0] == f"`{builtin_entries()[name].example}`" and len(cells) == 8
-    )
-    planned = kvjax.planned_bytes(builtin_entries()[name].example, kvjax.load("testbed").config, 2048, dtype="bfloat16")
-    assert line[1:4] == [
-        f"{planned.fraction_of_full:.1%}",
-        f"{planned.host_fraction_of_full:.1%}",
-        f"{row['recall']:.1%}",
-    ]
+    entry = builtin_entries()[name]
+    page, row = methods.page(entry), json.loads(RESULTS.read_text())[entry.example]
+    (line,) = (cells for cells in table_rows(page) if cells[0] == f"`{entry.example}`" and len(cells) == 8)
+    planned = kvjax.planned_bytes(entry.example, kvjax.load("testbed").config, 2048, dtype="bfloat16")
+    wanted = (planned.fraction_of_full, planned.host_fraction_of_full, row["recall"])
+    assert line[1:4] == [f"{fraction:.1%}" for fraction in wanted]
     assert "bfloat16" in page and "float32" in page
 
 

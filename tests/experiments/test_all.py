@@ -136,14 +136,17 @@ def test_all_scripts_of_the_folder_are_driven():
 
 
 def record(method: str, accuracy: float, **more) -> dict:
-    """What `common.measure` gives, with one task."""
+    """A record of `common.measure`, with one task."""
     return {"method": method, "tasks": {"t": {"accuracy": accuracy, "error": 0.0}}, "agreement": 1.0, **more}
 
 
 def evicted(lines: dict[str, tuple[str | None, float]], **more) -> dict:
-    """What `eviction_tables.document` gives: label -> (base, share right), later questions at half of it."""
+    """The document of `eviction_tables.document`: label -> (base, fraction right), later questions at half of it."""
     score = {"first": 1.0, "unseen": 1.0, "later": 0.5}
-    gain = lambda base, x: {w: {"right": (s * (x - lines[base][1]), 0.01)} for w, s in score.items()}  # noqa: E731
+
+    def gain(base: str, x: float) -> dict:
+        return {w: {"right": (s * (x - lines[base][1]), 0.01)} for w, s in score.items()}
+
     described = [{"label": m, "method": m, "base": b, "gains": gain(b, x) if b else {}} for m, (b, x) in lines.items()]
     outcomes = [
         {"method": m, "when": w, "right": s * x, "nats": 1.0} for m, (_, x) in lines.items() for w, s in score.items()

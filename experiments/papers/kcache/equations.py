@@ -70,11 +70,8 @@ class Fetch:
 
 def fetches(c: Config) -> list[Fetch]:
     """Equation 3 as printed, in bytes on both sides, and with grouped heads, which share the values of a full read."""
-    weights, values, own = (
-        NUMBER_BYTES * c.heads,
-        NUMBER_BYTES * c.heads * c.head_dim,
-        NUMBER_BYTES * c.kv_heads * c.head_dim,
-    )
+    weights = NUMBER_BYTES * c.heads
+    values, own = weights * c.head_dim, NUMBER_BYTES * c.kv_heads * c.head_dim
     return [
         Fetch("(3) as printed, bnNh", c.heads * c.head_dim, weights + values, weights + values),
         Fetch("(3) in bytes, 2bnNh", values, weights + values, weights + values),
@@ -191,28 +188,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     title = f"KCache: {args.model}, b={args.batch}, s={args.context}; {figures}"
     heads = ("equation", "left", "right", "holds")
+    prompt_rows = [(r["equation"], *format_sides(r)) for r in first]
+    step_rows = [(r["n"], r["equation"], *format_sides(r)) for r in second]
+    even_heads = ("equation", "s/N", f"largest N at {args.context:,}", *(f"least s, N={n}" for n in args.n))
+    even_rows = []
+    for r in even:
+        least_contexts = (f"{math.floor(r['ratio'] * n) + 1:,}" for n in args.n)
+        even_rows.append((r["equation"], f"{r['ratio']:.1f}", r["largest_n"], *least_contexts))
     tables = [
-        measuring.table(
-            f"{title}\nPrompt: copying hides behind a layer's work",
-            heads,
-            [(r["equation"], *format_sides(r)) for r in first],
-        ),
-        measuring.table(
-            "Step: fetching pays", ("N", *heads), [(r["n"], r["equation"], *format_sides(r)) for r in second]
-        ),
-        measuring.table(
-            "Break-even",
-            ("equation", "s/N", f"largest N at {args.context:,}", *(f"least s, N={n}" for n in args.n)),
-            [
-                (
-                    r["equation"],
-                    f"{r['ratio']:.1f}",
-                    r["largest_n"],
-                    *(f"{math.floor(r['ratio'] * n) + 1:,}" for n in args.n),
-                )
-                for r in even
-            ],
-        ),
+        measuring.table(f"{title}\nPrompt: copying hides behind a layer's work", heads, prompt_rows),
+        measuring.table("Step: fetching pays", ("N", *heads), step_rows),
+        measuring.table("Break-even", even_heads, even_rows),
     ]
     notes = [*NOTES, *[ON_CPU] * (args.measure and before["device"] == "cpu")]
     about = {"model": args.model, "context": args.context, "batch": args.batch, "measured": args.measure}

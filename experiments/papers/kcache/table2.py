@@ -95,9 +95,8 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
 
     gain = common.mean_accuracy(first) < common.mean_accuracy(last)
     why = "as in the paper" if gain else "our answers need few values of few layers"
-    near = common.mean_accuracy(last) >= common.mean_accuracy(full) - 100 * sum(
-        t["error"] for t in full["tasks"].values()
-    )
+    error = 100 * sum(task["error"] for task in full["tasks"].values())
+    near = common.mean_accuracy(last) >= common.mean_accuracy(full) - error
     return (
         f"full {common.mean_accuracy(full):.1f}%; {describe(first)}; {describe(last)}",
         "LLaMA2-7B GSM8K: full 15.1; N=32 L=0 5.5; N=32 L=3 14.3; N=128 L=0 8.5; N=128 L=3 15.1",

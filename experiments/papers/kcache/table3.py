@@ -169,9 +169,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
-    time_run = [r for r in results["decode"] if "tokens_per_second" in r]
+    timed = [r for r in results["decode"] if "tokens_per_second" in r]
     same = [r["fits"]["full"] == (r["paper"][0] is not None) for r in results["plans"]]
-    longest = max(time_run, key=lambda r: (r["input"], r["batch"], r["model"] != "testbed"), default=None)
+    longest = max(timed, key=lambda r: (r["input"], r["batch"], r["model"] != "testbed"), default=None)
     fits = f"plan agrees with the paper on the full cache in {sum(same)} of {len(same)} cells"
     if longest is None:
         return fits, "1.12x (N=128, 15k, batch 3)", "No cell was timed: all needed more memory than --limit-gb."

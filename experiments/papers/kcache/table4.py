@@ -95,13 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     found = {"paper": difference(list(PAPER.values()))}
     if full["tasks"]:
-        pairs = [[100 * r["tasks"][t]["accuracy"] for r in records] for t in full["tasks"]]
-        found["ours"] = difference([tuple(p) for p in pairs])
+        found["ours"] = difference([tuple(100 * r["tasks"][t]["accuracy"] for r in records) for t in full["tasks"]])
+    differences = "; ".join(f"{side} {describe_difference(d)}" for side, d in found.items())
     notes = [
         common.describe_protocol(args, model, records),
-        "KCache minus full, over tasks: "
-        + "; ".join(f"{side} {describe_difference(d)}" for side, d in found.items())
-        + ".",
+        f"KCache minus full, over tasks: {differences}.",
         NOTE,
         "The paper's subjects on a converted checkpoint (with the extra lm-eval):",
         *commands(args.model, text, {"bbh_cot_fewshot": 3}),
@@ -126,11 +124,9 @@ def paper_rows() -> list[tuple[str, ...]]:
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     found, known = results["difference"], results["difference"].get("ours")
-    ours = (
-        f"{describe_difference(known)} over {len(results['lines'][0]['tasks'])} tasks"
-        if known
-        else "no tasks: text only"
-    )
+    ours = "no tasks: text only"
+    if known:
+        ours = f"{describe_difference(known)} over {len(results['lines'][0]['tasks'])} tasks"
     small = "within" if known and abs(known["mean"]) <= 2 * known["error"] else "not within"
     return (
         ours,

@@ -89,7 +89,7 @@ def time_model(model: Model, args: argparse.Namespace, every: Sequence[Line], sh
         whole = f"{o['whole']:+.2%} ({o['whole_best']:+.1%} to {o['whole_worst']:+.1%})"
         ours = (whole, f"{1e3 * o['added_seconds']:+.2f}", f"{o['added']:+.3%}") if line.base else (None,) * 3
         rows.append((line.label, PAPER.get(kind), f"{median:.3f}", *ours))
-    title = f"{shape}: prefill of {args.timed_length} tokens + {args.steps} decode steps, one row"
+    title = f"{shape}: prefill of {args.timed_length} tokens + {args.steps} decode steps, one sequence"
     columns = ("method", "paper", "seconds", "overhead, whole runs", "added, ms", "overhead, added time")
     return table(title, columns, rows), {"shape": shape, "overhead": over, **seconds}
 

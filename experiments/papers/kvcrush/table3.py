@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables += [quality_table(f"{title}, {task}", found, every, task=task) for task in each]
     notes = [
         "The paper's columns: average of 15 LongBench tasks, whose question ends the prompt that is compressed, as "
-        "under 'first'. KVCrush* is the best of three pairs, in the paper and here, so chance alone favours it.",
+        "under 'first'. KVCrush* is the best of three pairs, in the paper and here, so chance alone favors it.",
         signature_note(model),
     ]
     report_lines("kvcrush_table3", before, args, found, tables, notes, lines=all_lines, paper=COLUMNS)

@@ -141,7 +141,6 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     average = {label: mean(x.values()) for label, x in results["scores"].items()}
     theirs = paper_scores("LLaMA-3-8B")
     both = [label for label in average if label in theirs]
-
     our_order = sorted(both, key=lambda label: average[label], reverse=True)
     their_order = sorted(both, key=lambda label: theirs[label]["average"], reverse=True)
     where = "LongBench" if results["longbench"] else f"{len(next(iter(results['scores'].values())))} stand-in tasks"

@@ -70,10 +70,9 @@ def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: 
         rank = jnp.where(kept & (slot <= t - recent), received, jnp.inf)
         over = kept.sum(-1, keepdims=True) > size
         kept = kept & ~(over & (slot == rank.argmin(-1, keepdims=True)))
-        s = jnp.where(visible(slot[0, 0, 0][None], t[None, None], window), scores(qt[:, :, :, None], k), MASKED_LOGIT)[
-            ..., 0, :
-        ]
-        p, _, l = weights(s)
+        is_visible = visible(slot[0, 0, 0][None], t[None, None], window)
+        logits = jnp.where(is_visible, scores(qt[:, :, :, None], k), MASKED_LOGIT)[..., 0, :]
+        p, _, l = weights(logits)
         exact = (p / l[..., None])[None]
         # Attention sums are renormalized over the remaining keys: the real method never sees the evicted ones.
         left = jnp.where(kept, exact, 0.0)

@@ -91,8 +91,7 @@ def format_method_score(o: Mapping[str, float]) -> str:
 
 NOTE = (
     "Percent of the needle in the answer, mean over depths ± standard error, the worst depth in brackets. Differs from "
-    "the paper: another model, shorter contexts, and a score by the answer's words instead of GPT-4's 1 to 10. "
-    "Its "
+    "the paper: another model, shorter contexts, and a score by the answer's words instead of GPT-4's 1 to 10. Its "
     "figure prints no numbers: one bit fails in most of Mistral's 32k and LLaMA-3's 8k plane, with SpeCache nearly all "
     "is green as with 16 bits. Recent tokens in full precision (KIVI 128, SpeCache 64) cover much of a short context."
 )
@@ -129,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     total = {m: method_score(results["cells"], m) for m in results["methods"]}
-    of_recipe = {part.name: m for m in reversed(total) for part in split_methods(m)}
-    low, back = of_recipe.get("kivi"), of_recipe.get("specache")
+    by_name = {part.name: m for m in reversed(total) for part in split_methods(m)}
+    low, back = by_name.get("kivi"), by_name.get("specache")
     ours = "; ".join(f"{m} {format_method_score(o)}" for m, o in total.items())
     paper = "no numbers: one bit mostly red, with SpeCache as 16 bits"
     if low is None or back is None:

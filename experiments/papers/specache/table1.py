@@ -85,9 +85,9 @@ def sizes() -> list[dict[str, Any]]:
 
 def size_row(r: Mapping[str, Any]) -> list[Any]:
     """Formats a record of `sizes`, with the paper's quality."""
-    paper, mib = MODELS[r["model"]], lambda n: f"{n / 2**20:,.0f}"
+    paper = MODELS[r["model"]]
     kivi, specache = (r["bytes"][t] for t in r["share"])
-    held = [mib(n) for n in (kivi["device"], specache["device"], specache["pinned_host"])]
+    held = [f"{n / 2**20:,.0f}" for n in (kivi["device"], specache["device"], specache["pinned_host"])]
     shares = [f"{x:.2f}x" for x in (*r["share"].values(), r["paper"])]
     longbench = [f"{x:.1f}" for x in (paper.full, *paper.longbench[r["bits"], r["group"]])]
     return [r["model"], f"{r['tokens']:,}", r["bits"], r["group"], *held, *shares, " ".join(longbench)]

@@ -1,4 +1,4 @@
-"""What a compiled step is read for: launches, copies, and what touches the host."""
+"""Counts read from a compiled step: launches, copies, and traffic with the host."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 def test_a_step_is_the_loops_body_with_the_loops_in_it():
-    """A fusion, a product, three fetches, and an addition in the inner loop, which runs beside the last of them."""
+    """A fusion, a product, three fetches, and an addition in the inner loop, which overlaps the last of them."""
     want = steps.Step(launches=6, fusions=1, products=1, copies=1, host=3, fetches=3, waits=2, outside=1)
     assert steps.Step.of(PROGRAM) == want
 

@@ -72,7 +72,7 @@ def test_hidden_tokens_count_as_little_as_evicted_ones(read, method):
 
 
 def test_the_error_of_attention_is_that_of_numpy(read):
-    """One layer, the queries behind the first row's prompt, in NumPy from the definition."""
+    """One layer, the queries after the prompts, in NumPy from the definition."""
     model, rows, _ = read
     batch = divisions.Batch(
         "turns",

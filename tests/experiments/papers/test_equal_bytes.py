@@ -88,7 +88,7 @@ def test_the_page_has_every_method_at_every_share(run):
 
 
 def test_an_interval_holds_its_mean_95_times_of_100():
-    """Of means of 24 normal numbers, whose true mean is 1; resampling so few makes intervals a little too short."""
+    """Means of 24 normal numbers, whose true mean is 1; resampling so few makes intervals a little too short."""
     draw = np.random.default_rng(1)
     intervals = [equal_bytes_page.bootstrap_interval(draw.normal(1.0, 2.0, 24)) for _ in range(200)]
     assert 0.88 <= np.mean([low < 1 < high for low, high in intervals]) <= 0.98

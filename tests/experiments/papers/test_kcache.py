@@ -224,9 +224,10 @@ def test_figure4_draws_and_goes_on(directory, tmp_path, capsys):
 
 
 def test_figure4_compares_the_pair():
-    cell = lambda m, x: {"method": m, "length": 96, "depth": 0.0, "score": x, "error": None, "n": 1}  # noqa: E731
-    names = ["full", "kivi:bits=1", "specache:bits=1"]
-    results = {"methods": names, "cells": [cell(m, x) for m, x in zip(names, (1.0, 0.25, 0.75), strict=True)]}
+    scores = {"full": 1.0, "kivi:bits=1": 0.25, "specache:bits=1": 0.75}
+    cell = {"length": 96, "depth": 0.0, "error": None, "n": 1}
+    cells = [{"method": method, "score": score, **cell} for method, score in scores.items()]
+    results = {"methods": list(scores), "cells": cells}
     assert specache_figure4.in_brief(results)[2] == "SpeCache finds more than one bit alone (+50.0 points)."
     model = toy_model(max_positions=4096)
     assert specache_figure4.lengths(model) == [256, 512, 1024, 2048, 4096]

@@ -68,7 +68,7 @@ def cut_short(instance: tasks.Instance) -> tasks.Instance:
 
 
 def test_questions_follow_each_other_as_the_template_has_it(site, chat_model):
-    """Prompts and answers of several lengths, and what stands between two turns, beside one dense pass."""
+    """Prompts and answers of several lengths, and the tokens between two turns, against one dense pass."""
     one, other = questions.in_text(ARGS, chat_model, "shared")
     instances = [one, cut_short(other)]
     assert len({len(q.prompt) for i in instances for q in i.questions}) > 1 and len(one.between)

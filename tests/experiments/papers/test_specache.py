@@ -61,7 +61,10 @@ def test_bytes_of_a_size_counted_by_hand():
     layers, numbers, tokens = 32, 8 * 128, 32768
     codes = 2 * (numbers * tokens // 8 + 2 * 2 * numbers * tokens // 64)  # with a scale and a minimum of 2 bytes each
     counts = 4 * tokens + 4  # positions, and how many there are
-    recent = lambda n: 2 * numbers * (n + n + 1)  # noqa: E731  (values stay a step longer)
+
+    def recent(n: int) -> int:
+        return 2 * numbers * (n + n + 1)  # values stay a step longer
+
     kivi = codes + recent(128) + counts + 2 * 4
     fetched = 2 * 2 * numbers * 64 + 4 * 8 * 64
     specache = codes + recent(64) + counts + 2 * 4 + fetched

@@ -22,7 +22,7 @@ def make(task: str, seed: int = 0, **options) -> tasks.Instance:
 
 
 def follow(context: list[int], marker: int, name: int) -> list[int]:
-    """What stands after `marker name` in the context, from its only occurrence on."""
+    """The context after `marker name`, which occurs once."""
     at = [i for i in range(len(context) - 1) if context[i : i + 2] == [marker, name]]
     assert len(at) == 1
     return context[at[0] + 2 :]
@@ -134,9 +134,10 @@ def toy_corpus() -> corpus.Corpus:
 
 @pytest.mark.parametrize("length", [32, 256])
 def test_batches_are_a_function_of_their_generator(length):
-    make_one = lambda seed: batches.make(  # noqa: E731
-        np.random.default_rng(seed), 24, length, dict.fromkeys(batches.KINDS, 1), 4 * length, toy_corpus()
-    )
+    def make_one(seed: int) -> batches.Batch:
+        mixture = dict.fromkeys(batches.KINDS, 1)
+        return batches.make(np.random.default_rng(seed), 24, length, mixture, 4 * length, toy_corpus())
+
     a, b = make_one(3), make_one(3)
     for x, y in zip(dataclasses.astuple(a), dataclasses.astuple(b), strict=True):
         assert np.array_equal(x, y)
@@ -252,24 +253,20 @@ def test_kneser_ney_counts_contexts_not_occurrences():
     model = ngram.KneserNey.fit(text, 2)
     bigrams = Counter(itertools.pairwise(text.tolist()))
     left = Counter(b for _, b in bigrams)
-    after = lambda h: {b: n for (a, b), n in bigrams.items() if a == h}  # noqa: E731
+
+    def after(h):
+        return {b: n for (a, b), n in bigrams.items() if a == h}
 
     def rates(counts):
         n1, n2, n3, n4 = (max(1, list(counts.values()).count(c)) for c in (1, 2, 3, 4))
         y = n1 / (n1 + 2 * n2)
-        return [
-            0,
-            *(
-                min(max(r, 0), i + 1)
-                for i, r in enumerate([1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3])
-            ),
-        ]
+        discounts = [1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3]
+        return [0, *(min(max(discount, 0), i) for i, discount in enumerate(discounts, 1))]
 
     def level(w, counts, rate, lower):
-        cut = lambda c: rate[min(c, 3)]  # noqa: E731
-        return (counts.get(w, 0) - cut(counts.get(w, 0)) + sum(map(cut, counts.values())) * lower) / sum(
-            counts.values()
-        )
+        count = counts.get(w, 0)
+        left_over = sum(rate[min(c, 3)] for c in counts.values())
+        return (count - rate[min(count, 3)] + left_over * lower) / sum(counts.values())
 
     for h, w in [(1, 2), (1, 3), (2, 2), (3, 5), (3, 9)]:
         unigram = level(w, left, rates(left), 1 / (vocab.END + 1))
