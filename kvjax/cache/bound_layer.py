@@ -186,14 +186,15 @@ class MethodLayer(StateOperations):
         """Compresses a prompt; see `BoundLayer`."""
         m = self.method
         side_store = policy_state = None
+        # A side store applies the selection itself, in `split`.
         if m.side_store:
             block, side_store = m.side_store.split(self, block, observation, num_slots)
         elif m.select:
             block = self.apply_selection(block, observation, min(num_slots, block.pos.shape[2]))
+        if (m.side_store or m.select) and observation is not None:
+            # The softmax sums cover the whole prompt, and some of its tokens are gone: the components below sum anew.
+            observation = observation._replace(softmax_lse=None)
         if m.decode:
-            if (m.side_store or m.select) and observation is not None:
-                # The softmax sums cover the whole prompt, and some of its tokens are gone: a policy sums anew.
-                observation = observation._replace(softmax_lse=None)
             slots, policy_state = m.decode.init(self, block, observation, num_slots)
             block = gather_tokens(block, slots)
         # Empty slots follow the tokens, for what is decoded later.
