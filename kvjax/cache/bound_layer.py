@@ -54,8 +54,8 @@ PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer
 class MethodLayer(StateOperations):
     """A method bound to one layer: implements `BoundLayer` by the method's components.
 
-    Its optional abilities (crop, partial attention, editing, ..) are those of `StateOperations`. Layers that do the same
-    are equal values, wherever they stand in the model, and share their compiled programs.
+    Its optional abilities (crop, partial attention, editing, ..) are those of `StateOperations`. Layers that do the
+    same are equal values, wherever they stand in the model, and share their compiled programs.
 
     Attributes:
       method: the components as they are in this layer.

@@ -119,8 +119,8 @@ class ScoredTiers(PrecisionTiers):
       share: fraction of each sequence's prompt tokens in the low tier, rounded down.
       k: codec of the low tier's keys.
       v: codec of its values.
-      recent: fraction of the tokens in the main slots, rounded down, that is reserved for the newest tokens whatever they
-        score.
+      recent: fraction of the tokens in the main slots, rounded down, that is reserved for the newest tokens whatever
+        they score.
     """
 
     scorer: Scorer
