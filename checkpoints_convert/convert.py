@@ -1,4 +1,4 @@
-"""Conversion, one top-level entry at a time: peak memory is near the largest entry, never the model."""
+"""Conversion: `convert` works one part of the model at a time, so that its peak memory is near the largest part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.models import Config, checkpoint, tokenizer
 from kvjax.utils.arguments import float_type
 
 Progress = Callable[[str, int, int], None]
-"""(part that was just written, its bytes and those before it, bytes of all); called first with no part."""
+"""(part that was just written, its bytes and those before it, bytes of all); called first with the name ""."""
 
 
 def open_source(path: str | Path) -> Source:
@@ -39,7 +39,7 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
     Args:
       src: a Hugging Face directory or a GGUF file.
       dst: the directory to write.
-      dtype: of the weights, as "bfloat16" or "bf16"; None as stored, float32 for quantized and mixed types.
+      dtype: of the weights, as "bfloat16" or "bf16"; None as stored, float32 for quantized, mixed and 64-bit types.
       replace: whether an existing checkpoint at `dst` is replaced.
       progress: called after each part.
 
@@ -47,8 +47,8 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
       The configuration.
 
     Raises:
-      KvjaxError: before anything is written, for a checkpoint that cannot be converted faithfully: unsupported
-        config; tensors missing, left over, misshapen, truncated or not finite; a tokenizer that does not work.
+      KvjaxError: before `dst` is touched, for a checkpoint that cannot be converted faithfully: unsupported config;
+        tensors missing, left over, misshapen, truncated, not finite or beyond `dtype`; a tokenizer that does not work.
     """
     checkpoint.refuse_existing(dst, replace)
     weight_dtype = None if dtype is None else float_type(dtype)
@@ -64,9 +64,9 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
         done, total = 0, sum(num_bytes(b.shape, weight_dtype) for b in plan.bindings)
         if progress:
             progress("", done, total)
-        for name, subtree in read_parts(source, plan, weight_dtype):
-            writer.put(name, subtree)
-            del subtree  # otherwise it stays in memory while the next part is read
+        for name, part in read_parts(source, plan, weight_dtype):
+            writer.put(name, part)
+            del part  # otherwise it stays in memory while the next part is read
             done += sum(num_bytes(b.shape, weight_dtype) for b in plan.parts[name])
             if progress:
                 progress(name, done, total)
@@ -82,7 +82,7 @@ def read(src: str | Path, dtype: str = "float32") -> tuple[Config, dict[str, Any
 
 
 def read_parts(source: Source, plan: ConversionPlan, dtype: np.dtype) -> Iterator[tuple[str, Any]]:
-    """Yields (top-level entry, its tree of parameters), each read when it is asked for."""
+    """Yields the parts of a model, its top-level entries: (name, parameter tree), each read when it is asked for."""
     for name, bindings in plan.parts.items():
         flat = {}
         for binding in bindings:

@@ -17,7 +17,7 @@ from kvjax.core.types import Array
 from kvjax.models.model import Model
 from kvjax.testbed import corpus, tasks
 
-HEADROOM_TOKENS = 32  # of questions and answers after a context
+HEADROOM_TOKENS = 32  # of a question and its answer after a context; longer ones would be dropped silently
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Questions:
     """Contexts and their questions with answers; every question follows its context alone."""
 
     contexts: np.ndarray  # i32[B S]
-    tokens: np.ndarray  # i32[B Q T], questions and answers
+    tokens: np.ndarray  # i32[B Q T] of Q questions, each with its answer
     is_answer: np.ndarray  # bool[B Q T]
 
 
@@ -39,6 +39,7 @@ def draw(task: str, num: int, length: int, seed: int, split: str, **sizes: Any) 
 def pack(instances: Sequence[tasks.Instance], width: int | None = None) -> Questions:
     """Stacks instances with equally many questions, padded on the right to `width` tokens (None: the longest)."""
     width = width or max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
+    assert width <= HEADROOM_TOKENS, f"questions of {width} tokens do not fit behind a context"
     shape = len(instances), len(instances[0].questions), width
     tokens, is_answer = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for b, instance in enumerate(instances):

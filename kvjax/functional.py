@@ -8,9 +8,10 @@ parameters, tokens, and a `Cache`, which is an ordinary pytree.
     logits, cache = functional.prefill(params, tokens, lengths, plan, config, capacity=2048)
     new_tokens, cache = functional.decode(params, cache, logits.argmax(-1), num_tokens=64)
 
-Nothing here inspects values, places arrays, donates buffers or measures time: `kvjax.generate` and `kvjax.read` do, and
-are built on these functions. Called eagerly, a pass compiles one program for each distinct layer; under `jax.jit` it is
-one program, in which layers that are alike are compiled once on a CPU.
+Nothing here donates buffers, checks tokens or measures time: `kvjax.generate` and `kvjax.read` do, and are built on
+these functions. Values decide no shape, except where a method divides a budget over layers and is called eagerly. Only
+methods that hold arrays in host memory place any. Called eagerly, a pass compiles one program for each distinct layer;
+under `jax.jit` it is one program, in which layers that are alike are compiled once on a CPU.
 
 Arguments called static are Python values, which decide shapes: close over them, or name them in `jax.jit`'s
 `static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it calls
@@ -102,8 +103,9 @@ def prefill(
         and before every later chunk of it. None by default, as for a model without a tokenizer.
 
     Returns:
-      Logits of each prompt's last token f32[B V], and the cache. The number of slots may depend on values that are
-      unknown under a transformation; the cache then has enough for any prompts of T tokens.
+      Logits of each prompt's last token f32[B V], and the cache. Some methods choose the number of slots by values (of
+      attention, for instance); under a transformation these are unknown, and the cache has enough for any prompts of T
+      tokens.
 
     Raises:
       KvjaxError: capacity below T, or a static argument that is traced or of another type.
@@ -199,8 +201,8 @@ def take(cache: Cache, sequences: Array) -> Cache:
     """Takes sequences of a cache, as a beam search does in every step.
 
     It is `jax.tree.map(lambda x: x[sequences], cache)` where all arrays lie on the device and have one entry per
-    sequence. Arrays in host memory are moved to the device and back, and what all sequences share, such as a calibrated
-    basis, stays as it is.
+    sequence. Arrays in host memory are moved to the device and back, and what several sequences share, such as a
+    calibrated basis, stays as it is.
 
     Args:
       cache: of B sequences.

@@ -1,8 +1,8 @@
 """`MethodLayer`: a `kvjax.Method` bound to one layer, and what its components do with a prompt and with each token.
 
-The life of a prompt, in `MethodLayer.prefill`:
+The life of a prompt; `MethodLayer.prefill` begins with step 2:
 
-1. The decoder attends the prompt exactly (or by `attend`) and hands over its keys and values, and an `Observation`: the
+1. The engine attends the prompt exactly (or by `attend`) and hands over its keys and values, and an `Observation`: the
    queries, attention sums and outputs that `needs` asked for.
 2. `select` scores the tokens and keeps the best; `second_stage` and `representatives` change a part of that choice.
 3. `merge` adds evicted tokens to kept ones. A `side_store` takes tokens out of the main slots, and selects for itself.
@@ -54,7 +54,8 @@ PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer
 class MethodLayer(StateOperations):
     """A method bound to one layer: implements `BoundLayer` by the method's components.
 
-    Layers that do the same are equal values, wherever they stand in the model, and share their compiled programs.
+    Its optional abilities (crop, partial attention, editing, ..) are those of `StateOperations`. Layers that do the
+    same are equal values, wherever they stand in the model, and share their compiled programs.
 
     Attributes:
       method: the components as they are in this layer.
@@ -186,14 +187,15 @@ class MethodLayer(StateOperations):
         """Compresses a prompt; see `BoundLayer`."""
         m = self.method
         side_store = policy_state = None
+        # A side store applies the selection itself, in `split`.
         if m.side_store:
             block, side_store = m.side_store.split(self, block, observation, num_slots)
         elif m.select:
             block = self.apply_selection(block, observation, min(num_slots, block.pos.shape[2]))
+        if (m.side_store or m.select) and observation is not None:
+            # The softmax sums cover the whole prompt, and some of its tokens are gone: the components below sum anew.
+            observation = observation._replace(softmax_lse=None)
         if m.decode:
-            if (m.side_store or m.select) and observation is not None:
-                # The softmax sums cover the whole prompt, and some of its tokens are gone: a policy sums anew.
-                observation = observation._replace(softmax_lse=None)
             slots, policy_state = m.decode.init(self, block, observation, num_slots)
             block = gather_tokens(block, slots)
         # Empty slots follow the tokens, for what is decoded later.
@@ -253,7 +255,7 @@ class MethodLayer(StateOperations):
         return self.spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)
 
     def decode_keys(self, stored: Any, pos: Array) -> Array:
-        """Decodes all keys [B K S H], rotated to their positions i32[B 1|K S]."""
+        """Decodes all keys [B K S H], rotated to their positions i32[B 1|K S]; for methods of true positions."""
         return self._rotate_keys(self.k.decode(stored), pos)
 
     def gather_keys(self, stored: Any, idx: Array, pos: Array) -> Array:

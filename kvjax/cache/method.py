@@ -131,6 +131,7 @@ class Method:
         checked = dataclasses.replace(bound, side_store=unbound.side_store, read=unbound.read)
         check_components(MethodLayer(checked, spec.without_index, budgets))
         if bound.side_store is not None and self.select is not None:
+            # The budget is that of all layers, which a store with heads of unlike sizes divides.
             bound = bound.side_store.bind_budget(bound, self.select.budget, spec)
         return MethodLayer(bound, spec.without_index, budgets)
 

@@ -1,11 +1,11 @@
-"""The interface between the decoder and a KV-cache method, on one page.
+"""The interface between the decoder and a KV-cache method: all that either knows about the other.
 
 A `KVMethod` is bound to each layer of a model and gives a `BoundLayer`. The bound layer turns a prompt's keys and
 values into a state, and attends new tokens to that state. The decoder knows nothing else about a method; a method sees
 only a `LayerSpec` of the model.
 
-Axis letters, here and everywhere: B sequences, T new tokens, S slots, K key/value heads, G query heads per key/value
-head, H head width, D model width, Q observed queries, L layers, C positions of a text.
+Axis letters, some of those in `kvjax.core.types`: B sequences, T new tokens, S slots, K key/value heads, G query heads
+per key/value head, H head dim, D model width, Q observed queries, L layers.
 
 On a mesh, `prefill`, `extend` and `measure` run inside `shard_map`: B and K are then the device's own, and what
 concerns all heads of a layer goes through `kvjax.core.mesh.over_heads`. How a state or a `cross_layer` value is split
@@ -109,7 +109,7 @@ class Needs:
 
     @property
     def observes(self) -> bool:
-        """Whether `BoundLayer.prefill` is given an observation."""
+        """Whether the layer asks for an observation; one also comes with a part of a budget that layers divide."""
         return (
             self.observed_queries != 0
             or self.output_projection
@@ -163,7 +163,7 @@ class BoundLayer(Protocol[State]):
 
         Args:
           block: keys (after RoPE) and values [B K T H] and positions i32[B 1 T], -1 for padding on the right.
-          observation: what `needs` asked for; None if it asked for nothing.
+          observation: what `needs` asked for, and this layer's part of a budget that layers divide; None for neither.
           num_slots: static size of the state.
         """
         ...
@@ -352,7 +352,7 @@ class InspectableLayer(Protocol[State]):
     """A layer that measures how exactly it holds its tokens; see `kvjax.cache.token_status`."""
 
     def reconstruction_error(self, state: State, exact: KVBlock) -> tuple[Array, Array]:
-        """Compares the state with the exact keys and values [B K C H] of all tokens, each at its position.
+        """Compares the state with the exact keys and values [B K T H] of all tokens, each at its position.
 
         Returns:
           Relative errors of keys and of values f32[B K S], in the slots of `positions`; NaN where unknown. They do not

@@ -1,6 +1,7 @@
 """The optional abilities of a layer under `kvjax.Method`, which act on its state as a whole: see `cache.protocol`.
 
-Taking sequences out of a state, or joining them, needs no ability: every array of a state has B first.
+Taking sequences out of a state, or joining them, needs no ability: every array of a state has B first, or 1 if all
+sequences share it.
 """
 
 from __future__ import annotations
@@ -215,7 +216,13 @@ def take_sequences(layer: BoundLayer | None, state: Any, which: Array | np.ndarr
     """Takes the sequences `which` i32[n] of a state, each as often as it is named."""
     if isinstance(layer, BatchedLayer):
         return layer.take_sequences(state, which)
-    return jax.tree.map(lambda x: memory.apply_on_device(lambda a: a[which], x) if x.ndim else x, state)
+    batch = _batch_size(state)
+
+    def take(x: Array) -> Array:
+        # What all sequences share, such as a calibrated basis, has one entry and stays as it is.
+        return memory.apply_on_device(lambda a: a[which], x) if x.ndim and x.shape[0] == batch else x
+
+    return jax.tree.map(take, state)
 
 
 def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
@@ -223,9 +230,21 @@ def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
     if isinstance(layer, BatchedLayer):
         return layer.concat_sequences(states)
 
-    def concat(*xs: Array) -> Array:
-        if len({(x.shape[1:], x.dtype) for x in xs}) > 1:
-            raise ValueError(f"arrays of {' and '.join(str(x.shape[1:]) for x in xs)} per row")
-        return jnp.concatenate(xs)
+    batches = [_batch_size(state) for state in states]
 
-    return jax.tree.map(lambda *xs: memory.apply_on_device(concat, *xs) if xs[0].ndim else xs[0], *states)
+    def concat_on_device(*xs: Array) -> Array:
+        if len({(x.shape[1:], x.dtype) for x in xs}) > 1:
+            raise ValueError(f"arrays of {' and '.join(str(x.shape[1:]) for x in xs)} per sequence")
+        # One sequence and what all sequences share look alike. So a shared array may come with an entry per sequence,
+        # from a state of one sequence that was forked, and then all get one.
+        return jnp.concatenate([jnp.broadcast_to(x, (n, *x.shape[1:])) for x, n in zip(xs, batches, strict=True)])
+
+    def concat(*xs: Array) -> Array:
+        is_shared = xs[0].ndim == 0 or (max(batches) > 1 and all(x.shape[0] == 1 for x in xs))
+        return xs[0] if is_shared else memory.apply_on_device(concat_on_device, *xs)
+
+    return jax.tree.map(concat, *states)
+
+
+def _batch_size(state: Any) -> int:
+    return max((x.shape[0] for x in jax.tree.leaves(state) if x.ndim), default=1)

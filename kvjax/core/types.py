@@ -5,6 +5,7 @@ Axis letters, in einsums, comments and docstrings:
     B sequences      T query tokens of this call    S cache slots     L layers
     N query heads    K key/value heads              G = N // K        H head dim
     D model width    F MLP width                    V vocabulary      Q observed queries
+    U units or pages of slots                       C tokens of a chunk of the prompt
 
 Queries are `q [B K G T H]`; keys and values `k, v [B K S H]`, keys after RoPE. `pos i32[B K S]` is the original
 position of the token in a slot, -1 in an empty slot; its K axis is 1 where all heads hold the same tokens.

@@ -101,7 +101,7 @@ def apply_layer(
             output_projection=params["attention"]["o"]["kernel"][None],
         )
         out, *rest = mode.attend(call, state, inputs, cross_layer, target.mesh)
-        return out, rest
+        return out, rest  # the decoder passes on what comes with the attention's result, and does not look at it
 
     # The layer is not told its index in the model: that would give each one a compiled program of its own.
     layer = decoder.Layer(target.config, 0, hidden.dtype)
@@ -120,6 +120,7 @@ def exact_logits(params: Any, tokens: Array, config: Config) -> Array:
     return _decoder(params, config).apply({"params": params}, tokens, pos, attend, method=Decoder.logits)[0]
 
 
+# The functions `apply_*` are traced; these are their compiled forms.
 embed = jax.jit(apply_embed, static_argnames="target")
 run_layer = jax.jit(apply_layer, static_argnames=("call", "target"))
 unembed = jax.jit(apply_unembed, static_argnames="target")
@@ -127,10 +128,11 @@ unembed = jax.jit(apply_unembed, static_argnames="target")
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The compiled functions that a pass calls.
+    """The compiled functions that run a layer and compute logits in a pass.
 
-    The defaults serve every caller. JAX allows compiler options and donation in the outermost `jit` alone, so only
-    `kvjax.generation`, which is never traced, passes others (`kvjax.generation.compile_options`).
+    All callers but `kvjax.generation` use the defaults. JAX allows compiler options and donation in the outermost `jit`
+    alone; `kvjax.generation` is never traced, and passes functions that have them
+    (`kvjax.generation.compile_options`).
     """
 
     run_layer: Callable[..., tuple[Array, Any, Any]] = run_layer
@@ -202,10 +204,11 @@ Progress = Callable[[Iterable[int]], Iterable[int]]
 def scan_if_traced(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, progress: Progress = iter
 ) -> tuple[Any, Any]:
-    """Runs `lax.scan` under a transformation, and a Python loop over the same body when called eagerly.
+    """Runs `lax.scan` if `carry` or `xs` are traced, and a Python loop over the same body if not.
 
-    Inside a caller's program the loop's length must not add to what is compiled. Called eagerly, each layer is a
-    program of its own that all rounds share, and a scan would compile the whole model once more.
+    Only the loop reports to `progress`. Inside a caller's program the loop's length must not add to what is compiled.
+    Called eagerly, each layer is a program of its own that all rounds share, and a scan would compile the whole model
+    once more.
     """
     if any(isinstance(x, Tracer) for x in jax.tree.leaves((carry, xs))):
         return lax.scan(body, carry, xs)

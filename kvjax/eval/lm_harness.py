@@ -2,10 +2,11 @@
 
     python -m kvjax.eval.lm_harness --model kvjax --model_args model=DIR,method=kcache:n=64 --tasks gsm8k
 
-takes every option of `lm_eval`. It splits model_args at commas, so inside a method write "/" for ",", as in
+takes every option of `lm_eval`, which splits model_args at commas. So write "/" for "," inside a method, as in
 method=kcache:n=64/device_layers=1, or give JSON: --model_args '{"model": "DIR", "method": "kivi:bits=2,residual=64"}'.
 A method of your own comes from a file or module: load=my_method.py,method=my_method:budget=64.
-A prompt is prefilled and compressed by the method; a continuation is decoded token by token.
+A prompt is prefilled and compressed by the method; a continuation is fed to the
+compressed cache, as if it had been decoded.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class KvjaxLM(TemplateLM):
 
     Args:
       model: as in `kvjax.load`.
-      method: a value, or its string with "/" for ",".
+      method: a value, or its string, where "/" stands for "," if it has no comma.
       batch_size: prompts at a time.
       max_length: most tokens of a prompt and its continuation (default: the model's positions); longer prompts lose
         their beginning, as in lm_eval's own models.
@@ -84,7 +85,7 @@ class KvjaxLM(TemplateLM):
         self.model = model if isinstance(model, Model) else models.load(model, dtype=dtype)
         for source in [load] if isinstance(load, str) else load:
             load_methods(source)
-        self.method = method_of(method.replace("/", ",") if isinstance(method, str) else method)
+        self.method = method_of(_restore_commas(method) if isinstance(method, str) else method)
         self.batch_size = int(batch_size)
         self.max_length = int(max_length or self.model.config.max_positions)
         self.max_gen_toks, self.seed, self._prefix = int(max_gen_toks), int(seed), prefix_token_id
@@ -134,7 +135,7 @@ class KvjaxLM(TemplateLM):
         """Scores whole texts (natural log) in windows of max_length, as lm_eval; unscored tokens are the prompt."""
         prefix, pairs, owner = self.prefix_token_id, [], []
         for i, (text,) in enumerate(r.args for r in requests):
-            windows = get_rolling_token_windows(self.tok_encode(text, False), prefix, self.max_length, 1)
+            windows = get_rolling_token_windows(self.tok_encode(text, False), prefix, self.max_length, context_len=1)
             disjoint = [make_disjoint_window(w) for w in windows]
             pairs, owner = pairs + disjoint, owner + [i] * len(disjoint)
         out = [0.0] * len(requests)
@@ -153,6 +154,7 @@ class KvjaxLM(TemplateLM):
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[tuple[float, bool]]:
         out: list = [(0.0, True)] * len(pairs)  # of a continuation without tokens
+        # The last token of a continuation is scored and never fed, and so takes no position.
         pairs = [(self._keep_end(prompt, len(rest) - 1), rest) for prompt, rest in pairs]
         sizes = {i: (len(prompt), len(rest)) for i, (prompt, rest) in enumerate(pairs) if rest}
         for indices in self._batches(sizes, "loglikelihood", quiet):
@@ -178,7 +180,8 @@ class KvjaxLM(TemplateLM):
             for number, indices in enumerate(batches):
                 options = {"max_new_tokens": most, "stop": until, **sampling, "seed": self.seed + number}
                 result = generate(self.model, [prompts[i] for i in indices], self.method, **options)
-                for i, text in zip(indices, result.text, strict=True):
+                # The first of repeated indices has the draws that its place in the batch determines.
+                for i, text in reversed(list(zip(indices, result.text, strict=True))):
                     out[i] = text
         for r, text in zip(requests, out, strict=True):
             self.cache_hook.add_partial("generate_until", r.args, text)
@@ -214,8 +217,13 @@ class KvjaxLM(TemplateLM):
         indices = sorted(sizes, key=sizes.__getitem__, reverse=True)
         batches = [indices[i : i + self.batch_size] for i in range(0, len(indices), self.batch_size)]
         for batch in track(batches, f"{name} ({name_of(self.method)})", disable=quiet, transient=True):
-            # The last batch repeats an index, so that all share programs.
+            # The last batch repeats its last index, so that all batches share programs.
             yield batch + batch[-1:] * (self.batch_size - len(batch))
+
+
+def _restore_commas(method: str) -> str:
+    """Replaces "/" by "," where lm_eval has split at commas; a string that has one came as JSON, and may hold paths."""
+    return method if "," in method else method.replace("/", ",")
 
 
 def main() -> None:

@@ -55,6 +55,7 @@ def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
 def shortest_stopped(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> list[int]:
     """Returns the fewest first tokens whose text contains a stop string, all of them where none appears."""
     # Containing a stop string is monotone in the number of tokens, so that a binary search decodes few prefixes.
+    # It ends at `len(tokens)` where no prefix contains one.
     num_tokens = bisect.bisect_left(
         range(len(tokens)), True, key=lambda n: contains_stop(tokenizer.decode(tokens[:n]), stop)
     )

@@ -22,16 +22,16 @@ class WindowState:
     """All slots in the inner codec, and exact copies of the newest ones, slot i at place i modulo P."""
 
     inner: Any
-    newest: Array  # [B K P H]; one place is free for the next token
-    n: Array  # i32[B], slots in use
+    # [B K P H]. P is one more than the window: in a chunk, the padding of a short sequence is written to that place.
+    newest: Array
+    n: Array  # i32[B], slots that were written, with padding
 
 
 @dataclasses.dataclass(frozen=True)
 class ExactWindow(CodecWrapper):
     """Reads the last `window` slots exactly, a query's own included, and all others from the inner codec.
 
-    A token is stored twice from the start, because the exact copy of one that leaves the window is overwritten in
-    place; nothing has to be encoded at that moment.
+    Every token is also encoded when it arrives, so that when it leaves the window, its exact copy is just overwritten.
     """
 
     window: int = 32
@@ -106,8 +106,8 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
     Keys are stored without RoPE. Attention in the prompt is exact.
 
     Formula:
-      stored: c = A (k - mean), k before RoPE and of all heads; k' = RoPE(A^T c + mean), values likewise; the last 32
-      tokens exact
+      stored: c = A (k - mean), k before RoPE and of all heads; k' = RoPE(A^T c + mean), values likewise; the last
+      `window` tokens exact
 
     Differs:
       The authors train A and B on the hidden states, from a decomposition of the weights; here B = A^T is an
@@ -125,7 +125,7 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
     """
     bases = JointBases.table_file(table)
     k, v = (
-        CalibratedLowRank(0, table=bases, of="bare_keys", share=keys),
-        CalibratedLowRank(0, table=bases, share=values),
+        CalibratedLowRank(heads=0, table=bases, of="bare_keys", share=keys),
+        CalibratedLowRank(heads=0, table=bases, share=values),
     )
     return Method(k=ExactWindow(k, window), v=ExactWindow(v, window))

@@ -37,7 +37,7 @@ def keynorm(
 
     Differs:
       The authors' example (alessiodevoto/l2compress) compresses no tokens of layers 0 and 1; here, as under
-      `KnormPress`, all layers keep the same number.
+      kvpress' `KnormPress`, all layers keep the same number.
 
     Args:
       budget, sinks, recent, unit, per: as in `make_selection`.

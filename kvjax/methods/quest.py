@@ -17,7 +17,7 @@ from kvjax.methods.registry import register_method
 
 @exportable
 class Box(NamedTuple):
-    """The least and the greatest number of each channel over the keys of a page, both [B K U H]."""
+    """The least and the greatest number of each channel over the keys of a page, both [B K U H] for U pages."""
 
     low: Array
     high: Array
@@ -38,6 +38,7 @@ class Boxes(Index):
             raise KvjaxError(f"a page holds at least 1 token, got {self.size}; the paper uses 16")
 
     def summarize(self, keys: Array, real: Array) -> Box:
+        # Keys [B K U size H] and real bool[B 1|K U size]: the box spans the page's tokens, axis 3.
         most = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
         low, high = (jnp.where(real[..., None], keys, side) for side in (most, -most))
         return Box(low.min(3), high.max(3))
@@ -73,5 +74,6 @@ def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers:
     """
     if budget < 1:
         raise KvjaxError(f"budget must be at least 1 token, got {budget}; the paper uses 256 to 4096")
-    index = Boxes(page)
-    return Method(read=Retrieve(index, max(3, budget // page) - 1, per=per), device_layers=device_layers)
+    # The reader adds the current page. At least three pages, as in the authors' code, leave two to choose.
+    num_chosen = max(3, budget // page) - 1
+    return Method(read=Retrieve(Boxes(page), num_chosen, per=per), device_layers=device_layers)

@@ -80,13 +80,13 @@ def test_a_saved_context_whose_header_was_edited_is_refused(tmp_path):
 def test_a_saved_context_that_says_nothing_usable_is_refused(tmp_path, capacity):
     path = tmp_path / "out"
     header_of(path, b"[" * 100_000 + b"]" * 100_000)
-    with pytest.raises(KvjaxError, match="no saved context, or a damaged one .*nested more than 100 deep"):
+    with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*nested more than 100 deep"):
         kvjax.resume(MODEL, path)
     kvjax.read(MODEL, [[1, 2, 3]], "full", room=8).save(path)
     with np.load(path) as held:
         said = json.loads(held[archive.HEADER].tobytes())
     said |= {"capacity": capacity, "arrays": {}}
     header_of(path, json.dumps({k: x for k, x in said.items() if x is not None}).encode())
-    with pytest.raises(KvjaxError, match="no saved context, or a damaged one .*capacity"):
+    with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*capacity"):
         kvjax.resume(MODEL, path)
     assert set(save.FORMAT.fields) <= said.keys()

@@ -2,8 +2,8 @@
 
 python -m experiments.papers.specache.table1 [--sizes-only] [--model DIR] [--tasks variables,needle]
 
-Sizes are those of the methods' caches at each model's greatest length, by shape evaluation: nothing is allocated, and
-no weights are needed. Quality is that of --model.
+Sizes are those of the methods' caches at the paper's length for each model, by shape evaluation: nothing is allocated,
+and no weights are needed. Quality is that of --model.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def sizes() -> list[dict[str, Any]]:
 def size_row(r: Mapping[str, Any]) -> list[Any]:
     """Formats a record of `sizes`, with the paper's quality."""
     paper = MODELS[r["model"]]
-    kivi, specache = (r["bytes"][t] for t in r["share"])
+    kivi, specache = (r["bytes"][t] for t in r["share"])  # in the order of PAIR
     held = [f"{n / 2**20:,.0f}" for n in (kivi["device"], specache["device"], specache["pinned_host"])]
     shares = [f"{x:.2f}x" for x in (*r["share"].values(), r["paper"])]
     longbench = [f"{x:.1f}" for x in (paper.full, *paper.longbench[r["bits"], r["group"]])]
@@ -94,7 +94,7 @@ def size_row(r: Mapping[str, Any]) -> list[Any]:
 
 
 def methods(model: Model, bits: Sequence[int], groups: Sequence[int]) -> list[str]:
-    """Strings of both methods at all bits, and at all groups that divide the model's head size."""
+    """Strings of both methods at all bits and at all groups that divide the head dim; at all groups if none does."""
     fit = [g for g in groups if model.config.head_dim % g == 0]
     return [p.format(bits=b, group=g) for b in bits for g in fit or groups for p in PAIR]
 
@@ -109,8 +109,8 @@ def paper_cells(method: str) -> list[str | None]:
     return [f"{p.longbench[key][part.name == 'specache']:.1f}" if key in p.sizes else None for p in papers]
 
 
-SIZE_COLUMNS = ("model", "tokens", "bits", "g", "kivi MiB", "specache", "host MiB")
-SIZE_COLUMNS += ("kivi", "specache", "paper", "LongBench")
+SIZE_COLUMNS = ("model", "tokens", "bits", "g", "kivi MiB", "specache MiB", "host MiB")
+SIZE_COLUMNS += ("kivi of full", "specache of full", "paper", "LongBench")
 SIZE_NOTE = (
     "Sizes: device bytes of one context's cache over those of `full`. Ours also count 4 bytes of position a token and "
     "the index of each fetched token; the paper's are codes, scales, minima and 128 tokens in full. Its LLaMA-2 sizes "

@@ -18,7 +18,10 @@ from kvjax.errors import KvjaxError
 
 @exportable
 class ChunkCodes(NamedTuple):
-    """A chunk of T tokens as codes, with the numbers that restore it."""
+    """A prompt, or a chunk of decoded tokens, as codes, with the numbers that restore it.
+
+    A counts the numbers of a token, C those that its tokens share, and U, below, the prompt and all chunks.
+    """
 
     codes: Array  # uint32[B K T H]
     own: Array | None  # [B K T A], the numbers of each token
@@ -33,7 +36,7 @@ class ChunkState:
     own: memory.Buffer | None  # [B K S A]
     shared: memory.Buffer | None  # [B K U C], of the prompt, then of each chunk
     recent: Array  # [B K P H]
-    prompt: Array  # i32[B], tokens of the prompt
+    num_prompt: Array  # i32[B]
     num_quantized: Array  # i32[B]
 
     @property
@@ -66,7 +69,7 @@ class ChunkCodec(Codec):
             raise KvjaxError(f"every must be 0 or more decoded tokens, got {self.every}; ZipCache uses 100")
 
     def quantize(self, x: Array) -> ChunkCodes:
-        """Quantizes a chunk x [B K T H] of real tokens."""
+        """Quantizes real tokens x [B K T H], a prompt or a chunk."""
         raise NotImplementedError
 
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
@@ -94,8 +97,8 @@ class ChunkCodec(Codec):
             own,
             None if coded.shared is None else memory.pack(jnp.pad(coded.shared, padding)),
             jnp.zeros((B, K, min(self.every, S), H), x.dtype),
-            n,
-            n,
+            num_prompt=n,
+            num_quantized=n,
         )
 
     def append(self, stored: ChunkState, x: Array, at: Array) -> ChunkState:
@@ -128,7 +131,7 @@ class ChunkCodec(Codec):
 
     def chunk_index(self, stored: ChunkState, slot: Array) -> Array:
         """The chunk of slots i32[B ...]: 0 for the first one after the prompt, negative for the prompt's slots."""
-        return (slot - stored.prompt.reshape(-1, *(1,) * (slot.ndim - 1))) // max(self.every, 1)
+        return (slot - stored.num_prompt.reshape(-1, *(1,) * (slot.ndim - 1))) // max(self.every, 1)
 
     def append_chunk(self, stored: ChunkState, coded: ChunkCodes, is_due: Array) -> ChunkState:
         """Appends a chunk to the codes of the sequences that are due, bool[B]."""
@@ -186,7 +189,7 @@ class Channelwise(ChunkCodec):
     """
 
     def quantize(self, x: Array) -> ChunkCodes:
-        codes, scale, lo = bit_packing.quantize(x.swapaxes(2, 3), self.bits)
+        codes, scale, lo = bit_packing.quantize(x.swapaxes(2, 3), self.bits)  # scale and lo [B K H 1]
         return ChunkCodes(codes.swapaxes(2, 3), None, jnp.concatenate([scale, lo], 2).swapaxes(2, 3))
 
     def restore(self, codes: Array, own: Array | None, shared: Array) -> Array:

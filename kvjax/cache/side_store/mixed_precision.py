@@ -55,7 +55,7 @@ class PrecisionTiers(SideStore):
         raise NotImplementedError
 
     def encode_low_tier(self, low: KVBlock, block: KVBlock, observation: Observation | None) -> LowTier:
-        """Stores the tokens `low` of a prompt's block."""
+        """Stores the tokens `low` of a prompt's block; a subclass may fit its codecs to the whole block."""
         return LowTier(self.k.encode(low.k, low.pos), self.v.encode(low.v, low.pos), low.pos, low.bias)
 
     def split(
@@ -64,15 +64,20 @@ class PrecisionTiers(SideStore):
         max_kept = self._max_kept(layer, block.pos.shape[2], slots)
         if layer.method.select is not None:
             block = layer.apply_selection(block, observation, max_kept)
+            if observation is not None:
+                # The softmax sums cover the tokens that the selection evicted, too.
+                observation = observation._replace(softmax_lse=None)
         block = block.clean()
         is_low = self.low_tier_mask(layer, block, observation)
         main = gather_tokens(block, mask_to_slots((block.pos >= 0) & ~is_low, self.num_main_slots(max_kept)))
+        # The low tier has at least one slot, since attention over no slots is undefined.
         low = gather_tokens(block, mask_to_slots(is_low, max(self.low_tier_tokens(max_kept), 1)))
         return main, self.encode_low_tier(low, block, observation)
 
     def _max_kept(self, layer: MethodLayer, width: int, slots: int) -> int:
-        """Most tokens that a prompt of up to `width` leaves, if those of the main slots fit into `slots`."""
+        """The largest number of tokens, of a prompt of up to `width`, whose main part fits into `slots`."""
         method = layer.method
+        # Where layers divide one budget, a layer may keep more than the selection's own budget says.
         if method.select is not None and method.layer_budgets is None:
             width = method.select.max_kept_up_to(width)
         return next(n for n in range(width, 0, -1) if self.num_main_slots(n) <= slots)
@@ -114,7 +119,8 @@ class ScoredTiers(PrecisionTiers):
       share: fraction of each sequence's prompt tokens in the low tier, rounded down.
       k: codec of the low tier's keys.
       v: codec of its values.
-      recent: fraction of the main tier, rounded down, that is reserved for the newest tokens whatever they score.
+      recent: fraction of the tokens in the main slots, rounded down, that is reserved for the newest tokens whatever
+        they score.
     """
 
     scorer: Scorer

@@ -20,7 +20,7 @@ from kvjax.utils import json_documents
 from kvjax.utils.files import replace_atomically
 
 HEADER, SEAL = "header", "seal"
-"""The entries that are no arrays: a JSON description of the arrays, and its digest."""
+"""The entries that are no arrays: a JSON description of the arrays, and its digest (a zip checks the arrays itself)."""
 
 
 class Format(NamedTuple):
@@ -41,7 +41,8 @@ def write(
 ) -> Path:
     """Writes a file, which appears at `path` only once it is complete; returns the path.
 
-    `header` has the values of `form.fields`. A reader must have a model of the same configuration and weights.
+    `header` has the values of `form.fields`; `deflate` compresses the arrays. A reader must have a model of the same
+    configuration, dtype and weights.
     """
     path = Path(path)
     header = {
@@ -71,7 +72,7 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
         raise KvjaxError(f"cannot read {path} ({e.strerror}); give the path of a file that was saved") from e
     with raw:
         if not zipfile.is_zipfile(raw):  # NumPy would take it for a pickle, and advise to load it unsafely
-            raise _damage_error(path, "not an archive of arrays")
+            raise _damage_error(path, form, "not an archive of arrays")
         raw.seek(0)
         try:
             # No pickles: a file must not be able to run code. The header is checked first, so that a file of another
@@ -89,11 +90,11 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
         except KvjaxError:
             raise
         except Exception as e:  # changed bits make the readers of archives raise errors of any kind
-            raise _damage_error(path, str(e)) from e
+            raise _damage_error(path, form, str(e)) from e
 
 
-def _damage_error(path: str | Path, why: str) -> KvjaxError:
-    return KvjaxError(f"{path} is no saved context, or a damaged one ({why}); save it again")
+def _damage_error(path: str | Path, form: Format, why: str) -> KvjaxError:
+    return KvjaxError(f"{path} is no file of the format {form.name!r}, or a damaged one ({why}); save it again")
 
 
 def _to_bytes(x: Any) -> np.ndarray:

@@ -109,6 +109,28 @@ def test_branches_and_joined_rows_are_the_rows(method):
     assert branched.ask([QUESTIONS[0], QUESTIONS[1]] * 2, max_new_tokens=3).tokens[::3] == asked
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (1, 2), (2, 1)])
+def test_what_all_sequences_share_is_stored_once_when_batches_are_joined(sizes):
+    """CSKV's basis has one entry, however many sequences a state has."""
+    model = toy_model(layers=1, width=8, head_dim=32, mlp_width=16)  # a table ships for this size
+    prompts = [RNG.integers(0, 97, 30).tolist() for _ in range(sum(sizes))]
+    parts = [prompts[: sizes[0]], prompts[sizes[0] :]]
+    first, second = (kvjax.read(model, part, "cskv:window=3", capacity=64) for part in parts)
+    together = kvjax.read(model, prompts, "cskv:window=3", capacity=64)
+    joined = first.join(second)
+    question = [[5, 6, 7]] * sum(sizes)
+    np.testing.assert_allclose(joined.feed(question).last, together.feed(question).last, atol=1e-5)
+    if max(sizes) > 1:
+        assert joined.bytes == together.bytes
+    forked = together.fork(2)
+    assert forked.take(range(0, len(prompts) * 2, 2)).bytes == together.bytes
+    # A state of one sequence cannot tell its own entry from a shared one: its forks join with any batch all the same.
+    mixed = first.fork(2).join(second)
+    expected = together.take([i for i in range(sizes[0]) for _ in range(2)] + list(range(sizes[0], sum(sizes))))
+    question = [[5, 6, 7]] * mixed.cache.length.shape[0]
+    np.testing.assert_allclose(mixed.feed(question).last, expected.feed(question).last, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
