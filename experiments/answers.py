@@ -32,6 +32,7 @@ class Questions:
 def draw(task: str, num: int, length: int, seed: int, split: str, **sizes: Any) -> list[tasks.Instance]:
     """Draws instances of a task in filler of the "train" or the "held_out" files."""
     filler = corpus.load(split).window
+    # A seed for each instance: the first ones stay the same when `num` grows.
     seeds = ([seed, list(TASKS).index(task), length, i] for i in range(num))
     return [TASKS[task](np.random.default_rng(s), length, filler, **sizes) for s in seeds]
 
@@ -44,6 +45,7 @@ def pack(instances: Sequence[tasks.Instance], width: int | None = None) -> Quest
     for b, instance in enumerate(instances):
         for j, q in enumerate(instance.questions):
             end = len(q.prompt) + len(q.answer)
+            # Padding on the right needs no mask: attention is causal, and only the answers' tokens are scored.
             tokens[b, j, :end] = [*q.prompt, *q.answer]
             is_answer[b, j, len(q.prompt) : end] = True
     return Questions(np.stack([i.context for i in instances]), tokens, is_answer)
@@ -59,7 +61,12 @@ def compress(model: Model, contexts: np.ndarray, method: str) -> Cache:
 
 def extend_each(params: Any, tokens: Array, cache: Cache) -> Array:
     """Logits f32[B Q T V] of texts i32[B Q T], all after the same, unchanged cache."""
-    return jax.vmap(lambda text: functional.extend(params, text, cache)[0], 1, 1)(tokens)
+
+    def extend_one(text: Array) -> Array:
+        return functional.extend(params, text, cache)[0]
+
+    # Mapped over the questions alone, so that all of them read one copy of the context's keys and values.
+    return jax.vmap(extend_one, 1, 1)(tokens)
 
 
 def answer_nats(logits: Array, tokens: Array, is_answer: Array) -> Array:
@@ -70,6 +77,7 @@ def answer_nats(logits: Array, tokens: Array, is_answer: Array) -> Array:
 
 def is_right(logits: Array, questions: Questions) -> np.ndarray:
     """Marks the answers that greedy generation would write, bool[B Q]."""
+    # Teacher forcing suffices: as long as every token was the likeliest, greedy decoding has fed the same tokens.
     hit = np.asarray(logits)[:, :, :-1].argmax(-1) == questions.tokens[:, :, 1:]
     return (hit | ~questions.is_answer[:, :, 1:]).all(-1)
 

@@ -54,6 +54,7 @@ def time_in_turns(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict
     """
     seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for i in range(repeats):
+        # Backwards every other time: no side always runs first after the pause, or after the same neighbor.
         for name in list(runs)[:: 1 if i % 2 == 0 else -1]:
             time.sleep(PAUSE_SECONDS)
             seconds[name].append(runs[name]())
@@ -62,6 +63,7 @@ def time_in_turns(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict
 
 def read_probes(megabytes: int = 512) -> Probes:
     """Probes of memory bandwidth: a sum, and a matrix times a vector, over an array too large for the caches."""
+    # Two programs, of which the faster counts: which of them reads faster depends on the machine and on XLA's version.
     x = jnp.ones((megabytes * 2**20 // 4 // 1024, 1024), jnp.float32)
     v = jnp.ones((1024,), jnp.float32)
     total, matvec = jax.jit(jnp.sum), jax.jit(jnp.matmul)
@@ -75,6 +77,7 @@ def product_probes(n: int = 2048) -> Probes:
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
     runs = {"product (jax)": lambda: time_run(product, x, x)}
+    # The measure is what the machine can do, so the faster of the two libraries counts for both sides.
     if version("torch"):
         import torch
 
@@ -85,6 +88,7 @@ def product_probes(n: int = 2048) -> Probes:
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
     """Median, best and worst of repeated seconds."""
+    # Tables show the median: load only ever adds time, but the best of two sides may be of unlike moments.
     return {"median": statistics.median(seconds), "best": min(seconds), "worst": max(seconds)}
 
 
@@ -114,6 +118,7 @@ def report(name: str, before: dict[str, Any], tables: Sequence[Table], notes: Se
       results: what the document holds, JSON-serializable.
     """
     after = machine()
+    # Into a file or pipe, Rich would assume 80 columns and cut the tables.
     console = Console(width=max(Console().width, 180), highlight=False)
     load = f"load {before['load']} before, {after['load']} after"
     versions = ", ".join(f"{k} {after[k]}" for k in ("python", "jax", "torch", "transformers") if after[k])

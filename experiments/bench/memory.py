@@ -36,6 +36,7 @@ def measure_peaks(model: str, dtype: str, tokens: int) -> dict[str, int]:
     loaded = jax.block_until_ready(kvjax.load(model, dtype=dtype))
     found["loaded"] = peak_bytes()
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (1, tokens), np.int32)
+    # Under `full`, whose cache is counted exactly; a method's own workspace would hide a second copy of the weights.
     context = kvjax.read(loaded, ids, "full", room=NEW_TOKENS)
     found["read"] = peak_bytes()
     context.generate(max_new_tokens=NEW_TOKENS, eos_ids=())
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in args.models:
             where = name
             if name in SHAPES:
+                # Through a file, since a random model would be made in its dtype, and nothing converted.
                 where = str(Path(folder) / name)
                 random = kvjax.random_model(SHAPES[name])
                 checkpoint.save(where, random.config, random.params)

@@ -48,6 +48,7 @@ def measure(
         side.prefill(ids)
     if peer is not None and not np.array_equal(sides["full"].tokens, peer.tokens):
         raise AssertionError("the first greedy tokens differ: the sides do not compute the same function")
+    # Prefill is bound by arithmetic, so its measure is a large product's rate and not the memory's, as in `decode`.
     operations, products = probes
     runs = {name: (lambda side=side: side.prefill(ids)) for name, side in sides.items()}
     seconds = measuring.time_in_turns({**runs, **products}, repeats)
@@ -107,7 +108,7 @@ def run_long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any
         side = KvjaxDecoder(m, kvjax.methods.full())
         seconds.append(side.prefill(ids, chunk=chunk))
     state = kvjax.state_bytes(side.cache).total
-    one_layer_scores = 4 * m.config.heads * tokens**2
+    one_layer_scores = 4 * m.config.heads * tokens**2  # what attention without blocks would allocate
     return {"seconds": seconds[-1], "before": before, "peak": peak_bytes(), "state": state, "s_by_s": one_layer_scores}
 
 
@@ -118,6 +119,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     """Runs the second form."""
     before, results, lines, tokens = machine(), [], [], args.tokens or 32_768
     for chunk in (None, args.chunk):
+        # A peak never falls: in one process the second run would show the first one's.
         measuring.log_progress(f"{args.model}, {tokens} tokens, chunk {chunk}")
         r = run_in_process(run_long_prompt, args.model, tokens, chunk)
         results.append({"model": args.model, "tokens": tokens, "chunk": chunk, **r})
@@ -140,7 +142,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="testbed", help="with --long: what kvjax.load opens")
     parser.add_argument("--chunk", type=int, default=2048, help="with --long: tokens per chunk of the second run")
     args = parser.parse_args(argv)
-    (measure_memory if args.long else measure_speed)(args)
+    if args.long:
+        measure_memory(args)
+    else:
+        measure_speed(args)
 
 
 if __name__ == "__main__":
