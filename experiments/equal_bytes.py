@@ -71,6 +71,8 @@ def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: 
     for family in tomllib.loads(families.read_text())["family"]:
         own = parse_shares(family["shares"]) if "shares" in family else shares
         for settings in family["methods"]:
+            # Variants of one method stand on one line, as KIVI at 2 and at 4 bits; the one that fills the share best is
+            # taken, as someone with so much memory would do.
             each = fit_methods([s.strip() for s in settings.split(";")], own, model.config, length)
             for share in own:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
@@ -87,6 +89,7 @@ def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Na
         with store.open_store(_folder(args.out, family, seed), description) as records:
             options = {"batch": args.batch, "seed": seed}
             remaining = [method for method in methods if method not in wrong]
+            # Together first: a batch is read exactly once for all methods, and reading takes most of the time.
             try:
                 evaluate(model, remaining, cases, records, **options)
             except KvjaxError:  # one by one, so that the others still get records
@@ -103,6 +106,7 @@ def make_cases(
     model: Model, methods: Sequence[str], seed: int, args: argparse.Namespace
 ) -> tuple[list[Case], dict[str, Any]]:
     """The cases of a seed, and the description that their store needs."""
+    # Text windows are the same under every seed, and would count several times in the mean.
     tasks = [t for t in args.tasks if t not in SEEDLESS or seed == args.seeds[0]]
     spec = Spec((args.length,), args.contexts, args.questions, args.depths, seed, args.text)
     needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # per depth
@@ -127,6 +131,7 @@ def complete_scores(families: Sequence[str], args: argparse.Namespace) -> Scores
     def counts(by_task: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[tuple[str, str], int]:
         return {(task, seed): len(values) for task, by_seed in by_task.items() for seed, values in by_seed.items()}
 
+    # `full` fits every task, so it has all records. A method that lacks some would be compared on other contexts.
     complete = counts(earlier[FULL] if earlier else found[FULL])
     return earlier | {method: by_task for method, by_task in found.items() if counts(by_task) == complete}
 
@@ -156,6 +161,7 @@ def read_scores(families: Sequence[str], args: argparse.Namespace) -> Scores:
 def _score(record: Mapping[str, Any]) -> float:
     if record.get("bits") is not None:
         return record["bits"]
+    # The first question of a conversation was part of what was compressed; only the later ones are a test of it.
     return first_later(record)[1] if record["turns"] else float(np.mean(record["scores"]))
 
 

@@ -34,8 +34,8 @@ CONFIG = kvjax.Config(
 )
 
 
-# Donated: a jitted function would otherwise copy its argument in order to write into it. This copy grows with the buffer,
-# and is the very cost that must not be there.
+# Donated: a jitted function would otherwise copy its argument in order to write into it. This copy grows with the
+# buffer, and is the very cost that must not be there.
 @functools.partial(jax.jit, donate_argnums=0)
 def append_and_recall(buf: memory.Buffer, idx: jax.Array) -> tuple[memory.Buffer, jax.Array]:
     """Appends ones at slot i and fetches the slots idx[i], i32[B K n], in each step i; returns the buffer and a sum."""

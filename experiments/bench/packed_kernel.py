@@ -87,7 +87,7 @@ def compile_turn(attend: Callable, num_rounds: int) -> Callable:
     def run(q, layers):
         def run_layers(_, q):
             for x in layers:
-                # Without this dependence XLA could compute equal rounds once; the factor keeps queries nearly as they are.
+                # Without this dependence XLA could compute equal rounds once.
                 q = q + 0.01 * attend(q, x).astype(q.dtype)
             return q
 
