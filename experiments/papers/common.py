@@ -73,7 +73,9 @@ def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.I
     """Draws `args.contexts` held-out instances of a task; tasks of symbols alternate filler of code and of noise."""
     if task in questions.TASKS:
         return questions.in_text(args, model, task)
-    fillers = (lambda rng, n: corpus.load("held_out").window(rng, n), tasks.noise)
+    # Code and noise in equal parts, as in the contexts that the shipped model was trained on.
+    fillers = (corpus.load("held_out").window, tasks.noise)
+    # A seed for each instance, so that the first ones stay the same when --contexts grows.
     seeds = ([args.seed, list(tasks.TASKS).index(task), args.length, i] for i in range(args.contexts))
     try:
         return [tasks.TASKS[task](np.random.default_rng(s), args.length, fillers[i % 2]) for i, s in enumerate(seeds)]
@@ -101,6 +103,7 @@ def windows(args: argparse.Namespace, model: Model, length: int) -> np.ndarray:
         raise KvjaxError(
             f"the text has {len(ids)} tokens, and one window takes {body}: give a longer --text, or a smaller --length"
         )
+    # Spread over the text: neighboring windows are of one file or essay, and their errors are not independent.
     chosen = np.linspace(0, whole - 1, min(args.windows, whole)).astype(int)
     return np.stack([np.concatenate([opening, ids[i * body : (i + 1) * body]]) for i in chosen]).astype(np.int32)
 
@@ -124,10 +127,12 @@ def answers(
     """
     right: dict[str, list[bool]] = {name: [] for name in methods}
     longest = max(len(q.prompt) + len(q.answer) for i in batch for q in i.questions)
+    # Reading takes far longer than answering, and all methods here see the same exact prefill, as in the papers.
     exact = kvjax.read(model, [i.context for i in batch], FULL, room=longest)
     for asked in zip(*(i.questions for i in batch), strict=True):
         prompts, longest_answer = [q.prompt for q in asked], max(len(q.answer) for q in asked)
         more = {"max_new_tokens": longest_answer, "eos_ids": ()}
+        # Each question starts from the context alone: answers of before would be further copies of the facts.
         known = exact.feed(prompts) if ask == "prompt" else exact
         for name, method in methods.items():
             context = compress(method, known)
@@ -142,7 +147,7 @@ def compress(method: Method, context: Context) -> Context:
 
 
 def continuations(
-    model: Model, methods: Mapping[str, Method], rows: np.ndarray, context: int
+    model: Model, methods: Mapping[str, Method], texts: np.ndarray, context: int
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Teacher-forced decoding of texts i32[B T] after an exact prefill of their first `context` tokens.
 
@@ -150,9 +155,9 @@ def continuations(
       by method, bits per token f32[B] and the likeliest tokens i32[B T-context-1]. The first decoded token is left out:
       its logits come from the exact prefill.
     """
-    exact, found = kvjax.read(model, rows[:, :context], FULL, capacity=rows.shape[1]), {}
+    exact, found = kvjax.read(model, texts[:, :context], FULL, capacity=texts.shape[1]), {}
     for name, method in methods.items():
-        logp, likeliest = zip(*compress(method, exact).score(rows[:, context:]), strict=True)
+        logp, likeliest = zip(*compress(method, exact).score(texts[:, context:]), strict=True)
         bits = -np.stack(logp)[:, 1:].mean(1) / np.log(2)
         found[name] = bits, np.stack(likeliest)[:, 1:]
     return found
@@ -169,6 +174,7 @@ def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> lis
                 right[name] += more
         for name, r in right.items():
             records[name]["tasks"][task] = accuracy(r)
+    # Bits per token hardly show what compression loses, so the tokens predicted as under `full` are counted, too.
     parts: dict[str, list] = {name: [] for name in methods}
     for rows in batches(windows(args, model, args.length + args.tokens), args.batch, "text"):
         for name, part in continuations(model, methods, rows, args.length).items():
@@ -190,6 +196,7 @@ def batches(rows: Any, size: int, what: str):
 
 def accuracy(right: Sequence[bool]) -> dict[str, float]:
     """Fraction of right answers, with its binomial standard error."""
+    # Questions of one context are taken for independent ones here; `eviction` pairs and averages by context.
     p = float(np.mean(right))
     return {"accuracy": p, "error": (p * (1 - p) / len(right)) ** 0.5, "questions": len(right)}
 
@@ -227,6 +234,7 @@ def describe_protocol(args: argparse.Namespace, model: Model, records: Sequence[
 
 def save_figure(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:
     """Draws and writes a plot; `draw` gets one axis, or a row of them."""
+    # Here, so that scripts and options that draw nothing do not wait for it; Agg draws without a display.
     import matplotlib
 
     matplotlib.use("Agg")

@@ -52,7 +52,7 @@ def answers(
 
 def recall(model: Model, task: str, length: int, instances: int) -> dict[str, float]:
     """Fraction of right answers over held-out instances, which alternate filler of code and of noise."""
-    fillers = (lambda rng, n: corpus.load("held_out").window(rng, n), tasks.noise)
+    fillers = (corpus.load("held_out").window, tasks.noise)
     right = []
     for i in range(instances):
         rng = np.random.default_rng([SEED, list(tasks.TASKS).index(task), length, i])
@@ -66,6 +66,8 @@ def code_loss(model: Model, length: int, windows: int) -> dict[str, float]:
     held_out = corpus.load("held_out")
     rows = held_out.windows(length)
     chosen = np.linspace(0, len(rows) - 1, min(windows, len(rows))).astype(int)
+    # The baseline has all bytes before each one, the network those of its window; the first byte of a window has none,
+    # and counts for neither.
     baseline = ngram.bits(held_out.tokens)[: rows.size].reshape(rows.shape)[chosen, 1:]
     ours = []
     for i in track(chosen, "held-out code", console=Console(stderr=True), transient=True):

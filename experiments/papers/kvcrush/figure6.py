@@ -46,6 +46,7 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
     def time_whole(side: KvjaxDecoder) -> float:
         return side.prefill(ids, room=steps) + side.decode(steps)
 
+    # Read once: the selection is then timed on the same keys, values and queries under every method.
     prompts = Prompts(model, list(ids), steps)
 
     def time_selection(side: KvjaxDecoder) -> float:
@@ -58,6 +59,7 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
 
     return {
         "seconds": in_turns({name: lambda s=side: time_whole(s) for name, side in sides.items()}, repeats),
+        # More turns: differences are a few milliseconds.
         "selection": in_turns({name: lambda s=side: time_selection(s) for name, side in sides.items()}, 3 * repeats),
     }
 
@@ -68,6 +70,7 @@ def overheads(timings: dict[str, Any], base: str) -> dict[str, dict[str, float]]
     total = statistics.median(whole[base])
     found = {}
     for name in whole:
+        # Paired by turn, not a ratio of medians: both runs of a pair have met nearly the same load.
         ratios = [a / b for a, b in zip(whole[name], whole[base], strict=True)]
         added = statistics.median(a - b for a, b in zip(part[name], part[base], strict=True))
         extremes = {"whole_worst": max(ratios) - 1, "whole_best": min(ratios) - 1}

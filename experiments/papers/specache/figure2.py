@@ -40,6 +40,7 @@ def top_hits(q: Array, k: Array, at: Array, sizes: tuple[int, ...], window: int 
     """Mean fraction of attention on the heaviest keys, f32[n] for n sizes: q [B K G Q H] at positions i32[Q]."""
     pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
     p, _, l = weights(jnp.where(visible(pos, at[None], window), scores(q, k), MASKED_LOGIT))
+    # One sort serves all sizes: the sum of the k largest is a prefix of the sum of the largest.
     best = lax.top_k(p / l[..., None], max(sizes))[0].mean((0, 1, 2, 3))
     return jnp.cumsum(best)[jnp.array(sizes) - 1]
 
@@ -67,6 +68,7 @@ def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: 
     def step(carry, xs):
         (kept, received), (t, qt) = carry, xs
         kept = kept | (slot == t)
+        # A query's own token is in the cache before anything is evicted, and among the recent ones, which are safe.
         rank = jnp.where(kept & (slot <= t - recent), received, jnp.inf)
         over = kept.sum(-1, keepdims=True) > size
         kept = kept & ~(over & (slot == rank.argmin(-1, keepdims=True)))
@@ -90,6 +92,7 @@ def hit_rates_of_layer(
     q: Array, k: Array, first: int, queries: int, sizes: tuple[int, ...], window: int | None
 ) -> Array:
     """Hit rates f32[2 n] of top-k and greedy for n sizes; q [B K G T H], k [B K T H]. Allocates no T x T array."""
+    # A sample, as top-k needs no history. Greedy eviction depends on every query before, and runs through all of them.
     at = jnp.linspace(first, k.shape[2] - 1, queries).astype(jnp.int32)
     top = top_hits(jnp.take(q, at, axis=3), k, at, sizes, window)
     return jnp.stack([top, greedy_hits(q, k, first, sizes, window)])
@@ -117,9 +120,9 @@ def measure_hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[
     for name, rows in sources.items():
         rates = []
         for batch in common.batches(rows, args.batch, f"hit rates, {name}"):
-            first = args.length * 3 // 4
+            first = args.length * 3 // 4  # late queries: early ones have few keys, of which k are most
             rates.append(hit_rates(model, batch, first, args.queries, sizes))
-        weight = [min(args.batch, len(rows) - i) for i in range(0, len(rows), args.batch)]
+        weight = [min(args.batch, len(rows) - i) for i in range(0, len(rows), args.batch)]  # the last may be smaller
         layers = np.average(np.stack(rates), 0, weight)
         found[name] = []
         for i, (percent, keys) in enumerate(zip(args.percent, sizes, strict=True)):

@@ -76,6 +76,8 @@ def sizes() -> list[dict[str, Any]]:
         full = kvjax.planned_bytes(common.FULL, paper.config, paper.length, dtype="bfloat16").held["device"]
         for (bits, group), paper_size in paper.sizes.items():
             texts = [p.format(bits=bits, group=group) for p in PAIR]
+            # `held`, without room for new tokens: the paper's sizes follow from codes, scales and a residual of 128
+            # tokens at the model's greatest length.
             held = {t: kvjax.planned_bytes(t, paper.config, paper.length, dtype="bfloat16").held for t in texts}
             shares = {"share": {t: held[t]["device"] / full for t in texts}, "paper": paper_size}
             about = {"model": name, "tokens": paper.length, "bits": bits, "group": group}
@@ -96,6 +98,7 @@ def size_row(r: Mapping[str, Any]) -> list[Any]:
 def methods(model: Model, bits: Sequence[int], groups: Sequence[int]) -> list[str]:
     """Strings of both methods at all bits, and at all groups that divide the model's head size."""
     fit = [g for g in groups if model.config.head_dim % g == 0]
+    # Where none divides it, all are tried: the methods' own errors then say what would fit.
     return [p.format(bits=b, group=g) for b in bits for g in fit or groups for p in PAIR]
 
 

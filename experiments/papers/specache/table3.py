@@ -44,8 +44,8 @@ def weight_bytes(config: Config, itemsize: int = 2) -> int:
 
 def step_bytes(config: Config, method: Method, context: int) -> int:
     """Bytes of one sequence in a decode step without its cache: one layer's scores and weights, activations, logits."""
-    tokens = 1 + max(layer.needs.draft_tokens for layer in bind(method, config))
-    scores = 2 * 4 * config.heads * context
+    tokens = 1 + max(layer.needs.draft_tokens for layer in bind(method, config))  # SpeCache runs a predicted one, too
+    scores = 2 * 4 * config.heads * context  # float32 logits and weights, of one layer at a time
     activations = 2 * (4 * config.width + 2 * config.mlp_width)
     return tokens * (scores + activations + 4 * config.vocab_size)
 
@@ -63,6 +63,7 @@ def throughput(model: kvjax.Model, method: Method, batch: int, context: int, ste
     """Median tokens per second of the whole batch, after a warm-up."""
     loop = random_loop(model, method, batch, context, steps * (repeats + 1))
     loop.decode(steps)
+    # One method after the other, not in turns: at the largest batch only one cache fits the device.
     return batch * steps / summary([loop.decode(steps) for _ in range(repeats)])["median"]
 
 
