@@ -30,7 +30,7 @@ from experiments.papers.common import run_script
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
-from kvjax.eval.run.equal_bytes import DTYPE, FittedMethod, fit_methods, parse_shares
+from kvjax.eval.run.equal_bytes import DTYPE, fit_methods, parse_shares
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
@@ -60,13 +60,6 @@ class Point:
 
 def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: Path = FAMILIES) -> list[Point]:
     """Fits all methods to all shares, or to the shares of their family."""
-
-    def to_point(family: str, settings: str, fit: FittedMethod) -> Point:
-        if not fit.method:
-            return Point(family, settings, str(fit.share), "", 0, 0)
-        planned = planned_bytes(fit.method, model.config, length, dtype=DTYPE).held
-        return Point(family, settings, str(fit.share), fit.method, planned["device"], planned["pinned_host"])
-
     found = []
     for family in tomllib.loads(families.read_text())["family"]:
         own = parse_shares(family["shares"]) if "shares" in family else shares
@@ -76,7 +69,11 @@ def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: 
             each = fit_methods([s.strip() for s in settings.split(";")], own, model.config, length)
             for share in own:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
-                found.append(to_point(family["name"], settings, largest))
+                sizes = {"device": 0, "pinned_host": 0}
+                if largest.method:
+                    sizes = planned_bytes(largest.method, model.config, length, dtype=DTYPE).held
+                at = family["name"], settings, str(share)
+                found.append(Point(*at, largest.method, sizes["device"], sizes["pinned_host"]))
     return found
 
 

@@ -8,6 +8,7 @@ All sides read the same prompt in turns and then decode it in turns, a few token
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,8 +52,9 @@ def measure(
         side.prefill(ids, room=room)
         side.decode(steps)
     # Each prefill begins a new cache. Decoding goes on from the last one, so its turns have grown by the same tokens.
-    runs = {name: (lambda side=side: side.prefill(ids, room=room)) for name, side in sides.items()}
-    prefill, decode = measuring.time_in_turns(runs, repeats), time_decode_steps(sides, steps, repeats)
+    runs = {name: functools.partial(side.prefill, ids, room=room) for name, side in sides.items()}
+    prefill = measuring.time_in_turns(runs, repeats)
+    decode = time_decode_steps(sides, steps, repeats)
     return {
         name: {
             "prefill_seconds": measuring.summary(prefill[name])["median"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -68,7 +69,8 @@ def read_probes(megabytes: int = 512) -> Probes:
     v = jnp.ones((1024,), jnp.float32)
     total, matvec = jax.jit(jnp.sum), jax.jit(jnp.matmul)
     jax.block_until_ready((total(x), matvec(x, v)))
-    return x.nbytes, {"sum": lambda: time_run(total, x), "matvec": lambda: time_run(matvec, x, v)}
+    runs = {"sum": functools.partial(time_run, total, x), "matvec": functools.partial(time_run, matvec, x, v)}
+    return x.nbytes, runs
 
 
 def product_probes(n: int = 2048) -> Probes:
@@ -76,13 +78,13 @@ def product_probes(n: int = 2048) -> Probes:
     x = jnp.ones((n, n), jnp.float32)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
-    runs = {"product (jax)": lambda: time_run(product, x, x)}
+    runs = {"product (jax)": functools.partial(time_run, product, x, x)}
     # The measure is what the machine can do, so the faster of the two libraries counts for both sides.
     if version("torch"):
         import torch
 
         y = torch.ones(n, n)
-        runs["product (torch)"] = lambda: time_run(torch.matmul, y, y)
+        runs["product (torch)"] = functools.partial(time_run, torch.matmul, y, y)
     return 2 * n**3, runs
 
 

@@ -11,6 +11,7 @@ the prompt in a process of its own, whole and in chunks, and gives the process's
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def measure(
         raise AssertionError("the first greedy tokens differ: the sides do not compute the same function")
     # Prefill is bound by arithmetic, so its measure is a large product's rate and not the memory's, as in `decode`.
     operations, products = probes
-    runs = {name: (lambda side=side: side.prefill(ids)) for name, side in sides.items()}
+    runs = {name: functools.partial(side.prefill, ids) for name, side in sides.items()}
     seconds = measuring.time_in_turns({**runs, **products}, repeats)
     need = prefill_flops(model.config, model.params, batch, tokens)
     return {

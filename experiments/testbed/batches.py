@@ -88,7 +88,7 @@ def _positions(rng: np.random.Generator, length: int, reach: int) -> np.ndarray:
 
 
 def make(
-    rng: np.random.Generator, rows: int, length: int, mixture: dict[str, float], reach: int, corpus: Corpus
+    rng: np.random.Generator, num_sequences: int, length: int, mixture: dict[str, float], reach: int, corpus: Corpus
 ) -> Batch:
     """Makes a batch.
 
@@ -96,7 +96,7 @@ def make(
 
     Args:
       rng: the only source of randomness.
-      rows: number of sequences.
+      num_sequences: of the batch.
       length: tokens of each.
       mixture: weights of the kinds.
       reach: range of the positions.
@@ -106,8 +106,9 @@ def make(
       the batch.
     """
     weights = np.array([mixture.get(k, 0.0) for k in KINDS])
-    kind = rng.choice(len(KINDS), rows, p=weights / weights.sum())
-    tokens, weight, pos = (np.zeros((rows, length), t) for t in (np.int32, np.float32, np.int32))
+    kind = rng.choice(len(KINDS), num_sequences, p=weights / weights.sum())
+    shape = num_sequences, length
+    tokens, weight, pos = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32)
     for i, k in enumerate(kind):
         if KINDS[k] == "text":
             tokens[i], target = corpus.window(rng, length), np.arange(length) > 0

@@ -26,7 +26,7 @@ class Curriculum:
     on, and text is learned fastest from short windows.
     """
 
-    shapes: tuple[tuple[int, int], ...]  # (length, rows)
+    shapes: tuple[tuple[int, int], ...]  # (length, sequences)
     bar: float = 0.93  # running recall accuracy that ends a stage
     stay: int = 60  # least number of steps of a stage
     review: float = 0.3  # fraction of steps at one of the two stages before

@@ -113,9 +113,9 @@ class Run:
         rng = np.random.default_rng([self.recipe.seed, self.at])
         curriculum = self.recipe.curriculum
         shape = curriculum.pick(rng, self.progress.stage)
-        length, rows = curriculum.shapes[shape]
+        length, num_sequences = curriculum.shapes[shape]
         mixture = curriculum.mixture(self.progress.stage)
-        b = batches.make(rng, rows, length, mixture, curriculum.reach(length), self.corpus)
+        b = batches.make(rng, num_sequences, length, mixture, curriculum.reach(length), self.corpus)
         self.params, self.opt_state, out = _step(self.recipe, self.params, self.opt_state, b.tokens, b.pos, b.weight)
         record = {"step": self.at, "length": length, "stage": self.progress.stage}
         for i, kind in enumerate(batches.KINDS):

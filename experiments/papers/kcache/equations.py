@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -124,7 +125,8 @@ def copy_probes(megabytes: int) -> measuring.Probes:
     """Probes of the bus: copies of an array to the host and back to the device."""
     x = jnp.ones((1, 1, megabytes * 2**20 // 4096, 1024), jnp.float32)
     on_host = memory.pack(x, host=True)
-    to_host, to_device = jax.jit(lambda x: memory.pack(x, host=True)), jax.jit(memory.unpack)
+    to_host = jax.jit(functools.partial(memory.pack, host=True))
+    to_device = jax.jit(memory.unpack)
     jax.block_until_ready((to_host(x), to_device(on_host)))
     return x.nbytes, {
         "d2h": lambda: measuring.time_run(to_host, x),

@@ -28,7 +28,7 @@ from kvjax.eval.run.machine import machine
 CONFIG = MODELS["LLaMA-2-7B"].config
 OUTPUT_TOKENS = 1024  # of every answer in the paper
 SIZES = (32, 64, 128)  # N, the values fetched per head
-# The 40% that the paper names are of unlike batches: 95.1 at a batch of 5, 65.9 at 3, the most that the full cache fits.
+# The 40% that the paper names are of unlike batches: 95.1 at a batch of 5 and 65.9 at 3, where the full cache ends.
 # Tokens per second of the full cache (None: out of memory) and of KCache with N = 32, 64, 128, by (input, batch).
 PAPER = {
     (1024, 1): (55.3, 43.7, 43.4, 42.9),

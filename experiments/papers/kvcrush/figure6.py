@@ -10,6 +10,7 @@ is therefore timed too, also in turns; its extra time over the whole time of the
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -58,9 +59,11 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
         return time_in_turns(runs, repeats)
 
     return {
-        "seconds": in_turns({name: lambda s=side: time_whole(s) for name, side in sides.items()}, repeats),
+        "seconds": in_turns({name: functools.partial(time_whole, side) for name, side in sides.items()}, repeats),
         # More turns: differences are a few milliseconds.
-        "selection": in_turns({name: lambda s=side: time_selection(s) for name, side in sides.items()}, 3 * repeats),
+        "selection": in_turns(
+            {name: functools.partial(time_selection, side) for name, side in sides.items()}, 3 * repeats
+        ),
     }
 
 

@@ -132,22 +132,37 @@ def measure_hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[
     return found
 
 
-def move_runs(model: Model, tokens: int, rows: int) -> dict[str, Callable[[], float]]:
-    """Timed moves of one context's keys and values to the device: all, `rows` tokens in one run, `rows` scattered."""
+@jax.jit
+def unpack_all(buffers: list[memory.Buffer]) -> list[Array]:
+    """Moves whole host buffers to the device."""
+    return [memory.unpack(b) for b in buffers]
+
+
+@jax.jit
+def gather_scattered(buffers: list[memory.Buffer], idx: list[Array]) -> list[Array]:
+    """Moves the token vectors at idx i32[1 K n] of each host buffer to the device."""
+    return [memory.gather_tokens(b, i) for b, i in zip(buffers, idx, strict=True)]
+
+
+def move_runs(model: Model, tokens: int, num_moved: int) -> dict[str, Callable[[], float]]:
+    """Timed moves of one context's keys and values to the device: all, `num_moved` tokens in one run, or scattered."""
     c = model.config
 
-    def on_host(count: int, value: int) -> memory.Buffer:
+    def fill_host_buffer(count: int, value: int) -> memory.Buffer:
         return memory.pack(jnp.full((1, c.kv_heads, count, c.head_dim), value, model.dtype), host=True)
 
-    whole, run = ([on_host(count, i) for i in range(2 * c.layers)] for count in (tokens, rows))
+    whole, run = ([fill_host_buffer(count, i) for i in range(2 * c.layers)] for count in (tokens, num_moved))
     rng, every = np.random.default_rng(0), np.tile(np.arange(tokens, dtype=np.int32), (1, c.kv_heads, 1))
-    idx = [jnp.asarray(rng.permuted(every, axis=2)[:, :, :rows]) for _ in whole]
-    bring = jax.jit(lambda bufs: [memory.unpack(b) for b in bufs])
-    fetch = jax.jit(lambda bufs, idx: [memory.gather_tokens(b, i) for b, i in zip(bufs, idx, strict=True)])
-    todo = {"all": (bring, whole), "run": (bring, run), "scattered": (fetch, whole, idx)}
-    for f, *xs in todo.values():
-        jax.block_until_ready(f(*xs))
-    return {name: (lambda f=f, xs=xs: measuring.time_run(f, *xs)) for name, (f, *xs) in todo.items()}
+    # Other places for every head and layer, as each of them selects for itself.
+    idx = [jnp.asarray(rng.permuted(every, axis=2)[:, :, :num_moved]) for _ in whole]
+    moves = {
+        "all": functools.partial(unpack_all, whole),
+        "run": functools.partial(unpack_all, run),
+        "scattered": functools.partial(gather_scattered, whole, idx),
+    }
+    for move in moves.values():  # compiles
+        jax.block_until_ready(move())
+    return {name: functools.partial(measuring.time_run, move) for name, move in moves.items()}
 
 
 def measure_moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]]:
@@ -156,15 +171,15 @@ def measure_moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]
     found = []
     for tokens in args.moves:
         measuring.log_progress(f"moving {tokens} tokens")
-        rows = max(round(tokens * args.fraction), 1)
+        num_moved = max(round(tokens * args.fraction), 1)
         loop = random_loop(model, common.FULL, 1, tokens, args.steps * (args.repeats + 1))
         loop.decode(args.steps)
-        seconds = time_decode_steps({"step": loop}, args.steps, args.repeats, move_runs(model, tokens, rows))
+        moves = move_runs(model, tokens, num_moved)
+        seconds = time_decode_steps({"step": loop}, args.steps, args.repeats, moves)
         c = model.config
         size = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize * tokens
-        found.append(
-            {"tokens": tokens, "rows": rows, "bytes": size, **{k: measuring.summary(s) for k, s in seconds.items()}}
-        )
+        timings = {name: measuring.summary(s) for name, s in seconds.items()}
+        found.append({"tokens": tokens, "rows": num_moved, "bytes": size, **timings})
     return found
 
 

@@ -33,34 +33,37 @@ class Figures:
     longbench: Mapping[tuple[int, int], tuple[float, float]]  # the averages of kivi and specache
 
 
-def _config(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, length: int) -> Config:
-    return Config(vocabulary, width, layers, heads, kv_heads, 128, mlp, max_positions=length)
+HEAD_DIM = 128  # of all four models
+
+
+def _config(layers: int, width: int, kv_heads: int, mlp: int, vocabulary: int, length: int) -> Config:
+    return Config(vocabulary, width, layers, width // HEAD_DIM, kv_heads, HEAD_DIM, mlp, max_positions=length)
 
 
 MODELS = {
     "LLaMA-2-7B": Figures(
-        _config(32, 4096, 32, 32, 11008, 32000, 4096),
+        _config(32, 4096, 32, 11008, 32000, 4096),
         3500,
         {(2, 32): 0.22, (2, 64): 0.19},
         29.2,
         {(2, 32): (28.1, 29.1), (2, 64): (27.5, 29.1)},
     ),
     "LLaMA-2-13B": Figures(
-        _config(40, 5120, 40, 40, 13824, 32000, 4096),
+        _config(40, 5120, 40, 13824, 32000, 4096),
         3500,
         {(2, 32): 0.22, (2, 64): 0.19},
         30.8,
         {(2, 32): (30.0, 30.7), (2, 64): (29.7, 30.2)},
     ),
     "Mistral-7B": Figures(
-        _config(32, 4096, 32, 8, 14336, 32000, 32768),
+        _config(32, 4096, 8, 14336, 32000, 32768),
         32768,
         {(2, 32): 0.19, (2, 64): 0.16, (1, 32): 0.13, (1, 64): 0.10},
         42.3,
         {(2, 32): (40.7, 41.5), (2, 64): (39.7, 42.0), (1, 32): (30.4, 40.4), (1, 64): (28.9, 40.4)},
     ),
     "LLaMA-3-8B": Figures(
-        _config(32, 4096, 32, 8, 14336, 128256, 8192),
+        _config(32, 4096, 8, 14336, 128256, 8192),
         8192,
         {(2, 32): 0.20, (2, 64): 0.17, (1, 32): 0.14, (1, 64): 0.11},
         42.7,
