@@ -148,13 +148,13 @@ def last_document(text: str) -> str:
 
 def run_one(entry: Entry, results: Path) -> str | None:
     """Runs a script and writes its document; returns the problem, or None."""
-    # A process of its own: one with the programs of every script runs out of memory mappings, and an abort in the
-    # compiler would end them all.
+    # Each script gets a process: their compiled programs together run out of memory mappings, and an abort in the
+    # compiler would end the whole run.
     finished = subprocess.run(entry.command(results), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     try:
         if finished.returncode:
             return f"exit status {finished.returncode}"
-        # Only now is the earlier document replaced; the summary shows that one where a run failed.
+        # A failed run leaves the earlier document in place, and the summary shows it.
         (results / f"{entry.name}.json").write_text(last_document(finished.stdout) + "\n")
     except KvjaxError as e:
         return str(e)
@@ -203,7 +203,7 @@ def summary_section(collection: Collection, problems: Mapping[str, str]) -> str:
     where = "Nothing was run yet."
     if found := [m for _, m in rows if m]:
         names = dict.fromkeys(f"{m['processor']}, {m['cores']} cores, {m['device']}, JAX {m['jax']}" for m in found)
-        # The load says how far the summary's seconds can be trusted: above the number of cores, only their ratios.
+        # Readers need the load: above the number of cores, only ratios of the summary's seconds can be trusted.
         loads = [x for m in found for x in (m["load_before"], m["load"])]
         where = f"Taken on {'; '.join(names)}; load average {min(loads):g} to {max(loads):g}."
     head = ["| script | the paper | ours | the difference |", "|---|---|---|---|"]
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(f"{e.name:18} {e.reproduces:22} {e.arguments}" for e in entries))
         return 0
     problems = {} if args.summary else run_all(entries, collection.results)
-    # Also after --only: the summary always has all scripts, from whichever run their documents are.
+    # The summary has all scripts after --only as well: each from the run that wrote its document.
     rewrite_section(README, summary_section(collection, problems), collection.mark)
     log_progress(f"wrote {collection.results} and the summary in {README}")
     for name, problem in problems.items():

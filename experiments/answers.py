@@ -32,7 +32,7 @@ class Questions:
 def draw(task: str, num: int, length: int, seed: int, split: str, **sizes: Any) -> list[tasks.Instance]:
     """Draws instances of a task in filler of the "train" or the "held_out" files."""
     filler = corpus.load(split).window
-    # A seed for each instance: the first ones stay the same when `num` grows.
+    # Each instance has a seed, so that the first ones stay the same when `num` grows.
     seeds = ([seed, list(TASKS).index(task), length, i] for i in range(num))
     return [TASKS[task](np.random.default_rng(s), length, filler, **sizes) for s in seeds]
 
@@ -65,7 +65,7 @@ def extend_each(params: Any, tokens: Array, cache: Cache) -> Array:
     def extend_one(text: Array) -> Array:
         return functional.extend(params, text, cache)[0]
 
-    # Mapped over the questions alone, so that all of them read one copy of the context's keys and values.
+    # The map is over questions alone: all of them read one copy of the context's keys and values.
     return jax.vmap(extend_one, 1, 1)(tokens)
 
 

@@ -34,7 +34,7 @@ from kvjax.testbed.vocab import ASK, SYMBOLS
 NUM_SLOTS = 64
 CHUNK_TOKENS = 16  # of a repeated chunk of the context; neighbors overlap by half
 ANSWER_TOKENS = 4  # that the model generates for a question about a symbol
-# The two best scorers under both divisions: 64 slots in every head cannot hold what one budget for the model can.
+# The two best scorers stand under both divisions: 64 slots in every head cannot hold what one budget for the model can.
 METHODS = (
     "kvzip:budget=64",
     "kvzip:budget=64,level=head",
@@ -100,8 +100,8 @@ def self_study(model: Model, full: Cache, contexts: np.ndarray, held_out: np.nda
     chunks = contexts[:, starts[:, None] + np.arange(CHUNK_TOKENS)]
     questions = []
     for context, left_out in zip(contexts, held_out, strict=True):
-        # All symbols, values too: what is a key is part of what the context says. The model answers those questions
-        # somehow, and the trained cache has to give the same answers.
+        # Questions are about values, too: which symbols are keys is something that only the context says. The model
+        # answers such a question somehow, and the trained cache has to give the same answer.
         symbols = np.setdiff1d(context[np.isin(context, SYMBOLS)], left_out)
         questions.append(np.stack([np.full_like(symbols, ASK), symbols], 1))
     prompts = np.stack(questions).astype(np.int32)
@@ -115,8 +115,7 @@ def divergence(
     terms = []
     for tokens, target in zip(texts, targets, strict=True):
         log_probs = jax.nn.log_softmax(extend_each(params, tokens, replace_slots(cache, slots)))
-        # Whole distributions instead of sampled answers: they say much more in each token (the paper's context
-        # distillation).
+        # Targets are whole distributions, as in the paper's context distillation: they say more than sampled tokens.
         terms.append((jnp.exp(target) * (target - log_probs)).sum(-1).mean())
     return sum(terms) / len(terms)
 
@@ -153,7 +152,7 @@ def distill(
     def log_probabilities(tokens: Array) -> Array:
         return jax.nn.log_softmax(extend_each(model.params, tokens, full))
 
-    # Computed once: the full cache and the texts never change.
+    # The full cache and the texts never change, so their targets are computed once.
     targets = [np.asarray(log_probabilities(tokens)) for tokens in texts]
 
     @jax.jit
@@ -208,7 +207,7 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
             cache = compress(model, questions.contexts, start)
         add(start, cache)
         trained, losses = distill(model, full, cache, texts, steps=args.steps, batch=args.batch, rate=args.rate)
-        # A mean at the end, since each step has other texts, and one loss says little.
+        # Each step has other texts, so that the last loss alone would say little.
         ends = {"first_divergence": losses[0], "last_divergence": float(np.mean(losses[-20:]))}
         add(f"distilled from {start}", trained, **ends)
     for method in (m for m in args.methods if m not in found):  # a start is an eviction, too

@@ -92,7 +92,7 @@ def make_settings(model: Model, args: argparse.Namespace) -> list[Setting]:
             # Bytes depend on the division alone, so one fit serves all scorers.
             first = _fit(add_division(document["scorer"][0], division), share, model, length)
             for scorer in document["scorer"] if first else ():
-                # Every scorer gets the very same budget, and differences between scorers are no matter of bytes.
+                # Every scorer gets the very same budget, so that bytes explain no difference between scorers.
                 budget = first.partition("budget=")[2].partition(",")[0].partition(" ")[0]
                 method = add_division(scorer, division).replace("budget=512", f"budget={budget}")
                 if division["name"] not in scorer.get("not", ()) and is_selected("scorers", method):
@@ -148,10 +148,10 @@ def make_batch(model: Model, protocol: str, spec: Spec) -> Batch:
     """Makes the batch of all contexts of a seed."""
     cases = suite.cases(model, [TASKS[protocol]], spec)
     if protocol == "turns":
-        # The first answer is decoded from the compressed cache as a user would see it, but its question was known.
+        # The first question is known when its context is compressed, as in a conversation; its answer does not count.
         prompts = [[*c.context, *c.asks[0].prompt] for c in cases]
         return Batch(protocol, [list(map(int, p)) for p in prompts], [_join(model, [c.asks for c in cases], True)])
-    # One text for each question: each is asked of the context alone, without the answers of before.
+    # Each question is a text of its own: it follows the context alone, without the answers of before.
     each = [_join(model, [[c.asks[i]] for c in cases], False) for i in range(spec.questions)]
     return Batch(protocol, [list(map(int, c.context)) for c in cases], each)
 
@@ -174,7 +174,7 @@ def _join(model: Model, asks: Sequence[Sequence[Any]], first_in_prompt: bool) ->
             if counts:
                 spans.append((len(text) + len(prompt), len(text) + len(prompt) + len(answer)))
             text += prompt + answer
-            # Methods that work on decoded tokens have to know them from fed ones.
+            # Some methods treat decoded tokens and fed ones differently.
             mask += [False] * len(prompt) + [True] * len(answer)
         for field, value in zip(found, (text, mask, spans), strict=True):
             field.append(value)
@@ -205,7 +205,7 @@ def ask(context: Context, batch: Batch, width: int) -> tuple[list[list[bool]], l
 class PrecomputedScores(Scorer):
     """A scorer that returns given scores; exists only while a selection is traced."""
 
-    # No frozen dataclass as every other scorer: it holds arrays, which cannot be hashed, and never enters a plan.
+    # Other scorers are frozen dataclasses, which are hashed in a plan. This one holds arrays, and never enters a plan.
     def __init__(self, values: Scores):
         self.values = values
 
@@ -361,7 +361,7 @@ def attention_errors(later: LaterQueries, masks: Sequence[Array]) -> list[float]
 
 def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
     """Asks all settings without a record, and appends their records."""
-    # What decides the prompts. Records of other prompts under the same method string would be taken for these.
+    # These decide the prompts: records of other prompts under the same method string would be taken for this run's.
     about = {"model": args.model, "length": args.length, "contexts": args.contexts, "questions": args.questions}
     existing = list(read_records(args.out))
     if foreign := next((r["about"] for r in existing if r["about"] != about), None):

@@ -144,7 +144,7 @@ def gain_table(results: Results, protocol: str) -> str:
             scores = [None if m is None else results.scores(m, protocol) for m in found]
             if scores[0] is None:
                 continue
-            # Of unequal lengths are methods of which some seeds are missing: they cannot be paired.
+            # A method that lacks some seeds cannot be paired.
             gains = ["-" if s is None or len(s) != len(scores[0]) else cell(s - scores[0], "+.0f") for s in scores[1:]]
             lines.append(f"| {scorer} | {share} | {' | '.join(gains)} |")
     return "\n".join(lines)
@@ -152,7 +152,7 @@ def gain_table(results: Results, protocol: str) -> str:
 
 def correlations(results: Results) -> dict[str, float]:
     """Spearman's rank correlation of the settings' attention errors with their answers, by share."""
-    # Ranks, as nothing says that answers fall linearly with the error.
+    # The correlation is of ranks, since nothing says that answers fall linearly with the error.
     found = {}
     for share in (*SHARES, "all"):
         pairs = [

@@ -64,8 +64,8 @@ def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: 
     for family in tomllib.loads(families.read_text())["family"]:
         own = parse_shares(family["shares"]) if "shares" in family else shares
         for settings in family["methods"]:
-            # Variants of one method stand on one line, as KIVI at 2 and at 4 bits; the one that fills the share best is
-            # taken, as someone with so much memory would do.
+            # A line may hold variants of a method, such as KIVI at 2 bits and at 1. The largest that fits is taken, as
+            # someone with that memory would choose.
             each = fit_methods([s.strip() for s in settings.split(";")], own, model.config, length)
             for share in own:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
@@ -86,7 +86,7 @@ def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Na
         with store.open_store(_folder(args.out, family, seed), description) as records:
             options = {"batch": args.batch, "seed": seed}
             remaining = [method for method in methods if method not in wrong]
-            # Together first: a batch is read exactly once for all methods, and reading takes most of the time.
+            # All methods run together first: each batch is then read exactly once, and reading takes most of the time.
             try:
                 evaluate(model, remaining, cases, records, **options)
             except KvjaxError:  # one by one, so that the others still get records

@@ -49,7 +49,7 @@ def read_points(document: Mapping[str, Any]) -> list[Point]:
     for method in document["scores"]:
         device, host = (100 * fraction for fraction in document["bfloat16"][method])
         right = (mean_error(100 * scores(method, task)) for task in (NEEDLES, QUESTIONS))
-        # Paired by context: most of the spread comes from contexts that are hard for the exact cache as well.
+        # Gains are paired by context, since some contexts are hard for the exact cache as well.
         gain = mean_error(100 * (scores(method, QUESTIONS) - scores(FULL, QUESTIONS)))
         text_gain = mean_error(scores(method, TEXT) - scores(FULL, TEXT))
         found.append(Point(method, device, host, *right, gain, text_gain))

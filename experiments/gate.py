@@ -101,8 +101,8 @@ def soft_choice(score: Array, budget: int, sharpness: Array, key: Array) -> Arra
         is_low = total(middle) > budget
         return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
 
-    # At 30 above the best score all weights together are nothing. 30 halvings leave 1e-7 of the bracket, below what
-    # float32 tells apart at such scores.
+    # At 30 above the best score all weights together are nothing. 30 halvings of a bracket of 120 end at 1e-7, below
+    # what float32 tells apart at such scores.
     largest = score.max(-1, keepdims=True) + 30.0
     threshold = lax.stop_gradient(lax.fori_loop(0, 30, halve, (largest - 120.0, largest))[0])
     # One Newton step gives the threshold its gradient; with a constant threshold all scores would only rise.
@@ -124,7 +124,7 @@ def keep_best(cache: Cache, gate: Gate, budget: int) -> Cache:
     """Drops all slots but the `budget` best of each head."""
     layers = []
     for state, score in zip(cache.layers, score_slots(gate, cache), strict=True):
-        # By value: slots that are equal to the last one stay too, which scores of a network practically never are.
+        # Slots that equal the last one stay, too; scores of a network practically never do.
         last = lax.top_k(score, budget)[0][..., -1:]
         layers.append(dataclasses.replace(state, pos=jnp.where(score >= last, state.pos, -1)))
     return dataclasses.replace(cache, layers=tuple(layers))
@@ -177,7 +177,7 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     start, trained, losses = train(model, args)
     found: dict[str, Any] = {}
     for task, sizes in (TASKS | UNSEEN).items():
-        # A seed that no training step can have had, and filler from other files.
+        # No training step can have had this seed, and the filler is from other files.
         questions = pack(draw(task, args.contexts, args.length, common.SEED, "held_out", **sizes), QUESTION_TOKENS)
         full = compress(model, questions.contexts, "full")
         gates = {"the gate at its start": start, "the trained gate": trained}
@@ -185,7 +185,7 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
         for name, cache in caches.items():
             found.setdefault(name, {})[task] = measure(model, cache, questions)
         for method in args.methods:
-            # Equal heads, as the gate has them; these two would divide one budget over the model.
+            # The gate's heads keep equally many tokens; these two would divide one budget over the model.
             level = ",level=head" if method in ("turned_queries", "kvzip") else ""
             name = f"{method}:budget={args.budget}{level}"
             found.setdefault(name, {})[task] = measure(model, compress(model, questions.contexts, name), questions)

@@ -57,7 +57,7 @@ def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: i
     cut = LayerPrompt(prompt.k[:, :, :length], prompt.v[:, :, :length], queries)
     block, observation = observed_block(layer, cut, lengths)
     found = layer.method.select.scorer.scores(block, observation, layer.spec).per_query_head
-    # Signatures need the tokens that can be evicted, not how many will be: any number kept gives the same bits.
+    # Signatures depend on the tokens that can be evicted and not on how many are: any number kept gives the same bits.
     num_kept = jnp.full(block.pos.shape[0], length // 2, jnp.int32)
     part = split_prompt(block.pos, num_kept, length, 0, WINDOW_TOKENS, Token())
     by_one = group_into_units(found, 0, 1)
@@ -147,7 +147,7 @@ def measure(model: Model, args: Any) -> dict[str, Any]:
     """Measures all layers at all budgets."""
     texts = common.windows(args, model, args.length + args.tokens)
     exact = read_exactly(model, texts)
-    # A budget of all tokens: the plan is there for SnapKV's scores, which no budget enters.
+    # The plan is there for SnapKV's scores, on which the budget has no influence.
     plan = bind(f"snapkv:budget={args.length},window={WINDOW_TOKENS}", model.config)
     log_progress("scores and signatures")
     found = [score_layer(layer, prompt, exact, args.length) for layer, prompt in zip(plan, exact.prompts, strict=True)]
@@ -180,7 +180,7 @@ def measure(model: Model, args: Any) -> dict[str, Any]:
 def _average_layers(every: Sequence[Coverage]) -> dict[str, Any]:
     """The mean over layers; gains over SnapKV alone with the standard error over windows."""
     covered = {kind: np.mean([layer.kept[kind] for layer in every], 0) for kind in KINDS}
-    # Paired by window: texts differ by more than the kinds do.
+    # Gains are paired by window, since texts differ by more than the kinds do.
     gains = {kind: mass - covered["base"] for kind, mass in covered.items() if kind != "base"}
     return {
         "kept": {kind: float(mass.mean()) for kind, mass in covered.items()},

@@ -58,7 +58,7 @@ def record_stages() -> Iterator[dict[str, dict[str, float]]]:
 
 def time_generate(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) -> dict[str, Any]:
     """One `generate` after the process has dropped all programs: seconds, stages and the number of programs."""
-    # Otherwise the warm run would take the programs from the process, and read no disk.
+    # The warm run would otherwise find its programs in the process and read no disk.
     compile_cache.clear_compiled()
     with record_stages() as seconds:
         start = time.perf_counter()

@@ -73,7 +73,7 @@ def _compile_for_gpu(topology: str, program: Any, arguments: dict[str, Any], sta
     config = Path(__file__).with_name(f"{topology}.textproto").read_text()
     remedy = 'pip install "jax[cuda13]>=0.11.2" (Python >= 3.12), and set JAX_PLATFORMS=cpu'
     with _name_remedy(topology, remedy):
-        # Without a GPU there is nobody to ask for its registers, caches and clocks: a file has them.
+        # Without a GPU no driver answers for its registers, caches and clocks; a file has them.
         target = topologies.get_topology_desc("", "cuda", target_config=config, topology="1x1x1")
     name, multiprocessors = GPUS[topology]
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(name, multiprocessors, "gpu"))

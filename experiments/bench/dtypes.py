@@ -32,7 +32,7 @@ Side = tuple[str, str]
 
 def load_sides(model: str, dtypes: Sequence[str]) -> tuple[dict[Side, Any], kvjax.Config]:
     """Loads the model in every dtype; returns the decoders of both libraries and its configuration."""
-    # All at once in memory: sides that ran one after the other would see different load.
+    # All models are in memory at once: sides that ran one after the other would see different load.
     sides: dict[Side, Any] = {}
     for dtype in dtypes:
         loaded = kvjax.load(model, dtype=dtype)
@@ -51,7 +51,7 @@ def measure(
     for side in sides.values():  # compiles
         side.prefill(ids, room=room)
         side.decode(steps)
-    # Each prefill begins a new cache. Decoding goes on from the last one, so its turns have grown by the same tokens.
+    # Each prefill begins a new cache, and decoding goes on from the last one, whose room covers all turns.
     runs = {name: functools.partial(side.prefill, ids, room=room) for name, side in sides.items()}
     prefill = measuring.time_in_turns(runs, repeats)
     decode = time_decode_steps(sides, steps, repeats)

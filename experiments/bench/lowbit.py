@@ -39,11 +39,11 @@ def sides(models: dict[str, kvjax.Model], methods: Sequence[str], tokens: int, r
         method = kvjax.parse(text)
         runs = {text: method}
         if method.traits.host:
-            # Low bits cost instructions and host memory costs transfers: only against its twin can one tell them apart.
+            # Low bits cost instructions and host memory costs transfers; the twin on the device tells them apart.
             runs[f"{text}, on device"] = dataclasses.replace(method, k=method.k.on_device(), v=method.v.on_device())
         for name, m in runs.items():
-            # Papers compress 16-bit numbers, whose bytes are the ones to compare with. CPUs without instructions for
-            # them are slower in bfloat16, so times are ratios to float32.
+            # Papers compress 16-bit numbers, so bytes have to be compared with these. CPUs without instructions for
+            # bfloat16 are slower in it, so times are ratios to float32.
             for dtype in ("float32", "bfloat16") if text == "full" else ("float32",):
                 label = f"{name}, {dtype}" if text == "full" else name
                 loops[label] = random_loop(models[dtype], m, 1, tokens, room)

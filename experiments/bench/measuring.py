@@ -55,7 +55,7 @@ def time_in_turns(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict
     """
     seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for i in range(repeats):
-        # Backwards every other time: no side always runs first after the pause, or after the same neighbor.
+        # Every other round runs backwards, so that no side always follows the same neighbor.
         for name in list(runs)[:: 1 if i % 2 == 0 else -1]:
             time.sleep(PAUSE_SECONDS)
             seconds[name].append(runs[name]())
@@ -64,7 +64,7 @@ def time_in_turns(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict
 
 def read_probes(megabytes: int = 512) -> Probes:
     """Probes of memory bandwidth: a sum, and a matrix times a vector, over an array too large for the caches."""
-    # Two programs, of which the faster counts: which of them reads faster depends on the machine and on XLA's version.
+    # The faster of two programs counts, since it depends on the machine and on XLA which of them that is.
     x = jnp.ones((megabytes * 2**20 // 4 // 1024, 1024), jnp.float32)
     v = jnp.ones((1024,), jnp.float32)
     total, matvec = jax.jit(jnp.sum), jax.jit(jnp.matmul)
@@ -90,7 +90,7 @@ def product_probes(n: int = 2048) -> Probes:
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
     """Median, best and worst of repeated seconds."""
-    # Tables show the median: load only ever adds time, but the best of two sides may be of unlike moments.
+    # Tables show the median: the best of two sides may be of moments with unlike load.
     return {"median": statistics.median(seconds), "best": min(seconds), "worst": max(seconds)}
 
 

@@ -36,7 +36,7 @@ def measure_peaks(model: str, dtype: str, tokens: int) -> dict[str, int]:
     loaded = jax.block_until_ready(kvjax.load(model, dtype=dtype))
     found["loaded"] = peak_bytes()
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (1, tokens), np.int32)
-    # Under `full`, whose cache is counted exactly; a method's own workspace would hide a second copy of the weights.
+    # Under another method, its workspace could hide a second copy of the weights.
     context = kvjax.read(loaded, ids, "full", room=NEW_TOKENS)
     found["read"] = peak_bytes()
     context.generate(max_new_tokens=NEW_TOKENS, eos_ids=())

@@ -64,7 +64,7 @@ def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
     def dense(q, block):
         return merge([attend_dense(q, block, jnp.full((q.shape[0], 1), S, jnp.int32))])
 
-    # JAX's layout is [B T N H], without an axis of groups. Its arrays are turned beforehand and not in the timed call.
+    # JAX's layout is [B T N H]; `random_layer` transposes keys and values, so that the timed call does not.
     def theirs(implementation, q, kv):
         query = q.reshape(q.shape[0], 1, K * G, H)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # tests are stricter than JAX

@@ -49,7 +49,7 @@ def measure(
         side.prefill(ids)
     if peer is not None and not np.array_equal(sides["full"].tokens, peer.tokens):
         raise AssertionError("the first greedy tokens differ: the sides do not compute the same function")
-    # Prefill is bound by arithmetic, so its measure is a large product's rate and not the memory's, as in `decode`.
+    # Arithmetic bounds a prefill, so a large product's rate is the measure; in `decode` it is the memory's.
     operations, products = probes
     runs = {name: functools.partial(side.prefill, ids) for name, side in sides.items()}
     seconds = measuring.time_in_turns({**runs, **products}, repeats)

@@ -42,7 +42,7 @@ INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][a-z0-9\-]*)\(%?(?P<first>[\w.\-]*)"
 )
 PARTS = re.compile(r"(?:body|to_apply|branch_computations)=\{?%?([\w.\-]+)")
-# No instruction of the device: names, tuples and views of arrays.
+# These run nothing on the device: they name arrays, or look at them in another way.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id"}
 PRODUCTS = {"dot", "convolution"}
 

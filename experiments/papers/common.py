@@ -75,7 +75,7 @@ def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.I
         return questions.in_text(args, model, task)
     # Code and noise in equal parts, as in the contexts that the shipped model was trained on.
     fillers = (corpus.load("held_out").window, tasks.noise)
-    # A seed for each instance, so that the first ones stay the same when --contexts grows.
+    # Each instance has a seed, so that the first ones stay the same when --contexts grows.
     seeds = ([args.seed, list(tasks.TASKS).index(task), args.length, i] for i in range(args.contexts))
     try:
         return [tasks.TASKS[task](np.random.default_rng(s), args.length, fillers[i % 2]) for i, s in enumerate(seeds)]
@@ -103,7 +103,7 @@ def windows(args: argparse.Namespace, model: Model, length: int) -> np.ndarray:
         raise KvjaxError(
             f"the text has {len(ids)} tokens, and one window takes {body}: give a longer --text, or a smaller --length"
         )
-    # Spread over the text: neighboring windows are of one file or essay, and their errors are not independent.
+    # Windows are spread over the text: neighbors are of one file or essay, and their errors are not independent.
     chosen = np.linspace(0, whole - 1, min(args.windows, whole)).astype(int)
     return np.stack([np.concatenate([opening, ids[i * body : (i + 1) * body]]) for i in chosen]).astype(np.int32)
 
@@ -234,7 +234,7 @@ def describe_protocol(args: argparse.Namespace, model: Model, records: Sequence[
 
 def save_figure(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:
     """Draws and writes a plot; `draw` gets one axis, or a row of them."""
-    # Here, so that scripts and options that draw nothing do not wait for it; Agg draws without a display.
+    # Imported here, so that nobody waits for it who draws nothing; Agg draws without a display.
     import matplotlib
 
     matplotlib.use("Agg")

@@ -37,7 +37,7 @@ def phrases(
     questions: int = 8,
 ) -> tasks.Instance:
     """Makes a recall task with values of `span` symbols: `<pair> key value..` in filler; `<ask> key` -> the value."""
-    # No symbol twice: a value's symbols lead to one place only, and a wrong one cannot be right by chance.
+    # No symbol occurs twice, so that another fact's value cannot be right by chance.
     symbols = rng.choice(SYMBOLS, pairs * (1 + span), replace=False)
     keys, values = symbols[:pairs], symbols[pairs:].reshape(pairs, span)
     facts = np.column_stack([np.full(pairs, PAIR), keys, values])
@@ -78,7 +78,7 @@ class Prompts:
 
     def __init__(self, model: Model, prompts: Sequence[np.ndarray], room: int):
         self.exact = kvjax.reuse.read_exactly(model, prompts)
-        # Rounded, so that batches of about the same length share one program.
+        # The capacity is rounded, so that batches of about the same length share one program.
         self.capacity = round_up(max(map(len, prompts)) + room)
 
     def compress(self, method: str | KVMethod) -> Context:
@@ -133,7 +133,7 @@ class QuestionPrompts(Prompts):
     def _texts(self, i: int, follow: int) -> list[list[int]]:
         """Question i for the context alone; question `follow` after the first question's right answer."""
         alone = [[*x.questions[i].prompt, *x.questions[i].answer] for x in self.instances]
-        # The right first answer, whatever the method would have written: a wrong one would count against later ones.
+        # The right first answer stands there, whatever the method would write: a mistake counts once, not again later.
         later = [(x.questions[0].answer, x.between, x.questions[follow]) for x in self.instances]
         return alone + [[*first, *between, *q.prompt, *q.answer] for first, between, q in later]
 
@@ -257,7 +257,7 @@ def measure(
             for name, method in methods.items():
                 log_progress(f"{task}, contexts from {start}: {name}")
                 outcomes, context = prompts.outcomes(method)
-                # A sequence's stored tokens: --batch and the room for answers are no property of a method.
+                # Bytes are of one sequence's stored tokens: --batch and the room for answers are no part of a method.
                 size = context.bytes.per_sequence(context.rows)
                 found.bytes.setdefault(name, size.held)
                 found.dtype = size.dtype

@@ -98,7 +98,7 @@ def later_loss(found: Measurements, method: str) -> tuple[float, float]:
         )
         return first - later
 
-    # Beyond `full`, under which later questions are a little harder or easier, too, as they follow another answer.
+    # Later questions follow another answer, which makes them harder or easier under `full` as well.
     x = loss(method) - loss("full")
     return float(x.mean()), float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 

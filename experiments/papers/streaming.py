@@ -65,7 +65,7 @@ def recompute_windows(model: Model, tokens: np.ndarray, first: int, batch: int) 
     rows = [np.pad(tokens[s - first : s + first], (0, max(s + first - len(tokens), 0))) for s in starts]
     nats = []
     for i in range(0, len(rows), batch):
-        # Filled up to whole batches, which share one program; the surplus is cut off below.
+        # The last batch is filled up, to share the others' program; the surplus is cut off below.
         window = np.stack(rows[i : i + batch] + rows[:1] * (i + batch - len(rows)))
         logits = kvjax.logits(model, window)[:, first - 1 : -1]
         nats.append(-np.asarray(log_probs(logits, jnp.asarray(window[:, first:], jnp.int32))))
@@ -79,7 +79,7 @@ def parts(nats: np.ndarray, count: int) -> np.ndarray:
 
 def slope(excess: np.ndarray, points: int) -> tuple[float, float]:
     """Least-squares slope of an excess over its parts, in nats per 100,000 tokens: (slope, standard error)."""
-    # Of means over parts: the losses of neighboring tokens are correlated, and would make the error look too small.
+    # The fit is to means of parts: losses of neighboring tokens are correlated, and the error would look too small.
     y = parts(excess, points)
     x = (np.arange(points) + 0.5) * len(excess) / points / 1e5
     x = x - x.mean()
@@ -138,7 +138,7 @@ def summarize(
         rows.append((f"{first + int((i + 1) * span):,}", f"{hard:.4f}", *(m and f"{m:.4f}" for m in means)))
     title = f"nats per token of each tenth of the text; a cache of {args.sinks} + {args.recent} tokens"
     tables = [table(title, ("up to token", "recomputed", *found), rows)]
-    # Above recomputed windows: the text itself is harder in places, and its slope would be taken for the method's.
+    # The text itself is harder in places, and its slope would be taken for the method's.
     excess = {name: x - anew[: len(x)] for name, x in found.items()}
     slopes = {name: slope(x, min(points, len(x) // 20)) for name, x in excess.items()}
     lines = [

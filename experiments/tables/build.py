@@ -60,7 +60,7 @@ def write_kind(name: str) -> None:
 
 def source_code(num_texts: int, characters: int) -> list[str]:
     """Texts from places all over the source code of Python's library."""
-    # The training files: tables must not be calibrated on the held-out code that methods are measured on.
+    # Only training files are read: methods are measured on the held-out code.
     tokens = corpus.load("train").tokens
     code = np.where(tokens == END, ord("\n"), tokens).astype(np.uint8)
     stride = len(code) // num_texts

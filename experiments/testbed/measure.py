@@ -66,8 +66,7 @@ def code_loss(model: Model, length: int, windows: int) -> dict[str, float]:
     held_out = corpus.load("held_out")
     rows = held_out.windows(length)
     chosen = np.linspace(0, len(rows) - 1, min(windows, len(rows))).astype(int)
-    # The baseline has all bytes before each one, the network those of its window; the first byte of a window has none,
-    # and counts for neither.
+    # The network has no prediction of a window's first byte, so it counts for neither.
     baseline = ngram.bits(held_out.tokens)[: rows.size].reshape(rows.shape)[chosen, 1:]
     ours = []
     for i in track(chosen, "held-out code", console=Console(stderr=True), transient=True):

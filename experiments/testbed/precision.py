@@ -38,7 +38,7 @@ einsum.defvjp(_forward, _backward)
 
 def _replace_product(call, args, kwargs, context):
     """Replaces the product of a bias-free `Linear`; everything else is unchanged."""
-    # Intercepted from outside, so that the model that ships knows nothing of training.
+    # The shipped model knows nothing of training, so its products are replaced from outside.
     layer = context.module
     if not isinstance(layer, Linear) or context.method_name != "__call__" or layer.bias:
         return call(*args, **kwargs)

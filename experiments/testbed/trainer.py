@@ -109,7 +109,7 @@ class Run:
 
     def step(self) -> dict[str, Any]:
         """Trains on the next batch; returns {"step", "length", "stage", "loss/KIND", "hits/KIND"}."""
-        # From the step's number and not from a generator that goes on: a resumed run draws the same batches.
+        # The generator depends on the step alone, so that a resumed run draws the same batches.
         rng = np.random.default_rng([self.recipe.seed, self.at])
         curriculum = self.recipe.curriculum
         shape = curriculum.pick(rng, self.progress.stage)

@@ -140,7 +140,7 @@ def measure_machine(megabytes: int, size: int, repeats: int) -> Machine:
     measuring.log_progress("bandwidths and operations of this machine")
     (read, reads), (operations, products) = measuring.read_probes(megabytes), measuring.product_probes(size)
     moved, moves = copy_probes(megabytes)
-    # Without torch's product: the question is what hides behind kvjax's own layers.
+    # torch's product is left out: the question is what hides behind kvjax's own layers.
     products = {name: run for name, run in products.items() if "jax" in name}
     seconds = measuring.time_in_turns({**reads, **products, **moves}, repeats)
     best = {name: min(s) for name, s in seconds.items()}

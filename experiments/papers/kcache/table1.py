@@ -32,7 +32,7 @@ from kvjax.utils.arguments import DTYPES, dtype_name
 
 CONFIGS = {name.lower(): figures.config for name, figures in MODELS.items()} | SHAPES
 
-# Formulas are text, so that the script prints the very ones that it evaluates: a misprint would show in both.
+# Formulas are text, so that the script prints the very ones that it evaluates.
 # Python expressions in the paper's letters: b sequences, s tokens, d width, n heads of size h, N selected values, and 2
 # bytes a number. Ours add k key/value heads and e bytes a number.
 PROJECTIONS = ("6*b*d**2", "12*b*d + 6*d**2", "1 / (2/d + 1/b)")
@@ -138,7 +138,7 @@ def count_by_xla(part: Part, size: Mapping[str, int], dtype: Any) -> tuple[float
         kind = jnp.int32 if shape.startswith("i ") else dtype
         return jax.ShapeDtypeStruct([int(evaluate(w, size)) for w in shape.removeprefix("i ").split()], kind)
 
-    # Each part alone: in one program XLA would fuse them, and the counts could not be told apart.
+    # Each part is compiled alone: in one program XLA would fuse them, and nothing could tell their counts apart.
     cost = jax.jit(part.fun).lower(*map(abstract, part.shapes)).compile().cost_analysis()
     return cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
 

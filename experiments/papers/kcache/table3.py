@@ -54,7 +54,7 @@ def methods(sizes: Sequence[int], device_layers: int) -> list[str]:
 
 def largest_batch(method: Method, tokens: int, output: int, budget: int) -> dict[str, int]:
     """The largest batch of LLaMA2-7B whose caches and steps fit `budget` bytes, and the bytes of one sequence."""
-    # `total`, the allocated arrays: they hold the answer, too, and have to fit before its first token.
+    # `total` counts the allocated arrays, which hold the answer, too, and have to fit before its first token.
     planned = kvjax.planned_bytes(method, CONFIG, tokens, capacity=tokens + output, dtype="bfloat16").total
     sequence = planned["device"] + step_bytes(CONFIG, method, tokens + output)
     return {"batch": max(budget // sequence, 0), "row": sequence, "host": planned["pinned_host"]}

@@ -55,7 +55,7 @@ PAPER_TOTALS = {"questions": 250, "full": 62.39, "kcache": 62.79}
 
 def difference(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Second minus first over the tasks: mean, standard error, and the number of tasks that rose, fell and stayed."""
-    # Over tasks: the paper gives one number for each, so nothing can be paired within them.
+    # The error is over tasks: the paper gives one number for each, so nothing can be paired within them.
     d = [b - a for a, b in pairs]
     counts = {"up": sum(x > 0 for x in d), "down": sum(x < 0 for x in d), "same": sum(x == 0 for x in d)}
     return {"mean": mean(d), "error": stdev(d) / len(d) ** 0.5 if len(d) > 1 else 0.0, **counts}

@@ -40,7 +40,7 @@ def lines(base: str, budget: int, shares: Sequence[str]) -> list[Line]:
 def plot(path: Path, found: Measurements, groups: dict[str, list[Line]], shares: Sequence[str]) -> str:
     """Draws a panel per base: gain over no KVCrush against its fraction, a curve per workload."""
     whens = [w for w in WHEN if found.tasks(w)]
-    # Without "later": LongBench, where the paper looked for the optimum, asks one question of a context.
+    # "later" is left out: LongBench, where the paper looked for the optimum, asks one question of a context.
     curves = [(w, t) for w in whens if w != "later" for t in found.tasks(w)] or [("text", "text")]
     fig, axes = make_panels(path, len(groups))
     for ax, (base, group) in zip(axes, groups.items(), strict=True):

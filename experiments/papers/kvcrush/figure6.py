@@ -47,7 +47,7 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
     def time_whole(side: KvjaxDecoder) -> float:
         return side.prefill(ids, room=steps) + side.decode(steps)
 
-    # Read once: the selection is then timed on the same keys, values and queries under every method.
+    # The prompt is read once, so that every method selects from the same keys, values and queries.
     prompts = Prompts(model, list(ids), steps)
 
     def time_selection(side: KvjaxDecoder) -> float:
@@ -60,7 +60,7 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
 
     return {
         "seconds": in_turns({name: functools.partial(time_whole, side) for name, side in sides.items()}, repeats),
-        # More turns: differences are a few milliseconds.
+        # The added times are a few milliseconds, and need more turns.
         "selection": in_turns(
             {name: functools.partial(time_selection, side) for name, side in sides.items()}, 3 * repeats
         ),
@@ -73,7 +73,7 @@ def overheads(timings: dict[str, Any], base: str) -> dict[str, dict[str, float]]
     total = statistics.median(whole[base])
     found = {}
     for name in whole:
-        # Paired by turn, not a ratio of medians: both runs of a pair have met nearly the same load.
+        # Ratios are paired by turn: both runs of a pair have met nearly the same load.
         ratios = [a / b for a, b in zip(whole[name], whole[base], strict=True)]
         added = statistics.median(a - b for a, b in zip(part[name], part[base], strict=True))
         extremes = {"whole_worst": max(ratios) - 1, "whole_best": min(ratios) - 1}

@@ -44,7 +44,7 @@ def lines(bases: dict[str, str], budget: int, unit: str, share: float, window: i
     """Each method alone and with KVCrush, all with one window of last tokens, as in KVCache-Factory's scripts."""
     found = []
     for label, name in bases.items():
-        # H2O has no window of observed queries. It keeps as many last tokens, or it would lose by them alone.
+        # H2O observes no window of queries, but it has to keep as many last tokens, or it would lose by them alone.
         last = "recent" if name == "accumulated" else "window"
         base = f"{name}:budget={budget},{last}={window},unit={unit}"
         found.append(Line(label, base, paper=PAPER[label] if unit == "token" else ()))

@@ -44,7 +44,7 @@ def lines(page: int, pages: int) -> list[Line]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = eviction_parser(__doc__)
-    # Half the paper's page at half its context: 16 middle pages then are the same part of it.
+    # The page is half the paper's, as the context is: 16 middle pages are then the same part of it.
     parser.add_argument("--page", type=int, default=16, help="tokens of a page; one page of first tokens, four of last")
     parser.add_argument("--pages", type=parse_integers, default="8,16,24", help="pages kept in the middle (paper: 16)")
     args = parser.parse_args(argv)

@@ -49,7 +49,7 @@ def lines(bases: dict[str, str], budget: int, share: float, window: int) -> list
 def best_kvcrush(found: Measurements, every: Sequence[Line]) -> Line:
     """KVCrush*: KVCrush on the method with the best score of first questions (or of text)."""
     crushed = [line for line in every if line.base]
-    # By first questions, as LongBench asks: the method knows the question when it compresses.
+    # First questions decide, since LongBench's method knows its question when it compresses.
     if found.tasks("first"):
         best = max(crushed, key=lambda line: found.score(line.method, "first")[0])
     else:

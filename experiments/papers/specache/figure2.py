@@ -40,7 +40,7 @@ def top_hits(q: Array, k: Array, at: Array, sizes: tuple[int, ...], window: int 
     """Mean fraction of attention on the heaviest keys, f32[n] for n sizes: q [B K G Q H] at positions i32[Q]."""
     pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
     p, _, l = weights(jnp.where(visible(pos, at[None], window), scores(q, k), MASKED_LOGIT))
-    # One sort serves all sizes: the sum of the k largest is a prefix of the sum of the largest.
+    # One search for the largest size serves all: the k largest are the first k of it.
     best = lax.top_k(p / l[..., None], max(sizes))[0].mean((0, 1, 2, 3))
     return jnp.cumsum(best)[jnp.array(sizes) - 1]
 
@@ -92,7 +92,7 @@ def hit_rates_of_layer(
     q: Array, k: Array, first: int, queries: int, sizes: tuple[int, ...], window: int | None
 ) -> Array:
     """Hit rates f32[2 n] of top-k and greedy for n sizes; q [B K G T H], k [B K T H]. Allocates no T x T array."""
-    # A sample, as top-k needs no history. Greedy eviction depends on every query before, and runs through all of them.
+    # Top-k needs no history, so a sample of queries suffices. Greedy eviction depends on every query before.
     at = jnp.linspace(first, k.shape[2] - 1, queries).astype(jnp.int32)
     top = top_hits(jnp.take(q, at, axis=3), k, at, sizes, window)
     return jnp.stack([top, greedy_hits(q, k, first, sizes, window)])
@@ -120,7 +120,7 @@ def measure_hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[
     for name, rows in sources.items():
         rates = []
         for batch in common.batches(rows, args.batch, f"hit rates, {name}"):
-            first = args.length * 3 // 4  # late queries: early ones have few keys, of which k are most
+            first = args.length * 3 // 4  # early queries have few keys, and k would be most of them
             rates.append(hit_rates(model, batch, first, args.queries, sizes))
         weight = [min(args.batch, len(rows) - i) for i in range(0, len(rows), args.batch)]  # the last may be smaller
         layers = np.average(np.stack(rates), 0, weight)
@@ -153,7 +153,7 @@ def move_runs(model: Model, tokens: int, num_moved: int) -> dict[str, Callable[[
 
     whole, run = ([fill_host_buffer(count, i) for i in range(2 * c.layers)] for count in (tokens, num_moved))
     rng, every = np.random.default_rng(0), np.tile(np.arange(tokens, dtype=np.int32), (1, c.kv_heads, 1))
-    # Other places for every head and layer, as each of them selects for itself.
+    # Each head of each layer selects for itself, so its places are its own.
     idx = [jnp.asarray(rng.permuted(every, axis=2)[:, :, :num_moved]) for _ in whole]
     moves = {
         "all": functools.partial(unpack_all, whole),

@@ -25,7 +25,8 @@ FULL = ("42.3", "42.7")
 def method(k: int, args: argparse.Namespace) -> str:
     """The method string for k fetched tokens."""
     shared = f"bits=1,group={args.group},residual={args.residual}"
-    if not k:  # nothing to fetch is KIVI, with SpeCache's residual and not its own 128: only k may differ
+    # Without fetched tokens SpeCache is KIVI. It gets SpeCache's residual instead of its own 128: only k may differ.
+    if not k:
         return f"kivi:{shared}"
     return f"specache:{shared},topk={k},speculative={str(args.speculative).lower()}"
 

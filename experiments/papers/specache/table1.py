@@ -79,8 +79,8 @@ def sizes() -> list[dict[str, Any]]:
         full = kvjax.planned_bytes(common.FULL, paper.config, paper.length, dtype="bfloat16").held["device"]
         for (bits, group), paper_size in paper.sizes.items():
             texts = [p.format(bits=bits, group=group) for p in PAIR]
-            # `held`, without room for new tokens: the paper's sizes follow from codes, scales and a residual of 128
-            # tokens at the model's greatest length.
+            # `held` leaves out room for new tokens, as the paper does: its sizes follow from codes, scales and a
+            # residual of 128 tokens at the model's greatest length.
             held = {t: kvjax.planned_bytes(t, paper.config, paper.length, dtype="bfloat16").held for t in texts}
             shares = {"share": {t: held[t]["device"] / full for t in texts}, "paper": paper_size}
             about = {"model": name, "tokens": paper.length, "bits": bits, "group": group}

@@ -45,7 +45,7 @@ class StreamedLayer(MethodLayer):
     @property
     def needs(self) -> Needs:
         """The method's needs, and the prompt in chunks."""
-        # In chunks, as the benchmark streams a prompt: single tokens would take as long as decoding all of it.
+        # The benchmark streams a prompt in chunks, too; single tokens would take as long as decoding all of it.
         return dataclasses.replace(super().needs, prompt_chunk=64)
 
 
@@ -75,8 +75,8 @@ def methods(length: int, ratio: int, group: int, block: int) -> dict[str, Method
     streaming = make.streaming_llm(recent=total - sinks, sinks=sinks)
     return {
         "InfLLM": make.infllm(block, sinks, local, topk, min(4, block), min(64, local)),
-        # Both ways, since the benchmark restricts attention within the prompt for InfLLM and StreamLLM and not for H2O,
-        # which may explain most of the distance between them.
+        # StreamLLM stands here both ways: the benchmark restricts attention within the prompt for InfLLM and StreamLLM,
+        # not for H2O, which may explain most of the distance between them.
         "StreamLLM": stream_prompts(streaming),
         "StreamLLM, prompt in full": streaming,
         "H2O": make.h2o(heavy=total // 2, recent=total - total // 2),

@@ -63,7 +63,7 @@ def throughput(model: kvjax.Model, method: Method, batch: int, context: int, ste
     """Median tokens per second of the whole batch, after a warm-up."""
     loop = random_loop(model, method, batch, context, steps * (repeats + 1))
     loop.decode(steps)
-    # One method after the other, not in turns: at the largest batch only one cache fits the device.
+    # Methods take no turns here: at the largest batch only one cache fits the device.
     return batch * steps / summary([loop.decode(steps) for _ in range(repeats)])["median"]
 
 
