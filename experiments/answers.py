@@ -10,12 +10,11 @@ import jax
 import numpy as np
 import optax
 
-from experiments.papers.eviction import TASKS
 from kvjax import functional
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.models.model import Model
-from kvjax.testbed import corpus, tasks
+from kvjax.testbed import tasks
 
 HEADROOM_TOKENS = 32  # of questions and answers after a context
 
@@ -27,14 +26,6 @@ class Questions:
     contexts: np.ndarray  # i32[B S]
     tokens: np.ndarray  # i32[B Q T], questions and answers
     is_answer: np.ndarray  # bool[B Q T]
-
-
-def draw(task: str, num: int, length: int, seed: int, split: str, **sizes: Any) -> list[tasks.Instance]:
-    """Draws instances of a task in filler of the "train" or the "held_out" files."""
-    filler = corpus.load(split).window
-    # Each instance has a seed, so that the first ones stay the same when `num` grows.
-    seeds = ([seed, list(TASKS).index(task), length, i] for i in range(num))
-    return [TASKS[task](np.random.default_rng(s), length, filler, **sizes) for s in seeds]
 
 
 def pack(instances: Sequence[tasks.Instance], width: int | None = None) -> Questions:

@@ -23,9 +23,10 @@ import numpy as np
 import optax
 
 import kvjax
-from experiments.answers import HEADROOM_TOKENS, Questions, compress, draw, extend_each, measure, pack
+from experiments.answers import HEADROOM_TOKENS, Questions, compress, extend_each, measure, pack
 from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.papers import common
+from experiments.papers.eviction import draw_instances
 from kvjax import Model, functional
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
@@ -188,7 +189,7 @@ def split_questions(questions: Questions) -> dict[str, Questions]:
 def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     """Measures every cache, by name: the full one, the evictions, and each start before and after training."""
     sizes = {"pairs": args.pairs, "questions": args.pairs}
-    questions = pack(draw("phrases", args.contexts, args.length, args.seed, "held_out", **sizes))
+    questions = pack(draw_instances("phrases", args.contexts, args.length, args.seed, "held_out", **sizes))
     parts = split_questions(questions)
     full = compress(model, questions.contexts, "full")
     found: dict[str, Any] = {}

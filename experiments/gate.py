@@ -23,9 +23,10 @@ import optax
 from jax import lax
 
 import kvjax
-from experiments.answers import HEADROOM_TOKENS, Questions, answer_nats, compress, draw, extend_each, measure, pack
+from experiments.answers import HEADROOM_TOKENS, Questions, answer_nats, compress, extend_each, measure, pack
 from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.papers import common
+from experiments.papers.eviction import draw_instances
 from kvjax import Config, Model, functional
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
@@ -163,7 +164,8 @@ def train(model: Model, args: argparse.Namespace) -> tuple[Gate, Gate, list[floa
     state, losses, names = optimizer.init(gate), [], list(TASKS)
     for i in range(args.steps):
         task = names[i % len(names)]
-        questions = pack(draw(task, args.batch, args.length, args.seed + i, "train", **TASKS[task]), QUESTION_TOKENS)
+        instances = draw_instances(task, args.batch, args.length, args.seed + i, "train", **TASKS[task])
+        questions = pack(instances, QUESTION_TOKENS)
         arrays = questions.contexts, questions.tokens, questions.is_answer
         gate, state, value = step(gate, state, arrays, jnp.float32(i / args.steps), jax.random.fold_in(key, i))
         losses.append(float(value))
@@ -178,7 +180,8 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for task, sizes in (TASKS | UNSEEN).items():
         # No training step can have had this seed, and the filler is from other files.
-        questions = pack(draw(task, args.contexts, args.length, common.SEED, "held_out", **sizes), QUESTION_TOKENS)
+        instances = draw_instances(task, args.contexts, args.length, common.SEED, "held_out", **sizes)
+        questions = pack(instances, QUESTION_TOKENS)
         full = compress(model, questions.contexts, "full")
         gates = {"the gate at its start": start, "the trained gate": trained}
         caches = {"full": full} | {name: keep_best(full, gate, args.budget) for name, gate in gates.items()}

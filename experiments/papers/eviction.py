@@ -175,9 +175,15 @@ def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.I
     """Draws `args.contexts` held-out instances of a task; tasks of symbols are in filler of held-out code."""
     if task in questions.TASKS:
         return questions.in_text(args, model, task)
-    held_out = corpus.load("held_out")
-    seeds = ([args.seed, list(TASKS).index(task), args.length, i] for i in range(args.contexts))
-    return [TASKS[task](np.random.default_rng(s), args.length, held_out.window) for s in seeds]
+    return draw_instances(task, args.contexts, args.length, args.seed, "held_out")
+
+
+def draw_instances(task: str, num: int, length: int, seed: int, split: str, **sizes: Any) -> list[tasks.Instance]:
+    """Draws instances of a task in filler of the "train" or the "held_out" files."""
+    filler = corpus.load(split).window
+    # Each instance has a seed, so that the first ones stay the same when `num` grows.
+    seeds = ([seed, list(TASKS).index(task), length, i] for i in range(num))
+    return [TASKS[task](np.random.default_rng(s), length, filler, **sizes) for s in seeds]
 
 
 class Measurements:
