@@ -48,9 +48,11 @@ def measure_peaks(model: str, dtype: str, tokens: int) -> dict[str, int]:
 
 def row(model: str, dtype: str, tokens: int, found: dict[str, int]) -> list[Any]:
     """Formats the results of one process, in MB."""
-    beyond = {stage: found[stage] - found["before"] - found["weights"] for stage in STAGES}
-    beyond = {stage: size - (found["cache"] if stage != "loaded" else 0) for stage, size in beyond.items()}
-    sizes = [found["before"], found["weights"], found["cache"], *(found[stage] for stage in STAGES), *beyond.values()]
+    held = found["before"] + found["weights"]
+    expected = {"loaded": held, "read": held + found["cache"], "decoded": held + found["cache"]}
+    peaks = [found[stage] for stage in STAGES]
+    beyond = [found[stage] - expected[stage] for stage in STAGES]
+    sizes = [found["before"], found["weights"], found["cache"], *peaks, *beyond]
     return [model, dtype, tokens, *(f"{size / 1e6:.0f}" for size in sizes)]
 
 

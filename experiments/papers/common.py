@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +163,9 @@ def continuations(
     return found
 
 
-def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, model: Model, method_strings: Sequence[str]) -> list[dict[str, Any]]:
     """Measures accuracy per task, bits per token of text, and agreement with `full`; returns a record per method."""
-    methods = {text: kvjax.parse(text) for text in ("full", *texts)}
+    methods = {text: kvjax.parse(text) for text in ("full", *method_strings)}
     records = {name: {"method": name, "tasks": {}} for name in methods}
     for task in questions.select_tasks(model, args.tasks):
         right: dict[str, list[bool]] = {name: [] for name in methods}
@@ -176,8 +176,8 @@ def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> lis
             records[name]["tasks"][task] = accuracy(r)
     # Bits per token hardly show what compression loses, so the tokens predicted as under `full` are counted, too.
     parts: dict[str, list] = {name: [] for name in methods}
-    for rows in batches(windows(args, model, args.length + args.tokens), args.batch, "text"):
-        for name, part in continuations(model, methods, rows, args.length).items():
+    for texts in batches(windows(args, model, args.length + args.tokens), args.batch, "text"):
+        for name, part in continuations(model, methods, texts, args.length).items():
             parts[name].append(part)
     best = np.concatenate([likeliest for _, likeliest in parts["full"]])
     for name, found in parts.items():
@@ -187,11 +187,11 @@ def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> lis
     return list(records.values())
 
 
-def batches(rows: Any, size: int, what: str):
-    """Yields slices of `size` rows and logs each on stderr."""
-    for i in range(0, len(rows), size):
-        log_progress(f"{what}, {i + 1} to {min(i + size, len(rows))} of {len(rows)}")
-        yield rows[i : i + size]
+def batches(items: Any, size: int, what: str) -> Iterator[Any]:
+    """Yields slices of `size` items and logs each on stderr."""
+    for i in range(0, len(items), size):
+        log_progress(f"{what}, {i + 1} to {min(i + size, len(items))} of {len(items)}")
+        yield items[i : i + size]
 
 
 def accuracy(right: Sequence[bool]) -> dict[str, float]:

@@ -62,13 +62,13 @@ def recompute_windows(model: Model, tokens: np.ndarray, first: int, batch: int) 
     # The paper recomputes a window for every token. Here one window serves `first` tokens, which is hundreds of times
     # cheaper and enough to say how hard the text is at each place.
     starts = range(first, len(tokens), first)
-    rows = [np.pad(tokens[s - first : s + first], (0, max(s + first - len(tokens), 0))) for s in starts]
+    windows = [np.pad(tokens[s - first : s + first], (0, max(s + first - len(tokens), 0))) for s in starts]
     nats = []
-    for i in range(0, len(rows), batch):
+    for i in range(0, len(windows), batch):
         # The last batch is filled up, to share the others' program; the surplus is cut off below.
-        window = np.stack(rows[i : i + batch] + rows[:1] * (i + batch - len(rows)))
-        logits = kvjax.logits(model, window)[:, first - 1 : -1]
-        nats.append(-np.asarray(log_probs(logits, jnp.asarray(window[:, first:], jnp.int32))))
+        together = np.stack(windows[i : i + batch] + windows[:1] * (i + batch - len(windows)))
+        logits = kvjax.logits(model, together)[:, first - 1 : -1]
+        nats.append(-np.asarray(log_probs(logits, jnp.asarray(together[:, first:], jnp.int32))))
     return np.concatenate(nats).reshape(-1)[: len(tokens) - first]
 
 
@@ -141,12 +141,13 @@ def summarize(
     # The text itself is harder in places, and its slope would be taken for the method's.
     excess = {name: x - anew[: len(x)] for name, x in found.items()}
     slopes = {name: slope(x, min(points, len(x) // 20)) for name, x in excess.items()}
-    lines = [
-        (name, f"{sizes[name][0]:,}" + ("" if len(sizes[name]) == 1 else f" to {sizes[name][-1]:,}"))
-        + (f"{x.mean():+.4f}", f"{parts(x, 10)[0]:+.4f}", f"{parts(x, 10)[-1]:+.4f}")
-        + ("{:+.4f} ±{:.4f}".format(*slopes[name]),)
-        for name, x in excess.items()
-    ]
+    lines = []
+    for name, x in excess.items():
+        least, most = sizes[name][0], sizes[name][-1]
+        tenths = parts(x, 10)
+        rise, error = slopes[name]
+        cells = (f"{x.mean():+.4f}", f"{tenths[0]:+.4f}", f"{tenths[-1]:+.4f}", f"{rise:+.4f} ±{error:.4f}")
+        lines.append((name, f"{least:,}" if least == most else f"{least:,} to {most:,}", *cells))
     columns = ("method", "bytes of the cache", "excess loss", "first tenth", "last tenth", "slope per 100,000 tokens")
     tables.append(table("loss above recomputed windows, nats per token (each over its own tokens)", columns, lines))
     notes = [

@@ -69,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     before, model = machine(), kvjax.load(args.model)
     chosen = {method(n, layers): (n, layers) for n in args.n for layers in args.layers}
     records = [{**r, "key": chosen.get(r["method"], (0, 0))} for r in common.measure(args, model, list(chosen))]
-    rows = [("full" if not r["key"][0] else "N={} L={}".format(*r["key"]), *common.format_record(r)) for r in records]
-    rows = [(*row, *paper_cells(r["key"])) for row, r in zip(rows, records, strict=True)]
+    rows = []
+    for r in records:
+        n, layers = r["key"]
+        rows.append((f"N={n} L={layers}" if n else "full", *common.format_record(r), *paper_cells(r["key"])))
     columns = ("method", *common.record_columns(args, model), *MODELS)
     title = f"KCache, Table 2: {args.model}, {args.length:,}-token contexts"
     notes = [

@@ -53,18 +53,13 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
     def time_selection(side: KvjaxDecoder) -> float:
         return time_run(lambda: prompts.compress(side.method).cache)
 
-    def in_turns(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-        for run in runs.values():
-            run()  # compiles
-        return time_in_turns(runs, repeats)
+    def time_all(time_one: Callable[[KvjaxDecoder], float], repeats: int) -> dict[str, list[float]]:
+        for side in sides.values():
+            time_one(side)  # compiles
+        return time_in_turns({name: functools.partial(time_one, side) for name, side in sides.items()}, repeats)
 
-    return {
-        "seconds": in_turns({name: functools.partial(time_whole, side) for name, side in sides.items()}, repeats),
-        # The added times are a few milliseconds, and need more turns.
-        "selection": in_turns(
-            {name: functools.partial(time_selection, side) for name, side in sides.items()}, 3 * repeats
-        ),
-    }
+    # The added times of a selection are a few milliseconds, and need more turns.
+    return {"seconds": time_all(time_whole, repeats), "selection": time_all(time_selection, 3 * repeats)}
 
 
 def overheads(timings: dict[str, Any], base: str) -> dict[str, dict[str, float]]:

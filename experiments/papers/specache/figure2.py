@@ -117,12 +117,12 @@ def measure_hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[
     if max(args.percent) > 100 or min(args.percent) <= 0:
         raise KvjaxError(f"--percent must lie in (0, 100], got {args.percent}")
     found = {}
-    for name, rows in sources.items():
+    for name, contexts in sources.items():
         rates = []
-        for batch in common.batches(rows, args.batch, f"hit rates, {name}"):
+        for batch in common.batches(contexts, args.batch, f"hit rates, {name}"):
             first = args.length * 3 // 4  # early queries have few keys, and k would be most of them
             rates.append(hit_rates(model, batch, first, args.queries, sizes))
-        weight = [min(args.batch, len(rows) - i) for i in range(0, len(rows), args.batch)]  # the last may be smaller
+        weight = [min(args.batch, len(contexts) - i) for i in range(0, len(contexts), args.batch)]  # the last may be smaller
         layers = np.average(np.stack(rates), 0, weight)
         found[name] = []
         for i, (percent, keys) in enumerate(zip(args.percent, sizes, strict=True)):
@@ -207,11 +207,10 @@ def draw(axes: Any, rates: dict[str, list[dict[str, Any]]], moved: list[dict[str
 
 def tables(args: argparse.Namespace, rates: dict[str, list], moved: list[dict[str, Any]]) -> list:
     """Tables of hit rates and of moves."""
-    rows = [
-        (f"{first['percent']:g}%", first["keys"], *(f"{r[k]:.3f}" for r in line for k in ("topk", "greedy")))
-        for line in zip(*rates.values(), strict=True)
-        for first in line[:1]
-    ]
+    rows = []
+    for by_source in zip(*rates.values(), strict=True):
+        hits = [f"{r[rule]:.3f}" for r in by_source for rule in ("topk", "greedy")]
+        rows.append((f"{by_source[0]['percent']:g}%", by_source[0]["keys"], *hits))
     heads = ("k", "keys", *(f"{kind}, {name}" for name in rates for kind in ("top-k", "greedy")))
 
     def ms(record: Mapping[str, Any], kind: str) -> str:

@@ -110,16 +110,19 @@ NOTE = (
 
 def row(r: Mapping[str, Any], full: Mapping[str, Any]) -> list[Any]:
     """Formats a record; `full` is the record of the full cache at the same context."""
-    paper, base = (PAPER.get(r["context"], (((None,) * 2),) * 3)[i] for i in (r["column"], 0))
-    b, m = r["bytes"], r.get("measured")
+    nothing = [(None, None)] * len(METHODS)  # for a context that is not the paper's
+    of_context = PAPER.get(r["context"], nothing)
+    (paper_batch, paper_speed), (paper_full_batch, _) = of_context[r["column"]], of_context[0]
+    sizes, measured = r["bytes"], r.get("measured")
 
     def times(x: float | None, y: float | None) -> str | None:
         return f"{x / y:.1f}x" if x and y else None
 
-    ours = (f"{b['row'] / 2**20:,.1f}", f"{b['row_step'] / 2**20:,.1f}", r["batch"], times(r["batch"], full["batch"]))
-    speed = m and f"{m['tokens_per_second']:.1f} ({m['batch']})"
-    theirs = (paper[0], times(paper[0], base[0]), speed, paper[1])
-    return [f"{r['context']:,}", r["method"], *ours, f"{b['host'] / GIB:,.0f}", *theirs]
+    memory = [f"{sizes['row'] / 2**20:,.1f}", f"{sizes['row_step'] / 2**20:,.1f}"]
+    batches = [r["batch"], times(r["batch"], full["batch"]), f"{sizes['host'] / GIB:,.0f}"]
+    paper_batches = [paper_batch, times(paper_batch, paper_full_batch)]
+    speed = f"{measured['tokens_per_second']:.1f} ({measured['batch']})" if measured else None
+    return [f"{r['context']:,}", r["method"], *memory, *batches, *paper_batches, speed, paper_speed]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
