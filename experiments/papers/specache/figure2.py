@@ -122,7 +122,8 @@ def measure_hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[
         for batch in common.batches(contexts, args.batch, f"hit rates, {name}"):
             first = args.length * 3 // 4  # early queries have few keys, and k would be most of them
             rates.append(hit_rates(model, batch, first, args.queries, sizes))
-        weight = [min(args.batch, len(contexts) - i) for i in range(0, len(contexts), args.batch)]  # the last may be smaller
+        # The last batch may be smaller, and its mean counts less.
+        weight = [min(args.batch, len(contexts) - i) for i in range(0, len(contexts), args.batch)]
         layers = np.average(np.stack(rates), 0, weight)
         found[name] = []
         for i, (percent, keys) in enumerate(zip(args.percent, sizes, strict=True)):
