@@ -246,7 +246,8 @@ def replay_scores(exact: FullKV, method: str) -> list[Array]:
 
 
 @functools.partial(jax.jit, static_argnames="layer")
-def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
+def _measure_candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
+    """Measures what a layer would offer to one ranking over the model, as the method does in a prefill."""
     select = dataclasses.replace(layer.method.select, scorer=PrecomputedScores(scores))
     found = select.candidates(block, None, layer.spec)
     return layer.method.layer_budgets.rescale(found)
@@ -254,6 +255,7 @@ def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
 
 @functools.partial(jax.jit, static_argnames="layer")
 def _select(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
+    """Selects a layer's tokens, bool[B K S]; `tokens` i32[B K] of each head where the model's ranking has set them."""
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=PrecomputedScores(scores))
     slots = select.max_kept_up_to(width)
@@ -279,8 +281,9 @@ def select_tokens(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[
     tokens: Any = [None] * len(plan)
     if plan[0].needs.global_budget:
         # One ranking over the model needs the candidates of all layers before any layer can choose.
-        measures = [_candidates(*of_layer) for of_layer in zip(blocks, scores, plan, strict=True)]
-        tokens = plan[0].divide_budget(jax.tree.map(lambda *x: jnp.stack(x), *measures), exact.lengths)
+        measures = [_measure_candidates(*of_layer) for of_layer in zip(blocks, scores, plan, strict=True)]
+        stacked = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *measures)
+        tokens = plan[0].divide_budget(stacked, exact.lengths)
     return [_select(*of_layer) for of_layer in zip(blocks, scores, tokens, plan, strict=True)]
 
 
@@ -295,6 +298,7 @@ def hide_tokens(context: Context, masks: Sequence[Array]) -> Context:
 
 
 def _fit_width(mask: Array, width: int) -> Array:
+    """Pads or cuts a mask [B K S] to `width` slots, as a cache has other numbers of them than a padded prompt."""
     return jnp.pad(mask, [(0, 0), (0, 0), (0, max(width - mask.shape[2], 0))])[:, :, :width]
 
 
