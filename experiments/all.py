@@ -53,10 +53,12 @@ class Entry:
 
     def in_brief(self, results: Any) -> tuple[str, str, str]:
         """(ours, the paper's, the difference), as the script summarizes its results."""
+        # Imported only when a document is summed up: --list and a failing script do not load the others.
         return importlib.import_module(f"experiments.papers.{self.module}").in_brief(results)
 
 
 # Options of the scripts on quantized and offloaded caches (ASKED) and on eviction (EVICTED).
+# Smaller than the scripts' own defaults: these runs show that everything works, and the direction of a result.
 ASKED = "--length 1024 --contexts 8 --windows 4 --out {out}"
 EVICTED = "--length 1024 --contexts 8 --batch 8 --windows 4 --out {out}"
 ENTRIES = (
@@ -83,6 +85,7 @@ ENTRIES = (
     Entry("eviction_curves", "recall against budget", f"{EVICTED} --budgets 64,128,256 --tasks phrases,variables"),
     Entry("streaming", "StreamingLLM, Figure 5", "--out {out}"),
 )
+# Scripts that count bytes and operations or time random caches are absent: trained weights change none of it.
 REAL = "--model smollm2-135m --text essays --length 1024 --out {out}"
 REAL_SIZES = f"{REAL} --contexts 8 --batch 8 --windows 4"
 REAL_ASKED = f"{REAL_SIZES} --tasks shared"
@@ -97,6 +100,8 @@ ON_A_REAL_MODEL = (
     Entry("specache.figure4", "SpeCache, Figure 4", f"{REAL} --lengths 512,1024 --depths 4 --contexts 2"),
     Entry("specache.figure5", "SpeCache, Figure 5", f"{REAL_ASKED} --topk 0,16,64,128"),
     Entry("kvcrush.table2", "KVCrush, Table II", f"{REAL_ASKED} --anchors random,mean,alternate"),
+    # The window is longer than the usual 8 tokens: a question ends with the template and the answer's first words, and
+    # its own key would lie outside.
     Entry("kvcrush.table3", "KVCrush, Table III", f"{REAL_ASKED} --window 32"),
     Entry("kvcrush.figure5", "KVCrush, Figure 5", f"{REAL_ASKED} --shares 0.25,0.5,0.75"),
     Entry("kvcrush.figure7", "KVCrush, Figure 7", f"{REAL_ASKED} --window 32"),
@@ -143,11 +148,14 @@ def last_document(text: str) -> str:
 
 def run_one(entry: Entry, results: Path) -> str | None:
     """Runs a script and writes its document; returns the problem, or None."""
-    done = subprocess.run(entry.command(results), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    # Each script gets a process: their compiled programs together run out of memory mappings, and an abort in the
+    # compiler would end the whole run.
+    finished = subprocess.run(entry.command(results), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     try:
-        if done.returncode:
-            return f"exit status {done.returncode}"
-        (results / f"{entry.name}.json").write_text(last_document(done.stdout) + "\n")
+        if finished.returncode:
+            return f"exit status {finished.returncode}"
+        # A failed run leaves the earlier document in place, and the summary shows it.
+        (results / f"{entry.name}.json").write_text(last_document(finished.stdout) + "\n")
     except KvjaxError as e:
         return str(e)
     return None
@@ -156,19 +164,20 @@ def run_one(entry: Entry, results: Path) -> str | None:
 def run_all(entries: Sequence[Entry], results: Path) -> dict[str, str]:
     """Runs all scripts; returns the problems by name."""
     results.mkdir(parents=True, exist_ok=True)
-    start, wrong = time.monotonic(), {}
+    start, problems = time.monotonic(), {}
 
-    def clock(s):
-        return f"{int(s) // 60}:{int(s) % 60:02}"
+    def format_minutes(seconds: float) -> str:
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
     for i, entry in enumerate(entries, 1):
-        log_progress(f"{i} of {len(entries)}, {clock(time.monotonic() - start)} so far: {entry.name} {entry.arguments}")
+        so_far = format_minutes(time.monotonic() - start)
+        log_progress(f"{i} of {len(entries)}, {so_far} so far: {entry.name} {entry.arguments}")
         began = time.monotonic()
         problem = run_one(entry, results)
         if problem:
-            wrong[entry.name] = problem
-        log_progress(f"{entry.name}: {problem or 'done'} after {clock(time.monotonic() - began)}")
-    return wrong
+            problems[entry.name] = problem
+        log_progress(f"{entry.name}: {problem or 'done'} after {format_minutes(time.monotonic() - began)}")
+    return problems
 
 
 def summary_row(entry: Entry, collection: Collection, failed: bool) -> tuple[str, dict[str, Any] | None]:
@@ -188,12 +197,13 @@ def summary_row(entry: Entry, collection: Collection, failed: bool) -> tuple[str
     return f"| {head} | {' | '.join(cells)} |", document.get("machine")
 
 
-def summary_section(collection: Collection, wrong: Mapping[str, str]) -> str:
+def summary_section(collection: Collection, problems: Mapping[str, str]) -> str:
     """The summary of all scripts as Markdown, with one sentence on the machines."""
-    rows = [summary_row(e, collection, e.name in wrong) for e in collection.entries]
+    rows = [summary_row(e, collection, e.name in problems) for e in collection.entries]
     where = "Nothing was run yet."
     if found := [m for _, m in rows if m]:
         names = dict.fromkeys(f"{m['processor']}, {m['cores']} cores, {m['device']}, JAX {m['jax']}" for m in found)
+        # Readers need the load: above the number of cores, only ratios of the summary's seconds can be trusted.
         loads = [x for m in found for x in (m["load_before"], m["load"])]
         where = f"Taken on {'; '.join(names)}; load average {min(loads):g} to {max(loads):g}."
     head = ["| script | the paper | ours | the difference |", "|---|---|---|---|"]
@@ -223,12 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print("\n".join(f"{e.name:18} {e.reproduces:22} {e.arguments}" for e in entries))
         return 0
-    wrong = {} if args.summary else run_all(entries, collection.results)
-    rewrite_section(README, summary_section(collection, wrong), collection.mark)
+    problems = {} if args.summary else run_all(entries, collection.results)
+    # The summary has all scripts after --only as well: each from the run that wrote its document.
+    rewrite_section(README, summary_section(collection, problems), collection.mark)
     log_progress(f"wrote {collection.results} and the summary in {README}")
-    for name, problem in wrong.items():
+    for name, problem in problems.items():
         print(f"failed: {name}: {problem}", file=sys.stderr)
-    return 1 if wrong else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ import jax
 import numpy as np
 import optax
 
-from experiments.papers.eviction import TASKS
 from kvjax import functional
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.models.model import Model
-from kvjax.testbed import corpus, tasks
+from kvjax.testbed import tasks
 
 HEADROOM_TOKENS = 32  # of a question and its answer after a context; longer ones would be dropped silently
 
@@ -29,13 +28,6 @@ class Questions:
     is_answer: np.ndarray  # bool[B Q T]
 
 
-def draw(task: str, num: int, length: int, seed: int, split: str, **sizes: Any) -> list[tasks.Instance]:
-    """Draws instances of a task in filler of the "train" or the "held_out" files."""
-    filler = corpus.load(split).window
-    seeds = ([seed, list(TASKS).index(task), length, i] for i in range(num))
-    return [TASKS[task](np.random.default_rng(s), length, filler, **sizes) for s in seeds]
-
-
 def pack(instances: Sequence[tasks.Instance], width: int | None = None) -> Questions:
     """Stacks instances with equally many questions, padded on the right to `width` tokens (None: the longest)."""
     width = width or max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
@@ -45,6 +37,7 @@ def pack(instances: Sequence[tasks.Instance], width: int | None = None) -> Quest
     for b, instance in enumerate(instances):
         for j, q in enumerate(instance.questions):
             end = len(q.prompt) + len(q.answer)
+            # Padding on the right needs no mask: attention is causal, and only the answers' tokens are scored.
             tokens[b, j, :end] = [*q.prompt, *q.answer]
             is_answer[b, j, len(q.prompt) : end] = True
     return Questions(np.stack([i.context for i in instances]), tokens, is_answer)
@@ -60,7 +53,12 @@ def compress(model: Model, contexts: np.ndarray, method: str) -> Cache:
 
 def extend_each(params: Any, tokens: Array, cache: Cache) -> Array:
     """Logits f32[B Q T V] of texts i32[B Q T], all after the same, unchanged cache."""
-    return jax.vmap(lambda text: functional.extend(params, text, cache)[0], 1, 1)(tokens)
+
+    def extend_one(text: Array) -> Array:
+        return functional.extend(params, text, cache)[0]
+
+    # The map is over questions alone: all of them read one copy of the context's keys and values.
+    return jax.vmap(extend_one, 1, 1)(tokens)
 
 
 def answer_nats(logits: Array, tokens: Array, is_answer: Array) -> Array:
@@ -71,6 +69,7 @@ def answer_nats(logits: Array, tokens: Array, is_answer: Array) -> Array:
 
 def is_right(logits: Array, questions: Questions) -> np.ndarray:
     """Marks the answers that greedy generation would write, bool[B Q]."""
+    # Teacher forcing suffices: as long as every token was the likeliest, greedy decoding has fed the same tokens.
     hit = np.asarray(logits)[:, :, :-1].argmax(-1) == questions.tokens[:, :, 1:]
     return (hit | ~questions.is_answer[:, :, 1:]).all(-1)
 

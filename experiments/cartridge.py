@@ -23,9 +23,10 @@ import numpy as np
 import optax
 
 import kvjax
-from experiments.answers import HEADROOM_TOKENS, Questions, compress, draw, extend_each, measure, pack
+from experiments.answers import HEADROOM_TOKENS, Questions, compress, extend_each, measure, pack
 from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.papers import common
+from experiments.papers.eviction import draw_instances
 from kvjax import Model, functional
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
@@ -34,6 +35,7 @@ from kvjax.testbed.vocab import ASK, SYMBOLS
 NUM_SLOTS = 64
 CHUNK_TOKENS = 16  # of a repeated chunk of the context; neighbors overlap by half
 ANSWER_TOKENS = 4  # that the model generates for a question about a symbol
+# The two best scorers stand under both divisions: 64 slots in every head cannot hold what one budget for the model can.
 METHODS = (
     "kvzip:budget=64",
     "kvzip:budget=64,level=head",
@@ -52,6 +54,7 @@ STARTS = ("first tokens", "turned_queries:budget=64,level=head", "kvzip:budget=6
 
 def keep_first_tokens(model: Model, contexts: np.ndarray, num: int = NUM_SLOTS) -> Cache:
     """A cache of the contexts' first tokens alone, whose next position follows the whole contexts."""
+    # The rest need not be read: under causal attention it changes nothing in the first tokens' keys and values.
     length = contexts.shape[1]
     cache = compress(model, contexts[:, :num], "full")
     return dataclasses.replace(cache, length=jnp.full_like(cache.length, length), capacity=length + HEADROOM_TOKENS)
@@ -59,6 +62,7 @@ def keep_first_tokens(model: Model, contexts: np.ndarray, num: int = NUM_SLOTS) 
 
 def slot_arrays(cache: Cache) -> list[Array]:
     """The trained arrays of a cache: keys and values, in any form that the method stores."""
+    # Positions, lengths and page tables are integers, and keep the place in the text that a slot stands for.
     return [x for x in jax.tree.leaves(cache) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
@@ -97,6 +101,8 @@ def self_study(model: Model, full: Cache, contexts: np.ndarray, held_out: np.nda
     chunks = contexts[:, starts[:, None] + np.arange(CHUNK_TOKENS)]
     questions = []
     for context, left_out in zip(contexts, held_out, strict=True):
+        # Questions are about values, too: which symbols are keys is something that only the context says. The model
+        # answers such a question somehow, and the trained cache has to give the same answer.
         symbols = np.setdiff1d(context[np.isin(context, SYMBOLS)], left_out)
         questions.append(np.stack([np.full_like(symbols, ASK), symbols], 1))
     prompts = np.stack(questions).astype(np.int32)
@@ -110,6 +116,7 @@ def divergence(
     terms = []
     for tokens, target in zip(texts, targets, strict=True):
         log_probs = jax.nn.log_softmax(extend_each(params, tokens, replace_slots(cache, slots)))
+        # Targets are whole distributions, as in the paper's context distillation: they say more than sampled tokens.
         terms.append((jnp.exp(target) * (target - log_probs)).sum(-1).mean())
     return sum(terms) / len(terms)
 
@@ -141,7 +148,12 @@ def distill(
       the trained cache, and the divergence in every step.
     """
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
-    log_probabilities = jax.jit(lambda tokens: jax.nn.log_softmax(extend_each(model.params, tokens, full)))
+
+    @jax.jit
+    def log_probabilities(tokens: Array) -> Array:
+        return jax.nn.log_softmax(extend_each(model.params, tokens, full))
+
+    # The full cache and the texts never change, so their targets are computed once.
     targets = [np.asarray(log_probabilities(tokens)) for tokens in texts]
 
     @jax.jit
@@ -177,7 +189,7 @@ def split_questions(questions: Questions) -> dict[str, Questions]:
 def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     """Measures every cache, by name: the full one, the evictions, and each start before and after training."""
     sizes = {"pairs": args.pairs, "questions": args.pairs}
-    questions = pack(draw("phrases", args.contexts, args.length, args.seed, "held_out", **sizes))
+    questions = pack(draw_instances("phrases", args.contexts, args.length, args.seed, "held_out", **sizes))
     parts = split_questions(questions)
     full = compress(model, questions.contexts, "full")
     found: dict[str, Any] = {}
@@ -187,7 +199,8 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
         log_progress(f"{name}: " + ", ".join(f"{when} {found[name][when]['right']:.3f}" for when in parts))
 
     add("full", full)
-    texts = self_study(model, full, questions.contexts, parts["held out"].tokens[:, :, 1])
+    held_out_keys = parts["held out"].tokens[:, :, 1]  # a question is `<ask> key`
+    texts = self_study(model, full, questions.contexts, held_out_keys)
     for start in args.starts:
         if start == STARTS[0]:
             cache = keep_first_tokens(model, questions.contexts)
@@ -195,9 +208,10 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
             cache = compress(model, questions.contexts, start)
         add(start, cache)
         trained, losses = distill(model, full, cache, texts, steps=args.steps, batch=args.batch, rate=args.rate)
+        # Each step has other texts, so that the last loss alone would say little.
         ends = {"first_divergence": losses[0], "last_divergence": float(np.mean(losses[-20:]))}
         add(f"distilled from {start}", trained, **ends)
-    for method in (m for m in args.methods if m not in found):
+    for method in (m for m in args.methods if m not in found):  # a start is an eviction, too
         add(method, compress(model, questions.contexts, method))
     return {"texts": {"pieces": texts[0].shape[1], "questions": texts[1].shape[1]}, "caches": found}
 
@@ -210,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="testbed", help="the shipped model, or one of its vocabulary")
     parser.add_argument("--contexts", type=int, default=4)
     parser.add_argument("--length", type=int, default=512, help="tokens of a context")
+    # With 32 facts in 512 tokens, evictions over the model answer nearly all: nothing would be left to gain.
     parser.add_argument("--pairs", type=int, default=48, help="facts of a context, an even number")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16, help="texts of each kind and context in a step")

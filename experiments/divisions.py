@@ -92,6 +92,7 @@ def make_settings(model: Model, args: argparse.Namespace) -> list[Setting]:
             # Bytes depend on the division alone, so one fit serves all scorers.
             first = _fit(add_division(document["scorer"][0], division), share, model, length)
             for scorer in document["scorer"] if first else ():
+                # Every scorer gets the very same budget, so that bytes explain no difference between scorers.
                 budget = first.partition("budget=")[2].partition(",")[0].partition(" ")[0]
                 method = add_division(scorer, division).replace("budget=512", f"budget={budget}")
                 if division["name"] not in scorer.get("not", ()) and is_selected("scorers", method):
@@ -147,8 +148,10 @@ def make_batch(model: Model, protocol: str, spec: Spec) -> Batch:
     """Makes the batch of all contexts of a seed."""
     cases = suite.cases(model, [TASKS[protocol]], spec)
     if protocol == "turns":
+        # The first question is known when its context is compressed, as in a conversation; its answer does not count.
         prompts = [[*c.context, *c.asks[0].prompt] for c in cases]
         return Batch(protocol, [list(map(int, p)) for p in prompts], [_join(model, [c.asks for c in cases], True)])
+    # Each question is a text of its own: it follows the context alone, without the answers of before.
     each = [_join(model, [[c.asks[i]] for c in cases], False) for i in range(spec.questions)]
     return Batch(protocol, [list(map(int, c.context)) for c in cases], each)
 
@@ -171,6 +174,7 @@ def _join(model: Model, asks: Sequence[Sequence[Any]], first_in_prompt: bool) ->
             if counts:
                 spans.append((len(text) + len(prompt), len(text) + len(prompt) + len(answer)))
             text += prompt + answer
+            # Some methods treat decoded tokens and fed ones differently.
             mask += [False] * len(prompt) + [True] * len(answer)
         for field, value in zip(found, (text, mask, spans), strict=True):
             field.append(value)
@@ -189,6 +193,7 @@ def ask(context: Context, batch: Batch, width: int) -> tuple[list[list[bool]], l
         scored = context.score(questions.texts, decoded=questions.decoded, width=width)
         for i, (logp, likeliest) in enumerate(scored):
             for start, end in questions.answers[i]:
+                # The log-probability goes on telling settings apart where all answers are wrong.
                 right[i].append(likeliest[start:end].tolist() == questions.texts[i][start:end])
                 log_probs[i].append(round(float(logp[start:end].sum()), 3))
     return right, log_probs
@@ -200,6 +205,7 @@ def ask(context: Context, batch: Batch, width: int) -> tuple[list[list[bool]], l
 class PrecomputedScores(Scorer):
     """A scorer that returns given scores; exists only while a selection is traced."""
 
+    # Other scorers are frozen dataclasses, which are hashed in a plan. This one holds arrays, and never enters a plan.
     def __init__(self, values: Scores):
         self.values = values
 
@@ -218,7 +224,7 @@ def compute_scores(exact: FullKV, method: str, replayed: list[Array] | None) -> 
     plan, found = cast(Any, bind(method, exact.model.config)), []
     for i, prompt in enumerate(exact.prompts):
         needs = plan[i].needs
-        queries = prompt.q[:, :, :, :0]
+        queries = prompt.q[:, :, :, :0]  # as in a prefill, a scorer sees no query that it has not asked for
         if needs.observed_queries != 0:
             queries = select_queries(plan[i], prompt.q, 0, exact.lengths)
         observed = LayerPrompt(prompt.k, prompt.v, queries)
@@ -231,16 +237,17 @@ def compute_scores(exact: FullKV, method: str, replayed: list[Array] | None) -> 
 
 def replay_scores(exact: FullKV, method: str) -> list[Array]:
     """Runs the prompts a second time, for scorers that need it; returns the scores f32[B K S] of every layer."""
-    copies = [LayerPrompt(jnp.copy(p.k), jnp.copy(p.v), p.q[:, :, :, :0]) for p in exact.prompts]
+    prompts = [LayerPrompt(p.k, p.v, p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
-    model, tokens = exact.model, jnp.asarray(pad(exact.ids, copies[0].k.shape[2])[0])
-    arguments = model.params, tokens, exact.lengths, copies, plan, Target(model.config)
+    model, tokens = exact.model, jnp.asarray(pad(exact.ids, prompts[0].k.shape[2])[0])
+    arguments = model.params, tokens, exact.lengths, prompts, plan, Target(model.config)
     replayed = replay(*arguments, replay_prompts=replay_prompts(model, plan))
     return [prompt.replay_scores for prompt in replayed]
 
 
 @functools.partial(jax.jit, static_argnames="layer")
-def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
+def _measure_candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
+    """Measures what a layer would offer to one ranking over the model, as the method does in a prefill."""
     select = dataclasses.replace(layer.method.select, scorer=PrecomputedScores(scores))
     found = select.candidates(block, None, layer.spec)
     return layer.method.layer_budgets.rescale(found)
@@ -248,6 +255,7 @@ def _candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
 
 @functools.partial(jax.jit, static_argnames="layer")
 def _select(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
+    """Selects a layer's tokens, bool[B K S]; `tokens` i32[B K] of each head where the model's ranking has set them."""
     method, spec, width = layer.method, layer.spec, block.pos.shape[2]
     select = dataclasses.replace(method.select, scorer=PrecomputedScores(scores))
     slots = select.max_kept_up_to(width)
@@ -258,9 +266,11 @@ def _select(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodL
     components = {"representatives": method.representatives, "second_stage": method.second_stage}
     found = select.select_slots(block, None, keep, slots, spec, head_budgets=head_budgets, **components).slots
     B, K = block.k.shape[:2]
-    rows, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+    sequences, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     found = jnp.broadcast_to(found, (B, K, found.shape[2]))
-    return jnp.zeros((B, K, width), bool).at[rows, heads, jnp.where(found < 0, width, found)].set(True, mode="drop")
+    # Empty slots (-1) point behind the last token, where `drop` ignores them; as -1 they would mark the last one.
+    place = jnp.where(found < 0, width, found)
+    return jnp.zeros((B, K, width), bool).at[sequences, heads, place].set(True, mode="drop")
 
 
 def select_tokens(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[Array]:
@@ -270,8 +280,10 @@ def select_tokens(exact: FullKV, method: str, scores: Sequence[Scores]) -> list[
     blocks = [KVBlock(p.k, p.v, pos) for p in exact.prompts]
     tokens: Any = [None] * len(plan)
     if plan[0].needs.global_budget:
-        measures = [_candidates(*of_layer) for of_layer in zip(blocks, scores, plan, strict=True)]
-        tokens = plan[0].divide_budget(jax.tree.map(lambda *x: jnp.stack(x), *measures), exact.lengths)
+        # One ranking over the model needs the candidates of all layers before any layer can choose.
+        measures = [_measure_candidates(*of_layer) for of_layer in zip(blocks, scores, plan, strict=True)]
+        stacked = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *measures)
+        tokens = plan[0].divide_budget(stacked, exact.lengths)
     return [_select(*of_layer) for of_layer in zip(blocks, scores, tokens, plan, strict=True)]
 
 
@@ -279,16 +291,14 @@ def hide_tokens(context: Context, masks: Sequence[Array]) -> Context:
     """Hides the tokens outside bool[B K S] masks from all later queries."""
     layers = []
     for state, mask in zip(context.cache.layers, masks, strict=True):
-        layers.append(dataclasses.replace(state, pos=_hide(state.pos, _fit_width(mask, state.pos.shape[2]))))
+        # Position -1 marks an empty slot. The key stays in memory, but no query attends to it.
+        pos = jnp.where(_fit_width(mask, state.pos.shape[2]), state.pos, -1)
+        layers.append(dataclasses.replace(state, pos=pos))
     return dataclasses.replace(context, cache=dataclasses.replace(context.cache, layers=tuple(layers)))
 
 
-@jax.jit
-def _hide(pos: Array, mask: Array) -> Array:
-    return jnp.where(mask, pos, -1)
-
-
 def _fit_width(mask: Array, width: int) -> Array:
+    """Pads or cuts a mask [B K S] to `width` slots, as a cache has other numbers of them than a padded prompt."""
     return jnp.pad(mask, [(0, 0), (0, 0), (0, max(width - mask.shape[2], 0))])[:, :, :width]
 
 
@@ -309,6 +319,7 @@ def read_later_queries(model: Model, batch: Batch) -> LaterQueries:
     (questions,) = batch.questions
     texts = [p + q for p, q in zip(batch.prompts, questions.texts, strict=True)]
     exact = read_exactly(model, texts)
+    # The text begins with the first answer, whose tokens are decoded; the next question begins where they end.
     first = [len(p) + q.index(False) for p, q in zip(batch.prompts, questions.decoded, strict=True)]
     num_queries = max(len(text) - start for text, start in zip(texts, first, strict=True))
     query_pos = np.full((len(texts), num_queries), -1, np.int32)
@@ -333,6 +344,7 @@ def _attend(prompt: LayerPrompt, lengths: Array, prompt_lengths: Array, query_po
 @jax.jit
 def _relative_error(found: Array, exact: Array, query_pos: Array) -> Array:
     """Mean relative error of attention's outputs."""
+    # Relative to each output, so that heads with large values do not decide the mean.
     each = jnp.linalg.norm(found - exact, axis=-1) / jnp.maximum(jnp.linalg.norm(exact, axis=-1), 1e-30)
     real = jnp.broadcast_to((query_pos >= 0)[:, None, None], each.shape)
     return jnp.where(real, each, 0.0).sum() / real.sum(dtype=jnp.float32)
@@ -353,6 +365,7 @@ def attention_errors(later: LaterQueries, masks: Sequence[Array]) -> list[float]
 
 def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting], args: argparse.Namespace) -> None:
     """Asks all settings without a record, and appends their records."""
+    # These decide the prompts: records of other prompts under the same method string would be taken for this run's.
     about = {"model": args.model, "length": args.length, "contexts": args.contexts, "questions": args.questions}
     existing = list(read_records(args.out))
     if foreign := next((r["about"] for r in existing if r["about"] != about), None):
@@ -365,7 +378,8 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         return
     batch = make_batch(model, protocol, Spec((args.length,), args.contexts, args.questions, seed=seed))
     log_progress(f"{args.model}, {protocol}, seed {seed}: {len(todo)} settings")
-    width = round_up(max(len(row) for q in batch.questions for row in q.texts), 16)
+    # One width for all questions and settings, so that they share one program.
+    width = round_up(max(len(text) for q in batch.questions for text in q.texts), 16)
     prompt = round_up(max(map(len, batch.prompts)))
     exact, capacity = read_exactly(model, batch.prompts, width=prompt), prompt + round_up(width)
     later = read_later_queries(model, batch) if protocol == "turns" and any(s.hidden for s in todo) else None
@@ -377,6 +391,7 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
         found: dict[str, Any] = {}
         if setting.hidden:
             scorer = cast(Method, method_of(setting.method)).select.scorer
+            # All divisions and shares of a scorer rank the same scores. KVzip's take a second pass over the prompt.
             if scorer not in scores:
                 if replayed is None and scorer.replay is not None:
                     replayed = replay_scores(exact, setting.method)
@@ -387,13 +402,13 @@ def measure(model: Model, protocol: str, seed: int, settings: Sequence[Setting],
             context = hide_tokens(every[setting.codec], masks)
             tokens = np.stack([np.asarray(mask.sum(2)) for mask in masks])  # i64[L B K]
             found["kept"] = tokens.mean(1).round(1).tolist()
-            if later is not None and not setting.codec:
+            if later is not None and not setting.codec:  # with a codec, the error would be the quantizer's, too
                 found["errors"] = attention_errors(later, masks)
         else:
             context = exact.compress(setting.method, capacity=capacity)
         found["right"], found["log_probabilities"] = ask(context, batch, width)
         record = {"about": about, "protocol": protocol, "seed": seed, "method": setting.method, **found}
-        with args.out.open("a") as file:
+        with args.out.open("a") as file:  # a line at a time: a killed run goes on from here
             file.write(json.dumps(record) + "\n")
         if args.check and setting.hidden:
             check(exact, setting, capacity, batch, width, found["right"])

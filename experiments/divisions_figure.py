@@ -76,6 +76,8 @@ class Results:
         by_seed = self.document["measured"].get(method, {}).get(protocol)
         if by_seed is None:
             return None
+        # By context: its questions share one compressed cache, so they are no independent samples. Seeds are in one
+        # order, which pairs the contexts of two methods.
         return np.concatenate([100 * np.mean(by_seed[seed]["right"], -1) for seed in sorted(by_seed)])
 
     def method(self, scorer: str, division: str, share: str) -> str | None:
@@ -142,6 +144,7 @@ def gain_table(results: Results, protocol: str) -> str:
             scores = [None if m is None else results.scores(m, protocol) for m in found]
             if scores[0] is None:
                 continue
+            # A method that lacks some seeds cannot be paired.
             gains = ["-" if s is None or len(s) != len(scores[0]) else cell(s - scores[0], "+.0f") for s in scores[1:]]
             lines.append(f"| {scorer} | {share} | {' | '.join(gains)} |")
     return "\n".join(lines)
@@ -149,6 +152,7 @@ def gain_table(results: Results, protocol: str) -> str:
 
 def correlations(results: Results) -> dict[str, float]:
     """Spearman's rank correlation of the settings' attention errors with their answers, by share."""
+    # The correlation is of ranks, since nothing says that answers fall linearly with the error.
     found = {}
     for share in (*SHARES, "all"):
         pairs = [
@@ -157,7 +161,7 @@ def correlations(results: Results) -> dict[str, float]:
             if s["group"] == "scorers" and share in (s["share"], "all")
         ]
         known = [(error, right.mean()) for error, right in pairs if error is not None and right is not None]
-        if len(known) > 2:
+        if len(known) > 2:  # two points always correlate perfectly
             x, y = (_ranks(np.array(values)) for values in zip(*known, strict=True))
             # Equal values everywhere have no order.
             found[share] = float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else float("nan")
@@ -204,6 +208,7 @@ def _draw_errors(ax: Axes, results: Results, share: str) -> None:
             if mean > MIN_LABELED_PERCENT:
                 name = scorer.partition(" (")[0]
                 ax.annotate(name, (100 * error, mean), (5, 3), fontsize=7, textcoords="offset points")
+    # Points have labels of their own; only the divisions' colors need a legend.
     for division in DIVISIONS:
         ax.plot([], [], "o", color=COLORS[division], label=division)
     exact = results.scores("full", "turns")
@@ -241,7 +246,7 @@ def draw_curves(results: Results, path: Path) -> None:
             host = results.document["bytes"][method][1] > 0.01
             ax.errorbar(device, mean, error, color="0.25", marker="s", ms=5, mfc="white" if host else "0.25", capsize=2)
             ax.annotate(name, (device, mean), (6, -3), fontsize=8, textcoords="offset points")
-    ax.set_xscale("log")
+    ax.set_xscale("log")  # shares halve from point to point
     ticks = (6.25, 12.5, 25, 50)
     ax.set_xticks(ticks, [f"1/{round(100 / tick)}" for tick in ticks])
     ax.set_xticks([], minor=True)

@@ -30,7 +30,7 @@ from experiments.papers.common import run_script
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
 from kvjax.eval.run import store
-from kvjax.eval.run.equal_bytes import DTYPE, FittedMethod, fit_methods, parse_shares
+from kvjax.eval.run.equal_bytes import DTYPE, fit_methods, parse_shares
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
 from kvjax.eval.tasks import suite
@@ -60,21 +60,20 @@ class Point:
 
 def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: Path = FAMILIES) -> list[Point]:
     """Fits all methods to all shares, or to the shares of their family."""
-
-    def to_point(family: str, settings: str, fit: FittedMethod) -> Point:
-        if not fit.method:
-            return Point(family, settings, str(fit.share), "", 0, 0)
-        planned = planned_bytes(fit.method, model.config, length, dtype=DTYPE).held
-        return Point(family, settings, str(fit.share), fit.method, planned["device"], planned["pinned_host"])
-
     found = []
     for family in tomllib.loads(families.read_text())["family"]:
         own = parse_shares(family["shares"]) if "shares" in family else shares
         for settings in family["methods"]:
+            # A line may hold variants of a method, such as KIVI at 2 bits and at 1. The largest that fits is taken, as
+            # someone with that memory would choose.
             each = fit_methods([s.strip() for s in settings.split(";")], own, model.config, length)
             for share in own:
                 largest = max((f for f in each if f.share == share), key=lambda f: f.bytes)
-                found.append(to_point(family["name"], settings, largest))
+                sizes = {"device": 0, "pinned_host": 0}
+                if largest.method:
+                    sizes = planned_bytes(largest.method, model.config, length, dtype=DTYPE).held
+                at = family["name"], settings, str(share)
+                found.append(Point(*at, largest.method, sizes["device"], sizes["pinned_host"]))
     return found
 
 
@@ -87,6 +86,7 @@ def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Na
         with store.open_store(_folder(args.out, family, seed), description) as records:
             options = {"batch": args.batch, "seed": seed}
             remaining = [method for method in methods if method not in wrong]
+            # All methods run together first: each batch is then read exactly once, and reading takes most of the time.
             try:
                 evaluate(model, remaining, cases, records, **options)
             except KvjaxError:  # one by one, so that the others still get records
@@ -103,6 +103,7 @@ def make_cases(
     model: Model, methods: Sequence[str], seed: int, args: argparse.Namespace
 ) -> tuple[list[Case], dict[str, Any]]:
     """The cases of a seed, and the description that their store needs."""
+    # Text windows are the same under every seed, and would count several times in the mean.
     tasks = [t for t in args.tasks if t not in SEEDLESS or seed == args.seeds[0]]
     spec = Spec((args.length,), args.contexts, args.questions, args.depths, seed, args.text)
     needles = dataclasses.replace(spec, contexts=max(args.contexts // args.depths, 1))  # per depth
@@ -127,6 +128,7 @@ def complete_scores(families: Sequence[str], args: argparse.Namespace) -> Scores
     def counts(by_task: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[tuple[str, str], int]:
         return {(task, seed): len(values) for task, by_seed in by_task.items() for seed, values in by_seed.items()}
 
+    # `full` fits every task, so it has all records. A method that lacks some would be compared on other contexts.
     complete = counts(earlier[FULL] if earlier else found[FULL])
     return earlier | {method: by_task for method, by_task in found.items() if counts(by_task) == complete}
 
@@ -156,6 +158,7 @@ def read_scores(families: Sequence[str], args: argparse.Namespace) -> Scores:
 def _score(record: Mapping[str, Any]) -> float:
     if record.get("bits") is not None:
         return record["bits"]
+    # The first question of a conversation was part of what was compressed; only the later ones are a test of it.
     return first_later(record)[1] if record["turns"] else float(np.mean(record["scores"]))
 
 

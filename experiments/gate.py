@@ -23,9 +23,10 @@ import optax
 from jax import lax
 
 import kvjax
-from experiments.answers import HEADROOM_TOKENS, Questions, answer_nats, compress, draw, extend_each, measure, pack
+from experiments.answers import HEADROOM_TOKENS, Questions, answer_nats, compress, extend_each, measure, pack
 from experiments.bench.measuring import log_progress, machine, make_parser, report, table
 from experiments.papers import common
+from experiments.papers.eviction import draw_instances
 from kvjax import Config, Model, functional
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
@@ -89,6 +90,7 @@ def soft_choice(score: Array, budget: int, sharpness: Array, key: Array) -> Arra
       f32[B K S], the log of each slot's weight between 0 and 1.
     """
     noisy = sharpness * (score + jax.random.logistic(key, score.shape))
+    # A finite number for empty slots: infinities would turn the gradient into NaN.
     score = jnp.where(jnp.isfinite(score), noisy, -1e4)
 
     def total(threshold: Array) -> Array:
@@ -100,6 +102,8 @@ def soft_choice(score: Array, budget: int, sharpness: Array, key: Array) -> Arra
         is_low = total(middle) > budget
         return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
 
+    # At 30 above the best score all weights together are nothing. 30 halvings of a bracket of 120 end at 1e-7, below
+    # what float32 tells apart at such scores.
     largest = score.max(-1, keepdims=True) + 30.0
     threshold = lax.stop_gradient(lax.fori_loop(0, 30, halve, (largest - 120.0, largest))[0])
     # One Newton step gives the threshold its gradient; with a constant threshold all scores would only rise.
@@ -121,6 +125,7 @@ def keep_best(cache: Cache, gate: Gate, budget: int) -> Cache:
     """Drops all slots but the `budget` best of each head."""
     layers = []
     for state, score in zip(cache.layers, score_slots(gate, cache), strict=True):
+        # Slots that equal the last one stay, too; scores of a network practically never do.
         last = lax.top_k(score, budget)[0][..., -1:]
         layers.append(dataclasses.replace(state, pos=jnp.where(score >= last, state.pos, -1)))
     return dataclasses.replace(cache, layers=tuple(layers))
@@ -159,7 +164,8 @@ def train(model: Model, args: argparse.Namespace) -> tuple[Gate, Gate, list[floa
     state, losses, names = optimizer.init(gate), [], list(TASKS)
     for i in range(args.steps):
         task = names[i % len(names)]
-        questions = pack(draw(task, args.batch, args.length, args.seed + i, "train", **TASKS[task]), QUESTION_TOKENS)
+        instances = draw_instances(task, args.batch, args.length, args.seed + i, "train", **TASKS[task])
+        questions = pack(instances, QUESTION_TOKENS)
         arrays = questions.contexts, questions.tokens, questions.is_answer
         gate, state, value = step(gate, state, arrays, jnp.float32(i / args.steps), jax.random.fold_in(key, i))
         losses.append(float(value))
@@ -173,13 +179,16 @@ def run(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     start, trained, losses = train(model, args)
     found: dict[str, Any] = {}
     for task, sizes in (TASKS | UNSEEN).items():
-        questions = pack(draw(task, args.contexts, args.length, common.SEED, "held_out", **sizes), QUESTION_TOKENS)
+        # No training step can have had this seed, and the filler is from other files.
+        instances = draw_instances(task, args.contexts, args.length, common.SEED, "held_out", **sizes)
+        questions = pack(instances, QUESTION_TOKENS)
         full = compress(model, questions.contexts, "full")
         gates = {"the gate at its start": start, "the trained gate": trained}
         caches = {"full": full} | {name: keep_best(full, gate, args.budget) for name, gate in gates.items()}
         for name, cache in caches.items():
             found.setdefault(name, {})[task] = measure(model, cache, questions)
         for method in args.methods:
+            # The gate's heads keep equally many tokens; these two would divide one budget over the model.
             level = ",level=head" if method in ("turned_queries", "kvzip") else ""
             name = f"{method}:budget={args.budget}{level}"
             found.setdefault(name, {})[task] = measure(model, compress(model, questions.contexts, name), questions)

@@ -29,7 +29,7 @@ from kvjax.cache.protocol import BoundLayer
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.random import draw
 from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import parse_shares
@@ -56,18 +56,14 @@ def score_layer(layer: BoundLayer, prompt: LayerPrompt, exact: FullKV, length: i
     queries = select_queries(layer, prompt.q[:, :, :, :length], 0, lengths)
     cut = LayerPrompt(prompt.k[:, :, :length], prompt.v[:, :, :length], queries)
     block, observation = observed_block(layer, cut, lengths)
-    select = layer.method.select
-    found = select.scorer.scores(block, observation, layer.spec)
-    units = _units(found.per_query_head, block, length)
-    return LayerScores(found.per_query_head, unit_signatures(units), _future(prompt, length, int(exact.lengths[0])))
-
-
-def _units(heads: Array, block: KVBlock, length: int) -> EvictableUnits:
+    found = layer.method.select.scorer.scores(block, observation, layer.spec).per_query_head
+    # Signatures depend on the tokens that can be evicted and not on how many are: any number kept gives the same bits.
     num_kept = jnp.full(block.pos.shape[0], length // 2, jnp.int32)
     part = split_prompt(block.pos, num_kept, length, 0, WINDOW_TOKENS, Token())
-    by_one = group_into_units(heads, 0, 1)
+    by_one = group_into_units(found, 0, 1)
     valid = evictable_mask(part, by_one.shape[3])
-    return EvictableUnits(by_one, group_into_units(block.k, 0, 1, 2), valid, valid)
+    units = EvictableUnits(by_one, group_into_units(block.k, 0, 1, 2), valid, valid)
+    return LayerScores(found, unit_signatures(units), _future(prompt, length, int(exact.lengths[0])))
 
 
 def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
@@ -75,6 +71,7 @@ def _future(prompt: LayerPrompt, length: int, end: int) -> Array:
     q, k = prompt.q[:, :, :, length:end], prompt.k[:, :, :end]
     pos = jnp.broadcast_to(jnp.arange(end, dtype=jnp.int32), (k.shape[0], end))
     p, _, total = weights(jnp.where(visible(pos[:, None], pos[:, length:]), scores(q, k), MASKED_LOGIT))
+    # Later tokens stand in the softmax but not in the sum: their keys are kept by every method.
     mass = (p / total[..., None]).mean((2, 3))[:, :, :length]
     return mass.at[:, :, 0].set(0.0)
 
@@ -87,20 +84,23 @@ def select_tokens(found: LayerScores, bits: Array, budget: int, kind: str) -> tu
       bool[B K T], the selected tokens, and the representatives that SnapKV alone would have selected in that head.
     """
     T = found.scores.shape[3]
-    own = found.scores.mean(2)
+    own = found.scores.mean(2)  # a head of the cache serves a group of query heads
     old = jnp.broadcast_to(jnp.arange(T)[None] < T - WINDOW_TOKENS, (own.shape[0], T))
     quota = budget - WINDOW_TOKENS
     count = jnp.full(own.shape[0], int(quota * SHARE), jnp.int32)
     best = top_k_mask(own, old[:, None], jnp.full(own.shape[0], quota, jnp.int32))
     if kind == "base":
         return best | ~old[:, None], jnp.zeros_like(best)
+    # One set of representatives serves all heads of a layer, so candidates are tokens that no head wants.
     important = top_k_mask(own, old[:, None], quota - count).any(1)
     candidates = old & ~important
     if kind == "even":
+        # The control: the same candidates and the same number, without looking at signatures.
         places = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], old.shape)
         taken = top_k_mask(draw(0, places).astype(jnp.float32)[:, None], candidates[:, None], count)[:, 0]
     else:
         taken = _representatives(bits, old, candidates, count, int(quota * SHARE))
+    # The budget is the same in all kinds: representatives take the places of the least wanted tokens.
     others = top_k_mask(own, (old & ~taken)[:, None], quota - taken.sum(-1, dtype=jnp.int32))
     return others | taken[:, None] | ~old[:, None], best & taken[:, None]
 
@@ -135,7 +135,7 @@ def measure_coverage(found: LayerScores, joined: Array, budget: int) -> Coverage
 
 def signatures(bits: np.ndarray) -> dict[str, float]:
     """Mean number of distinct signatures in bool[B T N], and the fraction of tokens with the most frequent one."""
-    counts = [np.unique(row, axis=0, return_counts=True)[1] for row in bits]
+    counts = [np.unique(sequence, axis=0, return_counts=True)[1] for sequence in bits]
     return {
         "bits": bits.shape[2],
         "distinct": float(np.mean([len(buckets) for buckets in counts])),
@@ -145,8 +145,9 @@ def signatures(bits: np.ndarray) -> dict[str, float]:
 
 def measure(model: Model, args: Any) -> dict[str, Any]:
     """Measures all layers at all budgets."""
-    rows = common.windows(args, model, args.length + args.tokens)
-    exact = read_exactly(model, rows)
+    texts = common.windows(args, model, args.length + args.tokens)
+    exact = read_exactly(model, texts)
+    # The plan is there for SnapKV's scores, on which the budget has no influence.
     plan = bind(f"snapkv:budget={args.length},window={WINDOW_TOKENS}", model.config)
     log_progress("scores and signatures")
     found = [score_layer(layer, prompt, exact, args.length) for layer, prompt in zip(plan, exact.prompts, strict=True)]
@@ -158,6 +159,7 @@ def measure(model: Model, args: Any) -> dict[str, Any]:
     for i, layer in enumerate(found):
         log_progress(f"layer {i + 1} of {len(found)}")
         first = min(max(i - args.join // 2, 0), max(len(found) - args.join, 0))
+        # Neighboring layers' heads vote, too: 45 bits of SmolLM2, more than the 32 of the paper's Llama-3-8B.
         joined = jnp.concatenate([x.bits for x in found[first : first + args.join]], -1)
         old = args.length - WINDOW_TOKENS
         alone.append(signatures(np.asarray(layer.bits)[:, :old]))
@@ -166,7 +168,7 @@ def measure(model: Model, args: Any) -> dict[str, Any]:
             results[share].append(measure_coverage(layer, joined, budget))
     return {
         "length": args.length,
-        "windows": len(rows),
+        "windows": len(texts),
         "signatures": {
             name: {key: float(np.mean([x[key] for x in every])) for key in every[0]}
             for name, every in (("one layer", alone), ("joined", together))
@@ -178,6 +180,7 @@ def measure(model: Model, args: Any) -> dict[str, Any]:
 def _average_layers(every: Sequence[Coverage]) -> dict[str, Any]:
     """The mean over layers; gains over SnapKV alone with the standard error over windows."""
     covered = {kind: np.mean([layer.kept[kind] for layer in every], 0) for kind in KINDS}
+    # Gains are paired by window, since texts differ by more than the kinds do.
     gains = {kind: mass - covered["base"] for kind, mass in covered.items() if kind != "base"}
     return {
         "kept": {kind: float(mass.mean()) for kind, mass in covered.items()},

@@ -46,12 +46,14 @@ def measure_speed() -> None:
     """Measures the decode speed of each method over that of `full`, both in turns."""
     found, exam = read_results(), demo.make_benchmark(load("testbed"), full=True)
 
+    # The loop is one program: dispatched layer by layer, this small model would measure Python.
     def rate(method: str) -> float:
         contexts = [case.context for case in exam.questions]
         options = {"max_new_tokens": 64, "eos_ids": (), "loop": "while"}
         return generate(exam.model, contexts, method, **options).tokens_per_second
 
     for method, row in track(found.items(), "methods", transient=True):
+        # A ratio of neighbors in time, and the median of several: load of the machine falls on both sides alike.
         row["speed"] = statistics.median(rate(method) / rate("full") for _ in range(SPEED_RUNS))
         _write(found)
 

@@ -35,7 +35,7 @@ STAGES = {
     "lower": "/jax/core/compile/jaxpr_to_mlir_module_duration",
     "compile": "/jax/core/compile/backend_compile_duration",  # or the time to read the program from the disk
 }
-PROMPT = list(range(1, 9))
+PROMPT = list(range(1, 9))  # short, since compiling does not depend on the length, and running would count too
 
 
 @contextlib.contextmanager
@@ -46,6 +46,7 @@ def record_stages() -> Iterator[dict[str, dict[str, float]]]:
 
     def listen(event: str, duration: float, *, fun_name: str = "", **_: Any) -> None:
         if event in stages:
+            # JAX calls a function `f` while it traces it, and its program `jit(f)`.
             seconds[stages[event]][fun_name.removeprefix("jit(").removesuffix(")")] += duration
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -57,6 +58,7 @@ def record_stages() -> Iterator[dict[str, dict[str, float]]]:
 
 def time_generate(model: kvjax.Model, method: str, tokens: int, loop: str | None = None) -> dict[str, Any]:
     """One `generate` after the process has dropped all programs: seconds, stages and the number of programs."""
+    # The warm run would otherwise find its programs in the process and read no disk.
     compile_cache.clear_compiled()
     with record_stages() as seconds:
         start = time.perf_counter()
@@ -78,7 +80,7 @@ def new_program_folder() -> Iterator[None]:
     before = jax.config.jax_compilation_cache_dir
     with tempfile.TemporaryDirectory() as folder:
         compile_cache.use_compilation_cache(Path(folder))
-        compilation_cache.reset_cache()
+        compilation_cache.reset_cache()  # JAX opens a folder once in a process, whatever its option says later
         try:
             yield
         finally:
@@ -91,6 +93,7 @@ COLUMNS = ("method", "layers", "cold, s", "trace", "lower", "compile", "programs
 
 def row(cell: dict[str, Any]) -> list[Any]:
     """Formats the results of one method and depth."""
+    # Stages are shown for the cold run alone: in the warm one, "compile" is the time to read a program.
     cold = cell["cold"]
     parts = (f"{sum(cold['stages'][stage].values()):.2f}" for stage in STAGES)
     seconds = [f"{cell[name]['seconds']:.2f}" for name in ("cold", "warm")]

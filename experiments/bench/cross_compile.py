@@ -64,6 +64,7 @@ def _compile_for_tpu(topology: str, program: Any, arguments: dict[str, Any], sta
     with _name_remedy(topology, "pip install libtpu"):
         target = topologies.get_topology_desc(topology_name=topology, platform="tpu")
     described = _move_to(Mesh([target.devices[0]], ("x",)), arguments, static)
+    # kvjax asks for the default backend while it is traced; this is how it takes a TPU's code on a CPU.
     with mock.patch.object(jax, "default_backend", return_value="tpu"):
         return program.lower(**described).compile()
 
@@ -72,6 +73,7 @@ def _compile_for_gpu(topology: str, program: Any, arguments: dict[str, Any], sta
     config = Path(__file__).with_name(f"{topology}.textproto").read_text()
     remedy = 'pip install "jax[cuda13]>=0.11.2" (Python >= 3.12), and set JAX_PLATFORMS=cpu'
     with _name_remedy(topology, remedy):
+        # Without a GPU no driver answers for its registers, caches and clocks; a file has them.
         target = topologies.get_topology_desc("", "cuda", target_config=config, topology="1x1x1")
     name, multiprocessors = GPUS[topology]
     mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(name, multiprocessors, "gpu"))

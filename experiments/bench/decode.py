@@ -68,11 +68,14 @@ def measure(
         peer.prefill(ids)
     for side in sides.values():
         side.decode(WARM_UP)
+    # A side that computes something else could be faster for that reason alone. Only the first tokens have to agree,
+    # since rounding decides the near ties that random weights give.
     if peer is not None:
         check_same_tokens(sides["full"], peer)
 
     size, reads = probes
     seconds = time_decode_steps(sides, steps, repeats, reads)
+    # The best probe counts: medians of the sides are judged by the most that the memory gave in the same turns.
     bandwidth = size / min(min(seconds[name]) for name in reads)
     middle = context + WARM_UP + steps * repeats / 2  # the mean length of the timed steps
     need = decode_bytes(model.config, model.params, batch, middle)
@@ -84,7 +87,7 @@ def measure(
         "bytes_per_step": need,
         "bandwidth": bandwidth,
         "limit": batch * bandwidth / need,
-        # Long greedy runs of random weights may part at a near tie.
+        # Recorded and not required: after one near tie, long greedy runs part for good.
         "same_tokens": None if peer is None else float((sides["full"].tokens == peer.tokens).mean()),
     }
 
@@ -140,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
                 results.append({"model": name, **cell})
                 lines += rows(name, cell)
+        # Compiled programs take memory mappings, and Linux gives a process 65,530.
         jax.clear_caches()
     measuring.report(
         "decode", before, [measuring.table("Decode, greedy", COLUMNS, lines)], notes + missing_note(), results

@@ -33,12 +33,13 @@ class KvjaxDecoder:
 
     def begin(self, context: kvjax.Context, room: int) -> None:
         """Starts a loop of `room` decode steps after a context, whose buffers the loop takes over."""
-        # One token more than steps: the first token comes from the context's logits.
+        # One token more than steps: the first token comes from the context's logits. The loop is one program, so that
+        # Python's dispatch of each layer is not measured, and no end token stops one side before the other.
         self.run = context.start(max_new_tokens=room + 1, eos_ids=(), loop="while", use_up=True)
 
     def decode(self, steps: int) -> float:
         """Decodes `steps` more tokens per sequence; returns seconds without compilation."""
-        before = self.run.decode_seconds
+        before = self.run.decode_seconds  # kvjax counts compilation apart
         self.run.advance(self.tokens.shape[1] + steps)
         return self.run.decode_seconds - before
 
@@ -88,6 +89,7 @@ def time_decode_steps(
     Returns:
       seconds per step of each decoder, and seconds of each probe, by name.
     """
+    # Several steps a turn: a single one would measure how fast threads wake up after the pause between turns.
     runs = {name: (lambda side=side: side.decode(steps) / steps) for name, side in sides.items()}
     return time_in_turns({**runs, **(probes or {})}, repeats)
 
@@ -106,21 +108,21 @@ def missing_note() -> list[str]:
 def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields kvjax's parameters under transformers' names; its matrices are [out, in], heads flattened."""
 
-    def flat(x, rows):
-        return np.ascontiguousarray(np.asarray(x).reshape(rows, -1).T)
+    def transpose(kernel: Any, num_inputs: int) -> np.ndarray:
+        return np.ascontiguousarray(np.asarray(kernel).reshape(num_inputs, -1).T)
 
     D, F, heads = config.width, config.mlp_width, config.heads * config.head_dim
     yield "model.embed_tokens.weight", np.array(params["embedding"])
     yield "model.norm.weight", np.array(params["final_norm"]["scale"])
-    head = np.array(params["embedding"]) if config.tie_embeddings else flat(params["head"]["kernel"], D)
+    head = np.array(params["embedding"]) if config.tie_embeddings else transpose(params["head"]["kernel"], D)
     yield "lm_head.weight", head
     for i in range(config.layers):
         layer, prefix = params[f"layer_{i}"], f"model.layers.{i}."
         for name in ("q", "k", "v"):
-            yield f"{prefix}self_attn.{name}_proj.weight", flat(layer["attention"][name]["kernel"], D)
-        yield f"{prefix}self_attn.o_proj.weight", flat(layer["attention"]["o"]["kernel"], heads)
-        for name, rows in (("gate", D), ("up", D), ("down", F)):
-            yield f"{prefix}mlp.{name}_proj.weight", flat(layer["mlp"][name]["kernel"], rows)
+            yield f"{prefix}self_attn.{name}_proj.weight", transpose(layer["attention"][name]["kernel"], D)
+        yield f"{prefix}self_attn.o_proj.weight", transpose(layer["attention"]["o"]["kernel"], heads)
+        for name, num_inputs in (("gate", D), ("up", D), ("down", F)):
+            yield f"{prefix}mlp.{name}_proj.weight", transpose(layer["mlp"][name]["kernel"], num_inputs)
         yield f"{prefix}input_layernorm.weight", np.array(layer["attention_norm"]["scale"])
         yield f"{prefix}post_attention_layernorm.weight", np.array(layer["mlp_norm"]["scale"])
 
@@ -129,11 +131,12 @@ class TransformersDecoder:
     """Greedy decoding of a batch by transformers: its dynamic cache and sdpa attention, kvjax's dtype and threads."""
 
     def __init__(self, model: kvjax.Model):
+        # Imported here, since both are optional and slow to import.
         import torch
         from transformers import AutoModelForCausalLM, LlamaConfig
 
         c = model.config
-        torch.set_num_threads(cores())
+        torch.set_num_threads(cores())  # every core that the process may use, as XLA takes
         config = LlamaConfig(
             vocab_size=c.vocab_size,
             hidden_size=c.width,
@@ -149,9 +152,11 @@ class TransformersDecoder:
         )
         self.module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         dtype = getattr(torch, model.dtype.name)
+        # Through float32, which is exact: torch reads no bfloat16 from NumPy.
         weights = {k: torch.from_numpy(v.astype(np.float32)).to(dtype) for k, v in state_dict(c, model.params)}
         self.module.load_state_dict(weights, strict=True, assign=True)
         if c.tie_embeddings:
+            # `assign` put two arrays in the place of the one that head and embedding share.
             self.module.tie_weights()
 
     def prefill(self, ids: np.ndarray, room: int = 0) -> float:
@@ -163,6 +168,7 @@ class TransformersDecoder:
         start = time.perf_counter()
         with torch.inference_mode():
             self.cache = DynamicCache(config=self.module.config)
+            # kvjax computes the last token's logits alone, too.
             out = self.module(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
             self.outputs = [out.logits[:, -1].argmax(-1, keepdim=True)]
         return time.perf_counter() - start

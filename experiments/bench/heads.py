@@ -49,11 +49,13 @@ def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> FullKV:
 def methods(tokens: int, fraction: float, pages: Sequence[int]) -> dict[str, str]:
     """Method strings by the name of their division, for prompts of `tokens` tokens."""
     budget = int(fraction * tokens)
+    # alpha=0 guarantees no head anything: lengths are as unequal as the scores make them.
     found = {EQUAL: f"snapkv:budget={budget}"}
     for page in pages:
         for scope in ("layer", "model"):
-            name = f"within a {scope}, pages of {page}" if scope == "layer" else f"over the {scope}, pages of {page}"
-            found[name] = f"snapkv:budget={budget - page} + adakv:alpha=0,page={page},scope={scope}"
+            where = "within a layer" if scope == "layer" else "over the model"
+            division = f"adakv:alpha=0,page={page},scope={scope}"
+            found[f"{where}, pages of {page}"] = f"snapkv:budget={budget - page} + {division}"
     return found
 
 
@@ -66,15 +68,18 @@ def measure(
     for name, text in sides.items():
         loops[name] = KvjaxDecoder(model, kvjax.parse(text))
         loops[name].begin(prompts.compress(text, capacity=tokens + room), room)
-        heads = [head for layer in kvjax.kept_positions(loops[name].cache) for row in layer for head in row]
-        kept = np.array([(head < tokens).sum() for head in heads])  # of the prompt's tokens
+        num_kept = []
+        for layer in kvjax.kept_positions(loops[name].cache):
+            for sequence in layer:
+                num_kept += [(head < tokens).sum() for head in sequence]  # of the prompt's tokens
+        kept = np.array(num_kept)
         size = kvjax.state_bytes(loops[name].cache)
         cells[name] = {
             "method": text,
             "tokens_of_a_head": [int(kept.min()), float(kept.mean()), int(kept.max())],
             "bytes": {"held": size.held["device"], "total": size.total["device"]},
         }
-    del prompts
+    del prompts  # every layer's exact keys, values and queries, several times what a side holds
     for loop in loops.values():  # compiles
         loop.decode(steps)
     seconds = time_decode_steps(loops, steps, repeats)
@@ -110,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     before, notes, lines, results = machine(), [], [], []
     for name in args.models.split(","):
+        # Weights are random, too: no program depends on their values, and only the caches have to be unequal.
         model = kvjax.random_model(dataclasses.replace(SHAPES[name], max_positions=MAX_POSITIONS))
         notes.append(describe(name, model.config, model.params))
         for tokens in args.tokens:

@@ -34,6 +34,8 @@ CONFIG = kvjax.Config(
 )
 
 
+# Donated: a jitted function would otherwise copy its argument in order to write into it. This copy grows with the
+# buffer, and is the very cost that must not be there.
 @functools.partial(jax.jit, donate_argnums=0)
 def append_and_recall(buf: memory.Buffer, idx: jax.Array) -> tuple[memory.Buffer, jax.Array]:
     """Appends ones at slot i and fetches the slots idx[i], i32[B K n], in each step i; returns the buffer and a sum."""
@@ -43,6 +45,7 @@ def append_and_recall(buf: memory.Buffer, idx: jax.Array) -> tuple[memory.Buffer
     def step(carry, xs):
         buf, total = carry
         i, idx = xs
+        # Without the sum, XLA would leave out the fetches, whose results nobody reads.
         buf = memory.append(buf, ones, jnp.broadcast_to(i, (B, 1)))
         return (buf, total + memory.gather_tokens(buf, idx).sum() if idx.size else total), None
 
@@ -54,6 +57,7 @@ class HostBuffer:
     """A loop of appends and fetches on one host buffer, without a model."""
 
     def __init__(self, megabytes: int, n: int, steps: int, K: int = 4, W: int = 128):
+        # K and W are those of CONFIG, so that both tables move vectors of one size.
         slots = megabytes * 2**20 // (4 * K * W)
         self.buf = memory.pack(jnp.zeros((1, K, slots, W), jnp.float32), host=True)
         self.idx = jnp.asarray(np.random.default_rng(0).integers(0, slots, (steps, 1, K, n), np.int32))
@@ -80,9 +84,10 @@ def measure_memory(sizes: Sequence[int], n: int, steps: int, repeats: int) -> li
 
 def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, KvjaxDecoder]:
     """Decode loops under each method, with `megabytes` of values in all layers together."""
+    # The buffers have `megabytes` with their room, since a copy of a whole buffer moves the room, too.
     c = model.config
     tokens = megabytes * 2**20 // (c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize) - room
-    kcache = kvjax.methods.kcache(n=n, device_layers=0)
+    kcache = kvjax.methods.kcache(n=n, device_layers=0)  # or fewer than `megabytes` would be on the host
     methods = {
         "kcache": kcache,
         "kcache, V on device": dataclasses.replace(kcache, v=kcache.v.on_device()),

@@ -39,8 +39,11 @@ def sides(models: dict[str, kvjax.Model], methods: Sequence[str], tokens: int, r
         method = kvjax.parse(text)
         runs = {text: method}
         if method.traits.host:
+            # Low bits cost instructions and host memory costs transfers; the twin on the device tells them apart.
             runs[f"{text}, on device"] = dataclasses.replace(method, k=method.k.on_device(), v=method.v.on_device())
         for name, m in runs.items():
+            # Papers compress 16-bit numbers, so bytes have to be compared with these. CPUs without instructions for
+            # bfloat16 are slower in it, so times are ratios to float32.
             for dtype in ("float32", "bfloat16") if text == "full" else ("float32",):
                 label = f"{name}, {dtype}" if text == "full" else name
                 loops[label] = random_loop(models[dtype], m, 1, tokens, room)
@@ -55,6 +58,7 @@ def measure(
     for side in loops.values():
         side.decode(steps)
     seconds = time_decode_steps(loops, steps, repeats)
+    # Bytes of the whole arrays, empty slots included: that is what a step of these programs reads.
     sizes = {name: kvjax.state_bytes(loop.cache).total for name, loop in loops.items()}
     return {name: {"seconds_per_step": measuring.summary(seconds[name]), "bytes": sizes[name]} for name in loops}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -54,6 +55,7 @@ def time_in_turns(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict
     """
     seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for i in range(repeats):
+        # Every other round runs backwards, so that no side always follows the same neighbor.
         for name in list(runs)[:: 1 if i % 2 == 0 else -1]:
             time.sleep(PAUSE_SECONDS)
             seconds[name].append(runs[name]())
@@ -62,11 +64,13 @@ def time_in_turns(runs: Mapping[Any, Callable[[], float]], repeats: int) -> dict
 
 def read_probes(megabytes: int = 512) -> Probes:
     """Probes of memory bandwidth: a sum, and a matrix times a vector, over an array too large for the caches."""
+    # The faster of two programs counts, since it depends on the machine and on XLA which of them that is.
     x = jnp.ones((megabytes * 2**20 // 4 // 1024, 1024), jnp.float32)
     v = jnp.ones((1024,), jnp.float32)
     total, matvec = jax.jit(jnp.sum), jax.jit(jnp.matmul)
     jax.block_until_ready((total(x), matvec(x, v)))
-    return x.nbytes, {"sum": lambda: time_run(total, x), "matvec": lambda: time_run(matvec, x, v)}
+    runs = {"sum": functools.partial(time_run, total, x), "matvec": functools.partial(time_run, matvec, x, v)}
+    return x.nbytes, runs
 
 
 def product_probes(n: int = 2048) -> Probes:
@@ -74,17 +78,19 @@ def product_probes(n: int = 2048) -> Probes:
     x = jnp.ones((n, n), jnp.float32)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
-    runs = {"product (jax)": lambda: time_run(product, x, x)}
+    runs = {"product (jax)": functools.partial(time_run, product, x, x)}
+    # The measure is what the machine can do, so the faster of the two libraries counts for both sides.
     if version("torch"):
         import torch
 
         y = torch.ones(n, n)
-        runs["product (torch)"] = lambda: time_run(torch.matmul, y, y)
+        runs["product (torch)"] = functools.partial(time_run, torch.matmul, y, y)
     return 2 * n**3, runs
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
     """Median, best and worst of repeated seconds."""
+    # Tables show the median: the best of two sides may be of moments with unlike load.
     return {"median": statistics.median(seconds), "best": min(seconds), "worst": max(seconds)}
 
 
@@ -114,6 +120,7 @@ def report(name: str, before: dict[str, Any], tables: Sequence[Table], notes: Se
       results: what the document holds, JSON-serializable.
     """
     after = machine()
+    # Into a file or pipe, Rich would assume 80 columns and cut the tables.
     console = Console(width=max(Console().width, 180), highlight=False)
     load = f"load {before['load']} before, {after['load']} after"
     versions = ", ".join(f"{k} {after[k]}" for k in ("python", "jax", "torch", "transformers") if after[k])

@@ -36,6 +36,7 @@ def measure_peaks(model: str, dtype: str, tokens: int) -> dict[str, int]:
     loaded = jax.block_until_ready(kvjax.load(model, dtype=dtype))
     found["loaded"] = peak_bytes()
     ids = np.random.default_rng(0).integers(0, loaded.config.vocab_size, (1, tokens), np.int32)
+    # Under another method, its workspace could hide a second copy of the weights.
     context = kvjax.read(loaded, ids, "full", room=NEW_TOKENS)
     found["read"] = peak_bytes()
     context.generate(max_new_tokens=NEW_TOKENS, eos_ids=())
@@ -47,9 +48,11 @@ def measure_peaks(model: str, dtype: str, tokens: int) -> dict[str, int]:
 
 def row(model: str, dtype: str, tokens: int, found: dict[str, int]) -> list[Any]:
     """Formats the results of one process, in MB."""
-    beyond = {stage: found[stage] - found["before"] - found["weights"] for stage in STAGES}
-    beyond = {stage: size - (found["cache"] if stage != "loaded" else 0) for stage, size in beyond.items()}
-    sizes = [found["before"], found["weights"], found["cache"], *(found[stage] for stage in STAGES), *beyond.values()]
+    held = found["before"] + found["weights"]
+    expected = {"loaded": held, "read": held + found["cache"], "decoded": held + found["cache"]}
+    peaks = [found[stage] for stage in STAGES]
+    beyond = [found[stage] - expected[stage] for stage in STAGES]
+    sizes = [found["before"], found["weights"], found["cache"], *peaks, *beyond]
     return [model, dtype, tokens, *(f"{size / 1e6:.0f}" for size in sizes)]
 
 
@@ -70,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in args.models:
             where = name
             if name in SHAPES:
+                # Through a file, since a random model would be made in its dtype, and nothing converted.
                 where = str(Path(folder) / name)
                 random = kvjax.random_model(SHAPES[name])
                 checkpoint.save(where, random.config, random.params)

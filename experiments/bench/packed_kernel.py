@@ -46,6 +46,7 @@ def random_layer(key: jax.Array, B: int, S: int, bits: int) -> Layer:
         minimum = -jax.random.uniform(next(keys), (B, K, *scales), minval=0.5)
         return packed_attention.PackedCodes(words, scale.astype(jnp.bfloat16), minimum.astype(jnp.bfloat16))
 
+    # KIVI's groups: keys per channel along tokens, values per token along channels.
     k, v = codes(S // GROUP, H), codes(S, H // GROUP)
     numbers = packed_attention.dequantize_keys(k, bits), packed_attention.dequantize_values(v, bits)
     dense = [x.astype(jnp.bfloat16) for x in numbers]
@@ -63,6 +64,7 @@ def sides(bits: int, S: int, gpu: bool) -> dict[str, tuple[str, Callable]]:
     def dense(q, block):
         return merge([attend_dense(q, block, jnp.full((q.shape[0], 1), S, jnp.int32))])
 
+    # JAX's layout is [B T N H]; `random_layer` transposes keys and values, so that the timed call does not.
     def theirs(implementation, q, kv):
         query = q.reshape(q.shape[0], 1, K * G, H)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # tests are stricter than JAX
@@ -85,9 +87,11 @@ def compile_turn(attend: Callable, num_rounds: int) -> Callable:
     def run(q, layers):
         def run_layers(_, q):
             for x in layers:
+                # Without this dependence XLA could compute equal rounds once.
                 q = q + 0.01 * attend(q, x).astype(q.dtype)
             return q
 
+        # One dispatch a turn: a single layer takes about as long as the launch of a program.
         return jax.lax.fori_loop(0, num_rounds, run_layers, q)
 
     return jax.jit(run)

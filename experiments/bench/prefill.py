@@ -11,6 +11,7 @@ the prompt in a process of its own, whole and in chunks, and gives the process's
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,8 +49,9 @@ def measure(
         side.prefill(ids)
     if peer is not None and not np.array_equal(sides["full"].tokens, peer.tokens):
         raise AssertionError("the first greedy tokens differ: the sides do not compute the same function")
+    # Arithmetic bounds a prefill, so a large product's rate is the measure; in `decode` it is the memory's.
     operations, products = probes
-    runs = {name: (lambda side=side: side.prefill(ids)) for name, side in sides.items()}
+    runs = {name: functools.partial(side.prefill, ids) for name, side in sides.items()}
     seconds = measuring.time_in_turns({**runs, **products}, repeats)
     need = prefill_flops(model.config, model.params, batch, tokens)
     return {
@@ -107,7 +109,7 @@ def run_long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any
         side = KvjaxDecoder(m, kvjax.methods.full())
         seconds.append(side.prefill(ids, chunk=chunk))
     state = kvjax.state_bytes(side.cache).total
-    one_layer_scores = 4 * m.config.heads * tokens**2
+    one_layer_scores = 4 * m.config.heads * tokens**2  # what attention without blocks would allocate
     return {"seconds": seconds[-1], "before": before, "peak": peak_bytes(), "state": state, "s_by_s": one_layer_scores}
 
 
@@ -118,6 +120,7 @@ def measure_memory(args: argparse.Namespace) -> None:
     """Runs the second form."""
     before, results, lines, tokens = machine(), [], [], args.tokens or 32_768
     for chunk in (None, args.chunk):
+        # A peak never falls: in one process the second run would show the first one's.
         measuring.log_progress(f"{args.model}, {tokens} tokens, chunk {chunk}")
         r = run_in_process(run_long_prompt, args.model, tokens, chunk)
         results.append({"model": args.model, "tokens": tokens, "chunk": chunk, **r})
@@ -140,7 +143,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="testbed", help="with --long: what kvjax.load opens")
     parser.add_argument("--chunk", type=int, default=2048, help="with --long: tokens per chunk of the second run")
     args = parser.parse_args(argv)
-    (measure_memory if args.long else measure_speed)(args)
+    if args.long:
+        measure_memory(args)
+    else:
+        measure_speed(args)
 
 
 if __name__ == "__main__":

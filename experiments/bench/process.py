@@ -30,6 +30,7 @@ def run_in_process(fun: Callable[..., Any], *args: Any) -> Any:
       Killed: if a signal ended the process.
       SystemExit: if the function failed, which ends this process with a message too.
     """
+    # Not forked: XLA's threads would be missing in the child, and its memory would be the parent's.
     spawn = multiprocessing.get_context("spawn")
     answer = spawn.Queue()
     process = spawn.Process(target=_answer, args=(answer, fun, args))

@@ -41,6 +41,7 @@ def measure(shape: Shape, rows: int, dtype: jnp.dtype, megabytes: int, repeats: 
         return [program(x, weights) for _ in range(PASSES)]
 
     pairs = max(1, megabytes * 2**20 // (2 * shape[0] * shape[1] * dtype.itemsize))
+    # All results are 1: random weights would soon leave the normal numbers, and a CPU multiplies others slowly.
     weights = [jnp.full(size, 1 / size[0], dtype) for _ in range(pairs) for size in (shape, shape[::-1])]
     x, runs = jnp.ones((rows, shape[0]), dtype), {}
     for name, (multiply, options) in PROGRAMS.items():

@@ -29,6 +29,7 @@ def describe(name: str, config: Config, params: Any) -> str:
 def decode_bytes(config: Config, params: Any, batch: int, context: float) -> float:
     """Least bytes of an exact decode step: all weights once, one embedding per sequence, all keys and values."""
     size = params["embedding"].dtype.itemsize
+    # A bound, not an estimate: activations, logits and the written token are left out, since caches can hold them.
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     if not config.tie_embeddings:  # a tied embedding is read in full, as the head
         weights += (batch - config.vocab_size) * config.width * size
@@ -38,6 +39,7 @@ def decode_bytes(config: Config, params: Any, batch: int, context: float) -> flo
 def prefill_flops(config: Config, params: Any, batch: int, tokens: int) -> float:
     """Multiplications and additions of a prefill that computes the last token's logits; causal scores count half."""
     head = config.vocab_size * config.width
+    # The embedding is looked up and not multiplied; the head is, once a sequence, whether or not they are tied.
     matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1) - head * (1 if config.tie_embeddings else 2)
     attention = 2 * 2 * config.layers * config.heads * config.head_dim * tokens * (tokens + 1) / 2
     return batch * (2 * matrices * tokens + attention + 2 * head)

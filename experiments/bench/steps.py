@@ -35,13 +35,14 @@ from kvjax.utils.arguments import dtype_name
 
 METHODS = "full;int8;kivi:bits=2;snapkv:budget=256;offload;kcache:n=64;specache:bits=2"
 METHODS += ";quest:budget=256,device_layers=0;h2o:heavy=128,recent=128"
-NEW_TOKENS = 8
+NEW_TOKENS = 8  # the loop's body, one step, is the same for any number
 HOST = "S(5)"  # host memory in the layouts of XLA's text form
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>[a-z][a-z0-9\-]*)\(%?(?P<first>[\w.\-]*)"
 )
 PARTS = re.compile(r"(?:body|to_apply|branch_computations)=\{?%?([\w.\-]+)")
+# These run nothing on the device: they name arrays, or look at them in another way.
 FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id"}
 PRODUCTS = {"dot", "convolution"}
 
@@ -70,13 +71,15 @@ class Step:
     outside: int  # copies of whole host buffers before or after the loop
 
     @classmethod
-    def of(cls, program: str) -> Step:
+    def from_program(cls, program: str) -> Step:
         """Counts in the text of a compiled program; raises KvjaxError if it has no loop."""
         parts, entry = _split_computations(program)
         loops = [name for line in parts[entry] if " while(" in line for name in re.findall(r"body=%?([\w.\-]+)", line)]
         if not loops:
             raise KvjaxError("the compiled program has no loop")
+        # Preparations may loop, too; none of their loops is as long as a step of all layers.
         body = max((list(_launches(parts, name)) for name in loops), key=len)
+        # A start and its done are one launch.
         launched = [x for x in body if not x.kind.endswith("-done")]
         kinds = collections.Counter(x.kind for x in launched)
         overlaps = _fetch_overlaps(body)
@@ -144,7 +147,7 @@ def compile_step(config: Config, dtype: str, method: str, tokens: int, topology:
     else:
         compiled = program.lower(**arguments).compile()
     sizes = compiled.memory_analysis()
-    found = dataclasses.asdict(Step.of(compiled.as_text()))
+    found = dataclasses.asdict(Step.from_program(compiled.as_text()))
     found |= {"device_bytes": sizes.argument_size_in_bytes, "host_bytes": sizes.host_argument_size_in_bytes}
     found |= {"workspace_bytes": sizes.temp_size_in_bytes, "counted_bytes": count_bytes(compiled)}
     return {"method": method, **found, "bound_bytes": int(decode_bytes(model.config, model.params, 1, tokens))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.I
     """Draws `args.contexts` held-out instances of a task; tasks of symbols alternate filler of code and of noise."""
     if task in questions.TASKS:
         return questions.in_text(args, model, task)
-    fillers = (lambda rng, n: corpus.load("held_out").window(rng, n), tasks.noise)
+    # Code and noise in equal parts, as in the contexts that the shipped model was trained on.
+    fillers = (corpus.load("held_out").window, tasks.noise)
+    # Each instance has a seed, so that the first ones stay the same when --contexts grows.
     seeds = ([args.seed, list(tasks.TASKS).index(task), args.length, i] for i in range(args.contexts))
     try:
         return [tasks.TASKS[task](np.random.default_rng(s), args.length, fillers[i % 2]) for i, s in enumerate(seeds)]
@@ -101,6 +103,7 @@ def windows(args: argparse.Namespace, model: Model, length: int) -> np.ndarray:
         raise KvjaxError(
             f"the text has {len(ids)} tokens, and one window takes {body}: give a longer --text, or a smaller --length"
         )
+    # Windows are spread over the text: neighbors are of one file or essay, and their errors are not independent.
     chosen = np.linspace(0, whole - 1, min(args.windows, whole)).astype(int)
     return np.stack([np.concatenate([opening, ids[i * body : (i + 1) * body]]) for i in chosen]).astype(np.int32)
 
@@ -124,10 +127,12 @@ def answers(
     """
     right: dict[str, list[bool]] = {name: [] for name in methods}
     longest = max(len(q.prompt) + len(q.answer) for i in batch for q in i.questions)
+    # Reading takes far longer than answering, and all methods here see the same exact prefill, as in the papers.
     exact = kvjax.read(model, [i.context for i in batch], FULL, room=longest)
     for asked in zip(*(i.questions for i in batch), strict=True):
         prompts, longest_answer = [q.prompt for q in asked], max(len(q.answer) for q in asked)
         more = {"max_new_tokens": longest_answer, "eos_ids": ()}
+        # Each question starts from the context alone: answers of before would be further copies of the facts.
         known = exact.feed(prompts) if ask == "prompt" else exact
         for name, method in methods.items():
             context = compress(method, known)
@@ -142,7 +147,7 @@ def compress(method: Method, context: Context) -> Context:
 
 
 def continuations(
-    model: Model, methods: Mapping[str, Method], rows: np.ndarray, context: int
+    model: Model, methods: Mapping[str, Method], texts: np.ndarray, context: int
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Teacher-forced decoding of texts i32[B T] after an exact prefill of their first `context` tokens.
 
@@ -150,17 +155,17 @@ def continuations(
       by method, bits per token f32[B] and the likeliest tokens i32[B T-context-1]. The first decoded token is left out:
       its logits come from the exact prefill.
     """
-    exact, found = kvjax.read(model, rows[:, :context], FULL, capacity=rows.shape[1]), {}
+    exact, found = kvjax.read(model, texts[:, :context], FULL, capacity=texts.shape[1]), {}
     for name, method in methods.items():
-        logp, likeliest = zip(*compress(method, exact).score(rows[:, context:]), strict=True)
+        logp, likeliest = zip(*compress(method, exact).score(texts[:, context:]), strict=True)
         bits = -np.stack(logp)[:, 1:].mean(1) / np.log(2)
         found[name] = bits, np.stack(likeliest)[:, 1:]
     return found
 
 
-def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, model: Model, method_strings: Sequence[str]) -> list[dict[str, Any]]:
     """Measures accuracy per task, bits per token of text, and agreement with `full`; returns a record per method."""
-    methods = {text: kvjax.parse(text) for text in ("full", *texts)}
+    methods = {text: kvjax.parse(text) for text in ("full", *method_strings)}
     records = {name: {"method": name, "tasks": {}} for name in methods}
     for task in questions.select_tasks(model, args.tasks):
         right: dict[str, list[bool]] = {name: [] for name in methods}
@@ -169,9 +174,10 @@ def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> lis
                 right[name] += more
         for name, r in right.items():
             records[name]["tasks"][task] = accuracy(r)
+    # Bits per token hardly show what compression loses, so the tokens predicted as under `full` are counted, too.
     parts: dict[str, list] = {name: [] for name in methods}
-    for rows in batches(windows(args, model, args.length + args.tokens), args.batch, "text"):
-        for name, part in continuations(model, methods, rows, args.length).items():
+    for texts in batches(windows(args, model, args.length + args.tokens), args.batch, "text"):
+        for name, part in continuations(model, methods, texts, args.length).items():
             parts[name].append(part)
     best = np.concatenate([likeliest for _, likeliest in parts["full"]])
     for name, found in parts.items():
@@ -181,15 +187,16 @@ def measure(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> lis
     return list(records.values())
 
 
-def batches(rows: Any, size: int, what: str):
-    """Yields slices of `size` rows and logs each on stderr."""
-    for i in range(0, len(rows), size):
-        log_progress(f"{what}, {i + 1} to {min(i + size, len(rows))} of {len(rows)}")
-        yield rows[i : i + size]
+def batches(items: Any, size: int, what: str) -> Iterator[Any]:
+    """Yields slices of `size` items and logs each on stderr."""
+    for i in range(0, len(items), size):
+        log_progress(f"{what}, {i + 1} to {min(i + size, len(items))} of {len(items)}")
+        yield items[i : i + size]
 
 
 def accuracy(right: Sequence[bool]) -> dict[str, float]:
     """Fraction of right answers, with its binomial standard error."""
+    # Questions of one context are taken for independent ones here; `eviction` pairs and averages by context.
     p = float(np.mean(right))
     return {"accuracy": p, "error": (p * (1 - p) / len(right)) ** 0.5, "questions": len(right)}
 
@@ -227,6 +234,7 @@ def describe_protocol(args: argparse.Namespace, model: Model, records: Sequence[
 
 def save_figure(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:
     """Draws and writes a plot; `draw` gets one axis, or a row of them."""
+    # Imported here, so that nobody waits for it who draws nothing; Agg draws without a display.
     import matplotlib
 
     matplotlib.use("Agg")

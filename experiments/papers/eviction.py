@@ -37,6 +37,7 @@ def phrases(
     questions: int = 8,
 ) -> tasks.Instance:
     """Makes a recall task with values of `span` symbols: `<pair> key value..` in filler; `<ask> key` -> the value."""
+    # No symbol occurs twice, so that another fact's value cannot be right by chance.
     symbols = rng.choice(SYMBOLS, pairs * (1 + span), replace=False)
     keys, values = symbols[:pairs], symbols[pairs:].reshape(pairs, span)
     facts = np.column_stack([np.full(pairs, PAIR), keys, values])
@@ -77,6 +78,7 @@ class Prompts:
 
     def __init__(self, model: Model, prompts: Sequence[np.ndarray], room: int):
         self.exact = kvjax.reuse.read_exactly(model, prompts)
+        # The capacity is rounded, so that batches of about the same length share one program.
         self.capacity = round_up(max(map(len, prompts)) + room)
 
     def compress(self, method: str | KVMethod) -> Context:
@@ -97,9 +99,11 @@ class QuestionPrompts(Prompts):
 
     def __init__(self, model: Model, instances: Sequence[tasks.Instance]):
         self.instances = instances
+        # Both forms in one batch: they are read and compressed alike, so that "later" and "unseen" differ by the first
+        # question alone.
         asked = [np.concatenate([i.context, i.questions[0].prompt]) for i in instances]
         longest = max(len(q.prompt) + len(q.answer) for i in instances for q in i.questions)
-        room = 2 * longest + max(len(i.between) for i in instances)
+        room = 2 * longest + max(len(i.between) for i in instances)  # the first answer and one later question
         super().__init__(model, [i.context for i in instances] + asked, room)
 
     def outcomes(self, method: str | KVMethod) -> tuple[dict[str, Outcome], Context]:
@@ -112,6 +116,7 @@ class QuestionPrompts(Prompts):
         context = self.compress(method)
         found: dict[str, list] = {when: [] for when in WHEN}
         for i in range(count):
+            # In the first round only the first answer counts; a question after it gives the text the usual length.
             follow = min(max(i, 1), count - 1)
             texts = self._texts(i, follow)
             scores = zip(context.score(texts, decoded=self._decoded_masks(i, follow)), texts, strict=True)
@@ -128,6 +133,7 @@ class QuestionPrompts(Prompts):
     def _texts(self, i: int, follow: int) -> list[list[int]]:
         """Question i for the context alone; question `follow` after the first question's right answer."""
         alone = [[*x.questions[i].prompt, *x.questions[i].answer] for x in self.instances]
+        # The right first answer stands there, whatever the method would write: a mistake counts once, not again later.
         later = [(x.questions[0].answer, x.between, x.questions[follow]) for x in self.instances]
         return alone + [[*first, *between, *q.prompt, *q.answer] for first, between, q in later]
 
@@ -169,9 +175,15 @@ def instances(args: argparse.Namespace, model: Model, task: str) -> list[tasks.I
     """Draws `args.contexts` held-out instances of a task; tasks of symbols are in filler of held-out code."""
     if task in questions.TASKS:
         return questions.in_text(args, model, task)
-    held_out = corpus.load("held_out")
-    seeds = ([args.seed, list(TASKS).index(task), args.length, i] for i in range(args.contexts))
-    return [TASKS[task](np.random.default_rng(s), args.length, held_out.window) for s in seeds]
+    return draw_instances(task, args.contexts, args.length, args.seed, "held_out")
+
+
+def draw_instances(task: str, num: int, length: int, seed: int, split: str, **sizes: Any) -> list[tasks.Instance]:
+    """Draws instances of a task in filler of the "train" or the "held_out" files."""
+    filler = corpus.load(split).window
+    # Each instance has a seed, so that the first ones stay the same when `num` grows.
+    seeds = ([seed, list(TASKS).index(task), length, i] for i in range(num))
+    return [TASKS[task](np.random.default_rng(s), length, filler, **sizes) for s in seeds]
 
 
 class Measurements:
@@ -202,6 +214,7 @@ class Measurements:
         return self.tasks(when) if task is None else [task]
 
     def _by_context(self, method: str, task: str, when: str, field: str) -> np.ndarray:
+        # Questions of one context share its compressed cache; only contexts are independent.
         return getattr(self.outcomes[method, task, when], field).mean(1)
 
     def records(self) -> list[dict[str, Any]]:
@@ -239,16 +252,18 @@ def measure(
     """
     methods = methods if isinstance(methods, Mapping) else resolve(methods)
     found, parts = Measurements(), {}
-    work = [(t, instances(args, model, t), QuestionPrompts) for t in questions.select_tasks(model, args.tasks, TASKS)]
+    selected = questions.select_tasks(model, args.tasks, TASKS)
+    work: list[tuple[str, Any]] = [(task, instances(args, model, task)) for task in selected]
     if with_text or not work:
-        rows = common.windows(args, model, args.length + args.tokens)
-        work.append(("text", rows, lambda model, rows: TextPrompts(model, rows, args.length)))
-    for task, rows, make in work:
-        for start in range(0, len(rows), args.batch):
-            prompts = make(model, rows[start : start + args.batch])
+        work.append(("text", common.windows(args, model, args.length + args.tokens)))
+    for task, items in work:
+        for start in range(0, len(items), args.batch):
+            batch = items[start : start + args.batch]
+            prompts = TextPrompts(model, batch, args.length) if task == "text" else QuestionPrompts(model, batch)
             for name, method in methods.items():
                 log_progress(f"{task}, contexts from {start}: {name}")
                 outcomes, context = prompts.outcomes(method)
+                # Bytes are of one sequence's stored tokens: --batch and the room for answers are no part of a method.
                 size = context.bytes.per_sequence(context.rows)
                 found.bytes.setdefault(name, size.held)
                 found.dtype = size.dtype

@@ -35,6 +35,7 @@ from kvjax.eval.page.charts import set_percent_axis
 
 def infllm(budget: int) -> str:
     """Divides the budget among sinks, blocks and window, about as in the authors' configuration."""
+    # Blocks of 16 tokens: one of the authors' 128 would be more than the smallest budgets.
     sinks, topk = budget // 16, max(3 * budget // 128, 1)
     local = budget - sinks - 16 * topk
     return f"infllm:block=16,sinks={sinks},local={local},topk={topk},chunk={min(64, local)}"
@@ -54,6 +55,7 @@ METHODS: dict[str, Callable[[int], str]] = {
     "kcache": lambda b: f"kcache:n={b}",
     "specache": lambda b: f"specache:topk={b}",
 }
+# The others evict while they decode, keep what their place says, or lose nothing: no budget that KVCrush could share.
 CRUSHED = ("snapkv", "pyramidkv", "accumulated", "keynorm", "random")
 OFFLOAD = ("infllm", "kcache", "specache")
 
@@ -89,13 +91,14 @@ def curves(names: Sequence[str], budgets: Sequence[int], share: float) -> list[C
 def later_loss(found: Measurements, method: str) -> tuple[float, float]:
     """Loss from the first to the later questions, minus the same loss under `full`: (mean, standard error)."""
 
-    def loss(m):
+    def loss(name: str) -> np.ndarray:
         first, later = (
-            np.concatenate([found.outcomes[m, task, when].right.mean(1) for task in found.tasks("first")])
+            np.concatenate([found.outcomes[name, task, when].right.mean(1) for task in found.tasks("first")])
             for when in WHEN[:2]
         )
         return first - later
 
+    # Later questions follow another answer, which makes them harder or easier under `full` as well.
     x = loss(method) - loss("full")
     return float(x.mean()), float(x.std(ddof=1) / np.sqrt(len(x))) if len(x) > 1 else float("nan")
 
@@ -107,7 +110,7 @@ def tables(found: Measurements, every: Sequence[Curve], budgets: Sequence[int], 
     for when in [w for w in (*WHEN, "text") if found.tasks(w)]:
         field, scale, digits = ("nats", 1, 3) if when == "text" else ("right", 100, 1)
 
-        def format_cell(method, when=when, field=field, scale=scale, digits=digits):
+        def format_cell(method: str, when=when, field=field, scale=scale, digits=digits) -> str:
             mean, error = found.score(method, when, field)
             return f"{scale * mean:.{digits}f} ±{scale * error:.{digits}f}"
 

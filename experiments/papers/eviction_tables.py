@@ -87,7 +87,7 @@ def document(
 ) -> dict[str, Any]:
     """The JSON document of a script: its settings, all outcomes, all lines with their gains, and `more`."""
 
-    def describe(line):
+    def describe(line: Line) -> dict[str, Any]:
         whens = [w for w in (*WHEN, "text") if found.tasks(w)]
         gains = {
             when: {field: found.gain(line.method, line.base, when, field) for field in ("right", "nats")}
@@ -129,6 +129,7 @@ def gain_points(line: Mapping[str, Any], when: str = "first") -> tuple[float, fl
 
 def describe_gains(lines: Sequence[Mapping[str, Any]], when: str = "first") -> str:
     """Counts the lines that gain, that gain clearly (two standard errors), and that lose clearly."""
+    # Two standard errors of paired differences, without a correction for many pairs: some pass by chance.
     found = [gain_points(line, when) for line in lines]
     up, clear = (sum(m > k * s for m, s in found) for k in (0, 2))
     down = sum(m < -2 * s for m, s in found)
@@ -165,7 +166,7 @@ def save_panels(fig: Any, axes: Any, path: Path, columns: int = 3) -> str:
 def draw_gain_bars(path: Path, found: Measurements, groups: Mapping[str, Sequence[Line]]) -> str:
     """Draws a panel per group: each line's gain over its base, by time of asking."""
     whens = [w for w in WHEN if found.tasks(w)] or ["text"]
-    field, sign = ("right", 100) if whens != ["text"] else ("nats", -1)
+    field, sign = ("right", 100) if whens != ["text"] else ("nats", -1)  # fewer nats are a gain
     fig, axes = make_panels(path, len(groups))
     for ax, (title, lines) in zip(axes, groups.items(), strict=True):
         for i, when in enumerate(whens):

@@ -41,6 +41,7 @@ def in_text(args: argparse.Namespace, model: Model, task: str) -> list[tasks.Ins
     """Makes `args.contexts` instances of one of TASKS in `args.text`, at most `args.length` tokens with a question."""
     spec = Spec((args.length,), args.contexts, QUESTIONS, seed=args.seed, text=args.text)
     frame = chat_format(model, spec)
+    # The template's words around a later question; "What" stands for any question, and cancels out.
     first, later = (frame.encode_question("What", is_first=is_first) for is_first in (True, False))
     between = later[: len(later) - len(first)]  # the template's tokens between an answer and the next question
 

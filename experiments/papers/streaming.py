@@ -34,10 +34,11 @@ def stream_text(
     model: Model, method: Method, tokens: np.ndarray, first: int, chunk: int
 ) -> tuple[np.ndarray, set[int]]:
     """Nats of tokens[first:], read through one cache, and the cache's sizes in bytes after each call."""
+    # As many tokens as the cache holds are read exactly under every method; streams differ behind them.
     last, cache = kvjax.prefill(model, [tokens[:first]], method, capacity=len(tokens) + chunk)
     nats, sizes = [_nats(last[:, None], tokens[first : first + 1])], {_bytes(cache)}
     for at in range(first, len(tokens) - 1, chunk):
-        if (at - first) // chunk % 20 == 0:
+        if (at - first) // chunk % 20 == 0:  # a line for each chunk would be hundreds
             log_progress(f"token {at:,} of {len(tokens):,}")
         part = tokens[at : at + chunk + 1]
         # Only the last chunk is shorter; padded, it shares the other chunks' compiled program.
@@ -58,13 +59,16 @@ def _bytes(cache: kvjax.Cache) -> int:
 
 def recompute_windows(model: Model, tokens: np.ndarray, first: int, batch: int) -> np.ndarray:
     """Nats of tokens[first:] under exact attention to between `first` and 2 first - 1 tokens before each."""
+    # The paper recomputes a window for every token. Here one window serves `first` tokens, which is hundreds of times
+    # cheaper and enough to say how hard the text is at each place.
     starts = range(first, len(tokens), first)
-    rows = [np.pad(tokens[s - first : s + first], (0, max(s + first - len(tokens), 0))) for s in starts]
+    windows = [np.pad(tokens[s - first : s + first], (0, max(s + first - len(tokens), 0))) for s in starts]
     nats = []
-    for i in range(0, len(rows), batch):
-        window = np.stack(rows[i : i + batch] + rows[:1] * (i + batch - len(rows)))
-        logits = kvjax.logits(model, window)[:, first - 1 : -1]
-        nats.append(-np.asarray(log_probs(logits, jnp.asarray(window[:, first:], jnp.int32))))
+    for i in range(0, len(windows), batch):
+        # The last batch is filled up, to share the others' program; the surplus is cut off below.
+        together = np.stack(windows[i : i + batch] + windows[:1] * (i + batch - len(windows)))
+        logits = kvjax.logits(model, together)[:, first - 1 : -1]
+        nats.append(-np.asarray(log_probs(logits, jnp.asarray(together[:, first:], jnp.int32))))
     return np.concatenate(nats).reshape(-1)[: len(tokens) - first]
 
 
@@ -75,6 +79,7 @@ def parts(nats: np.ndarray, count: int) -> np.ndarray:
 
 def slope(excess: np.ndarray, points: int) -> tuple[float, float]:
     """Least-squares slope of an excess over its parts, in nats per 100,000 tokens: (slope, standard error)."""
+    # The fit is to means of parts: losses of neighboring tokens are correlated, and the error would look too small.
     y = parts(excess, points)
     x = (np.arange(points) + 0.5) * len(excess) / points / 1e5
     x = x - x.mean()
@@ -90,6 +95,7 @@ def sides(args: argparse.Namespace) -> Iterator[tuple[str, Method, int]]:
         yield "no first tokens", kvjax.methods.streaming_llm(recent=args.recent, sinks=0), args.length
         true = kvjax.methods.streaming_llm(recent=args.recent, sinks=args.sinks, reindex=False)
         yield "true positions", true, args.length
+        # Far enough to leave the positions that the shipped model has seen; its cache grows with every token.
         yield "full", kvjax.methods.full(), min(args.full, args.length)
 
 
@@ -132,14 +138,16 @@ def summarize(
         rows.append((f"{first + int((i + 1) * span):,}", f"{hard:.4f}", *(m and f"{m:.4f}" for m in means)))
     title = f"nats per token of each tenth of the text; a cache of {args.sinks} + {args.recent} tokens"
     tables = [table(title, ("up to token", "recomputed", *found), rows)]
+    # The text itself is harder in places, and its slope would be taken for the method's.
     excess = {name: x - anew[: len(x)] for name, x in found.items()}
     slopes = {name: slope(x, min(points, len(x) // 20)) for name, x in excess.items()}
-    lines = [
-        (name, f"{sizes[name][0]:,}" + ("" if len(sizes[name]) == 1 else f" to {sizes[name][-1]:,}"))
-        + (f"{x.mean():+.4f}", f"{parts(x, 10)[0]:+.4f}", f"{parts(x, 10)[-1]:+.4f}")
-        + ("{:+.4f} ±{:.4f}".format(*slopes[name]),)
-        for name, x in excess.items()
-    ]
+    lines = []
+    for name, x in excess.items():
+        least, most = sizes[name][0], sizes[name][-1]
+        tenths = parts(x, 10)
+        rise, error = slopes[name]
+        cells = (f"{x.mean():+.4f}", f"{tenths[0]:+.4f}", f"{tenths[-1]:+.4f}", f"{rise:+.4f} ±{error:.4f}")
+        lines.append((name, f"{least:,}" if least == most else f"{least:,} to {most:,}", *cells))
     columns = ("method", "bytes of the cache", "excess loss", "first tenth", "last tenth", "slope per 100,000 tokens")
     tables.append(table("loss above recomputed windows, nats per token (each over its own tokens)", columns, lines))
     notes = [

@@ -44,7 +44,8 @@ def write_kind(name: str) -> None:
         table_file.write(folder / file, name, spec, [kind.example(spec, np.random.default_rng(0))], source)
     model = kvjax.load("testbed")
     all_specs = specs(model.config)
-    if type(kind).count is TableKind.count and not kind.measuring_method:  # comes from training, not from a text
+    # A kind that neither counts nor measures comes from training by gradient: its table only shows the format.
+    if type(kind).count is TableKind.count and not kind.measuring_method:
         layers = [kind.example(spec, np.random.default_rng(spec.index)) for spec in all_specs]
     else:
         layers = count_arrays(model, name, corpus.load("train").windows(CONTEXT_TOKENS)[:NUM_CONTEXTS], rows=4)
@@ -59,6 +60,7 @@ def write_kind(name: str) -> None:
 
 def source_code(num_texts: int, characters: int) -> list[str]:
     """Texts from places all over the source code of Python's library."""
+    # Only training files are read: methods are measured on the held-out code.
     tokens = corpus.load("train").tokens
     code = np.where(tokens == END, ord("\n"), tokens).astype(np.uint8)
     stride = len(code) // num_texts
@@ -73,7 +75,7 @@ def write_real(name: str, model_name: str) -> None:
     except kvjax.KvjaxError as e:
         print(f"no table of {name} for {model_name}: {e}")
         return
-    texts = source_code(NUM_REAL_CONTEXTS, 16 * CONTEXT_TOKENS)
+    texts = source_code(NUM_REAL_CONTEXTS, 16 * CONTEXT_TOKENS)  # a token of code has fewer than 16 in the mean
     layers = count_arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT_TOKENS] for text in texts])
     read = f"{NUM_REAL_CONTEXTS} x {CONTEXT_TOKENS} tokens of the source code of Python's library"
     source = f"kvjax calibrate {name} {model_name}, {read}"

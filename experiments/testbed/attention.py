@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kvjax.core.types import Array
 
 
+# Checkpointed: a backward pass through all blocks at once would hold every block's weights, T x T numbers in all.
 @functools.partial(jax.checkpoint, static_argnums=(3,))
 def _block(q: Array, k: Array, v: Array, start: int) -> Array:
     """Attention of q [B K G T H], at positions from `start` on, to k, v [B K S H]."""

@@ -25,6 +25,7 @@ class Batch:
 
 def make_repeats(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Makes periodic random symbols, which train induction heads: (tokens, whether each is a repetition)."""
+    # Log-uniform, or nearly all periods would be long, with few repetitions in a sequence to learn from.
     period = int(np.exp(rng.uniform(np.log(8), np.log(length // 2))))
     run = rng.choice(SYMBOLS, period, replace=period > len(SYMBOLS))
     lead = tasks.noise(rng, rng.integers(0, period))
@@ -60,6 +61,7 @@ SIZED_TASKS = {"multivalue": _multivalue, "multiquery": _multiquery, "common": _
 
 def _make_task(rng: np.random.Generator, kind: str, length: int, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     """Makes a task of any size that fits, with all its questions, in exactly `length` tokens."""
+    # Sizes are drawn, so that the model cannot learn the number of facts or the length of an answer instead of looking.
     filler = tasks.noise if rng.random() < 0.5 else corpus.window
     if kind in SIZED_TASKS:
         return tasks.row(SIZED_TASKS[kind](rng, length, filler))
@@ -86,7 +88,7 @@ def _positions(rng: np.random.Generator, length: int, reach: int) -> np.ndarray:
 
 
 def make(
-    rng: np.random.Generator, rows: int, length: int, mixture: dict[str, float], reach: int, corpus: Corpus
+    rng: np.random.Generator, num_sequences: int, length: int, mixture: dict[str, float], reach: int, corpus: Corpus
 ) -> Batch:
     """Makes a batch.
 
@@ -94,7 +96,7 @@ def make(
 
     Args:
       rng: the only source of randomness.
-      rows: number of sequences.
+      num_sequences: of the batch.
       length: tokens of each.
       mixture: weights of the kinds.
       reach: range of the positions.
@@ -104,8 +106,9 @@ def make(
       the batch.
     """
     weights = np.array([mixture.get(k, 0.0) for k in KINDS])
-    kind = rng.choice(len(KINDS), rows, p=weights / weights.sum())
-    tokens, weight, pos = (np.zeros((rows, length), t) for t in (np.int32, np.float32, np.int32))
+    kind = rng.choice(len(KINDS), num_sequences, p=weights / weights.sum())
+    shape = num_sequences, length
+    tokens, weight, pos = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32)
     for i, k in enumerate(kind):
         if KINDS[k] == "text":
             tokens[i], target = corpus.window(rng, length), np.arange(length) > 0
@@ -113,6 +116,7 @@ def make(
             tokens[i], target = make_repeats(rng, length)
         else:
             tokens[i], target = _make_task(rng, KINDS[k], length, corpus)
+        # Equal weight for each sequence: a text has a thousand targets, and would drown a task that has four.
         weight[i] = target / target.sum()
         skip = KINDS[k] != "text" and rng.random() < 0.5
         pos[i] = _positions(rng, length, reach if skip else length)

@@ -26,7 +26,7 @@ class Curriculum:
     on, and text is learned fastest from short windows.
     """
 
-    shapes: tuple[tuple[int, int], ...]  # (length, rows)
+    shapes: tuple[tuple[int, int], ...]  # (length, sequences)
     bar: float = 0.93  # running recall accuracy that ends a stage
     stay: int = 60  # least number of steps of a stage
     review: float = 0.3  # fraction of steps at one of the two stages before
@@ -65,10 +65,12 @@ class Progress:
 
     def update(self, curriculum: Curriculum, shape: int, accuracy: float | None) -> None:
         """Counts one step at `shape`, and enters the next stage when the bar is passed."""
+        # Steps of review are shorter, and say nothing about recall at this length.
         if shape != self.stage or self.stage == curriculum.stages:
             return
         self.steps += 1
         if accuracy is not None:
+            # A running mean over some 20 steps, as a batch of long sequences has few recall questions.
             self.recall += 0.05 * (accuracy - self.recall)
         if self.steps >= curriculum.stay and self.recall >= curriculum.bar:
             self.stage, self.steps, self.recall = self.stage + 1, 0, 0.0

@@ -45,14 +45,14 @@ def answers(
     for asked in zip(*(i.questions for i in instances), strict=True):
         new = max(len(q.answer) for q in asked)
         out = context.ask([q.prompt for q in asked], max_new_tokens=new, eos_ids=())
-        for row, q, tokens in zip(right, asked, out.tokens, strict=True):
-            row.append(q.right(tokens))
+        for of_instance, q, tokens in zip(right, asked, out.tokens, strict=True):
+            of_instance.append(q.right(tokens))
     return right, context.bytes
 
 
 def recall(model: Model, task: str, length: int, instances: int) -> dict[str, float]:
     """Fraction of right answers over held-out instances, which alternate filler of code and of noise."""
-    fillers = (lambda rng, n: corpus.load("held_out").window(rng, n), tasks.noise)
+    fillers = (corpus.load("held_out").window, tasks.noise)
     right = []
     for i in range(instances):
         rng = np.random.default_rng([SEED, list(tasks.TASKS).index(task), length, i])
@@ -64,13 +64,14 @@ def recall(model: Model, task: str, length: int, instances: int) -> dict[str, fl
 def code_loss(model: Model, length: int, windows: int) -> dict[str, float]:
     """Bits per byte of held-out code, of the model on windows of `length` and of the 5-gram model on the same bytes."""
     held_out = corpus.load("held_out")
-    rows = held_out.windows(length)
-    chosen = np.linspace(0, len(rows) - 1, min(windows, len(rows))).astype(int)
-    baseline = ngram.bits(held_out.tokens)[: rows.size].reshape(rows.shape)[chosen, 1:]
+    texts = held_out.windows(length)
+    chosen = np.linspace(0, len(texts) - 1, min(windows, len(texts))).astype(int)
+    # The network has no prediction of a window's first byte, so it counts for neither.
+    baseline = ngram.bits(held_out.tokens)[: texts.size].reshape(texts.shape)[chosen, 1:]
     ours = []
     for i in track(chosen, "held-out code", console=Console(stderr=True), transient=True):
-        logits = kvjax.logits(model, rows[i : i + 1])
-        ours.append(-np.asarray(log_probs(logits[:, :-1], rows[i : i + 1, 1:])).mean() / np.log(2))
+        logits = kvjax.logits(model, texts[i : i + 1])
+        ours.append(-np.asarray(log_probs(logits[:, :-1], texts[i : i + 1, 1:])).mean() / np.log(2))
     result = {"model": float(np.mean(ours)), "5-gram": float(baseline.mean()), "bytes": int(baseline.size)}
     return result | {"train_bytes": len(corpus.load("train").tokens), "window": length}
 

@@ -45,6 +45,7 @@ class Level:
     @classmethod
     def fit(cls, grams: np.ndarray, count: np.ndarray) -> Level:
         """Discounts counts of 1, 2 and 3+ (Chen & Goodman, 1999, equation 26)."""
+        # At least 1 of each: a tiny corpus may have no gram that occurs twice.
         n1, n2, n3, n4 = (max(1, int((count == c).sum())) for c in (1, 2, 3, 4))
         y = n1 / (n1 + 2 * n2)
         rate = np.clip([0, 1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3], 0, [0, 1, 2, 3])

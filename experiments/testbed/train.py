@@ -53,7 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def shapes(lengths: tuple[int, ...], tokens: int) -> tuple[tuple[int, int], ...]:
-    """(length, rows) of the batches, with `tokens` tokens a step, and half of that at lengths 128 and 256."""
+    """(length, sequences) of the batches, with `tokens` tokens a step, and half of that at lengths 128 and 256."""
     # At those lengths the number of steps matters more than the number of tokens.
     return tuple((n, max(2, tokens // (2 if 64 < n <= 256 else 1) // n)) for n in lengths)
 

@@ -47,10 +47,11 @@ class Recipe:
             [self.warmup, self.steps - tail],
         )
 
-        def matrices(p):
-            return jax.tree.map(lambda x: x.ndim > 1, p)
+        def is_matrix(params: Any) -> Any:
+            return jax.tree.map(lambda x: x.ndim > 1, params)
 
-        adamw = optax.adamw(rate, b2=0.98, weight_decay=self.weight_decay, mask=matrices)
+        # Norms' scales do not decay: they belong near 1, not near 0.
+        adamw = optax.adamw(rate, b2=0.98, weight_decay=self.weight_decay, mask=is_matrix)
         return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
@@ -84,10 +85,11 @@ def losses(config: Config, params, tokens, pos, weight):
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def _step(recipe: Recipe, params, opt_state, tokens, pos, weight):
-    (_, rows), grads = jax.value_and_grad(losses, argnums=1, has_aux=True)(recipe.config, params, tokens, pos, weight)
+    gradient = jax.value_and_grad(losses, argnums=1, has_aux=True)
+    (_, by_sequence), grads = gradient(recipe.config, params, tokens, pos, weight)
     with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix integers and floats
         updates, opt_state = recipe.optimizer().update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, rows
+    return optax.apply_updates(params, updates), opt_state, by_sequence
 
 
 class Run:
@@ -107,12 +109,13 @@ class Run:
 
     def step(self) -> dict[str, Any]:
         """Trains on the next batch; returns {"step", "length", "stage", "loss/KIND", "hits/KIND"}."""
+        # The generator depends on the step alone, so that a resumed run draws the same batches.
         rng = np.random.default_rng([self.recipe.seed, self.at])
         curriculum = self.recipe.curriculum
         shape = curriculum.pick(rng, self.progress.stage)
-        length, rows = curriculum.shapes[shape]
+        length, num_sequences = curriculum.shapes[shape]
         mixture = curriculum.mixture(self.progress.stage)
-        b = batches.make(rng, rows, length, mixture, curriculum.reach(length), self.corpus)
+        b = batches.make(rng, num_sequences, length, mixture, curriculum.reach(length), self.corpus)
         self.params, self.opt_state, out = _step(self.recipe, self.params, self.opt_state, b.tokens, b.pos, b.weight)
         record = {"step": self.at, "length": length, "stage": self.progress.stage}
         for i, kind in enumerate(batches.KINDS):

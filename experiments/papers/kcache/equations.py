@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ class Machine:
                 raise KvjaxError(f"{f.name} must be more than 0 per second, got {getattr(self, f.name):g}")
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Machine:
+    def from_options(cls, args: argparse.Namespace) -> Machine:
         """Reads the options, in TFLOP/s and GB/s."""
         return cls(args.flops * TERA, args.gpu_bandwidth * GIGA, args.h2d * GIGA, args.d2h * GIGA)
 
@@ -72,6 +73,7 @@ def fetches(c: Config) -> list[Fetch]:
     """Equation 3 as printed, in bytes on both sides, and with grouped heads, which share the values of a full read."""
     weights = NUMBER_BYTES * c.heads
     values, own = weights * c.head_dim, NUMBER_BYTES * c.kv_heads * c.head_dim
+    # The 2bd of equation 3's two terms cancel out.
     return [
         Fetch("(3) as printed, bnNh", c.heads * c.head_dim, weights + values, weights + values),
         Fetch("(3) in bytes, 2bnNh", values, weights + values, weights + values),
@@ -81,12 +83,14 @@ def fetches(c: Config) -> list[Fetch]:
 
 def largest_n(context: int, ratio: float) -> int:
     """The largest N with context / N > ratio; 0 if there is none."""
+    # The inequality is strict: at context = N * ratio fetching gains nothing.
     return max(math.ceil(context / ratio) - 1, 0)
 
 
 def prefill(m: Machine, c: Config, batch: int, s: int) -> list[dict[str, Any]]:
     """Evaluates equations 1 and 2, and 1 with this model's own operations and grouped heads."""
     d, own = c.width, c.kv_heads * c.head_dim
+    # All that the layer computes counts, the MLP too: while it runs, the previous layer's values cross the bus.
     matrices = d * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + 3 * d * c.mlp_width
     exact = batch * s * (2 * matrices + 4 * s * c.heads * c.head_dim)
     lines = [
@@ -121,7 +125,8 @@ def copy_probes(megabytes: int) -> measuring.Probes:
     """Probes of the bus: copies of an array to the host and back to the device."""
     x = jnp.ones((1, 1, megabytes * 2**20 // 4096, 1024), jnp.float32)
     on_host = memory.pack(x, host=True)
-    to_host, to_device = jax.jit(lambda x: memory.pack(x, host=True)), jax.jit(memory.unpack)
+    to_host = jax.jit(functools.partial(memory.pack, host=True))
+    to_device = jax.jit(memory.unpack)
     jax.block_until_ready((to_host(x), to_device(on_host)))
     return x.nbytes, {
         "d2h": lambda: measuring.time_run(to_host, x),
@@ -135,6 +140,7 @@ def measure_machine(megabytes: int, size: int, repeats: int) -> Machine:
     measuring.log_progress("bandwidths and operations of this machine")
     (read, reads), (operations, products) = measuring.read_probes(megabytes), measuring.product_probes(size)
     moved, moves = copy_probes(megabytes)
+    # torch's product is left out: the question is what hides behind kvjax's own layers.
     products = {name: run for name, run in products.items() if "jax" in name}
     seconds = measuring.time_in_turns({**reads, **products, **moves}, repeats)
     best = {name: min(s) for name, s in seconds.items()}
@@ -180,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if min([args.context, args.batch, *args.n]) < 1:
         raise KvjaxError(f"--context, --batch and --n must be at least 1, got {args.context}, {args.batch}, {args.n}")
     before, config = machine(), configuration(args.model)
-    m = measure_machine(*args.probe, args.repeats) if args.measure else Machine.of(args)
+    m = measure_machine(*args.probe, args.repeats) if args.measure else Machine.from_options(args)
     first, second = prefill(m, config, args.batch, args.context), decode(m, config, args.batch, args.context, args.n)
     even = break_even(m, config, args.context)
     figures = (

@@ -32,6 +32,7 @@ from kvjax.utils.arguments import DTYPES, dtype_name
 
 CONFIGS = {name.lower(): figures.config for name, figures in MODELS.items()} | SHAPES
 
+# Formulas are text, so that the script prints the very ones that it evaluates.
 # Python expressions in the paper's letters: b sequences, s tokens, d width, n heads of size h, N selected values, and 2
 # bytes a number. Ours add k key/value heads and e bytes a number.
 PROJECTIONS = ("6*b*d**2", "12*b*d + 6*d**2", "1 / (2/d + 1/b)")
@@ -76,6 +77,7 @@ def mix_all(p: Array, v: Array) -> Array:
 def mix_selected(p: Array, idx: Array, v: Array) -> Array:
     """Mixes the values at idx i32[B K G 1 n] with weights p [B K G 1 n]."""
     B, K, G, T, n = idx.shape
+    # Each query head of a group chose its own values: the group's lists stand one after the other.
     values = memory.gather_tokens(memory.pack(v), idx.reshape(B, K, -1)).reshape(B, K, G, T, n, -1)
     return jnp.einsum("bkgtn,bkgtnh->bkgth", p, values)
 
@@ -136,6 +138,7 @@ def count_by_xla(part: Part, size: Mapping[str, int], dtype: Any) -> tuple[float
         kind = jnp.int32 if shape.startswith("i ") else dtype
         return jax.ShapeDtypeStruct([int(evaluate(w, size)) for w in shape.removeprefix("i ").split()], kind)
 
+    # Each part is compiled alone: in one program XLA would fuse them, and nothing could tell their counts apart.
     cost = jax.jit(part.fun).lower(*map(abstract, part.shapes)).compile().cost_analysis()
     return cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)
 
@@ -147,7 +150,7 @@ def records(config: Config, batch: int, context: int, n: int, dtype: str) -> lis
     for part in parts(n):
         flops, bytes_, printed = (evaluate(f, size) for f in part.paper)
         counts = {
-            "paper": (flops, bytes_ * itemsize / 2),
+            "paper": (flops, bytes_ * itemsize / 2),  # its formulas count 2 bytes a number
             "exact": tuple(evaluate(f, size) for f in part.exact),
             "xla": count_by_xla(part, size, jnp.dtype(dtype)),
         }

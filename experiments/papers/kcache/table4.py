@@ -55,6 +55,7 @@ PAPER_TOTALS = {"questions": 250, "full": 62.39, "kcache": 62.79}
 
 def difference(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Second minus first over the tasks: mean, standard error, and the number of tasks that rose, fell and stayed."""
+    # The error is over tasks: the paper gives one number for each, so nothing can be paired within them.
     d = [b - a for a, b in pairs]
     counts = {"up": sum(x > 0 for x in d), "down": sum(x < 0 for x in d), "same": sum(x == 0 for x in d)}
     return {"mean": mean(d), "error": stdev(d) / len(d) ** 0.5 if len(d) > 1 else 0.0, **counts}
@@ -73,6 +74,7 @@ NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.add_quality_options(common.model_parser(__doc__), group=False)
+    # A single-symbol answer is the first token, whose logits come from the exact prefill under every method.
     parser.set_defaults(tasks=[t for t in tasks.TASKS if t != "recall"])
     parser.add_argument("--n", type=int, default=128, help="values fetched per head")
     parser.add_argument("--layers", type=int, default=1, help="first layers kept on the device")
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def paper_rows() -> list[tuple[str, ...]]:
     """The paper's scores with binomial errors, and their mean."""
 
-    def error(p):
+    def error(p: float) -> float:
         return 100 * (p / 100 * (1 - p / 100) / PAPER_TOTALS["questions"]) ** 0.5
 
     rows = [

@@ -10,6 +10,7 @@ is therefore timed too, also in turns; its extra time over the whole time of the
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,20 +47,19 @@ def latency(model: Model, methods: Sequence[str], context: int, steps: int, repe
     def time_whole(side: KvjaxDecoder) -> float:
         return side.prefill(ids, room=steps) + side.decode(steps)
 
+    # The prompt is read once, so that every method selects from the same keys, values and queries.
     prompts = Prompts(model, list(ids), steps)
 
     def time_selection(side: KvjaxDecoder) -> float:
         return time_run(lambda: prompts.compress(side.method).cache)
 
-    def in_turns(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-        for run in runs.values():
-            run()  # compiles
-        return time_in_turns(runs, repeats)
+    def time_all(time_one: Callable[[KvjaxDecoder], float], repeats: int) -> dict[str, list[float]]:
+        for side in sides.values():
+            time_one(side)  # compiles
+        return time_in_turns({name: functools.partial(time_one, side) for name, side in sides.items()}, repeats)
 
-    return {
-        "seconds": in_turns({name: lambda s=side: time_whole(s) for name, side in sides.items()}, repeats),
-        "selection": in_turns({name: lambda s=side: time_selection(s) for name, side in sides.items()}, 3 * repeats),
-    }
+    # The added times of a selection are a few milliseconds, and need more turns.
+    return {"seconds": time_all(time_whole, repeats), "selection": time_all(time_selection, 3 * repeats)}
 
 
 def overheads(timings: dict[str, Any], base: str) -> dict[str, dict[str, float]]:
@@ -68,6 +68,7 @@ def overheads(timings: dict[str, Any], base: str) -> dict[str, dict[str, float]]
     total = statistics.median(whole[base])
     found = {}
     for name in whole:
+        # Ratios are paired by turn: both runs of a pair have met nearly the same load.
         ratios = [a / b for a, b in zip(whole[name], whole[base], strict=True)]
         added = statistics.median(a - b for a, b in zip(part[name], part[base], strict=True))
         extremes = {"whole_worst": max(ratios) - 1, "whole_best": min(ratios) - 1}

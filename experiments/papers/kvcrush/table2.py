@@ -37,12 +37,14 @@ ANCHORS = "random,mean,alternate,zeros,ones"
 
 def paged_h2o(page: int, pages: int = 16, extra: str = "per=layer") -> str:
     """H2O by pages, as in Table I: one page of first tokens, `pages` in the middle, four of last tokens."""
+    # `per=layer`: a page of the paged runtime holds all heads of a layer, which stay or leave together.
     return f"accumulated:budget={(pages + 5) * page},sinks={page},recent={4 * page},unit=page{page},{extra}"
 
 
 def lines(base: str, share: float, anchors: Sequence[str]) -> list[Line]:
     """The method alone, and with KVCrush under each anchor."""
     crush = f"{base} + kvcrush:share={share},anchor="
+    # Anchors that are not the paper's stand in the table without its figures.
     alone = [Line("H2O", base, paper=PAPER["H2O"])]
     return alone + [Line(f"  kvcrush.{a}", crush + a, base, PAPER.get(a, ())) for a in anchors]
 

@@ -63,6 +63,7 @@ def methods(length: int, ratios: Sequence[int], group: int, block: int) -> dict[
     """Method strings by label; the baselines divide their budgets as in Table 2 (`specache.table2`)."""
     found = {"Full": "full"}
     for ratio in ratios:
+        # The paper sets 2 bits against 4x and 1 bit against 8x, though its codes with scales are smaller than that.
         total, bits = max(length // ratio, 1), 2 if ratio == 4 else 1
         sinks = max(int(0.021 * total), 1)
         topk = max(int(0.324 * total) // block, 1)
@@ -121,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.set_defaults(length=None)
     args = p.parse_args(argv)
     before, model, real = machine(), kvjax.load(args.model), args.data is not None
+    # LongBench's longest answers take 512 tokens of the model's positions. The benchmark cuts alike, to 7,500 of 8,192.
     length = args.length or (max(model.config.max_positions - 512, 1) if real else 2048)
     own = (*STAND_INS, "symbols") if knows_symbols(model) else STAND_INS
     tasks = suite.expand(args.tasks or ([f"longbench.{t}" for t in TASKS] if real else own))
@@ -140,6 +142,7 @@ def in_brief(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """Summarizes the results for experiments/README.md: (ours, the paper's, the difference)."""
     average = {label: mean(x.values()) for label, x in results["scores"].items()}
     theirs = paper_scores("LLaMA-3-8B")
+    # Only the order is compared: scores of other tasks and another model have no common scale.
     both = [label for label in average if label in theirs]
     our_order = sorted(both, key=lambda label: average[label], reverse=True)
     their_order = sorted(both, key=lambda label: theirs[label]["average"], reverse=True)

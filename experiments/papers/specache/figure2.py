@@ -40,6 +40,7 @@ def top_hits(q: Array, k: Array, at: Array, sizes: tuple[int, ...], window: int 
     """Mean fraction of attention on the heaviest keys, f32[n] for n sizes: q [B K G Q H] at positions i32[Q]."""
     pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
     p, _, l = weights(jnp.where(visible(pos, at[None], window), scores(q, k), MASKED_LOGIT))
+    # One search for the largest size serves all: the k largest are the first k of it.
     best = lax.top_k(p / l[..., None], max(sizes))[0].mean((0, 1, 2, 3))
     return jnp.cumsum(best)[jnp.array(sizes) - 1]
 
@@ -67,6 +68,7 @@ def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: 
     def step(carry, xs):
         (kept, received), (t, qt) = carry, xs
         kept = kept | (slot == t)
+        # A query's own token is in the cache before anything is evicted, and among the recent ones, which are safe.
         rank = jnp.where(kept & (slot <= t - recent), received, jnp.inf)
         over = kept.sum(-1, keepdims=True) > size
         kept = kept & ~(over & (slot == rank.argmin(-1, keepdims=True)))
@@ -90,6 +92,7 @@ def hit_rates_of_layer(
     q: Array, k: Array, first: int, queries: int, sizes: tuple[int, ...], window: int | None
 ) -> Array:
     """Hit rates f32[2 n] of top-k and greedy for n sizes; q [B K G T H], k [B K T H]. Allocates no T x T array."""
+    # Top-k needs no history, so a sample of queries suffices. Greedy eviction depends on every query before.
     at = jnp.linspace(first, k.shape[2] - 1, queries).astype(jnp.int32)
     top = top_hits(jnp.take(q, at, axis=3), k, at, sizes, window)
     return jnp.stack([top, greedy_hits(q, k, first, sizes, window)])
@@ -114,12 +117,13 @@ def measure_hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[
     if max(args.percent) > 100 or min(args.percent) <= 0:
         raise KvjaxError(f"--percent must lie in (0, 100], got {args.percent}")
     found = {}
-    for name, rows in sources.items():
+    for name, contexts in sources.items():
         rates = []
-        for batch in common.batches(rows, args.batch, f"hit rates, {name}"):
-            first = args.length * 3 // 4
+        for batch in common.batches(contexts, args.batch, f"hit rates, {name}"):
+            first = args.length * 3 // 4  # early queries have few keys, and k would be most of them
             rates.append(hit_rates(model, batch, first, args.queries, sizes))
-        weight = [min(args.batch, len(rows) - i) for i in range(0, len(rows), args.batch)]
+        # The last batch may be smaller, and its mean counts less.
+        weight = [min(args.batch, len(contexts) - i) for i in range(0, len(contexts), args.batch)]
         layers = np.average(np.stack(rates), 0, weight)
         found[name] = []
         for i, (percent, keys) in enumerate(zip(args.percent, sizes, strict=True)):
@@ -129,22 +133,37 @@ def measure_hits(args: argparse.Namespace, model: Model) -> dict[str, list[dict[
     return found
 
 
-def move_runs(model: Model, tokens: int, rows: int) -> dict[str, Callable[[], float]]:
-    """Timed moves of one context's keys and values to the device: all, `rows` tokens in one run, `rows` scattered."""
+@jax.jit
+def unpack_all(buffers: list[memory.Buffer]) -> list[Array]:
+    """Moves whole host buffers to the device."""
+    return [memory.unpack(b) for b in buffers]
+
+
+@jax.jit
+def gather_scattered(buffers: list[memory.Buffer], idx: list[Array]) -> list[Array]:
+    """Moves the token vectors at idx i32[1 K n] of each host buffer to the device."""
+    return [memory.gather_tokens(b, i) for b, i in zip(buffers, idx, strict=True)]
+
+
+def move_runs(model: Model, tokens: int, num_moved: int) -> dict[str, Callable[[], float]]:
+    """Timed moves of one context's keys and values to the device: all, `num_moved` tokens in one run, or scattered."""
     c = model.config
 
-    def on_host(count: int, value: int) -> memory.Buffer:
+    def fill_host_buffer(count: int, value: int) -> memory.Buffer:
         return memory.pack(jnp.full((1, c.kv_heads, count, c.head_dim), value, model.dtype), host=True)
 
-    whole, run = ([on_host(count, i) for i in range(2 * c.layers)] for count in (tokens, rows))
+    whole, run = ([fill_host_buffer(count, i) for i in range(2 * c.layers)] for count in (tokens, num_moved))
     rng, every = np.random.default_rng(0), np.tile(np.arange(tokens, dtype=np.int32), (1, c.kv_heads, 1))
-    idx = [jnp.asarray(rng.permuted(every, axis=2)[:, :, :rows]) for _ in whole]
-    bring = jax.jit(lambda bufs: [memory.unpack(b) for b in bufs])
-    fetch = jax.jit(lambda bufs, idx: [memory.gather_tokens(b, i) for b, i in zip(bufs, idx, strict=True)])
-    todo = {"all": (bring, whole), "run": (bring, run), "scattered": (fetch, whole, idx)}
-    for f, *xs in todo.values():
-        jax.block_until_ready(f(*xs))
-    return {name: (lambda f=f, xs=xs: measuring.time_run(f, *xs)) for name, (f, *xs) in todo.items()}
+    # Each head of each layer selects for itself, so its places are its own.
+    idx = [jnp.asarray(rng.permuted(every, axis=2)[:, :, :num_moved]) for _ in whole]
+    moves = {
+        "all": functools.partial(unpack_all, whole),
+        "run": functools.partial(unpack_all, run),
+        "scattered": functools.partial(gather_scattered, whole, idx),
+    }
+    for move in moves.values():  # compiles
+        jax.block_until_ready(move())
+    return {name: functools.partial(measuring.time_run, move) for name, move in moves.items()}
 
 
 def measure_moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]]:
@@ -153,15 +172,15 @@ def measure_moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]
     found = []
     for tokens in args.moves:
         measuring.log_progress(f"moving {tokens} tokens")
-        rows = max(round(tokens * args.fraction), 1)
+        num_moved = max(round(tokens * args.fraction), 1)
         loop = random_loop(model, common.FULL, 1, tokens, args.steps * (args.repeats + 1))
         loop.decode(args.steps)
-        seconds = time_decode_steps({"step": loop}, args.steps, args.repeats, move_runs(model, tokens, rows))
+        moves = move_runs(model, tokens, num_moved)
+        seconds = time_decode_steps({"step": loop}, args.steps, args.repeats, moves)
         c = model.config
         size = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize * tokens
-        found.append(
-            {"tokens": tokens, "rows": rows, "bytes": size, **{k: measuring.summary(s) for k, s in seconds.items()}}
-        )
+        timings = {name: measuring.summary(s) for name, s in seconds.items()}
+        found.append({"tokens": tokens, "rows": num_moved, "bytes": size, **timings})
     return found
 
 
@@ -189,11 +208,10 @@ def draw(axes: Any, rates: dict[str, list[dict[str, Any]]], moved: list[dict[str
 
 def tables(args: argparse.Namespace, rates: dict[str, list], moved: list[dict[str, Any]]) -> list:
     """Tables of hit rates and of moves."""
-    rows = [
-        (f"{first['percent']:g}%", first["keys"], *(f"{r[k]:.3f}" for r in line for k in ("topk", "greedy")))
-        for line in zip(*rates.values(), strict=True)
-        for first in line[:1]
-    ]
+    rows = []
+    for by_source in zip(*rates.values(), strict=True):
+        hits = [f"{r[rule]:.3f}" for r in by_source for rule in ("topk", "greedy")]
+        rows.append((f"{by_source[0]['percent']:g}%", by_source[0]["keys"], *hits))
     heads = ("k", "keys", *(f"{kind}, {name}" for name in rates for kind in ("top-k", "greedy")))
 
     def ms(record: Mapping[str, Any], kind: str) -> str:

@@ -39,6 +39,7 @@ def evaluate_methods(
     args: argparse.Namespace, model: Model, methods: Sequence[str], tasks: Sequence[str], spec: Spec
 ) -> list[dict[str, Any]]:
     """Evaluates all methods on all cases of the tasks, each question at the end of its prompt; returns the records."""
+    # The paper's prompts end with the question; kvjax's own evaluation asks after the compression.
     cases, about = suite.cases(model, tasks, spec), {"seed": args.seed, "batch": args.batch, "question_aware": True}
     description = store.describe_run(model, **about, methods=methods, tasks=tasks, lengths=spec.lengths)
     with contextlib.ExitStack() as stack:
@@ -79,6 +80,7 @@ def cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def method_score(found: Sequence[Mapping[str, Any]], method: str, length: int | None = None) -> dict[str, float]:
     """Mean score of a method over cells of one length or of all, its standard error, and the worst cell."""
     scores = [c["score"] for c in found if c["method"] == method and length in (None, c["length"])]
+    # The figure is about red spots in the plane, which a mean hides: hence the worst cell.
     mean, error = mean_error(scores)
     return {"mean": mean, "error": error, "worst": min(scores)}
 

@@ -25,6 +25,7 @@ FULL = ("42.3", "42.7")
 def method(k: int, args: argparse.Namespace) -> str:
     """The method string for k fetched tokens."""
     shared = f"bits=1,group={args.group},residual={args.residual}"
+    # Without fetched tokens SpeCache is KIVI. It gets SpeCache's residual instead of its own 128: only k may differ.
     if not k:
         return f"kivi:{shared}"
     return f"specache:{shared},topk={k},speculative={str(args.speculative).lower()}"
@@ -44,6 +45,7 @@ def draw(axes: Any, records: Sequence[dict[str, Any]], names: Sequence[str]) -> 
         axes[0].axhline(100 * full["agreement"], linestyle="--", linewidth=1)
     axes[1].plot(k, [r["bits"] for r in points], marker="o", color="C3")
     axes[1].axhline(full["bits"], linestyle="--", color="C3", linewidth=1)
+    # k = 0 has no logarithm.
     linear = min(filter(None, k), default=1)  # the axis is linear from 0 to the smallest k
     for axis, name in zip(axes, names, strict=True):
         axis.set_xscale("symlog", base=2, linthresh=linear)

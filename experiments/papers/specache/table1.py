@@ -33,34 +33,37 @@ class Figures:
     longbench: Mapping[tuple[int, int], tuple[float, float]]  # the averages of kivi and specache
 
 
-def _config(layers: int, width: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, length: int) -> Config:
-    return Config(vocabulary, width, layers, heads, kv_heads, 128, mlp, max_positions=length)
+HEAD_DIM = 128  # of all four models
+
+
+def _config(layers: int, width: int, kv_heads: int, mlp: int, vocabulary: int, length: int) -> Config:
+    return Config(vocabulary, width, layers, width // HEAD_DIM, kv_heads, HEAD_DIM, mlp, max_positions=length)
 
 
 MODELS = {
     "LLaMA-2-7B": Figures(
-        _config(32, 4096, 32, 32, 11008, 32000, 4096),
+        _config(32, 4096, 32, 11008, 32000, 4096),
         3500,
         {(2, 32): 0.22, (2, 64): 0.19},
         29.2,
         {(2, 32): (28.1, 29.1), (2, 64): (27.5, 29.1)},
     ),
     "LLaMA-2-13B": Figures(
-        _config(40, 5120, 40, 40, 13824, 32000, 4096),
+        _config(40, 5120, 40, 13824, 32000, 4096),
         3500,
         {(2, 32): 0.22, (2, 64): 0.19},
         30.8,
         {(2, 32): (30.0, 30.7), (2, 64): (29.7, 30.2)},
     ),
     "Mistral-7B": Figures(
-        _config(32, 4096, 32, 8, 14336, 32000, 32768),
+        _config(32, 4096, 8, 14336, 32000, 32768),
         32768,
         {(2, 32): 0.19, (2, 64): 0.16, (1, 32): 0.13, (1, 64): 0.10},
         42.3,
         {(2, 32): (40.7, 41.5), (2, 64): (39.7, 42.0), (1, 32): (30.4, 40.4), (1, 64): (28.9, 40.4)},
     ),
     "LLaMA-3-8B": Figures(
-        _config(32, 4096, 32, 8, 14336, 128256, 8192),
+        _config(32, 4096, 8, 14336, 128256, 8192),
         8192,
         {(2, 32): 0.20, (2, 64): 0.17, (1, 32): 0.14, (1, 64): 0.11},
         42.7,
@@ -76,6 +79,8 @@ def sizes() -> list[dict[str, Any]]:
         full = kvjax.planned_bytes(common.FULL, paper.config, paper.length, dtype="bfloat16").held["device"]
         for (bits, group), paper_size in paper.sizes.items():
             texts = [p.format(bits=bits, group=group) for p in PAIR]
+            # `held` leaves out room for new tokens, as the paper does: its sizes follow from codes, scales and a
+            # residual of 128 tokens at the model's greatest length.
             held = {t: kvjax.planned_bytes(t, paper.config, paper.length, dtype="bfloat16").held for t in texts}
             shares = {"share": {t: held[t]["device"] / full for t in texts}, "paper": paper_size}
             about = {"model": name, "tokens": paper.length, "bits": bits, "group": group}
@@ -96,6 +101,7 @@ def size_row(r: Mapping[str, Any]) -> list[Any]:
 def methods(model: Model, bits: Sequence[int], groups: Sequence[int]) -> list[str]:
     """Strings of both methods at all bits and at all groups that divide the head dim; at all groups if none does."""
     fit = [g for g in groups if model.config.head_dim % g == 0]
+    # Where none divides it, all are tried: the methods' own errors then say what would fit.
     return [p.format(bits=b, group=g) for b in bits for g in fit or groups for p in PAIR]
 
 

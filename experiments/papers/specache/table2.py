@@ -45,6 +45,7 @@ class StreamedLayer(MethodLayer):
     @property
     def needs(self) -> Needs:
         """The method's needs, and the prompt in chunks."""
+        # The benchmark streams a prompt in chunks, too; single tokens would take as long as decoding all of it.
         return dataclasses.replace(super().needs, prompt_chunk=64)
 
 
@@ -65,6 +66,7 @@ def stream_prompts(method: Method) -> Streamed:
 
 def methods(length: int, ratio: int, group: int, block: int) -> dict[str, Method]:
     """The methods at 1/4 or 1/8 of a context, by name; `group` is the quantizer's, `block` InfLLM's."""
+    # longctx_bench's fractions of the budget: 2.1% first tokens, 32.4% in whole blocks, the rest in the local window.
     total = length // ratio
     sinks = max(int(0.021 * total), 1)
     topk = max(int(0.324 * total) // block, 1)
@@ -73,6 +75,8 @@ def methods(length: int, ratio: int, group: int, block: int) -> dict[str, Method
     streaming = make.streaming_llm(recent=total - sinks, sinks=sinks)
     return {
         "InfLLM": make.infllm(block, sinks, local, topk, min(4, block), min(64, local)),
+        # StreamLLM stands here both ways: the benchmark restricts attention within the prompt for InfLLM and StreamLLM,
+        # not for H2O, which may explain most of the distance between them.
         "StreamLLM": stream_prompts(streaming),
         "StreamLLM, prompt in full": streaming,
         "H2O": make.h2o(heavy=total // 2, recent=total - total // 2),

@@ -44,8 +44,8 @@ def weight_bytes(config: Config, itemsize: int = 2) -> int:
 
 def step_bytes(config: Config, method: Method, context: int) -> int:
     """Bytes of one sequence in a decode step without its cache: one layer's scores and weights, activations, logits."""
-    tokens = 1 + max(layer.needs.draft_tokens for layer in bind(method, config))
-    scores = 2 * 4 * config.heads * context
+    tokens = 1 + max(layer.needs.draft_tokens for layer in bind(method, config))  # SpeCache runs a predicted one, too
+    scores = 2 * 4 * config.heads * context  # float32 logits and weights, of one layer at a time
     activations = 2 * (4 * config.width + 2 * config.mlp_width)
     return tokens * (scores + activations + 4 * config.vocab_size)
 
@@ -63,6 +63,7 @@ def throughput(model: kvjax.Model, method: Method, batch: int, context: int, ste
     """Median tokens per second of the whole batch, after a warm-up."""
     loop = random_loop(model, method, batch, context, steps * (repeats + 1))
     loop.decode(steps)
+    # Methods take no turns here: at the largest batch only one cache fits the device.
     return batch * steps / summary([loop.decode(steps) for _ in range(repeats)])["median"]
 
 
@@ -109,16 +110,19 @@ NOTE = (
 
 def row(r: Mapping[str, Any], full: Mapping[str, Any]) -> list[Any]:
     """Formats a record; `full` is the record of the full cache at the same context."""
-    paper, base = (PAPER.get(r["context"], (((None,) * 2),) * 3)[i] for i in (r["column"], 0))
-    b, m = r["bytes"], r.get("measured")
+    nothing = [(None, None)] * len(METHODS)  # for a context that is not the paper's
+    of_context = PAPER.get(r["context"], nothing)
+    (paper_batch, paper_speed), (paper_full_batch, _) = of_context[r["column"]], of_context[0]
+    sizes, measured = r["bytes"], r.get("measured")
 
     def times(x: float | None, y: float | None) -> str | None:
         return f"{x / y:.1f}x" if x and y else None
 
-    ours = (f"{b['row'] / 2**20:,.1f}", f"{b['row_step'] / 2**20:,.1f}", r["batch"], times(r["batch"], full["batch"]))
-    speed = m and f"{m['tokens_per_second']:.1f} ({m['batch']})"
-    theirs = (paper[0], times(paper[0], base[0]), speed, paper[1])
-    return [f"{r['context']:,}", r["method"], *ours, f"{b['host'] / GIB:,.0f}", *theirs]
+    memory = [f"{sizes['row'] / 2**20:,.1f}", f"{sizes['row_step'] / 2**20:,.1f}"]
+    batches = [r["batch"], times(r["batch"], full["batch"]), f"{sizes['host'] / GIB:,.0f}"]
+    paper_batches = [paper_batch, times(paper_batch, paper_full_batch)]
+    speed = f"{measured['tokens_per_second']:.1f} ({measured['batch']})" if measured else None
+    return [f"{r['context']:,}", r["method"], *memory, *batches, *paper_batches, speed, paper_speed]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

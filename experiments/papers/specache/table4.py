@@ -36,6 +36,7 @@ def latency(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> dic
         room = args.steps * (args.repeats + 1)
         loops[text] = random_loop(model, kvjax.parse(text), args.rows, args.length, room)
         loops[text].decode(args.steps)
+    # All methods have one batch, so that they can take turns; the paper times each at the largest batch that fits.
     return {text: summary(s) for text, s in time_decode_steps(loops, args.steps, args.repeats).items()}
 
 

@@ -64,12 +64,12 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 def test_a_step_is_the_loops_body_with_the_loops_in_it():
     """A fusion, a product, three fetches, and an addition in the inner loop, which overlaps the last of them."""
     want = steps.Step(launches=6, fusions=1, products=1, copies=1, host=3, fetches=3, waits=2, outside=1)
-    assert steps.Step.of(PROGRAM) == want
+    assert steps.Step.from_program(PROGRAM) == want
 
 
 def test_a_program_without_a_loop_is_refused():
     with pytest.raises(KvjaxError, match="has no loop"):
-        steps.Step.of(PROGRAM.replace(" while(", " call("))
+        steps.Step.from_program(PROGRAM.replace(" while(", " call("))
 
 
 def test_steps_of_this_machine_are_told(capsys):

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from experiments import answers, cartridge
+from experiments.papers.eviction import draw_instances
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
@@ -24,7 +25,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def asked():
-    return answers.pack(answers.draw("phrases", 2, LENGTH, 1, "held_out", pairs=6, questions=6))
+    return answers.pack(draw_instances("phrases", 2, LENGTH, 1, "held_out", pairs=6, questions=6))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import answers, gate
+from experiments.papers.eviction import draw_instances
 from kvjax import functional
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
@@ -26,7 +27,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def asked():
-    return answers.pack(answers.draw("phrases", 2, LENGTH, 1, "held_out", questions=2))
+    return answers.pack(draw_instances("phrases", 2, LENGTH, 1, "held_out", questions=2))
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +108,9 @@ def test_training_asks_only_about_files_of_the_training_split(model, monkeypatch
 
     def draw(task, num, length, seed, split, **sizes):
         drawn.append((task, split))
-        return answers.draw(task, num, length, seed, split, **sizes)
+        return draw_instances(task, num, length, seed, split, **sizes)
 
-    monkeypatch.setattr(gate, "draw", draw)
+    monkeypatch.setattr(gate, "draw_instances", draw)
     args = argparse.Namespace(steps=2, rate=0.01, batch=1, length=LENGTH, budget=BUDGET, seed=0)
     start, trained, losses = gate.train(model, args)
     assert drawn == [("phrases", "train"), ("variables", "train")] and len(losses) == 2
