@@ -10,7 +10,6 @@ from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens, step
 from kvjax.engine.forward import Target
-from kvjax.generation.context import Context
 from kvjax.generation.inputs import place
 from kvjax.models.model import Model
 
@@ -23,11 +22,6 @@ class AnswerState:
     cache: Cache
     last: Array  # f32[1 V], the logits of the last token
     draft: int | None = None  # the token after the next one; None before the first step, or where none is used
-
-    @classmethod
-    def after_context(cls, context: Context) -> AnswerState:
-        """Returns the state before the first token of an answer."""
-        return cls(context.model, context.cache, context.last)
 
     @property
     def likeliest(self) -> int:
