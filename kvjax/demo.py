@@ -188,10 +188,7 @@ def table(rows: Sequence[DemoRow], benchmark: DemoBenchmark, model: str, width: 
         pad_edge=False,
     )
 
-    def format_rates(rates: Sequence[float]) -> str:
-        gap = " " if is_wide else "\n"
-        return f"{statistics.median(rates):,.0f}{gap}({min(rates):,.0f}..{max(rates):,.0f})" if rates else ""
-
+    gap, rates = " " if is_wide else "\n", [r.tokens_per_second for r in rows]
     cells = {
         "right": [f"{r.recall:.0%}" for r in rows],
         same: [f"{r.agreement:.1%}" for r in rows],
@@ -199,7 +196,7 @@ def table(rows: Sequence[DemoRow], benchmark: DemoBenchmark, model: str, width: 
         "of full": [f"{r.fraction_of_full:.1%}" for r in rows],
         "bf16": [f"{r.bfloat16_fraction:.1%}" for r in rows],
         "host": [f"{r.host_bytes / 1024:,.0f}" if r.host_bytes else "" for r in rows],
-        "tokens/s": [format_rates(r.tokens_per_second) for r in rows],
+        "tokens/s": [f"{statistics.median(x):,.0f}{gap}({min(x):,.0f}..{max(x):,.0f})" if x else "" for x in rates],
     }
     columns = {head: column for head, column in cells.items() if any(column)}
     lines = ([head, *"\n".join(column).split("\n")] for head, column in columns.items())
