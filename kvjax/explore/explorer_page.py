@@ -48,12 +48,12 @@ def render(exploration: Exploration, tokenizer: Tokenizer | None, source: str) -
     names = ("page.html", "page.css", *SCRIPTS)
     template, style, *scripts = ((WEB / name).read_text(encoding="utf-8") for name in names)
     script = "\n".join(scripts)
-    digests = (hashlib.sha256(text.encode()).digest() for text in (script, style))
-    script_source, style_source = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    script_hash, style_hash = (base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in (script, style))
     data = json.dumps(page_data(exploration, tokenizer, source), separators=(",", ":"))
     values = {
         # Only this script and this style run: no text of a file can add code.
-        "policy": f"default-src 'none'; script-src {script_source}; style-src {style_source}; base-uri 'none'",
+        "policy": f"default-src 'none'; script-src 'sha256-{script_hash}'; style-src 'sha256-{style_hash}'; "
+        "base-uri 'none'",
         "title": html.escape(f"kvjax · {source} under {len(exploration.methods)} methods"),
         "style": style,
         "script": script,
