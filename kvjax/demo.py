@@ -21,7 +21,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.eval.page import summary
 from kvjax.eval.run import harness
 from kvjax.eval.run.comparison import Comparison
-from kvjax.eval.run.context_reader import ContextReader
+from kvjax.eval.run.context_reader import ContextReader, padded_width
 from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.metrics import METRICS
@@ -90,8 +90,8 @@ class DemoBenchmark:
     def reader(self) -> ContextReader:
         """Reads all contexts with room for the longest continuation: equal shapes share their programs."""
         asks = [ask for case in self.questions for ask in case.asks]
-        answers = max(harness.padded_width(len(ask.prompt)) for ask in asks) + max(ask.new_tokens for ask in asks)
-        follows = max(harness.padded_width(len(case.follows)) for case in self.texts if case.follows is not None)
+        answers = max(padded_width(len(ask.prompt)) for ask in asks) + max(ask.new_tokens for ask in asks)
+        follows = max(padded_width(len(case.follows)) for case in self.texts if case.follows is not None)
         return ContextReader(self.model, least_headroom_tokens=max(answers, follows, DECODED_TOKENS))
 
 
@@ -156,8 +156,7 @@ def decode_in_turns(
     Other work of the machine slows a turn, and so all methods alike. The loop is the default one of `generate`.
     """
     contexts = [case.context for case in benchmark.questions]
-    width = harness.padded_width(max(map(len, contexts)))
-    read = [benchmark.reader.read(contexts, m, headroom_tokens=DECODED_TOKENS, width=width) for m in methods]
+    read = [benchmark.reader.read(contexts, m, headroom_tokens=DECODED_TOKENS) for m in methods]
     for turn in range(turns + 1):
         rates = [c.generate(max_new_tokens=DECODED_TOKENS, eos_ids=()).tokens_per_second for c in read]
         if turn:  # the first one compiles
