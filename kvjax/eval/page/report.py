@@ -9,6 +9,7 @@ from typing import Any
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import paired_difference, paper_claims, plots, summary
+from kvjax.eval.page.paired_difference import Difference
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
 from kvjax.eval.tasks import examples
@@ -131,21 +132,21 @@ def _fewest_bytes(
     def size(r: Row) -> float:
         return sum(r[f] or 0 for f in fields)
 
-    def difference(method: str, task: str) -> paired_difference.Difference | None:
-        """The method minus the exact one, in the first measure that the task has; None for the exact one itself."""
-        if method not in run.cases or run.full is None or method == run.full:
-            return None
-        differences = (run.difference(method, run.full, value, task) for _, value in paired_difference.MEASURES)
-        return next((d for d in differences if d), None)
-
+    full = run.full
+    if full is None:
+        return []
     fewest: dict[str, list[str]] = {}
-    for task in summary.distinct_values(rows, "task") if run.full else ():
+    for task in summary.distinct_values(rows, "task"):
         own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_percent"] is not None}
-        against = {m: difference(m, task) for m in own}
-        if any(d and d.cases >= paired_difference.ENOUGH_CONTEXTS for d in against.values()):
-            good = [m for m, d in against.items() if m == run.full or (d and paired_difference.keeps_up(d))]
+        against: dict[str, Difference] = {}  # each method minus the exact one, in the first measure that the task has
+        for method in own.keys() & run.cases.keys() - {full}:
+            differences = (run.difference(method, full, value, task) for _, value in paired_difference.MEASURES)
+            if d := next(filter(None, differences), None):
+                against[method] = d
+        if any(d.cases >= paired_difference.ENOUGH_CONTEXTS for d in against.values()):
+            good = [m for m in own if m == full or (m in against and paired_difference.keeps_up(against[m]))]
             fewest.setdefault(min(good, key=own.__getitem__), []).append(task)
-    mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in (*fewest, run.full)}
+    mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in fewest}
     return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in fewest.items()]
 
 

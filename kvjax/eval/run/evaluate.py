@@ -38,18 +38,9 @@ class Batch:
     max_new_tokens: int  # the most that any of the group may answer
 
     @property
-    def task(self) -> str:
-        """The task of all cases."""
-        return self.cases[0].task
-
-    @property
     def padded_cases(self) -> tuple[Case, ...]:
         """The cases, `batch_size` of them."""
         return self.cases + self.cases[-1:] * (self.batch_size - len(self.cases))
-
-    def is_recorded(self, store: Store, method: str) -> bool:
-        """Whether the store has a record of the method for every case."""
-        return all(store.find(method, c.task, c.key) for c in self.cases)
 
 
 def make_batches(cases: Sequence[Case], size: int) -> list[Batch]:
@@ -115,11 +106,12 @@ def evaluate(
     names = list(parsed)
     # All methods of a group take a batch before the next one starts: its exact keys and values are still in memory.
     groups = [names[start : start + GROUP_METHODS] for start in range(0, len(names), GROUP_METHODS)]
-    work = [(s, m) for group in groups for s in steps for m in group if not s.is_recorded(store, m)]
+    pairs = ((step, name) for group in groups for step in steps for name in group)
+    work = [(s, name) for s, name in pairs if not all(store.find(name, c.task, c.key) for c in s.cases)]
     reader = ContextReader(model)
     with Progress(disable=True) if progress is None else progress as bar:
         total = bar.add_task("all", total=sum(len(s.cases) for s, _ in work))
-        for (name, task), part in itertools.groupby(work, key=lambda w: (w[1], w[0].task)):
+        for (name, task), part in itertools.groupby(work, key=lambda w: (w[1], w[0].cases[0].task)):
             todo = [s for s, _ in part]
             line = bar.add_task(f"{name}: {task}", total=sum(len(s.cases) for s in todo))
             for step in todo:
