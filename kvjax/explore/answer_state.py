@@ -29,7 +29,7 @@ class AnswerState:
         return int(self.last.argmax())
 
     def feed(self, token: int) -> AnswerState:
-        """Returns the state after one more token, which stands for the method's own: nothing announces it."""
+        """Returns the state after one more token, fed as if the method had generated it."""
         if not num_draft_tokens(self.cache.plan):
             logits, cache = self._step(self.cache, [token], 1)
             return dataclasses.replace(self, cache=cache, last=logits[:, 0])

@@ -16,7 +16,7 @@ from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record, Row
 
 INK = "#1a1c1f"  # becomes the color of the page's text
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe & Ito's, those seen on any ground
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe & Ito's that show on any background
 MARKERS = ("s", "^", "D", "v", "P", "X", "<")  # 6 colors x 7 markers: 42 methods without repetition
 MAP = LinearSegmentedColormap.from_list("needles", ["#0b2545", "#3b6ea5", "#dceaf7"])  # one hue, by lightness
 PERCENT = FuncFormatter(lambda x, _: f"{100 * x:.0f}")

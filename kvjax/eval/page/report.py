@@ -173,7 +173,7 @@ def _table(rows: Sequence[Row], length: int | None) -> dict[str, Any]:
             value, error = (own[task][name], own[task][f"{name}_error"]) if task in own else (None, None)
             text = "–" if value is None else summary.format_value(value, name)
             error_text = "" if error is None else summary.format_value(error, name)
-            # The tint colors the cell's ground, on a scale from 0 to 1 that bits per byte do not have.
+            # The tint colors the cell's background, on a scale from 0 to 1 that bits per byte do not have.
             tint = None if value is None or name == "bits" else round(max(0.0, min(1.0, value)), 3)
             cells.append({"value": value, "text": text, "error": error_text, "tint": tint})
         for field, *_, digits in COSTS:

@@ -95,7 +95,7 @@ def evaluate(
 
     Raises:
       KvjaxError: before anything runs, for a method or case that cannot run; later, for a batch that fails. The
-        records of before stay.
+        records before it stay.
     """
     parsed = resolve(methods)
     hashes = check_methods(model, parsed, [len(c.context) for c in cases] + list(speed), store)

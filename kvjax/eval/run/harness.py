@@ -72,8 +72,8 @@ def ask_conversation(
     """Ends the prompt with the first question, and asks each next one in the same cache after the last one's answer.
 
     That answer is the reference and not the model's own: one mistake does not spoil the turns after it, and
-    every method is asked the same: SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319; `pre_ans` in the
-    prompt templates of its code). The arguments are those of `ask_shared_context`.
+    every method is asked the same. This is SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319; `pre_ans` in
+    the prompt templates of its code). The arguments are those of `ask_shared_context`.
     """
     turns = list(zip(*(c.asks for c in cases), strict=True))
     answers = [[reference_ids(reader.model, a) for a in asks] for asks in turns[:-1]]
