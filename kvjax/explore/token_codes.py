@@ -30,7 +30,8 @@ def encode_status(status: TokenStatus, roles: TokenRoles, tolerance: float) -> t
     Returns:
       (the first byte, the second byte), u8[K C] each; both are 0 for a token that no query finds.
     """
-    untold = jnp.isnan(status.key) | jnp.isnan(status.value)
+    errors = jnp.stack([status.key, status.value])
+    untold = jnp.isnan(errors).any(0)
     bits = (
         (True, HELD),
         (status.key_host, KEY_HOST),
@@ -40,9 +41,8 @@ def encode_status(status: TokenStatus, roles: TokenRoles, tolerance: float) -> t
         (untold, UNTOLD),
     )
     byte = sum(jnp.where(where, jnp.uint8(bit), jnp.uint8(0)) for where, bit in bits)
-    errors = jnp.stack([status.key, status.value])
     level = jnp.round((jnp.log2(jnp.maximum(errors, 1e-9)) - LEAST_LOG2) / STEP_LOG2)
-    key, value = jnp.where(untold | (errors <= tolerance), 0, jnp.clip(level, 1, LEVELS)).astype(jnp.uint8)
+    key, value = jnp.where(untold[None] | (errors <= tolerance), 0, jnp.clip(level, 1, LEVELS)).astype(jnp.uint8)
     byte, levels = (jnp.where(status.held, x, jnp.uint8(0))[0] for x in (byte, key * 16 + value))
     return byte, levels
 
