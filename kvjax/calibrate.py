@@ -120,9 +120,9 @@ def count_arrays(model: Model, kind: str, documents: Prompts | None, rows: int =
     for start in track(range(0, len(ids), rows), "calibrate", transient=True):
         batch = ids[start : start + rows]
         layers = _count_batch(model, counting, batch)
-        for row in range(len(batch)):
+        for i in range(len(batch)):
             # float64: sums over a whole text would lose digits in float32.
-            statistics = jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), layers)
+            statistics = jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), layers)
             total = statistics if total is None else jax.tree.map(counting.kind.join, total, statistics)
     layer_specs = specs(model.config)
     return [dict(counting.kind.arrays(statistics, spec)) for statistics, spec in zip(total, layer_specs, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import json
 import os
@@ -11,7 +10,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,12 @@ MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit status; an unusable input prints one line on stderr, with status 2."""
-    _open_outputs()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
+        if isinstance(output := getattr(sys, name), io.TextIOWrapper):
+            # UTF-8 whatever the locale: answers and method tables have letters that an ASCII locale lacks.
+            output.reconfigure(encoding="utf-8", errors="backslashreplace")
     if argv is None:
         # Arguments are UTF-8 too; other bytes stay as Python reads them, and the tokenizer names them.
         argv = [os.fsencode(x).decode("utf-8", "surrogateescape") for x in sys.argv[1:]]
@@ -58,12 +62,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"kvjax: {e}", file=sys.stderr)
         return 2
     except (AssertionError, RuntimeError):  # JAX raises them if it has no device
-        if _has_device():
-            raise
-        setting = f"JAX_PLATFORMS={jax.config.values['jax_platforms']}"
-        remedy = "unset it, or set it to cpu, or install JAX for that device"
-        print(f"kvjax: {setting}: JAX finds no such device; {remedy}", file=sys.stderr)
-        return 2
+        try:
+            jax.devices()
+        except (AssertionError, RuntimeError):
+            setting = f"JAX_PLATFORMS={jax.config.values['jax_platforms']}"
+            remedy = "unset it, or set it to cpu, or install JAX for that device"
+            print(f"kvjax: {setting}: JAX finds no such device; {remedy}", file=sys.stderr)
+            return 2
+        raise  # JAX has a device, so this is another error
     except KeyboardInterrupt:
         print("\nkvjax: stopped", file=sys.stderr)
         return 130
@@ -81,23 +87,6 @@ def _load_methods(args: argparse.Namespace) -> None:
     if option and not set(names) & set(re.findall(r"\w+", getattr(args, option) or "")):
         hint = f"--methods 'full; {names[0]}'" if option == "methods" else f"--method {names[0]}"
         print(f"kvjax: {', '.join(names)} is loaded and not used; ask for it, as in {hint}", file=sys.stderr)
-
-
-def _open_outputs() -> None:
-    """Makes both outputs UTF-8, whatever the locale; a closed one becomes the null device."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
-        if isinstance(output := getattr(sys, name), io.TextIOWrapper):
-            output.reconfigure(encoding="utf-8", errors="backslashreplace")
-
-
-def _has_device() -> bool:
-    """Whether JAX has a device on the platforms of its configuration."""
-    try:
-        return bool(jax.devices())
-    except (AssertionError, RuntimeError):
-        return False
 
 
 def _integer(word: str) -> int:
@@ -183,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report = commands.add_parser("report", help="one self-contained HTML page from what eval wrote")
     report.add_argument("dir", type=Path, metavar="DIR", help="the --out of kvjax eval")
-    report.set_defaults(run=_report)
+    report.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").render(args.dir))
     for name in ("demo", "generate", "explore", "methods", "check", "calibrate", "eval", "report"):
         commands.choices[name].add_argument(
             "--load",
@@ -204,7 +193,7 @@ def _add_explore(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tokens", type=_integer, help="read the text's first tokens only")
     p.add_argument("--chat", action="store_true", help="the text is a message to which a chat model answers")
     p.add_argument("--dtype", **DTYPE)
-    p.set_defaults(run=_lazy_command("kvjax.explore.explore_command", "run"))
+    p.set_defaults(run=lambda args: import_module("kvjax.explore.explore_command").run(args))
 
 
 def _add_calibrate(p: argparse.ArgumentParser) -> None:
@@ -264,12 +253,7 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         "--rebuild", action="store_true", help="write a damaged or missing run.json anew and keep its records"
     )
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
-    p.set_defaults(run=_lazy_command("kvjax.eval.run.eval_command", "run"))
-
-
-def _lazy_command(module: str, function: str) -> Callable[[argparse.Namespace], Any]:
-    """Returns a command whose module is imported when it runs."""
-    return lambda args: getattr(importlib.import_module(module), function)(args)
+    p.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").run(args))
 
 
 def _calibrate(args: argparse.Namespace) -> None:
@@ -287,12 +271,6 @@ def _calibrate(args: argparse.Namespace) -> None:
         read = f"{args.tokens} tokens of {args.text}"
     out = calibrate.calibrate(model, args.kind, args.out, documents, args.batch)
     print(f"{out}: {args.kind} of {args.model}, from {read}")
-
-
-def _report(args: argparse.Namespace) -> None:
-    from kvjax.eval.run import eval_command
-
-    eval_command.render(args.dir)
 
 
 def _demo(args: argparse.Namespace) -> None:

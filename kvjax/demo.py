@@ -21,7 +21,7 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.eval.page import summary
 from kvjax.eval.run import harness
 from kvjax.eval.run.comparison import Comparison
-from kvjax.eval.run.context_reader import ContextReader
+from kvjax.eval.run.context_reader import ContextReader, padded_width
 from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.metrics import METRICS
@@ -90,8 +90,8 @@ class DemoBenchmark:
     def reader(self) -> ContextReader:
         """Reads all contexts with room for the longest continuation: equal shapes share their programs."""
         asks = [ask for case in self.questions for ask in case.asks]
-        answers = max(harness.padded_width(len(ask.prompt)) for ask in asks) + max(ask.new_tokens for ask in asks)
-        follows = max(harness.padded_width(len(case.follows)) for case in self.texts if case.follows is not None)
+        answers = max(padded_width(len(ask.prompt)) for ask in asks) + max(ask.new_tokens for ask in asks)
+        follows = max(padded_width(len(case.follows)) for case in self.texts if case.follows is not None)
         return ContextReader(self.model, least_headroom_tokens=max(answers, follows, DECODED_TOKENS))
 
 
@@ -156,8 +156,7 @@ def decode_in_turns(
     Other work of the machine slows a turn, and so all methods alike. The loop is the default one of `generate`.
     """
     contexts = [case.context for case in benchmark.questions]
-    width = harness.padded_width(max(map(len, contexts)))
-    read = [benchmark.reader.read(contexts, m, headroom_tokens=DECODED_TOKENS, width=width) for m in methods]
+    read = [benchmark.reader.read(contexts, m, headroom_tokens=DECODED_TOKENS) for m in methods]
     for turn in range(turns + 1):
         rates = [c.generate(max_new_tokens=DECODED_TOKENS, eos_ids=()).tokens_per_second for c in read]
         if turn:  # the first one compiles
@@ -188,10 +187,7 @@ def table(rows: Sequence[DemoRow], benchmark: DemoBenchmark, model: str, width: 
         pad_edge=False,
     )
 
-    def format_rates(rates: Sequence[float]) -> str:
-        gap = " " if is_wide else "\n"
-        return f"{statistics.median(rates):,.0f}{gap}({min(rates):,.0f}..{max(rates):,.0f})" if rates else ""
-
+    gap, rates = " " if is_wide else "\n", [r.tokens_per_second for r in rows]
     cells = {
         "right": [f"{r.recall:.0%}" for r in rows],
         same: [f"{r.agreement:.1%}" for r in rows],
@@ -199,7 +195,7 @@ def table(rows: Sequence[DemoRow], benchmark: DemoBenchmark, model: str, width: 
         "of full": [f"{r.fraction_of_full:.1%}" for r in rows],
         "bf16": [f"{r.bfloat16_fraction:.1%}" for r in rows],
         "host": [f"{r.host_bytes / 1024:,.0f}" if r.host_bytes else "" for r in rows],
-        "tokens/s": [format_rates(r.tokens_per_second) for r in rows],
+        "tokens/s": [f"{statistics.median(x):,.0f}{gap}({min(x):,.0f}..{max(x):,.0f})" if x else "" for x in rates],
     }
     columns = {head: column for head, column in cells.items() if any(column)}
     lines = ([head, *"\n".join(column).split("\n")] for head, column in columns.items())

@@ -10,7 +10,6 @@ from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens, step
 from kvjax.engine.forward import Target
-from kvjax.generation.context import Context
 from kvjax.generation.inputs import place
 from kvjax.models.model import Model
 
@@ -24,18 +23,13 @@ class AnswerState:
     last: Array  # f32[1 V], the logits of the last token
     draft: int | None = None  # the token after the next one; None before the first step, or where none is used
 
-    @classmethod
-    def after_context(cls, context: Context) -> AnswerState:
-        """Returns the state before the first token of an answer."""
-        return cls(context.model, context.cache, context.last)
-
     @property
     def likeliest(self) -> int:
         """The token that would come next."""
         return int(self.last.argmax())
 
     def feed(self, token: int) -> AnswerState:
-        """Returns the state after one more token, which stands for the method's own: nothing announces it."""
+        """Returns the state after one more token, fed as if the method had generated it."""
         if not num_draft_tokens(self.cache.plan):
             logits, cache = self._step(self.cache, [token], 1)
             return dataclasses.replace(self, cache=cache, last=logits[:, 0])

@@ -95,7 +95,8 @@ def _read_prompt(model: Model, prompt: Sequence[int], method: KVMethod, capacity
     with warnings.catch_warnings():
         # A traced cache holds a copy of all tokens, so no method ever saves anything.
         warnings.filterwarnings("ignore", ".* saves nothing on this prompt", KvjaxWarning)
-        return AnswerState.after_context(read(model, [list(prompt)], TracedMethod(method, capacity), capacity=capacity))
+        context = read(model, [list(prompt)], TracedMethod(method, capacity), capacity=capacity)
+    return AnswerState(model, context.cache, context.last)
 
 
 def _write_greedily(state: AnswerState, most: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
 from kvjax.errors import KvjaxError
@@ -38,10 +39,7 @@ def run(args: argparse.Namespace) -> None:
         raise KvjaxError(
             f"{args.text} has {len(ids)} tokens, and a page shows at most {MOST_TOKENS}; use --tokens {MOST_TOKENS}"
         )
-
-    def say(method: str) -> None:
-        print(f"kvjax: reading under {method}", file=sys.stderr)
-
+    say = functools.partial(print, "kvjax: reading under", file=sys.stderr)
     exploration = explore(model, ids, list(methods), args.steps, say)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     page = explorer_page.render(exploration, model.tokenizer, args.text.name)

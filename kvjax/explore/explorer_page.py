@@ -45,23 +45,23 @@ READER_STATE_NOTE = (
 
 def render(exploration: Exploration, tokenizer: Tokenizer | None, source: str) -> str:
     """Renders the page of an exploration; `source` is the name of the text."""
-    style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
+    names = ("page.html", "page.css", *SCRIPTS)
+    template, style, *scripts = ((WEB / name).read_text(encoding="utf-8") for name in names)
+    script = "\n".join(scripts)
+    script_hash, style_hash = (base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in (script, style))
+    data = json.dumps(page_data(exploration, tokenizer, source), separators=(",", ":"))
     values = {
         # Only this script and this style run: no text of a file can add code.
-        "policy": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'",
+        "policy": f"default-src 'none'; script-src 'sha256-{script_hash}'; style-src 'sha256-{style_hash}'; "
+        "base-uri 'none'",
         "title": html.escape(f"kvjax · {source} under {len(exploration.methods)} methods"),
         "style": style,
         "script": script,
-        "data": escape_json(page_data(exploration, tokenizer, source)),
+        # Texts inside a script element can then neither end nor begin an element.
+        "data": data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
     }
     # One pass over the template: inserted text is not searched again, so that none can name a place.
-    return re.sub(r"@@(\w+)@@", lambda place: values[place[1]], _read("page.html"))
-
-
-def escape_json(value: Any) -> str:
-    """Writes JSON that is safe inside a script element: its texts can neither end nor begin an element."""
-    text = json.dumps(value, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return re.sub(r"@@(\w+)@@", lambda place: values[place[1]], template)
 
 
 def page_data(exploration: Exploration, tokenizer: Tokenizer | None, source: str) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def page_data(exploration: Exploration, tokenizer: Tokenizer | None, source: str
         "least": token_codes.LEAST_LOG2,
         "per_level": token_codes.STEP_LOG2,
         "likeliest": _next_texts(exploration, exploration.likeliest, tokenizer),
-        # The fourth root leaves small weights visible in a byte.
-        "attention": _pack_layers(np.round(255 * np.sqrt(np.sqrt(exploration.attention))).astype(np.uint8)),
+        # The fourth root leaves small weights visible in a byte. A page unpacks only the layers that it shows.
+        "attention": [_pack(np.round(255 * np.sqrt(np.sqrt(x))).astype(np.uint8)) for x in exploration.attention],
         "methods": [_method_data(m, exploration, tokenizer) for m in exploration.methods],
     }
 
@@ -122,25 +122,11 @@ def _method_data(m: MethodTrace, exploration: Exploration, tokenizer: Tokenizer 
         "likeliest": _next_texts(exploration, m.likeliest, tokenizer),
         "own": ["".join(texts[:num_equal]), "".join(texts[num_equal:])],
         "lost": _pack(np.round(65535 * np.clip(m.lost_attention, 0, 1)).astype("<u2")),
-        "held": _pack_layers(m.status_codes),
-        "off": _pack_layers(m.error_codes),
+        "held": [_pack(layer) for layer in m.status_codes],
+        "off": [_pack(layer) for layer in m.error_codes],
     }
-
-
-def _pack_layers(x: np.ndarray) -> list[str]:
-    """Packs layer by layer: a page unpacks only the layers that it shows."""
-    return [_pack(layer) for layer in x]
 
 
 def _pack(x: np.ndarray) -> str:
     """Deflates the bytes of an array into base64; neighboring steps are alike, and so take little."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(x).tobytes(), 9)).decode()
-
-
-def _hash(text: str) -> str:
-    """The hash by which a page allows one script or style, and no other."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _read(name: str) -> str:
-    return (WEB / name).read_text(encoding="utf-8")

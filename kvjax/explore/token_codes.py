@@ -30,7 +30,8 @@ def encode_status(status: TokenStatus, roles: TokenRoles, tolerance: float) -> t
     Returns:
       (the first byte, the second byte), u8[K C] each; both are 0 for a token that no query finds.
     """
-    untold = jnp.isnan(status.key) | jnp.isnan(status.value)
+    errors = jnp.stack([status.key, status.value])
+    untold = jnp.isnan(errors).any(0)
     bits = (
         (True, HELD),
         (status.key_host, KEY_HOST),
@@ -40,15 +41,10 @@ def encode_status(status: TokenStatus, roles: TokenRoles, tolerance: float) -> t
         (untold, UNTOLD),
     )
     byte = sum(jnp.where(where, jnp.uint8(bit), jnp.uint8(0)) for where, bit in bits)
-    key, value = (jnp.where(untold, 0, _error_level(x, tolerance)) for x in (status.key, status.value))
-    levels = (key * 16 + value).astype(jnp.uint8)
-    byte, levels = (jnp.where(status.held, x, jnp.uint8(0))[0] for x in (byte, levels))
+    level = jnp.round((jnp.log2(jnp.maximum(errors, 1e-9)) - LEAST_LOG2) / STEP_LOG2)
+    key, value = jnp.where(untold[None] | (errors <= tolerance), 0, jnp.clip(level, 1, LEVELS)).astype(jnp.uint8)
+    byte, levels = (jnp.where(status.held, x, jnp.uint8(0))[0] for x in (byte, key * 16 + value))
     return byte, levels
-
-
-def _error_level(error: Array, tolerance: float) -> Array:
-    level = jnp.round((jnp.log2(jnp.maximum(error, 1e-9)) - LEAST_LOG2) / STEP_LOG2)
-    return jnp.where(error <= tolerance, 0, jnp.clip(level, 1, LEVELS)).astype(jnp.int32)
 
 
 def codes_of_step(before: tuple, after: tuple, newest: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,17 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.protocol import (
-    BoundLayer,
-    BudgetedLayer,
-    Cache,
-    KVMethod,
-    LayerSpec,
-    Needs,
-    ReplayedLayer,
-    StepResult,
-    Traits,
-)
+from kvjax.cache.protocol import Cache, KVMethod, LayerSpec, Needs, StepResult, Traits
 from kvjax.cache.token_status import scatter_index
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, pytree
@@ -64,7 +54,7 @@ class TracedMethod:
 class TracedLayer:
     """A layer under observation: it delegates every call, and copies keys, values and the last query."""
 
-    inner: BoundLayer
+    inner: Any  # a BoundLayer, and a BudgetedLayer or ReplayedLayer where its `needs` say so
     spec: LayerSpec
     capacity: int
 
@@ -102,36 +92,30 @@ class TracedLayer:
         """Positions of the layer itself."""
         return self.inner.positions(state.inner)
 
-    @property
-    def _budgeted(self) -> BudgetedLayer:
-        assert isinstance(self.inner, BudgetedLayer)
-        return self.inner
-
     def measure(self, block: KVBlock, observation: Observation | None) -> Array:
         """See `BudgetedLayer`."""
-        return self._budgeted.measure(block, observation)
+        return self.inner.measure(block, observation)
 
     def divide_budget(self, measures: Array, lengths: Array) -> Array:
         """See `BudgetedLayer`."""
-        return self._budgeted.divide_budget(measures, lengths)
+        return self.inner.divide_budget(measures, lengths)
 
     def num_kept_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        return self._budgeted.num_kept_slots(tokens)
+        return self.inner.num_kept_slots(tokens)
 
     def with_kept_slots(self, slots: int) -> TracedLayer:
         """See `BudgetedLayer`."""
-        return dataclasses.replace(self, inner=self._budgeted.with_kept_slots(slots))
+        return dataclasses.replace(self, inner=self.inner.with_kept_slots(slots))
 
     def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
         """See `BudgetedLayer`."""
-        return self._budgeted.num_slots_for(num_kept, headroom_tokens)
+        return self.inner.num_slots_for(num_kept, headroom_tokens)
 
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
     ) -> Array:
         """See `ReplayedLayer`."""
-        assert isinstance(self.inner, ReplayedLayer)
         return self.inner.update_scores(block, start, observation, new, before)
 
 

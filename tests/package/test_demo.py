@@ -140,7 +140,7 @@ def test_agreement_is_with_the_first_method(directory, few_questions):
 def test_methods_decode_in_turns_and_the_first_turn_does_not_count(monkeypatch):
     order = []
 
-    def read(self, contexts, method, headroom_tokens, width):
+    def read(self, contexts, method, headroom_tokens):
         def generate(**options):
             order.append(method)
             return types.SimpleNamespace(tokens_per_second=float(len(order)))

@@ -16,11 +16,12 @@ from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record, Row
 
 INK = "#1a1c1f"  # becomes the color of the page's text
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe & Ito's, those seen on any ground
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe & Ito's that show on any background
 MARKERS = ("s", "^", "D", "v", "P", "X", "<")  # 6 colors x 7 markers: 42 methods without repetition
 MAP = LinearSegmentedColormap.from_list("needles", ["#0b2545", "#3b6ea5", "#dceaf7"])  # one hue, by lightness
 PERCENT = FuncFormatter(lambda x, _: f"{100 * x:.0f}")
 SCORE_LABEL = "score, 0 to 100"
+MEASURE_LABELS = {"score": SCORE_LABEL, "bits": "bits per byte (less is better)"}
 BYTES_LABEL = "bytes on the device, % of the exact cache's, both in bfloat16"
 MOST_MAP_DEPTHS, MOST_CELLS_WITH_NUMBERS = 12, 40
 
@@ -76,7 +77,7 @@ def tradeoff_panels(rows: Sequence[Row], styles: dict[str, Style]) -> list[Panel
             ax.spines["bottom"].set_bounds(ax.get_xlim()[0], most)
 
         values = "; ".join(f"{r['method']}: {_format_value(r, measure)} at {r['device_percent']:.1f}%" for r in own)
-        alt = f"{family}, {_measure_label(measure)}, against {BYTES_LABEL}. {values}"
+        alt = f"{family}, {MEASURE_LABELS[measure]}, against {BYTES_LABEL}. {values}"
         panels.append(Panel(family, alt, draw))
     return panels
 
@@ -102,7 +103,7 @@ def length_panels(rows: Sequence[Row], styles: dict[str, Style]) -> list[Panel]:
             _finish(ax, measure)
 
         values = "; ".join(f"{r['method']} at {r['length']:,}: {_format_value(r, measure)}" for r in own)
-        alt = f"{family}, {_measure_label(measure)}, against tokens of context. {values}"
+        alt = f"{family}, {MEASURE_LABELS[measure]}, against tokens of context. {values}"
         panels.append(Panel(family, alt, draw))
     return panels
 
@@ -142,12 +143,17 @@ def needle_panels(records: Iterable[Record]) -> dict[str, list[Panel]]:
     cells: dict[str, dict[str, dict[tuple[float, int], list[float]]]] = {}
     tasks_with_depths: set[str] = set()
     for r in summary.latest(records):
-        length = summary.length_of(r)
-        tasks_with_depths |= {r["task"]} if "depth" in r.get("about", {}) else set()
-        for depth, score in zip(_question_depths(r), r["scores"], strict=False):
+        length, depth = summary.length_of(r), r.get("about", {}).get("depth")
+        if depth is not None:
+            tasks_with_depths.add(r["task"])
+            drawn = [depth] * len(r["scores"])
+        else:
+            # To the nearest 5% where no depth was set: a needle has a length itself.
+            drawn = [None if (d := a.get("depth")) is None else round(d * 20) / 20 for a in r.get("asks", [])]
+        for depth, score in zip(drawn, r["scores"], strict=False):
             if depth is not None and length:
                 by_method = cells.setdefault(r["task"], {}).setdefault(r["method"], {})
-                by_method.setdefault((depth, length), []).append(score)
+                by_method.setdefault((round(depth, 2), length), []).append(score)
     panels = {}
     for task, methods in cells.items():
         keys = {key for grid in methods.values() for key in grid}
@@ -157,15 +163,6 @@ def needle_panels(records: Iterable[Record]) -> dict[str, list[Panel]]:
         if 1 < len(depths) <= MOST_MAP_DEPTHS and is_whole_grid:
             panels[task] = [_heat_map(task, name, grid, depths, lengths) for name, grid in methods.items()]
     return panels
-
-
-def _question_depths(record: Record) -> list[float | None]:
-    """The depth of each question's needle, to the nearest 5% where it was not set (a needle has a length itself)."""
-    depth = record.get("about", {}).get("depth")
-    if depth is not None:
-        return [round(depth, 2)] * len(record["scores"])
-    depths = [a.get("depth") for a in record.get("asks", [])]
-    return [None if d is None else round(round(d * 20) / 20, 2) for d in depths]
 
 
 def _heat_map(task: str, method: str, grid: dict, depths: list[float], lengths: list[int]) -> Panel:
@@ -200,10 +197,6 @@ def _split_by_measure(rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
     return [part for part in parts if part[2]]
 
 
-def _measure_label(measure: str) -> str:
-    return SCORE_LABEL if measure == "score" else "bits per byte (less is better)"
-
-
 def _format_value(row: Row, measure: str) -> str:
     text, error = summary.format_value(row[measure], measure), row[f"{measure}_error"]
     return text if error is None else f"{text} ± {summary.format_value(error, measure)}"
@@ -226,7 +219,7 @@ def _draw_points(ax: Axes, rows: Sequence[Row], x: str, measure: str, style: Sty
 
 
 def _finish(ax: Axes, measure: str) -> None:
-    ax.set_ylabel(_measure_label(measure))
+    ax.set_ylabel(MEASURE_LABELS[measure])
     ax.grid(axis="y")
     ax.margins(0.08)
     if measure == "score":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,10 +74,6 @@ class MethodFacts(NamedTuple):
         """Returns the parameters of the part of that name, if the method has no other part."""
         return self.part(name) if len(self.parts) == 1 else None
 
-    def other_parts(self, name: str) -> list[Part]:
-        """Returns the parts of other names, sorted."""
-        return sorted((part for part in self.parts if part.name != name), key=str)
-
 
 class RecordedRun:
     """The records of a run by method and case, and facts about its methods."""
@@ -103,31 +99,25 @@ class RecordedRun:
 
     def difference(self, a: str, b: str, value: Value, task: str | None = None) -> Difference | None:
         """Returns a - b over the cases that both have; None without any."""
+        # A stratum is a task at one length.
         strata: dict[tuple, list[tuple[float, float]]] = {}
         for key in sorted(self.cases[a].keys() & self.cases[b].keys()):
             x, y = value(self.cases[a][key]), value(self.cases[b][key])
             if x is not None and y is not None and task in (None, key[0]):
                 strata.setdefault(key[:2], []).append((x, y))
-        return _average_strata([np.array(s) for s in strata.values()]) if strata else None
-
-    def differences_by_task(self, a: str, b: str, value: Value) -> tuple[tuple[str, Difference], ...]:
-        """Returns a - b for each task that both have."""
-        tasks = dict.fromkeys(task for task, _, _ in self.cases[a])
-        differences = ((task, self.difference(a, b, value, task)) for task in tasks)
-        return tuple((task, d) for task, d in differences if d)
-
-
-def _average_strata(strata: Sequence[np.ndarray]) -> Difference:
-    """Averages strata of cases, each [n 2]: the two methods' values of n cases."""
-    left, right = np.mean([s.mean(0) for s in strata], 0)
-    gaps = [s[:, 0] - s[:, 1] for s in strata]
-    cases = sum(map(len, gaps))
-    if min(map(len, gaps)) > 1:
-        error = math.sqrt(sum(g.var(ddof=1) / len(g) for g in gaps)) / len(gaps)
-    else:  # a stratum of a single case has no spread of its own, so all gaps are pooled
-        pooled = np.concatenate(gaps)
-        error = float(pooled.std(ddof=1)) / math.sqrt(cases) if cases > 1 else None
-    return Difference(float(left - right), error, float(left), float(right), cases)
+        if not strata:
+            return None
+        pairs = [np.array(stratum) for stratum in strata.values()]  # [n 2]: the two methods' values of n cases
+        left, right = np.mean([p.mean(0) for p in pairs], 0)
+        gaps = [p[:, 0] - p[:, 1] for p in pairs]
+        num_cases = sum(map(len, gaps))
+        if min(map(len, gaps)) > 1:
+            error = math.sqrt(sum(g.var(ddof=1) / len(g) for g in gaps)) / len(gaps)
+        else:
+            # A stratum of a single case has no spread of its own, so all gaps are pooled.
+            pooled = np.concatenate(gaps)
+            error = float(pooled.std(ddof=1)) / math.sqrt(num_cases) if num_cases > 1 else None
+        return Difference(float(left - right), error, float(left), float(right), num_cases)
 
 
 def judge_better(d: Difference) -> str:
@@ -181,4 +171,4 @@ def describe_difference(d: Difference, measure: str, verdict: str) -> str:
         reason = "; the same in every context"
     else:
         reason = "; too few contexts to tell" if verdict == WITHIN else "; the run says the opposite"
-    return f"{left} beside {right}: {format_difference(d, measure)} {unit}, {d.cases:,} contexts{reason}"
+    return f"{left} against {right}: {format_difference(d, measure)} {unit}, {d.cases:,} contexts{reason}"

@@ -20,9 +20,7 @@ from kvjax.eval.page.paired_difference import (
     NOT_RUN,
     SHOWN,
     Difference,
-    MethodFacts,
     RecordedRun,
-    Value,
     describe_difference,
     judge_better,
     judge_near,
@@ -57,13 +55,15 @@ class Claim(NamedTuple):
 
 def _finding(a: str, b: str, measure: str, verdict: str, d: Difference, **more) -> Finding:
     text = describe_difference(d, measure, verdict)
-    return Finding("", f"{a} beside {b}", measure, verdict, d, text, **more)
+    return Finding("", f"{a} against {b}", measure, verdict, d, text, **more)
 
 
 def _compare(run: RecordedRun, a: str, b: str, judge: Callable[[Difference], str] = judge_better) -> Iterator[Finding]:
     for measure, value in MEASURES:
         if d := run.difference(a, b, value):
-            parts = run.differences_by_task(a, b, value)
+            tasks = dict.fromkeys(task for task, _, _ in run.cases[a])
+            by_task = ((task, run.difference(a, b, value, task)) for task in tasks)
+            parts = tuple((task, part) for task, part in by_task if part)
             yield _finding(a, b, measure, judge(d), d, parts=parts if len(parts) > 1 else ())
 
 
@@ -100,25 +100,22 @@ def _kvcrush(run: RecordedRun) -> Iterator[Finding]:
     for name, m in run.methods.items():
         if m.part("kvcrush") is None:
             continue
+        rest = sorted((part for part in m.parts if part.name != "kvcrush"), key=str)
         for other, base in run.methods.items():
-            if base.part("kvcrush") is None and base.parts and base.other_parts("kvcrush") == m.other_parts("kvcrush"):
+            if base.parts and sorted(base.parts, key=str) == rest:
                 for f in _compare(run, name, other):
                     yield f if f.verdict == SHOWN else dataclasses.replace(f, text=f"{f.text}; {FEW_BITS}")
 
 
-def _far_needle_score(recent: int) -> Value:
+def _far_needle_score(record: Record, recent: int) -> float | None:
     """The mean score of the needles that more than `recent` tokens follow."""
-
-    def value(record: Record) -> float | None:
-        if not any(word in record["task"] for word in ("niah", "needle")):
-            return None
-        depths = [a.get("depth", record.get("about", {}).get("depth")) for a in record.get("asks", [])]
-        length = record.get("tokens") or summary.length_of(record) or 0
-        pairs = zip(depths, record["scores"], strict=False)
-        far = [s for depth, s in pairs if depth is not None and (1 - depth) * length > recent]
-        return float(np.mean(far)) if far else None
-
-    return value
+    if not any(word in record["task"] for word in ("niah", "needle")):
+        return None
+    depths = [a.get("depth", record.get("about", {}).get("depth")) for a in record.get("asks", [])]
+    length = record.get("tokens") or summary.length_of(record) or 0
+    pairs = zip(depths, record["scores"], strict=False)
+    far = [s for depth, s in pairs if depth is not None and (1 - depth) * length > recent]
+    return float(np.mean(far)) if far else None
 
 
 def _streaming(run: RecordedRun) -> Iterator[Finding]:
@@ -127,33 +124,23 @@ def _streaming(run: RecordedRun) -> Iterator[Finding]:
         own = m.part("streaming_llm")
         if own is None:
             continue
-        recent = own["recent"]
-        gaps = {x: d for x in rivals if (d := run.difference(x, name, _far_needle_score(recent)))}
+        value = functools.partial(_far_needle_score, recent=own["recent"])
+        gaps = {x: d for x in rivals if (d := run.difference(x, name, value))}
         if gaps:
             lowest = min(gaps, key=lambda x: gaps[x].mean)
-            measure = f"score, needles with more than {recent:,} tokens after them"
+            measure = f"score, needles with more than {own['recent']:,} tokens after them"
             finding = _finding(lowest, name, measure, judge_better(gaps[lowest]), gaps[lowest])
-            yield dataclasses.replace(finding, subject=f"{lowest}, the next lowest, beside {name}")
+            yield dataclasses.replace(finding, subject=f"{lowest}, the next lowest, against {name}")
 
 
-def _eviction_later(run: RecordedRun) -> Iterator[Finding]:
-    for name, full, d in _later_differences(run, lambda m: m.traits.evicts):
-        # The claim is a loss, so the sign turns.
-        yield _finding(name, full, LATER, judge_better(dataclasses.replace(d, mean=-d.mean)), d)
-
-
-def _offloading_later(run: RecordedRun) -> Iterator[Finding]:
-    for name, full, d in _later_differences(run, lambda m: m.traits.host and not m.traits.evicts):
-        yield _finding(name, full, LATER, judge_near(d), d)
-
-
-def _later_differences(
-    run: RecordedRun, is_kind: Callable[[MethodFacts], bool]
-) -> Iterator[tuple[str, str, Difference]]:
-    """(method, exact method, difference of their gains at later questions) for each method of a kind."""
+def _later_questions(run: RecordedRun, evicts: bool) -> Iterator[Finding]:
+    """Compares gains at later questions with those of the exact method, for eviction or for offloading alone."""
     for name, m in run.methods.items():
-        if run.full and is_kind(m) and (d := run.difference(name, run.full, later_gain)):
-            yield name, run.full, d
+        is_meant = m.traits.evicts if evicts else m.traits.host and not m.traits.evicts
+        if run.full and is_meant and (d := run.difference(name, run.full, later_gain)):
+            # The claim about eviction is a loss, so the sign turns.
+            verdict = judge_better(dataclasses.replace(d, mean=-d.mean)) if evicts else judge_near(d)
+            yield _finding(name, run.full, LATER, verdict, d)
 
 
 CLAIMS: tuple[Claim, ...] = (
@@ -169,8 +156,12 @@ CLAIMS: tuple[Claim, ...] = (
         "KVCrush is better than its base at equal budget", "snapkv:budget=256; snapkv:budget=256 + kvcrush", _kvcrush
     ),
     Claim("StreamingLLM is worst at far needles", "streaming_llm:recent=252, and the task niah", _streaming),
-    Claim("Eviction loses on later questions", "full; snapkv:budget=256, and turns", _eviction_later),
-    Claim("Offloading does not", "full; offload, and turns", _offloading_later),
+    Claim(
+        "Eviction loses on later questions",
+        "full; snapkv:budget=256, and turns",
+        functools.partial(_later_questions, evicts=True),
+    ),
+    Claim("Offloading does not", "full; offload, and turns", functools.partial(_later_questions, evicts=False)),
 )
 
 

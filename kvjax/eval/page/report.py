@@ -9,7 +9,7 @@ from typing import Any
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import paired_difference, paper_claims, plots, summary
-from kvjax.eval.page.paper_claims import Finding
+from kvjax.eval.page.paired_difference import Difference
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
 from kvjax.eval.tasks import examples
@@ -59,6 +59,10 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
     rows = summary.rows(sorted(records, key=lambda r: place.get(r["method"], len(place))))
     methods = summary.distinct_values(rows, "method")
     lengths = summary.lengths(rows) or [None]
+    claims: dict[str, list[dict[str, Any]]] = {}
+    for f in paper_claims.check(rows, records):
+        parts = [(task, paired_difference.format_difference(d, f.measure)) for task, d in f.parts]
+        claims.setdefault(f.claim, []).append({"finding": f, "parts": parts, "kind": f.verdict.replace(" ", "-")})
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     page = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), **options)
     page.filters["breaks"] = lambda text: markupsafe.Markup(re.sub("([,.:])", r"\1<wbr>", str(markupsafe.escape(text))))
@@ -76,7 +80,7 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
         ],
         legend=[(m, markupsafe.Markup(plots.marker_svg(s))) for m, s in plots.assign_styles(methods).items()],
         scale=plots.COLOR_SCALE,
-        findings=_group_by_claim(paper_claims.check(rows, records)),
+        findings=list(claims.items()),
         limits={
             "errors": paired_difference.NUM_ERRORS,
             "near": f"{100 * paired_difference.NEAR_LOSS:.0f}",
@@ -102,15 +106,15 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
     """
     answered = [r for r in rows if r["task"] != summary.SPEED]
     methods, tasks = (summary.distinct_values(answered, f) for f in ("method", "task"))
-
-    def most(field: str) -> int:
-        return max((sum(r[field] for r in answered if r["method"] == m) for m in methods), default=0)
-
+    contexts, questions = (
+        max((sum(r[field] for r in answered if r["method"] == m) for m in methods), default=0)
+        for field in ("contexts", "questions")
+    )
     what = f"{_count(len(methods), 'method')} on {_count(len(tasks), 'task')}"
     if lengths := summary.lengths(answered):
         ends = sorted({f"{n:,}": n for n in (lengths[0], lengths[-1])}.values())
         what += f", with contexts of {' to '.join(f'{n:,}' for n in ends)} tokens"
-    what += f": {_count(most('contexts'), 'context')} and {_count(most('questions'), 'question')} for each method"
+    what += f": {_count(contexts, 'context')} and {_count(questions, 'question')} for each method"
     main = summary.main_length(answered)
     recorded = paired_difference.RecordedRun(r for r in records if summary.length_of(r) in (main, None))
     together = ("device_percent", "host_percent")
@@ -128,21 +132,21 @@ def _fewest_bytes(
     def size(r: Row) -> float:
         return sum(r[f] or 0 for f in fields)
 
-    def difference(method: str, task: str) -> paired_difference.Difference | None:
-        """The method minus the exact one, in the first measure that the task has; None for the exact one itself."""
-        if method not in run.cases or run.full is None or method == run.full:
-            return None
-        differences = (run.difference(method, run.full, value, task) for _, value in paired_difference.MEASURES)
-        return next((d for d in differences if d), None)
-
+    full = run.full
+    if full is None:
+        return []
     fewest: dict[str, list[str]] = {}
-    for task in summary.distinct_values(rows, "task") if run.full else ():
+    for task in summary.distinct_values(rows, "task"):
         own = {r["method"]: size(r) for r in rows if r["task"] == task and r["device_percent"] is not None}
-        against = {m: difference(m, task) for m in own}
-        if any(d and d.cases >= paired_difference.ENOUGH_CONTEXTS for d in against.values()):
-            good = [m for m, d in against.items() if m == run.full or (d and paired_difference.keeps_up(d))]
+        against: dict[str, Difference] = {}  # each method minus the exact one, in the first measure that the task has
+        for method in own.keys() & run.cases.keys() - {full}:
+            differences = (run.difference(method, full, value, task) for _, value in paired_difference.MEASURES)
+            if d := next(filter(None, differences), None):
+                against[method] = d
+        if any(d.cases >= paired_difference.ENOUGH_CONTEXTS for d in against.values()):
+            good = [m for m in own if m == full or (m in against and paired_difference.keeps_up(against[m]))]
             fewest.setdefault(min(good, key=own.__getitem__), []).append(task)
-    mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in (*fewest, run.full)}
+    mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in fewest}
     return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in fewest.items()]
 
 
@@ -164,7 +168,14 @@ def _table(rows: Sequence[Row], length: int | None) -> dict[str, Any]:
     for method in summary.distinct_values(chosen or rows, "method"):
         own = {r["task"]: r for r in chosen if r["method"] == method}
         cost = summary.costs([*own.values()] or [times.get(method, dict.fromkeys(summary.FIELDS))])
-        cells = [_quality_cell(own.get(task), name) for task, name in columns]
+        cells = []
+        for task, name in columns:
+            value, error = (own[task][name], own[task][f"{name}_error"]) if task in own else (None, None)
+            text = "–" if value is None else summary.format_value(value, name)
+            error_text = "" if error is None else summary.format_value(error, name)
+            # The tint colors the cell's background, on a scale from 0 to 1 that bits per byte do not have.
+            tint = None if value is None or name == "bits" else round(max(0.0, min(1.0, value)), 3)
+            cells.append({"value": value, "text": text, "error": error_text, "tint": tint})
         for field, *_, digits in COSTS:
             text = "–" if cost[field] is None else f"{cost[field]:,.{digits}f}"
             cells.append({"value": cost[field], "text": text, "error": "", "tint": None})
@@ -180,24 +191,6 @@ _WORDS = {
     "bits": "bits per byte of the text, less is better",
     "agreement": "tokens at which the likeliest one is that of full, in percent",
 }
-
-
-def _quality_cell(row: Row | None, name: str) -> dict[str, Any]:
-    """A cell of the page; `tint`, 0 to 1, colors its ground."""
-    if row is None or row[name] is None:
-        return {"value": None, "text": "–", "error": "", "tint": None}
-    value, error = row[name], row[f"{name}_error"]
-    tint = None if name == "bits" else round(max(0.0, min(1.0, value)), 3)
-    error_text = "" if error is None else summary.format_value(error, name)
-    return {"value": value, "text": summary.format_value(value, name), "error": error_text, "tint": tint}
-
-
-def _group_by_claim(findings: Sequence[Finding]) -> list[tuple[str, list[dict[str, Any]]]]:
-    claims: dict[str, list[dict[str, Any]]] = {}
-    for f in findings:
-        parts = [(task, paired_difference.format_difference(d, f.measure)) for task, d in f.parts]
-        claims.setdefault(f.claim, []).append({"finding": f, "parts": parts, "kind": f.verdict.replace(" ", "-")})
-    return list(claims.items())
 
 
 def _flatten_run(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -46,15 +46,9 @@ def rows(records: Iterable[Record]) -> list[Row]:
     exact = [r for r in records if r["method"] == REFERENCE and r.get("likeliest")]
     exact_tokens = {(r["task"], r["key"]): r["likeliest"] for r in exact}
     methods, tasks = distinct_values(records, "method"), distinct_values(records, "task")
-
-    def place(key: tuple) -> tuple[int, int, int]:
-        return (methods.index(key[0]), tasks.index(key[1]), key[2] or 0)
-
     cases = _group(records, lambda r: (r["method"], r["task"], length_of(r)))
-    return [
-        _summarize_cases(key, cases[key], exact_tokens, speeds.get((key[0], key[2]), []))
-        for key in sorted(cases, key=place)
-    ]
+    ordered = sorted(cases, key=lambda key: (methods.index(key[0]), tasks.index(key[1]), key[2] or 0))
+    return [_summarize_cases(key, cases[key], exact_tokens, speeds.get((key[0], key[2]), [])) for key in ordered]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -100,17 +94,14 @@ def _group(records: Iterable[Record], key) -> dict[Any, list[Record]]:
 def _summarize_cases(key: tuple, cases: Sequence[Record], exact_tokens: Mapping, speeds: Sequence[Record]) -> Row:
     method, task, length = key
     split = [first_later(r) for r in cases]
-
-    def agreement(record: Record) -> float | None:
-        tokens, exact = record.get("likeliest"), exact_tokens.get((record["task"], record["key"]))
-        return float(np.mean([a == b for a, b in zip(tokens, exact, strict=False)])) if tokens and exact else None
-
+    pairs = ((r.get("likeliest") or (), exact_tokens.get((task, r["key"]), ())) for r in cases)
+    agreement = ([a == b for a, b in zip(tokens, exact, strict=False)] for tokens, exact in pairs)
     means = {
         "score": mean_error(np.mean(r["scores"]) if r["scores"] else None for r in cases),
         "first": mean_error(s[0] if s else None for s in split),
         "later": mean_error(s[1] if s else None for s in split),
         "bits": mean_error(r.get("bits") for r in cases),
-        "agreement": mean_error(map(agreement, cases)),
+        "agreement": mean_error(float(np.mean(equal)) if equal else None for equal in agreement),
     }
     row: Row = dict.fromkeys(FIELDS)
     row |= {"method": method, "task": task, "length": length, "metric": cases[0].get("metric")}
@@ -139,11 +130,8 @@ def lengths(rows: Iterable[Row]) -> list[int]:
 def main_length(rows: Iterable[Row]) -> int | None:
     """Returns the length at which most tasks were measured, the largest of several."""
     rows = [r for r in rows if r["task"] != SPEED]
-
-    def tasks(n: int) -> int:
-        return len({r["task"] for r in rows if r["length"] == n})
-
-    return max(lengths(rows), key=lambda n: (tasks(n), n), default=None)
+    num_tasks = {n: len({r["task"] for r in rows if r["length"] == n}) for n in lengths(rows)}
+    return max(num_tasks, key=lambda n: (num_tasks[n], n), default=None)
 
 
 def at_length(rows: Iterable[Row], length: int | None) -> list[Row]:

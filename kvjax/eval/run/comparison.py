@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -82,9 +82,6 @@ class Comparison(Sequence[EvalRow]):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __iter__(self) -> Iterator[EvalRow]:
-        return iter(self.rows)
 
     def __repr__(self) -> str:
         wide = max(Console().width, TABLE_COLUMNS)

@@ -19,6 +19,11 @@ EXACT_MEMORY_FRACTION = 1 / 8
 """The part of the installed memory that exact keys, values and queries may take."""
 
 
+def padded_width(num_tokens: int) -> int:
+    """Returns the width that `num_tokens` tokens are padded to: few widths share programs, and are little too wide."""
+    return num_tokens if num_tokens <= 16 else round_up(num_tokens, 1 << max(4, num_tokens.bit_length() - 6))
+
+
 class ContextReader:
     """Reads contexts under methods; the exact keys, values and queries of the latest ones are kept for other methods.
 
@@ -34,10 +39,11 @@ class ContextReader:
         self._exact: dict[tuple, FullKV] = {}  # the latest last
 
     def read(
-        self, contexts: Sequence[np.ndarray], method: str | KVMethod, *, headroom_tokens: int, width: int
+        self, contexts: Sequence[np.ndarray], method: str | KVMethod, *, headroom_tokens: int, width: int | None = None
     ) -> Context:
-        """Reads contexts as `kvjax.read` does."""
-        width, headroom_tokens = round_up(width), max(headroom_tokens, self._least_headroom_tokens)
+        """Reads contexts as `kvjax.read` does; the default width is the `padded_width` of the longest one."""
+        width = round_up(padded_width(max(map(len, contexts))) if width is None else width)
+        headroom_tokens = max(headroom_tokens, self._least_headroom_tokens)
         most = self._max_exact_bytes()
         if self._exact_bytes(len(contexts), width) > most:
             return read(self.model, contexts, method, room=headroom_tokens, width=width)

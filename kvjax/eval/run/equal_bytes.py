@@ -66,14 +66,16 @@ def fit_methods(
     Raises:
       KvjaxError: this model cannot have a method at the size of its string.
     """
-    full = _device_bytes("full", config, prompt_tokens)
-    assert full is not None
+    full = planned_bytes("full", config, prompt_tokens, dtype=DTYPE).held["device"]
     return [_fit(text, share, int(full * share), config, prompt_tokens) for share in shares for text in methods]
 
 
 def _fit(text: str, share: Fraction, max_bytes: int, config: Config, prompt_tokens: int) -> FittedMethod:
-    def num_bytes(method: str) -> int | None:
-        return _device_bytes(method, config, prompt_tokens)
+    def num_bytes(sizes: _SizeParameters, size: int) -> int | None:
+        try:
+            return planned_bytes(sizes.format_at(size), config, prompt_tokens, dtype=DTYPE).held["device"]
+        except KvjaxError:
+            return None  # the method cannot have this size
 
     unchanged = planned_bytes(text, config, prompt_tokens, dtype=DTYPE).held["device"]
     parts = parse_parts(text)
@@ -81,28 +83,18 @@ def _fit(text: str, share: Fraction, max_bytes: int, config: Config, prompt_toke
     # Numbers of tokens come before numbers of bits.
     for sizes in sorted((p for p in parameters if p.names), key=lambda p: p.names == ("bits",)):
         if sizes.names == ("bits",):
-            size = next((bits for bits in BITS if (num_bytes(sizes.format_at(bits)) or max_bytes + 1) <= max_bytes), 0)
-        elif num_bytes(sizes.format_at(prompt_tokens)) == num_bytes(sizes.format_at(prompt_tokens // 2)):
+            size = next((bits for bits in BITS if (num_bytes(sizes, bits) or max_bytes + 1) <= max_bytes), 0)
+        elif num_bytes(sizes, prompt_tokens) == num_bytes(sizes, prompt_tokens // 2):
             continue  # tokens that are read, and not stored
         else:
-
-            def bytes_at(size: int, sizes=sizes) -> int:
-                # A size that the method cannot have is too small, so it counts as if it took nothing.
-                return num_bytes(sizes.format_at(size)) or 0
-
-            size = bisect.bisect_right(range(1, prompt_tokens + 1), max_bytes, key=bytes_at)
-        fitted_bytes = num_bytes(sizes.format_at(size)) if size else None
+            # A size that the method cannot have is too small, so it counts as if it took nothing.
+            size = bisect.bisect_right(
+                range(1, prompt_tokens + 1), max_bytes, key=lambda n, sizes=sizes: num_bytes(sizes, n) or 0
+            )
+        fitted_bytes = num_bytes(sizes, size) if size else None
         if fitted_bytes is not None:
             return FittedMethod(text, share, sizes.format_at(size), fitted_bytes)
     return FittedMethod(text, share, text, unchanged) if unchanged <= max_bytes else FittedMethod(text, share, "", 0)
-
-
-def _device_bytes(method: str, config: Config, prompt_tokens: int) -> int | None:
-    """Bytes on the device for one prompt, in bfloat16; None where a method cannot have this size."""
-    try:
-        return planned_bytes(method, config, prompt_tokens, dtype=DTYPE).held["device"]
-    except KvjaxError:
-        return None
 
 
 def parse_shares(text: str) -> list[Fraction]:

@@ -31,40 +31,16 @@ GROUP_METHODS = 16  # methods that take a batch one after the other, and so shar
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Cases that run together: equally many questions, or text that follows."""
+    """Cases that run together: equally many questions, or text that follows, or one measurement of speed."""
 
     cases: tuple[Case, ...]
     batch_size: int  # the last batch repeats its last case up to this size, so that all batches have one shape
     max_new_tokens: int  # the most that any of the group may answer
 
     @property
-    def task(self) -> str:
-        """The task of all cases."""
-        return self.cases[0].task
-
-    @property
     def padded_cases(self) -> tuple[Case, ...]:
         """The cases, `batch_size` of them."""
         return self.cases + self.cases[-1:] * (self.batch_size - len(self.cases))
-
-    def is_recorded(self, store: Store, method: str) -> bool:
-        """Whether the store has a record of the method for every case."""
-        return all(store.find(method, c.task, c.key) for c in self.cases)
-
-
-@dataclasses.dataclass(frozen=True)
-class SpeedTest:
-    """A measurement of speed with `batch_size` contexts of `length` random tokens."""
-
-    length: int
-    batch_size: int
-    seed: int
-    task: str = SPEED
-    cases: tuple[None] = (None,)  # it counts as one case of the progress
-
-    def is_recorded(self, store: Store, method: str) -> bool:
-        """Whether the store has a record of the method."""
-        return store.find(method, SPEED, f"{SPEED}/{self.length}") is not None
 
 
 def make_batches(cases: Sequence[Case], size: int) -> list[Batch]:
@@ -119,27 +95,29 @@ def evaluate(
 
     Raises:
       KvjaxError: before anything runs, for a method or case that cannot run; later, for a batch that fails. The
-        records of before stay.
+        records before it stay.
     """
     parsed = resolve(methods)
-    for name, method in parsed.items():
-        check_method_runs(model, name, method, [len(c.context) for c in cases] + list(speed))
-    fingerprints, hashes = check_cases(cases, store), check_unchanged(parsed, store)
-    steps = [*make_batches(cases, batch), *(SpeedTest(length, batch, seed) for length in speed)]
+    hashes = check_methods(model, parsed, [len(c.context) for c in cases] + list(speed), store)
+    fingerprints = check_cases(cases, store)
+    # Speed is measured on random tokens, so that its case has nothing but a length.
+    speed_cases = [Case(SPEED, f"{SPEED}/{n}", np.zeros(0, np.int32), about={"length": n}) for n in speed]
+    steps = [*make_batches(cases, batch), *(Batch((case,), batch, 0) for case in speed_cases)]
     names = list(parsed)
     # All methods of a group take a batch before the next one starts: its exact keys and values are still in memory.
     groups = [names[start : start + GROUP_METHODS] for start in range(0, len(names), GROUP_METHODS)]
-    work = [(s, m) for group in groups for s in steps for m in group if not s.is_recorded(store, m)]
+    pairs = ((step, name) for group in groups for step in steps for name in group)
+    work = [(s, name) for s, name in pairs if not all(store.find(name, c.task, c.key) for c in s.cases)]
     reader = ContextReader(model)
     with Progress(disable=True) if progress is None else progress as bar:
         total = bar.add_task("all", total=sum(len(s.cases) for s, _ in work))
-        for (name, task), part in itertools.groupby(work, key=lambda w: (w[1], w[0].task)):
+        for (name, task), part in itertools.groupby(work, key=lambda w: (w[1], w[0].cases[0].task)):
             todo = [s for s, _ in part]
             line = bar.add_task(f"{name}: {task}", total=sum(len(s.cases) for s in todo))
             for step in todo:
                 with _name_failures(name, task):
-                    if isinstance(step, SpeedTest):
-                        records = [run_speed_test(model, name, parsed[name], step)]
+                    if task == SPEED:
+                        records = [run_speed_test(model, name, parsed[name], step, seed)]
                     else:
                         records = run_batch(reader, name, parsed[name], step, question_aware, fingerprints)
                 store.append([record | {"method_hash": hashes[name]} for record in records])
@@ -164,18 +142,22 @@ def _name_failures(name: str, task: str) -> Iterator[None]:
         ) from e
 
 
-def check_method_runs(model: Model, name: str, method: KVMethod, lengths: Sequence[int]) -> None:
-    """Raises KvjaxError, naming the method, if it cannot run on this model with contexts of such lengths."""
-    try:
-        # A method's limits concern the shortest or the longest context.
-        for n in {min(lengths, default=1), max(lengths, default=1)}:
-            planned_bytes(method, model.config, n, dtype=model.dtype)
-    except KvjaxError as e:
-        raise KvjaxError(f"method {name!r} cannot run on {model.name or 'this model'}: {e}") from e
+def check_methods(
+    model: Model, methods: Mapping[str, KVMethod], lengths: Sequence[int], store: Store
+) -> dict[str, str]:
+    """Returns the hash of each method by name.
 
-
-def check_unchanged(methods: Mapping[str, KVMethod], store: Store) -> dict[str, str]:
-    """Returns the hash of each method by name; raises KvjaxError if a record was made under another hash."""
+    Raises:
+      KvjaxError: a method cannot run on this model with contexts of such lengths, or the store has a record that was
+        made under another hash.
+    """
+    for name, method in methods.items():
+        try:
+            # A method's limits concern the shortest or the longest context.
+            for n in {min(lengths, default=1), max(lengths, default=1)}:
+                planned_bytes(method, model.config, n, dtype=model.dtype)
+        except KvjaxError as e:
+            raise KvjaxError(f"method {name!r} cannot run on {model.name or 'this model'}: {e}") from e
     hashes = {name: method_hash(method) for name, method in methods.items()}
     for r in store.records:
         if r.get("method_hash") and r["method_hash"] != hashes.get(r["method"], r["method_hash"]):
@@ -283,20 +265,22 @@ def run_batch(
     ]
 
 
-def run_speed_test(model: Model, name: str, method: KVMethod, test: SpeedTest) -> dict[str, Any]:
+def run_speed_test(model: Model, name: str, method: KVMethod, batch: Batch, seed: int) -> dict[str, Any]:
     """Measures speed at one length, and returns its record."""
-    prefill, decode, size = harness.measure_speed(model, method, test.length, test.batch_size, test.seed)
+    (case,), size = batch.cases, batch.batch_size
+    length = int(case.about["length"])
+    prefill, decode, cache_bytes = harness.measure_speed(model, method, length, size, seed)
     return {
         "method": name,
         "task": SPEED,
-        "key": f"{SPEED}/{test.length}",
+        "key": case.key,
         "case": "",
-        "about": {"length": test.length, "batch": test.batch_size},
-        "tokens": test.length,
+        "about": {"length": length, "batch": size},
+        "tokens": length,
         "scores": [],
         "prefill_seconds": prefill,
         "tokens_per_second": decode,
-        "bytes": size.per_sequence(test.batch_size).held,
-        "dtype": size.dtype,
-        "bfloat16_fraction": harness.bfloat16_fractions(method, model.config, test.length),
+        "bytes": cache_bytes.per_sequence(size).held,
+        "dtype": cache_bytes.dtype,
+        "bfloat16_fraction": harness.bfloat16_fractions(method, model.config, length),
     }

@@ -10,13 +10,12 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import KVMethod
-from kvjax.eval.run.context_reader import ContextReader
+from kvjax.eval.run.context_reader import ContextReader, padded_width
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.eval.tasks.encoding import prompt_ids
 from kvjax.generation import stopping
 from kvjax.generation.context import Context
 from kvjax.generation.generate import generate
-from kvjax.generation.inputs import round_up
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.result import Result
 from kvjax.models.config import Config
@@ -40,7 +39,7 @@ def ask_shared_context(
       max_new_tokens: the most tokens that any question may be answered with.
     """
     widest = max(padded_width(len(a.prompt)) for c in cases for a in c.asks)
-    context = _read(reader, method, [c.context for c in cases], widest + max_new_tokens)
+    context = reader.read([c.context for c in cases], method, headroom_tokens=widest + max_new_tokens)
     replies = []
     for asks in zip(*(c.asks for c in cases), strict=True):
         prompts = [a.prompt for a in asks]
@@ -59,7 +58,7 @@ def ask_question_aware(
     sizes, replies = [], []
     for asks in zip(*(c.asks for c in cases), strict=True):
         prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, asks, strict=True)]
-        context = _read(reader, method, prompts, max_new_tokens)
+        context = reader.read(prompts, method, headroom_tokens=max_new_tokens)
         sizes.append(context.bytes)
         out = context.generate(max_new_tokens=max_new_tokens, use_up=True)
         replies.append(_answers(reader.model, out, asks))
@@ -73,8 +72,8 @@ def ask_conversation(
     """Ends the prompt with the first question, and asks each next one in the same cache after the last one's answer.
 
     That answer is the reference and not the model's own: one mistake does not spoil the turns after it, and
-    every method is asked the same: SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319; `pre_ans` in the
-    prompt templates of its code). The arguments are those of `ask_shared_context`.
+    every method is asked the same. This is SCBench's multi-turn mode (Li et al., 2024, arXiv 2412.10319; `pre_ans` in
+    the prompt templates of its code). The arguments are those of `ask_shared_context`.
     """
     turns = list(zip(*(c.asks for c in cases), strict=True))
     answers = [[reference_ids(reader.model, a) for a in asks] for asks in turns[:-1]]
@@ -84,7 +83,7 @@ def ask_conversation(
     ]
     prompts = [np.concatenate([c.context, a.prompt]) for c, a in zip(cases, turns[0], strict=True)]
     headroom_tokens = sum(map(_common_width, fed)) + max_new_tokens
-    context: Context | None = _read(reader, method, prompts, headroom_tokens)
+    context: Context | None = reader.read(prompts, method, headroom_tokens=headroom_tokens)
     size, replies = context.bytes, []
     for i, asks in enumerate(turns):
         assert context is not None
@@ -110,7 +109,7 @@ def score_continuations(
     """
     texts = [c.follows for c in cases if c.follows is not None]
     longest = max(map(len, texts))
-    context = _read(reader, method, [c.context for c in cases], padded_width(longest))
+    context = reader.read([c.context for c in cases], method, headroom_tokens=padded_width(longest))
     # The last token is predicted and never fed.
     logp, likeliest = zip(*context.score(texts, width=padded_width(max(longest - 1, 1))), strict=True)
     return [-x.astype(np.float64) / np.log(2) for x in logp], list(likeliest), context.bytes
@@ -143,11 +142,6 @@ def bfloat16_fractions(method: KVMethod, config: Config, length: int) -> dict[st
     return {"device": planned.fraction_of_full, "pinned_host": planned.host_fraction_of_full}
 
 
-def padded_width(num_tokens: int) -> int:
-    """Returns the width that `num_tokens` tokens are padded to: few widths share programs, and are little too wide."""
-    return num_tokens if num_tokens <= 16 else round_up(num_tokens, 1 << max(4, num_tokens.bit_length() - 6))
-
-
 def reference_ids(model: Model, ask: Ask) -> np.ndarray:
     """Returns the true answer as it follows its question: the first reference, or all where all are asked for."""
     tokenizer = model.text_tokenizer()
@@ -162,12 +156,6 @@ def answer_text(model: Model, tokens: np.ndarray, ask: Ask) -> str:
     ends = set(model.config.eos_ids)
     ids = [t for t in tokens.tolist()[: ask.new_tokens] if t not in ends]
     return stopping.truncate_at_stop(model.text_tokenizer().decode(ids, skip_special_tokens=False), ask.stop)
-
-
-def _read(
-    reader: ContextReader, method: str | KVMethod, contexts: Sequence[np.ndarray], headroom_tokens: int
-) -> Context:
-    return reader.read(contexts, method, headroom_tokens=headroom_tokens, width=_common_width(contexts))
 
 
 def _common_width(sequences: Sequence[np.ndarray]) -> int:

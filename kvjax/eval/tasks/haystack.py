@@ -53,10 +53,7 @@ def niah(model: Model, spec: Spec) -> Iterator[Case]:
     fillers = symbols.make_fillers(spec)
     for key, length, depth, i in _needle_places("niah", spec):
         rng = symbols.instance_generator(spec, key)
-
-        def make(n: int, rng=rng, filler=fillers[i % 2], depth=depth) -> tasks.Instance:
-            return tasks.TASKS["needle"](rng, n, filler, depth, NEEDLE_SYMBOLS)
-
+        make = functools.partial(tasks.needle, rng, filler=fillers[i % 2], depth=depth, span=NEEDLE_SYMBOLS)
         yield symbols.instance_case("niah", key, symbols.make_instance("niah", make, length), 1, depth=depth)
 
 

@@ -1,6 +1,6 @@
 """LongBench (Bai et al., 2024) from local files: the 16 English and code tasks, official prompts, lengths and metrics.
 
-The context is everything up to the end of the slot {context}; the rest is the question. Together they are the
+The context is everything up to the end of the placeholder {context}; the rest is the question. Together they are the
 official prompt, truncated from the middle to `Spec.lengths` tokens. There are two small differences from the official
 script. It decodes the two halves of a truncated prompt and encodes them again, here they are joined as ids. And on
 samsum it never lets a line break come first, here the first line that is not empty is scored, as on trec and triviaqa.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker, check_lengths
@@ -149,7 +148,12 @@ def make(task: str, model: Model, spec: Spec) -> Iterator[Case]:
     directory = benchmark_folder(spec, source) / "longbench"
     fields = FIELDS | ({"all_classes": list} if "classification" in settings.metric else {})
     rows = list(itertools.islice(read_json_lines(directory / f"{task}.jsonl", fields, source), spec.contexts))
-    head, tail = _read_chat_template(directory / "chat.txt") if settings.chat else ("", "")
+    head, tail, chat = "", "", directory / "chat.txt"
+    if settings.chat and chat.is_file():
+        template = chat.read_text(encoding="utf-8").rstrip("\n")
+        if template.count("{prompt}") != 1:
+            raise KvjaxError(f"{chat} must hold {{prompt}} once, as in '[INST]{{prompt}}[/INST]', got {template!r:.60}")
+        head, _, tail = template.partition("{prompt}")
     before, after = settings.prompt.split("{context}")
     for length, (i, row) in itertools.product(spec.lengths, enumerate(rows)):
         context_text = head + before + row["context"]
@@ -164,17 +168,6 @@ def make(task: str, model: Model, spec: Spec) -> Iterator[Case]:
         # The template changes the case, and a key names one instance.
         key = f"longbench.{task}/{length}/{i}" + ("/chat" if head + tail else "")
         yield Case(f"longbench.{task}", key, context, (ask,), about=about)
-
-
-def _read_chat_template(path: Path) -> tuple[str, str]:
-    """(text before a prompt, text after it)."""
-    if not path.is_file():
-        return "", ""
-    text = path.read_text(encoding="utf-8").rstrip("\n")
-    if text.count("{prompt}") != 1:
-        raise KvjaxError(f"{path} must hold {{prompt}} once, as in '[INST]{{prompt}}[/INST]', got {text!r:.60}")
-    head, _, tail = text.partition("{prompt}")
-    return head, tail
 
 
 LONGBENCH: dict[str, Maker] = {

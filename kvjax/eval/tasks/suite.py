@@ -53,8 +53,7 @@ SYNTHETIC: dict[str, Maker] = {
     "niah": haystack.niah,
     **{name: bind_maker(_make_recall_cases, name, doc) for name, doc in RECALL_TASKS.items()},
     "ppl": texts.ppl,
-    "completion": texts.completion,
-    "completion.exact": texts.completion_exact,
+    **texts.COMPLETION,
 }
 """The tasks that need no download."""
 

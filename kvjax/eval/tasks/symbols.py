@@ -95,11 +95,9 @@ class SymbolTask:
             for i in range(spec.contexts):
                 filler = fillers[i % 2 if self.filler is None else self.filler]
                 rng = instance_generator(spec, self.stream or task, length, i)
-
-                def make(n: int, rng: np.random.Generator = rng, filler: Filler = filler) -> Instance:
-                    return self.make(rng, n, filler, spec.questions)
-
-                instance = make_instance(task, make, length)
+                instance = make_instance(
+                    task, lambda n, rng=rng, filler=filler: self.make(rng, n, filler, spec.questions), length
+                )
                 yield instance_case(task, f"{task}/{length}/{i}", instance, spec.questions, self.whole, self.turns)
 
 
@@ -145,11 +143,6 @@ def instance_case(
     return Case(task, key, instance.context, tuple(asks), turns, about=about_case)
 
 
-def needle_maker(span: int) -> InstanceMaker:
-    """Makes one key with a value of `span` symbols, anywhere."""
-    return lambda rng, n, filler, _: tasks.TASKS["needle"](rng, n, filler, None, span)
-
-
 def recall_maker(most: int) -> InstanceMaker:
     """Makes `most` keys with a value each, fewer where a pair would have less than 8 tokens of context."""
     return lambda rng, n, filler, q: tasks.TASKS["recall"](rng, n, filler, max(4, min(most, n // 8)), q)
@@ -174,9 +167,9 @@ SYMBOL_TASKS: dict[str, SymbolTask] = {
     "symbols.variables": SymbolTask(plain_maker("variables")),
     "turns": SymbolTask(recall_maker(32), turns=True, stream="shared"),
     "shared": SymbolTask(recall_maker(32), stream="shared"),
-    "ruler.niah_single_1": SymbolTask(needle_maker(2), filler=NOISE),
-    "ruler.niah_single_2": SymbolTask(needle_maker(2), filler=TEXT),
-    "ruler.niah_single_3": SymbolTask(needle_maker(6), filler=TEXT),
+    "ruler.niah_single_1": SymbolTask(plain_maker("needle", span=2), filler=NOISE),
+    "ruler.niah_single_2": SymbolTask(plain_maker("needle", span=2), filler=TEXT),
+    "ruler.niah_single_3": SymbolTask(plain_maker("needle", span=6), filler=TEXT),
     "ruler.niah_multikey_1": SymbolTask(recall_maker(4), filler=TEXT),
     "ruler.niah_multikey_2": SymbolTask(recall_maker(48), filler=TEXT),
     "ruler.niah_multikey_3": SymbolTask(recall_maker(96), filler=TEXT),

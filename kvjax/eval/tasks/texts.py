@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
-from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
+from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort, bind_maker
 from kvjax.eval.tasks.encoding import context_ids, encode_text, find_largest, prompt_ids
 from kvjax.generation.inputs import round_up
 from kvjax.models.model import Model
@@ -19,6 +19,7 @@ PREDICTED_TOKENS = 256  # after a context, or as many as the context has if thes
 LINE_CHARACTERS = range(12, 81)  # of a line to complete, without its indentation
 NEW_TOKENS = 64  # of a completed line, as LongBench allows for LCC
 NEW_BYTES = 96  # the same for the shipped model, whose tokens are bytes
+CODE = re.compile(r"[^#].*[A-Za-z_]{3}.*[=(\[.:]")
 COMPLETE, NEXT = "Please complete the code given below. \n", "Next line of code:\n"  # LongBench's prompt of LCC
 
 
@@ -76,45 +77,33 @@ def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> 
         span = span * 3 // 2
 
 
-def make_completion(task: str, metric: str, stop: tuple[str, ...]) -> Callable[[Model, Spec], Iterator[Case]]:
-    """Returns the maker of code completion under a metric; the instances are the same under each."""
-
-    def maker(model: Model, spec: Spec) -> Iterator[Case]:
-        has_symbols = symbols.knows_symbols(model)
-        cut = _byte_context if has_symbols else _text_context
-        lines = tuple(symbols.read_source(spec).splitlines(keepends=True))
-        for length in spec.lengths:
-            for i in range(spec.contexts):
-                # Both tasks share this stream, so that both metrics score the same instances.
-                rng = symbols.instance_generator(spec, "completion", length, i)
-                candidates = _code_lines(lines)
-                if not len(candidates):
-                    raise KvjaxError(f"--text {spec.text} has no line of code to complete; give a file of source code")
-                target = int(rng.choice(candidates))
-                context, prompt = cut(model, spec, lines, target, length)
-                reference = lines[target].strip() if metric == "exact" else lines[target].rstrip()
-                ask = Ask(prompt, metric, (reference,), NEW_BYTES if has_symbols else NEW_TOKENS, stop)
-                yield Case(task, f"{task}/{length}/{i}", context, (ask,), about={"length": length})
-
-    maker.__doc__ = f"The next line of source code ({metric} with the true one), in the manner of LCC."
-    return maker
-
-
-@functools.lru_cache(2)
-def _code_lines(lines: tuple[str, ...]) -> np.ndarray:
-    """Numbers of the lines to complete: no comment, neither very short nor very long, with a name and a sign."""
-    code = re.compile(r"[^#].*[A-Za-z_]{3}.*[=(\[.:]")
+def make_completion(task: str, model: Model, spec: Spec) -> Iterator[Case]:
+    """Makes the cases of "completion" or "completion.exact", which differ in the metric and have the same instances."""
+    metric, stop = ("edit_similarity", ()) if task == "completion" else ("exact", ("\n",))
+    has_symbols = symbols.knows_symbols(model)
+    cut = _byte_context if has_symbols else _text_context
+    lines = symbols.read_source(spec).splitlines(keepends=True)
     stripped = [line.strip() for line in lines]
-    return np.array([i for i, x in enumerate(stripped) if i and len(x) in LINE_CHARACTERS and code.match(x)], int)
+    # No comment, neither very short nor very long, with a name and a sign.
+    candidates = [i for i, x in enumerate(stripped) if i and len(x) in LINE_CHARACTERS and CODE.match(x)]
+    if not candidates:
+        raise KvjaxError(f"--text {spec.text} has no line of code to complete; give a file of source code")
+    for length, i in itertools.product(spec.lengths, range(spec.contexts)):
+        # Both tasks share this stream, so that both metrics score the same instances.
+        target = int(symbols.instance_generator(spec, "completion", length, i).choice(candidates))
+        context, prompt = cut(model, spec, lines, target, length)
+        reference = lines[target].strip() if metric == "exact" else lines[target].rstrip()
+        ask = Ask(prompt, metric, (reference,), NEW_BYTES if has_symbols else NEW_TOKENS, stop)
+        yield Case(task, f"{task}/{length}/{i}", context, (ask,), about={"length": length})
 
 
-def _lines_before(lines: tuple[str, ...], target: int, n: int) -> str:
+def _lines_before(lines: Sequence[str], target: int, n: int) -> str:
     """The n lines before the target; the text's last lines go before its first ones."""
     return "".join(lines[(target - n + j) % len(lines)] for j in range(n))
 
 
 def _text_context(
-    model: Model, spec: Spec, lines: tuple[str, ...], target: int, length: int
+    model: Model, spec: Spec, lines: Sequence[str], target: int, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(context, prompt): as many lines as fit into `length` tokens together with the prompt."""
     tokenizer = model.text_tokenizer()
@@ -133,7 +122,7 @@ def _text_context(
 
 
 def _byte_context(
-    model: Model, spec: Spec, lines: tuple[str, ...], target: int, length: int
+    model: Model, spec: Spec, lines: Sequence[str], target: int, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(context, prompt) for the shipped model: exactly `length` bytes, and the line before the target."""
     prompt, n = lines[(target - 1) % len(lines)].encode(), 1
@@ -145,5 +134,9 @@ def _byte_context(
     return context, question
 
 
-completion = make_completion("completion", "edit_similarity", ())
-completion_exact = make_completion("completion.exact", "exact", ("\n",))
+COMPLETION: dict[str, Maker] = {
+    task: bind_maker(
+        make_completion, task, f"The next line of source code ({metric} with the true one), in the manner of LCC."
+    )
+    for task, metric in (("completion", "edit_similarity"), ("completion.exact", "exact"))
+}

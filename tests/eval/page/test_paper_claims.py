@@ -33,7 +33,7 @@ def test_orders_that_are_in_the_numbers_are_shown(found):
     assert verdict(found, "KIVI at 1 bit", measure="bits") == SHOWN
     assert verdict(found, "KVCrush") == SHOWN
     assert verdict(found, "far needles") == SHOWN
-    assert all(verdict(found, "Eviction loses", f"{m} beside") == SHOWN for m in fake_run.EVICTS)
+    assert all(verdict(found, "Eviction loses", f"{m} against") == SHOWN for m in fake_run.EVICTS)
     assert verdict(found, "near full", measure="bits") == SHOWN
 
 
@@ -105,7 +105,7 @@ def test_kivi_with_as_many_exact_rows_is_compared():
     methods = ["kivi:bits=1,residual=32", "kivi:bits=1", "specache:bits=1"]  # the last: 64 recent and 64 fetched
     records = [r | {"method": m} for m in methods for r in fake_run.records(["full"], ["ruler.vt"], [512], 3)]
     (one,) = [f for f in findings(records) if "1 bit" in f.claim]
-    assert one.subject == "specache:bits=1 beside kivi:bits=1"
+    assert one.subject == "specache:bits=1 against kivi:bits=1"
 
 
 def test_needles_within_the_window_say_nothing():
@@ -125,6 +125,6 @@ def test_a_method_without_a_string_takes_part_by_its_traits():
     records = list(fake_run.records(["full", "snapkv:budget=256"], ["turns.recall"], [512], 40))
     own = [r | {"method": "my own"} | {"traits": said} for r in records if r["method"] != "full"]
     found = findings([*records, *own])
-    assert verdict(found, "Eviction loses", "my own beside full", "score") == SHOWN
+    assert verdict(found, "Eviction loses", "my own against full", "score") == SHOWN
     offloads = [r | {"traits": said | {"evicts": False, "host": True}} for r in own]
-    assert verdict(findings([*records, *offloads]), "Offloading", "my own beside full", "score") == NOT_SHOWN
+    assert verdict(findings([*records, *offloads]), "Offloading", "my own against full", "score") == NOT_SHOWN

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import harness
-from kvjax.eval.run.context_reader import ContextReader
+from kvjax.eval.run.context_reader import ContextReader, padded_width
 from kvjax.eval.run.evaluate import check_cases, evaluate, fingerprint, make_batches
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.methods.method_hash import method_hash
@@ -145,8 +145,8 @@ def test_the_reference_that_is_fed_back():
 
 @pytest.mark.parametrize("n", [1, 16, 17, 48, 100, 1000, 2048, 4500, 31_500])
 def test_padded_widths_are_few_and_little_too_wide(n):
-    assert n <= harness.padded_width(n) <= max(n + 15, 1.04 * n)
-    assert harness.padded_width(harness.padded_width(n)) == harness.padded_width(n)
+    assert n <= padded_width(n) <= max(n + 15, 1.04 * n)
+    assert padded_width(padded_width(n)) == padded_width(n)
 
 
 def test_batches_depend_on_the_cases_alone_and_are_cut_evenly():
