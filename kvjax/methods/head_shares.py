@@ -273,8 +273,7 @@ class SequenceBudgets(MeasuredHeadTokens):
     """The tokens that a layer's heads keep of each prompt of a batch."""
 
     # Each layer's budget is settled before, so a head competes with those of its own layer alone.
-    def num_other_heads(self, spec: LayerSpec) -> int:
-        return spec.num_kv_heads - 1
+    num_other_heads = HeadBudgets.num_other_heads
 
 
 @dataclasses.dataclass(frozen=True)
