@@ -59,13 +59,10 @@ class ReplayAttention(Scorer):
 
     @property
     def needs_output(self) -> bool:
-        """KVzip+ needs the output projection."""
+        """KVzip+ needs the output projection, and the hidden states of the repetition."""
         return self.plus
 
-    @property
-    def needs_hidden(self) -> bool:
-        """KVzip+ needs the hidden states of the repetition."""
-        return self.plus
+    needs_hidden = needs_output
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         replay_scores = self.require_observation(observation).replay_scores
@@ -84,9 +81,14 @@ class ReplayAttention(Scorer):
         chunk_pos = jnp.where(chunk.pos >= start, chunk.pos, -1)
         keys = jnp.concatenate([chunk.k, sinks.k, new.k], 2)
         pos = jnp.concatenate([chunk_pos, sinks_pos, new.pos], 2)
-        value_norms = jnp.ones((1, 1, 1, size))
+        value_norms, query_scale = jnp.ones((1, 1, 1, size)), jnp.ones(observation.pos.shape)
         if observation.output_projection is not None:
-            value_norms = _output_norms(chunk.v, observation.output_projection)
+            # [B K G S], of each value's contribution to the layer's output by each query head.
+            weight = observation.output_projection[0].astype(jnp.float32)
+            value_norms = jnp.linalg.norm(jnp.einsum("bksh,kghd->bkgsd", chunk.v.astype(jnp.float32), weight), axis=-1)
+        if observation.hidden_states is not None:
+            hidden_norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
+            query_scale = jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(hidden_norms, 1e-6), 0.0)
 
         def update(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, q_pos, query_scale = queries
@@ -94,7 +96,6 @@ class ReplayAttention(Scorer):
             received = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * query_scale[:, None, None, :, None]
             return jnp.maximum(most, (received * value_norms[:, :, :, None]).max((2, 3))), None
 
-        query_scale = _inverse_hidden_norms(observation)
         blocks = (
             split_blocks(observation.q, 3, 64),
             split_blocks(observation.pos, 1, 64, -1),
@@ -104,20 +105,6 @@ class ReplayAttention(Scorer):
         most = jnp.where(chunk_pos >= 0, most, 0.0)
         most = jnp.maximum(lax.dynamic_slice_in_dim(before, first, size, 2), most)
         return lax.dynamic_update_slice_in_dim(before, most, first, 2)
-
-
-def _output_norms(v: Array, output: Array) -> Array:
-    """Computes the norm of each value's contribution to the layer's output by each query head: f32[B K G S]."""
-    added = jnp.einsum("bksh,kghd->bkgsd", v.astype(jnp.float32), output[0].astype(jnp.float32))
-    return jnp.linalg.norm(added, axis=-1)
-
-
-def _inverse_hidden_norms(observation: Observation) -> Array:
-    """Computes 1 / norm of the hidden state of each query: f32[B Q], 1 where hidden states are not observed."""
-    if observation.hidden_states is None:
-        return jnp.ones(observation.pos.shape)
-    norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
-    return jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(norms, 1e-6), 0.0)
 
 
 @register_method(example="kvzip:budget=512", family="eviction after the prompt")
