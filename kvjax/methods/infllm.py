@@ -67,17 +67,7 @@ class BlockReader(Reader):
 
     A chunk is one call (longer calls are cut every `prompt_chunk` tokens), and its tokens share one recall: it equals
     single steps as long as all blocks are read, not when there are more, as in the paper. Draft tokens of a call make a
-    chunk of their own. Differences from the authors' code: blocks are always fetched (no LRU cache on the device);
-    per_head sums over the query heads of a key/value head; ties go to the older block.
-
-    Args:
-      block: tokens of a block.
-      sinks: first tokens, which are always read.
-      local: tokens of the window.
-      topk: blocks that a chunk recalls.
-      representatives: tokens that make a block's key.
-      prompt_chunk: tokens of the prompt that are read at a time.
-      per_head: whether each key/value head recalls its own blocks.
+    chunk of their own. The fields are the arguments of `infllm`; its `chunk` is `prompt_chunk`.
     """
 
     block: int = 128
@@ -308,8 +298,9 @@ def infllm(
       the chunk at the far angle times key(block), summed over heads
 
     Differs:
-      Blocks are fetched for every chunk: there is no cache of blocks on the device. As in the paper the tokens of one
-      call share a lookup: a question fed at once reads other blocks than one fed token by token.
+      Blocks are fetched for every chunk: there is no cache of blocks on the device. With per_head scores are summed
+      over the query heads of a key/value head; ties go to the older block. As in the paper the tokens of one call share
+      a lookup: a question fed at once reads other blocks than one fed token by token.
 
     Args:
       block: tokens of a block.

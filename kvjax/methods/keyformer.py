@@ -47,16 +47,8 @@ class Keyformer(Policy):
     score that is not among the last `recent` is evicted; ties go to the older token. A longer prompt is cut once. Kept
     tokens keep their positions.
 
-    The noise depends on the seed, the layer, the head and the positions of query and key, and on nothing else.
-
-    Args:
-      budget: tokens of a key/value head.
-      recent: last tokens that always stay.
-      tau: temperature of the prompt's queries.
-      tau_end: temperature after `steps` steps.
-      steps: decode steps over which the temperature rises.
-      seed: seed of the noise.
-      layer: index of the layer, set by `at`.
+    The noise depends on the seed, the layer, the head and the positions of query and key, and on nothing else. The
+    fields are the arguments of `keyformer`, and the index of the layer, set by `at`.
     """
 
     budget: int
@@ -158,7 +150,7 @@ def keyformer(
       only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.
 
     Args:
-      budget: tokens that stay, `recent` included (the authors' runs: 60 % of the prompt).
+      budget: tokens that stay of each key/value head, `recent` included (the authors' runs: 60 % of the prompt).
       recent: last tokens that always stay (the authors' runs: 30 % of the budget).
       tau: temperature for the prompt (the paper's).
       tau_end: temperature at the end of its rise (the paper's).

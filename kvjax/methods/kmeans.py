@@ -25,14 +25,7 @@ class KMeans:
 
     Centroids start at distinct candidates drawn by (seed, index in the sequence). Distances within 0.01% are ties,
     which go to the lower index: the two members of a pair are equally near to its centroid, and rounding must not
-    decide. An empty cluster keeps its centroid and has no representative.
-
-    Args:
-      share: fraction of the kept units that are representatives.
-      iterations: iterations of Lloyd's algorithm.
-      features: "keys", the keys of all heads and of the unit's tokens concatenated, or "bits", KVCrush's signatures;
-        the paper does not say.
-      seed: seed of the draw of the first centroids.
+    decide. An empty cluster keeps its centroid and has no representative. The fields are the arguments of `kmeans`.
     """
 
     share: float = 0.25
@@ -120,7 +113,8 @@ def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", se
     Args:
       share: as in `kvcrush`.
       iterations: Lloyd's iterations, of each sequence.
-      features: "keys", or "bits", the signatures of `kvcrush`; the paper does not say which.
+      features: "keys", the keys of all heads and of a unit's tokens concatenated, or "bits", the signatures of
+        `kvcrush`; the paper does not say which.
       seed: seed of the initial centroids.
 
     Reference:

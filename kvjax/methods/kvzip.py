@@ -30,14 +30,7 @@ class ReplayAttention(Scorer):
     """Scores a token by the most attention that it gets while the model repeats its chunk (KVzip, 2505.23416).
 
     For its score, a query of the repetition attends only to the first `sinks` tokens of the prompt, to the chunk that
-    it repeats and to the repetition before it.
-
-    Args:
-      chunk: tokens that one repetition copies.
-      lead: tokens before the chunk that are copied too.
-      sinks: first tokens of the prompt.
-      plus: whether attention is multiplied by the norm of the token's contribution to the layer's output, over the
-        norm of the query's hidden state (KVzip+, kvpress).
+    it repeats and to the repetition before it. The fields are the arguments of `kvzip`.
     """
 
     chunk: int = 2048
@@ -136,7 +129,8 @@ def kvzip(
       chunk: tokens of the prompt that are repeated at a time, after an instruction (for a model with a tokenizer).
       lead: last tokens of the previous chunk that the instruction quotes.
       sinks: as in `make_selection`; every repetition sees them.
-      plus: whether scores are those of KVzip+.
+      plus: whether scores are those of KVzip+, which multiplies attention by the norm of the token's contribution to
+        the layer's output, over the norm of the query's hidden state.
       level: the heads that share the budget by one ranking of scores: "model", all heads of all layers, as the authors
         do; "layer", all heads of a layer; or "head", where every head keeps the same number of tokens.
       page: slots of a page, in which heads of unequal length are stored, unless level is "head".
