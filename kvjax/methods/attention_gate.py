@@ -179,10 +179,8 @@ class Gate(Scorer):
         observation, K = self.require_observation(observation), spec.num_kv_heads
         assert observation.hidden_states is not None
         wide = (None, None, None)
-        arrays = self.given.layer_arrays(
-            spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)
-        ).values()
-        query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays)
+        arrays = self.given.layer_arrays(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,))
+        query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays.values())
         if query.shape[1] != observation.hidden_states.shape[3]:
             raise KvjaxError(
                 f"the gates in {self.given.path} read hidden states of {query.shape[1]} channels, and the model has "
@@ -190,11 +188,9 @@ class Gate(Scorer):
                 "attention_gate`"
             )
         mixed = gate_attention(observation.hidden_states, block.pos[:, 0], query, key, value)
-        num_own_heads = block.k.shape[1]
-        output, bias = (
-            over_heads.local_part(jnp.moveaxis(output, 2, 0), num_own_heads),
-            over_heads.local_part(bias, num_own_heads),
-        )
+        # The table has the gates of all heads of the layer, and a device scores for its own.
+        output = over_heads.local_part(jnp.moveaxis(output, 2, 0), block.k.shape[1])
+        bias = over_heads.local_part(bias, block.k.shape[1])
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
         return token_scores(logits + bias[None, :, None], block)
 

@@ -120,8 +120,6 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
       CSKV, Wang et al. 2024, arXiv 2409.10593, section 2; constants of its authors' code
     """
     bases = JointBases.table_file(table)
-    k, v = (
-        CalibratedLowRank(0, table=bases, of="bare_keys", share=keys),
-        CalibratedLowRank(0, table=bases, share=values),
-    )
+    k = CalibratedLowRank(0, table=bases, of="bare_keys", share=keys)
+    v = CalibratedLowRank(0, table=bases, share=values)
     return Method(k=ExactWindow(k, window), v=ExactWindow(v, window))

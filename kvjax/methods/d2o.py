@@ -52,8 +52,8 @@ class D2O:
             joins = lost.mask & jnp.take_along_axis(enough, jnp.maximum(rank, 0), 2)
             own, weight = 1.0, lost.cosine
         else:
-            number = lost.mask.sum(2, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
-            mean = lost.cosine.sum(2, keepdims=True) / jnp.maximum(number, 1.0)
+            num_evicted = lost.mask.sum(2, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+            mean = lost.cosine.sum(2, keepdims=True) / jnp.maximum(num_evicted, 1.0)
             joins = lost.mask & (lost.cosine >= mean - COSINE_TOLERANCE)
             own, weight = np.float32(np.e), jnp.exp(lost.cosine)
         slot = jnp.where(joins, lost.slot, n)

@@ -134,7 +134,8 @@ class LowRankResidual(Codec):
           Coordinates [B K n r], padded with zeros to the greater of both ranks, and a basis [B K H rank].
         """
         error = jnp.where(counts, x.astype(jnp.float32) - restored.astype(jnp.float32), 0.0)
-        (n, H), transposed = x.shape[2:], error.swapaxes(2, 3)
+        n, H = x.shape[2:]
+        transposed = error.swapaxes(2, 3)
         # The smaller of the two Gram matrices has the same leading part of the decomposition. Its vectors are rounded
         # to the dtype that stores them before the error is projected on them, so that the other factor makes up for it.
         if n < H:
