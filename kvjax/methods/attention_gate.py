@@ -108,36 +108,33 @@ class AttentionGateTable(TableKind):
         return np.random.default_rng(spec.index).normal(size=(width, self.channels)) / self.channels**0.5
 
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
-        if not (counted["kept"].all() and (counted["tokens"] > counted["kept"]).all()):
+        tokens, kept = counted["tokens"], counted["kept"]
+        if not (kept.all() and (tokens > kept).all()):
             raise KvjaxError(
-                f"of these texts each head would keep {counted['kept'].astype(int).tolist()} of "
-                f"{int(counted['tokens'].item())} tokens that are asked, none or all; give longer ones"
+                f"of these texts each head would keep {kept.astype(int).tolist()} of {int(tokens.item())} tokens that "
+                "are asked, none or all; give longer ones"
             )
-        value, bias = _fit_discriminants(counted, self.ridge)
+        # Linear discriminants: the logit of keeping x is the inner product with a direction, plus a bias.
+        dropped = tokens - kept
+        kept_mean = counted["kept_x"] / kept[:, None]
+        dropped_mean = (counted["x"] - counted["kept_x"]) / dropped[:, None]
+        directions = []
+        for n, m, a, b in zip(kept, dropped, kept_mean, dropped_mean, strict=True):
+            within = (counted["xx"][0] - n * np.outer(a, a) - m * np.outer(b, b)) / tokens
+            within += np.eye(len(a)) * (np.trace(within) / len(a) / self.ridge + 1e-12)
+            directions.append(np.linalg.solve(within, a - b))
+        bias = np.log(kept / dropped) - (np.stack(directions) * (kept_mean + dropped_mean) / 2).sum(1)
         scale = (counted["scale"] / counted["texts"]).item()
-        projection = scale * self._projection(len(value), spec)[None]
+        projection = scale * self._projection(len(directions[0]), spec)[None]
         same = np.eye(spec.num_kv_heads)[None]
-        arrays = {"query": projection, "key": projection, "value": value[None], "output": same, "bias": bias}
+        value = np.stack(directions, 1)[None]
+        arrays = {"query": projection, "key": projection, "value": value, "output": same, "bias": bias}
         return {name: array.astype(np.float32) for name, array in arrays.items()}
 
     def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         A, C, D, K = 2, 3, EXAMPLE_WIDTH, spec.num_kv_heads
         shapes = {"query": (A, D, C), "key": (A, D, C), "value": (A, D, C), "output": (A, C, K), "bias": (K,)}
         return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def _fit_discriminants(counted: dict[str, np.ndarray], ridge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fits the logit of keeping from sums over all and over kept tokens: directions [D K], offsets [K]."""
-    tokens, kept = counted["tokens"], counted["kept"]
-    dropped = tokens - kept
-    kept_mean, dropped_mean = counted["kept_x"] / kept[:, None], (counted["x"] - counted["kept_x"]) / dropped[:, None]
-    directions = []
-    for n, m, a, b in zip(kept, dropped, kept_mean, dropped_mean, strict=True):
-        within = (counted["xx"][0] - n * np.outer(a, a) - m * np.outer(b, b)) / tokens
-        within += np.eye(len(a)) * (np.trace(within) / len(a) / ridge + 1e-12)
-        directions.append(np.linalg.solve(within, a - b))
-    middle = (np.stack(directions) * (kept_mean + dropped_mean) / 2).sum(1)
-    return np.stack(directions, 1), np.log(kept / dropped) - middle
 
 
 def gate_attention(hidden: Array, pos: Array, query: Array, key: Array, value: Array) -> Array:

@@ -207,7 +207,7 @@ class BlockReader(Reader):
             mass = jnp.take_along_axis(reader_state.mass, place[:, :, None], 3)
             best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
             key = lax.stop_gradient(jnp.take_along_axis(pre_rope[:, :, None], best[..., None], 3).mean(3))
-            # Sequences differ in their numbers of blocks: in those that are done, index N is dropped.
+            # Sequences differ in their numbers of blocks; a write at index N, where none is due, is dropped.
             is_due = target > num_blocks
             column = jnp.where(is_due, num_blocks, N)[:, None, None]
             index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.arange(G)[None, None], column)

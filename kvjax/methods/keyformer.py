@@ -119,9 +119,8 @@ class Keyformer(Policy):
           f32[B K G T S].
         """
         layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
-        head = (
-            over_heads.first_head(num_own_heads) + jnp.arange(num_own_heads, dtype=jnp.int32)[None, :, None, None, None]
-        )
+        head = over_heads.first_head(num_own_heads) + jnp.arange(num_own_heads, dtype=jnp.int32)
+        head = head[None, :, None, None, None]
         group = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :, None, None]
         bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
