@@ -123,7 +123,7 @@ class GaussianMerge:
         sets = self.sets.assign(block, choice.scores.per_kv_head)
         kept_sets = jnp.take_along_axis(sets, jnp.maximum(kept_slots, 0), 2)
         kept_sets = jnp.where(kept_slots >= 0, kept_sets, sets.shape[2])  # a set that does not exist is dropped
-        # An evicted token goes to the slot of its set's pivot, which is kept; one without such a slot goes nowhere, to n.
+        # An evicted token goes to the slot of its set's pivot, which is kept; one without a slot goes nowhere, to n.
         place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], kept_slots.shape)
         slot_of_set = jnp.full(sets.shape, n).at[(*_heads(sets), kept_sets)].min(place, mode="drop")
         slot = jnp.take_along_axis(slot_of_set, sets, 2, mode="clip")
