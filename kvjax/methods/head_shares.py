@@ -112,6 +112,13 @@ class Division:
     size: int
     represented: float
 
+    def tokens(self, longest: int) -> np.ndarray:
+        """Returns the tokens that each head keeps of prompts of 0..longest tokens, i32[longest + 1, L, K]."""
+        # The selection's own check: a budget in tokens must have room for sinks and recent tokens.
+        num_kept_by_length(self.budget, longest, self.sinks + self.recent)
+        # Lengths are tabulated up to a power of two, so that similar prompts share a table.
+        return _cached_tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
+
     def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns, for prompts of 0..longest tokens: tokens that always stay, units, and units kept in the mean.
 
@@ -129,7 +136,7 @@ class Division:
 
 @functools.lru_cache(maxsize=8)
 def _cached_tokens(division: Division, longest: int) -> np.ndarray:
-    """Computes the tokens that each head keeps of prompts of 0..longest tokens, i32[longest + 1, L, K]; read-only."""
+    """Computes `Division.tokens` once for a length that all layers and similar prompts share."""
     quota, length = division.quota(longest), np.arange(longest + 1)
     # A block of lengths at a time: for a long text, all of them in float64 would take gigabytes.
     blocks = [slice(start, start + LENGTHS_AT_ONCE) for start in range(0, longest + 1, LENGTHS_AT_ONCE)]
@@ -232,11 +239,7 @@ class LayerDivision(HeadBudgets):
     index: int
 
     def tokens_by_length(self, longest: int) -> np.ndarray:
-        division = self.division
-        # The selection's own check: a budget in tokens must have room for sinks and recent tokens.
-        num_kept_by_length(division.budget, longest, division.sinks + division.recent)
-        # Lengths are tabulated up to a power of two, so that similar prompts share a table.
-        return _cached_tokens(division, 1 << max((longest - 1).bit_length(), 8))[: longest + 1, self.index]
+        return self.division.tokens(longest)[:, self.index]
 
     def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
         return SequenceBudgets(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
