@@ -46,27 +46,21 @@ class AdaKV(HeadBudgets):
 
     def allocate(self, scores: Array, allowed: Array, quota: Array, num_always: Array) -> Array:
         if self.normalise:
-            scores = scores * _concentration(scores, allowed, quota)
-        if self.rule == "adakv":
-            return self._mix_uniform(count_best(scores, allowed, quota), quota)
-        safe = jnp.clip(fraction_of(self.alpha, quota + num_always) - num_always, 0, quota)
-        return count_best(jnp.where(top_k_mask(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
-
-    def _mix_uniform(self, num_won: Array, quota: Array) -> Array:
-        """Rounds (1 - alpha) * num_won i32[B K] + alpha * quota i32[B] to whole units, by largest remainder."""
-        # In integers, as n / d of alpha: remainders that are equal stay equal, and the sum is exact.
+            # A head whose attention is spread over many units wins fewer of the layer's.
+            sums = jnp.where(allowed[:, None], scores, 0.0)
+            best = jnp.where(top_k_mask(sums, allowed[:, None], quota), sums, 0.0)
+            scores = scores * (best.sum(-1, keepdims=True) / jnp.maximum(sums.sum(-1, keepdims=True), 1e-30))
+        if self.rule == "kvpress":
+            safe = jnp.clip(fraction_of(self.alpha, quota + num_always) - num_always, 0, quota)
+            return count_best(jnp.where(top_k_mask(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
+        num_won = count_best(scores, allowed, quota)
+        # (1 - alpha) * num_won + alpha * quota, in integers with alpha = n / d: remainders that are equal stay equal,
+        # and the sum is exact.
         n, d = Fraction(self.alpha).limit_denominator(1000).as_integer_ratio()
         whole, remainder = jnp.divmod(n * quota[:, None] + (d - n) * num_won, d)
         left = num_won.shape[1] * quota - whole.sum(-1, dtype=jnp.int32)
         one_more = top_k_mask(remainder.astype(jnp.float32), jnp.ones(whole.shape, bool), left)
         return whole + one_more.astype(jnp.int32)
-
-
-def _concentration(scores: Array, allowed: Array, quota: Array) -> Array:
-    """Computes the fraction of each head's scores that its `quota` best units have, f32[B K 1]."""
-    scores = jnp.where(allowed[:, None], scores, 0.0)
-    best = jnp.where(top_k_mask(scores, allowed[:, None], quota), scores, 0.0)
-    return best.sum(-1, keepdims=True) / jnp.maximum(scores.sum(-1, keepdims=True), 1e-30)
 
 
 @register_method(example="snapkv:budget=256 + adakv", family="component over a selection")

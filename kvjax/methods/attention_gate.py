@@ -108,36 +108,33 @@ class AttentionGateTable(TableKind):
         return np.random.default_rng(spec.index).normal(size=(width, self.channels)) / self.channels**0.5
 
     def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
-        if not (counted["kept"].all() and (counted["tokens"] > counted["kept"]).all()):
+        tokens, kept = counted["tokens"], counted["kept"]
+        if not (kept.all() and (tokens > kept).all()):
             raise KvjaxError(
-                f"of these texts each head would keep {counted['kept'].astype(int).tolist()} of "
-                f"{int(counted['tokens'].item())} tokens that are asked, none or all; give longer ones"
+                f"of these texts each head would keep {kept.astype(int).tolist()} of {int(tokens.item())} tokens that "
+                "are asked, none or all; give longer ones"
             )
-        value, bias = _fit_discriminants(counted, self.ridge)
+        # Linear discriminants: the logit of keeping x is the inner product with a direction, plus a bias.
+        dropped = tokens - kept
+        kept_mean = counted["kept_x"] / kept[:, None]
+        dropped_mean = (counted["x"] - counted["kept_x"]) / dropped[:, None]
+        directions = []
+        for n, m, a, b in zip(kept, dropped, kept_mean, dropped_mean, strict=True):
+            within = (counted["xx"][0] - n * np.outer(a, a) - m * np.outer(b, b)) / tokens
+            within += np.eye(len(a)) * (np.trace(within) / len(a) / self.ridge + 1e-12)
+            directions.append(np.linalg.solve(within, a - b))
+        bias = np.log(kept / dropped) - (np.stack(directions) * (kept_mean + dropped_mean) / 2).sum(1)
         scale = (counted["scale"] / counted["texts"]).item()
-        projection = scale * self._projection(len(value), spec)[None]
+        projection = scale * self._projection(len(directions[0]), spec)[None]
         same = np.eye(spec.num_kv_heads)[None]
-        arrays = {"query": projection, "key": projection, "value": value[None], "output": same, "bias": bias}
+        value = np.stack(directions, 1)[None]
+        arrays = {"query": projection, "key": projection, "value": value, "output": same, "bias": bias}
         return {name: array.astype(np.float32) for name, array in arrays.items()}
 
     def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         A, C, D, K = 2, 3, EXAMPLE_WIDTH, spec.num_kv_heads
         shapes = {"query": (A, D, C), "key": (A, D, C), "value": (A, D, C), "output": (A, C, K), "bias": (K,)}
         return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def _fit_discriminants(counted: dict[str, np.ndarray], ridge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fits the logit of keeping from sums over all and over kept tokens: directions [D K], offsets [K]."""
-    tokens, kept = counted["tokens"], counted["kept"]
-    dropped = tokens - kept
-    kept_mean, dropped_mean = counted["kept_x"] / kept[:, None], (counted["x"] - counted["kept_x"]) / dropped[:, None]
-    directions = []
-    for n, m, a, b in zip(kept, dropped, kept_mean, dropped_mean, strict=True):
-        within = (counted["xx"][0] - n * np.outer(a, a) - m * np.outer(b, b)) / tokens
-        within += np.eye(len(a)) * (np.trace(within) / len(a) / ridge + 1e-12)
-        directions.append(np.linalg.solve(within, a - b))
-    middle = (np.stack(directions) * (kept_mean + dropped_mean) / 2).sum(1)
-    return np.stack(directions, 1), np.log(kept / dropped) - middle
 
 
 def gate_attention(hidden: Array, pos: Array, query: Array, key: Array, value: Array) -> Array:
@@ -179,10 +176,8 @@ class Gate(Scorer):
         observation, K = self.require_observation(observation), spec.num_kv_heads
         assert observation.hidden_states is not None
         wide = (None, None, None)
-        arrays = self.given.layer_arrays(
-            spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,)
-        ).values()
-        query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays)
+        arrays = self.given.layer_arrays(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,))
+        query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays.values())
         if query.shape[1] != observation.hidden_states.shape[3]:
             raise KvjaxError(
                 f"the gates in {self.given.path} read hidden states of {query.shape[1]} channels, and the model has "
@@ -190,11 +185,9 @@ class Gate(Scorer):
                 "attention_gate`"
             )
         mixed = gate_attention(observation.hidden_states, block.pos[:, 0], query, key, value)
-        num_own_heads = block.k.shape[1]
-        output, bias = (
-            over_heads.local_part(jnp.moveaxis(output, 2, 0), num_own_heads),
-            over_heads.local_part(bias, num_own_heads),
-        )
+        # The table has the gates of all heads of the layer, and a device scores for its own.
+        output = over_heads.local_part(jnp.moveaxis(output, 2, 0), block.k.shape[1])
+        bias = over_heads.local_part(bias, block.k.shape[1])
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
         return token_scores(logits + bias[None, :, None], block)
 

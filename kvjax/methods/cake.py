@@ -12,7 +12,7 @@ from kvjax.cache.eviction.scorers import WindowAttention, pre_window_mask, windo
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Moments, Observation, moments
+from kvjax.core.attention_mass import Observation, moments
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
@@ -26,8 +26,8 @@ class ShiftingAttention(WindowAttention):
     gamma: float = 200.0
 
     def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
-        sums, count = _window_moments(block, observation, self.num_queries, spec)
-        return sums.p / count + self.gamma * _variance(sums, count)
+        mean, variance, _ = _window_statistics(block, observation, self.num_queries, spec)
+        return mean + self.gamma * variance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +58,11 @@ class Preference(LayerBudgets):
     def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         assert layer.method.select is not None
         observation = layer.method.select.scorer.require_observation(observation)
-        sums, count = _window_moments(block, observation, self.num_queries, layer.spec)
+        _, variance, entropy = _window_statistics(block, observation, self.num_queries, layer.spec)
         before = pre_window_mask(block, self.num_queries)[:, :, None]
-
-        def sum_layer(x: Array) -> Array:
-            """Sums f32[B K G S] over the tokens before the window and all heads: f32[B]."""
-            return over_heads.sum(jnp.where(before, x, 0.0).sum((2, 3)))[:, 0]
-
-        dispersion = jnp.maximum(sum_layer(-sums.p_log_p), 0.0)
-        return dispersion ** (1 / self.tau1) * sum_layer(_variance(sums, count)) ** (1 / self.tau2)
+        dispersion, shift = (over_heads.sum(jnp.where(before, x, 0.0).sum((2, 3)))[:, 0] for x in (entropy, variance))
+        # Rounding can leave a sum of -p ln p below 0, which has no fractional power.
+        return jnp.maximum(dispersion, 0.0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
     def allocate_tokens(self, layer: MethodLayer, measures: Array, lengths: Array) -> Array:
         select, L = layer.method.select, measures.shape[0]
@@ -83,20 +79,21 @@ class Preference(LayerBudgets):
         return match_total(parts, total, jnp.minimum(most, 1), most) + always[None]
 
 
-def _window_moments(
+def _window_statistics(
     block: KVBlock, observation: Observation, num_queries: int, spec: LayerSpec
-) -> tuple[Moments, Array]:
-    """Computes the moments of what each slot receives from the window's queries, and their number f32[B 1 1 1]."""
+) -> tuple[Array, Array, Array]:
+    """Computes f32[B K G S] of what each slot receives from the window's queries.
+
+    Returns:
+      The mean over the queries; the unbiased variance, 0 for a single query; and the sum of -p ln p.
+    """
     is_observed = window_query_mask(observation, num_queries)
     count = is_observed.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
+    count = jnp.maximum(count, 1.0)
     window = Observation(observation.q, jnp.where(is_observed, observation.pos, -1))
-    return moments(block, window, spec.window), jnp.maximum(count, 1.0)
-
-
-def _variance(sums: Moments, count: Array) -> Array:
-    """Computes the unbiased variance over `count` queries, 0 for a single one: f32[B K G S]."""
+    sums = moments(block, window, spec.window)
     squares = sums.square - sums.p * sums.p / count
-    return jnp.maximum(squares, 0.0) / jnp.maximum(count - 1, 1.0)
+    return sums.p / count, jnp.maximum(squares, 0.0) / jnp.maximum(count - 1, 1.0), -sums.p_log_p
 
 
 @register_method(example="cake:budget=512", family="eviction after the prompt")

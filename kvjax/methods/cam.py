@@ -49,32 +49,23 @@ class ValueSpread:
         lost, n = evicted_mask(block, choice), kept.k.shape[2]
         is_used = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot after each token
-        windows = self._average_windows(scores_of_kept(kept, choice), is_used)
-        number, mean = (gather_at_slots(x, following) for x in windows)
+        # For each kept slot, the used slots among it and the `window - 1` after it, and the mean of their scores.
+        ahead = (0, self.window - 1)
+        number = _sum_window(is_used.astype(jnp.float32), self.window, ahead)
+        mean = _sum_window(scores_of_kept(kept, choice), self.window, ahead) / jnp.maximum(number, 1.0)
+        number, mean = gather_at_slots(number, following), gather_at_slots(mean, following)
         # A product instead of a quotient: where the mean is 0, any attention is enough.
         is_merged = _draw_uniform(self.seed, self.layer, block.pos, lost.shape) * mean < choice.scores.per_kv_head
         fraction = block.v.astype(jnp.float32) / jnp.maximum(number, 1.0)[..., None]
         incoming = scatter_add(fraction, jnp.where(lost & is_merged & (number > 0), following, n), n)
-        v = kept.v.astype(jnp.float32) + jnp.where(is_used[..., None], _sum_preceding(incoming, self.window), 0.0)
+        # Each part was left at the first slot of its window, so a slot gets those of itself and the slots before it.
+        added = _sum_window(incoming, self.window, (self.window - 1, 0))
+        v = kept.v.astype(jnp.float32) + jnp.where(is_used[..., None], added, 0.0)
         return dataclasses.replace(kept, v=v.astype(kept.v.dtype))
-
-    def _average_windows(self, scores: Array, is_used: Array) -> tuple[Array, Array]:
-        """Counts the kept tokens in the window from each slot on, and averages their scores: f32[B K n] both."""
-        number = _sum_following(is_used.astype(jnp.float32), self.window)
-        return number, _sum_following(scores, self.window) / jnp.maximum(number, 1.0)
-
-
-def _sum_following(x: Array, window: int) -> Array:
-    """Sums f32[B K n] at each slot over itself and the following ones, `window` in all."""
-    return _sum_window(x, window, (0, window - 1))
-
-
-def _sum_preceding(x: Array, window: int) -> Array:
-    """Sums f32[B K n H] at each slot over itself and the preceding ones, `window` in all."""
-    return _sum_window(x, window, (window - 1, 0))
 
 
 def _sum_window(x: Array, window: int, pad: tuple[int, int]) -> Array:
+    """Sums f32[B K n ...] at each slot over a window of slots around it, pad[0] before and pad[1] after it."""
     size, edges = [1] * x.ndim, [(0, 0)] * x.ndim
     size[2], edges[2] = window, pad
     return lax.reduce_window(x, np.float32(0), lax.add, size, [1] * x.ndim, edges)

@@ -11,6 +11,7 @@ from kvjax.cache.calibration.bases import JointBases
 from kvjax.cache.codecs.base import CodecWrapper
 from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.method import Method
+from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import attention, memory
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
@@ -44,8 +45,8 @@ class ExactWindow(CodecWrapper):
             raise KvjaxError(f"the exact window has at least 1 token, got {self.window}; CSKV uses 32")
 
     def encode(self, x: Array, pos: Array) -> WindowState:
-        n, num_places = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32), min(self.window + 1, x.shape[2])
-        slot = _slots_at_places(n, num_places)[:, None]
+        n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        slot = RingBuffer(0, min(self.window + 1, x.shape[2])).slots(n, jnp.zeros_like(n))
         newest = jnp.where((slot >= 0)[..., None], memory.take(x, jnp.maximum(slot, 0)), jnp.zeros((), x.dtype))
         return WindowState(self.inner.encode(x, pos), newest, n)
 
@@ -68,13 +69,14 @@ class ExactWindow(CodecWrapper):
         scores = self.inner.scores(q, stored.inner)
         slot = jnp.arange(scores.shape[4], dtype=jnp.int32)[None, None]
         place = jnp.broadcast_to((slot % stored.newest.shape[2])[:, :, None, None], scores.shape)
+        # The logits of the window's few places are computed once, and each slot takes that of its place.
         exact = jnp.take_along_axis(attention.scores(q, stored.newest), place, 4)
         return jnp.where(self._is_in_window(stored, slot)[:, :, None, None], exact, scores)
 
     def mix(self, p: Array, stored: WindowState) -> Array:
         slot = jnp.arange(p.shape[4], dtype=jnp.int32)[None, None]
         older = jnp.where(self._is_in_window(stored, slot)[:, :, None, None], 0.0, p)
-        newest_slot = _slots_at_places(stored.n, stored.newest.shape[2])[:, None]
+        newest_slot = RingBuffer(0, stored.newest.shape[2]).slots(stored.n, jnp.zeros_like(stored.n))
         at = jnp.broadcast_to(jnp.maximum(newest_slot, 0)[:, :, None, None], (*p.shape[:4], newest_slot.shape[2]))
         is_new = self._is_in_window(stored, newest_slot)[:, :, None, None]
         newer = jnp.where(is_new, jnp.take_along_axis(p, at, 4), 0.0)
@@ -91,12 +93,6 @@ class ExactWindow(CodecWrapper):
         """Replaces tokens x [B K n H] of slots i32[B K n] by their exact copies, where they are in the window."""
         exact = memory.take(stored.newest, slot % stored.newest.shape[2])
         return jnp.where(self._is_in_window(stored, slot)[..., None], exact, x)
-
-
-def _slots_at_places(n: Array, num_places: int) -> Array:
-    """Returns the newest of n i32[B] slots at each place of the ring, i32[B P]; negative where a place is empty."""
-    place = jnp.arange(num_places, dtype=jnp.int32)[None]
-    return n[:, None] - 1 - (n[:, None] - 1 - place) % num_places
 
 
 @register_method(family="fewer numbers per vector")
@@ -124,8 +120,6 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
       CSKV, Wang et al. 2024, arXiv 2409.10593, section 2; constants of its authors' code
     """
     bases = JointBases.table_file(table)
-    k, v = (
-        CalibratedLowRank(heads=0, table=bases, of="bare_keys", share=keys),
-        CalibratedLowRank(heads=0, table=bases, share=values),
-    )
+    k = CalibratedLowRank(heads=0, table=bases, of="bare_keys", share=keys)
+    v = CalibratedLowRank(heads=0, table=bases, share=values)
     return Method(k=ExactWindow(k, window), v=ExactWindow(v, window))

@@ -12,7 +12,7 @@ from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
@@ -41,17 +41,14 @@ class Cur(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         real = block.clean()
-        key, value = self._normalize_in_windows(real.k), self._normalize_in_windows(real.v)
+        squares = jnp.stack([jnp.square(x.astype(jnp.float32)).sum(-1) for x in (real.k, real.v)])
+        S = squares.shape[3]
+        windows = jnp.pad(squares, [(0, 0)] * 3 + [(0, -S % self.window)])
+        windows = windows.reshape(*squares.shape[:3], -1, self.window)
+        fractions = windows / jnp.maximum(windows.sum(-1, keepdims=True), MIN_SUM)
+        key, value = fractions.reshape(*squares.shape[:3], -1)[..., :S]
         score = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.leverage]
         return token_scores(score / jnp.maximum(score.sum(2, keepdims=True), MIN_SUM), block)
-
-    def _normalize_in_windows(self, x: Array) -> Array:
-        """Divides each token's squared norm by the sum of its window: x [B K S H] -> f32[B K S]."""
-        square = jnp.square(x.astype(jnp.float32)).sum(-1)
-        B, K, S = square.shape
-        windows = jnp.pad(square, [(0, 0), (0, 0), (0, -S % self.window)]).reshape(B, K, -1, self.window)
-        fraction = windows / jnp.maximum(windows.sum(-1, keepdims=True), MIN_SUM)
-        return fraction.reshape(B, K, -1)[:, :, :S]
 
 
 @register_method(example="cur:budget=512", family="eviction after the prompt")

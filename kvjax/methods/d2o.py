@@ -7,12 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.eviction.merging import EvictedTokens, fold_into_kept, match_evicted, scatter_add
+from kvjax.cache.eviction.merging import fold_into_kept, match_evicted, scatter_add
 from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
@@ -41,37 +41,29 @@ class D2O:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
-        joins = _join_by_rank(lost) if self.rule == "authors" else _join_by_token(lost)
+        lost, n, T = match_evicted(block, kept, choice), kept.k.shape[2], block.k.shape[2]
+        if self.rule == "authors":
+            # The evicted tokens of one rank, the i-th of each head, are merged in all heads or in none.
+            rank = jnp.cumsum(lost.mask, 2, dtype=jnp.int32) - 1
+            at = jnp.where(lost.mask, rank, T)
+            total, heads = (over_heads.sum(scatter_add(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
+            mean = total.sum(2, keepdims=True) / jnp.maximum(heads.sum(2, keepdims=True), 1.0)
+            enough = jnp.broadcast_to(total >= heads * (mean - COSINE_TOLERANCE), lost.mask.shape)
+            joins = lost.mask & jnp.take_along_axis(enough, jnp.maximum(rank, 0), 2)
+            own, weight = 1.0, lost.cosine
+        else:
+            num_evicted = lost.mask.sum(2, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+            mean = lost.cosine.sum(2, keepdims=True) / jnp.maximum(num_evicted, 1.0)
+            joins = lost.mask & (lost.cosine >= mean - COSINE_TOLERANCE)
+            own, weight = np.float32(np.e), jnp.exp(lost.cosine)
         slot = jnp.where(joins, lost.slot, n)
         number = scatter_add(jnp.ones(slot.shape), slot, n)
-        if self.rule == "authors":
-            own, weight, total_weight = 1.0, lost.cosine, 1.0 + number
-        else:
-            own, weight = np.float32(np.e), jnp.exp(lost.cosine)
-            total_weight = own + scatter_add(weight, slot, n)
+        # The authors divide by the number of tokens although a cosine weighs less than 1: merged vectors shrink.
+        total_weight = own + (number if self.rule == "authors" else scatter_add(weight, slot, n))
         k, v = (
             fold_into_kept(x, own, y, weight, slot, total_weight) for x, y in ((kept.k, block.k), (kept.v, block.v))
         )
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
-
-
-def _join_by_rank(lost: EvictedTokens) -> Array:
-    """Marks evicted tokens of ranks whose mean cosine over heads reaches the mean over all ranks, bool[B K T]."""
-    T = lost.mask.shape[2]
-    rank = jnp.cumsum(lost.mask, 2, dtype=jnp.int32) - 1
-    at = jnp.where(lost.mask, rank, T)
-    total, heads = (over_heads.sum(scatter_add(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
-    mean = total.sum(2, keepdims=True) / jnp.maximum(heads.sum(2, keepdims=True), 1.0)
-    enough = jnp.broadcast_to(total >= heads * (mean - COSINE_TOLERANCE), lost.mask.shape)
-    return lost.mask & jnp.take_along_axis(enough, jnp.maximum(rank, 0), 2)
-
-
-def _join_by_token(lost: EvictedTokens) -> Array:
-    """Marks evicted tokens whose cosine reaches the mean of their head, bool[B K T]."""
-    number = lost.mask.sum(2, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
-    mean = lost.cosine.sum(2, keepdims=True) / jnp.maximum(number, 1.0)
-    return lost.mask & (lost.cosine >= mean - COSINE_TOLERANCE)
 
 
 @register_method(example="accumulated:budget=256,recent=64,sinks=4 + d2o", family="component over a selection")

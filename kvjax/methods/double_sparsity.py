@@ -96,15 +96,10 @@ class LabelChannels(Index):
         q = jnp.take_along_axis(observation.q, at[:, :, None, :, None], 3).astype(jnp.float32)
         product = jnp.abs(q * block.k.astype(jnp.float32)[:, :, None])
         product = jnp.where((block.pos >= 0)[:, :, None, :, None], product, 0.0).sum(3).mean(2)
-        return self.make_labels(lax.top_k(product, self._num_channels(block))[1], block)
+        return self.make_labels(lax.top_k(product, self.num_channels(block))[1], block)
 
-    def fit_order(self, order: Array, block: KVBlock) -> Labels:
-        """Makes labels of the first channels of an order i32[K H], the same for all sequences."""
-        first = order[None, :, : self._num_channels(block)]
-        return self.make_labels(jnp.broadcast_to(first, (block.k.shape[0], *first.shape[1:])), block)
-
-    def _num_channels(self, block: KVBlock) -> int:
-        """Channels of a label."""
+    def num_channels(self, block: KVBlock) -> int:
+        """Channels of a label; raises KvjaxError where `factor` gives no number that can be stored."""
         size = block.k.shape[3]
         count = size // self.factor
         if size % self.factor or (self.bits < 16 and count * self.bits % 32):
@@ -119,24 +114,19 @@ class LabelChannels(Index):
 
     def make_labels(self, channels: Array, block: KVBlock) -> Labels:
         """Makes the labels of a block in channels i32[B K r]."""
-        return Labels(channels, self.codec.encode(_take_channels(block.k, channels), block.pos))
+        return Labels(channels, self.codec.encode(jnp.take_along_axis(block.k, channels[:, :, None], 3), block.pos))
 
     def append(self, reader_state: Labels, new: KVBlock, at: Array) -> Labels:
         if not new.pos.shape[2]:
             return reader_state
-        labels = self.codec.append(reader_state.k, _take_channels(new.k, reader_state.channels), at)
-        return dataclasses.replace(reader_state, k=labels)
+        labels = jnp.take_along_axis(new.k, reader_state.channels[:, :, None], 3)
+        return dataclasses.replace(reader_state, k=self.codec.append(reader_state.k, labels, at))
 
     def load(self, reader_state: Labels) -> Labels:
         return dataclasses.replace(reader_state, k=self.codec.decode(reader_state.k))
 
     def score(self, summary: Labels, q: Array) -> Array:
         return scores(jnp.take_along_axis(q, summary.channels[:, :, None, None], 4), summary.k)
-
-
-def _take_channels(k: Array, channels: Array) -> Array:
-    """Takes the channels i32[B K r] of keys [B K S H]."""
-    return jnp.take_along_axis(k, channels[:, :, None], 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +141,10 @@ class CalibratedLabels(Retrieve):
         assert self.table is not None and isinstance(self.index, LabelChannels)
         order = self.table.layer_arrays(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
         own_order = over_heads.local_part(jnp.asarray(order), block.k.shape[1])
+        channels = own_order[None, :, : self.index.num_channels(block)]
+        channels = jnp.broadcast_to(channels, (block.k.shape[0], *channels.shape[1:]))
         # Labels only choose which tokens are read, so no gradient passes through them.
-        return self.index.fit_order(own_order, jax.tree.map(lax.stop_gradient, block))
+        return self.index.make_labels(channels, jax.tree.map(lax.stop_gradient, block))
 
 
 @register_method(example="double_sparsity:heavy=256,factor=4,device_layers=1", family="sparse reading")

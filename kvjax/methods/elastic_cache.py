@@ -34,25 +34,20 @@ class AnchorMerge:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = evicted_mask(block, choice), kept.k.shape[2]
-        slot = jnp.where(lost, self._nearest(block, kept, lost), n)
+        # Kept slots ascend, so the nearest anchor is the last one before the token or the first one after it.
+        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot after each token
+        last = (kept.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32) - NUM_LAST_TOKENS - 1
+        left, right = (jnp.clip(slot, self.sinks, last) for slot in (following - 1, following))
+        kept_pos = jnp.broadcast_to(kept.pos, kept.k.shape[:3])
+        to_left, to_right = (
+            jnp.abs(jnp.take_along_axis(kept_pos, jnp.maximum(slot, 0), 2) - block.pos) for slot in (left, right)
+        )
+        nearest = jnp.where(to_right < to_left, right, left)
+        slot = jnp.where(lost & (last >= self.sinks), nearest, n)  # there is no slot n
         weight = jnp.ones(slot.shape)
         total = 1.0 + scatter_add(weight, slot, n)
         k, v = (fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v)
-
-    def _nearest(self, block: KVBlock, kept: KVBlock, lost: Array) -> Array:
-        """Returns the slot of the anchor nearest to each token: i32[B K T], n where there is no anchor."""
-        B, K, n = kept.k.shape[:3]
-        following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot after each token
-        last = (kept.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32) - NUM_LAST_TOKENS - 1
-        kept_pos = jnp.broadcast_to(kept.pos, (B, K, n))
-
-        def distance(slot: Array) -> Array:
-            return jnp.abs(jnp.take_along_axis(kept_pos, jnp.maximum(slot, 0), 2) - block.pos)
-
-        left, right = (jnp.clip(slot, self.sinks, last) for slot in (following - 1, following))
-        nearer = jnp.where(distance(right) < distance(left), right, left)
-        return jnp.where(last >= self.sinks, nearer, n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +92,10 @@ class FixedPointEviction(Policy):
     def after_token(
         self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
     ) -> tuple[Array, None]:
-        pos = state.pos
-        is_full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
-        rank = max(pos.shape[2] - 1 - self.distance, 0)  # rank of the evicted token, from the oldest
-        evicted = jnp.sort(pos, 2)[:, :, rank, None]
-        return jnp.where(is_full & (pos == evicted), -1, pos), None
+        is_full = (state.pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
+        rank = max(state.pos.shape[2] - 1 - self.distance, 0)  # rank of the evicted token, from the oldest
+        evicted = jnp.sort(state.pos, 2)[:, :, rank, None]
+        return jnp.where(is_full & (state.pos == evicted), -1, state.pos), None
 
 
 @register_method(example="elastic_cache:budget=512", family="merging")

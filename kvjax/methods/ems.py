@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.merging import (
     MIN_KEY_NORM,
-    EvictedTokens,
     fold_into_kept,
     match_evicted,
     scatter_add,
@@ -48,13 +47,10 @@ class GlobalLocalAttention(Scorer):
         total, num_queries = attention_mass(block, observation, jnp.ones(observation.pos.shape), spec.window)
         local_queries = window_query_mask(observation, self.window).astype(jnp.float32)
         local, _ = attention_mass(block, observation, local_queries, spec.window)
-        heads = _normalize_sum(total / jnp.maximum(num_queries, 1.0)[:, :, None]) + _normalize_sum(local)
+        global_mean = total / jnp.maximum(num_queries, 1.0)[:, :, None]
+        global_part, local_part = (x / jnp.maximum(x.sum(-1, keepdims=True), 1e-30) for x in (global_mean, local))
+        heads = global_part + local_part
         return head_scores(heads, heads.mean(2), block)
-
-
-def _normalize_sum(x: Array) -> Array:
-    """Divides f32[B K G S] by its sum over the slots."""
-    return x / jnp.maximum(x.sum(-1, keepdims=True), 1e-30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +78,10 @@ class CenterMerge:
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
         lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
-        joins = self._mask_band(lost, choice) & (lost.cosine >= self.threshold)
+        # The band: the evicted tokens of the highest scores, in proportion to the tokens that the head keeps.
+        num_kept = (jnp.broadcast_to(choice.slots, kept.k.shape[:3]) >= 0).sum(-1, dtype=jnp.int32)
+        in_band = top_k_mask(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, num_kept))
+        joins = in_band & (lost.cosine >= self.threshold)
         slot = jnp.where(joins, lost.slot, n)
         weight = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), MIN_KEY_NORM)
         own_weight = jnp.maximum(scores_of_kept(kept, choice), MIN_KEY_NORM)
@@ -92,22 +91,14 @@ class CenterMerge:
             return fold_into_kept(own, own_weight[..., None], evicted, weight, slot, total)
 
         direction = average(unit_vectors(kept.k), unit_vectors(block.k))
-        norm = average(_norms(kept.k), _norms(block.k))
+        own_norm, evicted_norm = (
+            jnp.linalg.norm(keys.astype(jnp.float32), axis=-1, keepdims=True) for keys in (kept.k, block.k)
+        )
+        norm = average(own_norm, evicted_norm)
         # A key that nothing was merged into keeps its bits, which a product of direction and norm would round.
         is_merged = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
         k = jnp.where(is_merged, (unit_vectors(direction) * norm).astype(kept.k.dtype), kept.k)
         return dataclasses.replace(kept, k=k, v=average(kept.v, block.v))
-
-    def _mask_band(self, lost: EvictedTokens, choice: SelectedSlots) -> Array:
-        """Marks the evicted tokens of the highest scores, bool[B K T]."""
-        is_kept = jnp.broadcast_to(choice.slots, (*lost.mask.shape[:2], choice.slots.shape[2])) >= 0
-        max_merged = fraction_of(self.band, is_kept.sum(-1, dtype=jnp.int32))
-        return top_k_mask(choice.scores.per_kv_head, lost.mask, max_merged)
-
-
-def _norms(keys: Array) -> Array:
-    """Computes the lengths of keys [... H]: f32[... 1]."""
-    return jnp.linalg.norm(keys.astype(jnp.float32), axis=-1, keepdims=True)
 
 
 @register_method(example="ems:budget=512", family="merging")

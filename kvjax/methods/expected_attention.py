@@ -29,14 +29,8 @@ class ExpectedAttention(Scorer):
     Devoto et al. 2025, arXiv 2510.00636; kvpress. Mean and covariance are those of the pre-RoPE queries after the
     sinks, rotated by the mean of the rotations of the next `future` positions. The expectation of exp(q k / sqrt(H))
     has the logit mean k / sqrt(H) + k covariance k / (2 H); a softmax over the tokens after the sinks, per query head,
-    and the mean over a key/value head's query heads follow. Sinks are left out: the selection keeps them anyway.
-
-    Args:
-      sinks: first tokens, which are left out.
-      future: positions ahead over which rotations are averaged.
-      covariance: whether the covariance counts.
-      value_norms: whether scores are multiplied by the norms of the values.
-      epsilon: added to the attention before it is multiplied by the norms.
+    and the mean over a key/value head's query heads follow. Sinks are left out: the selection keeps them anyway. The
+    fields are the arguments of `expected_attention`.
     """
 
     num_queries: ClassVar[int | None] = None

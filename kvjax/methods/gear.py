@@ -71,8 +71,8 @@ class LowRankResidual(Codec):
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
         is_outlier, without_outliers = self.outliers.find(x, real)
         codes = self.backbone.encode(without_outliers, pos)
-        error = _masked_error(x, self.backbone.decode(codes), real[..., None] & ~is_outlier)
-        coordinates, basis = self._factorize(error, self.rank, x.dtype)
+        restored = self.backbone.decode(codes)
+        coordinates, basis = self._factorize_error(x, restored, real[..., None] & ~is_outlier, self.rank)
         chunk_rank = min(self.later, self.backbone.every, H)
         return GearState(
             codes,
@@ -94,8 +94,7 @@ class LowRankResidual(Codec):
         x, at = self.backbone.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
         is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
         codes = self.backbone.encode_chunk(without_outliers)
-        error = _masked_error(x, self.backbone.restore(*codes), ~is_outlier)
-        coordinates, basis = self._factorize(error, self.later, x.dtype)
+        coordinates, basis = self._factorize_error(x, self.backbone.restore(*codes), ~is_outlier, self.later)
         chunk = self.backbone.chunk_index(stored.codes, at)
         # An index beyond the last chunk is dropped, so sequences that are not due stay as they are.
         place = jnp.where(is_due[:, None], chunk, stored.chunk_bases.shape[2])
@@ -117,45 +116,38 @@ class LowRankResidual(Codec):
 
     def _add_residual(self, stored: GearState, x: Array, slot: Array) -> Array:
         """Adds L and the outliers to the dequantized tokens x [B K n H] of slots i32[B K n]."""
-        whole = (x.astype(jnp.float32) + self._low_rank(stored, slot)).astype(x.dtype)
+        coordinates = memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
+        low_rank = _combine(coordinates, stored.prompt_basis[:, :, None])
+        if num_chunks := stored.chunk_bases.shape[2]:
+            chunk = self.backbone.chunk_index(stored.codes, slot)
+            bases = memory.take(stored.chunk_bases, jnp.clip(chunk, 0, num_chunks - 1))
+            later = _combine(coordinates, bases.reshape(*slot.shape, stored.prompt_basis.shape[2], -1))
+            low_rank = jnp.where((chunk < 0)[..., None], low_rank, later)
+        whole = (x.astype(jnp.float32) + low_rank).astype(x.dtype)
         whole = self.outliers.insert(stored.outliers, whole, slot)
         return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
-    def _low_rank(self, stored: GearState, slot: Array) -> Array:
-        """Computes the rows of L for slots i32[B K n]: f32[B K n H]."""
-        coordinates = memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
-        prompt = _combine(coordinates, stored.prompt_basis[:, :, None])
-        if not stored.chunk_bases.shape[2]:
-            return prompt
-        chunk = self.backbone.chunk_index(stored.codes, slot)
-        bases = memory.take(stored.chunk_bases, jnp.clip(chunk, 0, stored.chunk_bases.shape[2] - 1))
-        later = _combine(coordinates, bases.reshape(*slot.shape, stored.prompt_basis.shape[2], -1))
-        return jnp.where((chunk < 0)[..., None], prompt, later)
+    def _factorize_error(self, x: Array, restored: Array, counts: Array, rank: int) -> tuple[Array, Array]:
+        """Factorizes what codes leave of tokens x [B K n H], where it counts, bool[B K n H].
 
-    def _factorize(self, error: Array, rank: int, dtype: Any) -> tuple[Array, Array]:
-        """Factorizes errors f32[B K n H] into coordinates [B K n r] and a basis [B K H rank].
-
-        Coordinates are padded with zeros to the greater of both ranks.
+        Returns:
+          Coordinates [B K n r], padded with zeros to the greater of both ranks, and a basis [B K H rank].
         """
-        n, H = error.shape[2:]
+        error = jnp.where(counts, x.astype(jnp.float32) - restored.astype(jnp.float32), 0.0)
+        n, H = x.shape[2:]
         transposed = error.swapaxes(2, 3)
-        # The smaller of the two Gram matrices has the same leading part of the decomposition.
+        # The smaller of the two Gram matrices has the same leading part of the decomposition. Its vectors are rounded
+        # to the dtype that stores them before the error is projected on them, so that the other factor makes up for it.
         if n < H:
-            coordinates = leading_eigenvectors(sum_outer_products(transposed), min(rank, n)).astype(dtype)
-            basis = _matmul_f32(transposed, coordinates).astype(dtype)
+            coordinates = leading_eigenvectors(sum_outer_products(transposed), min(rank, n)).astype(x.dtype)
+            basis = jnp.matmul(transposed, coordinates.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+            basis = basis.astype(x.dtype)
         else:
-            basis = leading_eigenvectors(sum_outer_products(error), min(rank, H)).astype(dtype)
-            coordinates = _matmul_f32(error, basis).astype(dtype)
+            basis = leading_eigenvectors(sum_outer_products(error), min(rank, H)).astype(x.dtype)
+            coordinates = jnp.matmul(error, basis.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+            coordinates = coordinates.astype(x.dtype)
         width = min(max(self.rank, self.later), H)
         return jnp.pad(coordinates, [(0, 0)] * 3 + [(0, width - coordinates.shape[3])]), basis
-
-
-def _masked_error(x: Array, restored: Array, counts: Array) -> Array:
-    return jnp.where(counts, x.astype(jnp.float32) - restored.astype(jnp.float32), 0.0)
-
-
-def _matmul_f32(x: Array, y: Array) -> Array:
-    return jnp.matmul(x, y.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def _combine(coordinates: Array, basis: Array) -> Array:

@@ -34,19 +34,7 @@ class H2O(Policy):
     and to its own, adds its attention, and then, over budget, evicts the lowest score that is not among the last
     `recent` (the newest included); ties go to the older token. So there is one slot more, for the newest token. A
     longer prompt is cut once: the best `heavy` of all but the last `recent` stay. Kept tokens keep their positions (the
-    paper's streaming variant re-indexes them).
-
-    Other algorithms of this name: the authors' simulation masks tokens and evicts none, and hides one token for a step;
-    their `real_drop` is this one without grouped heads; KVCache-Factory and kvpress prune the prompt only.
-
-    Args:
-      heavy: heavy hitters of a key/value head.
-      recent: last tokens that always stay.
-      decay: factor on all scores before every step (A2SF; 1: H2O; 0: the last query alone, like TOVA).
-      normalise: "none" (the paper; favors old tokens), or "visible-count", the score over the number of queries that
-        could see the token.
-      granularity: "kv", each key/value head has its own tokens (the paper, without grouped heads), or "layer", the
-        mean over them chooses for all.
+    paper's streaming variant re-indexes them). The fields are the arguments of `h2o`.
     """
 
     heavy: int
@@ -119,14 +107,18 @@ def h2o(
       `recent` leaves
 
     Differs:
-      The authors' simulation masks tokens and drops none; their real_drop is this without grouped heads.
+      The authors' simulation masks tokens and drops none, and hides one token for a step; their real_drop is this
+      without grouped heads. KVCache-Factory and kvpress prune the prompt only.
 
     Args:
-      heavy: heavy hitters that stay (the paper: a tenth of the prompt).
+      heavy: heavy hitters that stay of each key/value head (the paper: a tenth of the prompt).
       recent: last tokens that always stay (the paper: a tenth of the prompt).
-      decay: factor on all scores at each step, A2SF's forgetting factor.
-      normalise: "none" (the paper) or "visible-count", the number of queries that could see the token.
-      granularity: "kv", where each key/value head has tokens of its own, or "layer".
+      decay: factor on all scores before each step, A2SF's forgetting factor: 1 is H2O, 0 scores by the last query
+        alone, as TOVA does.
+      normalise: "none" (the paper; it favors old tokens) or "visible-count", which divides a score by the number of
+        queries that could see the token.
+      granularity: "kv", where each key/value head has tokens of its own (the paper, without grouped heads), or "layer",
+        where the mean over the heads selects for all.
 
     Reference:
       H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485

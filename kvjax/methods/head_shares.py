@@ -116,6 +116,7 @@ class Division:
         """Returns the tokens that each head keeps of prompts of 0..longest tokens, i32[longest + 1, L, K]."""
         # The selection's own check: a budget in tokens must have room for sinks and recent tokens.
         num_kept_by_length(self.budget, longest, self.sinks + self.recent)
+        # Lengths are tabulated up to a power of two, so that similar prompts share a table.
         return _cached_tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
 
     def quota(self, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -273,8 +274,7 @@ class SequenceBudgets(MeasuredHeadTokens):
     """The tokens that a layer's heads keep of each prompt of a batch."""
 
     # Each layer's budget is settled before, so a head competes with those of its own layer alone.
-    def num_other_heads(self, spec: LayerSpec) -> int:
-        return spec.num_kv_heads - 1
+    num_other_heads = HeadBudgets.num_other_heads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, combine, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
+from kvjax.core.rope import Rope
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
@@ -66,17 +67,7 @@ class BlockReader(Reader):
 
     A chunk is one call (longer calls are cut every `prompt_chunk` tokens), and its tokens share one recall: it equals
     single steps as long as all blocks are read, not when there are more, as in the paper. Draft tokens of a call make a
-    chunk of their own. Differences from the authors' code: blocks are always fetched (no LRU cache on the device);
-    per_head sums over the query heads of a key/value head; ties go to the older block.
-
-    Args:
-      block: tokens of a block.
-      sinks: first tokens, which are always read.
-      local: tokens of the window.
-      topk: blocks that a chunk recalls.
-      representatives: tokens that make a block's key.
-      prompt_chunk: tokens of the prompt that are read at a time.
-      per_head: whether each key/value head recalls its own blocks.
+    chunk of their own. The fields are the arguments of `infllm`; its `chunk` is `prompt_chunk`.
     """
 
     block: int = 128
@@ -105,7 +96,11 @@ class BlockReader(Reader):
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> InfLLMState:
         B, K, S, _ = block.k.shape
-        ring, max_blocks = self._ring(S), max(S - self.sinks - self.local, 0) // self.block
+        # The window, an unfinished block, the last chunk and this one: tokens are written before blocks are formed.
+        # Whole blocks, so that none of them wraps around.
+        max_tokens = min(self.local + self.block - 1 + 2 * self.prompt_chunk, S - self.sinks)
+        ring = RingBuffer(self.sinks, -(-max(max_tokens, 1) // self.block) * self.block)
+        max_blocks = max(S - self.sinks - self.local, 0) // self.block
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         num_blocks = jnp.clip((n - self.sinks - self.local) // self.block, 0, max_blocks)
         slot = ring.slots(n, self._first_slot(num_blocks))
@@ -137,7 +132,8 @@ class BlockReader(Reader):
         is_kept = (q_pos >= 0) & (own_slots(q_pos) < n)  # the others are drafts, which recall blocks of their own
         reader_state = self._form_blocks(layer, state, state.n - is_kept.sum(-1, dtype=jnp.int32))
         far_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))
-        near = self._near_tokens(state, reader_state)
+        near_slot = self._ring_from_mass(reader_state.mass).slots(state.n, self._first_slot(reader_state.num_blocks))
+        near = _slot_tokens(state, memory.unpack(reader_state.k), memory.unpack(reader_state.v), near_slot)
         unassigned = self._unassigned_tokens(layer, state, reader_state, near, q.shape[3])
         recalled, recalled_for_drafts = None, None
         if reader_state.keys is not None:
@@ -171,12 +167,6 @@ class BlockReader(Reader):
         is_visible = visible(tokens.block.pos, t, layer.spec.window)
         return is_visible & (distance < self.local), is_visible & (distance >= self.local)
 
-    def _ring(self, slots: int) -> RingBuffer:
-        # The window, an unfinished block, the last chunk and this one: tokens are written before blocks are formed.
-        # Whole blocks, so that none of them wraps around.
-        max_tokens = self.local + self.block - 1 + 2 * self.prompt_chunk
-        return RingBuffer(self.sinks, -(-max(min(max_tokens, slots - self.sinks), 1) // self.block) * self.block)
-
     def _ring_from_mass(self, mass: Array) -> RingBuffer:
         return RingBuffer(self.sinks, mass.shape[3] - self.sinks)
 
@@ -203,41 +193,30 @@ class BlockReader(Reader):
         if reader_state.keys is None:
             return reader_state
         target = jnp.minimum((n - self.sinks - self.local) // self.block, reader_state.keys.shape[3])
-
-        def is_unfinished(carry: tuple[Array, Array]) -> Array:
-            return (target > carry[0]).any()
+        ring = self._ring_from_mass(reader_state.mass)
+        B, K, G, N, _ = reader_state.keys.shape
 
         def form_one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             num_blocks, keys = carry
+            # The block's tokens are still in the ring; the mean of its most attended keys becomes its key.
+            slot = self._first_slot(num_blocks)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
+            place = jnp.broadcast_to(ring.place(slot), (B, K, self.block))
+            pre_rope = layer.spec.rope.unrotate(
+                memory.gather_tokens(reader_state.k, place), _take_slots(state.pos, slot)
+            )
+            mass = jnp.take_along_axis(reader_state.mass, place[:, :, None], 3)
+            best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
+            key = lax.stop_gradient(jnp.take_along_axis(pre_rope[:, :, None], best[..., None], 3).mean(3))
+            # Sequences differ in their numbers of blocks; a write at index N, where none is due, is dropped.
             is_due = target > num_blocks
-            B, K, G, N, _ = keys.shape
-            key = self._representative_key(layer, state, num_blocks).astype(keys.dtype)
-            column = jnp.where(is_due, num_blocks, N)[:, None, None]  # index N is dropped
+            column = jnp.where(is_due, num_blocks, N)[:, None, None]
             index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.arange(G)[None, None], column)
-            return num_blocks + is_due.astype(jnp.int32), keys.at[index].set(key, mode="drop")
+            return num_blocks + is_due.astype(jnp.int32), keys.at[index].set(key.astype(keys.dtype), mode="drop")
 
         with jax.named_scope("form"):
             start = vary((reader_state.num_blocks, lax.stop_gradient(reader_state.keys)))
-            num_blocks, keys = lax.while_loop(is_unfinished, form_one, start)
+            num_blocks, keys = lax.while_loop(lambda carry: (target > carry[0]).any(), form_one, start)
         return dataclasses.replace(reader_state, num_blocks=num_blocks, keys=keys)
-
-    def _representative_key(self, layer: MethodLayer, state: LayerState, block_index: Array) -> Array:
-        """Averages the most attended keys of block i32[B], whose tokens are still in the ring: f32[B K G H]."""
-        B, K = state.reader_state.mass.shape[:2]
-        slot = self._first_slot(block_index)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
-        place = jnp.broadcast_to(self._ring_from_mass(state.reader_state.mass).place(slot), (B, K, self.block))
-        keys = memory.gather_tokens(state.reader_state.k, place)
-        pre_rope = layer.spec.rope.unrotate(keys, _take_slots(state.pos, slot))
-        mass = jnp.take_along_axis(state.reader_state.mass, place[:, :, None], 3)
-        best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
-        return lax.stop_gradient(jnp.take_along_axis(pre_rope[:, :, None], best[..., None], 3).mean(3))
-
-    def _near_tokens(self, state: LayerState, reader_state: InfLLMState) -> SlotTokens:
-        """Returns sinks and ring with their RoPE."""
-        assert state.n is not None
-        ring = self._ring_from_mass(reader_state.mass)
-        slot = ring.slots(state.n, self._first_slot(reader_state.num_blocks))
-        return _slot_tokens(state, memory.unpack(reader_state.k), memory.unpack(reader_state.v), slot)
 
     def _unassigned_tokens(
         self, layer: MethodLayer, state: LayerState, reader_state: InfLLMState, near: SlotTokens, num_new: int
@@ -249,7 +228,7 @@ class BlockReader(Reader):
         sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None], (recent.shape[0], self.sinks))
         place = jnp.concatenate([sinks, ring.place(recent)], 1)[:, None]
         k, v = memory.take(near.block.k, place), memory.take(near.block.v, place)
-        return _unrotate_tokens(layer, _slot_tokens(state, k, v, _take_slots(near.slot, place)))
+        return _slot_tokens(state, k, v, _take_slots(near.slot, place), layer.spec.rope)
 
     def _recall_blocks(
         self, layer: MethodLayer, state: LayerState, reader_state: InfLLMState, far_q: Array, is_asking: Array
@@ -269,20 +248,19 @@ class BlockReader(Reader):
         at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))
         with jax.named_scope("recall"):
             k, v = layer.gather_keys(state.k, at, _take_slots(state.pos, at)), layer.v.gather(state.v, at)
-        return _unrotate_tokens(layer, _slot_tokens(state, k, v, slot))
+        return _slot_tokens(state, k, v, slot, layer.spec.rope)
 
 
-def _slot_tokens(state: LayerState, k: Array, v: Array, slot: Array) -> SlotTokens:
-    """Adds the positions and biases of slots i32[B 1|K n] to their keys and values [B K n H]."""
+def _slot_tokens(state: LayerState, k: Array, v: Array, slot: Array, rope: Rope | None = None) -> SlotTokens:
+    """Adds the positions and biases of slots i32[B 1|K n] to their keys and values [B K n H].
+
+    With a `rope` they become far tokens: keys without RoPE, and zeros where there is no token.
+    """
     pos = jnp.where(slot >= 0, _take_slots(state.pos, slot), -1)
     bias = None if state.bias is None else _take_slots(state.bias, slot)
-    return SlotTokens(KVBlock(k, v, pos, bias), slot)
-
-
-def _unrotate_tokens(layer: MethodLayer, tokens: SlotTokens) -> SlotTokens:
-    """Makes far tokens: keys without RoPE, and zeros where there is no token."""
-    k = layer.spec.rope.unrotate(tokens.block.k, tokens.block.pos)
-    return tokens._replace(block=dataclasses.replace(tokens.block, k=k).clean())
+    if rope is None:
+        return SlotTokens(KVBlock(k, v, pos, bias), slot)
+    return SlotTokens(KVBlock(rope.unrotate(k, pos), v, pos, bias).clean(), slot)
 
 
 def _take_slots(x: Array, at: Array) -> Array:
@@ -320,8 +298,9 @@ def infllm(
       the chunk at the far angle times key(block), summed over heads
 
     Differs:
-      Blocks are fetched for every chunk: there is no cache of blocks on the device. As in the paper the tokens of one
-      call share a lookup: a question fed at once reads other blocks than one fed token by token.
+      Blocks are fetched for every chunk: there is no cache of blocks on the device. With per_head scores are summed
+      over the query heads of a key/value head; ties go to the older block. As in the paper the tokens of one call share
+      a lookup: a question fed at once reads other blocks than one fed token by token.
 
     Args:
       block: tokens of a block.

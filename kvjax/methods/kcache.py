@@ -23,12 +23,7 @@ from kvjax.methods.registry import register_method
 class TopValues(Reader):
     """Attends exactly to all keys, and reads only the values of the n heaviest slots (KCache, section 3.1).
 
-    Args:
-      n: values of a head.
-      renormalise: whether to divide by the weight of the chosen slots instead of all (the paper's formula does not, so
-        its output shrinks by the weight left out).
-      granularity: "query", one set per query head (the paper); "kv", one set per key/value head, by the weight summed
-        over its query heads.
+    The fields are the arguments of `kcache`.
     """
 
     n: int
@@ -88,9 +83,10 @@ def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, gran
       n: values read per head and step (the paper: 32, 64, 128).
       device_layers: first layers that keep their values on the device and read all of them (the paper: 0 to 3, and 1 in
         its detailed table).
-      renormalise: whether weights are divided by their sum over the n slots (the paper's formula does not, its text
-        suggests it).
-      granularity: "query", one set per query head (the paper), or "kv", one per key/value head.
+      renormalise: whether weights are divided by their sum over the n slots (the paper's formula does not, so that the
+        output shrinks by the weight left out; its text suggests it).
+      granularity: "query", one set per query head (the paper), or "kv", one per key/value head, by the weight summed
+        over its query heads.
 
     Reference:
       KCache, He & Wu 2024, arXiv 2404.18057, sections 3.1 and 4.1

@@ -47,16 +47,8 @@ class Keyformer(Policy):
     score that is not among the last `recent` is evicted; ties go to the older token. A longer prompt is cut once. Kept
     tokens keep their positions.
 
-    The noise depends on the seed, the layer, the head and the positions of query and key, and on nothing else.
-
-    Args:
-      budget: tokens of a key/value head.
-      recent: last tokens that always stay.
-      tau: temperature of the prompt's queries.
-      tau_end: temperature after `steps` steps.
-      steps: decode steps over which the temperature rises.
-      seed: seed of the noise.
-      layer: index of the layer, set by `at`.
+    The noise depends on the seed, the layer, the head and the positions of query and key, and on nothing else. The
+    fields are the arguments of `keyformer`, and the index of the layer, set by `at`.
     """
 
     budget: int
@@ -127,9 +119,8 @@ class Keyformer(Policy):
           f32[B K G T S].
         """
         layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
-        head = (
-            over_heads.first_head(num_own_heads) + jnp.arange(num_own_heads, dtype=jnp.int32)[None, :, None, None, None]
-        )
+        head = over_heads.first_head(num_own_heads) + jnp.arange(num_own_heads, dtype=jnp.int32)
+        head = head[None, :, None, None, None]
         group = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :, None, None]
         bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
@@ -158,7 +149,7 @@ def keyformer(
       only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.
 
     Args:
-      budget: tokens that stay, `recent` included (the authors' runs: 60 % of the prompt).
+      budget: tokens that stay of each key/value head, `recent` included (the authors' runs: 60 % of the prompt).
       recent: last tokens that always stay (the authors' runs: 30 % of the budget).
       tau: temperature for the prompt (the paper's).
       tau_end: temperature at the end of its rise (the paper's).

@@ -25,14 +25,7 @@ class KMeans:
 
     Centroids start at distinct candidates drawn by (seed, index in the sequence). Distances within 0.01% are ties,
     which go to the lower index: the two members of a pair are equally near to its centroid, and rounding must not
-    decide. An empty cluster keeps its centroid and has no representative.
-
-    Args:
-      share: fraction of the kept units that are representatives.
-      iterations: iterations of Lloyd's algorithm.
-      features: "keys", the keys of all heads and of the unit's tokens concatenated, or "bits", KVCrush's signatures;
-        the paper does not say.
-      seed: seed of the draw of the first centroids.
+    decide. An empty cluster keeps its centroid and has no representative. The fields are the arguments of `kmeans`.
     """
 
     share: float = 0.25
@@ -53,7 +46,12 @@ class KMeans:
         if U < places:
             chosen = self.choose(units, count, U)
             return jnp.pad(chosen, [(0, 0), (0, places - U)], constant_values=-1)
-        x = jnp.where(units.candidates[..., None], self._features(units), 0.0)
+        if self.features == "bits":
+            x = unit_signatures(units).astype(jnp.float32)
+        else:
+            keys = over_heads.gather(units.keys.astype(jnp.float32))  # [B K U c H]
+            x = jnp.moveaxis(keys, 1, 3).reshape(*units.valid.shape, -1)
+        x = jnp.where(units.candidates[..., None], x, 0.0)
         index = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], units.valid.shape)
         is_excluded = (~units.candidates).astype(jnp.int32)
         start = lax.sort((is_excluded, draw(self.seed, index), index), num_keys=3)[2][:, :places]
@@ -62,30 +60,15 @@ class KMeans:
         centroids = jnp.take_along_axis(x, start[..., None], 1)
 
         def run_iteration(_: Array, centroids: Array) -> Array:
-            members = _members(_distances(x, centroids), is_used, units.candidates)
+            members, _ = _assign_clusters(x, centroids, is_used, units.candidates)
             sums = jnp.einsum("bum,buf->bmf", members, x, precision=lax.Precision.HIGHEST)
             size = members.sum(1)[..., None]
             return jnp.where(size > 0, sums / jnp.maximum(size, 1.0), centroids)
 
         centroids = lax.fori_loop(0, self.iterations, run_iteration, centroids)
-        distance = _distances(x, centroids)
-        members = _members(distance, is_used, units.candidates) > 0
-        nearest = _nearest(jnp.where(members, distance, jnp.inf), 1)[:, 0]
-        return jnp.where(members.any(1), nearest, -1)
-
-    def _features(self, units: EvictableUnits) -> Array:
-        """Returns the vectors that are clustered, f32[B U F]."""
-        if self.features == "bits":
-            return unit_signatures(units).astype(jnp.float32)
-        keys = over_heads.gather(units.keys.astype(jnp.float32))
-        B, K, U, c, H = keys.shape
-        return jnp.moveaxis(keys, 1, 3).reshape(B, U, c * K * H)
-
-
-def _distances(x: Array, centroids: Array) -> Array:
-    """Computes the squared distances f32[B U M] of x [B U F] to centroids [B M F]."""
-    dots = jnp.einsum("buf,bmf->bum", x, centroids, precision=lax.Precision.HIGHEST)
-    return jnp.maximum(jnp.square(x).sum(-1)[:, :, None] - 2 * dots + jnp.square(centroids).sum(-1)[:, None], 0.0)
+        members, distance = _assign_clusters(x, centroids, is_used, units.candidates)
+        nearest = _nearest(jnp.where(members > 0, distance, jnp.inf), 1)[:, 0]
+        return jnp.where((members > 0).any(1), nearest, -1)
 
 
 def _nearest(distance: Array, axis: int) -> Array:
@@ -94,11 +77,24 @@ def _nearest(distance: Array, axis: int) -> Array:
     return jnp.argmax(distance <= least * TIE, axis, keepdims=True).astype(jnp.int32)
 
 
-def _members(distance: Array, is_used: Array, candidates: Array) -> Array:
-    """Marks with 1 the nearest centroid in use of each candidate, f32[B U M]."""
+def _assign_clusters(x: Array, centroids: Array, is_used: Array, candidates: Array) -> tuple[Array, Array]:
+    """Marks with 1 the nearest centroid in use of each candidate.
+
+    Args:
+      x: vectors f32[B U F].
+      centroids: f32[B M F].
+      is_used: bool[B M].
+      candidates: bool[B U].
+
+    Returns:
+      The marks f32[B U M], which sums over a cluster can be multiplied with, and all squared distances f32[B U M].
+    """
+    dots = jnp.einsum("buf,bmf->bum", x, centroids, precision=lax.Precision.HIGHEST)
+    distance = jnp.square(x).sum(-1)[:, :, None] - 2 * dots + jnp.square(centroids).sum(-1)[:, None]
+    distance = jnp.maximum(distance, 0.0)
     nearest = _nearest(jnp.where(is_used[:, None], distance, jnp.inf), 2)
     is_nearest = nearest == jnp.arange(distance.shape[2])[None, None]
-    return (is_nearest & is_used[:, None] & candidates[..., None]).astype(jnp.float32)
+    return (is_nearest & is_used[:, None] & candidates[..., None]).astype(jnp.float32), distance
 
 
 @register_method(example="snapkv:budget=512 + kmeans", family="component over a selection")
@@ -117,7 +113,8 @@ def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", se
     Args:
       share: as in `kvcrush`.
       iterations: Lloyd's iterations, of each sequence.
-      features: "keys", or "bits", the signatures of `kvcrush`; the paper does not say which.
+      features: "keys", the keys of all heads and of a unit's tokens concatenated, or "bits", the signatures of
+        `kvcrush`; the paper does not say which.
       seed: seed of the initial centroids.
 
     Reference:

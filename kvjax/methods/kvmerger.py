@@ -60,9 +60,12 @@ class MergeSets:
         is_heavy = top_k_mask(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
         may_join = old & ~is_heavy
         direction = unit_vectors(block.clean().k)
-        cosine = _shift_right((direction[:, :, 1:] * direction[:, :, :-1]).sum(-1))
+        # A pair of neighbors stands at the later one; the first token has no pair.
+        one_later = [(0, 0), (0, 0), (1, 0)]
+        cosine = jnp.pad((direction[:, :, 1:] * direction[:, :, :-1]).sum(-1), one_later)
+        may_join_previous = may_join & jnp.pad(may_join[:, :, :-1], one_later)
         excess = real.sum(2, dtype=jnp.int32) - self.budget
-        joins_previous = top_k_mask(cosine, may_join & _shift_right(may_join[:, :, :-1]), jnp.maximum(excess, 0))
+        joins_previous = top_k_mask(cosine, may_join_previous, jnp.maximum(excess, 0))
         return jnp.where(real, jnp.cumsum(~joins_previous, 2, dtype=jnp.int32) - 1, T)
 
     def pivots(self, block: KVBlock, scores: Array) -> Array:
@@ -74,11 +77,6 @@ class MergeSets:
         is_best = scores == gather_at_slots(highest, sets)
         first = jnp.full(sets.shape, T).at[index].min(jnp.where(is_best, place, T), mode="drop")
         return place == first.at[index].get(mode="fill", fill_value=-1)
-
-
-def _shift_right(x: Array) -> Array:
-    """Moves [B K T - 1] one place later, with 0 in the first: [B K T]."""
-    return jnp.pad(x, [(0, 0), (0, 0), (1, 0)])
 
 
 def _heads(x: Array) -> tuple[Array, Array]:
@@ -120,7 +118,16 @@ class GaussianMerge:
 
     def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
         block, kept = block.clean(), kept.clean()
-        slot, n = self._slots(block, kept, choice), kept.k.shape[2]
+        n, kept_slots = kept.k.shape[2], jnp.broadcast_to(choice.slots, kept.k.shape[:3])
+        # These are the scores of `PivotScores`, which rank the heavy hitters as the attention does: they are pivots.
+        sets = self.sets.assign(block, choice.scores.per_kv_head)
+        kept_sets = jnp.take_along_axis(sets, jnp.maximum(kept_slots, 0), 2)
+        kept_sets = jnp.where(kept_slots >= 0, kept_sets, sets.shape[2])  # a set that does not exist is dropped
+        # An evicted token goes to the slot of its set's pivot, which is kept; one without a slot goes nowhere, to n.
+        place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], kept_slots.shape)
+        slot_of_set = jnp.full(sets.shape, n).at[(*_heads(sets), kept_sets)].min(place, mode="drop")
+        slot = jnp.take_along_axis(slot_of_set, sets, 2, mode="clip")
+        slot = jnp.where(evicted_mask(block, choice), slot, n)
         num_merged = scatter_add(jnp.ones(slot.shape), slot, n)
         pivot = memory.take(kept.k, jnp.minimum(slot, n - 1)).astype(jnp.float32)
         distance = jnp.square(block.k.astype(jnp.float32) - pivot).sum(-1)
@@ -131,16 +138,6 @@ class GaussianMerge:
         total = 1.0 + scatter_add(weight, slot, n)
         k, v = (fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(num_merged) if self.count else kept.bias)
-
-    def _slots(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots) -> Array:
-        """Returns the slot that each evicted token is merged into, i32[B K T], n for none."""
-        # These are the scores of `PivotScores`, which rank the heavy hitters as the attention does: they are pivots.
-        sets, n = self.sets.assign(block, choice.scores.per_kv_head), kept.k.shape[2]
-        slots = jnp.broadcast_to(choice.slots, kept.k.shape[:3])
-        kept_sets = jnp.where(slots >= 0, jnp.take_along_axis(sets, jnp.maximum(slots, 0), 2), sets.shape[2])
-        place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], slots.shape)
-        slot = jnp.full(sets.shape, n).at[(*_heads(sets), kept_sets)].min(place, mode="drop")
-        return jnp.where(evicted_mask(block, choice), jnp.take_along_axis(slot, sets, 2, mode="clip"), n)
 
 
 @register_method(example="kvmerger:budget=512", family="merging")

@@ -30,14 +30,7 @@ class ReplayAttention(Scorer):
     """Scores a token by the most attention that it gets while the model repeats its chunk (KVzip, 2505.23416).
 
     For its score, a query of the repetition attends only to the first `sinks` tokens of the prompt, to the chunk that
-    it repeats and to the repetition before it.
-
-    Args:
-      chunk: tokens that one repetition copies.
-      lead: tokens before the chunk that are copied too.
-      sinks: first tokens of the prompt.
-      plus: whether attention is multiplied by the norm of the token's contribution to the layer's output, over the
-        norm of the query's hidden state (KVzip+, kvpress).
+    it repeats and to the repetition before it. The fields are the arguments of `kvzip`.
     """
 
     chunk: int = 2048
@@ -59,13 +52,10 @@ class ReplayAttention(Scorer):
 
     @property
     def needs_output(self) -> bool:
-        """KVzip+ needs the output projection."""
+        """KVzip+ needs the output projection, and the hidden states of the repetition."""
         return self.plus
 
-    @property
-    def needs_hidden(self) -> bool:
-        """KVzip+ needs the hidden states of the repetition."""
-        return self.plus
+    needs_hidden = needs_output
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         replay_scores = self.require_observation(observation).replay_scores
@@ -84,9 +74,14 @@ class ReplayAttention(Scorer):
         chunk_pos = jnp.where(chunk.pos >= start, chunk.pos, -1)
         keys = jnp.concatenate([chunk.k, sinks.k, new.k], 2)
         pos = jnp.concatenate([chunk_pos, sinks_pos, new.pos], 2)
-        value_norms = jnp.ones((1, 1, 1, size))
+        value_norms, query_scale = jnp.ones((1, 1, 1, size)), jnp.ones(observation.pos.shape)
         if observation.output_projection is not None:
-            value_norms = _output_norms(chunk.v, observation.output_projection)
+            # [B K G S], of each value's contribution to the layer's output by each query head.
+            weight = observation.output_projection[0].astype(jnp.float32)
+            value_norms = jnp.linalg.norm(jnp.einsum("bksh,kghd->bkgsd", chunk.v.astype(jnp.float32), weight), axis=-1)
+        if observation.hidden_states is not None:
+            hidden_norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
+            query_scale = jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(hidden_norms, 1e-6), 0.0)
 
         def update(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
             q, q_pos, query_scale = queries
@@ -94,7 +89,6 @@ class ReplayAttention(Scorer):
             received = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * query_scale[:, None, None, :, None]
             return jnp.maximum(most, (received * value_norms[:, :, :, None]).max((2, 3))), None
 
-        query_scale = _inverse_hidden_norms(observation)
         blocks = (
             split_blocks(observation.q, 3, 64),
             split_blocks(observation.pos, 1, 64, -1),
@@ -104,20 +98,6 @@ class ReplayAttention(Scorer):
         most = jnp.where(chunk_pos >= 0, most, 0.0)
         most = jnp.maximum(lax.dynamic_slice_in_dim(before, first, size, 2), most)
         return lax.dynamic_update_slice_in_dim(before, most, first, 2)
-
-
-def _output_norms(v: Array, output: Array) -> Array:
-    """Computes the norm of each value's contribution to the layer's output by each query head: f32[B K G S]."""
-    added = jnp.einsum("bksh,kghd->bkgsd", v.astype(jnp.float32), output[0].astype(jnp.float32))
-    return jnp.linalg.norm(added, axis=-1)
-
-
-def _inverse_hidden_norms(observation: Observation) -> Array:
-    """Computes 1 / norm of the hidden state of each query: f32[B Q], 1 where hidden states are not observed."""
-    if observation.hidden_states is None:
-        return jnp.ones(observation.pos.shape)
-    norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
-    return jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(norms, 1e-6), 0.0)
 
 
 @register_method(example="kvzip:budget=512", family="eviction after the prompt")
@@ -149,7 +129,8 @@ def kvzip(
       chunk: tokens of the prompt that are repeated at a time, after an instruction (for a model with a tokenizer).
       lead: last tokens of the previous chunk that the instruction quotes.
       sinks: as in `make_selection`; every repetition sees them.
-      plus: whether scores are those of KVzip+.
+      plus: whether scores are those of KVzip+, which multiplies attention by the norm of the token's contribution to
+        the layer's output, over the norm of the query's hidden state.
       level: the heads that share the budget by one ranking of scores: "model", all heads of all layers, as the authors
         do; "layer", all heads of a layer; or "head", where every head keeps the same number of tokens.
       page: slots of a page, in which heads of unequal length are stored, unless level is "head".
