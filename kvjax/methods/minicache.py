@@ -137,8 +137,8 @@ class SharedDirections(PrecisionTiers):
         for name, is_wrong, reason in reasons:
             if is_wrong:
                 raise IncompatibleMethod(
-                    f"slot `side_store` shares directions between two layers and cannot work with slot `{name}`, "
-                    f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out"
+                    f"component `side_store` shares directions between two layers and cannot work with component "
+                    f"`{name}`, {type(getattr(m, name)).__name__}: {reason}; leave one of them out"
                 )
 
 

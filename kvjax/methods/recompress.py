@@ -47,14 +47,14 @@ class Recompress(Policy):
             raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
         if layer.method.merge is not None or layer.method.layer_budgets is not None:
             raise IncompatibleMethod(
-                f"slot `decode`, {self}, cannot work with slots `merge` and `layer_budgets`: lost tokens are folded "
-                "into others, and a budget is divided among layers, when the prompt ends and not while decoding; leave "
-                "one of them out"
+                f"component `decode`, {self}, cannot work with components `merge` and `layer_budgets`: lost tokens are "
+                "folded into others, and a budget is divided among layers, when the prompt ends and not while "
+                "decoding; leave one of them out"
             )
         if layer.method.second_stage is not None:
             raise IncompatibleMethod(
-                f"slot `second_stage`, {layer.method.second_stage}, looks at the layer when the prompt ends, and slot "
-                f"`decode`, {self}, makes the selection again while decoding; leave one of them out"
+                f"component `second_stage`, {layer.method.second_stage}, looks at the layer when the prompt ends, and "
+                f"component `decode`, {self}, makes the selection again while decoding; leave one of them out"
             )
 
     def target(self, layer: MethodLayer) -> int:

@@ -60,7 +60,8 @@ def _compose_two(a: KVMethod, b: KVMethod) -> Method:
             raise
         raise ComponentConflict(
             e.component,
-            f"{name_of(a)} and {name_of(b)} both fill the slot `{e.component}`; use {remedy!r}, which leaves it to one",
+            f"{name_of(a)} and {name_of(b)} both fill the component `{e.component}`; use {remedy!r}, which leaves it "
+            "to one",
         ) from None
 
 

@@ -63,9 +63,9 @@ class Tova(Policy):
         select = layer.method.select
         if select is not None and select.scope != "layer":
             raise IncompatibleMethod(
-                f"slot `decode`, {self}, cannot work with slot `select` by {select.scorer}: TOVA holds the same tokens "
-                "in all heads of a layer, and this selection keeps others in each; give it per=layer, as in "
-                "'snapkv:per=layer + tova'"
+                f"component `decode`, {self}, cannot work with component `select` by {select.scorer}: TOVA holds the "
+                "same tokens in all heads of a layer, and this selection keeps others in each; give it per=layer, as "
+                "in 'snapkv:per=layer + tova'"
             )
 
 
