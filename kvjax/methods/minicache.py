@@ -82,19 +82,16 @@ class SharedDirections(PrecisionTiers):
         is_exact = top_k_mask(-signed_squared_cosine(own.k, other.k), own.pos >= 0, self.num_main_slots(length))
         exact_slots = mask_to_slots(is_exact, self.num_main_slots(most))
         merged_slots = mask_to_slots((own.pos >= 0) & ~is_exact, max(self.low_tier_tokens(most), 1))
-        return gather_tokens(own, exact_slots), self._merge(
-            layer, gather_tokens(own, merged_slots), gather_tokens(other, merged_slots)
-        )
+        main = gather_tokens(own, exact_slots)
+        own, other = (gather_tokens(x, merged_slots) for x in (own, other))
 
-    def _merge(self, layer: MethodLayer, own: KVBlock, other: KVBlock) -> MergedTokens:
-        """Stores the same tokens of this layer and of its partner as directions and lengths."""
         lengths = split_length(own.k)[0], split_length(own.v)[0]
-        if self.paired_layer < 0:
-            return MergedTokens(None, None, *lengths, own.pos)
+        if self.paired_layer < 0:  # the upper layer reads the directions of the lower one
+            return main, MergedTokens(None, None, *lengths, own.pos)
         k, v = (slerp(a, b, self.t).astype(a.dtype) for a, b in ((own.k, other.k), (own.v, other.v)))
         # A codec of pre-RoPE keys gets unrotated directions; a rotation changes no length.
         stored_k = layer.keys_to_store(KVBlock(k, v, own.pos))
-        return MergedTokens(layer.k.encode(stored_k, own.pos), layer.v.encode(v, own.pos), *lengths, own.pos)
+        return main, MergedTokens(layer.k.encode(stored_k, own.pos), layer.v.encode(v, own.pos), *lengths, own.pos)
 
     def open_pair(self, layer: MethodLayer, store: MergedTokens, cross_layer: Any) -> tuple[MergedTokens, Any]:
         if self.paired_layer < 0:

@@ -46,20 +46,24 @@ class TriAttention(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block, observation, rope = block.clean(), self.require_observation(observation), spec.rope
-
-        def sums(q: Array, counts: Array) -> tuple[Array, Array]:
-            return sum_queries(q, counts), moduli(q, rope.dim).sum(3)
-
-        mean, modulus = mean_over_pre_rope(observation, observation.pos >= 0, rope, sums)
+        mean, modulus = mean_over_pre_rope(
+            observation,
+            observation.pos >= 0,
+            rope,
+            lambda q, counts: (sum_queries(q, counts), moduli(q, rope.dim).sum(3)),
+        )
         steps = jnp.asarray(2 ** np.arange(self.furthest.bit_length()), jnp.int32)
         rotated = rotate_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
         keys = block.k.astype(jnp.float32)
         heads = jnp.einsum("bkgh,bksh->bkgs", rotated, keys)
         spread = modulus - moduli(mean, rope.dim)
         heads += jnp.einsum("bkgf,bksf->bkgs", spread, moduli(keys, rope.dim))
-        readable = visible_to_next_query(block, spec.window)
+        readable = visible_to_next_query(block, spec.window)  # bool[B 1|K 1 S]
         if self.normalise:
-            heads = standardize(heads, readable)
+            number = jnp.maximum(readable.sum(3, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
+            heads -= jnp.where(readable, heads, 0.0).sum(3, keepdims=True) / number
+            variance = jnp.where(readable, jnp.square(heads), 0.0).sum(3, keepdims=True) / number
+            heads /= jnp.maximum(jnp.sqrt(variance), 1e-6)
         heads = jnp.where(readable, heads, MASKED_LOGIT)
         return head_scores(heads, heads.max(2), block)
 
@@ -68,14 +72,6 @@ def moduli(x: Array, dim: int) -> Array:
     """Computes the lengths of the rotated pairs of channels of x [... H], f32[... dim / 2]; rotations keep them."""
     half = dim // 2
     return jnp.sqrt(jnp.square(x[..., :half]) + jnp.square(x[..., half:dim]))
-
-
-def standardize(x: Array, counted: Array) -> Array:
-    """Standardizes x f32[B K G S] by mean and deviation over the slots counted bool[B 1|K 1 S]."""
-    number = jnp.maximum(counted.sum(3, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    deviation = x - jnp.where(counted, x, 0.0).sum(3, keepdims=True) / number
-    variance = jnp.where(counted, jnp.square(deviation), 0.0).sum(3, keepdims=True) / number
-    return deviation / jnp.maximum(jnp.sqrt(variance), 1e-6)
 
 
 @register_method(example="triattention:budget=512", family="eviction after the prompt")
