@@ -21,9 +21,7 @@ from kvjax.methods.registry import register_method
 class ValueMerge:
     """Merges values of evicted tokens into kept ones, weighted by cosine and norm; keys stay (kvpress' MergingPress).
 
-    Args:
-      threshold: least cosine of the keys.
-      fraction: fraction of each head's evicted tokens, ranked by cosine, that may merge.
+    The fields are the arguments of `merging`.
     """
 
     threshold: float = 0.0

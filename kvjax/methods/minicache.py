@@ -38,13 +38,8 @@ class SharedDirections(PrecisionTiers):
     """The side store of pairs of layers, from layer `start * L` (rounded down) up (MiniCache, section 4).
 
     The lower layer of a pair stores the directions, and passes them to the upper layer in each step. Both layers keep
-    in their slots, exactly, the tokens of each head whose keys differ most between the two.
-
-    Args:
-      t: place of the shared direction on the arc from the lower layer's, 0, to the upper layer's, 1.
-      share: fraction of each head's tokens that stay exact, rounded up.
-      start: fraction of the layers below the first pair.
-      paired_layer: +1 in the lower layer of a pair, -1 in the upper one; set by `at`.
+    in their slots, exactly, the tokens of each head whose keys differ most between the two. The fields are the
+    arguments of `minicache`, and `paired_layer`, which `at` sets: +1 in the lower layer of a pair, -1 in the upper one.
     """
 
     t: float = 0.6

@@ -25,9 +25,6 @@ class Recompress(Policy):
 
     The scorer observes as many of the latest queries as it asks for. If it asks for all, it observes the last `every`,
     those since the last selection (`h2o` accumulates over all queries instead).
-
-    Args:
-      every: decoded tokens between two selections.
     """
 
     every: int

@@ -49,11 +49,7 @@ class StaircaseQuantizer(Codec):
     on. The last level keeps what it gets. A prompt's tokens are coded once, from full precision, on the level of their
     age.
 
-    Args:
-      bits: of the codes on each level, newest first.
-      group: tokens of a channel, or channels of a token, that share a scale and a minimum.
-      axis: "channel" or "token", as in `Kivi`.
-      every: tokens of a block.
+    The fields are the arguments of `saq`, and `axis` as in `Kivi`: "channel" for keys, "token" for values.
     """
 
     bits: tuple[int, ...]

@@ -39,14 +39,7 @@ class ShadowStore(SideStore):
 
     A query reads the chunks whose landmarks have the highest softmax weight of its key/value head's query heads. The
     main slots keep exactly: the outlier chunks of each head, whose tokens are least like their mean, the last chunks,
-    the remainder of the prompt, and all decoded tokens.
-
-    Args:
-      budget: tokens of the side store that a query reads.
-      chunk: tokens of a chunk.
-      rank: rank of the keys, all heads together.
-      outliers: chunks of each head that stay exact.
-      local: last chunks that stay exact.
+    the remainder of the prompt, and all decoded tokens. The fields are the arguments of `shadowkv`.
     """
 
     budget: int = 2048

@@ -28,12 +28,8 @@ class TriAttention(Scorer):
     Mao et al. 2026, arXiv 2604.04921. With pre-RoPE queries and keys as complex numbers, one for each rotated pair f of
     channels, mean query m and mean modulus a: the sum over f of |m| |k| cos((t - p + d) w + arg(m conj k)) +
     (a - |m|) |k|, in the mean over d = 1, 2, 4, .., `furthest`. The first term is the dot product of the rotated key
-    with the mean query rotated to t + d; channels without rotation count in it alone.
-
-    Args:
-      furthest: greatest distance.
-      normalise: whether each query head's scores are standardized over a sequence's tokens before the greatest of a
-        key/value head's query heads is taken.
+    with the mean query rotated to t + d; channels without rotation count in it alone. The fields are arguments of
+    `triattention`.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -102,8 +98,8 @@ def triattention(
       budget: as in `make_selection` (the authors' plugin: 2,048).
       recent: as in `make_selection` (the authors' plugin: 128).
       furthest: largest distance ahead; the distances are the powers of two up to it.
-      normalise: whether each query head's scores are normalized before the largest is taken (optional in the authors'
-        code, on in TensorRT-LLM).
+      normalise: whether each query head's scores are standardized over a sequence's tokens before the largest of a
+        key/value head's query heads is taken (optional in the authors' code, on in TensorRT-LLM).
       sinks, unit, per: as in `make_selection`.
 
     Reference:
