@@ -358,8 +358,10 @@ def _check(args: argparse.Namespace) -> int:
 
 def _methods(args: argparse.Namespace) -> None:
     from kvjax.methods import listing
+    from kvjax.methods.loading import load_all
+    from kvjax.methods.strings import find_entry
 
-    entries = listing.find_entries(args.names)
+    entries = [find_entry(name) for name in args.names] or [entry for _, entry in sorted(load_all().items())]
     if args.json:
         print(json.dumps([listing.to_json(entry) for entry in entries], indent=2))
     elif args.names:

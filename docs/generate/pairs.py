@@ -84,7 +84,7 @@ def refusals(name: str) -> dict[str, list[str]]:
     for other in builtin_entries():
         if other == name or (verdict := judge_pair(name, other)).composes:
             continue
-        # An error reads "slot `a`: the reason; the remedy"; the table needs the reason alone.
+        # An error reads "component `a`: the reason; the remedy"; the table needs the reason alone.
         inside = re.search(r": ([^:;]+); [a-z]+ .*$", verdict.reason)
         found.setdefault(inside[1] if inside else verdict.reason.split(";")[0], []).append(other)
     return found

@@ -295,8 +295,8 @@ class MethodLayer(StateOperations):
         if token_by_token:
             if commit < T and m.decode is None:
                 raise KvjaxError(
-                    f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds one "
-                    "sequence per row, and no tree or beam of guesses"
+                    f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds "
+                    "sequences, and no tree or beam of guesses"
                 )
             return extend_token_by_token(extend, state, q, new, commit, cross_layer)
         if 0 < m.read.prompt_chunk < T:

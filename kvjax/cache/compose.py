@@ -23,7 +23,7 @@ def compose(a: KVMethod, b: KVMethod) -> Method:
     for x, y in ((a, b), (b, a)):
         if not isinstance(x, Method):
             raise IncompatibleMethod(
-                f"{x} is no kvjax.Method, so {_name(y)} finds no slot of it to fill; leave one of them out"
+                f"{x} is no kvjax.Method, so {_name(y)} finds no component of it to fill; leave one of them out"
             )
     assert isinstance(a, Method) and isinstance(b, Method)
     default = Method()
@@ -44,8 +44,8 @@ def compose(a: KVMethod, b: KVMethod) -> Method:
         if is_taken:
             raise ComponentConflict(
                 field.name,
-                f"{_name(a)} and {_name(b)} both fill the slot `{field.name}`: {x} and {y}; "
-                "leave one of them out, or set the slot with dataclasses.replace",
+                f"{_name(a)} and {_name(b)} both fill the component `{field.name}`: {x} and {y}; "
+                "leave one of them out, or set the component with dataclasses.replace",
             )
     return Method(**merged, recipe=" + ".join(m.recipe for m in (a, b) if m.recipe))
 

@@ -389,8 +389,8 @@ class Cache:
     weights: str = dataclasses.field(default="", metadata={"static": True})
 
     def __repr__(self) -> str:
-        rows, layers = self.length.shape[0], len(self.layers)
-        return f"Cache({rows} rows, {layers} layers, capacity {self.capacity} tokens a row)"
+        sequences, layers = self.length.shape[0], len(self.layers)
+        return f"Cache({sequences} sequences, {layers} layers, capacity {self.capacity} tokens a sequence)"
 
     @property
     def is_donated(self) -> bool:

@@ -112,8 +112,8 @@ class StateOperations:
             component = getattr(self.method, name)
             if component.sequential_writes:
                 raise IncompatibleMethod(
-                    f"slot `{name}`, {type(component).__name__}, takes tokens one by one, as they are read, and cannot "
-                    "be edited; edit the text under `full`, which any method can then be made of "
+                    f"component `{name}`, {type(component).__name__}, takes tokens one by one, as they are read, and "
+                    "cannot be edited; edit the text under `full`, which any method can then be made of "
                     "(`kvjax.generation.reuse.full_kv`)"
                 )
         # Sequences of unequal length end in different slots: only a write on the device drops what lies beyond.
@@ -163,14 +163,14 @@ class StateOperations:
         m = self.method
         if self.needs.paired_layer:
             raise IncompatibleMethod(
-                "a prefix that rows share is read layer by layer, and slot `side_store`, "
+                "a prefix that sequences share is read layer by layer, and component `side_store`, "
                 f"{type(m.side_store).__name__}, holds what two layers share once for both; read the prefix under "
                 "another method, such as 'full'"
             )
         if m.decode is not None or not isinstance(m.read, Full):
             name = "read" if m.decode is None else "decode"
             raise IncompatibleMethod(
-                f"a prefix that rows share is read in full and never changes, and slot `{name}`, "
+                f"a prefix that sequences share is read in full and never changes, and component `{name}`, "
                 f"{type(getattr(m, name)).__name__}, chooses anew at every step; read the prefix under another method, "
                 "such as 'full', and its documents under this one"
             )
@@ -193,8 +193,8 @@ class StateOperations:
         for name, cannot, reason in reasons:
             if cannot:
                 raise IncompatibleMethod(
-                    f"slot `{name}` cannot work behind a prefix that rows share: {reason}; read the documents whole, "
-                    "or under a method without it"
+                    f"component `{name}` cannot work behind a prefix that sequences share: {reason}; read the "
+                    "documents whole, or under a method without it"
                 )
 
     def _check_append_only(self, ability: str) -> None:
@@ -202,8 +202,8 @@ class StateOperations:
         for name in ("decode", "select", "side_store"):
             if getattr(m, name) is not None:
                 raise IncompatibleMethod(
-                    f"slot `{name}`, {type(getattr(m, name)).__name__}, has made its choice among the tokens, so that "
-                    f"this cache cannot {ability}; {CONTEXT_REMEDY}"
+                    f"component `{name}`, {type(getattr(m, name)).__name__}, has made its choice among the tokens, so "
+                    f"that this cache cannot {ability}; {CONTEXT_REMEDY}"
                 )
 
 

@@ -67,8 +67,9 @@ class FixedPointEviction(Policy):
         budget = None if select is None else select.max_kept()
         if budget is None or layer.method.layer_budgets is not None:
             raise IncompatibleMethod(
-                f"slot `decode`, {self}, holds as many tokens as slot `select` leaves of any prompt, and here that is "
-                "no fixed number; use a selection with a budget in tokens, without slot `layer_budgets`"
+                f"component `decode`, {self}, holds as many tokens as component `select` leaves of any prompt, and "
+                "here that is no fixed number; use a selection with a budget in tokens, without component "
+                "`layer_budgets`"
             )
         if budget <= self.distance:
             raise KvjaxError(

@@ -292,9 +292,9 @@ class CalibratedDivision(HeadBudgets):
         assert select is not None
         if len(set(budgets_by_layer(budget, spec))) > 1:
             raise IncompatibleMethod(
-                "head shares (slot `side_store`) divide one budget among all layers, and "
-                f"{type(select.budget).__name__} (slot `select`) has divided it already; give all layers the same, as "
-                "in 'snapkv:budget=256 + head_shares'"
+                "head shares (component `side_store`) divide one budget among all layers, and "
+                f"{type(select.budget).__name__} (component `select`) has divided it already; give all layers the "
+                "same, as in 'snapkv:budget=256 + head_shares'"
             )
         represented = 0.0 if method.representatives is None else method.representatives.share
         division = Division(

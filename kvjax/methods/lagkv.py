@@ -28,13 +28,8 @@ class LagKV(Scorer):
     the range of that channel in the next partition; the standard deviation over the channels, as a softmax over the
     token's own partition, is the key's score. Values are scored alike, and the mean of both counts. Tokens without a
     whole partition after theirs have no score: they outrank all others, the later the higher, and the sinks outrank
-    these. A channel that is constant in the next partition counts 0 for every token.
-
-    Args:
-      lag: tokens of a partition.
-      sinks: first tokens.
-      cross: whether scores are compared across partitions; otherwise a token's score is its rank in its partition, so
-        that all partitions keep equally many.
+    these. A channel that is constant in the next partition counts 0 for every token. The fields are arguments of
+    `lagkv`.
     """
 
     lag: int = 128
@@ -98,7 +93,8 @@ def lagkv(
       lag: tokens of a partition; the last whole partition and what follows it stay before all others (kvpress: 128; the
         class in the authors' code: 1024).
       sinks: as in `make_selection` (kvpress: 4; the class in the authors' code: 16).
-      cross: whether partitions compete with one another.
+      cross: whether partitions compete with one another; otherwise a token's score is its rank in its partition, so
+        that all partitions keep equally many.
 
     Reference:
       LagKV, Liang et al. 2025, arXiv 2504.04704; scored once after the prompt as in kvpress

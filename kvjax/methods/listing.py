@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.methods.loading import load_all
 from kvjax.methods.registry import FAMILIES, OWN_FAMILY, MethodEntry
-from kvjax.methods.strings import find_entry
 
 HINT = "`kvjax methods NAME ...` has parameters, defaults and references; `a + b` composes methods"
-
-
-def find_entries(names: Sequence[str]) -> list[MethodEntry]:
-    """These methods in this order, or all by name; raises KvjaxError with the nearest name for an unknown one."""
-    return [find_entry(name) for name in names] or [entry for _, entry in sorted(load_all().items())]
 
 
 def format_overview(entries: Sequence[MethodEntry], width: int | None) -> str:
@@ -43,7 +36,7 @@ def format_details(entry: MethodEntry) -> str:
 
 
 def to_json(entry: MethodEntry) -> dict[str, Any]:
-    """The same as a JSON object."""
+    """The parameters, family and docstring sections of a method, as a JSON object."""
     docs, meanings = entry.docs, entry.meanings
     parameters = {
         name: {

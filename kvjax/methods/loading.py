@@ -67,21 +67,23 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def load_all() -> dict[str, MethodEntry]:
-    """Imports and returns all methods: kvjax's, installed packages', and the user's own."""
+    """Imports and returns all methods: kvjax's, installed packages', and the user's own.
+
+    The entry points of packages are loaded once; one that fails gives a KvjaxWarning.
+    """
     import_builtin_methods()
-    load_entry_points()
-    return REGISTRY
-
-
-def load_entry_points() -> None:
-    """Loads the methods that installed packages name, once; one that fails gives a KvjaxWarning."""
     with _LOCK:
         for entry in _entry_points():
             if entry in _STARTED:
                 continue
             _STARTED.add(entry)
             try:
-                _load_entry_point(entry)
+                value = entry.load()
+                if isinstance(value, types.ModuleType):
+                    if not _find_methods(value, REGISTRY):
+                        raise KvjaxError("the module defines no method")
+                elif not any(method.make is value for method in REGISTRY.values()):
+                    raise KvjaxError("it is neither a module nor a function below @register_method")
             except Exception as e:
                 package = f" of {entry.dist.name}" if entry.dist else ""
                 warnings.warn(
@@ -90,21 +92,13 @@ def load_entry_points() -> None:
                     KvjaxWarning,
                     stacklevel=2,
                 )
+    return REGISTRY
 
 
 @functools.cache
 def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
     """The entry points of the group, cached because a search of all installed packages is slow."""
     return tuple(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
-
-
-def _load_entry_point(entry: importlib.metadata.EntryPoint) -> None:
-    value = entry.load()
-    if isinstance(value, types.ModuleType):
-        if not _find_methods(value, REGISTRY):
-            raise KvjaxError("the module defines no method")
-    elif not any(method.make is value for method in REGISTRY.values()):
-        raise KvjaxError("it is neither a module nor a function below @register_method")
 
 
 def _load_file(path: Path) -> types.ModuleType:
@@ -114,7 +108,13 @@ def _load_file(path: Path) -> types.ModuleType:
     given, path = path, path.resolve()
     source = path.read_bytes()
     digest = hashlib.sha256(source).hexdigest()
-    known = _find_module(path)
+    # The file may have been imported under any name, `__main__` included.
+    known = None
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and os.path.basename(file) == path.name and Path(file).resolve() == path:
+            known = module
+            break
     if known and _DIGESTS.get(path, digest) == digest:
         return known
     for name in [name for name, entry in REGISTRY.items() if source_file(entry.make) == path]:
@@ -136,15 +136,6 @@ def _load_file(path: Path) -> types.ModuleType:
         raise KvjaxError(_explain(e, given, path)) from e
     _DIGESTS[path] = digest
     return module
-
-
-def _find_module(path: Path) -> types.ModuleType | None:
-    """The module that was imported from this file, under any name, `__main__` included."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and os.path.basename(file) == path.name and Path(file).resolve() == path:
-            return module
-    return None
 
 
 def _module_name(path: Path) -> str:
@@ -206,9 +197,9 @@ def _explain(error: BaseException, source: str | Path, path: Path | None) -> str
         for frame in traceback.extract_tb(error.__traceback__)
         if (frame.filename == str(path) if path else not frame.filename.startswith(machinery))
     ]
-    where, line = (str(source), frames[-1].lineno) if path and frames else (str(source), None)
-    if not path and frames:
-        where, line = f"{source}: {os.path.relpath(frames[-1].filename)}", frames[-1].lineno
+    where, line = str(source), frames[-1].lineno if frames else None
+    if frames and not path:
+        where += f": {os.path.relpath(frames[-1].filename)}"
     if isinstance(error, SyntaxError) and error.filename:
         same = path is not None and Path(error.filename) == path
         where, line = (where if same else f"{source}: {os.path.relpath(error.filename)}"), error.lineno

@@ -97,7 +97,11 @@ class ConvolutionTable(TableKind):
             raise KvjaxError(
                 f"no text loses a token; give texts of {least} tokens or more, as `length`, or fewer slots"
             )
-        convolution = fit_convolution(self._initial_weights(spec), texts, self.slots, spec.window, self.steps)
+        convolution = self._initial_weights(spec)
+        # Adam (Kingma & Ba, 2014) with its usual decays; not lax.scan, in whose loops XLA:CPU convolves far slower.
+        moments = (jax.tree.map(jnp.zeros_like, convolution),) * 2
+        for step in range(1, self.steps + 1):
+            convolution, moments = _adam_step(convolution, moments, jnp.float32(step), texts, self.slots, spec.window)
         arrays = {name: np.asarray(array, np.float32) for name, array in convolution._asdict().items()}
         return arrays | {"weight": arrays["weight"].astype(np.float16)}
 
@@ -153,25 +157,16 @@ def relative_error(convolution: Convolution, texts: SplitTexts, slots: int, wind
     return error / jnp.maximum(norm, 1e-30)
 
 
-def fit_convolution(start: Convolution, texts: SplitTexts, slots: int, window: int | None, steps: int) -> Convolution:
-    """Minimizes `relative_error` by Adam (Kingma & Ba, 2014), with its usual decays."""
-    convolution, mean = start, jax.tree.map(jnp.zeros_like, start)
-    square = mean
-    for step in range(1, steps + 1):  # not lax.scan: in its loops XLA:CPU convolves far slower
-        convolution, mean, square = _run_step(convolution, (mean, square), jnp.float32(step), texts, slots, window)
-    return convolution
-
-
 # At module level, so that the layers of a model share one compiled program.
 @functools.partial(jax.jit, static_argnames=("slots", "window"))
-def _run_step(
+def _adam_step(
     convolution: Convolution,
     moments: tuple[Convolution, Convolution],
     step: Array,
     texts: SplitTexts,
     slots: int,
     window: int | None,
-) -> tuple[Convolution, Convolution, Convolution]:
+) -> tuple[Convolution, tuple[Convolution, Convolution]]:
     gradient = jax.grad(relative_error)(convolution, texts, slots, window)
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradient)
     square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, moments[1], gradient)
@@ -179,7 +174,7 @@ def _run_step(
     convolution = jax.tree.map(
         lambda x, m, s: x - rate * m / (jnp.sqrt(correction * s) + 1e-8), convolution, mean, square
     )
-    return convolution, mean, square
+    return convolution, (mean, square)
 
 
 def merge_by_convolution(
@@ -209,17 +204,14 @@ def merge_by_convolution(
     evicts = evicted_mask(block, choice).any(2, keepdims=True)
     is_anchor = is_used & ~is_heavy & evicts
     rank, num_mixed = jnp.cumsum(is_anchor, 2, dtype=jnp.int32) - 1, convolution.bias.shape[0]
-    mix = _convolve(_join_kv(block), mask_to_slots(is_mixed, block.k.shape[2]), convolution)
+    every, own = (jnp.concatenate([x.k, x.v], -1).astype(jnp.float32) for x in (block, kept))
+    mix = _convolve(every, mask_to_slots(is_mixed, block.k.shape[2]), convolution)
     mix = memory.take(mix, jnp.clip(rank, 0, num_mixed - 1))
-    weight, own = convolution.normalizer[None, None, None], _join_kv(kept)
+    weight = convolution.normalizer[None, None, None]
     new = (1 - weight) * own + weight * mix
     new = jnp.where((is_anchor & (rank < num_mixed))[..., None], new, own).astype(kept.k.dtype)
     k, v = jnp.split(new, 2, -1)
     return dataclasses.replace(kept, k=k, v=v)
-
-
-def _join_kv(block: KVBlock) -> Array:
-    return jnp.concatenate([block.k, block.v], -1).astype(jnp.float32)
 
 
 def _convolve(x: Array, slot: Array, convolution: Convolution) -> Array:

@@ -8,13 +8,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.merging import EvictedTokens, fold_into_kept, match_evicted, scatter_add
+from kvjax.cache.eviction.merging import fold_into_kept, match_evicted, scatter_add
 from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, head_scores, rank_below_others
 from kvjax.cache.eviction.selection import SelectedSlots, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
@@ -62,21 +62,18 @@ class NearestMerge:
         lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
         num_merged = scatter_add(jnp.ones(lost.slot.shape), lost.slot, n)
         own = 1.0 + num_merged / 2 if self.rule == "pivot" else jnp.ones(num_merged.shape)
-        weight = self._weights(lost)
+        if self.rule == "weighted":
+            weight = lost.cosine
+        elif self.rule == "normalised":
+            weight = jnp.maximum((lost.cosine + 1.0) / 2, 1e-6)
+        else:
+            weight = jnp.full(lost.cosine.shape, 0.5 if self.rule == "pivot" else 1.0)
         total = 1.0 + (scatter_add(weight, lost.slot, n) if self.rule == "normalised" else num_merged)
         k, v = (
             fold_into_kept(x, own[..., None], y, weight, lost.slot, total)
             for x, y in ((kept.k, block.k), (kept.v, block.v))
         )
         return dataclasses.replace(kept, k=k, v=v)
-
-    def _weights(self, lost: EvictedTokens) -> Array:
-        """Returns the factor of each evicted token, f32[B K T]."""
-        if self.rule == "weighted":
-            return lost.cosine
-        if self.rule == "normalised":
-            return jnp.maximum((lost.cosine + 1.0) / 2, 1e-6)
-        return jnp.full(lost.cosine.shape, 0.5 if self.rule == "pivot" else 1.0)
 
 
 def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
 
@@ -21,9 +21,7 @@ from kvjax.methods.registry import register_method
 class ValueMerge:
     """Merges values of evicted tokens into kept ones, weighted by cosine and norm; keys stay (kvpress' MergingPress).
 
-    Args:
-      threshold: least cosine of the keys.
-      fraction: fraction of each head's evicted tokens, ranked by cosine, that may merge.
+    The fields are the arguments of `merging`.
     """
 
     threshold: float = 0.0
@@ -43,16 +41,12 @@ class ValueMerge:
             # Where no cosines are equal, these are the ones that reach the quantile 1 - fraction.
             number = 1 + fraction_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
             joins &= top_k_mask(lost.cosine, lost.mask, number)
-        evicted_norm = _norms(block.v)
-        kept_norm = jnp.take_along_axis(_norms(kept.v), jnp.minimum(lost.slot, n - 1), 2)
+        evicted_norm, kept_norm = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (block.v, kept.v))
+        kept_norm = jnp.take_along_axis(kept_norm, jnp.minimum(lost.slot, n - 1), 2)
         weight = jnp.maximum(lost.cosine, 0.0) * (evicted_norm / (evicted_norm + kept_norm + MIN_KEY_NORM))
         slot = jnp.where(joins, lost.slot, n)
         v = fold_into_kept(kept.v, 1.0, block.v, weight, slot, 1.0 + scatter_add(weight, slot, n))
         return dataclasses.replace(kept, v=v)
-
-
-def _norms(x: Array) -> Array:
-    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1)
 
 
 @register_method(example="snapkv:budget=256 + merging", family="component over a selection")

@@ -29,7 +29,7 @@ def has_user_code(method: Any) -> bool:
     if not dataclasses.is_dataclass(method):
         return False
     values = (getattr(method, f.name, None) for f in dataclasses.fields(method))
-    return not _is_builtin_class(type(method)) or any(map(has_user_code, values))
+    return type(method).__module__.partition(".")[0] != "kvjax" or any(map(has_user_code, values))
 
 
 def _describe(value: Any) -> str:
@@ -38,7 +38,7 @@ def _describe(value: Any) -> str:
         return f"({', '.join(map(_describe, value))})"
     if not dataclasses.is_dataclass(value):
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # a function's address differs between processes
-    is_users = not _is_builtin_class(type(value))
+    is_users = type(value).__module__.partition(".")[0] != "kvjax"
     # kvjax excludes from comparison what changes no result; a user's class may do so for what does.
     names = [field.name for field in dataclasses.fields(value) if field.compare or is_users]
     fields = ", ".join(f"{name}={_describe(getattr(value, name, None))}" for name in names)
@@ -57,7 +57,3 @@ def _class_source(cls: type) -> str:
         except (OSError, TypeError):  # its source is in no file
             sources.append(base.__qualname__)
     return "".join(sources)
-
-
-def _is_builtin_class(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] == "kvjax"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.base import Codec, Plain
+from kvjax.cache.codecs.base import CodecWrapper, Plain
 from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
@@ -29,7 +29,7 @@ class BalancedKeys:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelBalancer(PromptAdaptiveKeys):
+class ChannelBalancer(PromptAdaptiveKeys, CodecWrapper):
     """Multiplies key channels by b = sqrt(max |q| / max |k|), and divides those of queries by it (MiKV, 2402.18096).
 
     Products are unchanged, and outliers are shared between queries and keys. The maxima are those of a prompt, over the
@@ -39,26 +39,13 @@ class ChannelBalancer(PromptAdaptiveKeys):
       inner: the codec that stores the balanced keys.
     """
 
-    inner: Codec
-
     num_queries: ClassVar[int | None] = None
-
-    @property
-    def sequential_writes(self) -> bool:
-        return self.inner.sequential_writes
-
-    @property
-    def is_smooth(self) -> bool:
-        return self.inner.is_smooth
-
-    @property
-    def supports_eviction(self) -> bool:
-        return self.inner.supports_eviction
 
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Computes the weights, f32[B K 1 H]."""
-        max_q = _max_magnitude(observation.q, (observation.pos >= 0)[:, None, None, :, None], (2, 3))[:, :, None]
-        max_k = _max_magnitude(x, (pos >= 0)[..., None], (2,))[:, :, None]
+        is_query, is_key = (observation.pos >= 0)[:, None, None, :, None], (pos >= 0)[..., None]
+        max_q = jnp.where(is_query, jnp.abs(observation.q.astype(jnp.float32)), 0.0).max((2, 3))[:, :, None]
+        max_k = jnp.where(is_key, jnp.abs(x.astype(jnp.float32)), 0.0).max(2)[:, :, None]
         # Two roots, because the quotient of the maxima may overflow.
         both = (max_q > 0) & (max_k > 0)
         return jnp.where(both, jnp.sqrt(max_q) / jnp.sqrt(jnp.where(both, max_k, 1.0)), 1.0)
@@ -87,11 +74,6 @@ class ChannelBalancer(PromptAdaptiveKeys):
 
     def num_committed(self, stored: BalancedKeys, n: Array) -> Array:
         return self.inner.num_committed(stored.keys, n)
-
-
-def _max_magnitude(x: Array, real: Array, axes: tuple[int, ...]) -> Array:
-    """Returns the greatest |x| over these axes, where `real`: f32[B K H]."""
-    return jnp.where(real, jnp.abs(x.astype(jnp.float32)), 0.0).max(axes)
 
 
 def _scale(x: Array, weight: Array) -> Array:

@@ -38,13 +38,8 @@ class SharedDirections(PrecisionTiers):
     """The side store of pairs of layers, from layer `start * L` (rounded down) up (MiniCache, section 4).
 
     The lower layer of a pair stores the directions, and passes them to the upper layer in each step. Both layers keep
-    in their slots, exactly, the tokens of each head whose keys differ most between the two.
-
-    Args:
-      t: place of the shared direction on the arc from the lower layer's, 0, to the upper layer's, 1.
-      share: fraction of each head's tokens that stay exact, rounded up.
-      start: fraction of the layers below the first pair.
-      paired_layer: +1 in the lower layer of a pair, -1 in the upper one; set by `at`.
+    in their slots, exactly, the tokens of each head whose keys differ most between the two. The fields are the
+    arguments of `minicache`, and `paired_layer`, which `at` sets: +1 in the lower layer of a pair, -1 in the upper one.
     """
 
     t: float = 0.6
@@ -82,19 +77,16 @@ class SharedDirections(PrecisionTiers):
         is_exact = top_k_mask(-signed_squared_cosine(own.k, other.k), own.pos >= 0, self.num_main_slots(length))
         exact_slots = mask_to_slots(is_exact, self.num_main_slots(most))
         merged_slots = mask_to_slots((own.pos >= 0) & ~is_exact, max(self.low_tier_tokens(most), 1))
-        return gather_tokens(own, exact_slots), self._merge(
-            layer, gather_tokens(own, merged_slots), gather_tokens(other, merged_slots)
-        )
+        main = gather_tokens(own, exact_slots)
+        own, other = (gather_tokens(x, merged_slots) for x in (own, other))
 
-    def _merge(self, layer: MethodLayer, own: KVBlock, other: KVBlock) -> MergedTokens:
-        """Stores the same tokens of this layer and of its partner as directions and lengths."""
         lengths = split_length(own.k)[0], split_length(own.v)[0]
-        if self.paired_layer < 0:
-            return MergedTokens(None, None, *lengths, own.pos)
+        if self.paired_layer < 0:  # the upper layer reads the directions of the lower one
+            return main, MergedTokens(None, None, *lengths, own.pos)
         k, v = (slerp(a, b, self.t).astype(a.dtype) for a, b in ((own.k, other.k), (own.v, other.v)))
         # A codec of pre-RoPE keys gets unrotated directions; a rotation changes no length.
         stored_k = layer.keys_to_store(KVBlock(k, v, own.pos))
-        return MergedTokens(layer.k.encode(stored_k, own.pos), layer.v.encode(v, own.pos), *lengths, own.pos)
+        return main, MergedTokens(layer.k.encode(stored_k, own.pos), layer.v.encode(v, own.pos), *lengths, own.pos)
 
     def open_pair(self, layer: MethodLayer, store: MergedTokens, cross_layer: Any) -> tuple[MergedTokens, Any]:
         if self.paired_layer < 0:
@@ -137,8 +129,8 @@ class SharedDirections(PrecisionTiers):
         for name, is_wrong, reason in reasons:
             if is_wrong:
                 raise IncompatibleMethod(
-                    f"slot `side_store` shares directions between two layers and cannot work with slot `{name}`, "
-                    f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out"
+                    f"component `side_store` shares directions between two layers and cannot work with component "
+                    f"`{name}`, {type(getattr(m, name)).__name__}: {reason}; leave one of them out"
                 )
 
 

@@ -54,33 +54,27 @@ class Pyramid(Budget):
         return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
 
     def num_kept(self, length: int) -> int:
-        return min(length, self._authors_budget(length) if self.rule == "authors" else self._peer_budget(length))
+        is_authors = self.rule == "authors"
+        # The authors' pyramid stands on the window; kvpress' contains it.
+        above = self.window if is_authors else 0
+        mean = self.tokens - above
+        last = mean // self.beta if is_authors else mean / self.beta
+        first = 2 * mean - last
+        if first >= length - self.window:  # the first layer cannot keep more, so the last ones get what is left
+            first = length - self.window
+            last = 2 * mean - first
+        if is_authors:
+            is_flat = length <= self.tokens or length < 2 * mean
+        else:
+            is_flat = not length >= first >= last >= self.window
+        if is_flat or self.layers == 1:
+            return min(length, round(self.tokens))
+        step = (first - last) // (self.layers - 1) if is_authors else (first - last) / (self.layers - 1)
+        return min(length, round(first - self.layer * step) + above)
 
     def max_kept(self) -> int | None:
         # From four times the budget on, the length of the prompt no longer limits any layer.
         return self.num_kept(4 * round(self.tokens) + 4 * self.window)
-
-    def _authors_budget(self, length: int) -> int:
-        tokens = int(self.tokens)
-        mean = tokens - self.window
-        if length <= tokens or length < 2 * mean or self.layers == 1:
-            return tokens
-        last = mean // self.beta
-        first = 2 * mean - last
-        if first >= length - self.window:
-            first = length - self.window
-            last = 2 * mean - first
-        return first - self.layer * ((first - last) // (self.layers - 1)) + self.window
-
-    def _peer_budget(self, length: int) -> int:
-        last = self.tokens / self.beta
-        first = 2 * self.tokens - last
-        if first >= length - self.window:
-            first = length - self.window
-            last = 2 * self.tokens - first
-        if self.layers == 1 or not length >= first >= last >= self.window:
-            return round(self.tokens)
-        return round(first - self.layer * ((first - last) / (self.layers - 1)))
 
 
 @register_method(example="pyramidkv:budget=512", family="eviction after the prompt")

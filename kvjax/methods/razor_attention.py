@@ -33,13 +33,7 @@ from kvjax.methods.sinks_and_recent import Recency
 class RazorBudgets(HeadTableBudgets):
     """Keeps all tokens in the heads of the highest echo or induction scores, and first and last ones in the others.
 
-    Args:
-      given: a file of `RetrievalHeads`.
-      echo: fraction of the model's heads that are highest in echo, rounded.
-      induction: fraction of the model's heads that are highest in induction, rounded.
-      sinks: first tokens that other heads keep.
-      recent: last tokens that other heads keep.
-      part: other heads keep one in `part` of all tokens where that is more than `recent`; 0 for never.
+    The fields are arguments of `razor_attention`, whose `table` is the file `given`.
     """
 
     given: TableFile

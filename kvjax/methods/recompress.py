@@ -25,9 +25,6 @@ class Recompress(Policy):
 
     The scorer observes as many of the latest queries as it asks for. If it asks for all, it observes the last `every`,
     those since the last selection (`h2o` accumulates over all queries instead).
-
-    Args:
-      every: decoded tokens between two selections.
     """
 
     every: int
@@ -47,14 +44,14 @@ class Recompress(Policy):
             raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
         if layer.method.merge is not None or layer.method.layer_budgets is not None:
             raise IncompatibleMethod(
-                f"slot `decode`, {self}, cannot work with slots `merge` and `layer_budgets`: lost tokens are folded "
-                "into others, and a budget is divided among layers, when the prompt ends and not while decoding; leave "
-                "one of them out"
+                f"component `decode`, {self}, cannot work with components `merge` and `layer_budgets`: lost tokens are "
+                "folded into others, and a budget is divided among layers, when the prompt ends and not while "
+                "decoding; leave one of them out"
             )
         if layer.method.second_stage is not None:
             raise IncompatibleMethod(
-                f"slot `second_stage`, {layer.method.second_stage}, looks at the layer when the prompt ends, and slot "
-                f"`decode`, {self}, makes the selection again while decoding; leave one of them out"
+                f"component `second_stage`, {layer.method.second_stage}, looks at the layer when the prompt ends, and "
+                f"component `decode`, {self}, makes the selection again while decoding; leave one of them out"
             )
 
     def target(self, layer: MethodLayer) -> int:
@@ -64,13 +61,9 @@ class Recompress(Policy):
         assert most is not None
         return most
 
-    def max_tokens(self, layer: MethodLayer) -> int:
-        """Tokens of a head just before a selection."""
-        return self.target(layer) + self.every
-
     def num_slots(self, layer: MethodLayer) -> int:
         # One slot stays empty, for the padding of a sequence that waits while others of the batch get a token.
-        return self.max_tokens(layer) + 1
+        return self.target(layer) + self.every + 1
 
     def init(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
@@ -79,29 +72,36 @@ class Recompress(Policy):
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         if observation is not None and layer.method.select is not None:
             num_queries = layer.method.select.scorer.num_queries
-            num_queries = self.every if num_queries is None else num_queries
-            observation = _arrange_as_ring(latest_queries(observation, num_queries))
+            observation = latest_queries(observation, self.every if num_queries is None else num_queries)
+            # Each query goes to its position modulo W, so that a new one overwrites the oldest. Positions are
+            # consecutive, so a rotation is enough.
+            W = observation.pos.shape[1]
+            shift = (observation.pos[:, -1:] + 1) % W
+            at = (jnp.arange(W, dtype=jnp.int32)[None] - shift) % W
+            q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
+            observation = Observation(q, jnp.take_along_axis(observation.pos, at, 1))
         return jnp.where(place < length, place, -1), observation
 
     def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         if state.policy_state is not None:
-            state = dataclasses.replace(state, policy_state=_add_query(state.policy_state, q, q_pos))
-        is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.max_tokens(layer))[:, 0]
+            ring: Observation = state.policy_state
+            B, K, G, W, H = ring.q.shape
+            at = jnp.where(q_pos >= 0, q_pos % W, W)  # sequences without a token in this step add no query
+            new_q = memory.put(ring.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at).reshape(ring.q.shape)
+            new_pos = memory.put(ring.pos[:, None], q_pos[:, None], at)[:, 0]
+            state = dataclasses.replace(state, policy_state=Observation(new_q, new_pos))
+        is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.target(layer) + self.every)[:, 0]
         # A sequence without a token in this step waits, because its own next query has to be observed first.
         is_due = is_full & (q_pos[:, 0] >= 0)
-
-        def compress(state: LayerState) -> LayerState:
-            return dataclasses.replace(state, pos=self._select_again(layer, state, is_due))
-
-        return lax.cond(is_due.any(), compress, lambda state: state, state)
+        return lax.cond(is_due.any(), lambda s: self._select_again(layer, s, is_due), lambda s: s, state)
 
     def after_token(
         self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
     ) -> tuple[Array, Observation | None]:
         return state.pos, state.policy_state
 
-    def _select_again(self, layer: MethodLayer, state: LayerState, is_due: Array) -> Array:
-        """Removes from pos the tokens that a new selection evicts, in the sequences that are due, bool[B]."""
+    def _select_again(self, layer: MethodLayer, state: LayerState, is_due: Array) -> LayerState:
+        """Evicts the tokens that a new selection leaves out, in the sequences that are due, bool[B]."""
         method, S = layer.method, state.pos.shape[2]
         assert method.select is not None
         # The selection expects a prompt: tokens in the order of their positions, empty slots last.
@@ -118,7 +118,7 @@ class Recompress(Policy):
         B, K, _ = slot.shape
         index = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot
         stays = jnp.zeros(slot.shape, bool).at[index].set(True, mode="drop")
-        return jnp.where(stays, state.pos, -1)
+        return dataclasses.replace(state, pos=jnp.where(stays, state.pos, -1))
 
 
 def latest_queries(observation: Observation, count: int) -> Observation:
@@ -126,23 +126,6 @@ def latest_queries(observation: Observation, count: int) -> Observation:
     pos = last_positions(observation.pos.max(1) + 1, count)
     at = (observation.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)
     return Observation(jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos)
-
-
-def _arrange_as_ring(observation: Observation) -> Observation:
-    """Puts each query at its position modulo W, so that a new query overwrites the oldest."""
-    W = observation.pos.shape[1]  # positions are consecutive, so a rotation is enough
-    shift = (observation.pos[:, -1:] + 1) % W
-    at = (jnp.arange(W, dtype=jnp.int32)[None] - shift) % W
-    q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
-    return Observation(q, jnp.take_along_axis(observation.pos, at, 1))
-
-
-def _add_query(observation: Observation, q: Array, q_pos: Array) -> Observation:
-    """Adds the query q [B K G 1 H] at q_pos i32[B 1], in sequences with a token in this step."""
-    B, K, G, W, H = observation.q.shape
-    at = jnp.where(q_pos >= 0, q_pos % W, W)
-    new = memory.put(observation.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at)
-    return Observation(new.reshape(observation.q.shape), memory.put(observation.pos[:, None], q_pos[:, None], at)[:, 0])
 
 
 @register_method(example="snapkv:budget=512 + recompress:every=32", family="component over a selection")

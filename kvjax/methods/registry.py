@@ -145,7 +145,12 @@ def register_method(
             try:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError as e:
-                raise TypeError(_explain_call_error(name, signature, kwargs, e)) from None
+                known = list(signature.parameters)
+                message = f"{name}: {e}; it has {', '.join(known) or 'no parameters'}"
+                # Python only says that a keyword is unexpected; the known one may be near.
+                if unknown := [key for key in kwargs if key not in known]:
+                    message = describe_unknown_parameter(name, unknown[0], known)
+                raise TypeError(message) from None
             for key, value in arguments.items():
                 _check_value(name, signature.parameters[key], value)
             method = make(*args, **kwargs)
@@ -250,15 +255,6 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
     """A question for the known name that is nearest to an unknown one, or "" where all are far."""
     close = difflib.get_close_matches(name, list(known), 1, 0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _explain_call_error(method: str, signature: inspect.Signature, keywords: Iterable[str], error: TypeError) -> str:
-    """Names the unknown keyword of a call, or repeats what Python says."""
-    known = list(signature.parameters)
-    for name in keywords:
-        if name not in known:
-            return describe_unknown_parameter(method, name, known)
-    return f"{method}: {error}; it has {', '.join(known) or 'no parameters'}"
 
 
 def import_builtin_methods() -> dict[str, MethodEntry]:

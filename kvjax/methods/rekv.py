@@ -56,14 +56,12 @@ class QuestionRetrieval(Retrieve):
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> QuestionState:
         B, K, _, H = block.k.shape
-        return QuestionState(
-            self.index.build(_pre_rope(block, spec)), jnp.zeros((B, K, spec.num_groups, H), jnp.float32)
-        )
+        pre_rope = dataclasses.replace(block, k=spec.rope.unrotate(block.k, block.pos))
+        return QuestionState(self.index.build(pre_rope), jnp.zeros((B, K, spec.num_groups, H), jnp.float32))
 
     def append(self, reader_state: QuestionState, new: KVBlock, at: Array, spec: LayerSpec) -> QuestionState:
-        return dataclasses.replace(
-            reader_state, blocks=self.index.append(reader_state.blocks, _pre_rope(new, spec), at)
-        )
+        pre_rope = dataclasses.replace(new, k=spec.rope.unrotate(new.k, new.pos))
+        return dataclasses.replace(reader_state, blocks=self.index.append(reader_state.blocks, pre_rope, at))
 
     def crop(self, layer: MethodLayer, state: LayerState) -> Any:
         return Reader.crop(self, layer, state)  # the sum of queries cannot be taken apart
@@ -89,11 +87,6 @@ class QuestionRetrieval(Retrieve):
         reader_state = dataclasses.replace(state.reader_state, question=question)
         out = self.attend_retrieved(layer, state, q, q_pos, search_q, reader_state.blocks)
         return ReadResult(out, reader_state, cross_layer=cross_layer)
-
-
-def _pre_rope(block: KVBlock, spec: LayerSpec) -> KVBlock:
-    """Unrotates the keys of a block, in float32."""
-    return dataclasses.replace(block, k=spec.rope.unrotate(block.k, block.pos))
 
 
 @register_method(example="rekv:topk=4,block=64,recent=128", family="host memory")

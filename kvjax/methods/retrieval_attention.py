@@ -52,7 +52,8 @@ class HostSearch(Reader):
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> StaticTokens:
         ring = self._ring(block.pos.shape[2])
-        slots = _ring_slots(ring, (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32))
+        length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        slots = ring.slots(length, jnp.full_like(length, ring.sinks))
         return StaticTokens(ring.fill(block.k, slots), ring.fill(block.v, slots))
 
     def append(self, reader_state: StaticTokens, new: KVBlock, at: Array, spec: LayerSpec) -> StaticTokens:
@@ -73,14 +74,31 @@ class HostSearch(Reader):
         assert state.n is not None
         S, window = state.pos.shape[2], layer.spec.window
         ring = self._ring(state.reader_state.k.data.shape[2])
-        static = _static_block(state, _ring_slots(ring, state.n))
+        static_slots = ring.slots(state.n, jnp.full_like(state.n, ring.sinks))
+
+        def take_static(x: Array) -> Array:  # [B 1|K S] -> [B 1|K P]
+            at = jnp.broadcast_to(static_slots, (*x.shape[:2], static_slots.shape[2]))
+            return jnp.take_along_axis(x, at, 2, mode="clip")
+
+        static = KVBlock(
+            memory.unpack(state.reader_state.k),
+            memory.unpack(state.reader_state.v),
+            jnp.where(static_slots >= 0, take_static(state.pos), -1),
+            None if state.bias is None else take_static(state.bias),
+        )
         slot = jnp.arange(S, dtype=jnp.int32)[None, None, None, None]
         is_searched = (slot >= ring.sinks) & (slot < (state.n - ring.size)[:, None, None, None, None])
 
         def attend(q: Array, q_pos: Array) -> Partial:
             with jax.named_scope("search"):
                 # The search only chooses which tokens are read, so no gradient passes through it.
-                s = _search_logits(layer, state, lax.stop_gradient(q))
+                search_q = lax.stop_gradient(q)
+                if layer.k.pre_rope:  # the host cannot rotate, so pre-RoPE keys come to the device
+                    s = scores(search_q, layer.decode_keys(state.k, state.pos))
+                else:
+                    s = layer.k.score_in_place(search_q, state.k)
+                if state.bias is not None:
+                    s = s + state.bias[:, :, None, None]
                 s = jnp.where(is_searched & visible(state.pos, q_pos, window), s, -jnp.inf)
                 best, slots = lax.top_k(s, min(self.topk, S))
             others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
@@ -93,31 +111,6 @@ class HostSearch(Reader):
         places = min(slots, self.sinks + self.recent)
         sinks = min(self.sinks, places - 1)
         return RingBuffer(sinks, places - sinks)
-
-
-def _ring_slots(ring: RingBuffer, n: Array) -> Array:
-    """Returns the slots in the ring's places after n i32[B] tokens: i32[B 1 P], -1 where there is none."""
-    return ring.slots(n, jnp.full_like(n, ring.sinks))
-
-
-def _static_block(state: LayerState, slots: Array) -> KVBlock:
-    """Returns the static tokens, in slots i32[B 1 P]."""
-
-    def take(x: Array) -> Array:
-        return jnp.take_along_axis(x, jnp.broadcast_to(slots, (*x.shape[:2], slots.shape[2])), 2, mode="clip")
-
-    bias = None if state.bias is None else take(state.bias)
-    pos = jnp.where(slots >= 0, take(state.pos), -1)
-    return KVBlock(memory.unpack(state.reader_state.k), memory.unpack(state.reader_state.v), pos, bias)
-
-
-def _search_logits(layer: MethodLayer, state: LayerState, q: Array) -> Array:
-    """Computes logits of all keys where they lie, plus the slots' bias: f32[B K G T S]."""
-    if layer.k.pre_rope:  # the host cannot rotate, so pre-RoPE keys come to the device
-        s = scores(q, layer.decode_keys(state.k, state.pos))
-    else:
-        s = layer.k.score_in_place(q, state.k)
-    return s if state.bias is None else s + state.bias[:, :, None, None]
 
 
 @register_method(example="retrieval_attention:sinks=64,recent=256", family="host memory")

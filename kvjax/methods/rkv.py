@@ -27,13 +27,8 @@ class RKV(Scorer):
 
     Attention is the greatest logit of a key/value head's query heads, softmax over the tokens before the window (the
     last `num_queries` tokens), mean over the queries, and the greatest of `kernel` neighbors. Tokens before the window
-    score mix * attention - (1 - mix) * redundancy, tokens of the window 1.
-
-    Args:
-      num_queries: tokens of the window.
-      kernel: neighbors over which attention is pooled, odd.
-      mix: weight of attention against redundancy.
-      threshold: cosine of near duplicates, see `redundancy`.
+    score mix * attention - (1 - mix) * redundancy, tokens of the window 1. The fields are arguments of `rkv`, whose
+    `window` is `num_queries`.
     """
 
     num_queries: int = 8
@@ -123,7 +118,7 @@ def rkv(
     Args:
       budget: tokens of each key/value head after a compression, the window included (the paper's runs: 1024 to 3072).
       window: last queries, which score the others; their own tokens always stay.
-      kernel: neighbors that share the largest attention among them.
+      kernel: neighbors that share the largest attention among them, odd.
       mix: weight of attention in a score (the paper: 0.1; 0.07 in the class of the authors' code).
       threshold: cosine above which keys are near duplicates.
       every: tokens between compressions.

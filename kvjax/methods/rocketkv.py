@@ -39,18 +39,14 @@ class HybridBoxes(Boxes):
     def score(self, summary: Box, q: Array) -> Array:
         magnitude, zero = jnp.abs(q.astype(jnp.float32)), jnp.zeros((), q.dtype)
         takes_high = q.astype(jnp.float32).sum(2, keepdims=True) > 0
-        is_read = self._channel_mask(magnitude)
+        H = q.shape[-1]
+        channel = lax.top_k(magnitude.mean(2), max(1, int(H * self.share)))[1]
+        is_read = (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
         high = scores(jnp.where(is_read & takes_high, q, zero), summary.high)
         low = scores(jnp.where(is_read & ~takes_high, q, zero), summary.low)
         # SparQ's temperature: `scores` divides by the root of H, and only this fraction of |q| was read.
         known = jnp.where(is_read, magnitude, 0.0).sum(-1) / jnp.maximum(magnitude.sum(-1), 1e-30)
         return (high + low) / jnp.sqrt(jnp.maximum(known, 1e-12))[..., None]
-
-    def _channel_mask(self, magnitude: Array) -> Array:
-        """Marks the channels that are read, by absolute queries f32[B K G T H]: bool[B K 1 T H]."""
-        H = magnitude.shape[-1]
-        channel = lax.top_k(magnitude.mean(2), max(1, int(H * self.share)))[1]
-        return (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
 
     def rescale(self, score: Array, candidates: Array) -> Array:
         p, _, l = weights(jnp.where(candidates, score, MASKED_LOGIT))

@@ -128,12 +128,14 @@ class CrossHeadRotation(CodecWrapper):
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         rotated = self._rotate_all_heads(x)
         sums = rotated.sum(1) if self.means is None else self._mean_key()
-        order = self._sort_channels(sums, x.shape[1])
-        return ReorderedKeys(self.inner.encode(_reorder(rotated, order), over_heads.max(pos)), order, x.dtype.name)
+        order = jnp.argsort(sums, -1, stable=True).astype(jnp.int32).reshape(sums.shape[0], -1, x.shape[3])
+        order = lax.dynamic_slice_in_dim(order, over_heads.first_head(x.shape[1]), x.shape[1], 1)  # of this device
+        places = jnp.take_along_axis(rotated[:, None], order[:, :, None], -1)
+        return ReorderedKeys(self.inner.encode(places, over_heads.max(pos)), order, x.dtype.name)
 
     def append(self, stored: ReorderedKeys, x: Array, at: Array) -> ReorderedKeys:
-        new = _reorder(self._rotate_all_heads(x), stored.order)
-        return dataclasses.replace(stored, inner=self.inner.append(stored.inner, new, at))
+        places = jnp.take_along_axis(self._rotate_all_heads(x)[:, None], stored.order[:, :, None], -1)
+        return dataclasses.replace(stored, inner=self.inner.append(stored.inner, places, at))
 
     def decode(self, stored: ReorderedKeys) -> Array:
         return self._restore_keys(self.inner.decode(stored.inner), stored.order).astype(stored.dtype)
@@ -167,13 +169,6 @@ class CrossHeadRotation(CodecWrapper):
         mean = self.means.layer_arrays(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
         return self._rotate_groups(jnp.asarray(mean, jnp.float32).reshape(1, K * H))
 
-    def _sort_channels(self, sums: Array, num_own_heads: int) -> Array:
-        """Sorts all channels by sums f32[1|B C], and returns those of this device's places, i32[1|B K H]."""
-        assert self.spec is not None
-        order = jnp.argsort(sums, -1, stable=True).astype(jnp.int32)
-        places = order.reshape(order.shape[0], self.spec.num_kv_heads, -1)
-        return lax.dynamic_slice_in_dim(places, over_heads.first_head(num_own_heads), num_own_heads, 1)
-
     def _rotate_all_heads(self, x: Array) -> Array:
         """Keys x [B K T H] of this device's heads -> the rotated channels of all heads, f32[B T C]."""
         every = over_heads.gather(x.astype(jnp.float32)).swapaxes(1, 2)
@@ -193,11 +188,6 @@ class CrossHeadRotation(CodecWrapper):
         groups = x.reshape(*x.shape[:-1], x.shape[-1] // self._group_channels, self._group_channels)
         matrix = jnp.asarray(hadamard(self._group_channels))
         return jnp.einsum("...h,hj->...j", groups, matrix, precision=lax.Precision.HIGHEST).reshape(x.shape)
-
-
-def _reorder(rotated: Array, order: Array) -> Array:
-    """Puts rotated channels f32[B T C] in the places of an order i32[1|B K H] -> [B K T H]."""
-    return jnp.take_along_axis(rotated[:, None], order[:, :, None], -1)
 
 
 @register_method(family="quantization by token", sized_by="bits")

@@ -49,11 +49,7 @@ class StaircaseQuantizer(Codec):
     on. The last level keeps what it gets. A prompt's tokens are coded once, from full precision, on the level of their
     age.
 
-    Args:
-      bits: of the codes on each level, newest first.
-      group: tokens of a channel, or channels of a token, that share a scale and a minimum.
-      axis: "channel" or "token", as in `Kivi`.
-      every: tokens of a block.
+    The fields are the arguments of `saq`, and `axis` as in `Kivi`: "channel" for keys, "token" for values.
     """
 
     bits: tuple[int, ...]
@@ -70,10 +66,6 @@ class StaircaseQuantizer(Codec):
         for level in range(len(self.bits)):
             self._group_codec(level)  # which checks the bits and the group
 
-    @property
-    def _last_level(self) -> int:
-        return len(self.bits) - 1
-
     def _group_codec(self, level: int) -> Kivi:
         return Kivi(self.bits[level], self.group, self.axis, self.every, packed="channels")
 
@@ -85,7 +77,7 @@ class StaircaseQuantizer(Codec):
 
     def encode(self, x: Array, pos: Array) -> StaircaseState:
         self._check_head_dim(x.shape[3])
-        num_slots = x.shape[2]
+        num_slots, last = x.shape[2], len(self.bits) - 1
         length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         is_real = jnp.arange(num_slots, dtype=jnp.int32)[None] < length[:, None]
         x = jnp.where(is_real[:, None, :, None], x, jnp.zeros((), x.dtype))
@@ -98,12 +90,11 @@ class StaircaseQuantizer(Codec):
 
         # The last level has room for all whole blocks that the cache can hold, less those on the levels above. It is
         # filled with the whole prompt from slot 0: what is younger is never read there, and is overwritten in time.
-        last_level_tokens = max(num_slots // self.every - self._last_level, 1) * self.every
+        last_level_tokens = max(num_slots // self.every - last, 1) * self.every
         padding = [(0, 0), (0, 0), (0, max(last_level_tokens - num_slots, 0)), (0, 0)]
         oldest = jnp.pad(x, padding)[:, :, :last_level_tokens]
-        levels = [self._quantize(level, block_of_age(level)) for level in range(self._last_level)]
-        levels.append(self._quantize(self._last_level, oldest))
-        return StaircaseState(block_of_age(-1), tuple(levels), num_quantized, num_slots)
+        levels = [self._quantize(level, block_of_age(level)) for level in range(last)]
+        return StaircaseState(block_of_age(-1), (*levels, self._quantize(last, oldest)), num_quantized, num_slots)
 
     def _check_head_dim(self, H: int) -> None:
         for level, bits in enumerate(self.bits):
@@ -131,29 +122,25 @@ class StaircaseQuantizer(Codec):
 
     def _move_down(self, stored: StaircaseState, is_due: Array) -> StaircaseState:
         """Moves all blocks of the sequences that are due, bool[B], down by one level."""
-        moving, levels = stored.recent, []
+        moving, levels, last = stored.recent, [], len(self.bits) - 1
         whole_block = jnp.arange(self.every, dtype=jnp.int32)
         whole_block = jnp.broadcast_to(whole_block, (*moving.shape[:2], self.every))
         for i, level in enumerate(stored.levels):
             incoming = self._quantize(i, moving)
-            if i < self._last_level:
-                moving = self._dequantize(i, level, whole_block)
-                levels.append(self._write_level(level, incoming, jnp.zeros_like(stored.num_quantized), is_due))
+            if i < last:
+                moving = self._group_codec(i).gather_codes(level, whole_block)
+                start, is_written = jnp.zeros_like(stored.num_quantized), is_due
             else:
                 # The last level gets its first block only when each level above has one.
-                start = stored.num_quantized - self._last_level * self.every
-                levels.append(self._write_level(level, incoming, jnp.maximum(start, 0), is_due & (start >= 0)))
+                start = stored.num_quantized - last * self.every
+                start, is_written = jnp.maximum(start, 0), is_due & (start >= 0)
+            start_group = start // self.group if self.axis == "channel" else start
+            codes = memory.append(level.codes, incoming.codes.data, start[:, None], is_written)
+            scale = memory.append(level.scale, incoming.scale.data, start_group[:, None], is_written)
+            lo = memory.append(level.lo, incoming.lo.data, start_group[:, None], is_written)
+            levels.append(Level(codes, scale, lo))
         num_quantized = jnp.where(is_due, stored.num_quantized + self.every, stored.num_quantized)
         return dataclasses.replace(stored, levels=tuple(levels), num_quantized=num_quantized)
-
-    def _write_level(self, level: Level, incoming: Level, start: Array, is_due: Array) -> Level:
-        """Writes tokens from index start i32[B] on, in the sequences that are due, bool[B]."""
-        start_group = start // self.group if self.axis == "channel" else start
-        return Level(
-            memory.append(level.codes, incoming.codes.data, start[:, None], is_due),
-            memory.append(level.scale, incoming.scale.data, start_group[:, None], is_due),
-            memory.append(level.lo, incoming.lo.data, start_group[:, None], is_due),
-        )
 
     def decode(self, stored: StaircaseState) -> Array:
         slots = jnp.arange(stored.num_slots, dtype=jnp.int32)[None, None]
@@ -163,19 +150,15 @@ class StaircaseQuantizer(Codec):
         age = (stored.num_quantized[:, None, None] - 1 - idx) // self.every  # in blocks; negative for exact tokens
         x = memory.take(stored.recent, idx % self.every)
         for i, level in enumerate(stored.levels):
-            is_last = i == self._last_level
+            is_last = i == len(self.bits) - 1
             is_here, index = (age >= i, idx) if is_last else (age == i, idx % self.every)
-            x = jnp.where(is_here[..., None], self._dequantize(i, level, index), x)
+            x = jnp.where(is_here[..., None], self._group_codec(i).gather_codes(level, index), x)
         return x
 
     def _quantize(self, level: int, x: Array) -> Level:
         """Codes tokens [B K n H], whole groups, in the bits of a level."""
         codes, scale, lo = self._group_codec(level).quantize(x)
         return Level(*map(memory.pack, (bit_packing.pack(codes, self.bits[level], 3), scale, lo)))
-
-    def _dequantize(self, level: int, stored: Level, index: Array) -> Array:
-        """Restores the tokens of a level at index i32[B K n], clipped -> [B K n H]."""
-        return self._group_codec(level).gather_codes(stored, index)
 
 
 @register_method(example="saq:every=32", family="quantization by channel and group")

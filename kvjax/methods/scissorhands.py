@@ -42,13 +42,7 @@ class Scissorhands(Policy):
 
     The history is one count per slot, not `history` bits per slot: the step of the next compression is known, so only
     the last `history` steps before it are counted. This cannot look back beyond the previous compression; with
-    m + 1 >= history (the paper's setting) it never has to.
-
-    Args:
-      budget: tokens of a key/value head.
-      history: steps over which low attention is counted.
-      recent: last tokens that always stay.
-      drop: fraction of the budget that a compression evicts.
+    m + 1 >= history (the paper's setting) it never has to. The fields are the arguments of `scissorhands`.
     """
 
     budget: int
@@ -77,7 +71,6 @@ class Scissorhands(Policy):
 
     @property
     def num_queries(self) -> int:
-        """Last queries of the prompt that are observed."""
         return self.history
 
     def num_slots(self, layer: MethodLayer) -> int:
@@ -167,7 +160,7 @@ def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop:
 
     Args:
       budget: tokens of each key/value head.
-      history: last steps that count.
+      history: last steps over which low attention is counted.
       recent: last tokens that always stay.
       drop: fraction of the budget that is dropped at a time.
 

@@ -39,14 +39,7 @@ class ShadowStore(SideStore):
 
     A query reads the chunks whose landmarks have the highest softmax weight of its key/value head's query heads. The
     main slots keep exactly: the outlier chunks of each head, whose tokens are least like their mean, the last chunks,
-    the remainder of the prompt, and all decoded tokens.
-
-    Args:
-      budget: tokens of the side store that a query reads.
-      chunk: tokens of a chunk.
-      rank: rank of the keys, all heads together.
-      outliers: chunks of each head that stay exact.
-      local: last chunks that stay exact.
+    the remainder of the prompt, and all decoded tokens. The fields are the arguments of `shadowkv`.
     """
 
     budget: int = 2048
@@ -90,15 +83,13 @@ class ShadowStore(SideStore):
         rest = jnp.zeros((*leaves.shape[:2], block.pos.shape[2]), bool)
         stays = ~jnp.concatenate([leaves, rest], 2)[:, :, : block.pos.shape[2]]
         main = gather_tokens(block, mask_to_slots((block.pos >= 0) & stays, min(self.num_main_slots(most), slots)))
-        tokens = self._encode_chunks(layer, block, front, leaves)
-        return main, ShadowState(tokens, memory.pack(landmarks.astype(block.k.dtype)))
 
-    def _encode_chunks(self, layer: MethodLayer, block: KVBlock, front: KVBlock, leaves: Array) -> LayerState:
-        """Stores the tokens of `front` that leave the main slots, with a basis fitted to all tokens of the prompt."""
+        # The basis is fitted to the keys of the whole prompt, so all are encoded, and the chunks' coordinates stay.
         inner, pos = self._side_layer(layer), jnp.where(leaves, front.pos, -1)
         k = inner.k.encode(inner.keys_to_store(block), block.pos)
         k = dataclasses.replace(k, rows=jax.tree.map(lambda rows: rows[:, :, : pos.shape[2]], k.rows))
-        return LayerState(k, inner.v.encode(front.v, pos), pos, bias=front.bias)
+        tokens = LayerState(k, inner.v.encode(front.v, pos), pos, bias=front.bias)
+        return main, ShadowState(tokens, memory.pack(landmarks.astype(block.k.dtype)))
 
     def _landmarks(self, keys: Array) -> tuple[Array, Array]:
         """Averages the keys [B K C*chunk H] of each chunk: f32[B K C H], and the least cosine to that f32[B K C]."""

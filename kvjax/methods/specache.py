@@ -75,12 +75,12 @@ class SpeculativeReader(Reader):
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> LowBitCopy:
         B, K, S, H = block.k.shape
-        copy = LowBitCopy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), None)
-        if not self.speculative:
-            return copy
-        n = min(self.topk, S)
-        empty = jnp.zeros((B, K, n, H), block.k.dtype)
-        return dataclasses.replace(copy, fetched=FetchedTokens(empty, empty, jnp.full((B, K, n), -1, jnp.int32)))
+        fetched = None
+        if self.speculative:
+            n = min(self.topk, S)
+            empty = jnp.zeros((B, K, n, H), block.k.dtype)
+            fetched = FetchedTokens(empty, empty, jnp.full((B, K, n), -1, jnp.int32))
+        return LowBitCopy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), fetched)
 
     def append(self, reader_state: LowBitCopy, new: KVBlock, at: Array, spec: LayerSpec) -> LowBitCopy:
         return dataclasses.replace(
@@ -109,7 +109,10 @@ class SpeculativeReader(Reader):
             raise KvjaxError(
                 f"a step carries one token and at most one draft, got {T} tokens: no tree or beam of drafts"
             )
-        s = self._low_bit_logits(layer, state, q, q_pos)
+        s = self.k.scores(q, reader_state.k)
+        if state.bias is not None:
+            s = s + state.bias[:, :, None, None]
+        s = jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
         if not self.speculative:
             low, _, l = weights(s)
             mass = self._reduce_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
@@ -120,18 +123,13 @@ class SpeculativeReader(Reader):
         if self.speculative:
             # Nothing else in this step needs the result, so the transfer overlaps with the layers above.
             with jax.named_scope("prefetch"):
-                new = self._fetch(layer, state, mass, self.k.num_quantized(state.n))
+                new, old = self._fetch(layer, state, mass, self.k.num_quantized(state.n)), reader_state.fetched
+                # A sequence without a token in this step keeps what was fetched for its next one.
                 real = (q_pos[:, -1] >= 0)[:, None, None]
-                new = _where_real(real, new, reader_state.fetched)
+                k, v = (jnp.where(real[..., None], a, b) for a, b in ((new.k, old.k), (new.v, old.v)))
+                new = FetchedTokens(k, v, jnp.where(real, new.idx, old.idx))
             reader_state = dataclasses.replace(reader_state, fetched=new)
         return ReadResult(part, reader_state, cross_layer=cross_layer)
-
-    def _low_bit_logits(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Array:
-        """Computes masked logits f32[B K G T S] with the low-bit keys."""
-        s = self.k.scores(q, state.reader_state.k)
-        if state.bias is not None:
-            s = s + state.bias[:, :, None, None]
-        return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
 
     def _attend(
         self,
@@ -179,12 +177,6 @@ class SpeculativeReader(Reader):
         at = jnp.maximum(idx, 0)
         pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)
         return FetchedTokens(layer.gather_keys(state.k, at, pos), layer.v.gather(state.v, at), idx)
-
-
-def _where_real(real: Array, new: FetchedTokens, old: FetchedTokens) -> FetchedTokens:
-    """Takes the new tokens in sequences with a token in this step, bool[B 1 1]."""
-    k, v = (jnp.where(real[..., None], a, b) for a, b in ((new.k, old.k), (new.v, old.v)))
-    return FetchedTokens(k, v, jnp.where(real, new.idx, old.idx))
 
 
 def _set_at(x: Array, idx: Array, value: Any) -> Array:

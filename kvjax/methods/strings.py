@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
-import inspect
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -28,6 +26,8 @@ Methods = str | KVMethod | Sequence[str | KVMethod]
 CALL = re.compile(r"\s*[\w.]+\s*\(")
 """The beginning of a call in Python, such as "snapkv(budget=64)"."""
 
+BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
 
 class Part(NamedTuple):
     """One registered method in a string, with its parameters."""
@@ -49,19 +49,19 @@ def compose(first: str | KVMethod, *others: str | KVMethod) -> Method:
     Raises:
       IncompatibleMethod: two of them define the same component differently.
     """
-    return cast(Method, functools.reduce(_compose_two, map(method_of, (first, *others))))
-
-
-def _compose_two(a: KVMethod, b: KVMethod) -> Method:
-    try:
-        return components.compose(a, b)
-    except ComponentConflict as e:
-        if not (remedy := _format_with_equal_heads(a, b)):
-            raise
-        raise ComponentConflict(
-            e.component,
-            f"{name_of(a)} and {name_of(b)} both fill the slot `{e.component}`; use {remedy!r}, which leaves it to one",
-        ) from None
+    composed = method_of(first)
+    for other in map(method_of, others):
+        try:
+            composed = components.compose(composed, other)
+        except ComponentConflict as e:
+            if not (remedy := _format_with_equal_heads(composed, other)):
+                raise
+            raise ComponentConflict(
+                e.component,
+                f"{name_of(composed)} and {name_of(other)} both fill the component `{e.component}`; use {remedy!r}, "
+                "which leaves it to one",
+            ) from None
+    return cast(Method, composed)
 
 
 def _format_with_equal_heads(a: KVMethod, b: KVMethod) -> str:
@@ -228,7 +228,13 @@ def _parse_part(text: str) -> Part:
             raise KvjaxError(f"parameter {key!r} of {entry.name} needs a value, as in {key}={known[key].default}")
         if key in values:
             raise KvjaxError(f"parameter {key!r} of {entry.name} is given twice; leave one of them out")
-        values[key] = _parse_value(entry.name, known[key], value)
+        want = known[key].annotation
+        try:
+            values[key] = BOOLEANS[value.lower()] if want is bool else want(value)
+        except KvjaxError as e:
+            raise KvjaxError(f"parameter {key!r} of {entry.name}: {e}") from None
+        except (ValueError, KeyError):
+            raise KvjaxError(describe_wrong_type(entry.name, known[key], value)) from None
     return Part(entry.name, values)
 
 
@@ -239,14 +245,3 @@ def _check_no_path(text: str) -> None:
             f"{text!r:.80} seems to be the end of a path, and a path in a method's string has no `+`, `,` or `;`: "
             "rename it, or call the method's function in Python, as kvjax.methods.cskv(table=...)"
         )
-
-
-def _parse_value(method: str, parameter: inspect.Parameter, text: str) -> Any:
-    want = parameter.annotation
-    booleans = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    try:
-        return booleans[text.lower()] if want is bool else want(text)
-    except KvjaxError as e:
-        raise KvjaxError(f"parameter {parameter.name!r} of {method}: {e}") from None
-    except (ValueError, KeyError):
-        raise KvjaxError(describe_wrong_type(method, parameter, text)) from None

@@ -35,10 +35,7 @@ class ChannelPruner(PromptAdaptiveKeys):
 
     A channel's score is the mean square of it in a sequence's last queries, over the query heads of the group too,
     times the mean square of it in the keys. Dropped channels count as zero; logits are still divided by the root of H.
-
-    Args:
-      share: fraction of the channels that are dropped, rounded down.
-      num_queries: last queries of the prompt that score the channels.
+    The fields are arguments of `think`, whose `queries` is `num_queries`.
     """
 
     share: float = 0.4
@@ -146,7 +143,7 @@ def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> Method:
       `recent` and the decoded tokens; older ones stay unquantized.
 
     Args:
-      share: fraction of each head's channels that are dropped (the authors' code: 0.4).
+      share: fraction of each head's channels that are dropped, rounded down (the authors' code: 0.4).
       recent: last tokens of the prompt that keep all channels, as decoded ones do (32).
       queries: last queries of the prompt by which channels are selected (32).
 

@@ -28,13 +28,8 @@ class PersistentTokens(Reader):
     The first `dense` layers read all tokens. So do the next one and the layer `reselect`, and each selects, per query
     head, the topk - 1 earlier tokens with the highest logits. All other layers read these and the query's own token.
     The value that goes up is positions, because layers may keep different tokens: a layer skips a token that it has
-    evicted, or that its sliding window hides. A layer that gets no selection makes one.
-
-    Args:
-      topk: tokens that a query head reads, its own included.
-      dense: first layers that read all tokens.
-      reselect: index of the layer that selects again.
-      chooses: whether this layer selects, set by `at`.
+    evicted, or that its sliding window hides. A layer that gets no selection makes one. The fields are the arguments of
+    `tidal_decode`, and `chooses`, which `at` sets: whether this layer selects.
     """
 
     topk: int

@@ -24,11 +24,8 @@ class Tova(Policy):
 
     A step attends to the `budget` kept tokens and to its own; then, over budget, it evicts the token with the lowest
     weight, the mean over all query heads of the layer, so that all heads keep the same tokens; ties go to the older
-    token. A longer prompt is cut by its last query in the same way. Kept tokens keep their positions.
-
-    Args:
-      budget: tokens of a layer.
-      keep_newest: whether the newest token stays (kvpress' prompt-only press); in the authors' code it may be evicted.
+    token. A longer prompt is cut by its last query in the same way. Kept tokens keep their positions. The fields are
+    the arguments of `tova`.
     """
 
     budget: int
@@ -63,9 +60,9 @@ class Tova(Policy):
         select = layer.method.select
         if select is not None and select.scope != "layer":
             raise IncompatibleMethod(
-                f"slot `decode`, {self}, cannot work with slot `select` by {select.scorer}: TOVA holds the same tokens "
-                "in all heads of a layer, and this selection keeps others in each; give it per=layer, as in "
-                "'snapkv:per=layer + tova'"
+                f"component `decode`, {self}, cannot work with component `select` by {select.scorer}: TOVA holds the "
+                "same tokens in all heads of a layer, and this selection keeps others in each; give it per=layer, as "
+                "in 'snapkv:per=layer + tova'"
             )
 
 

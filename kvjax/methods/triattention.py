@@ -28,12 +28,8 @@ class TriAttention(Scorer):
     Mao et al. 2026, arXiv 2604.04921. With pre-RoPE queries and keys as complex numbers, one for each rotated pair f of
     channels, mean query m and mean modulus a: the sum over f of |m| |k| cos((t - p + d) w + arg(m conj k)) +
     (a - |m|) |k|, in the mean over d = 1, 2, 4, .., `furthest`. The first term is the dot product of the rotated key
-    with the mean query rotated to t + d; channels without rotation count in it alone.
-
-    Args:
-      furthest: greatest distance.
-      normalise: whether each query head's scores are standardized over a sequence's tokens before the greatest of a
-        key/value head's query heads is taken.
+    with the mean query rotated to t + d; channels without rotation count in it alone. The fields are arguments of
+    `triattention`.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -46,20 +42,24 @@ class TriAttention(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         block, observation, rope = block.clean(), self.require_observation(observation), spec.rope
-
-        def sums(q: Array, counts: Array) -> tuple[Array, Array]:
-            return sum_queries(q, counts), moduli(q, rope.dim).sum(3)
-
-        mean, modulus = mean_over_pre_rope(observation, observation.pos >= 0, rope, sums)
+        mean, modulus = mean_over_pre_rope(
+            observation,
+            observation.pos >= 0,
+            rope,
+            lambda q, counts: (sum_queries(q, counts), moduli(q, rope.dim).sum(3)),
+        )
         steps = jnp.asarray(2 ** np.arange(self.furthest.bit_length()), jnp.int32)
         rotated = rotate_ahead(mean[:, :, :, None], rope, block, steps)[:, :, :, 0]
         keys = block.k.astype(jnp.float32)
         heads = jnp.einsum("bkgh,bksh->bkgs", rotated, keys)
         spread = modulus - moduli(mean, rope.dim)
         heads += jnp.einsum("bkgf,bksf->bkgs", spread, moduli(keys, rope.dim))
-        readable = visible_to_next_query(block, spec.window)
+        readable = visible_to_next_query(block, spec.window)  # bool[B 1|K 1 S]
         if self.normalise:
-            heads = standardize(heads, readable)
+            number = jnp.maximum(readable.sum(3, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
+            heads -= jnp.where(readable, heads, 0.0).sum(3, keepdims=True) / number
+            variance = jnp.where(readable, jnp.square(heads), 0.0).sum(3, keepdims=True) / number
+            heads /= jnp.maximum(jnp.sqrt(variance), 1e-6)
         heads = jnp.where(readable, heads, MASKED_LOGIT)
         return head_scores(heads, heads.max(2), block)
 
@@ -68,14 +68,6 @@ def moduli(x: Array, dim: int) -> Array:
     """Computes the lengths of the rotated pairs of channels of x [... H], f32[... dim / 2]; rotations keep them."""
     half = dim // 2
     return jnp.sqrt(jnp.square(x[..., :half]) + jnp.square(x[..., half:dim]))
-
-
-def standardize(x: Array, counted: Array) -> Array:
-    """Standardizes x f32[B K G S] by mean and deviation over the slots counted bool[B 1|K 1 S]."""
-    number = jnp.maximum(counted.sum(3, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    deviation = x - jnp.where(counted, x, 0.0).sum(3, keepdims=True) / number
-    variance = jnp.where(counted, jnp.square(deviation), 0.0).sum(3, keepdims=True) / number
-    return deviation / jnp.maximum(jnp.sqrt(variance), 1e-6)
 
 
 @register_method(example="triattention:budget=512", family="eviction after the prompt")
@@ -106,8 +98,8 @@ def triattention(
       budget: as in `make_selection` (the authors' plugin: 2,048).
       recent: as in `make_selection` (the authors' plugin: 128).
       furthest: largest distance ahead; the distances are the powers of two up to it.
-      normalise: whether each query head's scores are normalized before the largest is taken (optional in the authors'
-        code, on in TensorRT-LLM).
+      normalise: whether each query head's scores are standardized over a sequence's tokens before the largest of a
+        key/value head's query heads is taken (optional in the authors' code, on in TensorRT-LLM).
       sinks, unit, per: as in `make_selection`.
 
     Reference:

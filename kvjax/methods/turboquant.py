@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.cache.binding import bind_component
 from kvjax.cache.codecs import bit_packing
-from kvjax.cache.codecs.base import Codec, Plain
+from kvjax.cache.codecs.base import Codec, CodecWrapper, Plain
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import Fp8, Quantizer, step_size
 from kvjax.cache.method import Method
@@ -132,7 +132,7 @@ class UniformQuantizer(Quantizer):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactEndLayers(Codec):
+class ExactEndLayers(CodecWrapper):
     """Quantizes all layers except the first and the last ones of the model (vLLM's rule for TurboQuant).
 
     This is the codec of a whole model: `at` returns the codec of one layer, which stores the tokens.
@@ -142,28 +142,17 @@ class ExactEndLayers(Codec):
       layers: exact layers at each end, at most half of all; a model of twice as many layers, or fewer, is all exact.
     """
 
-    inner: Codec
     layers: int = 2
 
     def __post_init__(self):
         if self.layers < 0:
             raise KvjaxError(f"the exact layers at each end must be 0 or more, got {self.layers}; vLLM uses 2")
 
-    @property
-    def is_smooth(self) -> bool:
-        return self.inner.is_smooth
-
     def at(self, spec: LayerSpec) -> Codec:
         assert spec.index is not None
         num_exact = min(self.layers, spec.num_layers // 2)
         is_between = num_exact <= spec.index < spec.num_layers - num_exact
         return bind_component(self.inner, spec) if is_between else Plain()
-
-    def on_device(self) -> Codec:
-        return ExactEndLayers(self.inner.on_device(), self.layers)
-
-    def on_host(self) -> Codec:
-        return ExactEndLayers(self.inner.on_host(), self.layers)
 
 
 @register_method(example="turboquant:ends=0", family="quantization by token")

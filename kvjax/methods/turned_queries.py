@@ -34,13 +34,7 @@ class TurnedQueries(Scorer):
     The rotary embedding of each query is replaced by that of one position after the prompt, its length + `ahead`. Each
     query then attends to the whole prompt, without a causal mask, as a later reader at that position would. So early
     queries, which never saw the tokens that follow them, take part. A key/value head takes the greatest over its query
-    heads.
-
-    Args:
-      ahead: distance of that position from the prompt's end, in tokens.
-      reduce: "max" or "mean" over the queries.
-      stride: distance between the queries that take part, counted from the last one.
-      last: fraction of the prompt, its end, whose queries take part; at least one query does.
+    heads. The fields are arguments of `turned_queries`.
     """
 
     num_queries: ClassVar[int | None] = None
@@ -132,8 +126,8 @@ def turned_queries(
       ahead: tokens between the prompt's end and the position that its queries are rotated to.
       sinks, recent: as in `make_selection`.
       reduce: "max" or "mean" over the queries.
-      stride: every stride-th query is used, and costs fall in proportion.
-      last: fraction of the prompt, at its end, whose queries are used.
+      stride: every stride-th query is used, counted from the last one, and costs fall in proportion.
+      last: fraction of the prompt, at its end, whose queries are used; at least one query is.
       level: the heads that share the budget by one ranking of scores: "model", all heads of all layers, for which it is
         made; "layer", all heads of a layer; or "head", where every head keeps the same number of tokens.
       page: slots of a page, in which heads of unequal length are stored, unless level is "head".

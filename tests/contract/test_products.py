@@ -51,7 +51,7 @@ def test_c8_every_pair_exists_or_names_slots_and_remedy(a):
     for b in REGISTRY:
         found = bind_pair(*sorted((a, b))) if a != b else None
         if isinstance(found, IncompatibleMethod):
-            assert "slot `" in str(found) and REMEDY.search(str(found)), f"{a} + {b}: {found}"
+            assert "component `" in str(found) and REMEDY.search(str(found)), f"{a} + {b}: {found}"
 
 
 @functools.cache

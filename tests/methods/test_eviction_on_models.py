@@ -180,7 +180,7 @@ def test_compressing_again_keeps_the_budget_and_the_newest(model):
             "snapkv:budget=64 + kivi:group=4,residual=4 + recompress",
             "cannot lose one: its tokens, or its heads, are held together",
         ),
-        ("snapkv:budget=64 + merging + recompress", "slots `merge` and `layer_budgets`: lost tokens are folded"),
+        ("snapkv:budget=64 + merging + recompress", "components `merge` and `layer_budgets`: lost tokens are folded"),
     ],
 )
 def test_what_cannot_be_compressed_again_says_so(model, method, why):

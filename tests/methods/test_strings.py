@@ -45,7 +45,7 @@ def test_compose_takes_strings_and_values_and_any_number_of_them():
     three = compose("snapkv:budget=8", methods.int4(), "offload")
     assert three == parse("snapkv:budget=8 + int4 + offload") and name_of(three) == "snapkv:budget=8 + int4 + offload"
     assert compose("int4") == methods.int4()
-    with pytest.raises(IncompatibleMethod, match="full \\+ kcache:n=8 and kcache:n=9 both fill the slot `read`"):
+    with pytest.raises(IncompatibleMethod, match="full \\+ kcache:n=8 and kcache:n=9 both fill the component `read`"):
         compose("full", "kcache:n=8", "kcache:n=9")
     with pytest.raises(KvjaxError, match="unknown method 'int5'"):
         compose("full", "int5")
@@ -54,7 +54,7 @@ def test_compose_takes_strings_and_values_and_any_number_of_them():
 
 
 def test_two_fillings_of_one_slot_are_refused():
-    with pytest.raises(IncompatibleMethod, match="kcache:n=8 and kcache:n=9 both fill the slot `read`"):
+    with pytest.raises(IncompatibleMethod, match="kcache:n=8 and kcache:n=9 both fill the component `read`"):
         parse("kcache:n=8 + kcache:n=9")
 
 

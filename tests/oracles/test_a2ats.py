@@ -68,7 +68,7 @@ def test_numbers_of_codewords_take_one_byte_or_two():
         ("a2ats:topk=0", "topk of A2ATS must be at least 1, got 0"),
         ("a2ats:words=0", "words of A2ATS must be at least 1, got 0"),
         ("a2ats:words=70000", "use 65536 or fewer"),
-        ("a2ats + quest", "both fill the slot `read`"),
+        ("a2ats + quest", "both fill the component `read`"),
     ],
 )
 def test_what_has_no_meaning_is_refused(text, why):

@@ -123,11 +123,11 @@ def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
     ("method", "says"),
     [
         ("adakv", "divides what a selection keeps .* compose it with one"),
-        ("keynorm:budget=4,per=layer + adakv", "slot `select`.*all heads keep the same tokens"),
-        ("cake:budget=64 + adakv", "slot `layer_budgets`.*all heads of a layer equally many"),
-        (SNAPKV + " + h2o + adakv", "slot `decode`.*a policy takes tokens out"),
-        (SNAPKV + " + kcache:device_layers=0 + adakv", "slot `read`.*chooses among the slots"),
-        (SNAPKV + " + saq + adakv", "slot `k`.*mix those of several heads; leave one of them out"),
+        ("keynorm:budget=4,per=layer + adakv", "component `select`.*all heads keep the same tokens"),
+        ("cake:budget=64 + adakv", "component `layer_budgets`.*all heads of a layer equally many"),
+        (SNAPKV + " + h2o + adakv", "component `decode`.*a policy takes tokens out"),
+        (SNAPKV + " + kcache:device_layers=0 + adakv", "component `read`.*chooses among the slots"),
+        (SNAPKV + " + saq + adakv", "component `k`.*mix those of several heads; leave one of them out"),
     ],
 )
 def test_what_cannot_work_with_unequal_heads_says_why(method, says):

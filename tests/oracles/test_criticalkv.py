@@ -83,8 +83,8 @@ def test_values_of_zero_and_equal_scores_give_no_nan():
 
 def test_where_it_cannot_stand_it_says_why():
     for method, says in (
-        ("criticalkv", "slot `second_stage`.* works on an eviction method's selection .* compose it with one"),
-        (SNAPKV + " + criticalkv + recompress", "slot `second_stage`.*slot `decode`.*leave one of them out"),
+        ("criticalkv", "component `second_stage`.* works on an eviction method's selection .* compose it with one"),
+        (SNAPKV + " + criticalkv + recompress", "component `second_stage`.*component `decode`.*leave one of them out"),
     ):
         with pytest.raises(IncompatibleMethod, match=says):
             layer.bound(method)

@@ -74,5 +74,6 @@ def test_a_budget_that_is_no_longer_than_the_distance_is_an_error_with_its_remed
 
 def test_its_policy_wants_a_selection_with_a_budget_in_tokens():
     alone = dataclasses.replace(parse(SMALL), select=None, merge=None)
-    with pytest.raises(IncompatibleMethod, match="slot `decode`.*slot `select`.*use a selection with a budget"):
+    says = "component `decode`.*component `select`.*use a selection with a budget"
+    with pytest.raises(IncompatibleMethod, match=says):
         layer.bound(alone)

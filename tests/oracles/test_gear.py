@@ -128,8 +128,8 @@ def test_what_has_no_meaning_is_refused():
         "gear:share=2": "share must lie in",
         "gear:bits=5": "bits must be one of",
         "gear:every=-1": "every must be 0 or more",
-        "gear + h2o": "slot `k`",
-        "gear + int4": "both fill the slot `k`",
+        "gear + h2o": "component `k`",
+        "gear + int4": "both fill the component `k`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)

@@ -206,8 +206,8 @@ def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
     ("method", "says"),
     [
         ("head_shares", "has none to stand on; compose it with one"),
-        ("cake:budget=20,window=4 + head_shares", "slot `layer_budgets`.*equally many"),
-        ("snapkv:budget=8,window=2 + head_shares + adakv", "both fill the slot `side_store`"),
+        ("cake:budget=20,window=4 + head_shares", "component `layer_budgets`.*equally many"),
+        ("snapkv:budget=8,window=2 + head_shares + adakv", "both fill the component `side_store`"),
         ("snapkv:budget=8,window=2,per=layer + head_shares", "with per='layer' all heads keep the same tokens"),
         (
             "snapkv:budget=8,window=2 + kivi + head_shares",
@@ -223,7 +223,7 @@ def test_what_cannot_be_divided_says_why(method, says):
 
 def test_a_budget_that_differs_between_layers_is_not_divided_again(model, table):
     method = f"pyramidkv:budget=40,window=2 + head_shares:table={table}"
-    with pytest.raises(IncompatibleMethod, match=r"Pyramid \(slot `select`\) has divided it already; give all"):
+    with pytest.raises(IncompatibleMethod, match=r"Pyramid \(component `select`\) has divided it already; give all"):
         bind(method, model.config)
 
 

@@ -136,8 +136,8 @@ def test_what_pages_hold_is_counted_by_their_codes():
         ),
         (f"{SNAPKV} + adakv:page=12 + kivi:group=8,residual=8", "give page=16 to the method.*, or kivi:group=4"),
         (f"{SNAPKV} + adakv:page=1 + kivi:group=4,residual=4", "give page=4 to the method.*, or kivi:group=1"),
-        (f"{SNAPKV} + adakv + saq:group=4,every=4", "slot `k`.*mix those of several heads; leave one of them out"),
-        (f"{SNAPKV} + adakv + zipcache", "slot `.*leave one of them out"),
+        (f"{SNAPKV} + adakv + saq:group=4,every=4", "component `k`.*mix those of several heads; leave one of them out"),
+        (f"{SNAPKV} + adakv + zipcache", "component `.*leave one of them out"),
     ],
 )
 def test_what_does_not_fit_says_which_numbers_do(method, says):

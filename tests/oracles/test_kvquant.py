@@ -124,7 +124,7 @@ def test_bytes_are_the_papers_and_the_ranges():
         ("kvquant:first=-1", "must be 0 or more, got -1"),
         ("kvquant:outliers=1.5", "share"),
         ("kvquant:table=no/such", "no table of levels can be read"),
-        ("kvquant + h2o", "slot `decode`"),
+        ("kvquant + h2o", "component `decode`"),
     ],
 )
 def test_what_has_no_meaning_is_refused(text, why):

@@ -146,5 +146,5 @@ def test_sizes_that_cannot_be_are_errors(model):
     with pytest.raises(KvjaxError, match="got chunk=0 and lead=8; kvpress uses 2048 and 8"):
         kvjax.methods.kvzip(chunk=0)
     kvzip, cake = (kvjax.parse(x) for x in ("kvzip:budget=6", "cake:budget=6,window=2"))
-    with pytest.raises(KvjaxError, match="both fill the slot `select`"):
+    with pytest.raises(KvjaxError, match="both fill the component `select`"):
         kvjax.compose(kvzip, cake)

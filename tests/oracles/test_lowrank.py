@@ -189,7 +189,7 @@ def test_a_table_of_few_directions_says_so(tmp_path):
 
 @pytest.mark.parametrize("method", ["matryoshka", "cskv"])
 def test_rows_of_one_head_cannot_lie_where_another_is(method):
-    with pytest.raises(IncompatibleMethod, match="slot `side_store`.*slot `k`.*leave one"):
+    with pytest.raises(IncompatibleMethod, match="component `side_store`.*component `k`.*leave one"):
         layer.bound(f"snapkv:budget=6,window=2 + adakv:page=2 + {method}")
 
 

@@ -121,7 +121,7 @@ def test_what_has_no_meaning_is_refused():
         "mikv:low=5": "bits must be one of",
         "mikv:high=7": "bits must be one of",
         "mikv:group=-1": "group must be 1 or more",
-        "mikv + h2o": "slot `decode`",
+        "mikv + h2o": "component `decode`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)

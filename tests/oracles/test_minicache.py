@@ -239,16 +239,16 @@ def test_a_context_comes_back_from_a_file(tmp_path):
 
 def test_what_has_no_meaning_is_refused():
     for text, why in {
-        "minicache + h2o": "slot `decode`",
-        "minicache + snapkv": "slot `select`",
-        "minicache + tidal_decode": "slot `read`",
-        "minicache + infllm": "takes it in pieces",
-        "minicache + zipcache": "both fill the slot `side_store`",
+        "minicache + h2o": "component `decode`",
+        "minicache + snapkv": "component `select`",
+        "minicache + tidal_decode": "component `read`",
+        "minicache + infllm": "takes it in chunks",
+        "minicache + zipcache": "both fill the component `side_store`",
         "minicache:share=0": r"must lie in \[0.001, 1\], got 0",
         "minicache:t=2": "t lies between",
         "minicache:start=2": "start, a fraction of the layers",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)
-    with pytest.raises(KvjaxError, match="slot `side_store`, SharedDirections"):
+    with pytest.raises(KvjaxError, match="component `side_store`, SharedDirections"):
         context_under("minicache:share=0.2").extend_prefix([[1, 2]], "full", of=[0])

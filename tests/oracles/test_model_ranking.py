@@ -205,19 +205,22 @@ def test_the_model_level_composes_with_what_works_on_single_tokens(more):
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        ("kvzip + adakv:alpha=0.1", "slot `side_store`; use 'kvzip:level=head \\+ adakv:alpha=0.1', which leaves it"),
-        ("adakv + kvzip:budget=8", "slot `side_store`; use 'adakv \\+ kvzip:budget=8,level=head'"),
+        (
+            "kvzip + adakv:alpha=0.1",
+            "component `side_store`; use 'kvzip:level=head \\+ adakv:alpha=0.1', which leaves it",
+        ),
+        ("adakv + kvzip:budget=8", "component `side_store`; use 'adakv \\+ kvzip:budget=8,level=head'"),
         (
             "kvzip:budget=8 + int4 + adakv:scope=model",
-            "slot `layer_budgets`; use 'kvzip:budget=8,level=head \\+ int4 \\+ adakv",
+            "component `layer_budgets`; use 'kvzip:budget=8,level=head \\+ int4 \\+ adakv",
         ),
-        ("kvzip:level=layer + adakv:alpha=0,scope=model", "slot `side_store`; use 'kvzip:level=head \\+ adakv"),
-        ("kvzip + think", "slot `side_store`; use 'kvzip:level=head \\+ think'"),
-        ("kvzip + headkv", "both fill the slot `select`.*leave one of them out"),
-        ("kvzip + h2o", "slot `decode`, H2O: .*level=head"),
-        ("turned_queries + recompress", "slot `decode`, Recompress: .*level=head"),
-        ("kvzip:level=layer + kcache:device_layers=0", "slot `read`, TopValues: .*level=head"),
-        ("kvzip + specache", "slot `read`, SpeculativeReader: .*level=head"),
+        ("kvzip:level=layer + adakv:alpha=0,scope=model", "component `side_store`; use 'kvzip:level=head \\+ adakv"),
+        ("kvzip + think", "component `side_store`; use 'kvzip:level=head \\+ think'"),
+        ("kvzip + headkv", "both fill the component `select`.*leave one of them out"),
+        ("kvzip + h2o", "component `decode`, H2O: .*level=head"),
+        ("turned_queries + recompress", "component `decode`, Recompress: .*level=head"),
+        ("kvzip:level=layer + kcache:device_layers=0", "component `read`, TopValues: .*level=head"),
+        ("kvzip + specache", "component `read`, SpeculativeReader: .*level=head"),
     ],
 )
 def test_what_needs_equal_heads_names_the_level(method, says):
@@ -237,7 +240,7 @@ def test_what_needs_equal_heads_names_the_level(method, says):
         ),
         (
             kvjax.Method(select=kvjax.methods.keydiff(8).select, layer_budgets=ModelRanking()),
-            "a store for them in slot `side_store`",
+            "a store for them in component `side_store`",
         ),
     ],
 )

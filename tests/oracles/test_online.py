@@ -335,5 +335,5 @@ def test_errors_name_the_value_and_the_remedy(wrong, text):
 
 
 def test_positions_in_the_cache_need_a_policy_to_count_them():
-    with pytest.raises(IncompatibleMethod, match="need a policy .slot `decode`., as `streaming_llm` has"):
+    with pytest.raises(IncompatibleMethod, match="need a policy .component `decode`., as `streaming_llm` has"):
         planned(Method(positions="cache"))

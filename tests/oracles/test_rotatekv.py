@@ -84,7 +84,7 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
         ("rotatekv:clip=1.5", "clip must lie in"),
         ("rotatekv:sinks=-1", "must be 0 or more, got -1"),
         ("rotatekv:heads=2,table=no/such", "no table of bases can be read"),
-        ("rotatekv:heads=2 + h2o", "slot `decode`"),
+        ("rotatekv:heads=2 + h2o", "component `decode`"),
     ],
 )
 def test_what_has_no_meaning_is_refused(text, why):

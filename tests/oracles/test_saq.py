@@ -107,7 +107,7 @@ def test_what_has_no_meaning_is_refused():
         "saq:bits=8-3": "bits must be 1, 2, 4 or 8, got 3",
         "saq:bits=8/4": "numbers with '-' between them, got '8/4'",
         "saq:every=20": "no multiple of group 32",
-        "saq + h2o": "slot `decode`",
+        "saq + h2o": "component `decode`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)

@@ -85,12 +85,12 @@ def test_it_says_that_it_needs_host_memory():
         (
             "shadowkv + h2o",
             IncompatibleMethod,
-            "slot `side_store`, ShadowStore, holds prompt tokens for good.*leave one of them",
+            "component `side_store`, ShadowStore, holds prompt tokens for good.*leave one of them",
         ),
         (
             "shadowkv + infllm",
             IncompatibleMethod,
-            "slot `side_store`, ShadowStore, .*takes it in pieces.*leave one of them",
+            "component `side_store`, ShadowStore, .*takes it in chunks.*leave one of them",
         ),
     ],
 )

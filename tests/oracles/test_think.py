@@ -106,8 +106,8 @@ def test_what_has_no_meaning_is_refused():
         "think:share=1": "share of channels",
         "think:recent=-1": "recent must be 0 or more",
         "think:queries=0": "at least 1 query",
-        "think + h2o": "slot `decode`",
-        "think + zipcache": "both fill the slot `side_store`",
+        "think + h2o": "component `decode`",
+        "think + zipcache": "both fill the component `side_store`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)

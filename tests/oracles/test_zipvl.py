@@ -92,8 +92,8 @@ def test_what_has_no_meaning_is_refused():
         "zipvl:least=0.5,most=0.4": "0 <= least <= most <= 1",
         "zipvl:most=0": "most > 0",
         "zipvl:probes=0": "fraction of probes",
-        "zipvl + h2o": "slot `decode`",
-        "zipvl + kivi": "both fill the slot `k`",
+        "zipvl + h2o": "component `decode`",
+        "zipvl + kivi": "both fill the component `k`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
             layer.bound(text)

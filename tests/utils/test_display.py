@@ -21,7 +21,7 @@ def test_values_show_themselves_in_one_line():
     held = f"{found.held['device']:,} bytes held ({found.fraction_of_full:.1%} of the exact float32 cache)"
     assert repr(context).startswith("Context('snapkv:budget=2,window=1,kernel=1'; rows of 3, 1 tokens; ")
     assert held in repr(context)
-    assert repr(context.cache) == f"Cache(2 rows, 3 layers, capacity {context.cache.capacity} tokens a row)"
+    assert repr(context.cache) == f"Cache(2 sequences, 3 layers, capacity {context.cache.capacity} tokens a sequence)"
 
 
 def test_a_method_shows_the_slots_that_it_fills():

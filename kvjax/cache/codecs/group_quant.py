@@ -110,9 +110,9 @@ class Kivi(Codec):
     def in_pages(self, page: int) -> PagedKivi:
         if self.axis == "channel" and page % self.group:
             raise IncompatibleMethod(
-                f"slot `side_store` holds heads in pages of {page} slots, which groups of {self.group} tokens of keys "
-                f"(slot `k`) do not divide; give page={-(-page // self.group) * self.group} to the method that divides "
-                f"the heads, or kivi:group={math.gcd(page, self.group)}"
+                f"component `side_store` holds heads in pages of {page} slots, which groups of {self.group} tokens of "
+                f"keys (component `k`) do not divide; give page={-(-page // self.group) * self.group} to the method "
+                f"that divides the heads, or kivi:group={math.gcd(page, self.group)}"
             )
         return PagedKivi(self, page)
 

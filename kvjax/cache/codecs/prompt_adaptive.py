@@ -31,8 +31,8 @@ class PromptAdaptiveKeys(Codec):
 
     def encode(self, x: Array, pos: Array) -> Any:
         raise KvjaxError(
-            f"{self} holds keys by a prompt's queries, and has seen none; give it to a slot that brings them, such as "
-            "`k` or a tier"
+            f"{self} holds keys by a prompt's queries, and has seen none; give it to a component that brings them, "
+            "such as `k` or a tier"
         )
 
 

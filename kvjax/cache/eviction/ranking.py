@@ -89,18 +89,18 @@ class ModelRanking(LayerBudgets):
         method = layer.method
         if method.side_store is None or not method.side_store.has_unequal_heads:
             raise IncompatibleMethod(
-                "a ranking over the model (slot `layer_budgets`) gives heads unequal lengths and needs a store for "
-                "them in slot `side_store`; write it as a component over a selection, as in 'snapkv:budget=512 + "
+                "a ranking over the model (component `layer_budgets`) gives heads unequal lengths and needs a store "
+                "for them in component `side_store`; write it over a selection, as in 'snapkv:budget=512 + "
                 "adakv:scope=model'"
             )
         assert method.select is not None
         select, scorer = method.select, method.select.scorer
         if not (scorer.is_comparable or self.normalise):
             raise IncompatibleMethod(
-                f"scores of {type(scorer).__name__} (slot `select`) are on a scale of each layer's own and cannot be "
-                "ranked over the model as they are; give normalise=true, which divides each layer's scores by the sum "
-                "of their absolute values, or divide the budget within each layer (scope=layer), or take a scorer of "
-                "attention weights, as in 'snapkv:budget=512 + adakv:scope=model'"
+                f"scores of {type(scorer).__name__} (component `select`) are on a scale of each layer's own and cannot "
+                "be ranked over the model as they are; give normalise=true, which divides each layer's scores by the "
+                "sum of their absolute values, or divide the budget within each layer (scope=layer), or take a scorer "
+                "of attention weights, as in 'snapkv:budget=512 + adakv:scope=model'"
             )
         # A budget in tokens that sinks and recent tokens use up in every layer leaves nothing to rank.
         always, size = select.sinks + select.recent, select.granularity.size

@@ -58,7 +58,7 @@ class Scorer:
         """Returns the observation; raises KvjaxError where the caller brought none."""
         if observation is None:
             which = "all" if self.num_queries is None else f"the last {self.num_queries}"
-            raise KvjaxError(f"{self} scores by queries, got none; observe {which} of each row")
+            raise KvjaxError(f"{self} scores by queries, got none; observe {which} of each sequence")
         return observation
 
 

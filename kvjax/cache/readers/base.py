@@ -63,8 +63,8 @@ class Reader:
         if state.reader_state is None:
             return None
         raise IncompatibleMethod(
-            f"slot `read`, {type(self).__name__}, keeps something of all tokens, which none can be taken out of; a "
-            "context is a value: keep the one of before, or fork it"
+            f"component `read`, {type(self).__name__}, keeps something of all tokens, which none can be taken out of; "
+            "a context is a value: keep the one of before, or fork it"
         )
 
     def read(

@@ -144,8 +144,8 @@ class Retrieve(Reader):
     def crop(self, layer: MethodLayer, state: LayerState) -> Any:
         if layer.k.on_device() != Plain():
             raise IncompatibleMethod(
-                f"slot `k`, {type(layer.k.on_device()).__name__}, holds keys inexactly, and the summaries of the exact "
-                "ones cannot be made again without the last tokens; keep the context of before"
+                f"component `k`, {type(layer.k.on_device()).__name__}, holds keys inexactly, and the summaries of the "
+                "exact ones cannot be made again without the last tokens; keep the context of before"
             )
         keys = layer.decode_keys(state.k, state.pos)
         return self.index.rebuild(state.reader_state, KVBlock(keys, keys, state.pos))

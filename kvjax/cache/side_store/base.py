@@ -97,12 +97,12 @@ class SideStore:
         method = layer.method
         if method.decode is not None:
             raise IncompatibleMethod(
-                f"slot `side_store`, {type(self).__name__}, holds prompt tokens for good, and slot `decode`, "
+                f"component `side_store`, {type(self).__name__}, holds prompt tokens for good, and component `decode`, "
                 f"{type(method.decode).__name__}, would have to evict them too; leave one of them out"
             )
         if layer.needs.prompt_chunk:
             raise IncompatibleMethod(
-                f"slot `side_store`, {type(self).__name__}, divides a prompt that has been seen whole, and slot "
-                f"`read`, {type(method.read).__name__}, takes it in chunks of {layer.needs.prompt_chunk} tokens; leave "
-                "one of them out"
+                f"component `side_store`, {type(self).__name__}, divides a prompt that has been seen whole, and "
+                f"component `read`, {type(method.read).__name__}, takes it in chunks of {layer.needs.prompt_chunk} "
+                "tokens; leave one of them out"
             )

@@ -221,8 +221,8 @@ class PagedHeads(SideStore):
         m = layer.method
         if m.select is None:
             raise IncompatibleMethod(
-                f"{self.head_budgets} (slot `side_store`) divides what a selection keeps among the heads and has none "
-                "to stand on; compose it with one, as in 'snapkv:budget=256 + adakv'"
+                f"{self.head_budgets} (component `side_store`) divides what a selection keeps among the heads and has "
+                "none to stand on; compose it with one, as in 'snapkv:budget=256 + adakv'"
             )
         mixed = "its groups of tokens would mix those of several heads"
         own = "it holds each head in a way of its own, and a page is not held where its head is"
@@ -243,7 +243,7 @@ class PagedHeads(SideStore):
         for name, cannot, reason in reasons:
             if cannot:
                 raise IncompatibleMethod(
-                    f"slot `side_store` gives heads unequal lengths and cannot work with slot `{name}`, "
+                    f"component `side_store` gives heads unequal lengths and cannot work with component `{name}`, "
                     f"{type(getattr(m, name)).__name__}: {reason}; leave one of them out, or let every head keep "
                     "equally many tokens (level=head, where it has a `level`)"
                 )

@@ -135,8 +135,8 @@ def test_no_array_has_queries_times_slots_and_scores_are_float32(scorer):
         (lambda: WindowAttention(reduce="sum"), "reduce must be one of 'mean', 'max', got 'sum'"),
         (lambda: AccumulatedAttention("mean"), "normalise must be one of 'none', 'visible', got 'mean'"),
         (lambda: AccumulatedAttention(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
-        (lambda: WindowAttention(7).scores(batch()[0], None, spec()), "got none; observe the last 7 of each row"),
-        (lambda: AccumulatedAttention().scores(batch()[0], None, spec()), "got none; observe all of each row"),
+        (lambda: WindowAttention(7).scores(batch()[0], None, spec()), "got none; observe the last 7 of each sequence"),
+        (lambda: AccumulatedAttention().scores(batch()[0], None, spec()), "got none; observe all of each sequence"),
     ],
 )
 def test_wrong_settings_are_named(make, says):

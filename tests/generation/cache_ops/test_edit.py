@@ -77,7 +77,7 @@ def test_own_tokens_behind_a_shared_prefix_are_edited():
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        ("snapkv:budget=8,window=4", "slot `select`"),
+        ("snapkv:budget=8,window=4", "component `select`"),
         ("kivi:bits=4,group=8,residual=64", "`k`, Kivi, takes tokens one by one"),
         ("kivi:bits=4,group=8,residual=8", "cannot give back its last"),
     ],

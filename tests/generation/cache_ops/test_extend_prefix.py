@@ -136,12 +136,12 @@ def test_a_mesh_shares_one_prefix():
 @pytest.mark.parametrize(
     ("prefix", "own", "says"),
     [
-        ("h2o:heavy=8,recent=8", "full", "slot `decode`, H2O.*read the prefix under another method"),
-        ("quest:device_layers=0", "full", "slot `read`, Retrieve"),
-        ("full", "streaming_llm:recent=9", "slot `positions` cannot work behind a prefix"),
-        ("full", "a_shape", "slot `attend`"),
-        ("full", "infllm", "slot `read`"),
-        ("full", "cake:budget=8,window=2", "slot `layer_budgets`"),
+        ("h2o:heavy=8,recent=8", "full", "component `decode`, H2O.*read the prefix under another method"),
+        ("quest:device_layers=0", "full", "component `read`, Retrieve"),
+        ("full", "streaming_llm:recent=9", "component `positions` cannot work behind a prefix"),
+        ("full", "a_shape", "component `attend`"),
+        ("full", "infllm", "component `read`"),
+        ("full", "cake:budget=8,window=2", "component `layer_budgets`"),
     ],
 )
 def test_what_cannot_share_says_so(prefix, own, says):

@@ -168,9 +168,13 @@ def test_values_that_cannot_be_used_are_named(more, says):
 @pytest.mark.parametrize(
     ("draft", "method", "says"),
     [
-        ("snapkv:budget=8,window=4", "full", "draft='snapkv:budget=8,window=4' cannot give .* back: slot `select`"),
-        ("full", "h2o:heavy=8,recent=8", "method='h2o:heavy=8,recent=8' cannot give .*: slot `decode`"),
-        (f"int4 + {QUEST}", "full", "slot `k`, PerTokenCodec, holds keys inexactly"),
+        (
+            "snapkv:budget=8,window=4",
+            "full",
+            "draft='snapkv:budget=8,window=4' cannot give .* back: component `select`",
+        ),
+        ("full", "h2o:heavy=8,recent=8", "method='h2o:heavy=8,recent=8' cannot give .*: component `decode`"),
+        (f"int4 + {QUEST}", "full", "component `k`, PerTokenCodec, holds keys inexactly"),
         ("specache:group=8,residual=8,topk=8", "full", "already guesses ahead by itself"),
         ("kivi:bits=2,group=8,residual=8", "full", "draft='kivi.* could not give rejected tokens back in round"),
     ],
