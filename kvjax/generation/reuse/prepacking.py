@@ -86,7 +86,7 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
         hidden, prompts = run_layers(
             model.params, hidden, angles, mode, calls, no_states, target=target, compiled=compiled
         )
-        hidden = _take_tokens(hidden, rows, starts + lengths - 1)
+        hidden = hidden[rows, starts + lengths - 1]  # each prompt's last token
         last = jax.block_until_ready(compiled.unembed(outer_params(model.params), hidden, target=target))
     return FullKV(model, prompts, lengths, last, ids)
 
@@ -133,11 +133,6 @@ class PackedPrefill(ForwardMode):
 
 
 _embed_at = jax.jit(embed_at, static_argnames="target")
-
-
-@jax.jit
-def _take_tokens(hidden: Array, row: Array, at: Array) -> Array:
-    return hidden[row, at]
 
 
 def pack_rows(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
