@@ -109,7 +109,12 @@ if not TYPE_CHECKING:  # type checkers, shown this, would accept any name
         if name in _MODULES:
             return importlib.import_module(f"kvjax.{name}")
         if name == "__version__":
-            return _version()
+            from importlib import metadata  # which takes longer to import than kvjax, and few ask
+
+            try:
+                return metadata.version("kvjax")
+            except metadata.PackageNotFoundError:  # a folder on the path, not installed
+                return "0+unknown"
         for module, names in _HOMES.items():
             if name in names:
                 value = globals()[name] = getattr(importlib.import_module(module), name)
@@ -119,12 +124,3 @@ if not TYPE_CHECKING:  # type checkers, shown this, would accept any name
 
 def __dir__() -> list[str]:
     return list(__all__)
-
-
-def _version() -> str:
-    from importlib import metadata  # which takes longer to import than kvjax, and few ask
-
-    try:
-        return metadata.version("kvjax")
-    except metadata.PackageNotFoundError:  # a folder on the path, not installed
-        return "0+unknown"
