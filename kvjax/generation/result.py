@@ -33,7 +33,7 @@ class Result:
         texts = self.text or [str(row) for row in self.tokens]
         lengths = map(len, self.tokens)
         rows = zip(range(len(texts)), texts, lengths, self.finish_reasons, strict=True)
-        return table(self._costs(), ("row", "text" if self.text else "ids", "tokens", "ended by"), rows)
+        return table(self._costs(), ("sequence", "text" if self.text else "ids", "tokens", "ended by"), rows)
 
     def _costs(self) -> str:
         return f"{self.bytes}, {self.tokens_per_second:,.1f} tokens/s"

@@ -57,9 +57,11 @@ def write(
     }
     text = json.dumps(header).encode()
     save: Callable[..., None] = np.savez_compressed if deflate else np.savez
-    entries = {HEADER: text, SEAL: hashlib.sha256(text).digest(), **arrays}
+    # All entries are bytes, u8[n]: NumPy's files have no bfloat16.
+    entries = {HEADER: np.frombuffer(text, np.uint8), SEAL: np.frombuffer(hashlib.sha256(text).digest(), np.uint8)}
+    entries |= {name: np.ascontiguousarray(x).reshape(-1).view(np.uint8) for name, x in arrays.items()}
     with replace_atomically(path) as file:
-        save(file, **{name: _to_bytes(x) for name, x in entries.items()})
+        save(file, **entries)
     return path
 
 
@@ -85,7 +87,12 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
                 for name, kind in form.fields.items():
                     if not isinstance(header[name], kind):
                         raise TypeError(f"{name} is {header[name]!r:.80}")
-                return header, {name: _to_array(file[name], x) for name, x in header["arrays"].items()}
+                arrays = {}
+                for name, x in header["arrays"].items():
+                    if not isinstance(x["host"], bool):
+                        raise TypeError(f"host is {x['host']!r:.80}")
+                    arrays[name] = file[name].view(jnp.dtype(x["dtype"])).reshape(x["shape"])
+                return header, arrays
         except KvjaxError:
             raise
         except Exception as e:  # changed bits make the readers of archives raise errors of any kind
@@ -94,19 +101,6 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
 
 def _damage_error(path: str | Path, why: str) -> KvjaxError:
     return KvjaxError(f"{path} is no saved context, or a damaged one ({why}); save it again")
-
-
-def _to_bytes(x: Any) -> np.ndarray:
-    """Views an array, or bytes, as u8[n]: NumPy's files have no bfloat16."""
-    if isinstance(x, bytes):
-        return np.frombuffer(x, np.uint8)
-    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
-
-
-def _to_array(x: np.ndarray, description: Mapping[str, Any]) -> np.ndarray:
-    if not isinstance(description["host"], bool):
-        raise TypeError(f"host is {description['host']!r:.80}")
-    return x.view(jnp.dtype(description["dtype"])).reshape(description["shape"])
 
 
 def _config_digest(model: Model) -> str:
