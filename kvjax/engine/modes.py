@@ -183,11 +183,11 @@ def extend_layer(
     layer: BoundLayer, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any = None, *, mesh: Mesh | None
 ) -> StepResult:
     """Runs `BoundLayer.extend` on each device's own sequences and heads."""
-
-    def extend(state: Any, q: Array, new: KVBlock, cross_layer: Any) -> StepResult:
-        return layer.extend(state, q, new, commit, cross_layer)  # `commit` is static, so it is no argument here
-
-    return per_device(extend, *q.shape[:2], mesh=mesh)(state, q, new, cross_layer)
+    # `commit` is static, so that it is closed over: the arguments are the arrays that devices divide.
+    extend = per_device(
+        lambda state, q, new, cross_layer: layer.extend(state, q, new, commit, cross_layer), *q.shape[:2], mesh=mesh
+    )
+    return extend(state, q, new, cross_layer)
 
 
 def attend_all(q: Array, query_pos: Array, block: KVBlock, window: int | None, pattern: Any = None) -> Array:

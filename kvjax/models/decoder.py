@@ -91,11 +91,8 @@ def take_tokens(x: Array, indices: Array | None) -> Array:
 
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
     """Initializes parameters, boxed with their axis letters (`flax.linen.unbox` drops these)."""
-
-    def attend(layer: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, None]:
-        return q, None  # only shapes matter here
-
     zero = jnp.zeros((1, 1), jnp.int32)
+    attend: Attend = lambda layer, q, k, v, x: (q, None)  # noqa: E731 (only shapes matter here)
     return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]
 
 

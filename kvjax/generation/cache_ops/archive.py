@@ -72,10 +72,10 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
     except OSError as e:
         raise KvjaxError(f"cannot read {path} ({e.strerror}); give the path of a file that was saved") from e
     with raw:
-        if not zipfile.is_zipfile(raw):  # NumPy would take it for a pickle, and advise to load it unsafely
-            raise _damage_error(path, "not an archive of arrays")
-        raw.seek(0)
         try:
+            if not zipfile.is_zipfile(raw):  # NumPy would take it for a pickle, and advise to load it unsafely
+                raise ValueError("not an archive of arrays")
+            raw.seek(0)
             # No pickles: a file must not be able to run code. The header is checked first, so that a file of another
             # kind or model says so, and is not called damaged.
             with np.load(raw, allow_pickle=False) as file:
@@ -96,11 +96,7 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
         except KvjaxError:
             raise
         except Exception as e:  # changed bits make the readers of archives raise errors of any kind
-            raise _damage_error(path, str(e)) from e
-
-
-def _damage_error(path: str | Path, why: str) -> KvjaxError:
-    return KvjaxError(f"{path} is no saved context, or a damaged one ({why}); save it again")
+            raise KvjaxError(f"{path} is no saved context, or a damaged one ({e}); save it again") from e
 
 
 def _config_digest(model: Model) -> str:

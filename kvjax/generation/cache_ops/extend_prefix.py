@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,8 @@ from jax.sharding import Mesh
 from kvjax.cache.protocol import Cache, num_layer_slots
 from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod, sequences_by_prefix
 from kvjax.core import memory
-from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device
-from kvjax.core.types import Array, KVBlock, pytree
+from kvjax.core.types import Array, pytree
 from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import observed_block, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
@@ -103,15 +103,8 @@ class PrefillAfterPrefix(ForwardMode):
         assert isinstance(layer, SharedPrefixLayer)
         prompt = prompt_of_inputs(layer, inputs, self.lengths)
         block, observation = observed_block(layer, prompt, self.lengths)
-
-        def begin(
-            prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, observation: Observation | None
-        ) -> Any:
-            return layer.prefill_after_prefix(
-                prefix, prefix_lengths, members, q, block, observation, num_slots=call.num_slots
-            )
-
-        run = per_device(begin, *inputs.q.shape[:2], mesh=mesh)
+        prefill = functools.partial(layer.prefill_after_prefix, num_slots=call.num_slots)
+        run = per_device(prefill, *inputs.q.shape[:2], mesh=mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)
         return out, state, cross_layer
 
