@@ -45,7 +45,7 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         raise KvjaxError(f"the model comes first, as kvjax.load gives it; got {model!r:.80}")
     arrays = prompts if isinstance(prompts, (list, tuple, np.ndarray, jax.Array)) else ()
     leaves = [model.params["embedding"], *jax.tree.leaves(arrays), jnp.asarray(np.int32(0))]
-    if any(isinstance(x, Tracer) for x in leaves):  # the last one is traced where a transformation hides all results
+    if any(isinstance(x, Tracer) for x in leaves):  # the last one is traced where results alone are hidden
         raise TracedCall(
             "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
             "functions of kvjax.functional there, logits, prefill, extend and decode"

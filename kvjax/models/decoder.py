@@ -92,8 +92,9 @@ def take_tokens(x: Array, indices: Array | None) -> Array:
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
     """Initializes parameters, boxed with their axis letters (`flax.linen.unbox` drops these)."""
     zero = jnp.zeros((1, 1), jnp.int32)
-    attend: Attend = lambda layer, q, k, v, x: (q, None)  # noqa: E731 (only shapes matter here)
-    return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]
+    # Only shapes matter here, so that attention may return its queries.
+    variables = Decoder(config, dtype).init(key, zero, zero, lambda i, q, k, v, x: (q, None), method=Decoder.logits)
+    return variables["params"]
 
 
 class Decoder(nn.Module):

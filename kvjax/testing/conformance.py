@@ -94,8 +94,9 @@ def check_method(
     reports = []
     with display.StatusLine(progress) as status, _name_failures(name):
         status.say(f"{name}: reading prompts of {', '.join(map(str, lengths))} tokens")
-        longest = [sequences[0] for sequences in kept_positions(run.first_cache)]  # by layer, each by head
-        if method.traits.evicts and all(len(head) >= length for heads in longest for head in heads):
+        if method.traits.evicts and all(
+            len(head) >= length for layer in kept_positions(run.first_cache) for head in layer[0]
+        ):
             raise KvjaxError(
                 f"{name} keeps all {length} tokens of the longest prompt, so nothing can be said of what "
                 f"leaves; check it with a greater `length`, or a smaller budget{_smaller_budget(name, length)}"

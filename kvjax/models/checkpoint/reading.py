@@ -53,6 +53,8 @@ def read_part(
     Raises:
       KvjaxError: if the part is missing or damaged, or cannot be restored to this dtype and sharding.
     """
+    import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
+
     record = record or read_manifest(directory)
     dtype = None if dtype is None else float_type(dtype)
     folder = Path(directory).absolute() / PARTS / name
@@ -62,8 +64,6 @@ def read_part(
     if part_digest(folder, flat) != record.digests.get(name):
         raise KvjaxError(f"part {name!r} of {directory} is damaged (its digest differs); copy or convert it again")
     places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
-    import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
-
     try:
         shapes = {path: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for path, x in flat.items()}
         restore_args = {
