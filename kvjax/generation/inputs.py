@@ -62,7 +62,8 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         raise KvjaxError("no prompts were given; pass a list with at least one text or list of token ids")
     # Whole numbers of Python, NumPy or JAX.
     if all(
-        isinstance(x, numbers.Integral) or (getattr(x, "ndim", 1) == 0 and np.issubdtype(x.dtype, np.integer))
+        isinstance(x, numbers.Integral)
+        or (getattr(x, "ndim", 1) == 0 and np.issubdtype(np.asarray(x).dtype, np.integer))
         for x in prompts
     ):
         shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
