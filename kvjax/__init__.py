@@ -72,18 +72,7 @@ __all__ = [
     "stream_text",
 ]
 
-_MODULES = (
-    "cache_ops",
-    "cachegen",
-    "errors",
-    "eval",
-    "functional",
-    "methods",
-    "method_api",
-    "reuse",
-    "speculative",
-    "testing",
-)
+_MODULES = "cache_ops cachegen errors eval functional method_api methods reuse speculative testing".split()
 _HOMES = {
     "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
     "kvjax.cache.protocol": ("Cache",),
