@@ -32,11 +32,6 @@ class Binding:
     sizes: dict[str, int]  # axis letter -> size
 
     @property
-    def part(self) -> str:
-        """The top-level entry that the parameters belong to."""
-        return self.targets[0].path.split("/")[0]
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the source tensor must have."""
         shapes = [self._source_shape(t) for t in self.targets]
@@ -101,7 +96,7 @@ def plan_conversion(source: Source) -> ConversionPlan:
         raise KvjaxError(f"{len(problems)} problems with the tensors, nothing was written:\n  {lines}")
     parts = {name: [] for name in part_names(parameter_shapes(config))}
     for b in bindings:
-        parts[b.part].append(b)
+        parts[b.targets[0].path.split("/")[0]].append(b)
     # float32 for a mixture of types, and for float64, which JAX does not have unless it is turned on.
     stored = {FLOATS[source.tensors[b.source].dtype] for b in bindings}
     dtype = np.dtype(stored.pop() if len(stored) == 1 and "float64" not in stored else "float32")

@@ -10,7 +10,7 @@ import numpy as np
 
 from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import num_bytes, open_source
-from checkpoints_convert.source import FLOATS, Tensor
+from checkpoints_convert.source import FLOATS
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, checkpoint
 
@@ -20,37 +20,28 @@ Lines = dict[str, str]
 def describe(directory: str | Path) -> Lines:
     """Returns label -> value, fit for a terminal; for a checkpoint that cannot be converted, also the reason."""
     path = Path(directory)
-    lines = _describe_ours(path) if (path / checkpoint.MANIFEST).is_file() else _describe_source(path)
+    if (path / checkpoint.MANIFEST).is_file():
+        record = checkpoint.read_manifest(path)
+        shapes = [tuple(x["shape"]) for x in record.parameters.values()]
+        stored = [(shape, record.dtype, num_bytes(shape, np.dtype(record.dtype))) for shape in shapes]
+        lines = {"format": "kvjax", "source": record.source} | _describe_weights(stored)
+        lines["tokenizer"] = "tokenizer.json" if (path / "tokenizer.json").is_file() else "none"
+        lines |= _describe_config(record.config)
+    else:
+        source = open_source(path)
+        lines = {"format": source.format, "model_type": str(source.config.get("model_type"))}
+        lines["files"] = str(len({t.file for t in source.tensors.values()}))
+        stored = []
+        for t in source.tensors.values():
+            size = num_bytes(t.shape, np.dtype(FLOATS[t.dtype])) if t.dtype in FLOATS else 0
+            stored.append((t.shape, t.stored or FLOATS.get(t.dtype, t.dtype), size if t.bytes is None else t.bytes))
+        lines |= _describe_weights(stored)
+        try:
+            lines["tokenizer"] = ", ".join(source.tokenizer_files()) or "none"
+            lines |= {"convertible": "yes"} | _describe_config(plan_conversion(source).config)
+        except KvjaxError as e:
+            lines["convertible"] = f"no: {e}"
     return {label: escape_unprintable(value, keep="\n") for label, value in lines.items()}
-
-
-def _describe_ours(path: Path) -> Lines:
-    record = checkpoint.read_manifest(path)
-    shapes = [tuple(x["shape"]) for x in record.parameters.values()]
-    stored = [(shape, record.dtype, num_bytes(shape, np.dtype(record.dtype))) for shape in shapes]
-    lines = {"format": "kvjax", "source": record.source} | _describe_weights(stored)
-    tokenizer = "tokenizer.json" if (path / "tokenizer.json").is_file() else "none"
-    return lines | {"tokenizer": tokenizer} | _describe_config(record.config)
-
-
-def _describe_source(path: Path) -> Lines:
-    source = open_source(path)
-    lines = {"format": source.format, "model_type": str(source.config.get("model_type"))}
-    tensors = source.tensors.values()
-    lines["files"] = str(len({t.file for t in tensors}))
-    lines |= _describe_weights([(t.shape, t.stored or FLOATS.get(t.dtype, t.dtype), _weight_bytes(t)) for t in tensors])
-    try:
-        lines["tokenizer"] = ", ".join(source.tokenizer_files()) or "none"
-        return lines | {"convertible": "yes"} | _describe_config(plan_conversion(source).config)
-    except KvjaxError as e:
-        return lines | {"convertible": f"no: {e}"}
-
-
-def _weight_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor in its file; 0 for a buffer."""
-    if tensor.bytes is not None:
-        return tensor.bytes
-    return num_bytes(tensor.shape, np.dtype(FLOATS[tensor.dtype])) if tensor.dtype in FLOATS else 0
 
 
 def _describe_weights(stored: list[tuple[tuple[int, ...], str, int]]) -> Lines:

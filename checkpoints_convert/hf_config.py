@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -141,10 +142,7 @@ def _read_scaling(values: Raw, rope: Raw) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type"))
     if kind == "default":
         return None
-
-    def number(key: str) -> float:
-        return _read_number(rope, key, f"config.json, RoPE scaling {kind!r}")
-
+    number = functools.partial(_read_number, rope, name=f"config.json, RoPE scaling {kind!r}")
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
     if kind == "llama3":

@@ -72,18 +72,7 @@ __all__ = [
     "stream_text",
 ]
 
-_MODULES = (
-    "cache_ops",
-    "cachegen",
-    "errors",
-    "eval",
-    "functional",
-    "methods",
-    "method_api",
-    "reuse",
-    "speculative",
-    "testing",
-)
+_MODULES = "cache_ops cachegen errors eval functional method_api methods reuse speculative testing".split()
 _HOMES = {
     "kvjax.cache.accounting": ("CacheBytes", "kept_positions", "state_bytes"),
     "kvjax.cache.protocol": ("Cache",),
@@ -109,7 +98,12 @@ if not TYPE_CHECKING:  # type checkers, shown this, would accept any name
         if name in _MODULES:
             return importlib.import_module(f"kvjax.{name}")
         if name == "__version__":
-            return _version()
+            from importlib import metadata  # which takes longer to import than kvjax, and few ask
+
+            try:
+                return metadata.version("kvjax")
+            except metadata.PackageNotFoundError:  # a folder on the path, not installed
+                return "0+unknown"
         for module, names in _HOMES.items():
             if name in names:
                 value = globals()[name] = getattr(importlib.import_module(module), name)
@@ -119,12 +113,3 @@ if not TYPE_CHECKING:  # type checkers, shown this, would accept any name
 
 def __dir__() -> list[str]:
     return list(__all__)
-
-
-def _version() -> str:
-    from importlib import metadata  # which takes longer to import than kvjax, and few ask
-
-    try:
-        return metadata.version("kvjax")
-    except metadata.PackageNotFoundError:  # a folder on the path, not installed
-        return "0+unknown"

@@ -220,9 +220,10 @@ def take(cache: Cache, sequences: Array) -> Cache:
 
     def take_from(x: Array) -> Array:
         if x.ndim == 0 or x.shape[0] != batch:
-            return x
+            return x  # shared by all sequences
         if not memory.is_host(x):
             return x[sequences]
+        # A gather runs on the device alone.
         return jax.device_put(jax.device_put(x, memory.DEVICE)[sequences], memory.HOST)
 
     return jax.tree.map(take_from, cache)

@@ -23,7 +23,7 @@ DEFAULT_ALIGNMENT = 32  # bytes, of the tensors' data
 MAX_DIMENSIONS = 4
 NUMBER_TYPES = ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
 """NumPy's name of each value type; None: STRING and ARRAY."""
-STRING, ARRAY = 8, 9
+STRING, ARRAY, UINT64 = 8, 9, 10
 
 
 class StoredTensor(NamedTuple):
@@ -69,27 +69,23 @@ class _Cursor:
         except UnicodeDecodeError:
             raise _Damage(f"there is no UTF-8 text before byte {self.offset:,}") from None
 
-    def numbers(self, dtype: str, count: int) -> list[Any]:
+    def numbers(self, kind: int, count: int) -> list[Any]:
+        dtype = NUMBER_TYPES[kind] if kind < len(NUMBER_TYPES) else None
+        if dtype is None:
+            raise _Damage(f"a value has the type {kind}, which there is not")
         return np.frombuffer(self.take(np.dtype(dtype).itemsize * count), dtype).tolist()
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
-            return self.numbers(_number_type(kind), 1)[0]
+            return self.numbers(kind, 1)[0]
         kind, count = self.integer("<I"), self.integer("<Q")
         if kind != STRING:
-            return self.numbers(_number_type(kind), count)
+            return self.numbers(kind, count)
         if 8 * count > len(self.data) - self.offset:  # each string has at least the 8 bytes of its length
             raise _Damage(f"an array claims {count:,} texts at {self.offset:,}, and the file is too short for them")
         return [self.string() for _ in range(count)]
-
-
-def _number_type(kind: int) -> str:
-    dtype = NUMBER_TYPES[kind] if kind < len(NUMBER_TYPES) else None
-    if dtype is None:
-        raise _Damage(f"a value has the type {kind}, which there is not")
-    return dtype
 
 
 def read_header(file: Path) -> Header:
@@ -141,7 +137,7 @@ def _parse_tensor(file: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
     name, num_dimensions = cursor.string(), cursor.integer("<I")
     if num_dimensions > MAX_DIMENSIONS:
         raise _Damage(f"{name!r:.80} has {num_dimensions} dimensions")
-    shape = tuple(reversed(cursor.numbers("<u8", num_dimensions)))
+    shape = tuple(reversed(cursor.numbers(UINT64, num_dimensions)))
     number, offset = cursor.integer("<I"), cursor.integer("<Q")
     try:
         kind = GGMLQuantizationType(number)

@@ -100,7 +100,13 @@ def make_byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokeniz
 def make_sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Makes a SentencePiece BPE tokenizer; also returns whether bos is added for a file that does not say."""
     scores = read_array(metadata, "tokenizer.ggml.scores", (float, int), len(vocabulary.tokens))
-    merges = rank_merges(vocabulary, scores)
+    # All pairs of pieces that join to a piece, the best score of the joined piece first, then the longest left half.
+    # Unknown, control and byte tokens take no part: text never becomes one of them by merging.
+    whole = (UNKNOWN, CONTROL, BYTE)
+    pieces = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.types[i] not in whole}
+    splits = ((i, t[:cut], t[cut:]) for t, i in pieces.items() for cut in range(1, len(t)))
+    ranked = [(scores[i], len(a), len(b), a, b) for i, a, b in splits if a in pieces and b in pieces]
+    merges = [pair[3:] for pair in sorted(ranked, key=itemgetter(0, 1, 2), reverse=True)]
     unknown = vocabulary.token("unk")
     tokenizer = Tokenizer(BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
@@ -114,18 +120,6 @@ def make_sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Toke
 
 
 KINDS = {"gpt2": make_byte_level, "llama": make_sentencepiece}
-
-
-def rank_merges(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Returns all pairs of pieces that join to a piece: best score of the joined piece first, then longest left half.
-
-    Unknown, control and byte tokens take no part: text never becomes one of them by merging.
-    """
-    whole = (UNKNOWN, CONTROL, BYTE)
-    pieces = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.types[i] not in whole}
-    splits = ((i, t[:cut], t[cut:]) for t, i in pieces.items() for cut in range(1, len(t)))
-    ranked = [(scores[i], len(a), len(b), a, b) for i, a, b in splits if a in pieces and b in pieces]
-    return [pair[3:] for pair in sorted(ranked, key=itemgetter(0, 1, 2), reverse=True)]
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, metadata: Metadata) -> None:

@@ -38,7 +38,8 @@ class Target:
     mesh: Mesh | None = None
 
 
-def apply_embed(
+@functools.partial(jax.jit, static_argnames="target")
+def embed(
     params: Any, tokens: Array, offset: Array | None, lengths: Array | None, target: Target
 ) -> tuple[Array, Angles, Array]:
     """Embeds tokens that follow others.
@@ -120,8 +121,7 @@ def exact_logits(params: Any, tokens: Array, config: Config) -> Array:
     return _decoder(params, config).apply({"params": params}, tokens, pos, attend, method=Decoder.logits)[0]
 
 
-# The functions `apply_*` are traced; these are their compiled forms.
-embed = jax.jit(apply_embed, static_argnames="target")
+# `apply_layer` and `apply_unembed` are traced; these are their compiled forms.
 run_layer = jax.jit(apply_layer, static_argnames=("call", "target"))
 unembed = jax.jit(apply_unembed, static_argnames="target")
 

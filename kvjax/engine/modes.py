@@ -15,7 +15,7 @@ from kvjax.cache.readers.base import map_query_blocks
 from kvjax.core.attention import attend_dense, causal_attention, causal_attention_with_lse, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block, prompt_of_inputs, select_queries
 from kvjax.engine.positions import token_positions
 
@@ -146,10 +146,6 @@ class PromptReplay(ForwardMode):
         # The copy follows the prompt at later positions; they stay two blocks, whose attention is merged exactly.
         prompt, _ = observed_block(call.layer, state, self.lengths)
         copy = KVBlock(k, v, self.pos[:, None])
-
-        def attend_both(q: Array, query_pos: Array) -> Array:
-            return merge([attend_dense(q, block, query_pos, call.window) for block in (prompt, copy)])
-
         if isinstance(call.layer, ReplayedLayer) and state.replay_scores is not None:
             observation = Observation(
                 q,
@@ -160,7 +156,13 @@ class PromptReplay(ForwardMode):
             update_scores = per_device(call.layer.update_scores, *k.shape[:2], mesh=mesh)
             scores = update_scores(prompt, self.start, observation, copy, state.replay_scores)
             state = state._replace(replay_scores=scores)
-        return map_query_blocks(attend_both, q, self.pos, QUERY_BLOCK_TOKENS), state, cross_layer
+        out = map_query_blocks(
+            lambda q, query_pos: merge([attend_dense(q, block, query_pos, call.window) for block in (prompt, copy)]),
+            q,
+            self.pos,
+            QUERY_BLOCK_TOKENS,
+        )
+        return out, state, cross_layer
 
 
 @pytree
@@ -181,17 +183,16 @@ def extend_layer(
     layer: BoundLayer, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any = None, *, mesh: Mesh | None
 ) -> StepResult:
     """Runs `BoundLayer.extend` on each device's own sequences and heads."""
-
-    def extend(state: Any, q: Array, new: KVBlock, cross_layer: Any) -> StepResult:
-        return layer.extend(state, q, new, commit, cross_layer)  # `commit` is static, so it is no argument here
-
-    return per_device(extend, *q.shape[:2], mesh=mesh)(state, q, new, cross_layer)
+    # `commit` is static, so that it is closed over: the arguments are the arrays that devices divide.
+    extend = per_device(
+        lambda state, q, new, cross_layer: layer.extend(state, q, new, commit, cross_layer), *q.shape[:2], mesh=mesh
+    )
+    return extend(state, q, new, cross_layer)
 
 
 def attend_all(q: Array, query_pos: Array, block: KVBlock, window: int | None, pattern: Any = None) -> Array:
     """Computes exact attention of queries [B K G T H] at query_pos i32[B T] to a block, a few queries at a time."""
-
-    def attend(q: Array, query_pos: Array) -> Partial:
-        return attend_dense(q, block, query_pos, window, pattern)
-
-    return merge([map_query_blocks(attend, q, query_pos, QUERY_BLOCK_TOKENS)])
+    partial = map_query_blocks(
+        lambda q, query_pos: attend_dense(q, block, query_pos, window, pattern), q, query_pos, QUERY_BLOCK_TOKENS
+    )
+    return merge([partial])

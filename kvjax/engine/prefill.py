@@ -177,7 +177,8 @@ def prefill_exactly(
     prompts = list(prompts)
     for i, layer in enumerate(plan):
         if layer.needs.output_projection and not layer.needs.prompt_chunk:
-            prompts[i] = prompts[i]._replace(output_projection=_output_projection(params[f"layer_{i}"]))
+            output_projection = params[f"layer_{i}"]["attention"]["o"]["kernel"][None]
+            prompts[i] = prompts[i]._replace(output_projection=output_projection)
     return hidden, prompts
 
 
@@ -360,8 +361,3 @@ def _update_last(last: Array, hidden: Array, lengths: Array, start: Array) -> Ar
     at = lengths - 1 - start
     is_here = (at >= 0) & (at < hidden.shape[1])
     return jnp.where(is_here[:, None], take_tokens(hidden, jnp.clip(at, 0, hidden.shape[1] - 1)[:, None])[:, 0], last)
-
-
-@jax.jit
-def _output_projection(layer_params: Any) -> Array:
-    return layer_params["attention"]["o"]["kernel"][None]

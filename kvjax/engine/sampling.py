@@ -78,12 +78,9 @@ class SamplingParams:
         """Returns the same settings as arrays, for a compiled program."""
         if self.temperature == 0:
             return Sampler()
-
-        def array(x: float | None, dtype: Any) -> Array | None:
-            return None if x is None else jnp.asarray(x, dtype)
-
-        filters = array(self.top_k, jnp.int32), array(self.top_p, jnp.float32), array(self.min_p, jnp.float32)
-        return Sampler(jnp.float32(self.temperature), *filters)
+        types = {"temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32}
+        numbers = {name: getattr(self, name) for name in types}
+        return Sampler(**{name: jnp.asarray(x, types[name]) for name, x in numbers.items() if x is not None})
 
 
 def resolve_sampling(sampling: SamplingParams | None = None, **fields: Any) -> SamplingParams:

@@ -9,6 +9,8 @@ same numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -18,13 +20,13 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec, CodecWrapper
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.method import Method
-from kvjax.cache.protocol import KVMethod, LayerSpec, LayerState, StepResult, Traits
+from kvjax.cache.protocol import KVMethod, LayerSpec, Traits
 from kvjax.cache.readers.full import Full
 from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.gradients import with_gradient_of
-from kvjax.core.types import Array, KVBlock, Partial, pytree
+from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 
 
@@ -112,37 +114,28 @@ def _constant(*trees: Any) -> Any:
     return constants if len(trees) > 1 else constants[0]
 
 
+def _with_floats(member: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a member of `MethodLayer` run inside `memory.as_floats`, which packing asks while it runs."""
+
+    @functools.wraps(member)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with memory.as_floats(True):
+            return member(*args, **kwargs)
+
+    return run
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
 class DifferentiableLayer(MethodLayer):
     """A bound layer of a `Method` whose codecs carry gradients: all that it packs stays floats in device memory."""
 
-    # Packing asks `memory.as_floats` while it runs, so that each member that packs or unpacks runs inside it.
-
-    def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> LayerState:
-        with memory.as_floats(True):
-            return super().prefill(block, observation, num_slots)
-
-    def encode_slots(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
-        with memory.as_floats(True):
-            return super().encode_slots(block, observation)
-
-    def extend(self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None) -> StepResult:
-        with memory.as_floats(True):
-            return super().extend(state, q, new, commit, cross_layer)
-
-    def extend_with_prefix(
-        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
-    ) -> StepResult:
-        with memory.as_floats(True):
-            return super().extend_with_prefix(state, q, new, commit, cross_layer, other_partial)
-
-    def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
-        with memory.as_floats(True):
-            return super().append_block(state, block)
-
-    def crop(self, state: LayerState, count: Array) -> LayerState:
-        with memory.as_floats(True):
-            return super().crop(state, count)
+    # The members that pack or unpack.
+    prefill = _with_floats(MethodLayer.prefill)
+    encode_slots = _with_floats(MethodLayer.encode_slots)
+    extend = _with_floats(MethodLayer.extend)
+    extend_with_prefix = _with_floats(MethodLayer.extend_with_prefix)
+    append_block = _with_floats(MethodLayer.append_block)
+    crop = _with_floats(MethodLayer.crop)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,8 @@ def check_prompts(
     """
     if capacity > MAX_SIZE:
         raise KvjaxError(
-            f"a cache for {capacity:,} tokens per row was asked for, and positions are 32-bit integers; ask for fewer "
-            "new tokens, or for less room"
+            f"a cache for {capacity:,} tokens per sequence was asked for, and positions are 32-bit integers; ask for "
+            "fewer new tokens, or for less room"
         )
     longest = max(lengths)
     if longest > model.config.max_positions and not all(
@@ -50,7 +50,7 @@ def check_prompts(
     # A lower bound of what a layer's forward pass takes: its hidden vectors and the MLP's.
     layer_width = model.config.width + model.config.mlp_width
     activation_bytes = len(lengths) * min(longest, chunk) * layer_width * model.dtype.itemsize
-    what = f"{len(lengths)} rows of up to {longest:,} tokens in a cache for {capacity:,}"
+    what = f"{len(lengths)} sequences of up to {longest:,} tokens in a cache for {capacity:,}"
     _check_memory(model, cache_bytes["device"] + activation_bytes, cache_bytes["pinned_host"], what)
 
 
@@ -72,7 +72,7 @@ def _check_memory(model: Model, device_bytes: int, host_bytes: int, what: str) -
 def check_result(model: Model, batch: int, num_tokens: int) -> None:
     """Raises KvjaxError where the logits of `num_tokens` tokens of each sequence cannot fit in memory."""
     size = 4 * batch * num_tokens * model.config.vocab_size
-    _check_memory(model, size, 0, f"the logits of {batch} rows of {num_tokens:,} tokens")
+    _check_memory(model, size, 0, f"the logits of {batch} sequences of {num_tokens:,} tokens")
 
 
 def check_positions(model: Model, plan: Plan, used: int, more: int) -> None:

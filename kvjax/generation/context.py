@@ -40,7 +40,7 @@ class Context:
     """A batch of documents that a model has read under a method.
 
     A value: no call changes it, and calls that extend or edit it return a new one. Each document is one sequence of the
-    batch, called a row in displays and messages.
+    batch.
     """
 
     model: Model
@@ -53,7 +53,7 @@ class Context:
         if self.cache.is_donated:
             return f"Context({name_of(self.method)!r}; used up)"
         tokens = ", ".join(map(str, self.cache.length.tolist()))
-        return f"Context({name_of(self.method)!r}; rows of {tokens} tokens; {self.bytes})"
+        return f"Context({name_of(self.method)!r}; sequences of {tokens} tokens; {self.bytes})"
 
     def _repr_html_(self) -> str | None:
         if self.cache.is_donated:
@@ -61,7 +61,7 @@ class Context:
         held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
         rows = zip(range(self.rows), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
         title = f"{name_of(self.method)}: {self.bytes}"
-        return table(title, ("row", "tokens read", "tokens held by a head"), rows)
+        return table(title, ("sequence", "tokens read", "tokens held by a head"), rows)
 
     @property
     def rows(self) -> int:
@@ -119,8 +119,8 @@ class Context:
         used, num_fed = int(np.max(np.asarray(self.cache.length))), max_new_tokens - 1  # the last is not fed back
         if used + num_fed > self.cache.capacity:
             raise KvjaxError(
-                f"the cache has room for {self.cache.capacity} tokens per row and holds {used}; {num_fed} more do not "
-                f"fit: read with room={num_fed} or more"
+                f"the cache has room for {self.cache.capacity} tokens per sequence and holds {used}; {num_fed} more do "
+                f"not fit: read with room={num_fed} or more"
             )
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         return start_decoding(
@@ -234,7 +234,7 @@ class Context:
         """
         ids = token_ids(self.model, continuations)
         if len(ids) != self.rows:
-            raise KvjaxError(f"{len(ids)} continuations for {self.rows} rows; give one per row")
+            raise KvjaxError(f"{len(ids)} continuations for {self.rows} sequences; give one per sequence")
         self._check_known()
         return teacher_force(self.model, self.last, self.cache, ids, decoded, width)
 
@@ -313,7 +313,7 @@ class Context:
         if not self.last.shape[1]:
             raise KvjaxError(
                 "the logits after a crop or an edit are known when something has been fed: use `ask`, or first `feed` "
-                "at least one token per row"
+                "at least one token per sequence"
             )
 
     def save(self, path: str | Path) -> Path:

@@ -73,23 +73,17 @@ def draft_first(
 
 def decode_until(params: Any, state: DecodeState, limit: Array, sampler: Sampler, target: Target) -> DecodeState:
     """Steps until `limit` columns are filled or all sequences are done."""
-
-    def goes_on(state: DecodeState) -> Array:
-        return (state.i < limit) & ~state.done.all()
-
-    def run_step(state: DecodeState) -> DecodeState:
-        return step(params, state, sampler, target)
-
-    return lax.while_loop(goes_on, run_step, state)
+    return lax.while_loop(
+        lambda state: (state.i < limit) & ~state.done.all(),
+        lambda state: step(params, state, sampler, target),
+        state,
+    )
 
 
 def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> DecodeState:
     """Steps until all M columns are filled, whatever the tokens."""
-
-    def run_step(state: DecodeState, _: None) -> tuple[DecodeState, None]:
-        return step(params, state, sampler, target), None
-
-    return lax.scan(run_step, state, length=state.out.shape[1] - 1)[0]
+    num_steps = state.out.shape[1] - 1
+    return lax.scan(lambda state, _: (step(params, state, sampler, target), None), state, length=num_steps)[0]
 
 
 def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeState:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
     if model.mesh is None:
         return jnp.asarray(x)
     for letter, size in zip(axes.split(), x.shape, strict=False):
-        check_divides(letter, size, model.mesh, "give a number of rows that does, or another mesh")
+        check_divides(letter, size, model.mesh, "give a number of sequences that does, or another mesh")
     return jax.device_put(x, named_sharding(axes, model.mesh))
 
 
@@ -44,7 +43,13 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
     """
     if not isinstance(model, Model):
         raise KvjaxError(f"the model comes first, as kvjax.load gives it; got {model!r:.80}")
-    check_not_traced(model, prompts)
+    arrays = prompts if isinstance(prompts, (list, tuple, np.ndarray, jax.Array)) else ()
+    leaves = [model.params["embedding"], *jax.tree.leaves(arrays), jnp.asarray(np.int32(0))]
+    if any(isinstance(x, Tracer) for x in leaves):  # the last one is traced where results alone are hidden
+        raise TracedCall(
+            "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
+            "functions of kvjax.functional there, logits, prefill, extend and decode"
+        )
     if isinstance(prompts, str):
         prompts = [prompts]
     if isinstance(prompts, Mapping):
@@ -55,50 +60,37 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         raise KvjaxError(f"prompts are texts or lists of ids, in a list or an array, got {prompts!r:.80}")
     if len(prompts) == 0:
         raise KvjaxError("no prompts were given; pass a list with at least one text or list of token ids")
-    if all(map(_is_id, prompts)):
+    # Whole numbers of Python, NumPy or JAX.
+    if all(
+        isinstance(x, numbers.Integral)
+        or (getattr(x, "ndim", 1) == 0 and np.issubdtype(np.asarray(x).dtype, np.integer))
+        for x in prompts
+    ):
         shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
         raise KvjaxError(f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]")
-    ids = [model.text_tokenizer().encode(p) if isinstance(p, str) else _ids(p) for p in prompts]
-    for i, row in enumerate(ids):
-        if not row:
+    ids = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids.append(model.text_tokenizer().encode(prompt))
+            continue
+        x = np.asarray(prompt)
+        if x.size and (x.ndim != 1 or not np.issubdtype(x.dtype, np.integer)):
+            raise KvjaxError(f"a prompt is a text or a flat list of integer ids, got shape {x.shape} of {x.dtype}")
+        ids.append(x.ravel().tolist())
+    for i, prompt in enumerate(ids):
+        if not prompt:
             raise KvjaxError(f"prompt {i} is empty; a prompt needs at least one token")
-        bad = next((t for t in row if not 0 <= t < model.config.vocab_size), None)
+        bad = next((t for t in prompt if not 0 <= t < model.config.vocab_size), None)
         if bad is not None:
             raise KvjaxError(f"prompt {i} has token id {bad}, outside the vocabulary 0..{model.config.vocab_size - 1}")
     return ids
 
 
-def check_not_traced(model: Model, *arguments: Any) -> None:
-    """Raises TracedCall within a JAX transformation that hides the values of the model, of arguments or of results."""
-    arrays = [x for x in arguments if isinstance(x, (list, tuple, np.ndarray, jax.Array))]
-    leaves = [model.params["embedding"], *jax.tree.leaves(arrays), jnp.asarray(np.int32(0))]
-    if any(isinstance(x, Tracer) for x in leaves):
-        raise TracedCall(
-            "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
-            "functions of kvjax.functional there, logits, prefill, extend and decode"
-        )
-
-
-def _is_id(x: Any) -> bool:
-    """Whether x is a whole number, of Python, NumPy or JAX."""
-    is_array = getattr(x, "ndim", 1) == 0 and np.issubdtype(x.dtype, np.integer)
-    return is_array or isinstance(x, numbers.Integral)
-
-
-def _ids(prompt: Sequence[int] | np.ndarray) -> list[int]:
-    row = np.asarray(prompt)
-    if row.size == 0:
-        return []
-    if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-        raise KvjaxError(f"a prompt is a text or a flat list of integer ids, got shape {row.shape} of {row.dtype}")
-    return row.tolist()
-
-
 def pad(ids: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Pads lists of ids with 0 on the right: tokens i32[B T], lengths i32[B]."""
     # In NumPy, as JAX would compile a program for each shape.
-    lengths = np.array([len(r) for r in ids], np.int32)
+    lengths = np.array([len(prompt) for prompt in ids], np.int32)
     tokens = np.zeros((len(ids), width or round_up(int(lengths.max()))), np.int32)
-    for row, r in zip(tokens, ids, strict=True):
-        row[: len(r)] = r
+    for row, prompt in zip(tokens, ids, strict=True):
+        row[: len(prompt)] = prompt
     return tokens, lengths

@@ -139,9 +139,6 @@ def abstract_state(
         replay_scores=array(c.kv_heads, length, dtype=jnp.float32) if needs.replay else None,
         paired_block=block if needs.paired_layer else None,
     )
-
-    def prefill(block: KVBlock, observation: Observation) -> Any:
-        return layer.prefill(block, observation if needs.observes and length else None, num_slots)
-
-    traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(block, observation)
+    trace = jax.make_jaxpr(lambda block, observation: layer.prefill(block, observation, num_slots), return_shape=True)
+    traced, shapes = trace(block, observation if needs.observes and length else None)
     return traced.out_avals, jax.tree.structure(shapes)

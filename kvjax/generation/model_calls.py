@@ -15,7 +15,7 @@ from kvjax.cache.protocol import Cache, KVMethod, num_layer_slots
 from kvjax.core.types import Array
 from kvjax.engine import decode as engine_decode
 from kvjax.engine import prefill as engine_prefill
-from kvjax.engine.forward import Plan, Target, exact_logits
+from kvjax.engine.forward import Plan, Progress, Target, exact_logits
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks
@@ -122,11 +122,11 @@ def run_prompts(
     if tokens_at_once == tokens.shape[1]:  # chunks are cut from NumPy arrays, which compiles nothing
         tokens = place(model, tokens, "B T")
 
-    def show_bar(chunks: Any) -> Any:
+    bar: Progress = iter
+    if progress:
         from rich.progress import track  # imported late, as only a bar needs it
 
-        return track(chunks, "prefill", transient=True)
-
+        bar = functools.partial(track, description="prefill", transient=True)
     with timer.timed():
         outputs = engine_prefill.prefill(
             model.params,
@@ -139,7 +139,7 @@ def run_prompts(
             num_slots=num_slots,
             replay_prompts=replay_prompts(model, plan),
             compiled=compiled,
-            progress=show_bar if progress else iter,
+            progress=bar,
         )
         last, cache = jax.block_until_ready(outputs)
     return last, dataclasses.replace(cache, weights=model.fingerprint)
@@ -197,14 +197,14 @@ def inputs_after_cache(
     """
     cache.check_usable()
     if len(ids) != cache.length.shape[0]:
-        raise KvjaxError(f"{len(ids)} rows were given for a cache of {cache.length.shape[0]} rows")
+        raise KvjaxError(f"{len(ids)} sequences were given for a cache of {cache.length.shape[0]} sequences")
     longest = max(map(len, ids))
     used = int(np.max(jax.device_get(cache.length)))
     need = used + longest + num_new
     if need > cache.capacity:
         raise KvjaxError(
-            f"the cache has room for {cache.capacity} tokens per row and holds {used}; {need - used} more do not fit: "
-            f"prefill with capacity={need} or more, or read with that, or with a larger room="
+            f"the cache has room for {cache.capacity} tokens per sequence and holds {used}; {need - used} more do not "
+            f"fit: prefill with capacity={need} or more, or read with that, or with a larger room="
         )
     checks.check_positions(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
@@ -238,7 +238,7 @@ def _decoded_mask(ids: Sequence[Sequence[int]], decoded: Decoded) -> list[list[b
         return [[decoded] * len(row) for row in ids]
     lengths = [len(row) for row in ids]
     if not isinstance(decoded, Sequence) or [np.size(row) for row in decoded] != lengths:
-        raise KvjaxError(f"decoded is true, false, or a list of them for each token of rows of {lengths} tokens")
+        raise KvjaxError(f"decoded is true, false, or a list of them for each token of sequences of {lengths} tokens")
     return [list(row) for row in decoded]
 
 

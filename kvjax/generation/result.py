@@ -33,7 +33,7 @@ class Result:
         texts = self.text or [str(row) for row in self.tokens]
         lengths = map(len, self.tokens)
         rows = zip(range(len(texts)), texts, lengths, self.finish_reasons, strict=True)
-        return table(self._costs(), ("row", "text" if self.text else "ids", "tokens", "ended by"), rows)
+        return table(self._costs(), ("sequence", "text" if self.text else "ids", "tokens", "ended by"), rows)
 
     def _costs(self) -> str:
         return f"{self.bytes}, {self.tokens_per_second:,.1f} tokens/s"
@@ -51,11 +51,8 @@ class Result:
 
 def concat_results(results: Sequence[Result]) -> Result:
     """Concatenates the results of batches that were decoded one after the other; bytes are those of one batch."""
-
-    def concat(field: str) -> list:
-        return [x for r in results for x in getattr(r, field)]
-
-    summed = ("prefill_seconds", "decode_seconds", "compile_seconds", "decode_steps")
-    fields: dict[str, Any] = {field: sum(getattr(r, field) for r in results) for field in summed}
-    fields |= {"tokens": concat("tokens"), "finish_reasons": concat("finish_reasons")}
-    return dataclasses.replace(results[0], text=None if results[0].text is None else concat("text"), **fields)
+    joined = ("tokens", "finish_reasons") if results[0].text is None else ("tokens", "finish_reasons", "text")
+    fields: dict[str, Any] = {name: [x for r in results for x in getattr(r, name)] for name in joined}
+    for name in ("prefill_seconds", "decode_seconds", "compile_seconds", "decode_steps"):
+        fields[name] = sum(getattr(r, name) for r in results)
+    return dataclasses.replace(results[0], **fields)

@@ -15,7 +15,7 @@ from kvjax.cache.protocol import Cache
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
-from kvjax.engine.forward import Compiled, Target
+from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler, SamplingParams
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks, decode_loop, stopping
@@ -75,7 +75,8 @@ class DecodeSession:
                 self.state = self._compile(decode_loop.decode_until)(**self._arguments(), limit=np.int32(limit))
                 return
             # The loop condition waits for each step: a batch that has ended must not run another one.
-            compiled, arguments = self._layer_functions(), self._arguments()
+            compiled = compiled_for(self.model, self._tokens_per_step, in_place=True)
+            arguments = self._arguments()
             while not self._is_done(limit):
                 self.state = arguments["state"] = decode_loop.step(**arguments, compiled=compiled)
 
@@ -83,7 +84,8 @@ class DecodeSession:
         """Makes the first draft of a method that drafts; its time counts as a part of the prefill."""
         with self._timed():
             if self.loop == "layers":
-                self.state = decode_loop.draft_first(**self._arguments(), compiled=self._layer_functions())
+                compiled = compiled_for(self.model, self._tokens_per_step, in_place=True)
+                self.state = decode_loop.draft_first(**self._arguments(), compiled=compiled)
             else:
                 draft_first = jit_with(decode_loop.draft_first, ("target",), ("state",), ())
                 self.state = draft_first(**self._arguments())
@@ -103,10 +105,6 @@ class DecodeSession:
     def _arguments(self) -> dict[str, Any]:
         target = Target(self.model.config, self.model.mesh)
         return {"params": self.model.params, "state": self.state, "sampler": self.sampler, "target": target}
-
-    def _layer_functions(self) -> Compiled:
-        """Returns the functions of a step that runs layer by layer."""
-        return compiled_for(self.model, self._tokens_per_step, in_place=True)
 
     def _compile(self, loop: Callable[..., DecodeState]) -> Any:
         """Compiles a loop as one program, to which the state is donated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +33,11 @@ class Attention(nn.Module):
     def __call__(self, x: Array, angles: Angles, attend: Attend, query_indices: Array | None) -> tuple[Array, Any]:
         c = self.config
         D, K, G, H = c.width, c.kv_heads, c.groups, c.head_dim
-
-        def linear(name, *a, **kw):
-            return Linear(*a, **kw, dtype=self.dtype, name=name)
-
-        q = jnp.moveaxis(linear("q", "D K G H", (D, K, G, H), bias=c.qkv_bias)(take_tokens(x, query_indices)), 1, 3)
-        k = jnp.moveaxis(linear("k", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
-        v = jnp.moveaxis(linear("v", "D K H", (D, K, H), bias=c.qkv_bias)(x), 1, 2)
+        linear = functools.partial(Linear, dtype=self.dtype)
+        x_q = take_tokens(x, query_indices)
+        q = jnp.moveaxis(linear("D K G H", (D, K, G, H), bias=c.qkv_bias, name="q")(x_q), 1, 3)
+        k = jnp.moveaxis(linear("D K H", (D, K, H), bias=c.qkv_bias, name="k")(x), 1, 2)
+        v = jnp.moveaxis(linear("D K H", (D, K, H), bias=c.qkv_bias, name="v")(x), 1, 2)
         if c.qk_norm:
             q = RMSNorm(H, c.norm_eps, "H", self.dtype, name="q_norm")(q)
             k = RMSNorm(H, c.norm_eps, "H", self.dtype, name="k_norm")(k)
@@ -46,7 +45,7 @@ class Attention(nn.Module):
         k = rotate(k, *(a[:, None] for a in angles))
         out, state = attend(self.layer, q, k, v, x)
         out = jnp.moveaxis(out.astype(x.dtype), 3, 1)
-        return linear("o", "K G H D", (K, G, H, D), contract=3, bias=c.out_bias)(out), state
+        return linear("K G H D", (K, G, H, D), contract=3, bias=c.out_bias, name="o")(out), state
 
 
 class MLP(nn.Module):
@@ -57,14 +56,10 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        c = self.config
-
-        def linear(name, *a):
-            return Linear(*a, bias=c.mlp_bias, dtype=self.dtype, name=name)
-
-        gate = linear("gate", "D F", (c.width, c.mlp_width))(x)
-        up = linear("up", "D F", (c.width, c.mlp_width))(x)
-        return linear("down", "F D", (c.mlp_width, c.width))(jax.nn.silu(gate) * up)
+        D, F = self.config.width, self.config.mlp_width
+        linear = functools.partial(Linear, bias=self.config.mlp_bias, dtype=self.dtype)
+        gate, up = linear("D F", (D, F), name="gate")(x), linear("D F", (D, F), name="up")(x)
+        return linear("F D", (F, D), name="down")(jax.nn.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -80,16 +75,13 @@ class Layer(nn.Module):
     ) -> tuple[Array, Any]:
         """Computes the outputs [B Q D] of the tokens at query_indices i32[B Q], or of all; keys and values of all."""
         c = self.config
-
-        def norm(name):
-            return RMSNorm(c.width, c.norm_eps, dtype=self.dtype, name=name)
-
+        norm = functools.partial(RMSNorm, c.width, c.norm_eps, dtype=self.dtype)
         with jax.named_scope("attention"):
             attention = Attention(c, self.layer, self.dtype, name="attention")
-            y, state = attention(norm("attention_norm")(x), angles, attend, query_indices)
+            y, state = attention(norm(name="attention_norm")(x), angles, attend, query_indices)
         x = take_tokens(x, query_indices) + y
         with jax.named_scope("mlp"):
-            return x + MLP(c, self.dtype, name="mlp")(norm("mlp_norm")(x)), state
+            return x + MLP(c, self.dtype, name="mlp")(norm(name="mlp_norm")(x)), state
 
 
 def take_tokens(x: Array, indices: Array | None) -> Array:
@@ -99,12 +91,10 @@ def take_tokens(x: Array, indices: Array | None) -> Array:
 
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
     """Initializes parameters, boxed with their axis letters (`flax.linen.unbox` drops these)."""
-
-    def attend(layer: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, None]:
-        return q, None  # only shapes matter here
-
     zero = jnp.zeros((1, 1), jnp.int32)
-    return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]
+    # Only shapes matter here, so that attention may return its queries.
+    variables = Decoder(config, dtype).init(key, zero, zero, lambda i, q, k, v, x: (q, None), method=Decoder.logits)
+    return variables["params"]
 
 
 class Decoder(nn.Module):
@@ -135,11 +125,11 @@ class Decoder(nn.Module):
         return self.embedding[tokens], self.config.rope.angles(pos)
 
     def finish(self, x: Array) -> Array:
-        """The last layer's output [... D] -> logits f32[... V]."""
+        """Turns the last layer's output [... D] into logits f32[... V]."""
         return self.unembed(self.final_norm(x))
 
     def unembed(self, hidden: Array) -> Array:
-        """Hidden states after the final norm [... D] -> logits f32[... V]."""
+        """Turns hidden states after the final norm [... D] into logits f32[... V]."""
         if not self.config.tie_embeddings:
             return self.head(hidden).astype(jnp.float32)
         return unembed(hidden.reshape(-1, hidden.shape[-1]), self.embedding).reshape(*hidden.shape[:-1], -1)

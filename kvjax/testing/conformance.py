@@ -9,12 +9,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvjax.cache.accounting import kept_positions
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
 from kvjax.methods.loading import load_all
 from kvjax.methods.strings import Part, format_methods, method_of, name_of, parse_parts, split_methods
 from kvjax.models.model import Model
-from kvjax.testing.rules import DECODED_TOKENS, RULES, Breach, MethodRun, loses_tokens, users_line
+from kvjax.testing.rules import DECODED_TOKENS, RULES, Breach, MethodRun, users_line
 from kvjax.utils import arguments, display
 
 
@@ -82,20 +83,20 @@ def check_method(
     method = method_of(method)
     arguments.integer("length", length, 3)
     rng = np.random.default_rng(arguments.integer("seed", seed, 0))
-
-    def draw_ids(count: int) -> list[int]:
-        # Different ones while there are any: scores of a token that comes twice tie but for rounding.
-        rounds = -(-count // model.config.vocab_size)
-        return np.concatenate([rng.permutation(model.config.vocab_size) for _ in range(rounds)])[:count].tolist()
-
-    lengths = (length, 1, 2 * length // 3)
-    texts = [draw_ids(n + DECODED_TOKENS) for n in lengths]
-    prompts, following = [text[:-DECODED_TOKENS] for text in texts], [text[-DECODED_TOKENS:] for text in texts]
+    lengths, prompts, following = (length, 1, 2 * length // 3), [], []
+    for n in lengths:
+        # Different ids while there are any: scores of a token that comes twice tie but for rounding.
+        rounds = -(-(n + DECODED_TOKENS) // model.config.vocab_size)
+        ids = np.concatenate([rng.permutation(model.config.vocab_size) for _ in range(rounds)]).tolist()
+        prompts.append(ids[:n])
+        following.append(ids[n : n + DECODED_TOKENS])
     run, name, start = MethodRun(model, method, prompts, following), name_of(method), time.perf_counter()
     reports = []
     with display.StatusLine(progress) as status, _name_failures(name):
         status.say(f"{name}: reading prompts of {', '.join(map(str, lengths))} tokens")
-        if method.traits.evicts and not loses_tokens(run):
+        if method.traits.evicts and all(
+            len(head) >= length for layer in kept_positions(run.first_cache) for head in layer[0]
+        ):
             raise KvjaxError(
                 f"{name} keeps all {length} tokens of the longest prompt, so nothing can be said of what "
                 f"leaves; check it with a greater `length`, or a smaller budget{_smaller_budget(name, length)}"

@@ -32,7 +32,7 @@ from kvjax.testing.index_guard import GuardedMethod, IndexRead
 
 DECODED_TOKENS = 6  # one by one, after each prompt
 RAGGED_COUNTS = ((3, 1, 2), (2, 3, 1), (1, 2, 3))  # tokens fed to each sequence at once: each meets each number
-LEAST_COSINE = 0.2  # mean, of stored rows with the true ones; codes of one bit have 0.6
+LEAST_COSINE = 0.2  # mean, of stored vectors with the true ones; codes of one bit have 0.6
 LOGIT_TOLERANCE = {4: 1e-3, 2: 5e-2}
 """The difference of two programs' logits, as a fraction of the greatest one, by the bytes of the model's numbers."""
 ROUNDED_CODES_FACTOR = 20
@@ -106,12 +106,6 @@ class Rule:
     find: Callable[[MethodRun], str | Breach]
 
 
-def loses_tokens(run: MethodRun) -> bool:
-    """Whether any head has lost a token of the longest prompt."""
-    longest = [sequences[0] for sequences in kept_positions(run.first_cache)]
-    return any(len(head) < len(run.prompts[0]) for heads in longest for head in heads)
-
-
 def find_uncompared_field(run: MethodRun) -> str:
     """Finds a field that does not take part in equality: compiled programs are cached by the method's value."""
     for field in uncompared_fields("method", run.method):
@@ -181,7 +175,7 @@ def find_nonfinite_logits(run: MethodRun) -> str:
     for t, (out, _) in enumerate(run.steps[1:]):
         for row in range(3):
             if out is not None and not np.isfinite(out[row]).all():
-                return f"the logits of row {row} are not finite in step {t + 1}"
+                return f"the logits of sequence {row} are not finite in step {t + 1}"
     return ""
 
 
@@ -192,7 +186,7 @@ def find_wrong_positions(run: MethodRun) -> str | Breach:
             for row, heads in enumerate(np.asarray(layer.positions(state))):
                 if breach := wrong_positions(run.method, heads, len(run.prompts[row]) + t, bool(t)):
                     when = f"after step {t}" if t else "after the prompt"
-                    return breach._replace(problem=f"in layer {i}, row {row}, {when}, {breach.problem}")
+                    return breach._replace(problem=f"in layer {i}, sequence {row}, {when}, {breach.problem}")
     return ""
 
 
@@ -246,7 +240,7 @@ def _method_layers(cache: Cache) -> list[tuple[MethodLayer, LayerState]]:
 
 
 def find_codec_mismatch(run: MethodRun) -> str:
-    """Compares the ways to read a codec's rows with each other."""
+    """Compares the ways to read what a codec stores with each other."""
     for t in (0, DECODED_TOKENS):
         _, cache = run.steps[t]
         for i, (layer, state) in enumerate(_method_layers(cache)):
@@ -263,13 +257,13 @@ def _codec_mismatch(run: MethodRun, codec: Codec, stored: Any, pos: np.ndarray) 
     if decoded.shape != shape or not jnp.issubdtype(decoded.dtype, jnp.floating):
         return f"{name}.decode gives {jax.typeof(decoded)}, and must give floats [B K S H], here {shape}"
     idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), shape[:3])
-    rows = codec.gather(stored, idx)
-    if rows.shape != shape:
-        return f"{name}.gather gives {jax.typeof(rows)}, and must give [B K n H], here {shape}"
+    gathered = codec.gather(stored, idx)
+    if gathered.shape != shape:
+        return f"{name}.gather gives {jax.typeof(gathered)}, and must give [B K n H], here {shape}"
     is_real = np.broadcast_to(pos >= 0, shape[:3])
-    decoded, rows = (np.asarray(x, np.float32)[is_real] for x in (decoded, rows))
-    if decoded.size and not run.are_close(rows, decoded):
-        return f"{name}.gather gives other rows than {name}.decode"
+    decoded, gathered = (np.asarray(x, np.float32)[is_real] for x in (decoded, gathered))
+    if decoded.size and not run.are_close(gathered, decoded):
+        return f"{name}.gather gives other vectors than {name}.decode"
     return ""
 
 
@@ -283,23 +277,24 @@ def find_wrong_contents(run: MethodRun) -> str:
             if layer.method.positions == "true":
                 sides["keys"] = layer.decode_keys(state.k, state.pos), memory.unpack(exact.k)
             for name, (stored, true) in sides.items():
-                if wrong := _unlike_rows(run, np.asarray(state.pos), stored, true):
+                if wrong := _unlike_vectors(run, np.asarray(state.pos), stored, true):
                     return f"after step {t}, the {name} that the first layer holds {wrong}"
     return ""
 
 
-def _unlike_rows(run: MethodRun, pos: np.ndarray, stored: Any, true: Any) -> str:
-    """Compares rows stored [B K S H] at positions [B 1|K S] with the true ones [B K S' H], one slot per position."""
+def _unlike_vectors(run: MethodRun, pos: np.ndarray, stored: Any, true: Any) -> str:
+    """Compares vectors stored [B K S H] at positions [B 1|K S] with the true ones [B K S' H], one slot per position."""
     stored, true = (np.asarray(x, np.float32) for x in (stored, true))
     pos = np.broadcast_to(pos, stored.shape[:3])
     wanted = np.take_along_axis(true, np.maximum(pos, 0)[..., None], 2)
     norms = np.linalg.norm(stored, axis=-1) * np.linalg.norm(wanted, axis=-1)
-    # A cosine, since a codec may scale: a row of zeros has no direction, and counts as unlike.
+    # A cosine, since a codec may scale: a vector of zeros has no direction, and counts as unlike.
     cosine = (stored * wanted).sum(-1) / np.maximum(norms, 1e-30)
     for row, prompt in enumerate(run.prompts):
         for which, mask in (("", pos[row] >= 0), (" that were decoded", pos[row] >= len(prompt))):
             if mask.any() and (mean := cosine[row][mask].mean()) < LEAST_COSINE:
-                return f"are not those of the tokens at their positions in row {row}{which} (mean cosine {mean:.2f})"
+                where = f"in sequence {row}{which} (mean cosine {mean:.2f})"
+                return f"are not those of the tokens at their positions {where}"
     return ""
 
 
@@ -312,43 +307,43 @@ def find_dependence(run: MethodRun) -> str | Breach:
         for t in range(DECODED_TOKENS):
             alone.append(run.feed(alone[-1][1], [run.following[row][t : t + 1]]))
         for t, (single, batch) in enumerate(zip(alone, run.steps, strict=True)):
-            if wrong := _row_difference(run, row, single, batch):
+            if wrong := _sequence_difference(run, row, single, batch):
                 return f"{wrong} when it is read alone than with others, after step {t}"
     for row, first_cache in enumerate(first_caches):
         if wrong := _ragged_difference(run, row, first_cache):
             return Breach(
-                f"{wrong} when it is fed together with rows that are fed other numbers of tokens",
-                "Usual cause: rows that get no token in a step are changed nevertheless: where `q_pos` is -1, keep "
-                "the old value, as in `jnp.where(q_pos >= 0, new, old)`, and let a compression of a full row wait for "
-                "that row's own next token.",
+                f"{wrong} when it is fed together with sequences that are fed other numbers of tokens",
+                "Usual cause: sequences that get no token in a step are changed nevertheless: where `q_pos` is -1, "
+                "keep the old value, as in `jnp.where(q_pos >= 0, new, old)`, and let a compression of a full sequence "
+                "wait for its own next token.",
             )
     return ""
 
 
 def _ragged_difference(run: MethodRun, row: int, first_cache: Cache) -> str:
-    """Feeds all rows unequal numbers of tokens in one call, and compares one row with itself alone."""
+    """Feeds all sequences unequal numbers of tokens in one call, and compares one with itself alone."""
     for counts in RAGGED_COUNTS:
-        # Alone the row is fed as many tokens in a call: a method may treat a chunk differently from single steps.
+        # Alone the sequence is fed as many tokens in a call: a method may treat a chunk differently from single steps.
         fed = [tokens[:count] for tokens, count in zip(run.following, counts, strict=True)]
         single, batch = run.feed(first_cache, fed[row : row + 1]), run.feed(run.first_cache, fed)
-        if wrong := _row_difference(run, row, single, batch, counts[row] - 1):
+        if wrong := _sequence_difference(run, row, single, batch, counts[row] - 1):
             return wrong
         for t in range(DECODED_TOKENS - max(counts)):
             fed = [tokens[count + t : count + t + 1] for tokens, count in zip(run.following, counts, strict=True)]
             single, batch = run.feed(single[1], fed[row : row + 1]), run.feed(batch[1], fed)
-            if wrong := _row_difference(run, row, single, batch):
+            if wrong := _sequence_difference(run, row, single, batch):
                 return f"{wrong}, {t + 1} steps later,"
     return ""
 
 
-def _row_difference(run: MethodRun, row: int, single: Any, batch: Any, last: int = 0) -> str:
-    """Compares (logits, cache) of a row alone with the batch's; `last` is the index of the row's last fed token."""
+def _sequence_difference(run: MethodRun, row: int, single: Any, batch: Any, last: int = 0) -> str:
+    """Compares (logits, cache) of a sequence alone with the batch's; `last`: index of its last fed token."""
     for i, (here, there) in enumerate(zip(kept_positions(single[1]), kept_positions(batch[1]), strict=True)):
         if not all(map(np.array_equal, here[0], there[row])):
-            return f"row {row} holds other tokens in layer {i}"
+            return f"sequence {row} holds other tokens in layer {i}"
     if single[0] is None or run.are_close(single[0][0, last], batch[0][row, last], ROUNDED_CODES_FACTOR):
         return ""
-    return f"row {row} has other logits"
+    return f"sequence {row} has other logits"
 
 
 def find_inexact_logits(run: MethodRun) -> str:
@@ -359,7 +354,7 @@ def find_inexact_logits(run: MethodRun) -> str:
         want = np.asarray(logits(run.model, [prompt + run.following[row]]), np.float32)[0, len(prompt) :]
         got = np.concatenate([out[row] for out, _ in run.steps[1:] if out is not None])
         if not run.are_close(got, want):
-            return f"the logits of row {row} are not those of the full cache, and `traits.exact` is True"
+            return f"the logits of sequence {row} are not those of the full cache, and `traits.exact` is True"
     return ""
 
 
@@ -434,7 +429,7 @@ RULES = (
     ),
     Rule(
         "codecs",
-        "a codec gives the rows that it decodes",
+        "a codec gives the vectors that it decodes",
         "`decode(stored)` gives floats [B K S H] of all slots, and `gather(stored, idx)` the same numbers at the slots "
         "`idx` [B K n]: `jnp.take_along_axis(self.decode(stored), idx[..., None], 2)`.",
         find_codec_mismatch,
@@ -442,7 +437,7 @@ RULES = (
     Rule(
         "contents",
         "what is held is like the keys and values of the tokens at these positions",
-        "Usual cause: rows and positions that are moved differently, or an `append` that drops what is new: gather "
+        "Usual cause: vectors and positions that are moved differently, or an `append` that drops what is new: gather "
         "keys, values and positions by the same indices, and return the updated arrays.",
         find_wrong_contents,
     ),

@@ -15,14 +15,19 @@ MAX_DEPTH = 100
 def loads(content: str | bytes) -> Any:
     """Parses a JSON document; raises ValueError if it is not JSON in UTF-8, or nested beyond MAX_DEPTH."""
     text = content.decode("utf-8") if isinstance(content, bytes) else content
+    too_deep = ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
     try:
         value = json.loads(text)
-        # A document is no deeper than it has brackets, so that most are not walked through.
-        is_too_deep = text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH)
     except RecursionError:
-        is_too_deep = True
-    if is_too_deep:
-        raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
+        raise too_deep from None
+    # Level by level, since recursion is what deep documents break; a document is no deeper than it has brackets, so
+    # that most are not walked through.
+    level = [value] if text.count("[") + text.count("{") > MAX_DEPTH else []
+    for _ in range(MAX_DEPTH + 1):
+        containers = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        level = [x for values in containers for x in values]
+    if level:
+        raise too_deep
     return value
 
 
@@ -35,13 +40,3 @@ def parse_object(content: str | bytes, name: str | Path, remedy: str = "copy it 
     if not isinstance(value, dict):
         raise KvjaxError(f"{name} does not hold a JSON object; {remedy}")
     return value
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    level = [value]
-    for _ in range(levels + 1):  # level by level, since recursion is what deep documents break
-        containers = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
-        level = [x for values in containers for x in values]
-        if not level:
-            return False
-    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from kvjax.errors import KvjaxError
@@ -14,31 +13,24 @@ class Busy(KvjaxError):
     """Another process writes there."""
 
 
-def lock_folder(folder: Path) -> int:
-    """Makes a folder if need be and locks it; returns the file descriptor to close, and raises as `claim`."""
+def lock_folder(folder: Path, file: Path | None = None) -> int:
+    """Locks a folder, which is made if need be, or a file that stands for one that does not exist yet.
 
-    def open_folder() -> int:
-        folder.mkdir(parents=True, exist_ok=True)
-        return os.open(folder, os.O_RDONLY)
-
-    return _open_locked(open_folder, folder, folder)
-
-
-def lock_file(file: Path, folder: Path) -> int:
-    """Locks a file that stands for a folder, as one that does not exist yet; otherwise as `lock_folder`."""
-    return _open_locked(lambda: os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), file, folder)
-
-
-def _open_locked(open_path: Callable[[], int], path: Path, folder: Path) -> int:
+    Returns the file descriptor to close, and raises as `claim`.
+    """
     while True:
-        opened = open_path()
+        if file is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            opened = os.open(folder, os.O_RDONLY)
+        else:
+            opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             claim(opened, folder)
         except BaseException:
             os.close(opened)
             raise
         # Between opening and locking, the last owner may have removed the path: that lock would exclude nobody.
-        if is_open_path(path, opened):
+        if is_open_path(file or folder, opened):
             return opened
         os.close(opened)
 

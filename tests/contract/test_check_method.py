@@ -265,7 +265,7 @@ FAULTY = {
         r"of the keys, Half.decode gives float32\[3,2,1,8\], and must give floats \[B K S H\], here \(3, 2, .*, 8\)",
     ),
     "whole numbers": (halves("whole numbers"), r"Half.decode gives int32\[3,2,.*\], and must give floats"),
-    "rows of other tokens": (halves("the row before"), "of the keys, Half.gather gives other rows than Half.decode"),
+    "rows of other tokens": (halves("the row before"), "of the keys, Half.gather gives other vectors than Half.decode"),
     "nothing is written": (
         halves("nothing new"),
         "after step 6, the values that the first layer holds are not those of .* that were decoded .mean cosine",
@@ -276,15 +276,15 @@ FAULTY = {
     ),
     "the newest of one head": (
         Method(decode=Window(4, "the newest of one head")),
-        "in layer 0, row 0, after step .*, head 1 does not hold the newest token",
+        "in layer 0, sequence 0, after step .*, head 1 does not hold the newest token",
     ),
     "a neighbour that is full": (
         Method(decode=Window(4, "a neighbour that is full")),
-        "row 1 holds other tokens in layer 0 when it is read alone than with others, after step 1",
+        "sequence 1 holds other tokens in layer 0 when it is read alone than with others, after step 1",
     ),
     "a compression on another row's step": (
         Method(decode=Periodic(waits=False)),
-        "row . holds other tokens in layer 0 when it is fed together with rows that are fed other numbers of tokens",
+        "sequence . holds other tokens in layer 0 when it is fed together with sequences that are fed other numbers of",
     ),
     "a score that is no number": (
         Method(select=make_selection(Norms("a score that is no number"), 6)),
@@ -292,26 +292,26 @@ FAULTY = {
     ),
     "scores of all rows together": (
         Method(select=make_selection(Norms("scores of all rows together"), 6)),
-        "row 0 holds other tokens in layer 0 when it is read alone than with others",
+        "sequence 0 holds other tokens in layer 0 when it is read alone than with others",
     ),
     "one token twice": (
         Method(decode=Window(4, "one token twice")),
-        "in layer 0, row 0, after the prompt, head 0 holds position 19 2 times, which counts it as often",
+        "in layer 0, sequence 0, after the prompt, head 0 holds position 19 2 times, which counts it as often",
     ),
     "nothing leaves": (
         Method(decode=Window(4, "nothing leaves")),
-        "in layer 0, row 0, after step 1, head 0 has no empty slot for the next token",
+        "in layer 0, sequence 0, after step 1, head 0 has no empty slot for the next token",
     ),
     "positions of the future": (
         Method(decode=Window(4, "positions of the future")),
         "head 0 says that it holds position 1.. of a text of 21 tokens",
     ),
     "tokens that are lost": (Wrongly(5), "head 0 holds 5 of 20 tokens, and `traits.evicts` is False"),
-    "other logits": (Exactly(5), "row 0 are not those of the full cache, and `traits.exact` is True"),
+    "other logits": (Exactly(5), "sequence 0 are not those of the full cache, and `traits.exact` is True"),
     "a state that grows": (Growing(5), "in layer 0 a step makes float32.* of an array float32.* of the state"),
     "bytes that grow": (Roomy(5), "its bytes grow with the room for more tokens, and `traits.constant` is True"),
     "bytes that no plan knows": (Uneven(5), ".* are planned for these prompts and .* are held"),
-    "no numbers": (Method(v=Poison()), "the logits of row 0 are not finite in step 1"),
+    "no numbers": (Method(v=Poison()), "the logits of sequence 0 are not finite in step 1"),
 }
 
 
@@ -327,7 +327,7 @@ MENDS = {
     "tokens that are lost": ("positions", "Set `evicts=True`"),
     "rows of other tokens": ("codecs", "jnp.take_along_axis"),
     "nothing is written": ("contents", "an `append` that drops what is new"),
-    "a compression on another row's step": ("independence", "wait for that row's own next token"),
+    "a compression on another row's step": ("independence", "wait for its own next token"),
     "scores of all rows together": ("independence", "per sequence and head, with no mean, maximum or sort over axis 0"),
     "other logits": ("exact", "Set `exact=False`"),
     "bytes that grow": ("bytes", "set `constant=False`"),

@@ -45,11 +45,11 @@ def test_a_cache_beyond_32_bits_is_refused():
 
 def test_a_cache_that_cannot_fit_says_what_it_needs(monkeypatch):
     small(monkeypatch)
-    with pytest.raises(KvjaxError, match=r"1 rows of up to 4 tokens in a cache for 1,024 take at least 0\.\d GB"):
+    with pytest.raises(KvjaxError, match=r"1 sequences of up to 4 tokens in a cache for 1,024 take at least 0\.\d GB"):
         kvjax.generate(MODEL, ids(4), "full", max_new_tokens=1000)
     with pytest.raises(KvjaxError, match="in a cache for 1,024 take at least"):
         kvjax.prefill(MODEL, ids(4), "offload", capacity=1024)
-    with pytest.raises(KvjaxError, match="the logits of 1 rows of 192 tokens take at least"):
+    with pytest.raises(KvjaxError, match="the logits of 1 sequences of 192 tokens take at least"):
         kvjax.logits(MODEL, ids(140))
     kvjax.prefill(MODEL, ids(4), "streaming_llm:recent=20", capacity=1024)  # which holds 24 tokens
 

@@ -235,11 +235,11 @@ def test_bytes_of_the_result_are_the_states(model):
             "dtype must be one of float32, bfloat16, float16, .* got 'int8'",
         ),
         (lambda m: kvjax.random_model(m.config, dtype=bool), "dtype must be one of float32"),
-        (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], decoded=[[True]]), "for each token of rows of .2. tok"),
+        (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], decoded=[[True]]), "token of sequences of .2. tok"),
         (lambda m: kvjax.read(m, [[1]], "full").feed([[1, 2]], decoded=5), "decoded is true, false, or a list"),
         (lambda m: kvjax.read(m, [[1]], "full").score([[1, 2]], decoded=5), "decoded is true, false, or a list"),
-        (lambda m: kvjax.read(m, [[1]], "full").score([[1]], decoded=[[]]), "for each token of rows of .1. tok"),
-        (lambda m: kvjax.read(m, [[1]], "full").edit(0, 1, 5), "one text or list of ids per row, empty ones"),
+        (lambda m: kvjax.read(m, [[1]], "full").score([[1]], decoded=[[]]), "token of sequences of .1. tok"),
+        (lambda m: kvjax.read(m, [[1]], "full").edit(0, 1, 5), "one text or list of ids per sequence, empty ones"),
         (lambda m: kvjax.reuse.read_packed(m, [[1]], "full", room="5"), "room must be an integer from 0"),
         (lambda m: kvjax.reuse.read_packed(m, [[1, 2]], "full", width=50.5), "width must be an integer from 1"),
         (lambda m: kvjax.cache_ops.read_batch(m, [[1]], least="3"), "least must be an integer from 1"),
@@ -265,7 +265,7 @@ def test_input_that_cannot_be_used_is_named(model, call, says):
 def test_overrun_of_a_state_is_an_error_before_the_run(model):
     method = kvjax.methods.full()
     _, state = kvjax.prefill(model, [[1] * 60], method, capacity=64)
-    with pytest.raises(KvjaxError, match="room for 64 tokens per row and holds 60; 5 more do not fit"):
+    with pytest.raises(KvjaxError, match="room for 64 tokens per sequence and holds 60; 5 more do not fit"):
         kvjax.extend(model, [[1] * 5], state, method)
     with pytest.raises(KvjaxError, match="prefill with capacity=65"):
         kvjax.generate(model, [[1]], method, max_new_tokens=4, cache=state)
@@ -273,6 +273,6 @@ def test_overrun_of_a_state_is_an_error_before_the_run(model):
     for call in (context.feed, lambda more: context.score([more[0] + [1]])):
         with pytest.raises(KvjaxError, match="capacity=65 or more, or read with that, or with a larger room="):
             call([[1] * 5])
-    with pytest.raises(KvjaxError, match="2 rows were given for a cache of 1"):
+    with pytest.raises(KvjaxError, match="2 sequences were given for a cache of 1"):
         kvjax.extend(model, [[1], [1]], state, method)
     assert kvjax.extend(model, [[1] * 4], state, method)[1].length.tolist() == [64]

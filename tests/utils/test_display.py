@@ -19,7 +19,7 @@ def test_values_show_themselves_in_one_line():
     assert repr(model).endswith(" parameters in float32, 3 layers, width 32, 4 heads on 2 of 8)")
     found = context.bytes
     held = f"{found.held['device']:,} bytes held ({found.fraction_of_full:.1%} of the exact float32 cache)"
-    assert repr(context).startswith("Context('snapkv:budget=2,window=1,kernel=1'; rows of 3, 1 tokens; ")
+    assert repr(context).startswith("Context('snapkv:budget=2,window=1,kernel=1'; sequences of 3, 1 tokens; ")
     assert held in repr(context)
     assert repr(context.cache) == f"Cache(2 sequences, 3 layers, capacity {context.cache.capacity} tokens a sequence)"
 
@@ -67,7 +67,7 @@ def test_a_temperature_that_is_no_number_is_refused(temperature):
 def test_a_context_that_was_used_up_says_so():
     context = kvjax.read(toy_model(), [[1, 2, 3]], "full")
     context.ask([[4]], max_new_tokens=2)
-    assert "rows of 3 tokens" in repr(context)
+    assert "sequences of 3 tokens" in repr(context)
     context.generate(max_new_tokens=2, use_up=True)
     assert repr(context) == "Context('full'; used up)" and context._repr_html_() is None
     reading = (

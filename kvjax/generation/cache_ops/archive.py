@@ -58,9 +58,11 @@ def write(
     }
     text = json.dumps(header).encode()
     save: Callable[..., None] = np.savez_compressed if deflate else np.savez
-    entries = {HEADER: text, SEAL: hashlib.sha256(text).digest(), **arrays}
+    # All entries are bytes, u8[n]: NumPy's files have no bfloat16.
+    entries = {HEADER: np.frombuffer(text, np.uint8), SEAL: np.frombuffer(hashlib.sha256(text).digest(), np.uint8)}
+    entries |= {name: np.ascontiguousarray(x).reshape(-1).view(np.uint8) for name, x in arrays.items()}
     with replace_atomically(path) as file:
-        save(file, **{name: _to_bytes(x) for name, x in entries.items()})
+        save(file, **entries)
     return path
 
 
@@ -71,10 +73,10 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
     except OSError as e:
         raise KvjaxError(f"cannot read {path} ({e.strerror}); give the path of a file that was saved") from e
     with raw:
-        if not zipfile.is_zipfile(raw):  # NumPy would take it for a pickle, and advise to load it unsafely
-            raise _damage_error(path, form, "not an archive of arrays")
-        raw.seek(0)
         try:
+            if not zipfile.is_zipfile(raw):  # NumPy would take it for a pickle, and advise to load it unsafely
+                raise ValueError("not an archive of arrays")
+            raw.seek(0)
             # No pickles: a file must not be able to run code. The header is checked first, so that a file of another
             # kind or model says so, and is not called damaged.
             with np.load(raw, allow_pickle=False) as file:
@@ -86,28 +88,18 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
                 for name, kind in form.fields.items():
                     if not isinstance(header[name], kind):
                         raise TypeError(f"{name} is {header[name]!r:.80}")
-                return header, {name: _to_array(file[name], x) for name, x in header["arrays"].items()}
+                arrays = {}
+                for name, x in header["arrays"].items():
+                    if not isinstance(x["host"], bool):
+                        raise TypeError(f"host is {x['host']!r:.80}")
+                    arrays[name] = file[name].view(jnp.dtype(x["dtype"])).reshape(x["shape"])
+                return header, arrays
         except KvjaxError:
             raise
         except Exception as e:  # changed bits make the readers of archives raise errors of any kind
-            raise _damage_error(path, form, str(e)) from e
-
-
-def _damage_error(path: str | Path, form: Format, why: str) -> KvjaxError:
-    return KvjaxError(f"{path} is no file of the format {form.name!r}, or a damaged one ({why}); save it again")
-
-
-def _to_bytes(x: Any) -> np.ndarray:
-    """Views an array, or bytes, as u8[n]: NumPy's files have no bfloat16."""
-    if isinstance(x, bytes):
-        return np.frombuffer(x, np.uint8)
-    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8)
-
-
-def _to_array(x: np.ndarray, description: Mapping[str, Any]) -> np.ndarray:
-    if not isinstance(description["host"], bool):
-        raise TypeError(f"host is {description['host']!r:.80}")
-    return x.view(jnp.dtype(description["dtype"])).reshape(description["shape"])
+            raise KvjaxError(
+                f"{path} is no file of the format {form.name!r}, or a damaged one ({e}); save it again"
+            ) from e
 
 
 def _config_digest(model: Model) -> str:

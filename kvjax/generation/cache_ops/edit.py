@@ -53,17 +53,19 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
     batch, first, end = cache.length.shape[0], per_sequence(start, cache, "start"), per_sequence(stop, cache, "stop")
     if not isinstance(tokens, Iterable):
         raise KvjaxError(
-            f"the new tokens are one text or list of ids per row, empty ones to delete, got {tokens!r:.60}"
+            f"the new tokens are one text or list of ids per sequence, empty ones to delete, got {tokens!r:.60}"
         )
     texts = [tokens] if isinstance(tokens, str) else list(tokens)
     if len(texts) != batch:
-        raise KvjaxError(f"{len(texts)} texts were given for {batch} rows; give one per row, an empty one to delete")
+        raise KvjaxError(
+            f"{len(texts)} texts were given for {batch} sequences; give one per sequence, an empty one to delete"
+        )
     inserted = [token_ids(model, [text])[0] if len(text) else [] for text in texts]
     lengths, num_inserted = sequence_lengths(cache), np.array([len(row) for row in inserted])
     for row, (a, b, n) in enumerate(zip(first, end, lengths, strict=True)):
         if not 0 <= a <= b <= n:
             raise KvjaxError(
-                f"row {row} has {n} tokens: tokens {a}..{b} of it cannot be replaced; use 0 <= start <= stop"
+                f"sequence {row} has {n} tokens: tokens {a}..{b} of it cannot be replaced; use 0 <= start <= stop"
             )
     shift, num_later = first + num_inserted - end, lengths - end
     longest = int((lengths + shift).max())
@@ -110,21 +112,20 @@ def _append_later_tokens(
 ) -> tuple[Any, ...]:
     """Appends the last count i32[B] tokens of the old states, moved on by shift i32[B] positions, in `width` slots."""
 
-    def move(block: KVBlock, count: Array, shift: Array) -> KVBlock:
-        num_tokens = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        index = jnp.arange(width, dtype=jnp.int32)[None]
-        slot = jnp.clip((num_tokens - count)[:, None] + index, 0, block.pos.shape[2] - 1)[:, None]
-        pos = jnp.take_along_axis(block.pos, jnp.broadcast_to(slot, (*block.pos.shape[:2], width)), 2)
-        pos = jnp.where((index < count[:, None])[:, None], pos, -1)
-        # Keys are stored after RoPE, so one more rotation by the difference moves them; by 0 it changes no bit.
-        k = rotate(memory.take(block.k, slot), *rope.angles(shift[:, None, None]))
-        return KVBlock(k, memory.take(block.v, slot), jnp.where(pos >= 0, pos + shift[:, None, None], -1))
-
     def append(layer: BoundLayer, state: Any, old_state: Any) -> Any:
         assert isinstance(layer, EditableLayer)
 
         def run(state: Any, old_state: Any, count: Array, shift: Array) -> Any:
-            return layer.append_block(state, move(layer.decoded_block(old_state), count, shift))
+            block = layer.decoded_block(old_state)
+            num_tokens = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+            index = jnp.arange(width, dtype=jnp.int32)[None]
+            slot = jnp.clip((num_tokens - count)[:, None] + index, 0, block.pos.shape[2] - 1)[:, None]
+            pos = jnp.take_along_axis(block.pos, jnp.broadcast_to(slot, (*block.pos.shape[:2], width)), 2)
+            pos = jnp.where((index < count[:, None])[:, None], pos, -1)
+            # Keys are stored after RoPE, so one more rotation by the difference moves them; by 0 it changes no bit.
+            k = rotate(memory.take(block.k, slot), *rope.angles(shift[:, None, None]))
+            v, pos = memory.take(block.v, slot), jnp.where(pos >= 0, pos + shift[:, None, None], -1)
+            return layer.append_block(state, KVBlock(k, v, pos))
 
         return per_device(run, count.shape[0], heads, mesh)(state, old_state, count, shift)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,8 @@ from jax.sharding import Mesh
 from kvjax.cache.protocol import Cache, num_layer_slots
 from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod, sequences_by_prefix
 from kvjax.core import memory
-from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device
-from kvjax.core.types import Array, KVBlock, pytree
+from kvjax.core.types import Array, pytree
 from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import observed_block, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
@@ -61,7 +61,9 @@ def read_after_prefix(
     tokens, _ = pad(ids, min(round_up(int(lengths.max())), own_capacity))
     is_single = (num_prefixes == 1 or mesh is not None) and (followed == 0).all()
     if mesh is not None and not is_single:
-        raise KvjaxError("on a mesh all rows share one prefix, row 0; read each group of rows as a batch of its own")
+        raise KvjaxError(
+            "on a mesh all documents share one prefix, sequence 0; read each group of them as a batch of its own"
+        )
     members = None if is_single else sequences_by_prefix(followed, num_prefixes)
     lengths, before = (place(model, x.astype(np.int32), "B") for x in (lengths, before))
     mode, target = PrefillAfterPrefix(lengths, before, members), Target(model.config, mesh)
@@ -101,29 +103,24 @@ class PrefillAfterPrefix(ForwardMode):
         assert isinstance(layer, SharedPrefixLayer)
         prompt = prompt_of_inputs(layer, inputs, self.lengths)
         block, observation = observed_block(layer, prompt, self.lengths)
-
-        def begin(
-            prefix: Any, prefix_lengths: Array, members: Any, q: Array, block: KVBlock, observation: Observation | None
-        ) -> Any:
-            return layer.prefill_after_prefix(
-                prefix, prefix_lengths, members, q, block, observation, num_slots=call.num_slots
-            )
-
-        run = per_device(begin, *inputs.q.shape[:2], mesh=mesh)
+        prefill = functools.partial(layer.prefill_after_prefix, num_slots=call.num_slots)
+        run = per_device(prefill, *inputs.q.shape[:2], mesh=mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)
         return out, state, cross_layer
 
 
 def _prefix_indices(prefix: Cache, count: int, of: Sequence[int] | None) -> np.ndarray:
     """Checks `of`, and returns the index of the prefix that each of `count` documents follows, i64[count]."""
-    rows = prefix.length.shape[0]
+    num_prefixes = prefix.length.shape[0]
     if of is None:
-        if rows != 1:
-            raise KvjaxError(f"the context has {rows} rows; say with `of` which of them each document follows")
+        if num_prefixes != 1:
+            raise KvjaxError(
+                f"the context has {num_prefixes} sequences; say with `of` which of them each document follows"
+            )
         return np.zeros(count, np.int64)
     which = np.asarray(of)
     if which.shape != (count,) or not np.issubdtype(which.dtype, np.integer):
-        raise KvjaxError(f"`of` names one row of the context for each of {count} documents, got {of!r}")
-    if which.min() < -1 or which.max() >= rows:
-        raise KvjaxError(f"`of` names rows 0..{rows - 1} of the context, or -1 for none, got {of!r}")
+        raise KvjaxError(f"`of` names one sequence of the context for each of {count} documents, got {of!r}")
+    if which.min() < -1 or which.max() >= num_prefixes:
+        raise KvjaxError(f"`of` names sequences 0..{num_prefixes - 1} of the context, or -1 for none, got {of!r}")
     return which.astype(np.int64)

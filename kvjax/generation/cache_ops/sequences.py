@@ -37,7 +37,7 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     new_lengths, old_lengths = per_sequence(lengths, cache, "lengths"), sequence_lengths(cache)
     for row, (new, old) in enumerate(zip(new_lengths, old_lengths, strict=True)):
         if not 0 <= new <= old:
-            raise KvjaxError(f"row {row} has {old} tokens and cannot be cropped to {new}; give 0..{old}")
+            raise KvjaxError(f"sequence {row} has {old} tokens and cannot be cropped to {new}; give 0..{old}")
     count = old_lengths - new_lengths
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         if not isinstance(layer, RewindableLayer):
@@ -45,8 +45,8 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
         max_rollback = np.asarray(layer.max_rollback(state))
         for row in np.flatnonzero(count > max_rollback)[:1]:
             raise IncompatibleMethod(
-                f"row {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at most: "
-                f"those before lie in groups that are coded for good, or in a shared prefix; crop to "
+                f"sequence {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at "
+                f"most: those before lie in groups that are coded for good, or in a shared prefix; crop to "
                 f"{old_lengths[row] - max_rollback[row]} tokens or more; {CONTEXT_REMEDY}"
             )
     count = jnp.asarray(count, jnp.int32)
@@ -59,13 +59,12 @@ def crop_layers(
     layers: tuple[Any, ...], count: Array, plan: tuple[BoundLayer, ...], heads: int, mesh: Mesh | None
 ) -> tuple:
     """Removes the last count i32[B] tokens of each sequence, at most `max_rollback`, from the states of all layers."""
-
-    def crop_layer(layer: BoundLayer, state: Any) -> Any:
+    states = []
+    for layer, state in zip(plan, layers, strict=True):
         if not isinstance(layer, RewindableLayer):
             raise missing_ability(layer, "give back tokens")
-        return per_device(layer.crop, count.shape[0], heads, mesh)(state, count)
-
-    return tuple(map(crop_layer, plan, layers))
+        states.append(per_device(layer.crop, count.shape[0], heads, mesh)(state, count))
+    return tuple(states)
 
 
 def take(cache: Cache, which: Sequence[int]) -> Cache:
@@ -74,12 +73,12 @@ def take(cache: Cache, which: Sequence[int]) -> Cache:
     indices = np.asarray(which)
     B = cache.length.shape[0]
     if indices.ndim != 1 or not indices.size or not np.issubdtype(indices.dtype, np.integer):
-        raise KvjaxError(f"rows are named by a list of one number or more, got {which!r}")
+        raise KvjaxError(f"sequences are named by a list of one number or more, got {which!r}")
     if indices.min() < 0 or indices.max() >= B:
-        raise KvjaxError(f"the cache has rows 0..{B - 1}, got {which!r}")
+        raise KvjaxError(f"the cache has sequences 0..{B - 1}, got {which!r}")
     mesh = mesh_of(cache)
     if mesh is not None:
-        check_divides("B", len(indices), mesh, "take a number of rows that does")
+        check_divides("B", len(indices), mesh, "take a number of sequences that does")
     at = jnp.asarray(indices, jnp.int32)
     layers = tuple(take_sequences(layer, state, at) for layer, state in zip(cache.plan, cache.layers, strict=True))
     return dataclasses.replace(cache, layers=layers, length=take_sequences(None, cache.length, at))
@@ -110,8 +109,8 @@ def join(caches: Sequence[Cache]) -> Cache:
             raise KvjaxError(f"cache {i} is of another model or method than cache 0; join those of one")
         if cache.capacity != first.capacity:
             raise KvjaxError(
-                f"cache {i} has room for {cache.capacity} tokens per row and cache 0 for {first.capacity}; read their "
-                "documents with one capacity"
+                f"cache {i} has room for {cache.capacity} tokens per sequence and cache 0 for {first.capacity}; read "
+                "their documents with one capacity"
             )
     layers = []
     for i, layer in enumerate(first.plan):
@@ -129,7 +128,7 @@ def per_sequence(x: int | Sequence[int], cache: Cache, name: str) -> np.ndarray:
     """Broadcasts a number for all sequences of a cache, or one for each, to i64[B]."""
     B, values = cache.length.shape[0], np.asarray(x)
     if values.shape not in ((), (B,)) or not np.issubdtype(values.dtype, np.integer):
-        raise KvjaxError(f"{name} must be a whole number, or one for each of {B} rows, got {x!r}")
+        raise KvjaxError(f"{name} must be a whole number, or one for each of {B} sequences, got {x!r}")
     return np.broadcast_to(values, (B,)).astype(np.int64)
 
 

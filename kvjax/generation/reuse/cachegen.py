@@ -22,7 +22,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.generation.cache_ops import archive
 from kvjax.generation.context import Context
@@ -59,8 +58,13 @@ def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None 
         raise KvjaxError(f"group={group}; give the tokens of a group, or 0 for no anchors")
     lengths, side_levels = np.asarray(exact.lengths), _levels_of_sides(levels, exact.model.config.layers)
     tokens = _flatten_tokens(lengths, group)
-    sides = [x for prompt in exact.prompts for x in (prompt.k, prompt.v)]
-    quantized = [_quantize_side(x, n, tokens) for x, n in zip(sides, side_levels, strict=True)]
+    sides, quantized = [x for prompt in exact.prompts for x in (prompt.k, prompt.v)], []
+    for side, num_levels in zip(sides, side_levels, strict=True):
+        x = np.asarray(side)[tokens.row, :, tokens.pos].astype(np.float32)
+        x = x.reshape(len(x), -1)
+        anchor = _quantize(x[tokens.is_anchor], ANCHOR_LEVELS)
+        # The difference is to the anchor as it is read back, so that the anchor's rounding error does not add up.
+        quantized.append((anchor, _quantize((x - _predictions(anchor, tokens))[~tokens.is_anchor], num_levels)))
     anchors, others = (
         Codes(np.stack([x.codes for x in codes]), np.stack([x.scales for x in codes]))
         for codes in zip(*quantized, strict=True)
@@ -158,15 +162,6 @@ def _levels_of_sides(levels: Levels | None, num_layers: int) -> list[int]:
     if bad is not None:
         raise KvjaxError(f"keys or values in {bad} levels; give 4 to 256")
     return sides
-
-
-def _quantize_side(side: Array, levels: int, tokens: Tokens) -> tuple[Codes, Codes]:
-    """Quantizes keys or values [B K S H] of a layer: the anchors, and the other tokens as differences to them."""
-    x = np.asarray(side)[tokens.row, :, tokens.pos].astype(np.float32)
-    x = x.reshape(len(x), -1)
-    anchors = _quantize(x[tokens.is_anchor], ANCHOR_LEVELS)
-    # The difference is to the anchor as it is read back, so that the anchor's rounding error does not add up.
-    return anchors, _quantize((x - _predictions(anchors, tokens))[~tokens.is_anchor], levels)
 
 
 def _predictions(anchors: Codes, tokens: Tokens) -> np.ndarray:

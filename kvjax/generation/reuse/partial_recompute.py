@@ -134,16 +134,11 @@ def partial_prefill(
     at = _choose_tokens(values, prompts[layer], source, choice, pos, max_run=max_run)
     mode = PartialPrefill(pos, at, source, rotation)
     hidden, here = run(layer, layer + 1, mode, no_states)
-    angles = _take_angles(angles, at)
+    angles = jax.tree.map(lambda x: take_tokens(x, jnp.maximum(at, 0)), angles)
     hidden, above = run(layer + 1, len(calls), mode, prompts)
     # A text's last token is new, and so the last of the tokens that were run.
     logits = compiled.unembed(outer, take_last(hidden, (at >= 0).sum(-1, dtype=jnp.int32)), target=target)
     return logits, (*below, *here, *above), at
-
-
-@jax.jit
-def _take_angles(angles: Angles, at: Array) -> Angles:
-    return jax.tree.map(lambda x: take_tokens(x, jnp.maximum(at, 0)), angles)
 
 
 @functools.partial(jax.jit, static_argnames="target")

@@ -105,7 +105,13 @@ def _best_divisions(ids: Sequence[Sequence[int]], rows: tuple[int, ...], num_sha
     subtrees += [tuple(subtree) for _, subtree in itertools.groupby(longer, key=lambda row: ids[row][length])]
     best = {0: Division((), ())}
     for subtree in subtrees:
-        best = _merge_divisions(best, _best_divisions(ids, subtree, length))
+        merged: dict[int, Division] = {}
+        for x, y in itertools.product(best.values(), _best_divisions(ids, subtree, length).values()):
+            both = Division(x.groups + y.groups, x.ungrouped + y.ungrouped)
+            num_ungrouped = len(both.ungrouped)
+            if num_ungrouped not in merged or both.num_saved > merged[num_ungrouped].num_saved:
+                merged[num_ungrouped] = both
+        best = merged
     closed = [
         Division((*d.groups, Group(length, tuple(sorted(d.ungrouped)))), ())
         for d in best.values()
@@ -114,13 +120,3 @@ def _best_divisions(ids: Sequence[Sequence[int]], rows: tuple[int, ...], num_sha
     if 0 in best:
         closed.append(best[0])
     return {**best, 0: max(closed, key=lambda d: d.num_saved)}
-
-
-def _merge_divisions(a: dict[int, Division], b: dict[int, Division]) -> dict[int, Division]:
-    """Combines the best divisions of two sets of prompts."""
-    best: dict[int, Division] = {}
-    for x, y in itertools.product(a.values(), b.values()):
-        both = Division(x.groups + y.groups, x.ungrouped + y.ungrouped)
-        if len(both.ungrouped) not in best or both.num_saved > best[len(both.ungrouped)].num_saved:
-            best[len(both.ungrouped)] = both
-    return best

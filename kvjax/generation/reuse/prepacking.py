@@ -1,8 +1,9 @@
 """Prepacking: several short prompts in one sequence, so that little of a batch is padding.
 
-Zhao et al. 2024, arXiv 2404.09529, section 3: prompts are packed into rows. Positions start at 0 in each prompt, and no
-prompt attends to another; after the prefill each prompt gets its own keys and values back. Exact. The public code
-leaves out each prompt's last token and runs it afterwards, for its logits; here it is run with the others.
+Zhao et al. 2024, arXiv 2404.09529, section 3: prompts are packed into sequences of one width. Positions start at 0 in
+each prompt, and no prompt attends to another; after the prefill each prompt gets its own keys and values back. Exact.
+The public code leaves out each prompt's last token and runs it afterwards, for its logits; here it is run with the
+others.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def read_packed(
     capacity: int | None = None,
     width: int | None = None,
 ) -> Context:
-    """Reads documents as `kvjax.read` does, with short ones packed into one row.
+    """Reads documents as `kvjax.read` does, with short ones packed into one sequence.
 
     Keys, values and queries of all layers are in memory at once until they are compressed.
 
@@ -51,7 +52,7 @@ def read_packed(
       method: a method or its string.
       room: tokens per document that may follow.
       capacity: tokens that a document may grow to, in place of `room`.
-      width: tokens of a row; by default those of the longest document.
+      width: tokens of a packed sequence; by default those of the longest document.
     """
     ids = token_ids(model, documents)
     if capacity is None:
@@ -60,7 +61,7 @@ def read_packed(
 
 
 def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> FullKV:
-    """Runs documents as `kvjax.reuse.read_exactly` does, with short ones packed into one row of `width` tokens."""
+    """Runs documents as `kvjax.reuse.read_exactly` does, with short ones packed into one sequence of `width` tokens."""
     if model.mesh is not None:
         raise KvjaxError("documents are packed on one device; on a mesh use kvjax.read")
     ids = token_ids(model, documents)
@@ -86,7 +87,7 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
         hidden, prompts = run_layers(
             model.params, hidden, angles, mode, calls, no_states, target=target, compiled=compiled
         )
-        hidden = _take_tokens(hidden, rows, starts + lengths - 1)
+        hidden = hidden[rows, starts + lengths - 1]  # each prompt's last token
         last = jax.block_until_ready(compiled.unembed(outer_params(model.params), hidden, target=target))
     return FullKV(model, prompts, lengths, last, ids)
 
@@ -104,11 +105,11 @@ class OwnPrompt:
 
 @pytree
 class PackedPrefill(ForwardMode):
-    """Runs rows of several short prompts, and gives each prompt its own keys, values and queries (Prepacking)."""
+    """Runs sequences of several short prompts, and gives each prompt its own keys, values and queries (Prepacking)."""
 
     pos: Array  # i32[R T], of each token in its prompt, -1 for padding
     prompt_ids: Array  # i32[R T], the prompt of each token
-    rows: Array  # i32[B], the row of each prompt
+    rows: Array  # i32[B], the packed sequence of each prompt
     starts: Array  # i32[B], its first token there
     lengths: Array  # i32[B]
     longest: int = dataclasses.field(metadata={"static": True})
@@ -133,11 +134,6 @@ class PackedPrefill(ForwardMode):
 
 
 _embed_at = jax.jit(embed_at, static_argnames="target")
-
-
-@jax.jit
-def _take_tokens(hidden: Array, row: Array, at: Array) -> Array:
-    return hidden[row, at]
 
 
 def pack_rows(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:

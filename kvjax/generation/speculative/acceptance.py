@@ -56,17 +56,6 @@ def acceptance_probabilities(p: Array, q: Array, drafted: Array) -> Array:
     return jnp.minimum(p / jnp.maximum(q, jnp.finfo(q.dtype).tiny), 1.0)
 
 
-def residual_distribution(p: Array, shifted_p: Array, q: Array) -> Array:
-    """Computes the distribution f32[B V] that replaces a rejected token, from p, p after the shift, and q f32[B V].
-
-    As in RAPID's code; without a shift it is the rule of speculative sampling, max(p - q, 0), normalized.
-    """
-    residual = jnp.maximum(jnp.maximum(p - q, p - shifted_p), 0.0)
-    total = residual.sum(-1, keepdims=True)
-    # If p equals q, rounding alone can reject a token, and no residual may be left: p itself then replaces it.
-    return jnp.where(total > 0, residual / jnp.where(total > 0, total, 1.0), p)
-
-
 def verify(
     sampler: Sampler, shift: Shift, logits: Array, draft_logits: Array, drafted: Array, uniform: Array
 ) -> tuple[Array, Array]:
@@ -92,12 +81,15 @@ def verify(
     # The first rejection ends the accepted tokens, hence the product.
     is_accepted = jnp.cumprod(uniform < acceptance_probabilities(shifted_p, q, drafted), 1, dtype=jnp.int32)
     num_accepted = is_accepted.sum(1, dtype=jnp.int32)
-
-    def at_rejection(x: Array) -> Array:
-        return jnp.take_along_axis(x, jnp.minimum(num_accepted, x.shape[1] - 1)[:, None, None], 1)[:, 0]
-
-    residual = residual_distribution(at_rejection(p), at_rejection(shifted_p), at_rejection(q))
-    return num_accepted, jnp.where((num_accepted == num_draft_tokens)[:, None], p[:, -1], residual)
+    # The first rejected token is replaced by one of the residual, as in RAPID's code; without a shift that is the rule
+    # of speculative sampling, max(p - q, 0), normalized.
+    at, after_all = jnp.minimum(num_accepted, num_draft_tokens - 1)[:, None, None], p[:, -1]
+    p, shifted_p, q = (jnp.take_along_axis(x, at, 1)[:, 0] for x in (p, shifted_p, q))
+    residual = jnp.maximum(jnp.maximum(p - q, p - shifted_p), 0.0)
+    total = residual.sum(-1, keepdims=True)
+    # If p equals q, rounding alone can reject a token, and no residual may be left: p itself then replaces it.
+    residual = jnp.where(total > 0, residual / jnp.where(total > 0, total, 1.0), p)
+    return num_accepted, jnp.where((num_accepted == num_draft_tokens)[:, None], after_all, residual)
 
 
 def _warp(sampler: Sampler, logits: Array) -> Array:

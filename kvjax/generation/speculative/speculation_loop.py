@@ -83,9 +83,6 @@ def run_rounds(
 ) -> SpeculationState:
     """Runs rounds until no sequence is active, or a cache could not give back rejected tokens."""
 
-    def goes_on(state: SpeculationState) -> Array:
-        return state.is_active.any() & ~state.rollback_failed.any()
-
     def run_round(state: SpeculationState) -> SpeculationState:
         drafted, draft_logits, draft = _propose(draft_params, state, sampler, num_draft_tokens, targets[1])
         tokens = jnp.concatenate([state.token[:, None], drafted], 1)
@@ -104,7 +101,7 @@ def run_rounds(
         state = dataclasses.replace(state, verifier=verifier, draft=draft, rollback_failed=failed)
         return _append_tokens(state, drafted, accepted, last)
 
-    return lax.while_loop(goes_on, run_round, state)
+    return lax.while_loop(lambda state: state.is_active.any() & ~state.rollback_failed.any(), run_round, state)
 
 
 def _propose(

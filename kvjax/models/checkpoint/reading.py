@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,21 @@ Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sha
 """The places of parameters: a function of the path, one sharding for all, or a tree like the parameters."""
 
 
-def _sharding_function(shardings: Shardings) -> Callable[[str], jax.sharding.Sharding]:
+def _find_shardings(shardings: Shardings, paths: Iterable[str]) -> dict[str, jax.sharding.Sharding]:
+    """Returns the sharding of each parameter by its path."""
     if shardings is None:
         shardings = jnp.zeros(()).sharding  # honors jax.default_device
     if isinstance(shardings, jax.sharding.Sharding):
-        return lambda path: shardings
+        return dict.fromkeys(paths, shardings)
     if callable(shardings):
-        return shardings
+        return {path: shardings(path) for path in paths}
     flat: dict[str, Any] = flatten_dict(nn.unbox(shardings), sep="/")
-
-    def find(path: str) -> jax.sharding.Sharding:
+    for path in paths:
         if path not in flat:
             raise KvjaxError(
                 f"shardings have no entry for {path}; give a tree like the parameters, or a function of the path"
             )
-        return flat[path]
-
-    return find
+    return {path: flat[path] for path in paths}
 
 
 def read_part(
@@ -55,6 +53,8 @@ def read_part(
     Raises:
       KvjaxError: if the part is missing or damaged, or cannot be restored to this dtype and sharding.
     """
+    import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
+
     record = record or read_manifest(directory)
     dtype = None if dtype is None else float_type(dtype)
     folder = Path(directory).absolute() / PARTS / name
@@ -63,26 +63,20 @@ def read_part(
     flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
     if part_digest(folder, flat) != record.digests.get(name):
         raise KvjaxError(f"part {name!r} of {directory} is damaged (its digest differs); copy or convert it again")
-    sharding = _sharding_function(shardings)
-    places = {path: sharding(path) for path in flat}
+    places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
     try:
-        return _restore(folder, flat, places, dtype)[name]
+        shapes = {path: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for path, x in flat.items()}
+        restore_args = {
+            path: ocp.ArrayRestoreArgs(sharding=places[path], global_shape=x.shape, dtype=x.dtype)
+            for path, x in shapes.items()
+        }
+        args = ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(restore_args))
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(folder, args=args)[name]
     except (ValueError, TypeError, KeyError) as e:
         raise KvjaxError(
             f"part {name!r} of {directory} does not restore so; choose another dtype or sharding: {e}"
         ) from e
-
-
-def _restore(folder: Path, flat: dict[str, dict], shardings: dict[str, jax.sharding.Sharding], dtype) -> Any:
-    import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
-
-    shapes = {p: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for p, x in flat.items()}
-    args = {
-        p: ocp.ArrayRestoreArgs(sharding=shardings[p], global_shape=s.shape, dtype=s.dtype) for p, s in shapes.items()
-    }
-    tree = functools.partial(unflatten_dict, sep="/")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(args)))
 
 
 def restore(directory: str | Path, dtype=None, shardings: Shardings = None) -> tuple[Config, dict[str, Any]]:

@@ -22,7 +22,7 @@ from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, part_digest, part_names
 from kvjax.utils.arguments import float_type
-from kvjax.utils.lock import is_open_path, lock_file
+from kvjax.utils.lock import is_open_path, lock_folder
 
 NEW, OLD = "new", "old"  # in the working folder: the new directory, and the one that it replaces
 
@@ -63,7 +63,7 @@ class Writer:
         parent = self.directory.parent
         parent.mkdir(parents=True, exist_ok=True)
         self._lock_file = parent / f"{self.prefix}.lock"
-        self._lock = lock_file(self._lock_file, self.directory)
+        self._lock = lock_folder(self.directory, self._lock_file)
         try:
             self._remove_leftovers()
             refuse_existing(self.directory, self.replace)

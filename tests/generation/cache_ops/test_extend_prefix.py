@@ -129,7 +129,7 @@ def test_a_mesh_shares_one_prefix():
     four = kvjax.read(spread, [list(range(20))] * 2, "offload", room=0).extend_prefix(texts, "full", of=[0, 0], room=8)
     np.testing.assert_allclose(four.feed(texts).last, one.feed(texts).last, atol=1e-5)
     assert four.bytes == one.bytes
-    with pytest.raises(KvjaxError, match="on a mesh all rows share one prefix"):
+    with pytest.raises(KvjaxError, match="on a mesh all documents share one prefix"):
         kvjax.read(spread, texts, "full", room=0).extend_prefix(texts, of=[0, 1])
 
 
@@ -152,9 +152,9 @@ def test_what_cannot_share_says_so(prefix, own, says):
 def test_bad_input_is_named():
     context = kvjax.read(MODEL, DOCUMENTS, "full", room=0)
     for of, says in (
-        (None, "has 3 rows; say with `of` which"),
-        ([0], "names one row of the context for each of 2"),
-        ([0, 3], "names rows 0..2 of the context, or -1"),
+        (None, "has 3 sequences; say with `of` which"),
+        ([0], "names one sequence of the context for each of 2"),
+        ([0, 3], "names sequences 0..2 of the context, or -1"),
     ):
         with pytest.raises(KvjaxError, match=says):
             context.extend_prefix(DOCUMENTS[:2], of=of)

@@ -57,7 +57,7 @@ def test_groups_that_are_coded_stay_coded():
     """Keys leave a residual of 8 tokens in groups, values one by one."""
     before = kvjax.read(MODEL, [list(range(20))] * 2, "kivi:bits=2,group=8,residual=8", room=40)
     fed = before.feed([[1, 2], [3, 4]])
-    with pytest.raises(IncompatibleMethod, match="row 0 of layer 0 cannot give back its last 2 tokens, 1 at most"):
+    with pytest.raises(IncompatibleMethod, match="sequence 0 of layer 0 cannot give back its last 2 tokens, 1 at most"):
         fed.crop(20)
     cropped, once = fed.crop(21), before.feed([[1], [3]])
     np.testing.assert_allclose(cropped.feed(MORE[:2]).last, once.feed(MORE[:2]).last, atol=1e-6)
@@ -134,16 +134,16 @@ def test_what_all_sequences_share_is_stored_once_when_batches_are_joined(sizes):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda c: c.crop(41), "row 0 has 40 tokens and cannot be cropped to 41; give 0..40"),
-        (lambda c: c.crop([1, 2]), "lengths must be a whole number, or one for each of 3 rows"),
+        (lambda c: c.crop(41), "sequence 0 has 40 tokens and cannot be cropped to 41; give 0..40"),
+        (lambda c: c.crop([1, 2]), "lengths must be a whole number, or one for each of 3 sequences"),
         (lambda c: c.crop(0.5), "lengths must be a whole number"),
-        (lambda c: c.take([3]), "the cache has rows 0..2"),
+        (lambda c: c.take([3]), "the cache has sequences 0..2"),
         (lambda c: c.take([]), "a list of one number or more"),
         (lambda c: c.fork(0), "times must be an integer from 1 to 2147483647, got 0"),
         (lambda c: kvjax.cache_ops.join([]), "no caches were given"),
         (lambda c: c.join(kvjax.read(MODEL, [[1]], "int4", capacity=128)), "another model or method"),
         (lambda c: c.join(kvjax.read(OTHER, [[1]], "full", capacity=128)), "other weights or types"),
-        (lambda c: c.join(kvjax.read(MODEL, [[1]], "full", capacity=256)), "room for 256 tokens per row and cache 0"),
+        (lambda c: c.join(kvjax.read(MODEL, [[1]], "full", capacity=256)), "room for 256 tokens per sequence"),
     ],
 )
 def test_bad_input_is_named(call, says):
