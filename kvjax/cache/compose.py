@@ -47,8 +47,8 @@ def compose(a: KVMethod, b: KVMethod) -> Method:
                 f"{_name(a)} and {_name(b)} both fill the component `{field.name}`: {x} and {y}; "
                 "leave one of them out, or set the component with dataclasses.replace",
             )
-    return Method(**merged, recipe=" + ".join(m.recipe for m in (a, b) if m.recipe))
+    return Method(**merged, string=" + ".join(m.string for m in (a, b) if m.string))
 
 
 def _name(method: KVMethod) -> str:
-    return method.recipe if isinstance(method, Method) and method.recipe else str(method)
+    return method.string if isinstance(method, Method) and method.string else str(method)

@@ -68,7 +68,7 @@ class Method:
     attend: AttentionPattern | None = None
     device_layers: int = 0
     # The method's string, for names in tables. It is not compared: two ways to write a method give the same value.
-    recipe: str = dataclasses.field(default="", compare=False)
+    string: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
         for name, kind in _component_types().items():
@@ -119,7 +119,7 @@ class Method:
             )
         assert spec.index is not None
         # Neither the string that made the method nor the number of device layers may tell equal layers apart.
-        unbound = dataclasses.replace(self, device_layers=0, recipe="")
+        unbound = dataclasses.replace(self, device_layers=0, string="")
         if spec.index < self.device_layers:
             unbound = dataclasses.replace(unbound, k=self.k.on_device(), v=self.v.on_device(), read=Full())
         bound = bind_fields(unbound, spec)
@@ -139,4 +139,4 @@ class Method:
 @functools.cache
 def _component_types() -> dict[str, Any]:
     """The annotated type of each component, by name."""
-    return {name: kind for name, kind in typing.get_type_hints(Method).items() if name != "recipe"}
+    return {name: kind for name, kind in typing.get_type_hints(Method).items() if name != "string"}

@@ -150,9 +150,9 @@ class Differentiable:
         return dataclasses.replace(self.method.traits, host=False)
 
     @property
-    def recipe(self) -> str:
+    def string(self) -> str:
         """The string that made the method."""
-        return self.method.recipe
+        return self.method.string
 
     def bind(self, spec: LayerSpec) -> DifferentiableLayer:
         """Binds the method to one layer; raises KvjaxError where it cannot serve the model."""

@@ -154,10 +154,10 @@ def register_method(
             for key, value in arguments.items():
                 _check_value(name, signature.parameters[key], value)
             method = make(*args, **kwargs)
-            if not hasattr(method, "recipe"):
+            if not hasattr(method, "string"):
                 raise KvjaxError(f"{name} must return a method, and returned {method!r:.60}")
             text = ",".join(f"{key}={value}" for key, value in arguments.items())
-            return dataclasses.replace(cast(Any, method), recipe=name + (f":{text}" if text else ""))
+            return dataclasses.replace(cast(Any, method), string=name + (f":{text}" if text else ""))
 
         REGISTRY[name] = MethodEntry(name, make_and_name, docs, example or name, family, sized_by)
         return make_and_name

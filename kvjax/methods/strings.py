@@ -177,8 +177,8 @@ def name_of(method: str | KVMethod) -> str:
     method = method_of(method)
     if not isinstance(method, Method):
         return repr(method)
-    if method.recipe and parse(method.recipe) == method:
-        return method.recipe
+    if method.string and parse(method.string) == method:
+        return method.string
     return "full" if method == Method() else repr(method)
 
 

@@ -1,7 +1,7 @@
 """Kinds of tables: the arrays that each consists of, and the register in which `kvjax calibrate` finds them.
 
 A kind of table is a class in the file that has its math, and `register_table_kind` is all that makes it known. A method
-whose recipe gets a path reads its arrays with `TheKind.table_file(path).layer_arrays(spec, name=shape)`. The tables
+whose string names a path reads its arrays with `TheKind.table_file(path).layer_arrays(spec, name=shape)`. The tables
 that ship with kvjax are made by `python -m experiments.tables.build`.
 """
 

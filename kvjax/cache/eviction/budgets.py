@@ -143,7 +143,7 @@ if TYPE_CHECKING:
 else:
 
     class TokenBudget:
-        """The type of a recipe's parameter `budget`: the registry calls it on the text, as it calls `int`."""
+        """The type of a method's parameter `budget`: the registry calls it on the text, as it calls `int`."""
 
         def __new__(cls, value: int | str | Budget) -> int | Budget:
             return parse_budget(value)

@@ -1,4 +1,4 @@
-"""The parameter `level` of recipes: whether the heads of the model, of a layer, or none compete for a budget."""
+"""The parameter `level` of methods: whether the heads of the model, of a layer, or none compete for a budget."""
 
 from __future__ import annotations
 
