@@ -75,11 +75,11 @@ class ReplayAttention(Scorer):
         keys = jnp.concatenate([chunk.k, sinks.k, new.k], 2)
         pos = jnp.concatenate([chunk_pos, sinks_pos, new.pos], 2)
         value_norms, query_scale = jnp.ones((1, 1, 1, size)), jnp.ones(observation.pos.shape)
-        if observation.output_projection is not None:
+        if self.plus:  # another component of the method may have asked for the projection
+            assert observation.output_projection is not None and observation.hidden_states is not None
             # [B K G S], of each value's contribution to the layer's output by each query head.
             weight = observation.output_projection[0].astype(jnp.float32)
             value_norms = jnp.linalg.norm(jnp.einsum("bksh,kghd->bkgsd", chunk.v.astype(jnp.float32), weight), axis=-1)
-        if observation.hidden_states is not None:
             hidden_norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
             query_scale = jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(hidden_norms, 1e-6), 0.0)
 

@@ -148,3 +148,18 @@ def test_sizes_that_cannot_be_are_errors(model):
     kvzip, cake = (kvjax.parse(x) for x in ("kvzip:budget=6", "cake:budget=6,window=2"))
     with pytest.raises(KvjaxError, match="both fill the component `select`"):
         kvjax.compose(kvzip, cake)
+
+
+def test_a_projection_that_another_component_asks_for_changes_no_score():
+    """`kvzip + criticalkv`: the second stage needs the output projection, and KVzip without plus does not use it."""
+    rng = np.random.default_rng(0)
+    k, v, q = (jnp.asarray(rng.standard_normal((1, 1, 5, 4)), jnp.float32) for _ in range(3))
+    pos = jnp.arange(5)[None, None]
+    observation = Observation(q[:, :, None], pos[0] + 5)
+    arguments = jnp.zeros((1, 1, 5)), layer.spec(head_dim=4)
+    projection = jnp.asarray(rng.standard_normal((1, 1, 1, 4, 3)), jnp.float32)
+    plain, with_projection = (
+        ReplayAttention(sinks=0).update_scores(KVBlock(k, v, pos), jnp.int32(0), x, KVBlock(k, v, pos + 5), *arguments)
+        for x in (observation, observation._replace(output_projection=projection))
+    )
+    np.testing.assert_array_equal(plain, with_projection)
