@@ -31,7 +31,6 @@ import numpy as np
 from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.decode_policy import first_empty_slot
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.state import StateOperations
 from kvjax.core import memory
@@ -347,7 +346,7 @@ class MethodLayer(StateOperations):
         if state.n is None:
             if not count:
                 return state
-            slot, n = first_empty_slot(state.pos), None
+            slot, n = jnp.argmin(state.pos, 2).astype(jnp.int32), None  # an empty slot: -1 is the least position
             # A padding token must not take a position: its write goes beyond the last slot, where it is dropped.
             pos_slot = jnp.where(pos[:, :, 0] >= 0, slot, state.pos.shape[2])
         else:

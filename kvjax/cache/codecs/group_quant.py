@@ -244,17 +244,16 @@ class Kivi(Codec):
         per_word = self.per if self.packed == "tokens" else 1
         per_group = self.group if self.axis == "channel" else 1
 
-        def dequantize_unrounded(codes: Array, scale: Array, lo: Array) -> Array:
-            # `bit_packing.dequantize` rounds to 16 bits; these numbers are used in float32 and never stored.
-            return bit_packing.codes_to_float(codes) * scale + lo
-
         def decode_tile(head: Array, num_heads: int, start: Array | int, count: int) -> Array:
             def load(buffer: memory.Buffer, n: int) -> Array:
                 return memory.slice_tokens(buffer, head, num_heads, start // n, count // n)
 
             codes = bit_packing.unpack(load(stored.codes, per_word), self.bits, self._word_axis - 1)
             scale, lo = (load(x, per_group).astype(jnp.float32)[None] for x in (stored.scale, stored.lo))
-            return self.restore_groups(codes[None], scale, lo, dequantize_unrounded)[0]
+            # `bit_packing.dequantize` rounds to 16 bits; these numbers are used in float32 and never stored.
+            return self.restore_groups(
+                codes[None], scale, lo, lambda codes, scale, lo: bit_packing.codes_to_float(codes) * scale + lo
+            )[0]
 
         B, K, _, H = stored.recent.shape
         size = blockwise.tile_size(B * K, self.capacity(stored.slots), H, math.lcm(self.per, self.group))

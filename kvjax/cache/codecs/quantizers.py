@@ -79,17 +79,14 @@ class MinMax(Quantizer):
         codes = jnp.clip(_round_half_away(x / scale + zero), 0.0, top).astype(jnp.uint32)
         # As in vLLM, the zero point replaces the scale's lowest bits: 4 bytes per vector in all, and the scale changes
         # by less than 2^(bits - 23) of itself.
-        scale_bits = lax.bitcast_convert_type(scale, jnp.uint32) & ~self._zero_mask
+        scale_bits = lax.bitcast_convert_type(scale, jnp.uint32) & ~jnp.uint32(2**self.bits - 1)
         return IntegerCodes(bit_packing.pack(codes, self.bits, -1), scale_bits | zero.astype(jnp.uint32))
 
     def decode(self, coded: IntegerCodes) -> Array:
-        zero = bit_packing.codes_to_float(coded.scale & self._zero_mask)
-        scale = lax.bitcast_convert_type(coded.scale & ~self._zero_mask, jnp.float32)
+        zero_mask = jnp.uint32(2**self.bits - 1)
+        zero = bit_packing.codes_to_float(coded.scale & zero_mask)
+        scale = lax.bitcast_convert_type(coded.scale & ~zero_mask, jnp.float32)
         return (bit_packing.codes_to_float(bit_packing.unpack(coded.codes, self.bits, -1)) - zero) * scale
-
-    @property
-    def _zero_mask(self) -> Array:
-        return jnp.uint32(2**self.bits - 1)
 
 
 def _round_half_away(x: Array) -> Array:
