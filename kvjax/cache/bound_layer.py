@@ -41,7 +41,6 @@ from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
     from kvjax.cache.method import Method
-    from kvjax.cache.side_store.base import SideStore
 
 
 PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer_budgets", "attend"
@@ -154,23 +153,17 @@ class MethodLayer(StateOperations):
 
     def num_kept_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        store = self._divided_side_store
-        return int(tokens.max()) if store is None else store.num_kept_slots(tokens)
+        if tokens.ndim == 1:  # heads keep equally many, in the main slots
+            return int(tokens.max())
+        assert self.method.side_store is not None
+        return self.method.side_store.num_kept_slots(tokens)
 
     def with_kept_slots(self, slots: int) -> MethodLayer:
         """See `BudgetedLayer`."""
-        store = self._divided_side_store
-        if store is None:  # the main slots are sized when the state is made
-            return self
-        return dataclasses.replace(
-            self, method=dataclasses.replace(self.method, side_store=store.with_kept_slots(slots))
-        )
-
-    @property
-    def _divided_side_store(self) -> SideStore | None:
-        """The side store, where the model's budget is divided among heads as well as layers."""
         m = self.method
-        return m.side_store if m.layer_budgets is not None and m.layer_budgets.by_head else None
+        if m.side_store is None or m.layer_budgets is None or not m.layer_budgets.by_head:
+            return self  # the main slots are sized when the state is made
+        return dataclasses.replace(self, method=dataclasses.replace(m, side_store=m.side_store.with_kept_slots(slots)))
 
     # The prompt.
 
