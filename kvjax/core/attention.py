@@ -157,8 +157,8 @@ def causal_attention_with_lse(
     if q.shape[0] != 1 and jax.default_backend() == "cpu":
         # One sequence at a time: a CPU's allocator takes a buffer as large as the scores of a whole batch from the
         # system anew at every call.
-        attend = functools.partial(causal_attention_with_lse, window=window, block=block, pattern=pattern)
-        out, lse = lax.map(lambda sequence: attend(*(x[None] for x in sequence), start), (q, k, v))
+        attend = functools.partial(causal_attention_with_lse, start=start, window=window, block=block, pattern=pattern)
+        out, lse = lax.map(lambda sequence: attend(*(x[None] for x in sequence)), (q, k, v))
         return out[:, 0], lse[:, 0]
     B, K, G, T, H = q.shape
     # As many blocks as `block` asks for, of equal size: a short last one would be padded to a whole one.

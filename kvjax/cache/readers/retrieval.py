@@ -176,6 +176,7 @@ class Retrieve(Reader):
                 start = jnp.maximum(jnp.minimum(own // self.index.size * self.index.size, own + 1 - self.recent), 0)
                 best = self._best_slots(layer, state, self.index.score(summary, search_q), q_pos, start)
                 best = jnp.broadcast_to(best, (*q.shape[:2], *best.shape[2:]))
+                # Always read: the sinks, and what follows them from `start` to the query's own slot.
                 sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None, None], (*own.shape, self.sinks))
                 num_recent = max(self.index.size, self.recent)
                 recent = start[..., None] + jnp.arange(num_recent, dtype=jnp.int32)[None, None]
