@@ -156,16 +156,14 @@ def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False)
             layer.method.read.used_part(reader_state, slots),
         )
 
-    def abstract_array(*shape: int, dtype: Any = dtype) -> Any:  # typed Any, since its users say Array
-        return jax.ShapeDtypeStruct((1, *shape), dtype)
-
+    abstract: Any = jax.ShapeDtypeStruct  # typed Any, since its users say Array
     spec, num_queries = layer.spec, layer.needs.observed_queries
+    K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
     num_queries = slots if num_queries is None else num_queries
-    tokens = abstract_array(spec.num_kv_heads, slots, spec.head_dim)
-    q = abstract_array(spec.num_kv_heads, spec.num_groups, num_queries, spec.head_dim)
-    block = KVBlock(tokens, tokens, abstract_array(1, slots, dtype=jnp.int32))
+    tokens = abstract((1, K, slots, H), dtype)
+    block = KVBlock(tokens, tokens, abstract((1, 1, slots), jnp.int32))
+    observation = Observation(abstract((1, K, G, num_queries, H), dtype), abstract((1, num_queries), jnp.int32))
     # `jax.eval_shape` would not tell in which memory an array lies; the abstract values of a jaxpr do.
-    observation = Observation(q, abstract_array(num_queries, dtype=jnp.int32))
     return array_bytes(jax.make_jaxpr(store)(block, observation).out_avals)
 
 

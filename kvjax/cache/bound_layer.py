@@ -31,7 +31,6 @@ import numpy as np
 from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.decode_policy import first_empty_slot
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.state import StateOperations
 from kvjax.core import memory
@@ -42,7 +41,6 @@ from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
     from kvjax.cache.method import Method
-    from kvjax.cache.side_store.base import SideStore
 
 
 PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer_budgets", "attend"
@@ -156,23 +154,17 @@ class MethodLayer(StateOperations):
 
     def num_kept_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        store = self._divided_side_store
-        return int(tokens.max()) if store is None else store.num_kept_slots(tokens)
+        if tokens.ndim == 1:  # heads keep equally many, in the main slots
+            return int(tokens.max())
+        assert self.method.side_store is not None
+        return self.method.side_store.num_kept_slots(tokens)
 
     def with_kept_slots(self, slots: int) -> MethodLayer:
         """See `BudgetedLayer`."""
-        store = self._divided_side_store
-        if store is None:  # the main slots are sized when the state is made
-            return self
-        return dataclasses.replace(
-            self, method=dataclasses.replace(self.method, side_store=store.with_kept_slots(slots))
-        )
-
-    @property
-    def _divided_side_store(self) -> SideStore | None:
-        """The side store, where the model's budget is divided among heads as well as layers."""
         m = self.method
-        return m.side_store if m.layer_budgets is not None and m.layer_budgets.by_head else None
+        if m.side_store is None or m.layer_budgets is None or not m.layer_budgets.by_head:
+            return self  # the main slots are sized when the state is made
+        return dataclasses.replace(self, method=dataclasses.replace(m, side_store=m.side_store.with_kept_slots(slots)))
 
     # The prompt.
 
@@ -349,7 +341,7 @@ class MethodLayer(StateOperations):
         if state.n is None:
             if not count:
                 return state
-            slot, n = first_empty_slot(state.pos), None
+            slot, n = jnp.argmin(state.pos, 2).astype(jnp.int32), None  # an empty slot: -1 is the least position
             # A padding token must not take a position: its write goes beyond the last slot, where it is dropped.
             pos_slot = jnp.where(pos[:, :, 0] >= 0, slot, state.pos.shape[2])
         else:

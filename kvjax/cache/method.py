@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
-from typing import Any
 
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
@@ -71,7 +69,7 @@ class Method:
     string: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
-        for name, kind in _component_types().items():
+        for name, kind in _COMPONENT_TYPES.items():
             check_component_type(name, getattr(self, name), kind)
             check_hashable(name, getattr(self, name))
         if self.device_layers < 0:
@@ -136,7 +134,4 @@ class Method:
         return MethodLayer(bound, spec.without_index, budgets)
 
 
-@functools.cache
-def _component_types() -> dict[str, Any]:
-    """The annotated type of each component, by name."""
-    return {name: kind for name, kind in typing.get_type_hints(Method).items() if name != "string"}
+_COMPONENT_TYPES = {name: kind for name, kind in typing.get_type_hints(Method).items() if name != "string"}

@@ -104,14 +104,11 @@ class SharedPrefixLayer:
           Attention output f32[B K G T H], and the state.
         """
         q_pos = block.pos[:, 0]
-
-        def attend(q: Array, q_pos: Array) -> Partial:
-            return attend_dense(q, block, q_pos, self.spec.window)
-
         part = self._attend_prefix(prefix, members, q, shift_positions(q_pos, before))
         # A block of queries at a time: the logits of a whole prompt would be a T x T array.
-        out = merge([part, map_query_blocks(attend, q, q_pos, 128)])
-        return out, SharedPrefixState(prefix, self.own.prefill(block, observation, num_slots), before, members)
+        own_part = map_query_blocks(lambda q, pos: attend_dense(q, block, pos, self.spec.window), q, q_pos, 128)
+        own = self.own.prefill(block, observation, num_slots)
+        return merge([part, own_part]), SharedPrefixState(prefix, own, before, members)
 
     def extend(self, state: SharedPrefixState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
         """`BoundLayer.extend`; new tokens become the sequences' own."""

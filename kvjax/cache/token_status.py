@@ -43,13 +43,13 @@ def token_status(layer: BoundLayer, state: Any, exact: KVBlock) -> TokenStatus:
         # A layer does not tell which numbers it reads from the host. An error that changes when all of host memory is
         # blank was measured on numbers from there.
         if any(memory.is_host(x) for x in jax.tree.leaves(state)):
-            blank_errors = layer.reconstruction_error(memory.map_buffers(_blank_if_host, state), exact)
+            blank = memory.map_buffers(
+                lambda x: memory.Buffer(jnp.zeros(x.data.shape, x.data.dtype), x.dtype) if x.host else x, state
+            )
+            blank_errors = layer.reconstruction_error(blank, exact)
         on_host = tuple((a != b) & ~jnp.isnan(a) for a, b in zip(errors, blank_errors, strict=True))
-
-    def by_position(x: Array) -> Array:
-        return jnp.zeros((B, K, C), x.dtype).at[scatter_index(pos, (B, K, C))].set(x, mode="drop")
-
-    return TokenStatus(*map(by_position, (pos >= 0, *errors, *on_host)))
+    index, by_slot = scatter_index(pos, (B, K, C)), (pos >= 0, *errors, *on_host)
+    return TokenStatus(*(jnp.zeros((B, K, C), x.dtype).at[index].set(x, mode="drop") for x in by_slot))
 
 
 def scatter_index(pos: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
@@ -63,9 +63,3 @@ def relative_error(read: Array, exact: Array) -> Array:
     read, exact = read.astype(jnp.float32), exact.astype(jnp.float32)
     difference, length = (jnp.sqrt(jnp.square(x).sum(-1)) for x in (read - exact, exact))
     return difference / jnp.maximum(length, 1e-30)
-
-
-def _blank_if_host(buffer: memory.Buffer) -> memory.Buffer:
-    if not buffer.host:
-        return buffer
-    return memory.Buffer(jnp.zeros(buffer.data.shape, buffer.data.dtype), buffer.dtype)

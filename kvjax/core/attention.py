@@ -154,33 +154,17 @@ def causal_attention_with_lse(
     Reference:
       FlashAttention, Dao et al. 2022, arXiv 2205.14135
     """
-    attend = functools.partial(_attend_in_blocks, start=start, window=window, block=block, pattern=pattern)
-    if q.shape[0] == 1 or jax.default_backend() != "cpu":
-        return attend(q, k, v)
-
-    # One sequence at a time: a CPU's allocator takes a buffer as large as the scores of a whole batch from the system
-    # anew at every call.
-    def attend_sequence(sequence: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        return jax.tree.map(lambda x: x[0], attend(*(x[None] for x in sequence)))
-
-    return lax.map(attend_sequence, (q, k, v))
-
-
-def _attend_in_blocks(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    start: Array | np.integer | int,
-    window: int | None,
-    block: int,
-    pattern: AttentionPattern | None,
-) -> tuple[Array, Array]:
+    if q.shape[0] != 1 and jax.default_backend() == "cpu":
+        # One sequence at a time: a CPU's allocator takes a buffer as large as the scores of a whole batch from the
+        # system anew at every call.
+        attend = functools.partial(causal_attention_with_lse, start=start, window=window, block=block, pattern=pattern)
+        out, lse = lax.map(lambda sequence: attend(*(x[None] for x in sequence)), (q, k, v))
+        return out[:, 0], lse[:, 0]
     B, K, G, T, H = q.shape
-    num_q_blocks, num_k_blocks = -(-T // block), -(-k.shape[2] // block)
-    q_block, k_block = -(-T // num_q_blocks), -(-k.shape[2] // num_k_blocks)
-    queries = _pad_axis(q, num_q_blocks * q_block, 3).reshape(B, K, G, num_q_blocks, q_block, H)
-    k, v = (_pad_axis(x, num_k_blocks * k_block, 2) for x in (k, v))
+    # As many blocks as `block` asks for, of equal size: a short last one would be padded to a whole one.
+    q_block, k_block = (-(-n // -(-n // block)) for n in (T, k.shape[2]))
+    queries = split_blocks(q, 3, q_block)
+    k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % k_block), (0, 0)]) for x in (k, v))
     keys = _KeyBlocks(k, v, k_block, window, pattern)
 
     def attend_block(_: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
@@ -188,13 +172,15 @@ def _attend_in_blocks(
         partial = keys.attend(q, start + i * q_block + jnp.arange(q_block))
         return None, (merge([partial]).astype(q.dtype), log_sum_exp(partial.m, partial.l))
 
-    _, (out, lse) = lax.scan(attend_block, None, (jnp.arange(num_q_blocks), jnp.moveaxis(queries, 3, 0)))
-    out = jnp.moveaxis(out, 0, 3).reshape(B, K, G, num_q_blocks * q_block, H)
-    return out[:, :, :, :T], jnp.moveaxis(lse, 0, 3).reshape(B, K, G, num_q_blocks * q_block)[..., :T]
+    _, (out, lse) = lax.scan(attend_block, None, (jnp.arange(len(queries)), queries))
+    out, lse = jnp.moveaxis(out, 0, 3).reshape(B, K, G, -1, H), jnp.moveaxis(lse, 0, 3).reshape(B, K, G, -1)
+    return out[:, :, :, :T], lse[..., :T]
 
 
-def _pad_axis(x: Array, size: int, axis: int) -> Array:
-    return jnp.pad(x, [(0, size - x.shape[a] if a == axis else 0) for a in range(x.ndim)])
+def split_blocks(x: Array, axis: int, n: int, padding: int = 0) -> Array:
+    """Splits an axis into (count, n), the last block padded; `count` becomes the first axis, as `lax.map` needs it."""
+    x = jnp.pad(x, [(0, -x.shape[axis] % n if i == axis else 0) for i in range(x.ndim)], constant_values=padding)
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, n, *x.shape[axis + 1 :]), axis, 0)
 
 
 class _KeyBlocks(NamedTuple):
@@ -210,6 +196,14 @@ class _KeyBlocks(NamedTuple):
         """Attends a block of queries [B K G T H], at the positions t [T], to all key blocks."""
 
         def add_block(acc: Partial, j: Array) -> tuple[Partial, None]:
+            first = j * self.size
+            last = first + self.size - 1
+            some, every = first <= t[-1], last <= t[0]  # whether any, and whether all pairs are visible
+            if self.window is not None:
+                some, every = some & (last > t[0] - self.window), every & (first > t[-1] - self.window)
+            if self.pattern is not None:
+                some_read, every_read = self.pattern.block_visibility(first, last, t[0], t[-1])
+                some, every = some & some_read, every & every_read
             # A block that every query sees whole needs no mask: most blocks of a long prompt.
             add = functools.partial(self._add_block, q, t)
             branches = (
@@ -217,22 +211,11 @@ class _KeyBlocks(NamedTuple):
                 lambda acc, first: add(acc, first, masked=True),
                 lambda acc, first: add(acc, first, masked=False),
             )
-            first = j * self.size
-            return lax.switch(self._visibility(first, t), branches, acc, first), None
+            branch = some.astype(jnp.int32) + (some & every).astype(jnp.int32)
+            return lax.switch(branch, branches, acc, first), None
 
         zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], MASKED_LOGIT), jnp.zeros(q.shape[:-1]))
         return lax.scan(add_block, vary(zero), jnp.arange(self.k.shape[2] // self.size))[0]
-
-    def _visibility(self, first: Array, t: Array) -> Array:
-        """Returns 0 if the queries at t see nothing of the key block from `first` on, 1 for a part of it, 2 for all."""
-        last = first + self.size - 1
-        some, every = first <= t[-1], last <= t[0]
-        if self.window is not None:
-            some, every = some & (last > t[0] - self.window), every & (first > t[-1] - self.window)
-        if self.pattern is not None:
-            some_read, every_read = self.pattern.block_visibility(first, last, t[0], t[-1])
-            some, every = some & some_read, every & every_read
-        return some.astype(jnp.int32) + (some & every).astype(jnp.int32)
 
     def _add_block(self, q: Array, t: Array, acc: Partial, first: Array, masked: bool) -> Partial:
         """Adds the key block from `first` on to the partial of the blocks before it (online softmax)."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.core.attention import MASKED_LOGIT, log_sum_exp, scores, visible
+from kvjax.core.attention import MASKED_LOGIT, log_sum_exp, scores, split_blocks, visible
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock, exportable
 
@@ -81,12 +81,14 @@ def moments(block: KVBlock, observation: Observation, window: int | None = None,
 
     The arguments are those of `attention_mass`.
     """
-
-    def reduce_queries(p: Array, query_weights: Array, mask: Array) -> Moments:
-        return Moments(p.sum(3), (p * p).sum(3), (p * jnp.log(p + 1e-10)).sum(3))
-
-    ones = jnp.ones(observation.pos.shape)
-    return _sum_over_queries(reduce_queries, block, observation, ones, window, block_size=block_size)
+    return _sum_over_queries(
+        lambda p, *_: Moments(p.sum(3), (p * p).sum(3), (p * jnp.log(p + 1e-10)).sum(3)),
+        block,
+        observation,
+        jnp.ones(observation.pos.shape),
+        window,
+        block_size=block_size,
+    )
 
 
 class _Queries(NamedTuple):
@@ -166,12 +168,12 @@ def _sum_over_queries(
     # A transform changes the logits, and with them their sum.
     lse = None if transform is not None else observation.softmax_lse
     query_blocks = _Queries(
-        _split_blocks(observation.q, 3, num_queries),
-        _split_blocks(observation.pos, 1, num_queries, -1),
-        _split_blocks(query_weights, 1, num_queries),
-        None if lse is None else _split_blocks(lse, 3, num_queries),
+        split_blocks(observation.q, 3, num_queries),
+        split_blocks(observation.pos, 1, num_queries, -1),
+        split_blocks(query_weights, 1, num_queries),
+        None if lse is None else split_blocks(lse, 3, num_queries),
     )
-    slots = _Slots(_split_blocks(block.k, 2, num_slots), _split_blocks(block.pos, 2, num_slots, -1))
+    slots = _Slots(split_blocks(block.k, 2, num_slots), split_blocks(block.pos, 2, num_slots, -1))
     blocks = _SlotBlocks(slots, window, transform)
 
     def reduce_block(queries: _Queries, slots: _Slots, lse: Array) -> Any:
@@ -186,11 +188,9 @@ def _sum_over_queries(
 
         def add_block(_: None, xs: tuple[_Slots, Any]) -> tuple[None, Any]:
             slots, subtotal = xs
-
-            def update(subtotal: Any) -> Any:
-                return jax.tree.map(jnp.add, subtotal, reduce_block(queries, slots, lse))
-
-            return None, blocks.if_any_visible(queries, slots, update, subtotal)
+            return None, blocks.if_any_visible(
+                queries, slots, lambda total: jax.tree.map(jnp.add, total, reduce_block(queries, slots, lse)), subtotal
+            )
 
         return lax.scan(add_block, None, (blocks.slots, total))[1], None
 
@@ -199,10 +199,3 @@ def _sum_over_queries(
     zeros = jax.tree.map(lambda x: jnp.zeros((len(blocks.slots.pos), *x.shape), x.dtype), shapes)
     total = lax.scan(add_queries, vary(zeros), query_blocks)[0]
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1)[..., :S], total)
-
-
-def _split_blocks(x: Array, axis: int, size: int, fill: int = 0) -> Array:
-    """Cuts an axis into n blocks of equal size, the last one padded with `fill`: [n ...]."""
-    pad = [(0, -x.shape[axis] % size if a == axis else 0) for a in range(x.ndim)]
-    x = jnp.pad(x, pad, constant_values=fill)
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)

@@ -46,6 +46,4 @@ def with_gradient_of(value: Array, exact: Array) -> Array:
     return value
 
 
-@with_gradient_of.defjvp
-def _jvp_of_exact(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    return primals[0], tangents[1]
+with_gradient_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))

@@ -70,11 +70,12 @@ class Buffer:
 
 def map_buffers(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Applies `fun` to each buffer of a tree, with its counterparts in `others`; other leaves stay as they are."""
-
-    def apply(x: Any, *counterparts: Any) -> Any:
-        return fun(x, *counterparts) if isinstance(x, Buffer) else x
-
-    return jax.tree.map(apply, tree, *others, is_leaf=lambda x: isinstance(x, Buffer))
+    return jax.tree.map(
+        lambda x, *counterparts: fun(x, *counterparts) if isinstance(x, Buffer) else x,
+        tree,
+        *others,
+        is_leaf=lambda x: isinstance(x, Buffer),
+    )
 
 
 def is_host(x) -> bool:

@@ -7,10 +7,9 @@ goes through `over_heads`.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ from kvjax.errors import KvjaxError
 RULES = {"B": "data", "K": "model", "F": "model", "V": "model"}
 """Axis letter -> mesh axis."""
 
+# The mesh axis along which the key/value heads lie, while `per_device` traces a layer; `over_heads` reads it.
 _heads_axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("heads_axis", default=None)
 
 
@@ -86,12 +86,11 @@ def per_device(fun: Callable[..., Any], num_sequences: int, num_heads: int, mesh
         return spec(axes_of_layer_array(x.shape, num_sequences, num_heads), mesh)
 
     def run_locally(*args: Any) -> list[Array]:
-        with heads_along(RULES["K"] if RULES["K"] in mesh.axis_names else None):
+        token = _heads_axis.set(RULES["K"] if RULES["K"] in mesh.axis_names else None)
+        try:
             return [x for x in jax.tree.leaves(fun(*args)) if x.size]
-
-    def make_empty(x: Any) -> Array:
-        sharding = NamedSharding(mesh, partition(x), memory_kind="pinned_host" if memory.is_host(x) else None)
-        return jax.device_put(jnp.zeros(x.shape, x.dtype), sharding)
+        finally:
+            _heads_axis.reset(token)
 
     def run(*args: Any) -> Any:
         # Traced once as one device would run all of it, for the shapes of the results.
@@ -101,8 +100,13 @@ def per_device(fun: Callable[..., Any], num_sequences: int, num_heads: int, mesh
         # By the rule, an array that each device holds whole is equal on all; JAX's own check fails on host memory.
         sharded = jax.shard_map(run_locally, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         # A result without elements makes the compiler of JAX 0.11.2 end the process, so those are made outside.
-        non_empty = iter(sharded(*args))
-        leaves = [next(non_empty) if x.size else make_empty(x) for x in types]
+        non_empty, leaves = iter(sharded(*args)), []
+        for x in types:
+            if x.size:
+                leaves.append(next(non_empty))
+            else:
+                sharding = NamedSharding(mesh, partition(x), memory_kind="pinned_host" if memory.is_host(x) else None)
+                leaves.append(jax.device_put(jnp.zeros(x.shape, x.dtype), sharding))
         return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
     return run
@@ -123,16 +127,6 @@ def vary(constants: Any) -> Any:
     for axis in jax.sharding.get_abstract_mesh().manual_axes:
         constants = jax.tree.map(functools.partial(vary_along, axis=axis), constants)
     return constants
-
-
-@contextlib.contextmanager
-def heads_along(axis: str | None) -> Iterator[None]:
-    """Tells `over_heads`, while a layer is traced, along which mesh axis the key/value heads lie."""
-    token = _heads_axis.set(axis)
-    try:
-        yield
-    finally:
-        _heads_axis.reset(token)
 
 
 class over_heads:  # noqa: N801 (reads as a phrase: over_heads.sum)

@@ -14,6 +14,7 @@ position of the token in a slot, -1 in an empty slot; its K axis is 1 where all 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import NamedTuple, TypeVar, dataclass_transform
 
@@ -115,10 +116,7 @@ def gather_tokens(block: KVBlock, slots: Array) -> KVBlock:
     Returns:
       The block of n slots; its `pos` has K = 1 where both `block.pos` and `slots` have.
     """
-
-    def take(x: Array, index: Array) -> Array:
-        return jnp.take_along_axis(x, index, 2, mode="promise_in_bounds")
-
+    take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
     B, K, _, _ = block.k.shape
     index = jnp.maximum(slots, 0)
     per_head = jnp.broadcast_to(index, (B, K, index.shape[2]))

@@ -14,10 +14,10 @@ from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import ReadResult, split_blocks
+from kvjax.cache.readers.base import ReadResult
 from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core import memory
-from kvjax.core.attention import scores
+from kvjax.core.attention import scores, split_blocks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError

@@ -12,7 +12,7 @@ from kvjax.cache.eviction.representatives import check_share
 from kvjax.cache.eviction.rescoring import SecondStageScorer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import split_blocks
+from kvjax.core.attention import split_blocks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.methods.registry import register_method

@@ -13,8 +13,7 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, Replay
-from kvjax.cache.readers.base import split_blocks
-from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock

@@ -11,8 +11,8 @@ from kvjax.cache.eviction.scorers import Scorer, Scores, check_kernel, pool_scor
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import split_blocks
 from kvjax.core import attention
+from kvjax.core.attention import split_blocks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock

@@ -19,8 +19,7 @@ from kvjax.cache.eviction.decode_policy import (
 )
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import split_blocks
-from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.types import Array, KVBlock

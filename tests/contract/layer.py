@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.protocol import BoundLayer, LayerSpec, num_layer_slots
-from kvjax.cache.readers.base import split_blocks
+from kvjax.core.attention import split_blocks
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries

@@ -11,8 +11,7 @@ from jax import lax
 
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import split_blocks
-from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
+from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 

@@ -35,6 +35,9 @@ class TableKind:
     needs_output = False  # whether `count` reads the layer's output projection
     needs_hidden = False  # whether `count` reads the hidden states
     needs_layer_index = False  # whether `count` reads `spec.index`: each layer then has a compiled program of its own
+    measuring_method: str = (
+        ""  # a method whose scores `count_layers` ranks over all layers; empty: each layer for itself
+    )
 
     @classmethod
     def table_file(cls, path: str) -> TableFile:
@@ -68,11 +71,6 @@ class TableKind:
             f"a table of {self.name} holds what no statistics of a text give; train it, and write the file with "
             "kvjax.cache.calibration.table_file.write"
         )
-
-    @property
-    def measuring_method(self) -> str:
-        """The string of a method whose scores `count_layers` ranks over all layers; empty: each layer is on its own."""
-        return ""
 
     def count_layers(self, layer: MethodLayer, measures: Any, lengths: Array) -> Any:
         """Computes the statistics of texts whose layers have to be seen together: a pytree of arrays [L B K ...].

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.readers.base import split_blocks
-from kvjax.core.attention import MASKED_LOGIT, scores, visible
+from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock

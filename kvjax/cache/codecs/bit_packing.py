@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -65,10 +66,7 @@ def dequantize(codes: Array, scale: Array, lo: Array) -> Array:
 def _make_rounder(dtype):
     """Returns the rounding of a float32 result to `dtype`: it then equals that of the narrower operation itself."""
     info = jnp.finfo(dtype)
-
-    def reduce(x):
-        return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-
+    reduce = functools.partial(lax.reduce_precision, exponent_bits=info.nexp, mantissa_bits=info.nmant)
     if info.nexp == 8:
         return reduce
     # Below its smallest normal number float16 continues in equal steps, where `reduce_precision` gives zero.

@@ -68,11 +68,8 @@ def mix(p: Array, H: int, size: TileSize, decode: DecodeTile) -> Array:
         return attention.mix(p[None], decode(head, size.heads, start, count)[None])[0]
 
     def mix_heads(head: Array) -> Array:
-        def step(acc, i):
-            return (acc + mix_tile(head, i * size.slots, size.slots), None)
-
-        zero = vary(jnp.zeros((size.heads, G, T, H)))
-        out = lax.scan(step, zero, jnp.arange(num_slots // size.slots, dtype=jnp.int32))[0]
+        zero, tiles = vary(jnp.zeros((size.heads, G, T, H))), jnp.arange(num_slots // size.slots, dtype=jnp.int32)
+        out, _ = lax.scan(lambda acc, i: (acc + mix_tile(head, i * size.slots, size.slots), None), zero, tiles)
         rest = num_slots % size.slots
         return out + mix_tile(head, num_slots - rest, rest) if rest else out
 

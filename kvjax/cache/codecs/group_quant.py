@@ -88,11 +88,6 @@ class Kivi(Codec):
         return self.residual if self.axis == "channel" else self.residual + 1
 
     @property
-    def flush_size(self) -> int:
-        """Tokens that leave the residual at a time."""
-        return self.residual if self.axis == "channel" else 1
-
-    @property
     def _word_axis(self) -> int:
         return 2 if self.packed == "tokens" else 3
 
@@ -154,15 +149,15 @@ class Kivi(Codec):
         is_due = at - stored.num_quantized >= self.num_recent
         if self.axis == "token":
             stored = self._flush(stored, is_due)
-        elif self.flush_size <= self.capacity(stored.slots):  # a shorter cache stays in the residual
+        elif self.residual <= self.capacity(stored.slots):  # a shorter cache stays in the residual
             stored = lax.cond(is_due.any(), lambda s: self._flush(s, is_due), lambda s: s, stored)
         return dataclasses.replace(stored, recent=memory.put(stored.recent, x, (at % self.num_recent)[:, None]))
 
     def _flush(self, stored: KiviState, is_due: Array) -> KiviState:
-        """Quantizes the oldest `flush_size` exact tokens of the sequences that are due, bool[B]."""
-        at, tokens = stored.num_quantized, stored.recent
-        if self.flush_size < self.num_recent:
-            tokens = memory.take(tokens, (at % self.num_recent)[:, None, None])
+        """Quantizes what leaves the residual of the sequences that are due, bool[B]: all of it, or its oldest value."""
+        at, tokens, num_flushed = stored.num_quantized, stored.recent, self.residual
+        if self.axis == "token":
+            tokens, num_flushed = memory.take(tokens, (at % self.num_recent)[:, None, None]), 1
         codes, scale, lo = self.quantize(tokens)
         if self.packed == "channels":
             words = memory.append(stored.codes, bit_packing.pack(codes, self.bits, 3), at[:, None], is_due)
@@ -178,7 +173,7 @@ class Kivi(Codec):
             memory.append(stored.scale, scale, first_group, is_due),
             memory.append(stored.lo, lo, first_group, is_due),
             stored.recent,
-            jnp.where(is_due, at + self.flush_size, at),
+            jnp.where(is_due, at + num_flushed, at),
             stored.slots,
         )
 
@@ -244,17 +239,16 @@ class Kivi(Codec):
         per_word = self.per if self.packed == "tokens" else 1
         per_group = self.group if self.axis == "channel" else 1
 
-        def dequantize_unrounded(codes: Array, scale: Array, lo: Array) -> Array:
-            # `bit_packing.dequantize` rounds to 16 bits; these numbers are used in float32 and never stored.
-            return bit_packing.codes_to_float(codes) * scale + lo
-
         def decode_tile(head: Array, num_heads: int, start: Array | int, count: int) -> Array:
             def load(buffer: memory.Buffer, n: int) -> Array:
                 return memory.slice_tokens(buffer, head, num_heads, start // n, count // n)
 
             codes = bit_packing.unpack(load(stored.codes, per_word), self.bits, self._word_axis - 1)
             scale, lo = (load(x, per_group).astype(jnp.float32)[None] for x in (stored.scale, stored.lo))
-            return self.restore_groups(codes[None], scale, lo, dequantize_unrounded)[0]
+            # `bit_packing.dequantize` rounds to 16 bits; these numbers are used in float32 and never stored.
+            return self.restore_groups(
+                codes[None], scale, lo, lambda codes, scale, lo: bit_packing.codes_to_float(codes) * scale + lo
+            )[0]
 
         B, K, _, H = stored.recent.shape
         size = blockwise.tile_size(B * K, self.capacity(stored.slots), H, math.lcm(self.per, self.group))

@@ -113,13 +113,10 @@ def match_total(parts: Array, total: Array, least: Array, most: Array) -> Array:
     n = parts.shape[0]
     total = jnp.clip(total, n * least, n * most)
 
-    def missing(parts: Array) -> Array:
-        return total - parts.sum(0, dtype=jnp.int32)
-
     # Each round divides what is missing among the parts that can still move. A part that hits its bound drops out, so
     # there are at most n rounds.
     def move(parts: Array) -> Array:
-        amount = missing(parts)
+        amount = total - parts.sum(0, dtype=jnp.int32)
         free = jnp.where(amount > 0, parts < most[None], parts > least[None])
         num_free = jnp.maximum(free.sum(0, dtype=jnp.int32), 1)
         each, rest = jnp.abs(amount) // num_free, jnp.abs(amount) % num_free
@@ -127,4 +124,5 @@ def match_total(parts: Array, total: Array, least: Array, most: Array) -> Array:
         by = jnp.where(free, each[None] + one_more.astype(jnp.int32), 0)
         return jnp.clip(parts + jnp.sign(amount)[None] * by, least[None], most[None])
 
-    return lax.while_loop(lambda parts: (missing(parts) != 0).any(), move, jnp.clip(parts, least[None], most[None]))
+    start = jnp.clip(parts, least[None], most[None])
+    return lax.while_loop(lambda parts: (parts.sum(0, dtype=jnp.int32) != total).any(), move, start)

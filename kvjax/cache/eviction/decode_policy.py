@@ -143,8 +143,3 @@ def policy_state_at(statistics: Array, chosen: Array, slots: int) -> Array:
     kept = jnp.take_along_axis(statistics, jnp.maximum(chosen, 0), 2)
     kept = jnp.where(chosen >= 0, kept, jnp.zeros((), statistics.dtype))
     return jnp.pad(kept, [(0, 0), (0, 0), (0, slots - chosen.shape[2])])
-
-
-def first_empty_slot(pos: Array) -> Array:
-    """i32[B 1|K]: an empty slot of each head."""
-    return jnp.argmin(pos, 2).astype(jnp.int32)  # -1, an empty slot, is the least position

@@ -148,11 +148,12 @@ def count_best(scores: Array, allowed: Array, quota: Array) -> Array:
     return best.reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
+@dataclasses.dataclass(eq=False)
 class MeasuredHeadTokens(HeadBudgets):
-    """Tokens i32[B K] that all heads of the layer keep, known after a ranking; made only while a layer is traced."""
+    """Tokens that the heads of a layer keep, known after a ranking; made only while a layer is traced."""
 
-    def __init__(self, tokens: Array, size: int):
-        self.tokens, self.size = tokens, size
+    tokens: Array  # i32[B K], of all heads
+    size: int  # tokens of a unit
 
     def num_other_heads(self, spec: LayerSpec) -> int:
         """All other heads of the model: any of them may have left its budget to one."""

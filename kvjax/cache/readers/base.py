@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.core.attention import MASKED_LOGIT, scores, visible
+from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod
@@ -122,15 +122,5 @@ def map_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int,
     if T <= n:
         return attend(q, q_pos, *more)
     blocks = split_blocks(q, 3, n), split_blocks(q_pos, 1, n, -1), *(split_blocks(x, 3, n) for x in more)
-
-    def join(x: Array) -> Array:  # [count B K G n ...] -> [B K G T ...]
-        x = jnp.moveaxis(x, 0, 3)
-        return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :T]
-
-    return jax.tree.map(join, lax.map(lambda block: attend(*block), blocks))
-
-
-def split_blocks(x: Array, axis: int, n: int, padding: int = 0) -> Array:
-    """Splits an axis into (count, n), the last block padded; `count` becomes the first axis, as `lax.map` needs it."""
-    x = jnp.pad(x, [(0, -x.shape[axis] % n if i == axis else 0) for i in range(x.ndim)], constant_values=padding)
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, n, *x.shape[axis + 1 :]), axis, 0)
+    results = lax.map(lambda block: attend(*block), blocks)  # arrays [count B K G n ...]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])[:, :, :, :T], results)

@@ -176,21 +176,16 @@ class Retrieve(Reader):
                 start = jnp.maximum(jnp.minimum(own // self.index.size * self.index.size, own + 1 - self.recent), 0)
                 best = self._best_slots(layer, state, self.index.score(summary, search_q), q_pos, start)
                 best = jnp.broadcast_to(best, (*q.shape[:2], *best.shape[2:]))
-                always = self._always_read_slots(own, start)[:, None, None]
-                always = jnp.broadcast_to(always, (*best.shape[:4], always.shape[-1]))
-                slots = jnp.concatenate([always, best], -1)
+                # Always read: the sinks, and what follows them from `start` to the query's own slot.
+                sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None, None], (*own.shape, self.sinks))
+                num_recent = max(self.index.size, self.recent)
+                recent = start[..., None] + jnp.arange(num_recent, dtype=jnp.int32)[None, None]
+                always = jnp.concatenate([sinks, jnp.where(recent >= self.sinks, recent, -1)], -1)
+                always = jnp.where(always <= own[..., None], always, -1)[:, None, None]
+                slots = jnp.concatenate([jnp.broadcast_to(always, (*best.shape[:4], always.shape[-1])), best], -1)
             return attend_slots(layer, state, q, q_pos, slots)
 
         return map_query_blocks(attend, q, q_pos, RETRIEVAL_QUERY_BLOCK, search_q)
-
-    def _always_read_slots(self, own: Array, start: Array) -> Array:
-        """i32[B T n], -1 where unused: the sinks, and the slots from start i32[B T] to the query's own."""
-        sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None, None], (*own.shape, self.sinks))
-        num_recent = max(self.index.size, self.recent)
-        recent = start[..., None] + jnp.arange(num_recent, dtype=jnp.int32)[None, None]
-        recent = jnp.where(recent >= self.sinks, recent, -1)
-        slots = jnp.concatenate([sinks, recent], -1)
-        return jnp.where(slots <= own[..., None], slots, -1)
 
     def _best_slots(self, layer: MethodLayer, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
         """i32[B 1|K 1|G T n], -1 where unused: slots of the best units that begin before slot start i32[B T]."""
@@ -222,11 +217,7 @@ def slot_lookup(state: LayerState, q_pos: Array) -> Callable[[Array], Array]:
     first_unkept = jnp.where(q_pos > newest, q_pos, jnp.iinfo(jnp.int32).max).min(1, keepdims=True)
     assert state.n is not None
     n = state.n[:, None]
-
-    def lookup(pos: Array) -> Array:
-        return jnp.where(pos > newest, n + pos - first_unkept, n - 1 + pos - newest)
-
-    return lookup
+    return lambda pos: jnp.where(pos > newest, n + pos - first_unkept, n - 1 + pos - newest)
 
 
 def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, slots: Array) -> Partial:

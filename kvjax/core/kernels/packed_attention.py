@@ -74,17 +74,13 @@ def attend(
     splits = splits or max(1, min(pl.cdiv(k.words.shape[2], WORD_ROWS), NUM_PROGRAMS // (B * K * n)))
     has_head_pos = pos.shape[1] > 1
     num_warps = max(1, plan.width // 128) * (1 if plan.is_packed else 4)  # one has registers for 128 16-bit channels
-
-    def whole(x):
-        return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, k, s: (b, k // n, 0, 0))
-
     row = pl.BlockSpec((None, None, None, QUERY_ROWS), lambda b, k, s: (b, k // n, s, k % n))
     o, m, l = pl.pallas_call(
         functools.partial(kernel, plan),
         grid=(B, K * n, splits),
         in_specs=[
             pl.BlockSpec((None, None, QUERY_ROWS, plan.width), lambda b, k, s: (b, k // n, k % n, 0)),
-            *(whole(x) for x in (*k, *v)),
+            *(pl.BlockSpec((None, None, *x.shape[2:]), lambda b, k, s: (b, k // n, 0, 0)) for x in (*k, *v)),
             pl.BlockSpec((None, None, plan.slots), lambda b, k, s: (b, k // n if has_head_pos else 0, 0)),
             pl.BlockSpec((None, T), lambda b, k, s: (b, 0)),
             pl.BlockSpec((None,), lambda b, k, s: (b,)),

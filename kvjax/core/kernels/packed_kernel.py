@@ -112,10 +112,7 @@ class _Head:
     def keys(self, first):
         """Returns a function from a step to its tile of keys [(plane, word), (channel, half)]."""
         plan, word = self.plan, self.clip_word(first + span(WORD_ROWS))
-
-        def load(ref, row, ok=None):
-            return _load(ref, row, (0, plan.channels), plan.width, ok)
-
+        load = functools.partial(_load, channels=(0, plan.channels), width=plan.width)
         words, same = load(self.k_words, word), math.gcd(plan.k_group, plan.per)
 
         @functools.cache  # the tokens of a word that are in one group share scale and lo
@@ -123,7 +120,7 @@ class _Head:
             slot = word * plan.per + offset
             # A half without codes meets the zeros of the other half's queries, and 0 * inf is NaN.
             ok = None if same == plan.per else slot < self.num_quantized
-            return _adjust_lo(plan, *(load(x, slot // plan.k_group, ok) for x in (self.k_scale, self.k_lo)))
+            return _adjust_lo(plan, *(load(x, slot // plan.k_group, ok=ok) for x in (self.k_scale, self.k_lo)))
 
         def plane(j):
             halves = (scale_and_lo(x // same * same) for x in (j, j + plan.per // 2))
@@ -164,17 +161,18 @@ def kernel(plan: Plan, q_ref, *refs):
     q = triton.load(q_ref.at[row[:, None] % QUERY_ROWS, col // 2], mask=mask, other=0)
     q_pos = triton.load(q_pos_ref.at[query % plan.tokens], mask=real, other=-1)
     split, splits = pl.program_id(2), pl.num_programs(2)
-
-    def attend_block(i, carry):
-        return _attend_block(head, q, q_pos, (split + i * splits) * WORD_ROWS, carry)
-
     num_blocks = pl.cdiv(jnp.maximum(pl.cdiv(num_quantized, plan.per * WORD_ROWS) - split, 0), splits)
     o = (jnp.zeros((2 * QUERY_ROWS, plan.chunk), jnp.float32),) * (plan.channels // plan.v_group)
     m, l = (
         jnp.full((2 * QUERY_ROWS,), MASKED_LOGIT, jnp.float32),
         jnp.zeros((2 * QUERY_ROWS, 2 * WORD_ROWS), jnp.float32),
     )
-    o, m, l = lax.fori_loop(0, num_blocks, attend_block, (o, m, l))
+    o, m, l = lax.fori_loop(
+        0,
+        num_blocks,
+        lambda i, carry: _attend_block(head, q, q_pos, (split + i * splits) * WORD_ROWS, carry),
+        (o, m, l),
+    )
 
     # Merges both halves, and leaves the powers of two.
     row, col = span(QUERY_ROWS), span(plan.chunk)[None]
@@ -226,11 +224,8 @@ def _codes_to_floats(plan: Plan, words, j, join):
     # The code is longer than the mantissa: the low and the high half of its bits become floats, and are added up.
     n = plan.bits // 2
     low, high = (join(*_half_floats(plan, words, at, n)) for at in (plan.bits * j, plan.bits * j + n))
-
-    def full(value):
-        return jnp.full(low.shape, value, plan.dtype)
-
-    return _multiply_add(plan, low, full(1), _multiply_add(plan, high, full(2**n), full(-(4**n) - 2**n)))
+    one, scale, lo = (jnp.full(low.shape, x, plan.dtype) for x in (1, 2**n, -(4**n) - 2**n))
+    return _multiply_add(plan, low, one, _multiply_add(plan, high, scale, lo))
 
 
 def _half_floats(plan: Plan, words, at: int, n: int):
