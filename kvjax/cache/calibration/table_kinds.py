@@ -35,9 +35,8 @@ class TableKind:
     needs_output = False  # whether `count` reads the layer's output projection
     needs_hidden = False  # whether `count` reads the hidden states
     needs_layer_index = False  # whether `count` reads `spec.index`: each layer then has a compiled program of its own
-    measuring_method: str = (
-        ""  # a method whose scores `count_layers` ranks over all layers; empty: each layer for itself
-    )
+    # A method whose scores `count_layers` ranks over all layers; empty: each layer is on its own.
+    measuring_method: str = ""
 
     @classmethod
     def table_file(cls, path: str) -> TableFile:
