@@ -85,7 +85,8 @@ def _load_methods(args: argparse.Namespace) -> None:
     names = [name for source in args.load for name in load_methods(source)]
     option = next((x for x in ("methods", "method") if hasattr(args, x)), None)
     if option and not set(names) & set(re.findall(r"\w+", getattr(args, option) or "")):
-        hint = f"--methods 'full; {names[0]}'" if option == "methods" else f"--method {names[0]}"
+        forms = {"methods": f"--methods 'full; {names[0]}'", "method": f"--method {names[0]}"}
+        hint = f"kvjax check {names[0]}" if args.run is _check else forms[option]
         print(f"kvjax: {', '.join(names)} is loaded and not used; ask for it, as in {hint}", file=sys.stderr)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.eviction.budget_allocation import HeadBudgets, LayerBudgets
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.decode_policy import Policy
+from kvjax.cache.eviction.decode_policy import Policy, check_minimum, evict_lowest, top_slots
 from kvjax.cache.eviction.representatives import Representatives
 from kvjax.cache.eviction.rescoring import SecondStageScorer
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, token_scores
@@ -58,6 +58,8 @@ __all__ = [
     "TokenBudget",
     "Traits",
     "attention_mass",
+    "check_minimum",
+    "evict_lowest",
     "head_scores",
     "load_methods",
     "make_selection",
@@ -65,4 +67,5 @@ __all__ = [
     "refuse_gradient",
     "register_method",
     "token_scores",
+    "top_slots",
 ]

@@ -113,6 +113,8 @@ def to_host(buf: Buffer) -> Buffer:
 
 def unpack(buf: Buffer) -> Array:
     """Returns the vectors [B K S W] in their own dtype, in device memory."""
+    if not isinstance(buf, Buffer):
+        raise KvjaxError(f"`unpack` takes what `pack` returned, got {type(buf).__name__}")
     return _from_bits(to_device(buf).data, buf.dtype)
 
 
@@ -130,6 +132,9 @@ def append(buf: Buffer, x: Array, at: Array, is_due: Array | None = None) -> Buf
     """
     x = _to_bits(x, WORDS if buf.host else RAW) if buf.data.dtype != x.dtype else x
     x = _pair_words(x) if buf.data.dtype != x.dtype else x
+    B, K, _, W = buf.data.shape
+    if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (B, K, W):
+        raise KvjaxError(f"`append` takes new token vectors [B K T W] = ({B}, {K}, T, {W}), got {x.shape}")
     if not x.shape[2]:
         return buf
     if not buf.host:

@@ -65,7 +65,7 @@ class ForwardMode:
         Returns:
           The output [B K G T|Q H], the layer's new state, and the value for the layer above.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `attend`")
 
 
 @pytree

@@ -176,6 +176,11 @@ def find_nonfinite_logits(run: MethodRun) -> str:
         for row in range(3):
             if out is not None and not np.isfinite(out[row]).all():
                 return f"the logits of sequence {row} are not finite in step {t + 1}"
+    for t, (_, cache) in enumerate(run.steps):
+        for row in range(3):
+            for i, arrays in enumerate(_policy_statistics(cache, row)):
+                if any(np.isnan(x).any() for x in arrays):
+                    return f"the policy's state of sequence {row} has NaN in layer {i}, after step {t}"
     return ""
 
 
@@ -222,13 +227,16 @@ def wrong_positions(method: KVMethod, heads: np.ndarray, length: int, has_decode
             return Breach(
                 f"head {head} has no empty slot for the next token: the policy must let one go",
                 "In `after_token`, give one slot of each full head the position -1: "
-                "`jnp.where(full & (state.pos == oldest), -1, state.pos)`.",
+                "`jnp.where(full & (state.pos == oldest), -1, state.pos)`."
+                if has_decoded
+                else "`num_slots` must be one more than the tokens that `init` keeps.",
             )
         if has_decoded and length - 1 not in positions:
             return Breach(
                 f"head {head} does not hold the newest token",
-                "Usual cause: the newest token competes with the others before it was ever read: never let the slot "
-                "with the greatest position go.",
+                "Usual cause: the newest token competes with the others by the attention of its own query alone: never "
+                "let the slot with the greatest position go. (`tova` does on purpose, as its authors' code, unless "
+                "keep_newest=true.)",
             )
     return None
 
@@ -341,9 +349,32 @@ def _sequence_difference(run: MethodRun, row: int, single: Any, batch: Any, last
     for i, (here, there) in enumerate(zip(kept_positions(single[1]), kept_positions(batch[1]), strict=True)):
         if not all(map(np.array_equal, here[0], there[row])):
             return f"sequence {row} holds other tokens in layer {i}"
-    if single[0] is None or run.are_close(single[0][0, last], batch[0][row, last], ROUNDED_CODES_FACTOR):
-        return ""
-    return f"sequence {row} has other logits"
+    if single[0] is not None and not run.are_close(single[0][0, last], batch[0][row, last], ROUNDED_CODES_FACTOR):
+        return f"sequence {row} has other logits"
+    statistics = _policy_statistics(single[1], 0), _policy_statistics(batch[1], row)
+    for i, (here, there) in enumerate(zip(*statistics, strict=True)):
+        # Sums of attention of many steps: wider than rounding of one step, far narrower than one step's attention.
+        if not all(x.shape == y.shape and np.allclose(x, y, 1e-2, 1e-3) for x, y in zip(here, there, strict=True)):
+            return f"the policy's state of sequence {row} is another in layer {i}"
+    return ""
+
+
+def _policy_statistics(cache: Cache, row: int) -> list[list[np.ndarray]]:
+    """Returns each layer's policy statistics of a sequence's tokens: arrays [n ..] over heads, then positions."""
+    statistics = []
+    for _, state in _method_layers(cache):
+        pos, layer_statistics = np.asarray(state.pos[row]), []
+        for leaf in jax.tree.leaves(state.policy_state):
+            if leaf.ndim < 3 or leaf.shape[2] != pos.shape[1]:
+                continue  # of the sequence, and not of its tokens
+            values, held = np.asarray(leaf[row], np.float32), np.broadcast_to(pos, leaf.shape[1:3])
+            # Slots are in no order under a policy, so that only positions say which token a number belongs to.
+            order = np.argsort(held, -1, kind="stable")
+            held = np.take_along_axis(held, order, 1)
+            values = np.take_along_axis(values, order.reshape(*order.shape, *(1,) * (values.ndim - 2)), 1)
+            layer_statistics.append(values[held >= 0])
+        statistics.append(layer_statistics)
+    return statistics
 
 
 def find_inexact_logits(run: MethodRun) -> str:
@@ -416,7 +447,7 @@ RULES = (
     ),
     Rule(
         "finite",
-        "logits are finite",
+        "logits and a policy's statistics of tokens are finite",
         "Usual cause: a scale of zero that is divided by, or empty slots that are read: `jnp.maximum(scale, 1e-6)`, "
         "and mask empty slots: `block.pos >= 0`.",
         find_nonfinite_logits,
@@ -445,7 +476,8 @@ RULES = (
         "independence",
         "a sequence does not depend on its neighbours, on padding, or on how many tokens these are fed",
         "Usual cause: something is computed over the whole batch or over padding: mask empty slots "
-        "(`block.pos >= 0`) and compute per sequence and head, with no mean, maximum or sort over axis 0.",
+        "(`block.pos >= 0`) and compute per sequence and head, with no mean, maximum or sort over axis 0. In "
+        "`after_token`, a sequence with `q_pos` -1 keeps its positions and its policy state.",
         find_dependence,
     ),
     Rule(

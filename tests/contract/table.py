@@ -24,6 +24,8 @@ def layer_shape(itemsize: int) -> LayerShape:
 
 def split_case(method: str, lossless: bool = False) -> tuple[list[str], list[str]]:
     """Splits a method's first case into the method itself and the selection below it."""
+    if method not in FIRST_CASES:
+        raise KeyError(f"{method} has no line in CASES of tests/contract/cases.py")
     case = FIRST_CASES[method]
     components = [component.strip() for component in (case.lossless if lossless else case.small).split("+")]
     own = [component for component in components if component.split(":")[0] == method]

@@ -79,7 +79,7 @@ class TableKind:
           measures: what `LayerBudgets.measure` returns in all layers, arrays [L B ...].
           lengths: i32[B], of the texts.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `count_layers`")
 
     def join(self, before: np.ndarray, more: np.ndarray) -> np.ndarray:
         """Combines the statistics of two sets of texts."""
@@ -87,7 +87,7 @@ class TableKind:
 
     def arrays(self, counted: Any, spec: LayerSpec) -> Mapping[str, np.ndarray]:
         """Makes the table's arrays of one layer, by name, from the sums: f64[K ...] in the pytree of `count`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `arrays`")
 
     def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         """Makes the arrays of a small table from random tokens, for tests and as an example of the format."""

@@ -18,11 +18,11 @@ class PromptAdaptiveKeys(Codec):
 
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Computes the parameters [B K 1 ...] from a prompt's keys x [B K S H] and its queries."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `fit_prompt`")
 
     def encode_with(self, x: Array, pos: Array, params: Array) -> Any:
         """Stores keys x [B K S H] by parameters that were fitted before."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `encode_with`")
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
         if observation is None:

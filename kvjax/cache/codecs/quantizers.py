@@ -23,11 +23,11 @@ class Quantizer:
 
     def encode(self, x: Array) -> Any:
         """Quantizes x f32[... H] to a pytree of arrays [... w], each of its own width."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `encode`")
 
     def decode(self, coded: Any) -> Array:
         """Restores f32[... H]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `decode`")
 
     def check(self, H: int) -> None:
         """Raises KvjaxError for a head size that it cannot quantize."""

@@ -32,7 +32,7 @@ class LayerBudgets:
 
     def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Any:
         """Measures one layer's prompt: a pytree of arrays [B ...]."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `measure`")
 
     def allocate_tokens(self, layer: MethodLayer, measures: Any, lengths: Array) -> Array:
         """Divides the budget of all layers.
@@ -45,7 +45,7 @@ class LayerBudgets:
         Returns:
           Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `allocate_tokens`")
 
     def check(self, layer: MethodLayer) -> None:
         """Raises KvjaxError for other components of the method that this one cannot work with."""
@@ -88,7 +88,7 @@ class HeadBudgets:
         Returns:
           i32[B K], the sum of a sequence K * num_units.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `allocate`")
 
     def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
         """`allocate` for the heads on this device, whose scores are given."""

@@ -26,7 +26,7 @@ class Budget:
 
     def num_kept(self, length: int) -> int:
         """Tokens kept of a prompt of `length` tokens, at most `length`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_kept`")
 
     def num_kept_by_length(self, max_length: int) -> np.ndarray:
         """i32[max_length + 1]: `num_kept` of every length; a budget that knows all of them at once overrides it."""
@@ -34,7 +34,7 @@ class Budget:
 
     def max_kept(self) -> int | None:
         """Most tokens kept of a prompt of any length; None if there is no bound."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `max_kept`")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Policy:
 
     def num_slots(self, layer: MethodLayer) -> int:
         """Slots of the layer: the tokens that stay after a step, and the next one."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_slots`")
 
     def num_kept(self, layer: MethodLayer, prompt: int) -> int:
         """Most tokens that a prompt of `prompt` tokens leaves."""
@@ -52,7 +52,7 @@ class Policy:
         Returns:
           Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `slots` slots.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `init`")
 
     def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         """Prepares the state for a token with query q [B K G 1 H] at q_pos i32[B 1]; the base changes nothing."""
@@ -74,7 +74,7 @@ class Policy:
         Returns:
           `pos` with -1 for evicted tokens, and the policy state.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `after_token`")
 
     def check(self, layer: MethodLayer) -> None:
         """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""

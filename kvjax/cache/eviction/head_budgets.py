@@ -24,7 +24,7 @@ class HeadTableBudgets(HeadBudgets):
 
     def at(self, spec: LayerSpec) -> HeadTokens:
         """Returns the tokens of one layer's heads; raises KvjaxError for a table that does not fit the model."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `at`")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ class SecondStageScorer:
 
     def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
         """Scores a block's tokens anew, from the scorer's own f32[B K S]: f32[B K S], -inf at empty slots."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
 
 
 class TwoStage(NamedTuple):

@@ -52,7 +52,7 @@ class Scorer:
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
     ) -> Array:
         """f32[B K T]: see `ReplayedLayer.update_scores`; only called for a scorer with a `replay`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `update_scores`")
 
     def require_observation(self, observation: Observation | None) -> Observation:
         """Returns the observation; raises KvjaxError where the caller brought none."""
@@ -65,6 +65,12 @@ class Scorer:
 def head_scores(heads: Array, kv: Array, block: KVBlock) -> Scores:
     """Makes `Scores` from those of query heads f32[B K G S] and of key/value heads f32[B K S]."""
     real = block.pos >= 0
+    B, K, S, _ = block.k.shape
+    if kv.shape != (B, K, S) or heads.ndim != 4 or (*heads.shape[:2], heads.shape[3]) != (B, K, S):
+        raise KvjaxError(
+            f"scores are f32[B K S] = ({B}, {K}, {S}) of key/value heads, and f32[B K G S] of query heads; got "
+            f"{kv.shape} and {heads.shape}"
+        )
     return Scores(jnp.where(real[:, :, None], heads, -jnp.inf), jnp.where(real, kv, -jnp.inf))
 
 

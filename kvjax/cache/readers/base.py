@@ -86,7 +86,7 @@ class Reader:
           other_partial: attention to tokens of this call that are not kept, for a reader that needs a softmax over all.
           cross_layer: value from the layer below in this step, None in layer 0.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `read`")
 
 
 def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:

@@ -40,15 +40,15 @@ class Index:
 
     def summarize(self, keys: Array, real: Array) -> Any:
         """Summarizes units of keys [B K U size H]; only the places that are real, bool[B 1|K U size], hold tokens."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `summarize`")
 
     def join(self, before: Any, more: Any) -> Any:
         """Joins the summaries of units with those of the tokens that were added to them."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `join`")
 
     def score(self, summary: Any, q: Array) -> Array:
         """Scores each unit for queries q [B K G T H]: f32[B 1|K 1|G T U], 1 where heads have scores in common."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `score`")
 
     def rescale(self, score: Array, candidates: Array) -> Array:
         """Rescales scores by those of the other candidates bool[B 1|K 1 T U]; the base returns them unchanged."""

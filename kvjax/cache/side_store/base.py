@@ -45,15 +45,15 @@ class SideStore:
 
     def num_main_slots(self, kept: int) -> int:
         """The number of `kept` prompt tokens that stay in the main slots."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_main_slots`")
 
     def num_kept_slots(self, tokens: np.ndarray) -> int:
         """Mean slots per head for heads that keep i32[B K] tokens; of a store that `has_unequal_heads`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_kept_slots`")
 
     def with_kept_slots(self, slots: int) -> SideStore:
         """Returns the store with this many slots per head on average; of a store that `has_unequal_heads`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `with_kept_slots`")
 
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
@@ -63,19 +63,19 @@ class SideStore:
         Returns:
           The tokens of the main slots, and the stored form of the rest: any pytree.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `split`")
 
     def open_pair(self, layer: MethodLayer, store: Any, cross_layer: Any) -> tuple[Any, Any]:
         """Returns the store of a paired layer as `read` takes it in this step, and the value for the layer above."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `open_pair`")
 
     def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Attends queries q [B K G T H] at q_pos i32[B T] to the tokens of `state.side_store`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `read`")
 
     def positions(self, store: Any) -> Array:
         """i32[B 1|K S]: positions of the stored tokens, -1 in empty places."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `positions`")
 
     def visible_block(self, layer: MethodLayer, store: Any) -> KVBlock | None:
         """Keys (rotated) and values as queries read them, in the places of `positions`; None if it cannot say."""

@@ -52,7 +52,7 @@ class PrecisionTiers(SideStore):
 
     def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
         """bool[B 1|K S]: the tokens of a clean block that go into the low tier, equally many in each head."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no method `low_tier_mask`")
 
     def encode_low_tier(self, low: KVBlock, block: KVBlock, observation: Observation | None) -> LowTier:
         """Stores the tokens `low` of a prompt's block; a subclass may fit its codecs to the whole block."""
