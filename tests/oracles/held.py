@@ -13,7 +13,7 @@ Hold = Callable[[np.ndarray, int], np.ndarray]
 """(the tokens of one head [n H], float64; how many of them were the prompt) -> what is held of them, [n H]."""
 
 
-def attended(d: layer.Data, keys: Hold, values: Hold) -> np.ndarray:
+def attended(d: layer.SequenceBatch, keys: Hold, values: Hold) -> np.ndarray:
     """All decode steps, each over what is held when it has written its own token: f64[B K G STEPS H]."""
     out = np.zeros((len(d.lengths), layer.K, layer.G, layer.STEPS, layer.H))
     for b, n in enumerate(map(int, d.lengths)):

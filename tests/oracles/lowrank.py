@@ -13,7 +13,7 @@ Held = Callable[[np.ndarray], np.ndarray]
 """The tokens of all heads [K n H] -> what a method holds of them, [K n H]."""
 
 
-def attended(d: layer.Data, keys: Held, values: Held) -> np.ndarray:
+def attended(d: layer.SequenceBatch, keys: Held, values: Held) -> np.ndarray:
     """All decode steps, each over what is held when it has written its own token: f64[B K G STEPS H]."""
     out = np.zeros((len(d.lengths), layer.K, layer.G, layer.STEPS, layer.H))
     for b, n in enumerate(map(int, d.lengths)):

@@ -32,8 +32,8 @@ def test_by_hand_queries_say_which_keys_are_alike():
 
 @pytest.mark.parametrize("changes", ["", ",recent=0,sinks=0,rounds=1"])
 def test_it_equals_its_oracle_whatever_lies_in_empty_slots(changes):
-    d, method = layer.data(), kvjax.parse("a2ats:topk=3,words=4,distance=8" + (changes or ",recent=2,sinks=1"))
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    d, method = layer.random_batch(), kvjax.parse("a2ats:topk=3,words=4,distance=8" + (changes or ",recent=2,sinks=1"))
+    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
     settings = {"recent": 0, "sinks": 0, "rounds": 1} if changes else {"recent": 2, "sinks": 1}
     for b, n in enumerate(map(int, d.lengths)):
         for h in range(layer.K):
@@ -44,11 +44,11 @@ def test_it_equals_its_oracle_whatever_lies_in_empty_slots(changes):
 
 def test_ragged_chunks_are_single_steps():
     """Row b brings counts[b] tokens in one call and then the others; the row of one token opens codewords meanwhile."""
-    d, bound = layer.data(), layer.bound(SMALL)
-    want, state, done = layer.run(SMALL, d), layer.prefill(bound, d), np.zeros(3, np.int32)
+    d, bound = layer.random_batch(), layer.bind(SMALL)
+    want, state, done = layer.decode(SMALL, d), layer.prefill(bound, d), np.zeros(3, np.int32)
     for counts in ([4, 1, 2], [3, 4, 4]):
-        fresh = layer.cut_short(layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, 4), counts)
-        out, state = layer.extend(bound, 4)(state, fresh)
+        fresh = layer.truncate_chunk(layer.SequenceBatch(d.q, d.k, d.v, d.lengths + done).tokens(0, 4), counts)
+        out, state = layer.compile_extend(bound, 4)(state, fresh)
         for b, (start, count) in enumerate(zip(done, counts, strict=True)):
             np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, start : start + count], atol=3e-6)
         done += np.array(counts, np.int32)
@@ -73,4 +73,4 @@ def test_numbers_of_codewords_take_one_byte_or_two():
 )
 def test_what_has_no_meaning_is_refused(text, why):
     with pytest.raises(KvjaxError, match=why):
-        layer.bound(text)
+        layer.bind(text)

@@ -60,7 +60,7 @@ def test_normalised_heads_count_by_what_their_best_hold():
     assert divided(AdaKV(alpha=0, normalise=True), [[flat, steep]], [4], [2], [0]).tolist() == [[2, 2]]
 
 
-def kept_by_oracle(d: layer.Data, b: int, n: int, window: int | None) -> list[list[int]]:
+def kept_by_oracle(d: layer.SequenceBatch, b: int, n: int, window: int | None) -> list[list[int]]:
     """The tokens that each head of a row keeps, under SNAPKV + adakv."""
     q, k = (np.asarray(x[b, ..., :n, :]) for x in (d.q, d.k))
     scores = eviction.snapkv(eviction.attention(q, k, window), 2, 3, "max")[1]
@@ -72,10 +72,10 @@ def kept_by_oracle(d: layer.Data, b: int, n: int, window: int | None) -> list[li
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_unequal_heads_keep_and_attend_as_under_a_mask(window):
-    d = layer.data(5)
-    bound = layer.bound(SNAPKV + " + adakv:page=4", window)
+    d = layer.random_batch(5)
+    bound = layer.bind(SNAPKV + " + adakv:page=4", window)
     state = layer.prefill(bound, d)
-    held, out, unequal = np.asarray(bound.positions(state)), layer.run(bound.method, d, window, state), 0
+    held, out, unequal = np.asarray(bound.positions(state)), layer.decode(bound.method, d, window, state), 0
     for b, n in enumerate(d.lengths.tolist()):
         want = kept_by_oracle(d, b, n, window)
         unequal += len({len(tokens) for tokens in want}) > 1
@@ -132,7 +132,7 @@ def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
 )
 def test_what_cannot_work_with_unequal_heads_says_why(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 def test_wrong_values_say_so():

@@ -21,15 +21,15 @@ unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isin
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.data(), layer.bound(SMALL)
+    d, bound = layer.random_batch(), layer.bind(SMALL)
     rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
     want = [
         oracle.arkvale(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 2, 2, 2, 2)
         for q, k, v, n in rows
     ]
-    got = layer.run(SMALL, d)
+    got = layer.decode(SMALL, d)
     np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
-    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    np.testing.assert_array_equal(layer.decode(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
 
 
 def test_a_page_of_three_keys_by_hand():
@@ -41,7 +41,7 @@ def test_a_page_of_three_keys_by_hand():
     assert oracle.promise(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
 
 
-def tokens(d: layer.Data, first, count, width: int, padding: float) -> KVBlock:
+def tokens(d: layer.SequenceBatch, first, count, width: int, padding: float) -> KVBlock:
     """Of each row `count` tokens from `first` on, and `padding` behind them."""
     at = np.arange(width)[None]
     pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
@@ -51,7 +51,7 @@ def tokens(d: layer.Data, first, count, width: int, padding: float) -> KVBlock:
 
 
 def test_pages_that_grow_have_the_digests_of_pages_at_once():
-    d, size, S = layer.data(), 4, 17
+    d, size, S = layer.random_batch(), 4, 17
     n = d.lengths
     build, write = (jax.jit(f) for f in (TightBoxes(size).build, TightBoxes(size).append))
     aux = build(tokens(d, 0 * n, n, S, np.inf))

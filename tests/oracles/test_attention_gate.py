@@ -27,14 +27,14 @@ def written(path, **changed: np.ndarray) -> str:
     return str(table_file.write(path / "table", "attention_gate", SPEC, [TABLE | changed]))
 
 
-def shown(d: layer.Data, padding: float = 0.0) -> tuple[KVBlock, Observation]:
+def shown(d: layer.SequenceBatch, padding: float = 0.0) -> tuple[KVBlock, Observation]:
     """The prompts, and what the battery shows of them."""
     q, block = layer.prompt(d, padding)
     hidden = np.where(np.isfinite(block.v[:, :1, :, : layer.D]), np.tanh(block.v[:, :1, :, : layer.D]), np.inf)
     return block, Observation(q, block.pos[:, 0], hidden_states=hidden.astype(np.float32))
 
 
-def by_oracle(d: layer.Data, b: int) -> np.ndarray:
+def by_oracle(d: layer.SequenceBatch, b: int) -> np.ndarray:
     x = shown(d)[1].hidden_states[b, 0, : d.lengths[b]].astype(np.float64)
     return oracle.logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
 
@@ -51,7 +51,7 @@ def test_the_example_by_hand():
 
 
 def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
-    d, gate = layer.data(2), Gate(TableFile(written(tmp_path), "attention_gate"))
+    d, gate = layer.random_batch(2), Gate(TableFile(written(tmp_path), "attention_gate"))
     scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).per_kv_head)
     for padding in (0.0, np.inf):
         got = np.asarray(scored(*shown(d, padding)))
@@ -62,9 +62,9 @@ def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
 
 @pytest.mark.parametrize(("budget", "threshold"), [(9, 0.5), (4, 0.2)])
 def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, threshold):
-    d = layer.data(2)
+    d = layer.random_batch(2)
     text = f"attention_gate:budget={budget},threshold={threshold},sinks=1,recent=1,page=4,table={written(tmp_path)}"
-    bound = layer.bound(text)
+    bound = layer.bind(text)
     held = np.asarray(bound.positions(layer.prefill(bound, d)))
     numbers = set()
     for b in range(layer.B):
@@ -76,7 +76,7 @@ def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, th
 
 def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to():
     """Of two texts of nine tokens: the first five are asked, by the last four, and two of them stay."""
-    d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 9], np.int32))
+    d = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 1, 9], np.int32))
     kind, (block, seen) = AttentionGateTable(keep=40, channels=4, ridge=20), shown(d)
     count = jax.jit(lambda block, seen: kind.count(block, seen, SPEC))
     counted = jax.tree.map(lambda x: np.asarray(x, np.float64)[[0, 2]].sum(0), count(block, seen))
@@ -109,7 +109,7 @@ def test_what_cannot_be_says_so(tmp_path):
     with pytest.raises(
         KvjaxError, match="read hidden states of 5 channels, and the model has 8; make a table for this"
     ):
-        gate.scores(*shown(layer.data()), SPEC)
+        gate.scores(*shown(layer.random_batch()), SPEC)
     for wrong, says in (
         ({"keep": 100}, "keep is how many of a hundred"),
         ({"channels": 0}, "must be at least 1, got 0"),

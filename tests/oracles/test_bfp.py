@@ -52,8 +52,8 @@ def test_numbers_at_the_edges_of_float32_stay_finite():
 
 @pytest.mark.parametrize("sort", [True, False])
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(sort):
-    d, method = layer.data(), kvjax.methods.bfp(4, 8, sort)
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    d, method = layer.random_batch(), kvjax.methods.bfp(4, 8, sort)
+    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def rows(x: np.ndarray, prompt: int) -> np.ndarray:
         return np.stack([oracle.row(row, 4, 8) for row in x])

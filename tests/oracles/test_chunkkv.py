@@ -13,8 +13,8 @@ from tests.oracles import chunkkv as oracle
 @pytest.mark.parametrize("padding", [0.0, np.inf])
 @pytest.mark.parametrize(("budget", "chunk", "window"), [(6, 2, 2), (7, 3, 1)])
 def test_all_heads_keep_the_same_best_chunks(padding, budget, chunk, window):
-    d = layer.data(3)
-    held = layer.prefill(layer.bound(f"chunkkv:budget={budget},chunk={chunk},window={window}"), d, padding).pos
+    d = layer.random_batch(3)
+    held = layer.prefill(layer.bind(f"chunkkv:budget={budget},chunk={chunk},window={window}"), d, padding).pos
     assert held.shape[1] == 1
     for b, n in enumerate(d.lengths.tolist()):
         q, k = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k))
@@ -35,4 +35,4 @@ def test_the_best_chunk_by_hand():
 )
 def test_what_cannot_be_is_refused(given, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bound(f"chunkkv:{given}")
+        layer.bind(f"chunkkv:{given}")

@@ -37,7 +37,7 @@ def test_what_values_add_is_counted_some_tokens_at_a_time(tokens):
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def kept_by_oracle(d: layer.Data, output: np.ndarray, b: int, n: int, over_adakv: bool) -> list[list[int]]:
+def kept_by_oracle(d: layer.SequenceBatch, output: np.ndarray, b: int, n: int, over_adakv: bool) -> list[list[int]]:
     """The tokens that each head of a row keeps."""
     q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
     scores = eviction.snapkv(eviction.attention(q, k, None), 2, 3, "max")[1]
@@ -54,10 +54,10 @@ def kept_by_oracle(d: layer.Data, output: np.ndarray, b: int, n: int, over_adakv
 def test_heads_keep_what_the_oracle_keeps_in_a_ragged_batch(over_adakv):
     changed = 0
     text = SNAPKV + (" + adakv:page=4" if over_adakv else "")
-    bound, plain = layer.bound(text + " + criticalkv"), layer.bound(text)
+    bound, plain = layer.bind(text + " + criticalkv"), layer.bind(text)
     for seed in range(3):
-        d = layer.data(seed)
-        output = np.asarray(layer._model_of(bound, *layer.prompt(d))[1], np.float64)
+        d = layer.random_batch(seed)
+        output = np.asarray(layer.model_arrays(bound, *layer.prompt(d))[1], np.float64)
         held, before = (np.asarray(m.positions(layer.prefill(m, d, padding=np.inf))) for m in (bound, plain))
         changed += (held != before).any()
         for b, n in enumerate(d.lengths.tolist()):
@@ -67,18 +67,18 @@ def test_heads_keep_what_the_oracle_keeps_in_a_ragged_batch(over_adakv):
 
 
 def test_with_all_of_the_budget_by_the_scorer_it_is_the_scorers_choice():
-    d = layer.data(1)
-    alone, whole = (layer.bound(SNAPKV + more) for more in ("", " + criticalkv:share=1"))
+    d = layer.random_batch(1)
+    alone, whole = (layer.bind(SNAPKV + more) for more in ("", " + criticalkv:share=1"))
     np.testing.assert_array_equal(*(m.positions(layer.prefill(m, d)) for m in (alone, whole)))
 
 
 def test_values_of_zero_and_equal_scores_give_no_nan():
-    d = layer.data(2)
+    d = layer.random_batch(2)
     d = dataclasses.replace(d, k=jnp.zeros_like(d.k), v=jnp.zeros_like(d.v))
-    bound = layer.bound(SNAPKV + " + criticalkv")
+    bound = layer.bind(SNAPKV + " + criticalkv")
     held = np.asarray(bound.positions(layer.prefill(bound, d)))
     assert ((held >= 0).sum(-1) == np.minimum(layer.LENGTHS, 7)[:, None]).all()
-    assert np.isfinite(layer.run(SNAPKV + " + criticalkv", d)).all()
+    assert np.isfinite(layer.decode(SNAPKV + " + criticalkv", d)).all()
 
 
 def test_where_it_cannot_stand_it_says_why():
@@ -87,7 +87,7 @@ def test_where_it_cannot_stand_it_says_why():
         (SNAPKV + " + criticalkv + recompress", "slot `second_stage`.*slot `decode`.*leave one of them out"),
     ):
         with pytest.raises(IncompatibleMethod, match=says):
-            layer.bound(method)
+            layer.bind(method)
     with pytest.raises(KvjaxError, match="share must lie in"):
         kvjax.methods.criticalkv(share=1.5)
     assert OutputScores().needs_output

@@ -28,7 +28,7 @@ def test_shares_of_a_window_by_hand():
 @pytest.mark.parametrize("padding", [0.0, np.inf])
 @pytest.mark.parametrize("leverage", ["product", "mean", "key", "value"])
 def test_scores_are_those_of_real_tokens_alone(padding, leverage):
-    block = layer.prompt(layer.data(2), padding)[1]
+    block = layer.prompt(layer.random_batch(2), padding)[1]
     got = np.asarray(Cur(4, leverage).scores(block, None, layer.spec()).per_kv_head)
     for b, n in enumerate(layer.LENGTHS.tolist()):
         for head in range(layer.K):
@@ -38,8 +38,8 @@ def test_scores_are_those_of_real_tokens_alone(padding, leverage):
 
 
 def test_each_head_keeps_its_sinks_and_its_highest_scores():
-    d = layer.data(1)
-    held = layer.prefill(layer.bound("cur:budget=5,window=4,sinks=1"), d).pos
+    d = layer.random_batch(1)
+    held = layer.prefill(layer.bind("cur:budget=5,window=4,sinks=1"), d).pos
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (d.k, d.v))
@@ -54,4 +54,4 @@ def test_where_all_is_zero_the_score_is_zero():
 @pytest.mark.parametrize(("given", "match"), [("window=0", "at least 1 token, got 0"), ("leverage=both", "'product'")])
 def test_what_cannot_be_is_refused(given, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bound(f"cur:{given}")
+        layer.bind(f"cur:{given}")

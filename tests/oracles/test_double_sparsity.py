@@ -18,7 +18,7 @@ from tests.oracles import double_sparsity as oracle
 SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
 
 
-def rows(d: layer.Data) -> list[tuple]:
+def rows(d: layer.SequenceBatch) -> list[tuple]:
     """(q, k, v, prompt) of each row, float64."""
     every = zip(d.q, d.k, d.v, d.lengths, strict=True)
     return [
@@ -27,16 +27,16 @@ def rows(d: layer.Data) -> list[tuple]:
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.data(), layer.bound(SMALL)
-    got = layer.run(SMALL, d)
+    d, bound = layer.random_batch(), layer.bind(SMALL)
+    got = layer.decode(SMALL, d)
     want = np.stack([oracle.double_sparsity(*row, heavy=3, factor=4) for row in rows(d)])
     np.testing.assert_allclose(got, want, atol=5e-6)
-    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    np.testing.assert_array_equal(layer.decode(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
 
 
 def test_channels_are_those_of_each_rows_and_heads_own_prompt():
-    d = layer.data()
-    found = layer.prefill(layer.bound(SMALL), d).reader_state.channels
+    d = layer.random_batch()
+    found = layer.prefill(layer.bind(SMALL), d).reader_state.channels
     for b, (q, k, _, n) in enumerate(rows(d)):
         for h in range(layer.K):
             np.testing.assert_array_equal(found[b, h], oracle.channels(q[h, :, :n], k[h, :n], 8))
@@ -45,7 +45,7 @@ def test_channels_are_those_of_each_rows_and_heads_own_prompt():
 def test_a_table_says_which_channels_labels_have(tmp_path):
     order = np.stack([np.random.default_rng(h).permutation(layer.H) for h in range(layer.K)]).astype(np.int32)
     table = table_file.write(tmp_path / "order", "channels", layer.spec(), [{"order": order}])
-    state = layer.prefill(layer.bound(f"{SMALL},table={table}"), layer.data())
+    state = layer.prefill(layer.bind(f"{SMALL},table={table}"), layer.random_batch())
     np.testing.assert_array_equal(state.reader_state.channels, np.broadcast_to(order[:, :8], (layer.B, layer.K, 8)))
     np.testing.assert_array_equal(
         memory.unpack(state.reader_state.k),
@@ -77,8 +77,8 @@ def test_by_hand_two_channels_of_four_find_the_token():
 
 
 def test_labels_in_eight_bits_score_nearly_alike():
-    d = layer.data()
-    states = [layer.prefill(layer.bound(f"{SMALL},bits={bits}"), d) for bits in (16, 8)]
+    d = layer.random_batch()
+    states = [layer.prefill(layer.bind(f"{SMALL},bits={bits}"), d) for bits in (16, 8)]
     q = d.q[:, :, :, :1]
     exact, coded = (
         LabelChannels(4, bits).score(LabelChannels(4, bits).load(state.reader_state), q)
@@ -95,10 +95,13 @@ def test_labels_in_eight_bits_score_nearly_alike():
         (lambda: double_sparsity(factor=0), "factor of Double Sparsity must be at least 1, got 0"),
         (lambda: double_sparsity(bits=7), "got 7"),
         (
-            lambda: layer.prefill(layer.bound("double_sparsity:factor=5,device_layers=0"), layer.data()),
+            lambda: layer.prefill(layer.bind("double_sparsity:factor=5,device_layers=0"), layer.random_batch()),
             "another factor",
         ),
-        (lambda: layer.prefill(layer.bound("double_sparsity:bits=4,device_layers=0"), layer.data()), "or bits=16"),
+        (
+            lambda: layer.prefill(layer.bind("double_sparsity:bits=4,device_layers=0"), layer.random_batch()),
+            "or bits=16",
+        ),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(make, text):

@@ -43,8 +43,8 @@ def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
 def test_the_example_by_hand(tmp_path):
     assert oracle.full_heads([[0.9, 0.1]], 0.5).tolist() == [[True, False]]
     assert oracle.kept(10, True, 1, 2) == list(range(10)) and oracle.kept(10, False, 1, 2) == [0, 8, 9]
-    bound = layer.bound(f"duo_attention:sinks=1,recent=2,page=4,table={written(tmp_path, [[0.9, 0.1]])}")
-    d = dataclasses.replace(layer.data(), lengths=np.array([10, 1, 6], np.int32))
+    bound = layer.bind(f"duo_attention:sinks=1,recent=2,page=4,table={written(tmp_path, [[0.9, 0.1]])}")
+    d = dataclasses.replace(layer.random_batch(), lengths=np.array([10, 1, 6], np.int32))
     prefill = jax.jit(lambda block: bound.prefill(block, None, 16))
     state = prefill(layer.prompt(d, padding=np.inf, width=10)[1])
     want = [[list(range(10)), [0, 8, 9]], [[0], [0]], [list(range(6)), [0, 4, 5]]]
@@ -63,10 +63,10 @@ def test_heads_stream_as_in_the_authors_code(tmp_path):
 
 
 def test_unequal_heads_are_read_as_under_a_mask(tmp_path):
-    d, table = layer.data(3), written(tmp_path, [[0.2, 0.7]])
-    bound = layer.bound(f"duo_attention:sinks=2,recent=1,page=4,table={table}")
+    d, table = layer.random_batch(3), written(tmp_path, [[0.2, 0.7]])
+    bound = layer.bind(f"duo_attention:sinks=2,recent=1,page=4,table={table}")
     state = layer.prefill(bound, d, padding=np.inf)
-    out = layer.run(bound.method, d, state=state)
+    out = layer.decode(bound.method, d, state=state)
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             tokens = oracle.kept(n, head == 1, 2, 1)
@@ -78,12 +78,12 @@ def test_unequal_heads_are_read_as_under_a_mask(tmp_path):
 
 
 def test_where_all_heads_stream_they_hold_sinks_and_recent():
-    d = layer.data(1)
-    streaming = layer.bound("duo_attention:sparsity=1,sinks=2,recent=3,page=1")
-    both = layer.bound("sinks_and_recent:budget=5,sinks=2")
+    d = layer.random_batch(1)
+    streaming = layer.bind("duo_attention:sparsity=1,sinks=2,recent=3,page=1")
+    both = layer.bind("sinks_and_recent:budget=5,sinks=2")
     ours, theirs = (held(m, layer.prefill(m, d)) for m in (streaming, both))
     assert ours == [[row[0]] * layer.K for row in theirs]
-    np.testing.assert_allclose(layer.run(streaming.method, d), layer.run(both.method, d), atol=2e-6)
+    np.testing.assert_allclose(layer.decode(streaming.method, d), layer.decode(both.method, d), atol=2e-6)
 
 
 def test_each_layer_takes_the_bytes_of_its_own_heads(tmp_path):
@@ -130,4 +130,4 @@ def test_wrong_values_say_so(tmp_path):
         kvjax.methods.duo_attention(table=str(tmp_path / "none"))
     table = written(tmp_path, np.zeros((3, 4)), SPEC)
     with pytest.raises(KvjaxError, match="layers=3, and this one has layers=1; make a table"):
-        layer.bound(f"duo_attention:table={table}")
+        layer.bind(f"duo_attention:table={table}")

@@ -45,12 +45,12 @@ def test_by_hand_tokens_go_into_the_nearest_of_two_anchors(stay, want):
 
 
 def test_heads_share_their_tokens_and_one_at_a_fixed_distance_leaves():
-    d = layer.data()
-    bound = layer.bound(SMALL)
+    d = layer.random_batch()
+    bound = layer.bind(SMALL)
     state = layer.prefill(bound, d)
     after = state
     for step in range(layer.STEPS):
-        _, after = layer.extend(bound)(after, d.token(step))
+        _, after = layer.compile_extend(bound)(after, d.token(step))
     assert state.pos.shape == (layer.B, 1, 7)
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
@@ -67,7 +67,7 @@ def test_heads_share_their_tokens_and_one_at_a_fixed_distance_leaves():
 
 def test_a_budget_that_is_no_longer_than_the_distance_is_an_error_with_its_remedy():
     with pytest.raises(KvjaxError, match="more than distance=25, got 25 tokens; use budget=26 or more"):
-        layer.bound("elastic_cache:budget=25")
+        layer.bind("elastic_cache:budget=25")
     with pytest.raises(KvjaxError, match="distance of Elastic Cache must be at least 1, got 0; use distance=1"):
         parse("elastic_cache:distance=0")
 
@@ -75,4 +75,4 @@ def test_a_budget_that_is_no_longer_than_the_distance_is_an_error_with_its_remed
 def test_its_policy_wants_a_selection_with_a_budget_in_tokens():
     alone = dataclasses.replace(parse(SMALL), select=None, merge=None)
     with pytest.raises(IncompatibleMethod, match="slot `decode`.*slot `select`.*use a selection with a budget"):
-        layer.bound(alone)
+        layer.bind(alone)

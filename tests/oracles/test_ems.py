@@ -57,8 +57,8 @@ def test_scores_that_are_all_zero_and_keys_without_direction_give_no_nan():
 
 
 def test_each_head_keeps_its_best_and_merges_the_next_best():
-    d = layer.data()
-    state = layer.prefill(layer.bound(SMALL), d)
+    d = layer.random_batch()
+    state = layer.prefill(layer.bind(SMALL), d)
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
         a = eviction.attention(q, k)

@@ -31,7 +31,7 @@ def compiled(scorer: ExpectedAttention, spec: LayerSpec):
     return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
 
 
-def by_oracle(scorer: ExpectedAttention, d: layer.Data, row: int, head: int) -> np.ndarray:
+def by_oracle(scorer: ExpectedAttention, d: layer.SequenceBatch, row: int, head: int) -> np.ndarray:
     n = int(d.lengths[row])
     q, k, v = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
     options = (scorer.sinks, scorer.future, scorer.covariance, scorer.value_norms, scorer.epsilon)
@@ -40,7 +40,7 @@ def by_oracle(scorer: ExpectedAttention, d: layer.Data, row: int, head: int) -> 
 
 @pytest.mark.parametrize("scorer", SETTINGS, ids=str)
 def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
-    d = layer.data(3)
+    d = layer.random_batch(3)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
         got = np.asarray(compiled(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
@@ -75,14 +75,14 @@ def test_the_spread_of_queries_is_read_a_block_of_keys_at_a_time():
 
 
 def test_what_left_the_sliding_window_scores_zero():
-    q, block = layer.prompt(layer.data())
+    q, block = layer.prompt(layer.random_batch())
     got = compiled(SETTINGS[0], layer.spec(window=5))(block, Observation(q, block.pos[:, 0]))
     assert (np.asarray(got[0]) > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
 
 
 def test_over_unequal_heads_the_best_of_all_heads_stay():
-    d, budget, scorer = layer.data(5), 5, ExpectedAttention(sinks=1, future=4)
-    bound = layer.bound(f"expected_attention:budget={budget},sinks=1,future=4 + adakv:alpha=0,rule=kvpress,page=4")
+    d, budget, scorer = layer.random_batch(5), 5, ExpectedAttention(sinks=1, future=4)
+    bound = layer.bind(f"expected_attention:budget={budget},sinks=1,future=4 + adakv:alpha=0,rule=kvpress,page=4")
     held = np.asarray(bound.positions(layer.prefill(bound, d)))
     for row, n in enumerate(d.lengths.tolist()):
         kept = [sorted(p for p in held[row, head].tolist() if p >= 0) for head in range(layer.K)]

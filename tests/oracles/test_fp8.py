@@ -42,8 +42,8 @@ def test_each_number_takes_the_nearest_of_its_format_ties_the_even_code(kind):
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(kind):
-    d, method = layer.data(), kvjax.methods.fp8(kind)
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    d, method = layer.random_batch(), kvjax.methods.fp8(kind)
+    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def held(x: np.ndarray, prompt: int) -> np.ndarray:
         return np.stack([oracle.row(row, kind) for row in x])

@@ -23,8 +23,8 @@ from tests.oracles.held import attended
 def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
     """A share of 0.25 leaves chunks of three tokens without outliers in channels; one of 0.7 finds two in four."""
     text = f"gear:bits=2,rank=2,later=1,share={share},every={every}"
-    d, dirty = layer.data(), layer.data(padding=np.inf)
-    out = layer.run(text, d, state=layer.prefill(layer.bound(text), dirty, padding=np.inf))
+    d, dirty = layer.random_batch(), layer.random_batch(padding=np.inf)
+    out = layer.decode(text, d, state=layer.prefill(layer.bind(text), dirty, padding=np.inf))
 
     def hold(axis):
         return lambda x, n: oracle.held(x, n, axis, 2, (2, 1), share, every)
@@ -132,4 +132,4 @@ def test_what_has_no_meaning_is_refused():
         "gear + int4": "both fill the slot `k`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+            layer.bind(text)

@@ -218,7 +218,7 @@ def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
 )
 def test_what_cannot_be_divided_says_why(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 def test_a_budget_that_differs_between_layers_is_not_divided_again(model, table):

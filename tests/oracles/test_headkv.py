@@ -42,10 +42,10 @@ def test_numbers_are_the_oracles(tmp_path, budget, window, beta):
 
 
 def test_heads_keep_their_best_and_read_them_as_under_a_mask(tmp_path):
-    d, table = layer.data(5), written(tmp_path, [[0.2, 0.8]])
-    bound = layer.bound(f"headkv:budget=5,window=2,kernel=3,beta=1.5,page=4,table={table}")
+    d, table = layer.random_batch(5), written(tmp_path, [[0.2, 0.8]])
+    bound = layer.bind(f"headkv:budget=5,window=2,kernel=3,beta=1.5,page=4,table={table}")
     state = layer.prefill(bound, d, padding=np.inf)
-    held, out = np.asarray(bound.positions(state)), layer.run(bound.method, d, state=state)
+    held, out = np.asarray(bound.positions(state)), layer.decode(bound.method, d, state=state)
     capacities = oracle.capacities([[0.2, 0.8]], 5, 2, 1.5)[0]
     assert capacities == [4, 6]
     for b, n in enumerate(d.lengths.tolist()):
@@ -76,4 +76,4 @@ def test_wrong_values_say_so(tmp_path):
             kvjax.methods.headkv(**fields)
     for weights in ([[-1, 2]], [[0, 0]]):
         with pytest.raises(KvjaxError, match="weights of heads must be 0 or more and not all 0, got"):
-            layer.bound(f"headkv:table={written(tmp_path, weights)}")
+            layer.bind(f"headkv:table={written(tmp_path, weights)}")

@@ -14,8 +14,8 @@ from tests.oracles.kcache import kcache
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("granularity", ["query", "kv"])
 def test_kcache_equals_the_paper(n, renormalise, granularity):
-    d = layer.data(seed=n)
-    out = layer.run(methods.kcache(n, device_layers=0, renormalise=renormalise, granularity=granularity), d)
+    d = layer.random_batch(seed=n)
+    out = layer.decode(methods.kcache(n, device_layers=0, renormalise=renormalise, granularity=granularity), d)
     for b, length in enumerate(d.lengths):
         for t in range(layer.STEPS):
             at = length + t
@@ -26,6 +26,6 @@ def test_kcache_equals_the_paper(n, renormalise, granularity):
 
 
 def test_a_small_n_without_renormalising_shrinks_the_output():
-    d = layer.data()
-    plain, scaled = (layer.run(methods.kcache(1, 0, r), d) for r in (False, True))
+    d = layer.random_batch()
+    plain, scaled = (layer.decode(methods.kcache(1, 0, r), d) for r in (False, True))
     assert np.linalg.norm(plain) < 0.9 * np.linalg.norm(scaled)

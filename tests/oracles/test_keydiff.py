@@ -24,7 +24,7 @@ def test_of_two_equal_keys_and_another_the_other_stays_first():
 
 @pytest.mark.parametrize("padding", [0.0, 1e4, np.inf])
 def test_scores_are_those_of_real_tokens_alone(padding):
-    block = layer.prompt(layer.data(2), padding)[1]
+    block = layer.prompt(layer.random_batch(2), padding)[1]
     got = scored(block.k, block.pos)
     for b, n in enumerate(layer.LENGTHS):
         for head in range(layer.K):
@@ -39,8 +39,8 @@ def test_a_key_of_zeros_points_nowhere():
 
 
 def test_each_head_keeps_its_most_different_keys():
-    d = layer.data(1)
-    held = layer.prefill(layer.bound("keydiff:budget=5"), d).pos
+    d = layer.random_batch(1)
+    held = layer.prefill(layer.bind("keydiff:budget=5"), d).pos
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             want = oracle.kept(np.asarray(d.k[b, head, :n], np.float64), list(range(n)), 5)
@@ -48,8 +48,8 @@ def test_each_head_keeps_its_most_different_keys():
 
 
 def test_with_recompress_it_chooses_again_at_every_step():
-    d = layer.data(4)
-    out = layer.run("keydiff:budget=5 + recompress:every=1", d)
+    d = layer.random_batch(4)
+    out = layer.decode("keydiff:budget=5 + recompress:every=1", d)
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = (np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))

@@ -27,17 +27,17 @@ def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -
     return np.asarray(jax.jit(draw)(pos, pos[:, None]))
 
 
-def run(d: layer.Data, window: int | None = None, padding: float = 0.0):
+def run(d: layer.SequenceBatch, window: int | None = None, padding: float = 0.0):
     """(f32[B K G STEPS H], the tokens held at the end by each head of each row)."""
-    bound = layer.bound(STRING, window)
+    bound = layer.bind(STRING, window)
     state = layer.prefill(bound, d, padding)
-    out, state = jax.jit(functools.partial(layer.stepped, bound))(state, layer.stack(d))
+    out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(d))
     return np.asarray(out), [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(state.pos)]
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_each_step_loses_the_lowest_score_outside_the_recent_ones(window):
-    d = layer.data(3)
+    d = layer.random_batch(3)
     out, held = run(d, window)
     drawn = noise(int(layer.TOTAL.max()))[0].astype(np.float64)
     for b, n in enumerate(d.lengths.tolist()):
@@ -49,7 +49,7 @@ def test_each_step_loses_the_lowest_score_outside_the_recent_ones(window):
 
 
 def test_padding_is_never_seen():
-    d = layer.data()
+    d = layer.random_batch()
     clean, padded = run(d), run(d, padding=np.inf)
     np.testing.assert_array_equal(clean[0], padded[0])
     assert clean[1] == padded[1]
@@ -85,4 +85,4 @@ def test_noise_depends_on_seed_layer_head_and_positions_alone():
 )
 def test_what_cannot_be_is_refused(given, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bound(f"keyformer:{given}")
+        layer.bind(f"keyformer:{given}")

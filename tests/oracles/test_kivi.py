@@ -25,7 +25,7 @@ STEPS, CAPACITY = 11, 40
 SPECS = [(1, 8, "improved"), (1, 8, "original"), (2, 8, "improved"), (4, 4, "improved"), (8, 8, "improved")]
 
 
-def batch(seed: int = 0, padding: float = 0.0, fresh: int = STEPS, dtype=np.float32) -> layer.Data:
+def batch(seed: int = 0, padding: float = 0.0, fresh: int = STEPS, dtype=np.float32) -> layer.SequenceBatch:
     """Random rows: prompts of LENGTHS and `fresh` tokens after each; what is beyond a row's end is `padding`."""
     rng = np.random.default_rng(seed)
     S = int(LENGTHS.max()) + fresh
@@ -38,11 +38,11 @@ def batch(seed: int = 0, padding: float = 0.0, fresh: int = STEPS, dtype=np.floa
     def fill(x, real):
         return jnp.asarray(np.where(real, x, padding).astype(dtype))
 
-    return layer.Data(fill(q, real[:, :, None]), fill(k, real), fill(v, real), LENGTHS)
+    return layer.SequenceBatch(fill(q, real[:, :, None]), fill(k, real), fill(v, real), LENGTHS)
 
 
 def bound(method, window: int | None = None):
-    return layer.bound(method, window, H)
+    return layer.bind(method, window, H)
 
 
 @functools.cache
@@ -50,22 +50,22 @@ def _prefill(method):
     return jax.jit(lambda block: bound(method).prefill(block, None, CAPACITY))
 
 
-def prefill(method, d: layer.Data, padding: float = 0.0):
+def prefill(method, d: layer.SequenceBatch, padding: float = 0.0):
     """The state after the prompts; beyond each prompt the block holds `padding`."""
     return _prefill(method)(layer.prompt(d, padding, int(LENGTHS.max()))[1])
 
 
 @functools.cache
 def _decoder(method, window: int | None):
-    return jax.jit(functools.partial(layer.stepped, bound(method, window)))
+    return jax.jit(functools.partial(layer.scan_steps, bound(method, window)))
 
 
-def decode(method, d: layer.Data, padding: float = 0.0, window: int | None = None) -> np.ndarray:
+def decode(method, d: layer.SequenceBatch, padding: float = 0.0, window: int | None = None) -> np.ndarray:
     """One token at a time -> f32[B K G STEPS H]."""
-    return np.asarray(_decoder(method, window)(prefill(method, d, padding), layer.stack(d, STEPS))[0])
+    return np.asarray(_decoder(method, window)(prefill(method, d, padding), layer.stack_steps(d, STEPS))[0])
 
 
-def oracle(d: layer.Data, bits: int, group: int, one_bit="improved", window=None, residual=R) -> np.ndarray:
+def oracle(d: layer.SequenceBatch, bits: int, group: int, one_bit="improved", window=None, residual=R) -> np.ndarray:
     """The same from the paper -> f64[B K G STEPS H]."""
     q, k, v = (np.asarray(x) for x in (d.q, d.k, d.v))
     out = np.zeros((*q.shape[:3], STEPS, H))
@@ -130,12 +130,12 @@ def test_kivi_in_bfloat16_is_the_papers_up_to_rounding_in_the_attention():
 def test_ragged_chunks_over_several_flushes_are_single_steps():
     """Row b brings counts[b] tokens in one call and then the others; padding tokens neither count nor flush."""
     d, method, T = batch(seed=7), methods.kivi(2, 8, R), 9
-    extend = layer.extend(bound(method), T)
+    extend = layer.compile_extend(bound(method), T)
     state, want = prefill(method, d, padding=np.inf), oracle(d, 2, 8)
     done = np.zeros(B, np.int32)
     for counts in ([9, 0, 2, 9, 1, 8, 0], [2, 9, 9, 1, 9, 0, 8]):
-        fresh = layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, T)
-        out, state = extend(state, layer.cut_short(fresh, counts))
+        fresh = layer.SequenceBatch(d.q, d.k, d.v, d.lengths + done).tokens(0, T)
+        out, state = extend(state, layer.truncate_chunk(fresh, counts))
         for b, (first, count) in enumerate(zip(done, counts, strict=True)):
             np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, first : first + count], atol=3e-6)
         done += np.array(counts, np.int32)
@@ -147,7 +147,7 @@ def test_what_padding_holds_sets_no_scale():
     for padding in (1e4, np.inf):
         np.testing.assert_array_equal(decode(method, batch(seed=8, padding=padding), padding), together)
     for b in (2, 4):  # not yet a block, and one token more than one
-        np.testing.assert_allclose(decode(method, layer.rows(clean, [b]))[0], together[b], atol=1e-6)
+        np.testing.assert_allclose(decode(method, layer.take_sequences(clean, [b]))[0], together[b], atol=1e-6)
 
 
 def test_the_improved_bit_errs_less_than_the_original():
@@ -198,7 +198,7 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
 def state_of(method, S: int, H: int, dtype) -> dict[str, int]:
     x = jax.ShapeDtypeStruct((3, 2, 64, H), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
-    layer_ = layer.bound(method, head_dim=H)
+    layer_ = layer.bind(method, head_dim=H)
     return array_bytes(jax.eval_shape(lambda k, p: layer_.prefill(KVBlock(k, k, p), None, S), x, pos))
 
 

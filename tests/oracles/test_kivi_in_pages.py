@@ -33,10 +33,10 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndar
 @pytest.mark.parametrize(("bits", "group", "one_bit"), SPECS)
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, scope):
-    d, method = layer.data(5), text(bits, group, one_bit, more=f",scope={scope}")
-    bound = layer.bound(method)
+    d, method = layer.random_batch(5), text(bits, group, one_bit, more=f",scope={scope}")
+    bound = layer.bind(method)
     state, unequal = layer.prefill(bound, d, padding=np.inf), 0
-    out, held = layer.run(bound.method, d, state=state), np.asarray(bound.positions(state))
+    out, held = layer.decode(bound.method, d, state=state), np.asarray(bound.positions(state))
     for b, n in enumerate(d.lengths.tolist()):
         kept = [sorted(p for p in head.tolist() if p >= 0) for head in held[b]]
         unequal += len({len(tokens) for tokens in kept}) > 1
@@ -74,27 +74,29 @@ def test_a_group_that_is_filled_in_part_is_made_of_its_own_tokens(bits, H, axis,
 
 
 def test_other_rows_and_padding_change_nothing():
-    method, clean, dirty = text(2, 4), layer.data(1), layer.data(1, padding=1e4)
-    want = layer.run(method, clean)
-    np.testing.assert_array_equal(layer.run(method, dirty, state=layer.prefill(layer.bound(method), dirty, 1e4)), want)
-    for row in layer.run(method, layer.rows(clean, [2] * layer.B)):
+    method, clean, dirty = text(2, 4), layer.random_batch(1), layer.random_batch(1, padding=1e4)
+    want = layer.decode(method, clean)
+    np.testing.assert_array_equal(
+        layer.decode(method, dirty, state=layer.prefill(layer.bind(method), dirty, 1e4)), want
+    )
+    for row in layer.decode(method, layer.take_sequences(clean, [2] * layer.B)):
         np.testing.assert_allclose(row, want[2], atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [3, 5])
 def test_a_sliding_window_sees_the_same_tokens_as_of_exact_pages(window):
     """Eight bits are all but exact, so the tokens that a query sees decide."""
-    d = layer.data(3)
-    exact = layer.run(f"{SNAPKV} + adakv:alpha=0,page=4", d, window)
-    np.testing.assert_allclose(layer.run(text(8, 4), d, window), exact, atol=0.06)
-    assert np.abs(exact - layer.run(f"{SNAPKV} + adakv:alpha=0,page=4", d)).max() > 0.5
+    d = layer.random_batch(3)
+    exact = layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", d, window)
+    np.testing.assert_allclose(layer.decode(text(8, 4), d, window), exact, atol=0.06)
+    assert np.abs(exact - layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", d)).max() > 0.5
 
 
 def test_from_the_host_the_same_comes_back():
-    d = layer.data(2)
+    d = layer.random_batch(2)
     method = f"{text(4, 4)} + offload"
-    there = layer.prefill(layer.bound(method), d)
-    np.testing.assert_allclose(layer.run(method, d, state=there), layer.run(text(4, 4), d), atol=1e-6)
+    there = layer.prefill(layer.bind(method), d)
+    np.testing.assert_allclose(layer.decode(method, d, state=there), layer.decode(text(4, 4), d), atol=1e-6)
     assert array_bytes(there.side_store.k)["device"] == array_bytes(there.side_store.v)["device"] == 0
 
 
@@ -142,4 +144,4 @@ def test_what_pages_hold_is_counted_by_their_codes():
 )
 def test_what_does_not_fit_says_which_numbers_do(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)

@@ -21,8 +21,8 @@ ONE_SET = MergeSets(1, 0, 0)
 
 
 def test_each_head_joins_its_most_similar_neighbours():
-    d = layer.data()
-    state = layer.prefill(layer.bound(SMALL), d)
+    d = layer.random_batch()
+    state = layer.prefill(layer.bind(SMALL), d)
     joined = 0
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))

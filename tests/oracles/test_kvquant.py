@@ -42,8 +42,8 @@ def test_the_example_by_hand():
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method, levels = layer.data(), kvjax.parse("kvquant:every=4"), np.array(oracle.NF4)
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    d, method, levels = layer.random_batch(), kvjax.parse("kvquant:every=4"), np.array(oracle.NF4)
+    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         at = np.arange(len(x))
@@ -104,12 +104,12 @@ def test_a_table_gives_each_layers_levels(tmp_path):
     read = codec.decode(codec.encode(x, jnp.zeros((1, 1, 1), jnp.int32)))[0, 0, 0, :5]
     np.testing.assert_allclose(read, [-5, 3, 3, 9, 15], rtol=1e-6)  # 5 + 5 * 2 * (-1, -0.2, -0.2, 0.4, 1)
     with pytest.raises(KvjaxError, match=r"`0.keys` of .* has shape \(2, 4\), expected \(2, 8\)"):
-        layer.bound(f"kvquant:bits=3,table={path}")
+        layer.bind(f"kvquant:bits=3,table={path}")
 
 
 def test_bytes_are_the_papers_and_the_ranges():
     """Of 256 tokens in a head of 128 channels: 3 bits a number, and 1 % of outliers on each vector's two sides."""
-    bound = layer.bound("kvquant:bits=3,every=128", head_dim=128)
+    bound = layer.bind("kvquant:bits=3,every=128", head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 256, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 256), jnp.int32)
     k, v = (array_bytes(jax.eval_shape(codec.encode, x, pos))["device"] for codec in (bound.k, bound.v))
     codes, recent, first, lengths = 256 * 128 * 3 // 8, 128 * 128 * 2, 128 * 2, 8
@@ -129,4 +129,4 @@ def test_bytes_are_the_papers_and_the_ranges():
 )
 def test_what_has_no_meaning_is_refused(text, why):
     with pytest.raises(KvjaxError, match=why):
-        layer.bound(text)
+        layer.bind(text)

@@ -27,7 +27,7 @@ def test_a_partition_measured_by_the_next_by_hand():
 @pytest.mark.parametrize("padding", [0.0, np.inf])
 @pytest.mark.parametrize("cross", [False, True])
 def test_scores_are_those_of_real_tokens_alone(padding, cross):
-    block = layer.prompt(layer.data(2), padding)[1]
+    block = layer.prompt(layer.random_batch(2), padding)[1]
     got = scored(LagKV(2, 1, cross), block)
     for b, n in enumerate(layer.LENGTHS.tolist()):
         for head in range(layer.K):
@@ -42,8 +42,8 @@ def test_scores_are_those_of_real_tokens_alone(padding, cross):
 
 @pytest.mark.parametrize("budget", [2, 6])
 def test_each_head_keeps_its_highest_and_its_latest(budget):
-    d = layer.data(1)
-    held = layer.prefill(layer.bound(f"lagkv:budget={budget},lag=2,sinks=1"), d).pos
+    d = layer.random_batch(1)
+    held = layer.prefill(layer.bind(f"lagkv:budget={budget},lag=2,sinks=1"), d).pos
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (d.k, d.v))
@@ -66,4 +66,4 @@ def test_one_channel_and_a_row_shorter_than_its_sinks_have_finite_scores():
 
 def test_a_partition_has_a_token():
     with pytest.raises(KvjaxError, match="lag must be at least 1 token, got 0; kvpress uses 128"):
-        layer.bound("lagkv:lag=0")
+        layer.bind("lagkv:lag=0")

@@ -43,8 +43,8 @@ def test_the_example_by_hand():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("budget", "recent"), [(6, 2), (3, 0)])
 def test_slots_are_the_oracles_whatever_padding_holds(tmp_path, dtype, budget, recent):
-    d = layer.data(6, dtype=dtype)
-    bound = layer.bound(f"lococo:budget={budget},recent={recent},table={written(tmp_path)}")
+    d = layer.random_batch(6, dtype=dtype)
+    bound = layer.bind(f"lococo:budget={budget},recent={recent},table={written(tmp_path)}")
     state = layer.prefill(bound, d, padding=np.inf)
     numbers = (TABLE["weight"], TABLE["bias"], TABLE["normalizer"][0])
     for b, n in enumerate(d.lengths):
@@ -61,7 +61,7 @@ def test_slots_are_the_oracles_whatever_padding_holds(tmp_path, dtype, budget, r
 
 def test_a_calibrated_table_makes_later_queries_miss_less():
     kind = ConvolutionTable(slots=1, kernel=3, length=9, steps=40)
-    d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 7], np.int32))
+    d = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 1, 7], np.int32))
     q, block = layer.prompt(d, padding=np.inf)
     count = jax.jit(lambda block, q: kind.count(block.clean(), Observation(q, block.pos[:, 0]), SPEC))
     counted = count(block, q)
@@ -78,7 +78,7 @@ def test_a_calibrated_table_makes_later_queries_miss_less():
 
 
 def test_what_cannot_be_says_so(tmp_path):
-    d = layer.data()
+    d = layer.random_batch()
     for text, says in (
         (f"lococo:budget=4,recent=2,table={written(tmp_path)}", "mixes 3 slots, .* use a budget of at least 5"),
         (f"lococo:budget=6,table={written(tmp_path, bias=np.zeros(2, np.float32))}", "3 slots with 2 biases"),
@@ -86,7 +86,7 @@ def test_what_cannot_be_says_so(tmp_path):
     ):
         with pytest.raises(KvjaxError, match=says):
             jax.eval_shape(
-                lambda q, block, text=text: layer.after_prompt(layer.bound(text), q, block, 22), *layer.prompt(d)
+                lambda q, block, text=text: layer.make_state(layer.bind(text), q, block, 22), *layer.prompt(d)
             )
     with pytest.raises(KvjaxError, match="needs an odd kernel and all others at least 1"):
         ConvolutionTable(kernel=4)

@@ -42,7 +42,7 @@ def compiled(table: str, spec: LayerSpec = SPEC):
     return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
 
 
-def row(d: layer.Data, b: int) -> tuple[np.ndarray, ...]:
+def row(d: layer.SequenceBatch, b: int) -> tuple[np.ndarray, ...]:
     """Queries, keys and values of one prompt."""
     n = int(d.lengths[b])
     return tuple(np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
@@ -63,7 +63,7 @@ def test_the_example_by_hand(tmp_path):
 
 
 def test_scores_are_the_oracles_and_each_head_keeps_its_best_and_the_local_tokens(tmp_path):
-    d, (fc1, fc2) = layer.data(3), weights()
+    d, (fc1, fc2) = layer.random_batch(3), weights()
     table = written(tmp_path, fc1, fc2)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
@@ -71,7 +71,7 @@ def test_scores_are_the_oracles_and_each_head_keeps_its_best_and_the_local_token
         for b, n in enumerate(d.lengths):
             np.testing.assert_allclose(got[b, :, :n], oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), atol=2e-5)
             assert (got[b, :, n:] == -np.inf).all()
-    held = layer.prefill(layer.bound(f"locret:budget=5,recent=2,table={table}"), d, padding=np.inf).pos
+    held = layer.prefill(layer.bind(f"locret:budget=5,recent=2,table={table}"), d, padding=np.inf).pos
     for b in range(layer.B):
         want = eviction.kept(oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), 5, 0, 2)
         assert [sorted(p for p in head.tolist() if p >= 0) for head in held[b]] == want
@@ -84,7 +84,7 @@ def test_released_weights_come_back_as_they_were():
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
-    d, spec, kind = layer.data(4), layer.spec(window), RetainingHeads(ridge=50)
+    d, spec, kind = layer.random_batch(4), layer.spec(window), RetainingHeads(ridge=50)
     q, block = layer.prompt(d)
     # As in `kvjax calibrate`, of each row by itself, and added up; a text of one token has none that is asked.
     count = jax.jit(lambda block, seen: kind.count(block, seen, spec))
@@ -105,12 +105,12 @@ def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
 
 def test_what_cannot_be_says_so(tmp_path):
     fc1, fc2 = weights()
-    block = layer.prompt(layer.data())[1]
+    block = layer.prompt(layer.random_batch())[1]
     with pytest.raises(KvjaxError, match="scores by queries, got none; observe all of each row"):
         RetainingScorer(TableFile(written(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
     wrong = RetainingScorer(TableFile(written(tmp_path, fc1[:, 1:], fc2), "locret"))
     with pytest.raises(KvjaxError, match=r"`0.fc1` of .* has shape \(5, 255\), expected \(any, 256\)"):
-        wrong.scores(block, Observation(layer.data().q, block.pos[:, 0]), SPEC)
+        wrong.scores(block, Observation(layer.random_batch().q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="ridge must be at least 1, got 0"):
         RetainingHeads(ridge=0)
     with pytest.raises(KvjaxError, match="no token of these texts is asked by a later one; give texts of at least 2"):

@@ -49,8 +49,8 @@ def test_by_hand_the_lost_token_lies_between_two_and_goes_into_the_first(rule, k
 
 def test_text_stays_before_images_and_all_that_leaves_is_merged():
     """A row's positions 1 to 4 are images: of nine tokens two of them stay, of six tokens all."""
-    d = layer.data()
-    state = layer.prefill(layer.bound(SMALL), d)
+    d = layer.random_batch()
+    state = layer.prefill(layer.bind(SMALL), d)
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
         received = eviction.h2o(eviction.attention(q, k))[1]

@@ -44,8 +44,8 @@ def table(tmp_path):
 
 def run(method: str) -> np.ndarray:
     """All steps, after prompts beyond whose ends lies infinity."""
-    d = layer.data()
-    return layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    d = layer.random_batch()
+    return layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
 
 def test_by_hand(tmp_path):
@@ -68,7 +68,9 @@ def test_matryoshka_is_the_oracle_on_ragged_rows(table):
         rows = zip(x, arrays[name], arrays[f"{name}_mean"], strict=True)
         return np.stack([oracle.projected(row, basis[:, :r], mean) for row, basis, mean in rows])
 
-    want = oracle.attended(layer.data(), functools.partial(held, "keys", 8), functools.partial(held, "values", 16))
+    want = oracle.attended(
+        layer.random_batch(), functools.partial(held, "keys", 8), functools.partial(held, "values", 16)
+    )
     np.testing.assert_allclose(run(f"matryoshka:keys=0.25,values=0.5,table={path}"), want, atol=5e-6)
 
 
@@ -89,13 +91,13 @@ def test_cskv_is_the_oracle_on_ragged_rows(table):
 
     keys, values = functools.partial(held, "bare_keys", 32), functools.partial(held, "values", 16)
     method = f"cskv:keys=0.5,values=0.25,window=3,table={path}"
-    np.testing.assert_allclose(run(method), oracle.attended(layer.data(), keys, values), atol=1e-5)
+    np.testing.assert_allclose(run(method), oracle.attended(layer.random_batch(), keys, values), atol=1e-5)
 
 
 def test_merged_heads_are_the_oracle_on_ragged_rows(table):
     path, arrays = table("merged_bases", 1, "bare_keys", "values")
     keys, values = (functools.partial(joint, arrays, name, H) for name in ("bare_keys", "values"))
-    want = oracle.attended(layer.data(), keys, values)
+    want = oracle.attended(layer.random_batch(), keys, values)
     np.testing.assert_allclose(run(f"merged_heads:heads=2,table={path}"), want, atol=1e-5)
 
 
@@ -172,25 +174,25 @@ def _numpy(x: Any) -> Any:
 )
 def test_what_cannot_be_says_why(method, says):
     with pytest.raises(KvjaxError, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 def test_a_table_of_another_model_says_how_to_make_one():
     with pytest.raises(KvjaxError, match="ships no table of bases for .*head_dim=64; make one, as with `kvjax calib"):
-        layer.bound("matryoshka", head_dim=64)
+        layer.bind("matryoshka", head_dim=64)
 
 
 def test_a_table_of_few_directions_says_so(tmp_path):
     arrays = {"keys": np.zeros((K, H, 4)), "keys_mean": np.zeros((K, H))}
     path = table_file.write(tmp_path / "few", "bases", layer.spec(), [arrays])
     with pytest.raises(KvjaxError, match="has 4 directions of keys, and 12 are to be held: 0.4 of 32 channels; lower"):
-        layer.bound(f"matryoshka:table={path}")
+        layer.bind(f"matryoshka:table={path}")
 
 
 @pytest.mark.parametrize("method", ["matryoshka", "cskv"])
 def test_rows_of_one_head_cannot_lie_where_another_is(method):
     with pytest.raises(IncompatibleMethod, match="slot `side_store`.*slot `k`.*leave one"):
-        layer.bound(f"snapkv:budget=6,window=2 + adakv:page=2 + {method}")
+        layer.bind(f"snapkv:budget=6,window=2 + adakv:page=2 + {method}")
 
 
 def test_the_shipped_model_finds_its_own_tables():

@@ -201,6 +201,6 @@ def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(na
         pos = jnp.full((B, 1, 1), 10 + t, jnp.int32)
         new = KVBlock(fresh[0, :, :, t : t + 1], fresh[1, :, :, t : t + 1], pos)
         block = jax.tree.map(lambda x, y: jnp.concatenate([x, y], 2), block, new)
-        out, state = layer.extend(bound)(state, (q[:, :, :, t : t + 1], new))
+        out, state = layer.compile_extend(bound)(state, (q[:, :, :, t : t + 1], new))
         want = merge([attend_dense(q[:, :, :, t : t + 1], block, pos[:, 0])])
         np.testing.assert_allclose(out, want, atol=2e-2 if "specache" in name else 1e-5)

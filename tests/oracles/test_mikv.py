@@ -26,8 +26,8 @@ from tests.oracles.eviction import h2o
     [("mikv:share=0.6,low=3", 3, 32, True), ("mikv:share=0.6,low=2,group=8,balance=false", 2, 8, False)],
 )
 def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balance):
-    d, dirty = layer.data(), layer.data(padding=np.inf)
-    out = layer.run(text, d, state=layer.prefill(layer.bound(text), dirty, padding=np.inf))
+    d, dirty = layer.random_batch(), layer.random_batch(padding=np.inf)
+    out = layer.decode(text, d, state=layer.prefill(layer.bind(text), dirty, padding=np.inf))
     for b, n in enumerate(map(int, layer.LENGTHS)):
         prompts = np.asarray(d.q[b, :, :, :n], np.float64), np.asarray(d.k[b, :, :n], np.float64)
         received = h2o(causal(*prompts))[1]
@@ -45,15 +45,15 @@ def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balanc
 def test_the_newest_of_the_high_tier_stay_whatever_they_receive():
     """Eight of ten tokens are low; one of the others is the newest, the other the most attended."""
     assert oracle.low(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
-    low = layer.prefill(layer.bound("mikv:share=0.5,recent=1"), layer.data()).side_store.pos[0]
+    low = layer.prefill(layer.bind("mikv:share=0.5,recent=1"), layer.random_batch()).side_store.pos[0]
     assert np.asarray(low).tolist() == [[0, 1, 2, 3]] * layer.K
 
 
 def test_the_high_tier_in_eight_bits():
-    d = layer.data()
-    exact, coded = (layer.run(f"mikv:share=0.6{more}", d) for more in ("", ",high=8"))
+    d = layer.random_batch()
+    exact, coded = (layer.decode(f"mikv:share=0.6{more}", d) for more in ("", ",high=8"))
     assert 0 < np.abs(coded - exact).max() < 0.05
-    sizes = [array_bytes(layer.prefill(layer.bound(f"mikv:share=0.6{more}"), d)) for more in ("", ",high=8")]
+    sizes = [array_bytes(layer.prefill(layer.bind(f"mikv:share=0.6{more}"), d)) for more in ("", ",high=8")]
     slots = 4 + 16  # four of nine prompt tokens, and room for what follows
     rows = 2 * layer.B * layer.K * slots
     assert sizes[0]["device"] - sizes[1]["device"] == rows * (4 * layer.H - (layer.H + 4))
@@ -124,8 +124,8 @@ def test_what_has_no_meaning_is_refused():
         "mikv + h2o": "slot `decode`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+            layer.bind(text)
     with pytest.raises(KvjaxError, match="group 12 does not divide the head size 32; the nearest that does is 8"):
-        layer.prefill(layer.bound("mikv:group=12"), layer.data())
+        layer.prefill(layer.bind("mikv:group=12"), layer.random_batch())
     with pytest.raises(KvjaxError, match="has seen none"):
         ChannelBalancer(Plain()).encode_prompt(jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2), jnp.int32), None)

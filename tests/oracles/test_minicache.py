@@ -249,6 +249,6 @@ def test_what_has_no_meaning_is_refused():
         "minicache:start=2": "start, a fraction of the layers",
     }.items():
         with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+            layer.bind(text)
     with pytest.raises(KvjaxError, match="slot `side_store`, SharedDirections"):
         context_under("minicache:share=0.2").extend_prefix([[1, 2]], "full", of=[0])

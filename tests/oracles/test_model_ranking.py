@@ -45,8 +45,8 @@ def test_the_example_by_hand():
 
 def test_normalised_scores_of_a_layer_sum_to_one():
     """The layer's two heads together, of each sequence; the recent token takes no part."""
-    bound = layer.bound(f"random:budget=4,recent=1 + {OVER_THE_MODEL}")
-    block = layer.prompt(layer.data())[1]
+    bound = layer.bind(f"random:budget=4,recent=1 + {OVER_THE_MODEL}")
+    block = layer.prompt(layer.random_batch())[1]
     plain = bound.measure(block, None).scores
     scaled = ModelRanking(normalise=True).measure(bound, block, None).scores
     inside = np.isfinite(plain)
@@ -57,8 +57,8 @@ def test_normalised_scores_of_a_layer_sum_to_one():
 
 @pytest.mark.parametrize(("method", "negative"), [("keynorm", True), ("keydiff", True), ("random", False)])
 def test_normalised_scores_keep_their_order_whatever_their_sign(method, negative):
-    bound = layer.bound(f"{method}:budget=4 + {OVER_THE_MODEL},normalise=true")
-    block = layer.prompt(layer.data())[1]
+    bound = layer.bind(f"{method}:budget=4 + {OVER_THE_MODEL},normalise=true")
+    block = layer.prompt(layer.random_batch())[1]
     plain = np.asarray(bound.method.select.candidates(block, None, bound.spec).scores)
     scaled = np.asarray(bound.measure(block, None).scores)
     assert (plain[np.isfinite(plain)] < 0).any() == negative
@@ -88,9 +88,9 @@ def test_norms_of_keys_are_ranked_beside_the_mean_norm_of_their_layer():
 )
 def test_a_budget_that_leaves_nothing_to_rank_names_the_least_that_does(method):
     with pytest.raises(KvjaxError, match="nothing is left to rank over the model; raise the budget to at least") as e:
-        layer.bound(method)
+        layer.bind(method)
     least = re.search(r"at least (\d+) tokens", str(e.value))[1]
-    layer.bound(re.sub(r"budget=\d+", f"budget={least}", method))
+    layer.bind(re.sub(r"budget=\d+", f"budget={least}", method))
 
 
 @pytest.mark.parametrize("levels", [3, 10**6])
@@ -222,7 +222,7 @@ def test_the_model_level_composes_with_what_works_on_single_tokens(more):
 )
 def test_what_needs_equal_heads_names_the_level(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_what_needs_equal_heads_names_the_level(method, says):
 )
 def test_what_cannot_be_ranked_over_the_model_says_why(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests.oracles.quest import bound, read_by_pages
 unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isinstance(x, memory.Buffer))
 
 
-def oracle(d: layer.Data, **arguments) -> np.ndarray:
+def oracle(d: layer.SequenceBatch, **arguments) -> np.ndarray:
     """f32[B K G STEPS H]."""
     rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
     return np.stack([
@@ -46,8 +46,8 @@ def oracle(d: layer.Data, **arguments) -> np.ndarray:
     ids=str,
 )
 def test_it_equals_the_paper(reader, arguments):
-    d = layer.data()
-    got = layer.run(Method(read=reader), d, arguments.get("window"))
+    d = layer.random_batch()
+    got = layer.decode(Method(read=reader), d, arguments.get("window"))
     np.testing.assert_allclose(got, oracle(d, **arguments), atol=5e-6)
 
 
@@ -67,7 +67,7 @@ def test_a_page_of_two_keys_by_hand():
 
 
 def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():
-    d = layer.data(2)
+    d = layer.random_batch(2)
     k, q = d.k[:, :, :7], d.q[:, :, :, :3]
     pos = jnp.where(jnp.arange(7, dtype=jnp.int32) < 6, jnp.arange(7, dtype=jnp.int32), -1)
     block = KVBlock(k, k, jnp.broadcast_to(pos, (layer.B, 1, 7)))
@@ -76,7 +76,7 @@ def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():
     assert (np.repeat(promised, 4, -1)[..., :6] >= np.asarray(s) - 1e-5).all()
 
 
-def tokens(d: layer.Data, first, count, width: int, padding: float = np.nan) -> KVBlock:
+def tokens(d: layer.SequenceBatch, first, count, width: int, padding: float = np.nan) -> KVBlock:
     """Takes `count` tokens of each row from `first` on; after them comes `padding`."""
     at = np.arange(width)[None]
     pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
@@ -87,7 +87,7 @@ def tokens(d: layer.Data, first, count, width: int, padding: float = np.nan) -> 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_what_comes_later_leaves_the_index_that_all_at_once_gives(size):
-    d, index, S = layer.data(), Boxes(size), 17
+    d, index, S = layer.random_batch(), Boxes(size), 17
     n = d.lengths
     stored = index.build(tokens(d, 0 * n, n, S))
     for count in ([5, 2, 0], [1, 1, 1], [0, 3, 1]):
@@ -107,38 +107,38 @@ HELD = {
 
 @pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
 def test_all_pages_are_all_slots_whatever_holds_them(held):
-    d = layer.data()
+    d = layer.random_batch()
     k, v = held
-    got = layer.run(Method(k=k, v=v, read=Retrieve(Boxes(4), 99, sinks=1)), d)
-    np.testing.assert_allclose(got, layer.run(Method(k=k, v=v), d), atol=5e-6)
+    got = layer.decode(Method(k=k, v=v, read=Retrieve(Boxes(4), 99, sinks=1)), d)
+    np.testing.assert_allclose(got, layer.decode(Method(k=k, v=v), d), atol=5e-6)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_all_pages_are_all_slots_behind_a_selection_with_a_bias(window):
-    d = layer.data()
+    d = layer.random_batch()
     method = method_of("snapkv:budget=5,window=2,kernel=3")
-    full, paged = (layer.bound(m, window) for m in (method, dataclasses.replace(method, read=Retrieve(Boxes(2), 99))))
+    full, paged = (layer.bind(m, window) for m in (method, dataclasses.replace(method, read=Retrieve(Boxes(2), 99))))
     outs = []
     for bound_layer in (full, paged):
         state = layer.prefill(bound_layer, d)
         bias = jnp.where(state.pos >= 0, (state.pos % 3).astype(jnp.float32), 0.0)
-        outs.append(layer._stepped(bound_layer)(dataclasses.replace(state, bias=bias), layer.stack(d))[0])
+        outs.append(layer.compile_scan(bound_layer)(dataclasses.replace(state, bias=bias), layer.stack_steps(d))[0])
     np.testing.assert_allclose(outs[1], outs[0], atol=5e-6)
 
 
 def test_a_chunk_reads_what_single_steps_read_kept_or_not():
-    d, bound_layer = layer.data(), layer.bound(Method(read=Retrieve(Boxes(2), 1, recent=1)))
-    state, steps = layer.prefill(bound_layer, d), layer.run(bound_layer.method, d)
+    d, bound_layer = layer.random_batch(), layer.bind(Method(read=Retrieve(Boxes(2), 1, recent=1)))
+    state, steps = layer.prefill(bound_layer, d), layer.decode(bound_layer.method, d)
     for commit in (layer.STEPS, 1, 0):
-        out, _ = layer.extend(bound_layer, commit)(state, d.tokens(0, layer.STEPS))
+        out, _ = layer.compile_extend(bound_layer, commit)(state, d.tokens(0, layer.STEPS))
         count = layer.STEPS if commit == layer.STEPS else 2 - (commit == 0)
         np.testing.assert_allclose(out[:, :, :, :count], steps[:, :, :, :count], atol=2e-6)
 
 
 def test_what_lies_in_empty_slots_does_not_matter():
-    d, bound_layer = layer.data(), layer.bound(Method(read=Retrieve(Boxes(4), 2)))
-    want = layer.run(bound_layer.method, d)
-    got = layer.run(bound_layer.method, d, state=layer.prefill(bound_layer, d, np.inf))
+    d, bound_layer = layer.random_batch(), layer.bind(Method(read=Retrieve(Boxes(4), 2)))
+    want = layer.decode(bound_layer.method, d)
+    got = layer.decode(bound_layer.method, d, state=layer.prefill(bound_layer, d, np.inf))
     np.testing.assert_array_equal(got, want)
 
 

@@ -49,11 +49,11 @@ def test_the_highest_of_either_score_are_retrieval_heads(tmp_path, echo, inducti
 
 @pytest.mark.parametrize("part", [0, 2])
 def test_what_is_lost_is_read_as_its_mean_so_many_times(tmp_path, part):
-    d, table = layer.data(4), written(tmp_path, [[0.1, 0.2]], [[0.4, 0.3]])
+    d, table = layer.random_batch(4), written(tmp_path, [[0.1, 0.2]], [[0.4, 0.3]])
     text = f"razor_attention:sinks=2,recent=2,part={part},echo=0,induction=0.5,page=2,table={table}"
-    bound = layer.bound(text)
+    bound = layer.bind(text)
     state = layer.prefill(bound, d, padding=np.inf)
-    out, folded = layer.run(bound.method, d, state=state), 0
+    out, folded = layer.decode(bound.method, d, state=state), 0
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b], np.float64) for x in (d.q, d.k, d.v))
         for head in range(layer.K):
@@ -68,17 +68,17 @@ def test_what_is_lost_is_read_as_its_mean_so_many_times(tmp_path, part):
 
 
 def test_one_lost_token_stays_and_where_none_is_lost_nothing_changes():
-    d = layer.data(5)
+    d = layer.random_batch(5)
     text = "razor_attention:sinks=4,recent={},part=0,induction=0,echo=0,page=4"
-    np.testing.assert_allclose(layer.run(text.format(4), d), layer.dense(d), atol=5e-6)
-    assert np.abs(layer.run(text.format(3), d)[0] - layer.dense(d)[0]).max() > 1e-3
+    np.testing.assert_allclose(layer.decode(text.format(4), d), layer.dense_outputs(d), atol=5e-6)
+    assert np.abs(layer.decode(text.format(3), d)[0] - layer.dense_outputs(d)[0]).max() > 1e-3
 
 
 def test_equal_tokens_in_one_give_exact_attention():
-    d = layer.data(6)
+    d = layer.random_batch(6)
     d = dataclasses.replace(d, **{x: getattr(d, x).at[:, :, 1:5].set(getattr(d, x)[:, :, 1:2]) for x in ("k", "v")})
     text = "razor_attention:sinks=1,recent=4,part=0,induction=0,echo=0,page=4"
-    np.testing.assert_allclose(layer.run(text, d)[0], layer.dense(d)[0], atol=5e-6)
+    np.testing.assert_allclose(layer.decode(text, d)[0], layer.dense_outputs(d)[0], atol=5e-6)
 
 
 def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):

@@ -16,15 +16,15 @@ SMALL = "rekv:topk=1,block=2,sinks=1,recent=2"
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.data(), layer.bound(SMALL)
+    d, bound = layer.random_batch(), layer.bind(SMALL)
     rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
     want = [
         oracle.rekv(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 1, 2, 1, 2)
         for q, k, v, n in rows
     ]
-    got = layer.run(SMALL, d)
+    got = layer.decode(SMALL, d)
     np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
-    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    np.testing.assert_array_equal(layer.decode(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
 
 
 def test_the_cosine_is_over_all_heads_as_one_vector():
@@ -36,11 +36,11 @@ def test_the_cosine_is_over_all_heads_as_one_vector():
 
 
 def test_only_kept_tokens_go_on_asking():
-    d, bound = layer.data(), layer.bound(SMALL)
+    d, bound = layer.random_batch(), layer.bind(SMALL)
     state = layer.prefill(bound, d)
     chunk, fresh = d.tokens(0, 2), None
     for commit, count in ((0, 0), (1, 1)):
-        out, after = layer.extend(bound, commit)(state, chunk)
+        out, after = layer.compile_extend(bound, commit)(state, chunk)
         for b, n in enumerate(d.lengths):
             asked = rope(np.asarray(d.q[b, :, :, n : n + 2], np.float64), -np.arange(n, n + 2))[:, :, :count].sum(2)
             np.testing.assert_allclose(after.reader_state.question[b], asked, atol=1e-5)
@@ -49,9 +49,9 @@ def test_only_kept_tokens_go_on_asking():
 
 
 def test_tokens_that_asked_cannot_be_taken_back():
-    bound = layer.bound(SMALL)
+    bound = layer.bind(SMALL)
     with pytest.raises(IncompatibleMethod, match="slot `read`, QuestionRetrieval, keeps something of all tokens"):
-        bound.method.read.crop(bound, layer.prefill(bound, layer.data()))
+        bound.method.read.crop(bound, layer.prefill(bound, layer.random_batch()))
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ def scored(scorer: RKV, block: KVBlock, observation: Observation) -> np.ndarray:
     return np.asarray(jax.jit(lambda *x: scorer.scores(*x, layer.spec()).per_kv_head)(block, observation))
 
 
-def alike(seed: int) -> layer.Data:
+def alike(seed: int) -> layer.SequenceBatch:
     """Rows whose keys have two channels, so that many point nearly the same way."""
-    d = layer.data(seed)
+    d = layer.random_batch(seed)
     return dataclasses.replace(d, k=d.k.at[..., 2:].set(0.0))
 
 
@@ -60,7 +60,7 @@ def test_scores_are_those_of_real_tokens_alone(padding):
 
 def test_a_full_buffer_is_compressed_by_the_latest_queries():
     d = alike(4)
-    out = layer.run("rkv:budget=5,every=2,window=2,kernel=3,mix=0.3", d)
+    out = layer.decode("rkv:budget=5,every=2,window=2,kernel=3,mix=0.3", d)
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = (np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
@@ -88,4 +88,4 @@ def test_keys_of_zeros_and_rows_without_a_past_have_finite_scores():
 )
 def test_what_cannot_be_is_refused(given, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bound(f"rkv:{given}")
+        layer.bind(f"rkv:{given}")

@@ -16,16 +16,16 @@ SMALL = "rocketkv:budget=7,topk=4,page=2,window=2,kernel=3"
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.data(), layer.bound(SMALL)
+    d, bound = layer.random_batch(), layer.bind(SMALL)
     arguments = {"budget": 7, "window": 2, "kernel": 3, "page": 2, "pages": 1, "r": 8}
     rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
     want = [
         oracle.rocketkv(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
         for q, k, v, n in rows
     ]
-    got = layer.run(SMALL, d)
+    got = layer.decode(SMALL, d)
     np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
-    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    np.testing.assert_array_equal(layer.decode(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
 
 
 def test_a_page_of_two_keys_by_hand():

@@ -44,8 +44,8 @@ def test_rows_of_any_sign_and_size_are_their_oracles(bits, clip):
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method = layer.data(), kvjax.parse("rotatekv:heads=2,sinks=2")
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    d, method = layer.random_batch(), kvjax.parse("rotatekv:heads=2,sinks=2")
+    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
     for b, n in enumerate(map(int, d.lengths)):
         at = np.arange(n + layer.STEPS)
         k, v = (np.asarray(x[b, :, at], np.float64).swapaxes(0, 1) for x in (d.k, d.v))
@@ -89,7 +89,7 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
 )
 def test_what_has_no_meaning_is_refused(text, why):
     with pytest.raises(KvjaxError, match=why):
-        layer.bound(text)
+        layer.bind(text)
 
 
 def test_a_size_without_hadamards_matrix_is_refused():

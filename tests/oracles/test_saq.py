@@ -30,8 +30,8 @@ def test_the_oracle_by_hand():
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method = layer.data(), kvjax.parse("saq:group=4,every=4")
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    d, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
+    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         return oracle.held(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "channel")
@@ -81,12 +81,12 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
 
 def test_ragged_chunks_are_single_steps():
     """Row b brings counts[b] tokens in one call and then the others; padding tokens move nothing."""
-    d, method = layer.data(), kvjax.parse("saq:group=4,every=4")
-    bound, want = layer.bound(method), layer.run(method, d)
+    d, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
+    bound, want = layer.bind(method), layer.decode(method, d)
     state, done = layer.prefill(bound, d), np.zeros(3, np.int32)
     for counts in ([4, 0, 2], [3, 4, 4]):
-        fresh = layer.cut_short(layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, 4), counts)
-        out, state = layer.extend(bound, 4)(state, fresh)
+        fresh = layer.truncate_chunk(layer.SequenceBatch(d.q, d.k, d.v, d.lengths + done).tokens(0, 4), counts)
+        out, state = layer.compile_extend(bound, 4)(state, fresh)
         for b, (start, count) in enumerate(zip(done, counts, strict=True)):
             np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, start : start + count], atol=3e-6)
         done += np.array(counts, np.int32)
@@ -110,6 +110,6 @@ def test_what_has_no_meaning_is_refused():
         "saq + h2o": "slot `decode`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+            layer.bind(text)
     with pytest.raises(KvjaxError, match="does not divide the head size"):
         StaircaseQuantizer((8, 4), 4, "channel", 4).encode(jnp.ones((1, 1, 4, 6)), jnp.zeros((1, 1, 4), jnp.int32))

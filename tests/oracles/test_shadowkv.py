@@ -31,8 +31,8 @@ def test_by_hand():
 
 def test_it_is_the_oracle_on_ragged_rows():
     """Beyond the prompts lies infinity; one of them has no chunk at all."""
-    d = layer.data()
-    got = layer.run(METHOD, d, state=layer.prefill(layer.bound(METHOD), d, padding=np.inf))
+    d = layer.random_batch()
+    got = layer.decode(METHOD, d, state=layer.prefill(layer.bind(METHOD), d, padding=np.inf))
     for b, n in enumerate(map(int, d.lengths)):
         for t in range(layer.STEPS):
             q = np.asarray(d.q[b, :, :, n + t], np.float64)
@@ -41,7 +41,7 @@ def test_it_is_the_oracle_on_ragged_rows():
 
 
 def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_the_host():
-    bound, d = layer.bound(METHOD), layer.data()
+    bound, d = layer.bind(METHOD), layer.random_batch()
     state = layer.prefill(bound, d)
     store = state.side_store.tokens
     assert memory.memory_kind(store.v.data) == "pinned_host" and memory.memory_kind(store.k.rows.data) == "device"
@@ -63,10 +63,10 @@ def test_a_chunk_with_a_token_unlike_its_mean_stays_exact():
 
 def test_it_divides_what_a_selection_leaves():
     """Each token that the selection keeps is somewhere, and no other."""
-    selection, d = "snapkv:budget=6,window=2,kernel=3", layer.data()
+    selection, d = "snapkv:budget=6,window=2,kernel=3", layer.random_batch()
 
     def kept(method: str) -> list[list[int]]:
-        bound = layer.bound(method)
+        bound = layer.bind(method)
         positions = np.asarray(bound.positions(layer.prefill(bound, d)))
         return [sorted(row[row >= 0].tolist()) for row in positions.reshape(-1, positions.shape[2])]
 
@@ -96,11 +96,11 @@ def test_it_says_that_it_needs_host_memory():
 )
 def test_what_cannot_be_says_why(method, error, says):
     with pytest.raises(error, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 def test_prompts_of_equal_tokens_have_finite_answers():
-    d = layer.data()
-    alike = layer.Data(d.q, 0 * d.k + d.k[:, :, :1], d.v, d.lengths)
-    assert np.isfinite(layer.run(METHOD, alike)).all()
-    assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), layer.prefill(layer.bound(METHOD), alike)))
+    d = layer.random_batch()
+    alike = layer.SequenceBatch(d.q, 0 * d.k + d.k[:, :, :1], d.v, d.lengths)
+    assert np.isfinite(layer.decode(METHOD, alike)).all()
+    assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), layer.prefill(layer.bind(METHOD), alike)))

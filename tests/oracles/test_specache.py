@@ -20,13 +20,13 @@ from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, bound, oracle, 
 SPECS = [(1, 8, 1, "improved", "mean"), (1, 8, 3, "original", "max"), (2, 4, 5, "improved", "mean")]
 
 
-def later(d: layer.Data, tokens) -> layer.Data:
-    return layer.Data(d.q, d.k, d.v, d.lengths + np.asarray(tokens, np.int32))
+def later(d: layer.SequenceBatch, tokens) -> layer.SequenceBatch:
+    return layer.SequenceBatch(d.q, d.k, d.v, d.lengths + np.asarray(tokens, np.int32))
 
 
-def pair(d: layer.Data, guesses: layer.Data) -> tuple:
+def pair(d: layer.SequenceBatch, guesses: layer.SequenceBatch) -> tuple:
     """The tokens of STEPS steps: each true token with a draft of the next one, which is always wrong."""
-    true, guessed = layer.stack(d, STEPS), layer.stack(later(guesses, 1), STEPS)
+    true, guessed = layer.stack_steps(d, STEPS), layer.stack_steps(later(guesses, 1), STEPS)
     q = jnp.concatenate([true[0], guessed[0]], 4)
     return q, jax.tree.map(lambda x, y: jnp.concatenate([x, y], 3), true[1], guessed[1])
 
@@ -45,13 +45,13 @@ def _speculate(method):
     return jax.jit(run)
 
 
-def speculate(method, d: layer.Data, guesses: layer.Data, state=None):
+def speculate(method, d: layer.SequenceBatch, guesses: layer.SequenceBatch, state=None):
     """Pre-decode and steps -> f32[B K G 1 H], f32[B K G STEPS 2 H], state."""
     state = prefill(method, d) if state is None else state
     return _speculate(method)(state, d.token(0), pair(d, guesses))
 
 
-def specache_row(d: layer.Data, b: int, h: int, spec: tuple) -> tuple:
+def specache_row(d: layer.SequenceBatch, b: int, h: int, spec: tuple) -> tuple:
     """The oracle after the prompt, and q, k, v of row b and head h by position."""
     bits, group, topk, one_bit, reduce = spec
     q, k, v = (np.asarray(x[b, h]) for x in (d.q, d.k, d.v))
@@ -64,7 +64,7 @@ def specache_of(spec: tuple, **more):
     return methods.specache(bits, group, topk, R, one_bit=one_bit, reduce=reduce, **more)
 
 
-def wanted(d: layer.Data, guesses: layer.Data, spec: tuple, turns: int = 1) -> tuple:
+def wanted(d: layer.SequenceBatch, guesses: layer.SequenceBatch, spec: tuple, turns: int = 1) -> tuple:
     """The speculative loop of the paper -> pre-decode f64[turns B K G H], steps f64[turns B K G STEPS 2 H]."""
     first, out = np.zeros((turns, B, K, G, H)), np.zeros((turns, B, K, G, STEPS, 2, H))
     for b, h in np.ndindex(B, K):
@@ -100,7 +100,7 @@ def test_a_second_turn_goes_on_from_the_first():
 
 @functools.cache
 def _chunk(method):
-    return layer.extend(bound(method), STEPS)
+    return layer.compile_extend(bound(method), STEPS)
 
 
 def test_without_speculation_it_equals_the_paper():
@@ -124,7 +124,7 @@ def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
     rows = {(b, h): specache_row(d, b, h, spec) for b, h in np.ndindex(B, K)}
     for part in (counts, [STEPS - c for c in counts]):
         now = later(d, done)
-        out, state = _chunk(method)(state, layer.cut_short(now.tokens(0, STEPS), part))
+        out, state = _chunk(method)(state, layer.truncate_chunk(now.tokens(0, STEPS), part))
         for (b, h), (row, true) in rows.items():
             for t in range(part[b]):
                 want, _ = row.step(*true(now.lengths[b] + t))
@@ -193,7 +193,7 @@ def sizes(method, S: int, wide: int, dtype) -> dict[bool, int]:
     x = jax.ShapeDtypeStruct((3, 2, 64, wide), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
     total = {True: 0, False: 0}
-    prefill = layer.bound(method, head_dim=wide).prefill
+    prefill = layer.bind(method, head_dim=wide).prefill
     for leaf in jax.make_jaxpr(lambda k, p: prefill(KVBlock(k, k, p), None, S))(x, pos).out_avals:
         total[leaf.memory_space == jax.memory.Space.Host] += leaf.size * leaf.dtype.itemsize
     return total

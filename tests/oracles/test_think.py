@@ -18,7 +18,7 @@ from tests.contract import layer
 from tests.oracles import think as oracle
 
 
-def of_prompt(d: layer.Data, b: int, h: int, queries: int = 4) -> list[int]:
+def of_prompt(d: layer.SequenceBatch, b: int, h: int, queries: int = 4) -> list[int]:
     """The oracle's channels of a head."""
     n = int(d.lengths[b])
     q, k = np.asarray(d.q[b, h, :, :n], np.float64), np.asarray(d.k[b, h, :n], np.float64)
@@ -26,9 +26,9 @@ def of_prompt(d: layer.Data, b: int, h: int, queries: int = 4) -> list[int]:
 
 
 def test_it_is_its_oracle_where_padding_holds_infinity():
-    d, dirty = layer.data(), layer.data(padding=np.inf)
-    bound = layer.bound("think:recent=3,queries=4")
-    out = layer.run("think:recent=3,queries=4", d, state=layer.prefill(bound, dirty, padding=np.inf))
+    d, dirty = layer.random_batch(), layer.random_batch(padding=np.inf)
+    bound = layer.bind("think:recent=3,queries=4")
+    out = layer.decode("think:recent=3,queries=4", d, state=layer.prefill(bound, dirty, padding=np.inf))
     for b, n in enumerate(map(int, layer.LENGTHS)):
         for h in range(layer.K):
             stay = of_prompt(d, b, h)
@@ -91,8 +91,8 @@ def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dty
 
 def test_over_a_selection_older_tokens_are_those_that_it_leaves():
     """Four of the six tokens that stay in each head lose channels, which are chosen by all six."""
-    d, text = layer.data(), "snapkv:budget=6,window=2,kernel=3"
-    state, alone = (layer.prefill(layer.bound(t), d) for t in (f"{text} + think:recent=2,queries=4", text))
+    d, text = layer.random_batch(), "snapkv:budget=6,window=2,kernel=3"
+    state, alone = (layer.prefill(layer.bind(t), d) for t in (f"{text} + think:recent=2,queries=4", text))
     kept = np.asarray(alone.pos[0, :, :6])
     np.testing.assert_array_equal(np.asarray(state.side_store.pos[0])[:, :4], kept[:, :4])
     np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], kept[:, 4:])
@@ -110,7 +110,7 @@ def test_what_has_no_meaning_is_refused():
         "think + zipcache": "both fill the slot `side_store`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+            layer.bind(text)
     x, pos, _ = prompt()
     with pytest.raises(KvjaxError, match="has seen none"):
         ChannelPruner().encode_prompt(x, pos, None)

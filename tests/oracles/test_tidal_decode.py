@@ -23,7 +23,7 @@ from tests.oracles import tidal_decode as oracle
 
 LAYERS = 5
 SMALL = "tidal_decode:topk=4,dense=1,reselect=3"
-DATA = [layer.data(seed) for seed in range(LAYERS)]
+DATA = [layer.random_batch(seed) for seed in range(LAYERS)]
 
 
 def bound(method=SMALL, windows=(None,) * LAYERS) -> tuple:

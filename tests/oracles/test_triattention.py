@@ -29,7 +29,7 @@ def compiled(scorer: TriAttention, spec: LayerSpec):
 
 @pytest.mark.parametrize("scorer", [TriAttention(100), TriAttention(1, normalise=False)], ids=str)
 def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
-    d = layer.data(3)
+    d = layer.random_batch(3)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
         got = np.asarray(compiled(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
@@ -43,7 +43,7 @@ def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
 
 
 def test_the_mean_is_that_of_the_counted_queries_a_block_at_a_time():
-    d = layer.data(2)
+    d = layer.random_batch(2)
     q, block = layer.prompt(d, np.inf)
     seen = Observation(q, block.pos[:, 0])
     of_row = jax.jit(
@@ -70,14 +70,14 @@ def test_half_a_turn_per_position_by_hand(tokens, score):
 
 
 def test_what_left_the_sliding_window_scores_below_all_others():
-    q, block = layer.prompt(layer.data())
+    q, block = layer.prompt(layer.random_batch())
     got = np.asarray(compiled(TriAttention(100), layer.spec(window=5))(block, Observation(q, block.pos[:, 0])))
     assert (got[0] < -1e29).tolist() == [[True] * 5 + [False] * 4] * layer.K  # the next query is at 9
 
 
 def test_each_head_keeps_the_tokens_that_suit_the_prompts_mean_query():
-    d = layer.data(1)
-    held = layer.prefill(layer.bound("triattention:budget=5,recent=2,furthest=8"), d).pos
+    d = layer.random_batch(1)
+    held = layer.prefill(layer.bind("triattention:budget=5,recent=2,furthest=8"), d).pos
     for row, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             q, k = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
@@ -86,8 +86,8 @@ def test_each_head_keeps_the_tokens_that_suit_the_prompts_mean_query():
 
 
 def test_with_recompress_it_chooses_again_by_the_latest_queries():
-    d = layer.data(4)
-    out = layer.run("triattention:budget=5,recent=1,furthest=8 + recompress:every=1", d)
+    d = layer.random_batch(4)
+    out = layer.decode("triattention:budget=5,recent=1,furthest=8 + recompress:every=1", d)
     for row, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = (np.asarray(x[row, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))

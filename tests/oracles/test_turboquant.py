@@ -65,8 +65,8 @@ def test_keys_and_values_are_their_oracles(bits):
 
 @pytest.mark.parametrize(("k_bits", "v_bits", "correct"), [(4, 4, True), (3, 4, False)])
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, correct):
-    d, method = layer.data(), kvjax.methods.turboquant(k_bits, v_bits, correct)
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    d, method = layer.random_batch(), kvjax.methods.turboquant(k_bits, v_bits, correct)
+    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         return np.stack([oracle.key(row, k_bits, correct)[1] for row in x])
@@ -88,7 +88,7 @@ def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
 @pytest.mark.parametrize(("k_bits", "v_bits", "each"), [(4, 4, 134), (3, 4, 118), (3, 3, 102), (8, 4, 128 + 68)])
 def test_bytes_are_vllms(k_bits, v_bits, each):
     """The bytes of a token and a head of 128 channels, which take 512 in bfloat16."""
-    bound = layer.bound(kvjax.methods.turboquant(k_bits, v_bits), head_dim=128)
+    bound = layer.bind(kvjax.methods.turboquant(k_bits, v_bits), head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 4), jnp.int32)
     held = array_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])
     assert held == {"device": 4 * each, "pinned_host": 0}
@@ -130,4 +130,4 @@ def test_what_has_no_meaning_is_refused():
         (kvjax.methods.turboquant(), 24, "rotate"),
     ):
         with pytest.raises(KvjaxError, match=why):
-            layer.bound(method).k.encode(jnp.ones((1, 1, 2, H)), jnp.zeros((1, 1, 2), jnp.int32))
+            layer.bind(method).k.encode(jnp.ones((1, 1, 2, H)), jnp.zeros((1, 1, 2), jnp.int32))

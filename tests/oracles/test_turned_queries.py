@@ -29,7 +29,7 @@ def found(scorer: TurnedQueries, block: KVBlock, observation: Observation, spec:
     ("ahead", "stride", "last"), [(0, 1, 1.0), (32, 1, 1.0), (32, 3, 1.0), (4, 1, 0.5), (4, 2, 0.7)]
 )
 def test_scores_are_those_of_the_oracle_whatever_padding_holds(ahead, stride, last, reduce):
-    d = layer.data(3)
+    d = layer.random_batch(3)
     for padding in (0.0, np.inf):
         q, block = layer.prompt(d, padding)
         got = found(TurnedQueries(ahead, reduce, stride, last), block, Observation(q, block.pos[:, 0]), layer.spec())
@@ -54,7 +54,7 @@ def test_a_token_behind_a_query_counts_by_hand():
 
 
 def test_what_left_the_sliding_window_scores_zero():
-    q, block = layer.prompt(layer.data())
+    q, block = layer.prompt(layer.random_batch())
     got = found(TurnedQueries(), block, Observation(q, block.pos[:, 0]), layer.spec(window=5))
     assert (got[0] > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
 

@@ -27,7 +27,7 @@ from tests.oracles import zipcache as oracle
 from tests.oracles.eviction import attention
 
 
-def lows(d: layer.Data, b: int, share: float, probes: float, normalise: str, window=None) -> list[list[int]]:
+def lows(d: layer.SequenceBatch, b: int, share: float, probes: float, normalise: str, window=None) -> list[list[int]]:
     """The oracle's low tier of each head of a row."""
     n = int(d.lengths[b])
     q, k = np.asarray(d.q[b, :, :, :n]), np.asarray(d.k[b, :, :n])
@@ -38,8 +38,8 @@ def lows(d: layer.Data, b: int, share: float, probes: float, normalise: str, win
 @pytest.mark.parametrize("normalise", ["queries", "probes"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_it_is_its_oracle_over_chunks_of_three_decoded_tokens(normalise, window):
-    d = layer.data()
-    out = layer.run(f"zipcache:every=3,probes=0.3,normalise={normalise}", d, window)
+    d = layer.random_batch()
+    out = layer.decode(f"zipcache:every=3,probes=0.3,normalise={normalise}", d, window)
     for b, n in enumerate(layer.LENGTHS):
         low = lows(d, b, 0.4, 0.3, normalise, window)
         for t in range(layer.STEPS):
@@ -52,8 +52,8 @@ def test_it_is_its_oracle_over_chunks_of_three_decoded_tokens(normalise, window)
 
 
 def test_the_low_tier_holds_the_least_salient_tokens_of_each_head():
-    d = layer.data(padding=np.inf)
-    bound = layer.bound("zipcache:probes=0.3")
+    d = layer.random_batch(padding=np.inf)
+    bound = layer.bind("zipcache:probes=0.3")
     state = layer.prefill(bound, d, padding=np.inf)
     for b in range(layer.B):
         for h, want in enumerate(lows(d, b, 0.4, 0.3, "queries")):
@@ -96,21 +96,21 @@ def test_a_draw_depends_on_the_position_alone():
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("reader", ["full", "kcache:n=100,device_layers=0"])
 def test_two_exact_tiers_are_the_full_cache(reader, window):
-    d = layer.data()
+    d = layer.random_batch()
     exact = dataclasses.replace(kvjax.parse(reader), side_store=ScoredTiers(AccumulatedAttention(), 0.4))
-    np.testing.assert_allclose(layer.run(exact, d, window), layer.run("full", d, window), atol=5e-6)
+    np.testing.assert_allclose(layer.decode(exact, d, window), layer.decode("full", d, window), atol=5e-6)
 
 
 def test_without_a_low_tier_it_is_the_high_codec_alone():
-    d = layer.data()
+    d = layer.random_batch()
     alone = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
-    got = layer.run(
+    got = layer.decode(
         dataclasses.replace(
             alone, side_store=ScoredTiers(ProbeAttention(), 0.0, Channelwise(2), SeparableTokenwise(2))
         ),
         d,
     )
-    np.testing.assert_allclose(got, layer.run(alone, d), atol=1e-6)
+    np.testing.assert_allclose(got, layer.decode(alone, d), atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", [Channelwise, SeparableTokenwise])
@@ -187,7 +187,7 @@ def test_what_has_no_meaning_is_refused():
         "zipcache:normalise=all": "normalise must be",
     }.items():
         with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+            layer.bind(text)
     with pytest.raises(KvjaxError, match="holds a prompt and nothing after it"):
         codec = Channelwise(4)
         x, at = jnp.ones((1, 1, 4, 8)), jnp.zeros((1, 1), jnp.int32)

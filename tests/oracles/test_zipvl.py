@@ -24,7 +24,7 @@ from tests.oracles import zipvl as oracle
 from tests.oracles.eviction import attention
 
 
-def lows(d: layer.Data, b: int, tau: float, least: float, most: float) -> list[list[int]]:
+def lows(d: layer.SequenceBatch, b: int, tau: float, least: float, most: float) -> list[list[int]]:
     """The oracle's low tier of each head of a row, with three tenths of the queries as probes."""
     n = int(d.lengths[b])
     a = attention(np.asarray(d.q[b, :, :, :n]), np.asarray(d.k[b, :, :n]))
@@ -36,9 +36,9 @@ def lows(d: layer.Data, b: int, tau: float, least: float, most: float) -> list[l
 @pytest.mark.parametrize(("tau", "least", "most"), [(0.8, 0.0, 1.0), (0.8, 0.5, 0.6)])
 def test_it_is_its_oracle_where_padding_holds_infinity(tau, least, most):
     text = f"zipvl:every=3,probes=0.3,tau={tau},least={least},most={most}"
-    d, dirty = layer.data(), layer.data(padding=np.inf)
-    state, counts = layer.prefill(layer.bound(text), dirty, padding=np.inf), []
-    out = layer.run(text, d, state=state)
+    d, dirty = layer.random_batch(), layer.random_batch(padding=np.inf)
+    state, counts = layer.prefill(layer.bind(text), dirty, padding=np.inf), []
+    out = layer.decode(text, d, state=state)
     for b, n in enumerate(map(int, layer.LENGTHS)):
         low = lows(d, b, tau, least, most)
         counts.append(n - len(low[0]))
@@ -81,9 +81,9 @@ def test_by_hand_of_six_three_and_one_tenth():
 
 
 def test_all_of_the_attention_is_that_of_all_tokens():
-    d = layer.data()
+    d = layer.random_batch()
     alone = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
-    np.testing.assert_allclose(layer.run("zipvl:tau=1,every=3", d), layer.run(alone, d), atol=1e-6)
+    np.testing.assert_allclose(layer.decode("zipvl:tau=1,every=3", d), layer.decode(alone, d), atol=1e-6)
 
 
 def test_what_has_no_meaning_is_refused():
@@ -96,4 +96,4 @@ def test_what_has_no_meaning_is_refused():
         "zipvl + kivi": "both fill the slot `k`",
     }.items():
         with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+            layer.bind(text)
