@@ -13,24 +13,24 @@ def exponent(largest: float, bits: int) -> int:
     return e
 
 
-def row(x: np.ndarray, bits: int, block: int) -> np.ndarray:
+def fake_quantize(x: np.ndarray, bits: int, block: int) -> np.ndarray:
     """x [H] through its mantissas."""
     out = []
-    for part in x.reshape(-1, block):
-        power = 2.0 ** exponent(np.abs(part).max(), bits)
-        out += [round(y / power) * power for y in part.tolist()]
+    for numbers in x.reshape(-1, block):
+        scale = 2.0 ** exponent(np.abs(numbers).max(), bits)
+        out += [round(y / scale) * scale for y in numbers.tolist()]
     return np.array(out)
 
 
-def order(k: np.ndarray) -> list[int]:
+def channel_order(k: np.ndarray) -> list[int]:
     """The channels of keys k [n H], the largest first, of equal ones the first."""
     size = (k**2).sum(0)
     return sorted(range(k.shape[1]), key=lambda c: (-size[c], c))
 
 
-def keys(k: np.ndarray, prompt: int, bits: int, block: int) -> np.ndarray:
+def fake_quantize_keys(k: np.ndarray, prompt: int, bits: int, block: int) -> np.ndarray:
     """Keys [n H], of which the first are the prompt, as they are held: sorted, coded, and put back."""
-    first = order(k[:prompt])
+    channels = channel_order(k[:prompt])
     out = np.empty_like(k)
-    out[:, first] = np.stack([row(x, bits, block) for x in k[:, first]])
+    out[:, channels] = np.stack([fake_quantize(x, bits, block) for x in k[:, channels]])
     return out

@@ -9,34 +9,39 @@ from math import floor
 
 import numpy as np
 
-from tests.oracles.eviction import best, divide, worth
+from tests.oracles.eviction import split_units, top_indices, unit_scores
 
 
-def votes(heads, units, kind="heads") -> list[list[int]]:
+def vote_bits(heads, units, kind="heads") -> list[list[int]]:
     """Scores [N T] of the query heads -> the bits of each unit: per token one bit per head ("heads"), or one."""
-    rows = heads if kind == "heads" else heads.mean(0, keepdims=True)
+    score_rows = heads if kind == "heads" else heads.mean(0, keepdims=True)
     tokens = [t for u in units for t in range(*u)]
     voted = []
-    for row in rows:
-        half = best([row[t] for t in tokens], len(tokens) // 2)
-        voted.append({tokens[i] for i in half})
+    for head_scores in score_rows:
+        upper_half = top_indices([head_scores[t] for t in tokens], len(tokens) // 2)
+        voted.append({tokens[i] for i in upper_half})
     return [[int(t in v) for t in range(*u) for v in voted] for u in units]
 
 
-def anchor(bits, kind: str, coins) -> list[int]:
+def anchor_bits(bits, kind: str, coins) -> list[int]:
     """The anchor of as many bits as each unit has; coins: the bits of the random one."""
-    n = len(bits[0])
+    num_bits = len(bits[0])
     if kind == "mean":
-        return [int(sum(b[i] for b in bits) / len(bits) > 0.5) for i in range(n)]
-    return {"random": list(coins[:n]), "alternate": [i % 2 for i in range(n)], "zeros": [0] * n, "ones": [1] * n}[kind]
+        return [int(sum(b[i] for b in bits) / len(bits) > 0.5) for i in range(num_bits)]
+    return {
+        "random": list(coins[:num_bits]),
+        "alternate": [i % 2 for i in range(num_bits)],
+        "zeros": [0] * num_bits,
+        "ones": [1] * num_bits,
+    }[kind]
 
 
-def distances(bits, to) -> list[int]:
+def distances(bits, anchor) -> list[int]:
     """Hamming distance of each unit's bits to the anchor."""
-    return [sum(x != y for x, y in zip(b, to, strict=True)) for b in bits]
+    return [sum(x != y for x, y in zip(b, anchor, strict=True)) for b in bits]
 
 
-def buckets(d, candidates, m: int, numbers) -> list[int]:
+def pick_buckets(d, candidates, m: int, numbers) -> list[int]:
     """Equal-count buckets of the order by (distance, index); bucket i takes its member numbers[i] mod its size."""
     order = sorted(candidates, key=lambda j: (d[j], j))
     picked = []
@@ -45,13 +50,13 @@ def buckets(d, candidates, m: int, numbers) -> list[int]:
     return picked
 
 
-def stride(d, candidates, m: int) -> list[int]:
+def pick_stride(d, candidates, m: int) -> list[int]:
     """Every (n // m)-th of the same order (OpenVINO)."""
     order = sorted(candidates, key=lambda j: (d[j], j))
     return [order[i * (len(order) // m)] for i in range(m)]
 
 
-def bins(d, candidates, m: int, n_bits: int, numbers) -> list[int]:
+def pick_bins(d, candidates, m: int, n_bits: int, numbers) -> list[int]:
     """Equal-width bins of distance; members leave a bin by rising numbers[j] of unit j, one per bin and round."""
     content = [[] for _ in range(m)]
     for j in candidates:
@@ -66,7 +71,7 @@ def bins(d, candidates, m: int, n_bits: int, numbers) -> list[int]:
     return picked
 
 
-def kmeans(x, start, iterations: int) -> list[int]:
+def pick_kmeans(x, start, iterations: int) -> list[int]:
     """Lloyd over points {index: vector} from the points `start` -> of each cluster the point nearest its centroid.
 
     Of distances within 0.01% the first counts.
@@ -90,22 +95,26 @@ def kmeans(x, start, iterations: int) -> list[int]:
     return [c[first([away(j, m) for j in c])] for c, m in zip(clusters, centroids, strict=True) if c]
 
 
-def evicted(heads, scores, keep, sinks, recent, share, choose, c=1, how="sum") -> list[list[int]]:
+def select_tokens(
+    heads, scores, budget, sinks, recent, fraction, choose, unit_tokens=1, reduce="sum"
+) -> list[list[int]]:
     """One row: heads [N T], scores [K T] -> tokens that each key/value head keeps, ascending.
 
     choose(units, candidates, m) -> representatives. share of the unit quota goes to representatives, taken from the
     units that no head keeps as important; what they leave of it goes to each head's next best units.
     """
-    always, units, quota = divide(scores.shape[1], keep, sinks, recent, c)
-    values = [worth(row, units, how) for row in scores]
-    m = floor(share * quota + 1e-9)
-    important = {i for v in values for i in best(v, quota - m)}
+    always, units, quota = split_units(scores.shape[1], budget, sinks, recent, unit_tokens)
+    values = [unit_scores(head_scores, units, reduce) for head_scores in scores]
+    num_representatives = floor(fraction * quota + 1e-9)
+    important = {i for head_scores in values for i in top_indices(head_scores, quota - num_representatives)}
     candidates = [i for i in range(len(units)) if i not in important]
-    m = min(m, len(candidates))
-    taken = choose(units, candidates, m) if m else []
-    assert len(taken) == len(set(taken)) <= m and set(taken) <= set(candidates)
+    num_representatives = min(num_representatives, len(candidates))
+    representatives = choose(units, candidates, num_representatives) if num_representatives else []
+    assert len(representatives) == len(set(representatives)) <= num_representatives and set(representatives) <= set(
+        candidates
+    )
     out = []
-    for v in values:
-        chosen = taken + best(v, quota - len(taken), out=taken)
+    for head_scores in values:
+        chosen = representatives + top_indices(head_scores, quota - len(representatives), excluded=representatives)
         out.append(sorted(always + [t for i in chosen for t in range(*units[i])]))
     return out

@@ -7,9 +7,9 @@ import numpy as np
 from tests.oracles.online import softmax
 
 
-def channels(q: np.ndarray, k: np.ndarray, count: int) -> np.ndarray:
+def label_channels(q: np.ndarray, k: np.ndarray, num_channels: int) -> np.ndarray:
     """The channels of a head that count, by its prompt q [G n H], k [n H]: each token's query with its own key."""
-    return np.argsort(-np.abs(q * k[None]).mean((0, 1)), kind="stable")[:count]
+    return np.argsort(-np.abs(q * k[None]).mean((0, 1)), kind="stable")[:num_channels]
 
 
 def double_sparsity(q, k, v, n: int, heavy: int, factor: int) -> np.ndarray:
@@ -20,10 +20,10 @@ def double_sparsity(q, k, v, n: int, heavy: int, factor: int) -> np.ndarray:
     K, G, S, H = q.shape
     out = np.empty((K, G, S - n, H))
     for h in range(K):
-        label = channels(q[h, :, :n], k[h, :n], H // factor)
+        channels = label_channels(q[h, :, :n], k[h, :n], H // factor)
         for g in range(G):
             for t in range(n, S):
-                score = k[h, :t][:, label] @ q[h, g, t, label]
-                seen = [*np.argsort(-score, kind="stable")[: heavy - 1], t]
-                out[h, g, t - n] = softmax(k[h, seen] @ q[h, g, t] / np.sqrt(H)) @ v[h, seen]
+                products = k[h, :t][:, channels] @ q[h, g, t, channels]
+                visible = [*np.argsort(-products, kind="stable")[: heavy - 1], t]
+                out[h, g, t - n] = softmax(k[h, visible] @ q[h, g, t] / np.sqrt(H)) @ v[h, visible]
     return out

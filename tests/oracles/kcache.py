@@ -11,15 +11,15 @@ def kcache(q, k, v, n: int, renormalise: bool = False, shared: bool = False) -> 
     S = softmax(q K^T / sqrt(d)); S~, I = TopN(S); A~ = S~ V[I]. shared: one I for the query heads of a
     key/value head, by the sum of their S. Ties go to the lower index.
     """
-    groups = q.shape[0] // k.shape[0]
-    s = np.stack([k[h // groups].astype(np.float64) @ q[h] / np.sqrt(q.shape[1]) for h in range(q.shape[0])])
-    soft = np.exp(s - s.max(1, keepdims=True))
-    soft /= soft.sum(1, keepdims=True)
+    num_groups = q.shape[0] // k.shape[0]
+    logits = np.stack([k[h // num_groups].astype(np.float64) @ q[h] / np.sqrt(q.shape[1]) for h in range(q.shape[0])])
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    weights /= weights.sum(1, keepdims=True)
     out = np.empty(q.shape)
     for h in range(q.shape[0]):
-        first = h // groups * groups
-        by = soft[first : first + groups].sum(0) if shared else soft[h]
-        top = np.argsort(-by, kind="stable")[:n]
-        kept = soft[h, top]
-        out[h] = (kept / kept.sum() if renormalise else kept) @ v[h // groups, top]
+        first = h // num_groups * num_groups
+        ranking = weights[first : first + num_groups].sum(0) if shared else weights[h]
+        top = np.argsort(-ranking, kind="stable")[:n]
+        selected = weights[h, top]
+        out[h] = (selected / selected.sum() if renormalise else selected) @ v[h // num_groups, top]
     return out

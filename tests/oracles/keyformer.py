@@ -17,18 +17,18 @@ def keyformer(q, k, v, noise, n: int, budget: int, recent: int, tau: float, tau_
     Returns (outputs [G S-n H] of the tokens after the prompt, the tokens held at the end).
     """
     G, S, H = q.shape
-    held: list[int] = []
-    score = np.zeros(S)
+    cached: list[int] = []
+    scores = np.zeros(S)
     out = np.empty((G, S - n, H))
     for t in range(S):
-        held.append(t)
-        seen = [s for s in held if window is None or s > t - window]
-        logits = q[:, t] @ k[seen].T / np.sqrt(H)
+        cached.append(t)
+        visible = [s for s in cached if window is None or s > t - window]
+        logits = q[:, t] @ k[visible].T / np.sqrt(H)
         step = max(t - n + 1, 0)
         temperature = tau + (tau_end - tau) * min(step, steps) / steps
-        score[seen] += softmax((logits + noise[:, t, seen]) / temperature).sum(0)
+        scores[visible] += softmax((logits + noise[:, t, visible]) / temperature).sum(0)
         if t >= n:
-            out[:, t - n] = softmax(logits) @ v[seen]
-        while t >= n - 1 and len(held) > budget:
-            held.remove(min((s for s in held if s <= t - recent), key=lambda s: (score[s], s)))
-    return out, held
+            out[:, t - n] = softmax(logits) @ v[visible]
+        while t >= n - 1 and len(cached) > budget:
+            cached.remove(min((s for s in cached if s <= t - recent), key=lambda s: (scores[s], s)))
+    return out, cached

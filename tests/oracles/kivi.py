@@ -12,15 +12,15 @@ def quantize(x: np.ndarray, bits: int, one_bit: str = "improved") -> tuple[np.nd
     improved (SpeCache, arXiv 2503.16163, equation 3): lo = (3 min + max) / 4, s = (max - min) / 2, and the code
     is 1 from the middle on. A group without spread has codes 0, and its value is lo.
     """
-    t = x.dtype.type
+    dtype = x.dtype.type
     low, high = min(x), max(x)
     improved = bits == 1 and one_bit == "improved"
-    levels = t(2**bits - 1)
+    levels = dtype(2**bits - 1)
     if low == high:
-        return np.zeros(len(x), np.uint32), t(0), low
+        return np.zeros(len(x), np.uint32), dtype(0), low
     if improved:
-        lo = (t(3) * low + high) / t(4)
-        scale = (high - low) / t(2)
+        lo = (dtype(3) * low + high) / dtype(4)
+        scale = (high - low) / dtype(2)
     else:
         lo = low
         scale = (high - low) / levels
@@ -29,29 +29,32 @@ def quantize(x: np.ndarray, bits: int, one_bit: str = "improved") -> tuple[np.nd
         if scale == 0:
             codes.append(0)
         elif improved:
-            codes.append(int(value >= (low + high) / t(2)))
+            codes.append(int(value >= (low + high) / dtype(2)))
         else:
             steps = (value - lo) / scale
-            codes.append(round(float(min(max(steps, t(0)), levels))))
-    assert type(scale) is type(lo) is t
+            codes.append(round(float(min(max(steps, dtype(0)), levels))))
+    assert type(scale) is type(lo) is dtype
     return np.array(codes, np.uint32), scale, lo
 
 
 def dequantize(codes: np.ndarray, scale: np.generic, lo: np.generic) -> np.ndarray:
     """codes u32[n] -> [n] in the dtype of scale: the product is rounded, then the sum."""
-    t = type(scale)
-    return np.array([t(int(c)) * scale + lo for c in codes], np.dtype(t))
+    dtype = type(scale)
+    return np.array([dtype(int(c)) * scale + lo for c in codes], np.dtype(dtype))
 
 
-def through(x: np.ndarray, bits: int, one_bit: str = "improved") -> np.ndarray:
+def fake_quantize(x: np.ndarray, bits: int, one_bit: str = "improved") -> np.ndarray:
     """One group x [n] -> what is left of it after quantising."""
     return dequantize(*quantize(x, bits, one_bit))
 
 
 def pack(codes: list[int], bits: int) -> list[int]:
     """Codes -> 32-bit words; element j of a word sits at bit bits * j."""
-    per = 32 // bits
-    return [sum(c << (bits * j) for j, c in enumerate(codes[i : i + per])) for i in range(0, len(codes), per)]
+    codes_per_word = 32 // bits
+    return [
+        sum(c << (bits * j) for j, c in enumerate(codes[i : i + codes_per_word]))
+        for i in range(0, len(codes), codes_per_word)
+    ]
 
 
 def softmax(s: np.ndarray) -> np.ndarray:
@@ -59,7 +62,7 @@ def softmax(s: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-class Row:
+class KiviCache:
     """The cache of one row and one key/value head, in the order of KIVI's code: append, attend, then flush."""
 
     def __init__(self, k: np.ndarray, v: np.ndarray, bits: int, group: int, residual: int, one_bit: str = "improved"):
@@ -76,7 +79,7 @@ class Row:
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None = None) -> np.ndarray:
         """q [G H], k, v [H] of one token -> [G H]; the token is kept."""
         self.append(k, v)
-        out = np.stack([p @ self.seen_values() for p in self.weights(q, window)])
+        out = np.stack([p @ self.visible_values() for p in self.weights(q, window)])
         self.flush()
         return out
 
@@ -86,18 +89,18 @@ class Row:
 
     def weights(self, q: np.ndarray, window: int | None = None) -> np.ndarray:
         """Softmax of each query head over the tokens held now -> f64[G n]."""
-        keys = self.seen_keys()
+        keys = self.visible_keys()
         out = np.zeros((len(q), len(keys)))
         first = 0 if window is None else max(0, len(keys) - window)
         for g in range(len(q)):
             out[g, first:] = softmax(np.array([k @ q[g] for k in keys[first:]]) / np.sqrt(keys.shape[1]))
         return out
 
-    def seen_keys(self) -> np.ndarray:
+    def visible_keys(self) -> np.ndarray:
         """f64[n H]: the low-bit key where there is one, else the exact one."""
         return np.array([self.low_k.get(i, k) for i, k in enumerate(self.k)]).astype(np.float64)
 
-    def seen_values(self) -> np.ndarray:
+    def visible_values(self) -> np.ndarray:
         return np.array([self.low_v.get(i, v) for i, v in enumerate(self.v)]).astype(np.float64)
 
     def flush(self) -> None:
@@ -111,17 +114,19 @@ class Row:
         first = len(self.low_k)
         for start in range(first, first + self.residual, self.group):
             tokens = range(start, start + self.group)
-            rows = np.stack([self.k[i] for i in tokens])
-            low = np.stack([through(rows[:, h], self.bits, self.one_bit) for h in range(rows.shape[1])], 1)
+            block = np.stack([self.k[i] for i in tokens])
+            low = np.stack([fake_quantize(block[:, h], self.bits, self.one_bit) for h in range(block.shape[1])], 1)
             self.low_k.update(zip(tokens, low, strict=True))
 
     def _flush_value(self) -> None:
         i = len(self.low_v)
         groups = self.v[i].reshape(-1, self.group)
-        self.low_v[i] = np.concatenate([through(x, self.bits, self.one_bit) for x in groups])
+        self.low_v[i] = np.concatenate([fake_quantize(x, self.bits, self.one_bit) for x in groups])
 
 
-def in_pages(k: np.ndarray, v: np.ndarray, bits: int, group: int, one_bit: str = "improved") -> tuple[np.ndarray, ...]:
+def fake_quantize_pages(
+    k: np.ndarray, v: np.ndarray, bits: int, group: int, one_bit: str = "improved"
+) -> tuple[np.ndarray, ...]:
     """The tokens that one head keeps, k, v [n H] in order -> what its pages give back of them.
 
     A page holds whole groups, so `group` tokens that follow each other share a scale in each channel of the keys; the
@@ -130,8 +135,8 @@ def in_pages(k: np.ndarray, v: np.ndarray, bits: int, group: int, one_bit: str =
     keys, values = np.array(k), np.array(v)
     for start in range(0, len(k), group):
         for channel in range(k.shape[1]):
-            keys[start : start + group, channel] = through(k[start : start + group, channel], bits, one_bit)
+            keys[start : start + group, channel] = fake_quantize(k[start : start + group, channel], bits, one_bit)
     for token in range(len(v)):
         for start in range(0, v.shape[1], group):
-            values[token, start : start + group] = through(v[token, start : start + group], bits, one_bit)
+            values[token, start : start + group] = fake_quantize(v[token, start : start + group], bits, one_bit)
     return keys, values

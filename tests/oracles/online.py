@@ -19,7 +19,7 @@ def rope(x: np.ndarray, pos: np.ndarray, theta: float = 10_000.0) -> np.ndarray:
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def streaming(q, k, v, n: int, sinks: int, recent: int, reindex: bool) -> np.ndarray:
+def streaming_llm(q, k, v, n: int, sinks: int, recent: int, reindex: bool) -> np.ndarray:
     """q [G S H], k, v [S H] of one key/value head before RoPE, a prompt of n tokens -> outputs [G S-n H] of the rest.
 
     Keys take positions 0..m-1, their index in the cache with the newest token last; the query takes m-1.
@@ -28,12 +28,12 @@ def streaming(q, k, v, n: int, sinks: int, recent: int, reindex: bool) -> np.nda
     cache = [s for s in range(n) if s < sinks or s >= n - recent]
     out = np.empty((G, S - n, H))
     for t in range(n, S):
-        seen = np.array(cache + [t])
-        at = np.arange(len(seen)) if reindex else seen
-        keys = rope(k[seen], at)
-        query = rope(q[:, t : t + 1], at[-1:])[:, 0]
-        out[:, t - n] = softmax(query @ keys.T / np.sqrt(H)) @ v[seen]
-        cache = list(seen)
+        visible = np.array(cache + [t])
+        pos = np.arange(len(visible)) if reindex else visible
+        keys = rope(k[visible], pos)
+        query = rope(q[:, t : t + 1], pos[-1:])[:, 0]
+        out[:, t - n] = softmax(query @ keys.T / np.sqrt(H)) @ v[visible]
+        cache = list(visible)
         while len(cache) > sinks + recent:
             del cache[sinks]
     return out
@@ -46,32 +46,32 @@ def h2o(q, k, v, n: int, heavy: int, recent: int, decay=1.0, normalise="none", l
     not among the last `recent` tokens, the older of equals. layer: one score for all heads, their mean.
     """
     K, G, S, H = q.shape
-    score = np.zeros((K, S))
-    kept = [[] for _ in range(K)]
+    scores = np.zeros((K, S))
+    cached = [[] for _ in range(K)]
     out = np.empty((K, G, S - n, H))
 
-    def rank(head, s, t):
-        return score[head, s] / (t - s + 1) if normalise == "visible-count" else score[head, s]
+    def eviction_score(head, s, t):
+        return scores[head, s] / (t - s + 1) if normalise == "visible-count" else scores[head, s]
 
     def evict(head, t, count):
         for _ in range(count):
-            old = sorted(s for s in kept[head] if s <= t - recent)
-            kept[head].remove(min(old, key=lambda s: rank(head, s, t)))
+            old = sorted(s for s in cached[head] if s <= t - recent)
+            cached[head].remove(min(old, key=lambda s: eviction_score(head, s, t)))
 
     for t in range(S):
         added = np.zeros((K, S))
         for head in range(K):
-            kept[head].append(t)
-            seen = kept[head]
-            p = softmax(q[head, :, t] @ k[head, seen].T / np.sqrt(H))
+            cached[head].append(t)
+            visible = cached[head]
+            weights = softmax(q[head, :, t] @ k[head, visible].T / np.sqrt(H))
             if t >= n:
-                out[head, :, t - n] = p @ v[head, seen]
-            added[head, seen] = p.sum(0)
-        score = decay * score + (np.broadcast_to(added.mean(0), added.shape) if layer else added)
+                out[head, :, t - n] = weights @ v[head, visible]
+            added[head, visible] = weights.sum(0)
+        scores = decay * scores + (np.broadcast_to(added.mean(0), added.shape) if layer else added)
         if t == n - 1 or t >= n:
             for head in range(K):
-                evict(head, t, max(len(kept[head]) - heavy - recent, 0))
-    return out, [set(x) for x in kept]
+                evict(head, t, max(len(cached[head]) - heavy - recent, 0))
+    return out, [set(x) for x in cached]
 
 
 def scissorhands(q, k, v, n: int, budget: int, history: int, recent: int, drop: float):
@@ -82,20 +82,20 @@ def scissorhands(q, k, v, n: int, budget: int, history: int, recent: int, drop: 
     are left, the older of equals first.
     """
     G, S, H = q.shape
-    kept: list[int] = []
+    cached: list[int] = []
     steps: list[dict[int, bool]] = []  # of each step: token -> below the mean
     out, sizes = np.empty((G, S - n, H)), []
     for t in range(S):
-        kept.append(t)
-        p = softmax(q[:, t] @ k[kept].T / np.sqrt(H))
+        cached.append(t)
+        weights = softmax(q[:, t] @ k[cached].T / np.sqrt(H))
         if t >= n:
-            out[:, t - n] = p @ v[kept]
-        steps.append({s: w < 1 / len(kept) for s, w in zip(kept, p.mean(0), strict=True)})
-        if t >= n - 1 and len(kept) > budget:
-            count = {s: sum(step.get(s, False) for step in steps[-history:]) for s in kept}
-            count.update({s: 0 for s in kept if s > t - recent})
-            best = sorted(kept, key=lambda s: (count[s], -s))[: budget - int(drop * budget)]
-            kept, steps = sorted(best), []
+            out[:, t - n] = weights @ v[cached]
+        steps.append({s: w < 1 / len(cached) for s, w in zip(cached, weights.mean(0), strict=True)})
+        if t >= n - 1 and len(cached) > budget:
+            count = {s: sum(step.get(s, False) for step in steps[-history:]) for s in cached}
+            count.update({s: 0 for s in cached if s > t - recent})
+            best = sorted(cached, key=lambda s: (count[s], -s))[: budget - int(drop * budget)]
+            cached, steps = sorted(best), []
         if t >= n:
-            sizes.append(len(kept))
+            sizes.append(len(cached))
     return out, sizes

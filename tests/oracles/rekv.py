@@ -19,19 +19,19 @@ def rekv(q, k, v, n: int, topk: int, block: int, sinks: int, recent: int) -> np.
     whose mean key, without RoPE and over all heads as one vector, points most where the mean query so far does.
     """
     K, G, S, H = q.shape
-    back = -np.arange(S)
-    bare_q, bare_k = rope(q, back), rope(k, back)
+    inverse_pos = -np.arange(S)
+    unrotated_q, unrotated_k = rope(q, inverse_pos), rope(k, inverse_pos)
     out = np.empty((K, G, S - n, H))
     for t in range(n, S):
-        mean = bare_q[:, :, n : t + 1].mean(2)
+        mean_query = unrotated_q[:, :, n : t + 1].mean(2)
         start = min(t // block * block, t + 1 - recent)
         always = {s for s in range(t + 1) if s < sinks or s >= start}
         blocks = [list(range(s, s + block)) for s in range(0, t // block * block, block)]
         blocks = [x for x in blocks if not set(x) <= always]
-        keys = [np.repeat(bare_k[:, x].mean(1)[:, None], G, 1) for x in blocks]
-        best = np.argsort([-cosine(mean, key) for key in keys], kind="stable")[:topk]
-        seen = sorted(always | {s for i in best for s in blocks[i]})
+        keys = [np.repeat(unrotated_k[:, x].mean(1)[:, None], G, 1) for x in blocks]
+        best = np.argsort([-cosine(mean_query, key) for key in keys], kind="stable")[:topk]
+        visible = sorted(always | {s for i in best for s in blocks[i]})
         for h in range(K):
             for g in range(G):
-                out[h, g, t - n] = softmax(k[h, seen] @ q[h, g, t] / np.sqrt(H)) @ v[h, seen]
+                out[h, g, t - n] = softmax(k[h, visible] @ q[h, g, t] / np.sqrt(H)) @ v[h, visible]
     return out

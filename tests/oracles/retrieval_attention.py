@@ -21,6 +21,6 @@ def retrieval_attention(q, k, v, n: int, topk: int, sinks: int, recent: int, win
         for h in range(K):
             for g in range(G):
                 logits = k[h] @ q[h, g, t] / np.sqrt(H)
-                seen = static + list(others[np.argsort(-logits[others], kind="stable")[:topk]])
-                out[h, g, t - n] = softmax(logits[seen]) @ v[h, seen]
+                visible = static + list(others[np.argsort(-logits[others], kind="stable")[:topk]])
+                out[h, g, t - n] = softmax(logits[visible]) @ v[h, visible]
     return out

@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.core import memory
 
 
-def held(state: Any, b: int, head: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+def head_slots(state: Any, b: int, head: int) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Positions, keys and values of row b, in the order of positions; of plain codecs."""
     pos = np.asarray(state.pos[b, head if state.pos.shape[1] > 1 else 0])
     order = [slot for slot in np.argsort(pos, kind="stable") if pos[slot] >= 0]

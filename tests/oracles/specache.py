@@ -7,7 +7,7 @@ import numpy as np
 from tests.oracles import kivi
 
 
-class Row:
+class SpeCache:
     """All keys and values exactly (the host's copy), a KIVI copy of them, and which tokens have been fetched."""
 
     def __init__(
@@ -22,7 +22,7 @@ class Row:
         reduce: str = "mean",
     ):
         """k, v [T0 H]: the prompt; nothing is fetched yet."""
-        self.low = kivi.Row(k, v, bits, group, residual, one_bit)
+        self.low = kivi.KiviCache(k, v, bits, group, residual, one_bit)
         self.topk, self.residual, self.reduce = topk, residual, reduce
         self.fetched: list[int] = []
 
@@ -32,21 +32,21 @@ class Row:
         self.fetched = self._choose(weights, len(self.low.k) // self.residual * self.residual)
         return out
 
-    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, guess: tuple | None = None) -> tuple:
+    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, draft: tuple | None = None) -> tuple:
         """A true token and a speculative one (guess: its q, k, v) -> both outputs [G H]; the true one is kept.
 
         Without a guess the true token chooses the next fetch.
         """
         self.low.append(k, v)
         out, weights = self._attend(q, [])
-        ahead = None
-        if guess is not None:
-            ahead, weights = self._attend(guess[0], [guess[1:]])
+        draft_out = None
+        if draft is not None:
+            draft_out, weights = self._attend(draft[0], [draft[1:]])
         self.fetched = self._choose(weights, len(self.low.k) // self.residual * self.residual)
         self.low.flush()
-        return out, ahead
+        return out, draft_out
 
-    def step_without_guessing(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    def step_without_draft(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """The ablation of section 4.5: this very query chooses, the rows are fetched now, attention is done again."""
         self.low.append(k, v)
         self.fetched = []
@@ -58,15 +58,15 @@ class Row:
 
     def _attend(self, q: np.ndarray, extra: list) -> tuple[np.ndarray, np.ndarray]:
         """q [G H] over the cache and `extra` (pairs k, v), which is not kept -> [G H], softmax f64[G n]."""
-        keys, values = self.low.seen_keys(), self.low.seen_values()
+        keys, values = self.low.visible_keys(), self.low.visible_values()
         for i in self.fetched:
             keys[i], values[i] = self.low.k[i], self.low.v[i]
         for k, v in extra:
             keys, values = np.concatenate([keys, k[None]]), np.concatenate([values, v[None]])
-        weights = np.stack([kivi.softmax(keys @ row.astype(np.float64) / np.sqrt(len(row))) for row in q])
+        weights = np.stack([kivi.softmax(keys @ query.astype(np.float64) / np.sqrt(len(query))) for query in q])
         return weights @ values, weights
 
-    def _choose(self, weights: np.ndarray, candidates: int) -> list[int]:
+    def _choose(self, weights: np.ndarray, num_candidates: int) -> list[int]:
         """The heaviest of the first tokens, whose keys will be in low bits; equal ones in order."""
-        by = weights.mean(0) if self.reduce == "mean" else weights.max(0)
-        return sorted(range(candidates), key=lambda i: (-by[i], i))[: self.topk]
+        ranking = weights.mean(0) if self.reduce == "mean" else weights.max(0)
+        return sorted(range(num_candidates), key=lambda i: (-ranking[i], i))[: self.topk]

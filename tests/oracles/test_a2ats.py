@@ -19,7 +19,7 @@ SMALL = "a2ats:topk=3,words=4,sinks=1,recent=2,distance=8"
 def test_by_hand_queries_say_which_keys_are_alike():
     """Queries look at the first channel only: keys 1 and 3 share a codeword there, however far apart they are."""
     keys, moment = np.array([[0.0, 0], [5, 9], [1, 0], [6, -9]]), np.diag([4.0, 0])
-    words, code = oracle.codebook(keys, oracle.root(moment), 2, 3)
+    words, code = oracle.fit_codebook(keys, oracle.factorize_moment(moment), 2, 3)
     assert code == [0, 1, 0, 1]
     np.testing.assert_allclose(words, [[0.5, 0], [5.5, 0]])
     x, real = jnp.asarray(keys, jnp.float32)[None, None], jnp.ones((1, 1, 4), bool)

@@ -26,11 +26,11 @@ def qkv(T: int):
 
 def expected(q, k, v, sinks: int, recent: int) -> np.ndarray:
     rows = zip(*(np.asarray(x, np.float64) for x in (q, k, v)), strict=True)
-    return np.stack([oracle.attention(*row, sinks, recent) for row in rows])
+    return np.stack([oracle.attend(*row, sinks, recent) for row in rows])
 
 
 def test_a_query_reads_the_sinks_and_those_just_before_it():
-    assert oracle.read_by(5, 1, 2) == [0, 4, 5]
+    assert oracle.visible_tokens(5, 1, 2) == [0, 4, 5]
     assert [s for s in range(6) if bool(AShape(1, 2).is_visible(jnp.int32(s), jnp.int32(5)))] == [0, 4, 5]
 
 
@@ -46,7 +46,9 @@ def test_what_a_block_says_of_itself_is_true_of_its_pairs():
     pattern = AShape(3, 4)
     for first, start in np.ndindex(12, 12):
         last, end = first + 2, start + 3
-        pairs = [s in oracle.read_by(t, 3, 4) for s in range(first, last + 1) for t in range(start, end + 1) if s <= t]
+        pairs = [
+            s in oracle.visible_tokens(t, 3, 4) for s in range(first, last + 1) for t in range(start, end + 1) if s <= t
+        ]
         some, every = (bool(x) for x in pattern.block_visibility(*(jnp.int32(x) for x in (first, last, start, end))))
         assert some >= any(pairs) and every <= all(pairs)
         if last <= start:
@@ -90,7 +92,7 @@ def masked_logits(row: list[int], reads_all_from: int | None = None) -> np.ndarr
     reads_all_from = T if reads_all_from is None else reads_all_from
     mask = np.zeros((T, T), bool)
     for t in range(T):
-        mask[t, oracle.read_by(t, 1, 3) if t < reads_all_from else np.arange(t + 1)] = True
+        mask[t, oracle.visible_tokens(t, 1, 3) if t < reads_all_from else np.arange(t + 1)] = True
 
     def attend(i, q, k, v, x):
         s = jnp.einsum("bkgth,bksh->bkgts", q, k) / np.float32(np.sqrt(q.shape[-1]))

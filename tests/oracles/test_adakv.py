@@ -26,7 +26,7 @@ def divided(rule: AdaKV, scores, lengths, quota, beside) -> np.ndarray:
 
 def test_the_example_by_hand():
     heads = [[9, 8, 7, 1], [3, 2, 1, 0]]
-    assert oracle.won(heads, 2) == [3, 1]
+    assert oracle.num_won(heads, 2) == [3, 1]
     for rule in (AdaKV(), AdaKV(normalise=True), AdaKV(rule="kvpress"), AdaKV(alpha=0)):
         assert divided(rule, [heads], [4], [2], [0]).tolist() == [[3, 1]]
     assert divided(AdaKV(alpha=1), [heads], [4], [2], [0]).tolist() == [[2, 2]]
@@ -63,11 +63,11 @@ def test_normalised_heads_count_by_what_their_best_hold():
 def kept_by_oracle(d: layer.SequenceBatch, b: int, n: int, window: int | None) -> list[list[int]]:
     """The tokens that each head of a row keeps, under SNAPKV + adakv."""
     q, k = (np.asarray(x[b, ..., :n, :]) for x in (d.q, d.k))
-    scores = eviction.snapkv(eviction.attention(q, k, window), 2, 3, "max")[1]
-    always, units, quota = eviction.divide(n, 6, 0, 2, 1)
-    worth = [eviction.worth(row, units) for row in scores]
+    scores = eviction.snapkv_scores(eviction.attention_weights(q, k, window), 2, 3, "max")[1]
+    always, units, quota = eviction.split_units(n, 6, 0, 2, 1)
+    worth = [eviction.unit_scores(row, units) for row in scores]
     counts = oracle.budgets(worth, quota) if quota else [0] * layer.K
-    return [sorted(always + eviction.best(w, c)) for w, c in zip(worth, counts, strict=True)]
+    return [sorted(always + eviction.top_indices(w, c)) for w, c in zip(worth, counts, strict=True)]
 
 
 @pytest.mark.parametrize("window", [None, 5])

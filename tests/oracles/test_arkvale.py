@@ -38,7 +38,7 @@ def test_a_page_of_three_keys_by_hand():
     digests = unpacked(index.build(KVBlock(keys, keys, jnp.arange(3, dtype=jnp.int32)[None, None])))
     np.testing.assert_allclose([digests.box.low.item(), digests.box.high.item()], [2 - 4 / 3, 2 + 4 / 3], rtol=1e-6)
     np.testing.assert_allclose(index.score(digests, jnp.ones((1, 1, 1, 1, 1))).item(), 10 / 3, rtol=1e-6)
-    assert oracle.promise(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
+    assert oracle.max_product(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
 
 
 def tokens(d: layer.SequenceBatch, first, count, width: int, padding: float) -> KVBlock:

@@ -36,15 +36,17 @@ def shown(d: layer.SequenceBatch, padding: float = 0.0) -> tuple[KVBlock, Observ
 
 def by_oracle(d: layer.SequenceBatch, b: int) -> np.ndarray:
     x = shown(d)[1].hidden_states[b, 0, : d.lengths[b]].astype(np.float64)
-    return oracle.logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
+    return oracle.gate_logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
 
 
 def test_the_example_by_hand():
     """Hidden states 1 and 0, logits of the first ln 3 and 0: it mixes 3 parts to 1, the other token 1 to 1."""
     w = np.full((1, 1, 1), np.sqrt(np.log(3)))
-    got = oracle.logits(np.array([[1.0], [0.0]]), w, w, np.full((1, 1, 1), 4.0), np.ones((1, 1, 1)), np.array([-2.0]))
+    got = oracle.gate_logits(
+        np.array([[1.0], [0.0]]), w, w, np.full((1, 1, 1), 4.0), np.ones((1, 1, 1)), np.array([-2.0])
+    )
     np.testing.assert_allclose(got, [[1.0, 0.0]])  # 3 / 4 of 4, and 1 / 2 of 4, less 2
-    assert oracle.kept(got, 0.5, 2, 0, 0) == [[0]]
+    assert oracle.select_tokens(got, 0.5, 2, 0, 0) == [[0]]
     hidden, pos = np.array([1.0, 0.0], np.float32).reshape(1, 1, 2, 1), np.arange(2, dtype=np.int32)[None]
     w = w.astype(np.float32)
     np.testing.assert_allclose(gate_attention(hidden, pos, w, w, np.full((1, 1, 1), 4, np.float32))[0, 0, :, 0], [3, 2])
@@ -69,7 +71,7 @@ def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, th
     numbers = set()
     for b in range(layer.B):
         got = [sorted(p for p in head.tolist() if p >= 0) for head in held[b]]
-        assert got == oracle.kept(by_oracle(d, b), threshold, budget, 1, 1)
+        assert got == oracle.select_tokens(by_oracle(d, b), threshold, budget, 1, 1)
         numbers |= {len(head) for head in got}
     assert len(numbers) > 2
 
@@ -89,13 +91,13 @@ def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to()
         near = hidden @ kind._projection(layer.D, SPEC) * scales[-1]
         pays = np.exp(near @ near.T / np.sqrt(4))
         x.append((pays / pays.sum(1, keepdims=True) @ hidden)[:5])
-        received = eviction.attention(q, k)[:, :, 5:, :5].sum((1, 2))
+        received = eviction.attention_weights(q, k)[:, :, 5:, :5].sum((1, 2))
         for head in range(layer.K):
-            best = eviction.best(received[head].tolist(), 2)
+            best = eviction.top_indices(received[head].tolist(), 2)
             stays[head] += [t in best for t in range(5)]
     np.testing.assert_allclose(made["key"][0], kind._projection(layer.D, SPEC) * np.mean(scales), rtol=1e-4)
     for head in range(layer.K):
-        direction, offset = oracle.discriminant(np.concatenate(x), np.array(stays[head]), 20)
+        direction, offset = oracle.fit_discriminant(np.concatenate(x), np.array(stays[head]), 20)
         np.testing.assert_allclose(made["value"][0] @ made["output"][0][:, head], direction, rtol=2e-3, atol=1e-3)
         np.testing.assert_allclose(made["bias"][head], offset, rtol=2e-3, atol=1e-3)
 

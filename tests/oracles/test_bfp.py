@@ -16,7 +16,7 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.bfp import SortedChannels
 from tests.contract import layer
 from tests.oracles import bfp as oracle
-from tests.oracles.held import attended
+from tests.oracles.held import attend_decoded
 
 POS = jnp.arange(6, dtype=jnp.int32)[None, None]
 
@@ -40,7 +40,7 @@ def test_rows_are_their_oracles_and_largest_numbers_are_never_cut(bits, block):
     x[:5, 0] = (2 ** (bits - 1) - 1) * 2.0 ** np.arange(-2, 3)  # exactly what the largest mantissa reaches
     got = through(BlockFloat(bits, block), x)
     x = x.astype(np.float64)
-    np.testing.assert_array_equal(got, [oracle.row(row, bits, block) for row in x])
+    np.testing.assert_array_equal(got, [oracle.fake_quantize(row, bits, block) for row in x])
     power = np.array([[2.0 ** oracle.exponent(np.abs(b).max(), bits) for b in row.reshape(-1, block)] for row in x])
     assert (np.abs(got - x).reshape(30, -1, block) <= power[..., None] / 2).all()
 
@@ -56,12 +56,12 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(sort):
     out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def rows(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.row(row, 4, 8) for row in x])
+        return np.stack([oracle.fake_quantize(row, 4, 8) for row in x])
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.keys(x, prompt, 4, 8) if sort else rows(x, prompt)
+        return oracle.fake_quantize_keys(x, prompt, 4, 8) if sort else rows(x, prompt)
 
-    np.testing.assert_allclose(out, attended(d, keys, rows), atol=1e-5)
+    np.testing.assert_allclose(out, attend_decoded(d, keys, rows), atol=1e-5)
 
 
 def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():

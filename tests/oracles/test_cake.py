@@ -32,7 +32,7 @@ def bound(text: str, index: int = 0, layers: int = L):
 
 def batch(seed: int, padding: float = 0.0) -> tuple[KVBlock, Observation]:
     """A layer's ragged prompts, and their last W queries."""
-    q, k, v, pos = eviction.prompts(LENGTHS, S, seed, padding)
+    q, k, v, pos = eviction.random_prompts(LENGTHS, S, seed, padding)
     at = np.array(LENGTHS)[:, None] - W + np.arange(W)[None]
     q = np.take_along_axis(q, np.clip(at, 0, S - 1)[:, None, None, :, None], 3)
     return KVBlock(*map(jnp.asarray, (k, v, pos[:, None]))), Observation(
@@ -43,9 +43,9 @@ def batch(seed: int, padding: float = 0.0) -> tuple[KVBlock, Observation]:
 @functools.cache
 def attention(seed: int, b: int) -> np.ndarray:
     """Of row b's window to what lies before it, [K G W past]."""
-    q, k, _, _ = eviction.prompts(LENGTHS, S, seed)
+    q, k, _, _ = eviction.random_prompts(LENGTHS, S, seed)
     n = LENGTHS[b]
-    return eviction.attention(q[b, :, :, :n], k[b, :, :n])[:, :, -W:, : n - W]
+    return eviction.attention_weights(q[b, :, :, :n], k[b, :, :n])[:, :, -W:, : n - W]
 
 
 def test_the_example_by_hand():
@@ -137,7 +137,7 @@ def test_layers_keep_what_the_oracle_keeps():
         assert len(set(counts)) > 1
         for pos, a, count in zip(per_layer, windows, counts, strict=True):
             for head in range(2):
-                want = eviction.best(oracle.scores(a[head]), count) + list(range(n - W, n))
+                want = eviction.top_indices(oracle.scores(a[head]), count) + list(range(n - W, n))
                 assert pos[b, head][pos[b, head] >= 0].tolist() == want
 
 

@@ -18,15 +18,15 @@ def test_all_heads_keep_the_same_best_chunks(padding, budget, chunk, window):
     assert held.shape[1] == 1
     for b, n in enumerate(d.lengths.tolist()):
         q, k = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k))
-        want = oracle.kept(oracle.received(q, k, window), budget, chunk, window)
+        want = oracle.select_tokens(oracle.attention_received(q, k, window), budget, chunk, window)
         assert sorted(p for p in held[b, 0].tolist() if p >= 0) == want
 
 
 def test_the_best_chunk_by_hand():
     """Nine tokens, of which the last is window: sums 3, 5, 4 of whole chunks, and a remainder that always stays."""
     score = np.array([1.0, 2.0, 5.0, 0.0, 2.0, 2.0, 0.0, 9.0])
-    assert oracle.kept(score, 5, 2, 1) == [2, 3, 6, 7]
-    assert oracle.kept(score, 6, 2, 1) == [2, 3, 4, 5, 6, 7]
+    assert oracle.select_tokens(score, 5, 2, 1) == [2, 3, 6, 7]
+    assert oracle.select_tokens(score, 6, 2, 1) == [2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(

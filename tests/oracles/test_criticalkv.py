@@ -21,7 +21,7 @@ SNAPKV = "snapkv:budget=7,window=2,kernel=3"
 
 def test_the_example_by_hand():
     score, c = [0.4, 0.3, 0.2, 0.1], [1, 1, 1, 4]
-    assert oracle.kept(score, c, 2) == [0, 3] and oracle.kept(score, [1] * 4, 2) == [0, 1]
+    assert oracle.select_tokens(score, c, 2) == [0, 3] and oracle.select_tokens(score, [1] * 4, 2) == [0, 1]
     own, new = (jnp.asarray(x, jnp.float32)[None, None] for x in (score, (np.array(score) + 1e-4) * c))
     count, beside = jnp.array([2], jnp.int32), jnp.array([0], jnp.int32)
     by = TwoStage(0.5, new).rank(own, jnp.ones((1, 1, 4), bool), count, beside)
@@ -33,21 +33,21 @@ def test_what_values_add_is_counted_some_tokens_at_a_time(tokens):
     rng = np.random.default_rng(tokens)
     v, output = rng.normal(size=(2, 3, 9, 4)), rng.normal(size=(1, 3, 2, 4, 5))
     got = output_norms(jnp.asarray(v, jnp.float32), jnp.asarray(output, jnp.float32), tokens)
-    want = [[oracle.reach(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
+    want = [[oracle.projected_norms(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def kept_by_oracle(d: layer.SequenceBatch, output: np.ndarray, b: int, n: int, over_adakv: bool) -> list[list[int]]:
     """The tokens that each head of a row keeps."""
     q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-    scores = eviction.snapkv(eviction.attention(q, k, None), 2, 3, "max")[1]
-    always, units, quota = eviction.divide(n, 7, 0, 2, 1)
+    scores = eviction.snapkv_scores(eviction.attention_weights(q, k, None), 2, 3, "max")[1]
+    always, units, quota = eviction.split_units(n, 7, 0, 2, 1)
     budgets = [len(always) + quota] * layer.K
     if over_adakv and quota:
-        worth = [eviction.worth(row, units) for row in scores]
+        worth = [eviction.unit_scores(row, units) for row in scores]
         budgets = [len(always) + count for count in adakv.budgets(worth, quota)]
-    reach = [oracle.reach(v[h], output[0, h]) for h in range(layer.K)]
-    return [oracle.kept(scores[h], reach[h], budgets[h], always) for h in range(layer.K)]
+    reach = [oracle.projected_norms(v[h], output[0, h]) for h in range(layer.K)]
+    return [oracle.select_tokens(scores[h], reach[h], budgets[h], always) for h in range(layer.K)]
 
 
 @pytest.mark.parametrize("over_adakv", [False, True])

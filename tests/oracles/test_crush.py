@@ -37,13 +37,13 @@ def choose(rest: KVCrush, heads):
     """How the oracle picks representatives for a KVCrush."""
 
     def pick(units, candidates, m):
-        bits = oracle.votes(heads, units, rest.bits)
-        d = oracle.distances(bits, oracle.anchor(bits, rest.anchor, coins(rest.seed, len(bits[0]))))
+        bits = oracle.vote_bits(heads, units, rest.bits)
+        d = oracle.distances(bits, oracle.anchor_bits(bits, rest.anchor, coins(rest.seed, len(bits[0]))))
         if rest.rule == "stride":
-            return oracle.stride(d, candidates, m)
+            return oracle.pick_stride(d, candidates, m)
         if rest.rule == "buckets":
-            return oracle.buckets(d, candidates, m, numbers(rest.seed, m))
-        return oracle.bins(d, candidates, m, len(bits[0]), numbers(rest.seed, len(units)))
+            return oracle.pick_buckets(d, candidates, m, numbers(rest.seed, m))
+        return oracle.pick_bins(d, candidates, m, len(bits[0]), numbers(rest.seed, len(units)))
 
     return pick
 
@@ -52,7 +52,7 @@ def wanted(scorer, b: int, rest, unit, per="head"):
     heads, scores = both(scorer, b, LENGTHS[b])
     scores = scores.mean(0, keepdims=True) if per == "layer" else scores
     flat = heads.reshape(-1, LENGTHS[b])
-    return oracle.evicted(flat, scores, KEEP[b], 2, W, rest.share, choose(rest, flat), unit.size, unit.score)
+    return oracle.select_tokens(flat, scores, KEEP[b], 2, W, rest.share, choose(rest, flat), unit.size, unit.score)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -83,11 +83,11 @@ def found(rest, c: int):
         if isinstance(rest, KVCrush):
             yield choose(rest, heads)(spans, candidates, m)
         else:
-            luck, bits = numbers(rest.seed, U), np.array(oracle.votes(heads, spans), float)
+            luck, bits = numbers(rest.seed, U), np.array(oracle.vote_bits(heads, spans), float)
             keys = np.asarray(units.keys[b]).swapaxes(0, 1).reshape(13, -1)
             x = {j: bits[j] if rest.features == "bits" else keys[j] for j in candidates}
             start = sorted(candidates, key=lambda j: (int(luck[j]), j))[:m]
-            yield oracle.kmeans(x, start, rest.iterations)
+            yield oracle.pick_kmeans(x, start, rest.iterations)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_representatives_are_shared_and_the_count_stays():
         a, c = tokens(plain, b), tokens(crushed, b)
         assert [len(x) for x in a] == [len(x) for x in c] == [min(n, KEEP[b])] * 2
         scores = both(AccumulatedAttention(), b, n)[1]
-        assert a == eviction_oracle.kept(scores, int(KEEP[b]), 2, W)  # a share of 0 is none
+        assert a == eviction_oracle.select_tokens(scores, int(KEEP[b]), 2, W)  # a share of 0 is none
     new = [set(c) - set(a) for a, c in zip(tokens(plain, 0), tokens(crushed, 0), strict=True)]
     assert new[0] & new[1] and max(map(len, new)) <= 3  # a quarter of 14
 
@@ -184,7 +184,7 @@ def test_of_equal_tokens_kmeans_keeps_one_and_its_empty_clusters_stay_where_they
     got = representatives(KMeans(), EvictableUnits(units.scores, keys, every, every), np.full(3, 7, np.int32), 11)
     start = np.argsort(numbers(0, 13), kind="stable")[:7]
     for row, x in zip(np.asarray(got), rows, strict=True):
-        want = oracle.kmeans(dict(enumerate(x[:, None])), start, 10)
+        want = oracle.pick_kmeans(dict(enumerate(x[:, None])), start, 10)
         assert sorted(row[row >= 0].tolist()) == sorted(want) and len(want) < 7
         assert len(set(x[want])) == len(want)
 

@@ -43,7 +43,7 @@ def test_each_head_keeps_its_sinks_and_its_highest_scores():
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (d.k, d.v))
-            want = oracle.kept(oracle.scores(k, v, 4), 5, 1)
+            want = oracle.select_tokens(oracle.scores(k, v, 4), 5, 1)
             assert sorted(p for p in held[b, head].tolist() if p >= 0) == want
 
 

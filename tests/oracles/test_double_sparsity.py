@@ -39,7 +39,7 @@ def test_channels_are_those_of_each_rows_and_heads_own_prompt():
     found = layer.prefill(layer.bind(SMALL), d).reader_state.channels
     for b, (q, k, _, n) in enumerate(rows(d)):
         for h in range(layer.K):
-            np.testing.assert_array_equal(found[b, h], oracle.channels(q[h, :, :n], k[h, :n], 8))
+            np.testing.assert_array_equal(found[b, h], oracle.label_channels(q[h, :, :n], k[h, :n], 8))
 
 
 def test_a_table_says_which_channels_labels_have(tmp_path):

@@ -41,8 +41,12 @@ def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
 
 
 def test_the_example_by_hand(tmp_path):
-    assert oracle.full_heads([[0.9, 0.1]], 0.5).tolist() == [[True, False]]
-    assert oracle.kept(10, True, 1, 2) == list(range(10)) and oracle.kept(10, False, 1, 2) == [0, 8, 9]
+    assert oracle.select_full_heads([[0.9, 0.1]], 0.5).tolist() == [[True, False]]
+    assert oracle.select_tokens(10, True, 1, 2) == list(range(10)) and oracle.select_tokens(10, False, 1, 2) == [
+        0,
+        8,
+        9,
+    ]
     bound = layer.bind(f"duo_attention:sinks=1,recent=2,page=4,table={written(tmp_path, [[0.9, 0.1]])}")
     d = dataclasses.replace(layer.random_batch(), lengths=np.array([10, 1, 6], np.int32))
     prefill = jax.jit(lambda block: bound.prefill(block, None, 16))
@@ -57,7 +61,7 @@ def test_heads_stream_as_in_the_authors_code(tmp_path):
     for sparsity in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1):
         rule = StreamingBudgets(table, sparsity, 5)
         found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(3)]
-        np.testing.assert_array_equal(np.array(found) == ALL_TOKENS, oracle.full_heads(weights, sparsity))
+        np.testing.assert_array_equal(np.array(found) == ALL_TOKENS, oracle.select_full_heads(weights, sparsity))
     equal = StreamingBudgets(TableFile(written(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
     assert [equal.at(dataclasses.replace(SPEC, index=i)).tokens.count(ALL_TOKENS) for i in range(3)] == [0, 2, 4]
 
@@ -69,7 +73,7 @@ def test_unequal_heads_are_read_as_under_a_mask(tmp_path):
     out = layer.decode(bound.method, d, state=state)
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
-            tokens = oracle.kept(n, head == 1, 2, 1)
+            tokens = oracle.select_tokens(n, head == 1, 2, 1)
             assert held(bound, state)[b][head] == tokens
             q, k, v = (np.asarray(x[b, head]) for x in (d.q, d.k, d.v))
             for t in range(layer.STEPS):
@@ -119,7 +123,7 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
 
     for b, length in enumerate(n):
         for h in range(2):
-            want = oracle.weight(q[b, h, :, :length], k[b, h, :length], rotate)
+            want = oracle.untrained_head_score(q[b, h, :, :length], k[b, h, :length], rotate)
             np.testing.assert_allclose(counted["weights"][b, h], want, rtol=2e-4)
 
 

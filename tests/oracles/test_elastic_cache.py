@@ -14,7 +14,7 @@ from kvjax.methods.elastic_cache import AnchorMerge
 from tests.contract import layer
 from tests.oracles import elastic_cache as oracle
 from tests.oracles import eviction
-from tests.oracles.slots import held
+from tests.oracles.slots import head_slots
 from tests.oracles.test_merge import KEPT, LENGTHS, by_hand, merged, ragged
 
 SMALL = "elastic_cache:budget=6,sinks=1,distance=3"
@@ -26,7 +26,7 @@ def test_merging_is_its_oracle_whatever_the_padding_holds():
     for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             for mine, x in ((got.k, block.k), (got.v, block.v)):
-                want = oracle.merged(np.asarray(x[b, head, :n], np.float64), slots[:stay].tolist(), 1)
+                want = oracle.merge_tokens(np.asarray(x[b, head, :n], np.float64), slots[:stay].tolist(), 1)
                 np.testing.assert_allclose(mine[b, head, :stay], want, atol=2e-6)
     jax.tree.map(np.testing.assert_array_equal, merged(AnchorMerge(1), *ragged(padding=np.inf)), got)
 
@@ -54,14 +54,14 @@ def test_heads_share_their_tokens_and_one_at_a_fixed_distance_leaves():
     assert state.pos.shape == (layer.B, 1, 7)
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        stay = oracle.kept(eviction.h2o(eviction.attention(q, k))[1].mean(0), 6, 1)
-        left = oracle.decoded(stay, n, layer.STEPS, 6, 3)
+        stay = oracle.select_tokens(eviction.accumulated_scores(eviction.attention_weights(q, k))[1].mean(0), 6, 1)
+        left = oracle.positions_after_decode(stay, n, layer.STEPS, 6, 3)
         for head in range(layer.K):
-            positions, keys, values = held(state, b, head)
+            positions, keys, values = head_slots(state, b, head)
             assert positions == stay
-            np.testing.assert_allclose(keys, oracle.merged(k[head], stay, 1), atol=2e-6)
-            np.testing.assert_allclose(values, oracle.merged(v[head], stay, 1), atol=2e-6)
-            assert held(after, b, head)[0] == left
+            np.testing.assert_allclose(keys, oracle.merge_tokens(k[head], stay, 1), atol=2e-6)
+            np.testing.assert_allclose(values, oracle.merge_tokens(v[head], stay, 1), atol=2e-6)
+            assert head_slots(after, b, head)[0] == left
         assert left[-3:] == [n + layer.STEPS - 3, n + layer.STEPS - 2, n + layer.STEPS - 1]
 
 

@@ -14,7 +14,7 @@ from kvjax.methods.ems import CenterMerge, GlobalLocalAttention
 from tests.contract import layer
 from tests.oracles import ems as oracle
 from tests.oracles import eviction
-from tests.oracles.slots import held
+from tests.oracles.slots import head_slots
 from tests.oracles.test_merge import KEPT, LENGTHS, by_hand, merged, ragged
 
 SMALL = "ems:budget=6,window=2,threshold=0"
@@ -28,7 +28,7 @@ def test_merging_is_its_oracle_whatever_the_padding_holds(rule):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
             score = np.asarray(choice.scores.per_kv_head[b, head, :n], np.float64)
-            keys, values = oracle.merged(k, v, score, slots[:stay].tolist(), rule.band, rule.threshold)
+            keys, values = oracle.merge_tokens(k, v, score, slots[:stay].tolist(), rule.band, rule.threshold)
             np.testing.assert_allclose(got.k[b, head, :stay], keys, atol=5e-6)
             np.testing.assert_allclose(got.v[b, head, :stay], values, atol=5e-6)
     jax.tree.map(np.testing.assert_array_equal, merged(rule, *ragged(padding=np.inf)), got)
@@ -61,13 +61,13 @@ def test_each_head_keeps_its_best_and_merges_the_next_best():
     state = layer.prefill(layer.bind(SMALL), d)
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        a = eviction.attention(q, k)
+        a = eviction.attention_weights(q, k)
         for head in range(layer.K):
             score = oracle.scores(a[head], 2)
-            stay = oracle.kept(score, 6, 2)
-            positions, *got = held(state, b, head)
+            stay = oracle.select_tokens(score, 6, 2)
+            positions, *got = head_slots(state, b, head)
             assert positions == stay
-            for x, want in zip(got, oracle.merged(k[head], v[head], score, stay, 1.0, 0.0), strict=True):
+            for x, want in zip(got, oracle.merge_tokens(k[head], v[head], score, stay, 1.0, 0.0), strict=True):
                 np.testing.assert_allclose(x, want, atol=5e-6)
 
 

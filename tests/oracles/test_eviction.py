@@ -34,7 +34,7 @@ def run(block, obs, keep, slots, scorer, sinks, recent, unit, per="head", repres
 
 def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
     """(block, obs) of random prompts; the observation holds all queries, or each row's last `queries`."""
-    q, k, v, pos = oracle.prompts(lengths, S, seed, padding)
+    q, k, v, pos = oracle.random_prompts(lengths, S, seed, padding)
     at = pos
     if queries:
         at = np.array(lengths)[:, None] - queries + np.arange(queries)[None]
@@ -57,20 +57,20 @@ def alone(b: int, queries: int | None = None):
 @functools.cache
 def both(scorer, b: int, n: int, window=None, seed: int = 0):
     """The oracle's scores of row b: per query head [K G T] and per key/value head [K T]."""
-    q, k, _, _ = oracle.prompts(LENGTHS, S, seed)
-    a = oracle.attention(q[b, :, :, :n], k[b, :, :n], window)
+    q, k, _, _ = oracle.random_prompts(LENGTHS, S, seed)
+    a = oracle.attention_weights(q[b, :, :, :n], k[b, :, :n], window)
     if isinstance(scorer, WindowAttention):
         s = scorer
-        return oracle.snapkv(a, s.num_queries, s.kernel, s.pool, s.reduce, s.reduce_first)
+        return oracle.snapkv_scores(a, s.num_queries, s.kernel, s.pool, s.reduce, s.reduce_first)
     if isinstance(scorer, AccumulatedAttention):
-        return oracle.h2o(a, scorer.normalise, scorer.decay, window)
+        return oracle.accumulated_scores(a, scorer.normalise, scorer.decay, window)
     kv = -np.sqrt((k[b, :, :n].astype(np.float64) ** 2).sum(-1))
     return kv[:, None], kv
 
 
 def expected(scorer, keep, sinks, recent, c=1, how="sum", per="head", window=None):
     rows = (both(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
-    return [oracle.kept(s, int(m), sinks, recent, c, how, per) for s, m in zip(rows, keep, strict=True)]
+    return [oracle.select_tokens(s, int(m), sinks, recent, c, how, per) for s, m in zip(rows, keep, strict=True)]
 
 
 def tokens(block: KVBlock, b: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import fp8 as oracle
-from tests.oracles.held import attended
+from tests.oracles.held import attend_decoded
 
 
 def through(quantizer: Fp8, x: np.ndarray) -> np.ndarray:
@@ -23,7 +23,7 @@ def test_the_example_by_hand():
     """7 becomes 448, so the scale is 1/64: 0.1 is 6.4 there, and the format counts in halves between 4 and 8."""
     x = np.array([-7.0, 0.1, 0.0, 3.5])
     np.testing.assert_array_equal(through(Fp8(), x), [-7.0, 6.5 / 64, 0.0, 3.5])
-    np.testing.assert_array_equal(oracle.row(x), [-7.0, 6.5 / 64, 0.0, 3.5])
+    np.testing.assert_array_equal(oracle.fake_quantize(x), [-7.0, 6.5 / 64, 0.0, 3.5])
     np.testing.assert_array_equal(through(Fp8(scaled=False), np.array([3.3, 1e6, -1e6, 1.0])), [3.25, 448, -448, 1.0])
 
 
@@ -37,7 +37,7 @@ def test_each_number_takes_the_nearest_of_its_format_ties_the_even_code(kind):
     listed = oracle.FORMATS[kind]
     ties = (listed[1:] + listed[:-1]) / 2
     x = np.concatenate([listed, -listed, ties, np.nextafter(ties.astype(np.float32), np.float32(0))]).astype(np.float32)
-    np.testing.assert_array_equal(through(Fp8(kind, scaled=False), x), [oracle.nearest(y, kind) for y in x])
+    np.testing.assert_array_equal(through(Fp8(kind, scaled=False), x), [oracle.round_to_format(y, kind) for y in x])
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
@@ -46,9 +46,9 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(kind):
     out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def held(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.row(row, kind) for row in x])
+        return np.stack([oracle.fake_quantize(row, kind) for row in x])
 
-    np.testing.assert_allclose(out, attended(d, held, held), atol=1e-5)
+    np.testing.assert_allclose(out, attend_decoded(d, held, held), atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [0.0, 2.5, -1e30])

@@ -16,7 +16,7 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.gear import LowRankResidual
 from tests.contract import layer
 from tests.oracles import gear as oracle
-from tests.oracles.held import attended
+from tests.oracles.held import attend_decoded
 
 
 @pytest.mark.parametrize(("share", "every"), [(0.25, 3), (0.7, 4)])
@@ -27,9 +27,9 @@ def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
     out = layer.decode(text, d, state=layer.prefill(layer.bind(text), dirty, padding=np.inf))
 
     def hold(axis):
-        return lambda x, n: oracle.held(x, n, axis, 2, (2, 1), share, every)
+        return lambda x, n: oracle.reconstruct(x, n, axis, 2, (2, 1), share, every)
 
-    np.testing.assert_allclose(out, attended(d, hold("channel"), hold("token")), atol=2e-5)
+    np.testing.assert_allclose(out, attend_decoded(d, hold("channel"), hold("token")), atol=2e-5)
 
 
 def codec_of(
@@ -62,7 +62,7 @@ def test_outliers_come_back_bit_for_bit(axis):
         for h in range(2):
             vectors, found = (y[b, h, :n].T if axis == "channel" else y[b, h, :n] for y in (x, back))
             for vector, got in zip(vectors, found, strict=True):
-                out = oracle.outliers(vector.astype(np.float64), 0.5)
+                out = oracle.outlier_indices(vector.astype(np.float64), 0.5)
                 np.testing.assert_array_equal(got[out], vector[out])
                 exact += len(out)
     assert exact >= 40
@@ -102,7 +102,7 @@ def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
     for b, count in enumerate((6, 4)):
         for h in range(2):
             known = np.asarray(x[b, h, : count + 4], np.float64)
-            want = oracle.held(known, count, axis, 2, (2, 1), 0.7, 3)
+            want = oracle.reconstruct(known, count, axis, 2, (2, 1), 0.7, 3)
             np.testing.assert_allclose(decoded[b, h, : count + 4], want, atol=1e-5)
 
 

@@ -61,14 +61,14 @@ def lengths_of(context: kvjax.Context) -> np.ndarray:
 def test_the_example_by_hand(tmp_path):
     """One layer of two heads; a quarter of 40 tokens is 10 a head, of which the table gives 15 and 5."""
     shares = [[[0.375], [0.125]]]
-    assert oracle.numbers(shares, [0.25], 40, 10).tolist() == [[15, 5]]
+    assert oracle.head_tokens(shares, [0.25], 40, 10).tolist() == [[15, 5]]
     # An eighth is half of a quarter; 5/8 is half way from a quarter to everything.
-    assert oracle.numbers(shares, [0.25], 40, 5).tolist() == [[8, 2]]  # 7.5 and 2.5: the lower head is rounded up
-    assert oracle.numbers(shares, [0.25], 40, 25).tolist() == [[28, 22]]  # 27.5 and 22.5
+    assert oracle.head_tokens(shares, [0.25], 40, 5).tolist() == [[8, 2]]  # 7.5 and 2.5: the lower head is rounded up
+    assert oracle.head_tokens(shares, [0.25], 40, 25).tolist() == [[28, 22]]  # 27.5 and 22.5
     # Eight tokens stay in any case: the second head takes 3 more, which the first one has not.
-    assert oracle.numbers(shares, [0.25], 40, 10, sinks=4, recent=4).tolist() == [[12, 8]]
-    assert oracle.numbers(shares, [0.25], 8, 10).tolist() == [[8, 8]]
-    assert oracle.kept([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
+    assert oracle.head_tokens(shares, [0.25], 40, 10, sinks=4, recent=4).tolist() == [[12, 8]]
+    assert oracle.head_tokens(shares, [0.25], 8, 10).tolist() == [[8, 8]]
+    assert oracle.select_tokens([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
     division = Division(
         TableFile(written(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
         shape(1, 2),
@@ -96,9 +96,9 @@ def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, s
     found = Division(table, shape(LAYERS, HEADS), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
         base = budget.num_kept(n)
-        want = oracle.numbers(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
+        want = oracle.head_tokens(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
         np.testing.assert_array_equal(found[n], want, f"{n} tokens")
-        always, _, mean = oracle.always_and_units(n, base, sinks, recent, size)
+        always, _, mean = oracle.split_prompt(n, base, sinks, recent, size)
         assert found[n].sum() == LAYERS * HEADS * (always + size * mean)
     assert not found[0].any()
 
@@ -112,12 +112,12 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
     for row, prompt in enumerate(PROMPTS):
         n = len(prompt)
         mean = min(n, 12) if budget == "12" else max(1, int(n * 0.3))
-        numbers = oracle.numbers(made_up().tolist(), FRACTIONS, n, mean, recent=3)
+        numbers = oracle.head_tokens(made_up().tolist(), FRACTIONS, n, mean, recent=3)
         for i, (state, heads) in enumerate(zip(exact, held.kept_positions(), strict=True)):
             keys = np.asarray(state.k.data, np.float64)[row, :, :n]
             for head in range(HEADS):
                 scores = keydiff.scores(keys[head]).tolist()
-                assert heads[row][head].tolist() == oracle.kept(scores, numbers[i, head], 0, 3)
+                assert heads[row][head].tolist() == oracle.select_tokens(scores, numbers[i, head], 0, 3)
                 unequal += numbers[i, head] != mean
     assert unequal > 5
 

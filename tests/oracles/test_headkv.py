@@ -50,9 +50,9 @@ def test_heads_keep_their_best_and_read_them_as_under_a_mask(tmp_path):
     assert capacities == [4, 6]
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b]) for x in (d.q, d.k, d.v))
-        scores = eviction.snapkv(eviction.attention(q[..., :n, :], k[:, :n]), 2, 3, "max")[1]
+        scores = eviction.snapkv_scores(eviction.attention_weights(q[..., :n, :], k[:, :n]), 2, 3, "max")[1]
         for head, keep in enumerate(capacities):
-            tokens = eviction.kept(scores[head : head + 1], keep, 0, 2)[0]
+            tokens = eviction.select_tokens(scores[head : head + 1], keep, 0, 2)[0]
             assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
             for t in range(layer.STEPS):
                 want = adakv.attend(q[head, :, n + t], k[head], v[head], tokens, n + t, n)

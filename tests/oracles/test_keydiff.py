@@ -43,7 +43,7 @@ def test_each_head_keeps_its_most_different_keys():
     held = layer.prefill(layer.bind("keydiff:budget=5"), d).pos
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
-            want = oracle.kept(np.asarray(d.k[b, head, :n], np.float64), list(range(n)), 5)
+            want = oracle.select_tokens(np.asarray(d.k[b, head, :n], np.float64), list(range(n)), 5)
             assert sorted(p for p in held[b, head].tolist() if p >= 0) == want
 
 
@@ -53,4 +53,4 @@ def test_with_recompress_it_chooses_again_at_every_step():
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = (np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-            np.testing.assert_allclose(out[b, head], oracle.every_step(q, k, v, n, 5), atol=2e-5)
+            np.testing.assert_allclose(out[b, head], oracle.decode(q, k, v, n, 5), atol=2e-5)

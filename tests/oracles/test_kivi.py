@@ -71,7 +71,7 @@ def oracle(d: layer.SequenceBatch, bits: int, group: int, one_bit="improved", wi
     out = np.zeros((*q.shape[:3], STEPS, H))
     for b, n in enumerate(d.lengths):
         for h in range(K):
-            row = kivi.Row(k[b, h, :n], v[b, h, :n], bits, group, residual, one_bit)
+            row = kivi.KiviCache(k[b, h, :n], v[b, h, :n], bits, group, residual, one_bit)
             for t in range(STEPS):
                 at = n + t
                 out[b, h, :, t] = row.step(q[b, h, :, at], k[b, h, at], v[b, h, at], window)
@@ -82,13 +82,13 @@ def oracle(d: layer.SequenceBatch, bits: int, group: int, one_bit="improved", wi
 def test_the_oracle_quantises_blocks_of_keys_and_single_values(T0):
     """Its order is the code's: append, attend, flush; in closed form, with n tokens in a step, the new one included."""
     x = np.random.default_rng(T0).normal(size=(T0 + 20, H)).astype(np.float32)
-    row = kivi.Row(x[:T0], x[:T0], 2, 4, R)
+    row = kivi.KiviCache(x[:T0], x[:T0], 2, 4, R)
     assert (len(row.low_k), len(row.low_v)) == (T0 - T0 % R, max(T0 - R, 0))
     for n in range(T0 + 1, T0 + 21):
         row.append(x[n - 1], x[n - 1])
         assert sorted(row.low_k) == list(range(max(T0 - T0 % R, (n - 1) // R * R)))
         assert sorted(row.low_v) == list(range(max(n - 1 - R, 0)))
-        exact = row.seen_keys()[len(row.low_k) :], row.seen_values()[len(row.low_v) :]
+        exact = row.visible_keys()[len(row.low_k) :], row.visible_values()[len(row.low_v) :]
         np.testing.assert_array_equal(exact[0], x[len(row.low_k) : n])
         np.testing.assert_array_equal(exact[1], x[len(row.low_v) : n])
         row.flush()
@@ -97,16 +97,16 @@ def test_the_oracle_quantises_blocks_of_keys_and_single_values(T0):
 def test_the_oracle_by_hand():
     """Two tokens make a group of keys per channel, two channels a group of values per token; R = 2, 1 bit."""
     k = np.array([[0, 8], [4, 0]], np.float32)
-    row = kivi.Row(k, k, 1, 2, 2)
-    np.testing.assert_array_equal(row.seen_keys(), [[1, 6], [3, 2]])
-    np.testing.assert_array_equal(row.seen_values(), k)
+    row = kivi.KiviCache(k, k, 1, 2, 2)
+    np.testing.assert_array_equal(row.visible_keys(), [[1, 6], [3, 2]])
+    np.testing.assert_array_equal(row.visible_values(), k)
     out = row.step(np.zeros((1, 2), np.float32), np.array([5, 5], np.float32), np.array([3, 1], np.float32))
     np.testing.assert_allclose(out, [[7 / 3, 9 / 3]])
-    np.testing.assert_array_equal(row.seen_values(), [[2, 6], [4, 0], [3, 1]])
-    original = kivi.Row(k, k, 1, 2, 2, "original")
-    np.testing.assert_array_equal(original.seen_keys(), k)
-    two = kivi.Row(np.array([[0.0], [3], [1.4], [1.5]], np.float32), np.zeros((4, 1), np.float32), 2, 4, 4)
-    np.testing.assert_array_equal(two.seen_keys(), [[0], [3], [1], [2]])
+    np.testing.assert_array_equal(row.visible_values(), [[2, 6], [4, 0], [3, 1]])
+    original = kivi.KiviCache(k, k, 1, 2, 2, "original")
+    np.testing.assert_array_equal(original.visible_keys(), k)
+    two = kivi.KiviCache(np.array([[0.0], [3], [1.4], [1.5]], np.float32), np.zeros((4, 1), np.float32), 2, 4, 4)
+    np.testing.assert_array_equal(two.visible_keys(), [[0], [3], [1], [2]])
 
 
 @pytest.mark.parametrize(("bits", "group", "one_bit"), SPECS)
@@ -186,11 +186,11 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
     assert all(y.dtype == dtype for y in jax.tree.leaves(got))
     for b, n in enumerate(LENGTHS):
         k = np.asarray(d.k[b, 0])
-        row = kivi.Row(k[:n], k[:n], bits, 4, R)
+        row = kivi.KiviCache(k[:n], k[:n], bits, 4, R)
         for t in range(STEPS):  # what the last step reads: what it makes due leaves later
             row.flush()
             row.append(k[n + t], k[n + t])
-        for (all_of, rows), want in zip(got, (row.seen_keys(), row.seen_values()), strict=True):
+        for (all_of, rows), want in zip(got, (row.visible_keys(), row.visible_values()), strict=True):
             np.testing.assert_array_equal(np.asarray(all_of[b, 0, : n + STEPS]).astype(np.float64), want)
             np.testing.assert_array_equal(np.asarray(rows[b, 0]).astype(np.float64), want[some])
 

@@ -42,11 +42,13 @@ def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, s
         unequal += len({len(tokens) for tokens in kept}) > 1
         for head, tokens in enumerate(kept):
             q, k, v = (np.asarray(x[b, head]) for x in (d.q, d.k, d.v))
-            keys, values = oracle.in_pages(k[tokens], v[tokens], bits, group, one_bit)
-            decoded = oracle.Row(k[:0], v[:0], bits, group, 4, one_bit)
+            keys, values = oracle.fake_quantize_pages(k[tokens], v[tokens], bits, group, one_bit)
+            decoded = oracle.KiviCache(k[:0], v[:0], bits, group, 4, one_bit)
             for t in range(layer.STEPS):
                 decoded.append(k[n + t], v[n + t])
-                every = [np.concatenate(x) for x in ((keys, decoded.seen_keys()), (values, decoded.seen_values()))]
+                every = [
+                    np.concatenate(x) for x in ((keys, decoded.visible_keys()), (values, decoded.visible_values()))
+                ]
                 np.testing.assert_allclose(out[b, head, :, t], attended(q[:, n + t], *every, 0), atol=5e-6)
                 decoded.flush()
     assert unequal
@@ -67,7 +69,7 @@ def test_a_group_that_is_filled_in_part_is_made_of_its_own_tokens(bits, H, axis,
     assert found.dtype == dtype and np.isfinite(found.astype(np.float32)).all()
     pages = x.reshape(-1, page, H)
     for got, tokens, n in zip(found.reshape(-1, page, H), pages, lengths.ravel(), strict=True):
-        keys, values = oracle.in_pages(tokens[:n], tokens[:n], bits, 4)
+        keys, values = oracle.fake_quantize_pages(tokens[:n], tokens[:n], bits, 4)
         np.testing.assert_array_equal(got[:n], keys if axis == "channel" else values)
     words = 2 * 2 * 2 * -(-page * H * bits // 32) * 4
     assert array_bytes(stored)["device"] == words + 2 * x.size // 4 * np.dtype(dtype).itemsize

@@ -13,7 +13,7 @@ from kvjax.methods.kvmerger import GaussianMerge, MergeSets
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import kvmerger as oracle
-from tests.oracles.slots import held
+from tests.oracles.slots import head_slots
 from tests.oracles.test_merge import by_hand, merged, ragged
 
 SMALL = "kvmerger:budget=6,heavy=1,recent=2,count=true"
@@ -26,14 +26,14 @@ def test_each_head_joins_its_most_similar_neighbours():
     joined = 0
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        received = eviction.h2o(eviction.attention(q, k))[1]
+        received = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            found = oracle.sets(k[head], received[head], 6, 1, 2)
+            found = oracle.merge_sets(k[head], received[head], 6, 1, 2)
             stay = oracle.pivots(found, received[head])
             joined += len(found) < n
-            positions, *got = held(state, b, head)
+            positions, *got = head_slots(state, b, head)
             assert positions == stay
-            keys, values, number = oracle.merged(k[head], v[head], found, stay)
+            keys, values, number = oracle.merge_tokens(k[head], v[head], found, stay)
             for x, want in zip(got, (keys, values), strict=True):
                 np.testing.assert_allclose(x, want, atol=2e-6)
             np.testing.assert_allclose(state.bias[b, head, : len(stay)], np.log(number), atol=1e-6)
@@ -47,11 +47,13 @@ def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
     block, choice = ragged(3)
     got = merged(GaussianMerge(sets, sigma, count=True), block, choice)
     k, v = (np.asarray(x[0, 0], np.float64) for x in (block.k, block.v))
-    found = oracle.sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
+    found = oracle.merge_sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
     slots = np.asarray(choice.slots[0, 0]).tolist()
     first = [min(set(slots) & set(one)) for one in found if set(slots) & set(one)]
     assert len(first) < len(found) or len(first) < len(slots)
-    keys, values, number = oracle.merged(k, v, [sorted({*one} - ({*slots} - {*first})) for one in found], first, sigma)
+    keys, values, number = oracle.merge_tokens(
+        k, v, [sorted({*one} - ({*slots} - {*first})) for one in found], first, sigma
+    )
     at = [slots.index(t) for t in first]
     np.testing.assert_allclose(got.k[0, 0, at], keys, atol=2e-6)
     np.testing.assert_allclose(got.v[0, 0, at], values, atol=2e-6)

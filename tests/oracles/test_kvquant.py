@@ -23,7 +23,7 @@ from kvjax.methods.kvquant import (
 )
 from tests.contract import layer
 from tests.oracles import kvquant as oracle
-from tests.oracles.held import attended
+from tests.oracles.held import attend_decoded
 from tests.oracles.online import rope
 
 
@@ -38,7 +38,7 @@ def test_the_levels_of_four_bits_are_nf4():
 def test_the_example_by_hand():
     """Of 0, 1, 2, 3, 4, 100 both ends are exact; the others lie at -1, -1/3, 1/3 and 1 of 2.5 -+ 1.5."""
     x = np.array([0.0, 1, 2, 3, 4, 100])
-    np.testing.assert_allclose(oracle.vector(x, np.array([-1.0, 0, 0.5, 1]), 0.01), [0, 1, 2.5, 3.25, 4, 100])
+    np.testing.assert_allclose(oracle.fake_quantize(x, np.array([-1.0, 0, 0.5, 1]), 0.01), [0, 1, 2.5, 3.25, 4, 100])
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
@@ -47,12 +47,12 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         at = np.arange(len(x))
-        return rope(oracle.held(rope(x, -at), prompt, "channel", levels, 0.01, 4, 1), at)
+        return rope(oracle.reconstruct(rope(x, -at), prompt, "channel", levels, 0.01, 4, 1), at)
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.held(x, prompt, "token", levels, 0.01, 4, 1)
+        return oracle.reconstruct(x, prompt, "token", levels, 0.01, 4, 1)
 
-    np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
+    np.testing.assert_allclose(out, attend_decoded(d, keys, values), atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_is_held_is_the_oracles(axis, outliers, share):
     levels = normal_float_levels(3).astype(float)
     for b, n in enumerate(map(int, lengths)):
         for h in range(2):
-            want = oracle.held(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
+            want = oracle.reconstruct(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
             np.testing.assert_allclose(every[b, h, : n + 9], want, rtol=1e-5, atol=1e-6)
 
 

@@ -78,7 +78,7 @@ def asked(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
                     added = np.einsum("sh,ghd->gsd", v[head, start:end], output[head])
                     more = [np.linalg.norm(added, axis=-1), np.linalg.norm(hidden[n : len(text)], axis=-1)]
                 rows = q[head, :, n : len(text)], k[head, :n], k[head, n : len(text)]
-                found[head, start:end] = oracle.piece(*rows, start, end, SINKS, *more)
+                found[head, start:end] = oracle.chunk_scores(*rows, start, end, SINKS, *more)
     return scores
 
 
@@ -134,7 +134,7 @@ def test_heads_share_a_budget_by_one_ranking_of_their_level(model, level, plus):
         scores = [layer[:, SINKS:].tolist() for layer in asked(model, row, plus)]
         quota = min(budget, len(row)) - SINKS
         groups = [scores] if level == "model" else [[layer] for layer in scores]
-        want = [heads for group in groups for heads in model_ranking.kept(group, [quota] * len(group))]
+        want = [heads for group in groups for heads in model_ranking.select_units(group, [quota] * len(group))]
         for i, heads in enumerate(want):
             for head, units in enumerate(heads):
                 assert kept[i][b][head].tolist() == [*range(SINKS), *(SINKS + unit for unit in units)]

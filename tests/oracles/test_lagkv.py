@@ -47,7 +47,7 @@ def test_each_head_keeps_its_highest_and_its_latest(budget):
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (d.k, d.v))
-            want = oracle.kept(oracle.scores(k, v, 2, 1), budget, 1)
+            want = oracle.select_tokens(oracle.scores(k, v, 2, 1), budget, 1)
             assert sorted(p for p in held[b, head].tolist() if p >= 0) == want
 
 

@@ -16,7 +16,7 @@ from kvjax.methods.lococo import Convolution, ConvolutionTable, relative_error, 
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lococo as oracle
-from tests.oracles.slots import held
+from tests.oracles.slots import head_slots
 
 SPEC = layer.spec()
 TABLE = {
@@ -33,11 +33,13 @@ def written(path, **changed: np.ndarray) -> str:
 def test_the_example_by_hand():
     """Tokens 1 to 4, of which the last is heavy: their mean goes into the best of the others, beside half of itself."""
     x = np.array([[1.0], [2.0], [3.0], [4.0]])
-    stays, k, v = oracle.compressed(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
+    stays, k, v = oracle.compress(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
     assert (stays, k.tolist(), v.tolist()) == ([1, 3], [[2], [4]], [[20], [40]])
     by = np.zeros((1, 2, 3))
     by[0, 0, 0] = np.log(3)  # the key of the token before is the logit: 0, ln 3 and 2 ln 3
-    np.testing.assert_allclose(oracle.mixing(np.concatenate([x, x], 1)[:3], by, [0.0]), [[1 / 13, 3 / 13, 9 / 13]])
+    np.testing.assert_allclose(
+        oracle.mixing_weights(np.concatenate([x, x], 1)[:3], by, [0.0]), [[1 / 13, 3 / 13, 9 / 13]]
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -49,10 +51,10 @@ def test_slots_are_the_oracles_whatever_padding_holds(tmp_path, dtype, budget, r
     numbers = (TABLE["weight"], TABLE["bias"], TABLE["normalizer"][0])
     for b, n in enumerate(d.lengths):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        scores = eviction.h2o(eviction.attention(q, k))[1]
+        scores = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            pos, keys, values = held(state, b, head)
-            want = oracle.compressed(k[head], v[head], scores[head], budget, recent, *numbers)
+            pos, keys, values = head_slots(state, b, head)
+            want = oracle.compress(k[head], v[head], scores[head], budget, recent, *numbers)
             assert pos == want[0]
             tolerance = {"atol": 2e-5} if dtype == jnp.float32 else {"rtol": 1e-2, "atol": 1e-2}
             np.testing.assert_allclose(keys.astype(np.float64), want[1], **tolerance)

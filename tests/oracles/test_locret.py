@@ -52,7 +52,7 @@ def test_the_example_by_hand(tmp_path):
     """One token at position 0: its query (1, 0), key (0, 2) and value (3, 0) give 1 + 2 and 3 to the hidden units."""
     fc1, fc2 = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0]], np.float32), np.array([[2, -1]], np.float32)
     want = 2 * 3 / (1 + np.exp(-3)) - 3 / (1 + np.exp(-3))
-    np.testing.assert_allclose(oracle.network(np.array([1, 0, 0, 2, 3, 0]), fc1, fc2), [want])
+    np.testing.assert_allclose(oracle.apply_network(np.array([1, 0, 0, 2, 3, 0]), fc1, fc2), [want])
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=Rope(2))
     q, k, v = (np.array(x, np.float32).reshape(1, 1, 1, 2) for x in ((1, 0), (0, 2), (3, 0)))
     pos = np.zeros((1, 1), np.int32)
@@ -73,7 +73,7 @@ def test_scores_are_the_oracles_and_each_head_keeps_its_best_and_the_local_token
             assert (got[b, :, n:] == -np.inf).all()
     held = layer.prefill(layer.bind(f"locret:budget=5,recent=2,table={table}"), d, padding=np.inf).pos
     for b in range(layer.B):
-        want = eviction.kept(oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), 5, 0, 2)
+        want = eviction.select_tokens(oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), 5, 0, 2)
         assert [sorted(p for p in head.tolist() if p >= 0) for head in held[b]] == want
 
 
@@ -94,12 +94,12 @@ def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
     for b in range(layer.B):
         target = oracle.targets(*row(d, b)[:2], window)
         asked = np.isfinite(target).all(0)
-        x.append(oracle.inputs(*row(d, b), FREQUENCIES)[: len(asked)][asked])
+        x.append(oracle.network_inputs(*row(d, b), FREQUENCIES)[: len(asked)][asked])
         y.append(target[:, asked])
     assert [len(part) for part in x] == [5 if window is None else 4, 0, 3]  # token 0 has left the window
-    linear = oracle.regression(np.concatenate(x), np.concatenate(y, 1), 50)
+    linear = oracle.fit_regression(np.concatenate(x), np.concatenate(y, 1), 50)
     for token in np.concatenate(x):
-        got = oracle.network(token, made["fc1"].astype(np.float64), made["fc2"])
+        got = oracle.apply_network(token, made["fc1"].astype(np.float64), made["fc2"])
         np.testing.assert_allclose(got, linear @ token, rtol=1e-3, atol=1e-3)
 
 

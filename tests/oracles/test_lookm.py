@@ -12,7 +12,7 @@ from kvjax.methods.lookm import RULES, NearestMerge
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lookm as oracle
-from tests.oracles.slots import held
+from tests.oracles.slots import head_slots
 from tests.oracles.test_merge import KEPT, LENGTHS, by_hand, merged, ragged
 
 SMALL = "lookm:budget=6,recent=2,sinks=1,images=1-4"
@@ -25,7 +25,7 @@ def test_every_rule_is_its_oracle_whatever_the_padding_holds(rule):
     for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
-            keys, values = oracle.merged(k, v, slots[:stay].tolist(), rule)
+            keys, values = oracle.merge_tokens(k, v, slots[:stay].tolist(), rule)
             np.testing.assert_allclose(got.k[b, head, :stay], keys, atol=2e-6)
             np.testing.assert_allclose(got.v[b, head, :stay], values, atol=2e-6)
     jax.tree.map(np.testing.assert_array_equal, merged(NearestMerge(rule), *ragged(padding=np.inf)), got)
@@ -53,13 +53,13 @@ def test_text_stays_before_images_and_all_that_leaves_is_merged():
     state = layer.prefill(layer.bind(SMALL), d)
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        received = eviction.h2o(eviction.attention(q, k))[1]
+        received = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            stay = oracle.kept(received[head], 6, 2, 1, [1, 2, 3, 4])
+            stay = oracle.select_tokens(received[head], 6, 2, 1, [1, 2, 3, 4])
             assert {t for t in range(n) if not 1 <= t <= 4} <= set(stay)
-            positions, *got = held(state, b, head)
+            positions, *got = head_slots(state, b, head)
             assert positions == stay
-            for x, want in zip(got, oracle.merged(k[head], v[head], stay, "pivot"), strict=True):
+            for x, want in zip(got, oracle.merge_tokens(k[head], v[head], stay, "pivot"), strict=True):
                 np.testing.assert_allclose(x, want, atol=2e-6)
 
 

@@ -28,7 +28,7 @@ def random_table(kind: str, groups: int, names: tuple[str, ...]) -> dict[str, np
     """Orthonormal bases of nothing in particular, with means that are not zero."""
     rng, channels = np.random.default_rng(3), K * H // groups
     means = {f"{name}_mean": rng.normal(size=(groups, channels)).astype(np.float32) for name in names}
-    return {name: oracle.directions(rng, groups, channels) for name in names} | means
+    return {name: oracle.random_bases(rng, groups, channels) for name in names} | means
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def test_matryoshka_is_the_oracle_on_ragged_rows(table):
 
     def held(name: str, r: int, x: np.ndarray) -> np.ndarray:
         rows = zip(x, arrays[name], arrays[f"{name}_mean"], strict=True)
-        return np.stack([oracle.projected(row, basis[:, :r], mean) for row, basis, mean in rows])
+        return np.stack([oracle.project(row, basis[:, :r], mean) for row, basis, mean in rows])
 
-    want = oracle.attended(
+    want = oracle.attend_decoded(
         layer.random_batch(), functools.partial(held, "keys", 8), functools.partial(held, "values", 16)
     )
     np.testing.assert_allclose(run(f"matryoshka:keys=0.25,values=0.5,table={path}"), want, atol=5e-6)
@@ -77,9 +77,9 @@ def test_matryoshka_is_the_oracle_on_ragged_rows(table):
 def joint(arrays: dict[str, np.ndarray], name: str, r: int, x: np.ndarray) -> np.ndarray:
     """[K n H] of all heads as one, on the first r directions; keys without their rotation."""
     at = np.arange(x.shape[1])
-    rows = oracle.together(oracle.turned(x, at, -1) if name == "bare_keys" else x)
-    back = oracle.by_head(oracle.projected(rows, arrays[name][0][:, :r], arrays[f"{name}_mean"][0]), K)
-    return oracle.turned(back, at) if name == "bare_keys" else back
+    rows = oracle.concat_heads(oracle.rotate(x, at, -1) if name == "bare_keys" else x)
+    back = oracle.split_heads(oracle.project(rows, arrays[name][0][:, :r], arrays[f"{name}_mean"][0]), K)
+    return oracle.rotate(back, at) if name == "bare_keys" else back
 
 
 def test_cskv_is_the_oracle_on_ragged_rows(table):
@@ -91,13 +91,13 @@ def test_cskv_is_the_oracle_on_ragged_rows(table):
 
     keys, values = functools.partial(held, "bare_keys", 32), functools.partial(held, "values", 16)
     method = f"cskv:keys=0.5,values=0.25,window=3,table={path}"
-    np.testing.assert_allclose(run(method), oracle.attended(layer.random_batch(), keys, values), atol=1e-5)
+    np.testing.assert_allclose(run(method), oracle.attend_decoded(layer.random_batch(), keys, values), atol=1e-5)
 
 
 def test_merged_heads_are_the_oracle_on_ragged_rows(table):
     path, arrays = table("merged_bases", 1, "bare_keys", "values")
     keys, values = (functools.partial(joint, arrays, name, H) for name in ("bare_keys", "values"))
-    want = oracle.attended(layer.random_batch(), keys, values)
+    want = oracle.attend_decoded(layer.random_batch(), keys, values)
     np.testing.assert_allclose(run(f"merged_heads:heads=2,table={path}"), want, atol=1e-5)
 
 
@@ -114,9 +114,9 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
     want = np.zeros_like(x)
     for b in range(2):
         for first in range(0, 4, size):
-            u, s, vh = np.linalg.svd(oracle.together(x[b, first : first + size]), full_matrices=False)
+            u, s, vh = np.linalg.svd(oracle.concat_heads(x[b, first : first + size]), full_matrices=False)
             s[2 * size :] = 0
-            want[b, first : first + size] = oracle.by_head(u * s @ vh, size)
+            want[b, first : first + size] = oracle.split_heads(u * s @ vh, size)
     rng = np.random.default_rng(1)
     idx = rng.integers(0, 9, (2, 4, 3)).astype(np.int32)
     q, p = (rng.normal(size=(2, 4, 2, 1, n)).astype(np.float32) for n in (4, 9))

@@ -17,8 +17,8 @@ from kvjax.methods.mikv import ChannelBalancer
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import mikv as oracle
-from tests.oracles.eviction import attention as causal
-from tests.oracles.eviction import h2o
+from tests.oracles.eviction import accumulated_scores
+from tests.oracles.eviction import attention_weights as causal
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balanc
     out = layer.decode(text, d, state=layer.prefill(layer.bind(text), dirty, padding=np.inf))
     for b, n in enumerate(map(int, layer.LENGTHS)):
         prompts = np.asarray(d.q[b, :, :, :n], np.float64), np.asarray(d.k[b, :, :n], np.float64)
-        received = h2o(causal(*prompts))[1]
+        received = accumulated_scores(causal(*prompts))[1]
         for h in range(layer.K):
-            tokens = oracle.low(received[h], 0.6, 0.5)
-            weight = oracle.weights(prompts[0][h], prompts[1][h]) if balance else np.ones(layer.H)
+            tokens = oracle.low_tier_tokens(received[h], 0.6, 0.5)
+            weight = oracle.channel_balance(prompts[0][h], prompts[1][h]) if balance else np.ones(layer.H)
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (d.k, d.v))
-                keys, values = oracle.held(k, v, tokens, weight, bits, group)
+                keys, values = oracle.reconstruct(k, v, tokens, weight, bits, group)
                 q = np.asarray(d.q[b, h, :, n + t : n + t + 1])
                 want = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
                 np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
@@ -44,7 +44,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balanc
 
 def test_the_newest_of_the_high_tier_stay_whatever_they_receive():
     """Eight of ten tokens are low; one of the others is the newest, the other the most attended."""
-    assert oracle.low(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert oracle.low_tier_tokens(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
     low = layer.prefill(layer.bind("mikv:share=0.5,recent=1"), layer.random_batch()).side_store.pos[0]
     assert np.asarray(low).tolist() == [[0, 1, 2, 3]] * layer.K
 
@@ -107,7 +107,7 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
         return stored, codec.decode(stored), codec.gather(stored, idx)
 
     stored, back, rows = run(jnp.where(pos[..., None] >= 0, x, jnp.inf))
-    want = np.array([[oracle.levels(row, bits, 16) for row in head[:4]] for head in x[0]])
+    want = np.array([[oracle.round_to_levels(row, bits, 16) for row in head[:4]] for head in x[0]])
     np.testing.assert_allclose(back[0, :, :4], want, atol=1e-5)
     np.testing.assert_array_equal(back[0, 1, 2], x[0, 1, 2])
     np.testing.assert_array_equal(rows, jnp.take_along_axis(back, idx[..., None], 2))

@@ -96,7 +96,7 @@ def test_both_layers_of_a_pair_read_what_the_oracle_holds(share):
         np.testing.assert_allclose(np.concatenate([out[i] for out in singles], 3), chunk[i], atol=2e-6)
         for b, n in enumerate(LENGTHS):
             for head in range(MODEL.config.kv_heads):
-                held = oracle.pair(rows(LOWER, b, head), rows(UPPER, b, head), share, 0.6)[i]
+                held = oracle.merge_layers(rows(LOWER, b, head), rows(UPPER, b, head), share, 0.6)[i]
                 k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(held, (block.k, block.v), strict=True))
                 want = dense_attention(np.asarray(q[b, head]), k[None], v[None], n + np.arange(STEPS))
                 np.testing.assert_allclose(chunk[i][b, head], want, atol=2e-5)
@@ -111,7 +111,7 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
     every = np.asarray(cache.plan[LOWER].positions(lower))
     for b, n in enumerate(LENGTHS):
         for head in range(MODEL.config.kv_heads):
-            stay = oracle.exact(rows(LOWER, b, head)[0], rows(UPPER, b, head)[0], 0.2)
+            stay = oracle.retained_tokens(rows(LOWER, b, head)[0], rows(UPPER, b, head)[0], 0.2)
             assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == stay
             assert sorted(p for p in every[b, head].tolist() if p >= 0) == list(range(n))
 
@@ -160,7 +160,9 @@ def test_a_quarter_turn_by_hand():
     """Six tenths of it are 54 degrees."""
     got = slerp(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
     np.testing.assert_allclose(got[0], [0.587785, 0.809017], atol=1e-6)
-    np.testing.assert_allclose(oracle.between(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), got[0], atol=1e-6)
+    np.testing.assert_allclose(
+        oracle.interpolate_directions(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), got[0], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e3])

@@ -72,7 +72,7 @@ def test_norms_of_keys_are_ranked_beside_the_mean_norm_of_their_layer():
     held = kvjax.read(model, [prompt], f"keynorm:budget=12 + {OVER_THE_MODEL},normalise=true")
     exact = kvjax.read(model, [prompt], "full").cache.layers
     norms = [np.linalg.norm(np.asarray(state.k.data, np.float64)[0, :, : len(prompt)], axis=-1) for state in exact]
-    want = oracle.kept([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
+    want = oracle.select_units([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
     for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
         assert [head.tolist() for head in layer_kept[0]] == layer_want
 
@@ -102,7 +102,7 @@ def test_counts_are_the_oracles_in_ragged_batches_with_many_ties(levels, safe):
     found = counts(ModelRanking(safe=safe), scores, lengths, quotas)
     for b, n in enumerate(lengths):
         mine = [quota[b] for quota in quotas]
-        want = oracle.kept(scores[:, b, :, :n].tolist(), mine, safe)
+        want = oracle.select_units(scores[:, b, :, :n].tolist(), mine, safe)
         assert (found[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in want]
         assert (found[:, b] - 2).sum() == 2 * sum(mine)
 
@@ -118,7 +118,7 @@ def test_all_heads_keep_what_the_oracle_keeps_of_their_keys(chunk):
         n = len(prompt)
         keys = [np.asarray(state.k.data, np.float64)[row, :, :n] for state in exact]
         scores = [[keydiff.scores(head)[: n - min(recent, n)].tolist() for head in heads] for heads in keys]
-        want = oracle.kept(scores, [min(budget, n) - min(recent, n)] * len(scores))
+        want = oracle.select_units(scores, [min(budget, n) - min(recent, n)] * len(scores))
         newest = list(range(n - min(recent, n), n))
         for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
             for head, units in zip(layer_kept[row], layer_want, strict=True):

@@ -116,7 +116,7 @@ def test_streaming_equals_the_paper(sinks, recent, reindex):
     out, _ = run(planned(streaming_llm(recent, sinks, reindex)), batch(rows))
     for b, (q, k, v) in enumerate(rows):
         for h in range(K):
-            want = oracle.streaming(q[h], k[h], v[h], LENGTHS[b], sinks, recent, reindex)
+            want = oracle.streaming_llm(q[h], k[h], v[h], LENGTHS[b], sinks, recent, reindex)
             np.testing.assert_allclose(out[b, h], want, atol=5e-6)
 
 
@@ -149,7 +149,7 @@ def test_streaming_runs_on_in_constant_memory():
     assert array_bytes(after) == array_bytes(state) == {"device": 2 * K * 9 * H * 4 + 4 * 9, "pinned_host": 0}
     assert set(np.asarray(after.pos).ravel().tolist()) == {-1, 0, 1, *range(n + 3 - 6, n + 3)}
     q, k, v = rows[0]
-    want = np.stack([oracle.streaming(q[h], k[h], v[h], 3, 2, 6, True) for h in range(K)])
+    want = np.stack([oracle.streaming_llm(q[h], k[h], v[h], 3, 2, 6, True) for h in range(K)])
     np.testing.assert_allclose(np.moveaxis(np.asarray(out), 0, 3)[0], want, atol=2e-5)
 
 
@@ -160,7 +160,7 @@ def test_streaming_in_bfloat16_loses_one_rounding_per_key():
     out, state = run(method, d)
     assert state.k.dtype == "bfloat16"
     for b, (q, k, v) in enumerate(rows):
-        want = np.stack([oracle.streaming(q[h], k[h], v[h], LENGTHS[b], 2, 5, True) for h in range(K)])
+        want = np.stack([oracle.streaming_llm(q[h], k[h], v[h], LENGTHS[b], 2, 5, True) for h in range(K)])
         np.testing.assert_allclose(out[b], want, atol=0.05)
 
 

@@ -10,7 +10,7 @@ from kvjax.cache.eviction.budgets import budgets_by_layer
 from kvjax.errors import KvjaxError
 from kvjax.methods.pyramidkv import Pyramid
 from tests.contract import layer
-from tests.oracles.eviction import pyramid, pyramid_peer
+from tests.oracles.eviction import kvpress_pyramid_budget, pyramid_budget
 
 
 def at(budget, index: int, layers: int):
@@ -21,7 +21,7 @@ def at(budget, index: int, layers: int):
 
 @pytest.mark.parametrize(("cap", "w"), [(2048, 8), (128, 8), (64, 8), (70, 64), (16, 8), (33, 32)])
 @pytest.mark.parametrize("L", [1, 2, 32])
-@pytest.mark.parametrize(("rule", "oracle"), [("authors", pyramid), ("peer", pyramid_peer)])
+@pytest.mark.parametrize(("rule", "oracle"), [("authors", pyramid_budget), ("peer", kvpress_pyramid_budget)])
 def test_pyramids_are_the_published_ones(cap, w, L, rule, oracle):
     budget = Pyramid(cap, w, rule=rule)
     for T in [1, w, cap - 1, cap, cap + 1, 2 * (cap - w) - 1, 2 * (cap - w), 2 * cap, 2 * cap + w, 4 * cap, 10**5]:

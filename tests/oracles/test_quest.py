@@ -20,7 +20,7 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Boxes, quest
 from kvjax.methods.strings import method_of
 from tests.contract import layer
-from tests.oracles.quest import bound, read_by_pages
+from tests.oracles.quest import attend_pages, page_bound
 
 unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isinstance(x, memory.Buffer))
 
@@ -29,7 +29,7 @@ def oracle(d: layer.SequenceBatch, **arguments) -> np.ndarray:
     """f32[B K G STEPS H]."""
     rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
     return np.stack([
-        read_by_pages(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
+        attend_pages(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
         for q, k, v, n in rows
     ])  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_a_page_of_two_keys_by_hand():
     np.testing.assert_array_equal(box.high[0, 0], [[3, 0]])
     q = jnp.array([2.0, -1.0]).reshape(1, 1, 1, 1, 2)
     np.testing.assert_allclose(Boxes(2).score(box, q).squeeze() * np.sqrt(2), 8, rtol=1e-6)
-    assert bound(np.array([2, -1]), np.asarray(keys[0, 0])) == 8
+    assert page_bound(np.array([2, -1]), np.asarray(keys[0, 0])) == 8
 
 
 def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():

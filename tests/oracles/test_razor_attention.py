@@ -43,7 +43,7 @@ def test_the_highest_of_either_score_are_retrieval_heads(tmp_path, echo, inducti
     scores = np.random.default_rng(0).permutation(40).reshape(2, 5, 4)
     rule = RazorBudgets(TableFile(written(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
     found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(5)]
-    want = oracle.retrieval_heads(*scores, echo, induction)
+    want = oracle.select_retrieval_heads(*scores, echo, induction)
     np.testing.assert_array_equal(found, np.where(want, ALL_TOKENS, 1 + 2 + 1))
 
 
@@ -57,7 +57,7 @@ def test_what_is_lost_is_read_as_its_mean_so_many_times(tmp_path, part):
     for b, n in enumerate(d.lengths.tolist()):
         q, k, v = (np.asarray(x[b], np.float64) for x in (d.q, d.k, d.v))
         for head in range(layer.K):
-            held, between = oracle.ends(n, 2, 2, part) if head else (list(range(n)), [])
+            held, between = oracle.split_prompt(n, 2, 2, part) if head else (list(range(n)), [])
             folded = max(folded, len(between))
             for t in range(layer.STEPS):
                 later = range(n, n + t + 1)
@@ -92,9 +92,9 @@ def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
         KVBlock(k32, k32, pos[:, None]), Observation(q32, pos)
     )
     found = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counted), spec)
-    attention = eviction.attention(q, k)
+    attention = eviction.attention_weights(q, k)
     for head in range(2):
-        want = [oracle.looked_back(a, period) for a in attention[head]]
+        want = [oracle.echo_and_induction(a, period) for a in attention[head]]
         np.testing.assert_allclose([found["echo"][head], found["induction"][head]], np.max(want, 0), rtol=1e-5)
     ids = kind.documents(50, 1000)[0]
     assert len(ids) == 1000 and ids[:250] * NUM_COPIES == ids and max(ids) < 50

@@ -64,7 +64,7 @@ def test_a_full_buffer_is_compressed_by_the_latest_queries():
     for b, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = (np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-            np.testing.assert_allclose(out[b, head], oracle.every_step(q, k, v, n, 2, 5, **SETTINGS), atol=2e-5)
+            np.testing.assert_allclose(out[b, head], oracle.decode(q, k, v, n, 2, 5, **SETTINGS), atol=2e-5)
 
 
 def test_keys_of_zeros_and_rows_without_a_past_have_finite_scores():

@@ -31,7 +31,7 @@ def test_it_equals_the_paper_whatever_lies_in_empty_slots():
 def test_a_page_of_two_keys_by_hand():
     keys, q = np.array([[1.0, 2, 0, 5], [0, -4, 1, 1]]), np.array([3.0, -1, 2, 0])
     want = 5 / np.sqrt(4 * 5 / 6)  # channels 0 and 2: 3 * 1 + 2 * 1
-    np.testing.assert_allclose(oracle.estimate(q[None], [keys], 2), [[want]])
+    np.testing.assert_allclose(oracle.page_scores(q[None], [keys], 2), [[want]])
     box = Box(*(jnp.asarray(x, jnp.float32).reshape(1, 1, 1, 4) for x in (keys.min(0), keys.max(0))))
     got = HybridBoxes(2, 0.5).score(box, jnp.asarray(q, jnp.float32).reshape(1, 1, 1, 1, 4))
     np.testing.assert_allclose(got.item(), want, rtol=1e-6)

@@ -23,9 +23,9 @@ from tests.oracles.online import rope
 
 def test_the_codes_by_hand():
     """Steps of 0.2, in bfloat16 205 / 1024, and a zero point of 5; of a row of one sign it lies outside the codes."""
-    assert oracle.coded(np.array([-1.0, 0, 0.5, 2]), 4, 1) == ([0, 5, 7, 15], 5, 205 / 1024)
-    assert oracle.coded(np.array([4.0, 5, 6, 7]), 2, 1) == ([0, 1, 2, 3], -4, 1.0)
-    assert oracle.coded(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0
+    assert oracle.quantize(np.array([-1.0, 0, 0.5, 2]), 4, 1) == ([0, 5, 7, 15], 5, 205 / 1024)
+    assert oracle.quantize(np.array([4.0, 5, 6, 7]), 2, 1) == ([0, 1, 2, 3], -4, 1.0)
+    assert oracle.quantize(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0
 
 
 def through(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
@@ -38,7 +38,7 @@ def test_rows_of_any_sign_and_size_are_their_oracles(bits, clip):
     x = np.random.default_rng(bits).normal(size=(12, 32)) + np.array([0, 5, -40, 0.5])[np.arange(12) % 4, None]
     x[8:] *= np.array([[1e4], [1e-20], [0], [1]])
     got = through(ZeroPointQuantizer(bits, clip), x)
-    np.testing.assert_allclose(got, [oracle.read(*oracle.coded(row, bits, clip)) for row in x], rtol=1e-5)
+    np.testing.assert_allclose(got, [oracle.dequantize(*oracle.quantize(row, bits, clip)) for row in x], rtol=1e-5)
     alike = through(ZeroPointQuantizer(bits), np.full((1, 32), -3.0))
     np.testing.assert_allclose(alike, -3.0, rtol=1e-4)
 
@@ -50,9 +50,9 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
         at = np.arange(n + layer.STEPS)
         k, v = (np.asarray(x[b, :, at], np.float64).swapaxes(0, 1) for x in (d.k, d.v))
         bare = rope(k, -at)
-        order = oracle.order_of(bare[:, :n].sum(1), 2)
-        keys = np.stack([oracle.key(bare[:, t], order, 2, 2, 0.8) for t in at], 1)
-        values = np.array([[oracle.value(row, 2, 0.8) for row in head] for head in v])
+        order = oracle.channel_order(bare[:, :n].sum(1), 2)
+        keys = np.stack([oracle.fake_quantize_key(bare[:, t], order, 2, 2, 0.8) for t in at], 1)
+        values = np.array([[oracle.fake_quantize_value(row, 2, 0.8) for row in head] for head in v])
         keys[:, :2], values[:, :2] = bare[:, :2], v[:, :2]
         q = np.asarray(d.q[b])[:, :, n:][:, :, : layer.STEPS].reshape(-1, layer.STEPS, layer.H)
         want = dense_attention(q, rope(keys, at), values, at[n:])
@@ -72,7 +72,7 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
         return stored.order, codec.decode(stored), codec.gather(stored, some)
 
     order, held, rows = jax.jit(run)(x)
-    np.testing.assert_array_equal(order[0].ravel(), oracle.order_of(mean.astype(float), 2))
+    np.testing.assert_array_equal(order[0].ravel(), oracle.channel_order(mean.astype(float), 2))
     np.testing.assert_allclose(held, x, atol=0.03)
     np.testing.assert_array_equal(rows, np.take_along_axis(np.asarray(held), np.asarray(some)[..., None], 2))
 

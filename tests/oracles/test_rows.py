@@ -77,21 +77,23 @@ def test_codes_are_those_of_the_formula(bits, shift):
     coded = MinMax(bits).encode(jnp.asarray(x))
     codes, scales = np.asarray(bit_packing.unpack(coded.codes, bits, -1)), np.asarray(coded.scale)
     for row, got, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
-        want, zero, scale = oracle.min_max(row, bits)
+        want, zero, scale = oracle.quantize_min_max(row, bits)
         assert word & (2**bits - 1) == zero
         near_tie = np.abs((row / scale) % 1 - 0.5) < 1e-3
         assert ((got == want) | near_tie).all() and np.abs(got.astype(int) - want).max() <= 1
         stored = (word & ~np.uint32(2**bits - 1)).view(np.float32)
         assert abs(stored / scale - 1) <= 2.0 ** (bits - 23) + 1e-6
     read = MinMax(bits).decode(coded)
-    np.testing.assert_allclose(read[-1], oracle.read_min_max(codes[-1].tolist(), zero, scale), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        read[-1], oracle.dequantize_min_max(codes[-1].tolist(), zero, scale), rtol=1e-3, atol=1e-6
+    )
 
 
 def test_eight_bits_on_either_side_of_zero():
     x = np.asarray(np.random.default_rng(0).normal(size=(20, 8)), np.float32)
     got = np.asarray(Absmax().decode(Absmax().encode(jnp.asarray(x))))
     for row, read in zip(x.astype(np.float64), got, strict=True):
-        np.testing.assert_allclose(read, oracle.absmax(row), atol=1e-6)
+        np.testing.assert_allclose(read, oracle.fake_quantize_absmax(row), atol=1e-6)
 
 
 @pytest.mark.parametrize("quantizer", [MinMax(1), MinMax(4), Absmax()])
@@ -103,7 +105,7 @@ def test_rows_of_one_number(quantizer, row):
 
 @pytest.mark.parametrize("H", [1, 2, 8, 64])
 def test_hadamards_matrix(H):
-    np.testing.assert_allclose(hadamard(H), oracle.sylvester(H), atol=1e-7)
+    np.testing.assert_allclose(hadamard(H), oracle.hadamard(H), atol=1e-7)
     np.testing.assert_allclose(hadamard(H) @ hadamard(H), np.eye(H), atol=1e-6)
 
 
@@ -113,12 +115,12 @@ def test_what_is_read_is_what_the_codes_say(codec):
     stored = codec.encode(x, pos)
     held = codec.decode(stored)
     assert np.isfinite(held).all() and held.dtype == x.dtype
-    turn = oracle.sylvester(16) if codec.rotate else np.eye(16)
+    turn = oracle.hadamard(16) if codec.rotate else np.eye(16)
     for row, got in zip(real(x, pos).astype(np.float64), real(held, pos), strict=True):
         if isinstance(codec.quantizer, Absmax):
-            want = oracle.absmax(row)
+            want = oracle.fake_quantize_absmax(row)
         else:
-            want = turn @ oracle.read_min_max(*oracle.min_max(turn @ row, codec.quantizer.bits))
+            want = turn @ oracle.dequantize_min_max(*oracle.quantize_min_max(turn @ row, codec.quantizer.bits))
         step = np.ptp(row) / (2 ** getattr(codec.quantizer, "bits", 8) - 1)
         assert np.abs(got - want).max() <= 2 * step  # a tie may fall the other way, by one step
         assert np.median(np.abs(got - want)) <= 1e-3 * np.abs(row).max()

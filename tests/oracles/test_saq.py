@@ -16,13 +16,13 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.saq import StaircaseQuantizer
 from tests.contract import layer
 from tests.oracles import saq as oracle
-from tests.oracles.held import attended
+from tests.oracles.held import attend_decoded
 
 
 def test_the_oracle_by_hand():
     """Blocks of one token in groups of four channels, 2 bits and then 1, whose levels are the quarter points."""
     x = np.array([[0, 1, 2, 3.3], [0, 0, 0, 8], [1, 1, 1, 1], [5, 5, 5, 5]], np.float32)
-    at = [oracle.held(x[:n], 1, (2, 1), 4, 1, "token") for n in (1, 2, 3, 4)]
+    at = [oracle.reconstruct(x[:n], 1, (2, 1), 4, 1, "token") for n in (1, 2, 3, 4)]
     np.testing.assert_allclose(at[0][0], [0, 1.1, 2.2, 3.3], rtol=1e-6)  # of a prompt, on its first step at once
     np.testing.assert_allclose(at[1], [[0, 1.1, 2.2, 3.3], [0, 0, 0, 8]], rtol=1e-6)
     np.testing.assert_allclose(at[2][:2], [[0.825, 0.825, 2.475, 2.475], [0, 0, 0, 8]], rtol=1e-6)
@@ -34,12 +34,12 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
     out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.held(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "channel")
+        return oracle.reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "channel")
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.held(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "token")
+        return oracle.reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "token")
 
-    np.testing.assert_allclose(out, attended(d, keys, values), atol=5e-6)
+    np.testing.assert_allclose(out, attend_decoded(d, keys, values), atol=5e-6)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
     assert all_of.dtype == some.dtype == dtype
     for b, n in enumerate(lengths):
         for h in range(2):
-            want = oracle.held(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
+            want = oracle.reconstruct(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
             np.testing.assert_array_equal(np.asarray(all_of[b, h, : n + steps]), want)
             np.testing.assert_array_equal(np.asarray(some[b, h]), want[[0, 4, 9, 12, 14]])
 

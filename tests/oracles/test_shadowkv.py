@@ -37,7 +37,7 @@ def test_it_is_the_oracle_on_ragged_rows():
         for t in range(layer.STEPS):
             q = np.asarray(d.q[b, :, :, n + t], np.float64)
             k, v = (np.asarray(x[b, :, : n + t + 1], np.float64) for x in (d.k, d.v))
-            np.testing.assert_allclose(got[b, :, :, t], oracle.attended(q, k, v, n, **SIZES), atol=1e-5)
+            np.testing.assert_allclose(got[b, :, :, t], oracle.attend(q, k, v, n, **SIZES), atol=1e-5)
 
 
 def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_the_host():
@@ -47,7 +47,7 @@ def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_t
     assert memory.memory_kind(store.v.data) == "pinned_host" and memory.memory_kind(store.k.rows.data) == "device"
     for b, n in enumerate(map(int, d.lengths)):
         for h in range(layer.K):
-            held, exact = oracle.divided(np.asarray(d.k[b, h, :n], np.float64), 2, 1, 1)
+            held, exact = oracle.split_prompt(np.asarray(d.k[b, h, :n], np.float64), 2, 1, 1)
             here, there = (np.asarray(x.pos)[b, h] for x in (state, store))
             assert here[here >= 0].tolist() == exact
             assert there[there >= 0].tolist() == [t for c in held for t in (2 * c, 2 * c + 1)]

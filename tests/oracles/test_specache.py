@@ -56,7 +56,7 @@ def specache_row(d: layer.SequenceBatch, b: int, h: int, spec: tuple) -> tuple:
     bits, group, topk, one_bit, reduce = spec
     q, k, v = (np.asarray(x[b, h]) for x in (d.q, d.k, d.v))
     n = d.lengths[b]
-    return specache.Row(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), lambda at: (q[:, at], k[at], v[at])
+    return specache.SpeCache(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), lambda at: (q[:, at], k[at], v[at])
 
 
 def specache_of(spec: tuple, **more):
@@ -111,7 +111,7 @@ def test_without_speculation_it_equals_the_paper():
     for b, h in np.ndindex(B, K):
         row, true = specache_row(d, b, h, spec)
         for t in range(STEPS):
-            want[b, h, :, t] = row.step_without_guessing(*true(d.lengths[b] + t))
+            want[b, h, :, t] = row.step_without_draft(*true(d.lengths[b] + t))
     np.testing.assert_allclose(out, want, atol=3e-6)
 
 
@@ -161,7 +161,7 @@ def test_the_oracle_by_hand():
         return np.array([x, x])
 
     e, close = np.exp, functools.partial(np.testing.assert_allclose, rtol=1e-12)
-    row = specache.Row(np.stack([key(0.0), key(4.0)]), np.stack([value(10.0), value(20.0)]), 1, 2, 1, 2)
+    row = specache.SpeCache(np.stack([key(0.0), key(4.0)]), np.stack([value(10.0), value(20.0)]), 1, 2, 1, 2)
     out = row.pre_decode(ask(1), key(0.0), value(0.0))
     close(out[0], (e(1) * 10 + e(3) * 20) / (e(1) + e(3) + 1))
     assert row.fetched == [1] and len(row.low.k) == 2, "the token is not kept yet"

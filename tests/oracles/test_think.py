@@ -22,7 +22,7 @@ def of_prompt(d: layer.SequenceBatch, b: int, h: int, queries: int = 4) -> list[
     """The oracle's channels of a head."""
     n = int(d.lengths[b])
     q, k = np.asarray(d.q[b, h, :, :n], np.float64), np.asarray(d.k[b, h, :n], np.float64)
-    return oracle.channels(q, k, 0.4, queries)
+    return oracle.select_channels(q, k, 0.4, queries)
 
 
 def test_it_is_its_oracle_where_padding_holds_infinity():
@@ -34,7 +34,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity():
             stay = of_prompt(d, b, h)
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1], np.float64) for x in (d.k, d.v))
-                keys, q = oracle.held(k, max(n - 3, 0), stay), np.asarray(d.q[b, h, :, n + t : n + t + 1])
+                keys, q = oracle.reconstruct(k, max(n - 3, 0), stay), np.asarray(d.q[b, h, :, n + t : n + t + 1])
                 want = dense_attention(q, keys[None], v[None], np.array([n + t]))[:, 0]
                 np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_over_a_selection_older_tokens_are_those_that_it_leaves():
     np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], kept[:, 4:])
     for h in range(layer.K):
         q, k = np.asarray(d.q[0, h, :, :9], np.float64), np.asarray(d.k[0, h], np.float64)[kept[h]]
-        assert state.side_store.k.channels[0, h, 0].tolist() == oracle.channels(q, k, 0.4, 4)
+        assert state.side_store.k.channels[0, h, 0].tolist() == oracle.select_channels(q, k, 0.4, 4)
 
 
 def test_what_has_no_meaning_is_refused():

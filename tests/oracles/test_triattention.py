@@ -53,7 +53,7 @@ def test_the_mean_is_that_of_the_counted_queries_a_block_at_a_time():
     for row, n in enumerate(d.lengths.tolist()):
         for head in np.ndindex(layer.K, layer.G):
             queries = np.asarray(d.q[row][head][1:n], np.float64)
-            pairs = oracle.bare_pairs(queries, np.arange(1, n), FREQUENCIES).sum(0) / max(n - 1, 1)
+            pairs = oracle.unrotate_pairs(queries, np.arange(1, n), FREQUENCIES).sum(0) / max(n - 1, 1)
             np.testing.assert_allclose(got[row][head], np.concatenate([pairs.real, pairs.imag]), atol=1e-5)
 
 
@@ -81,7 +81,11 @@ def test_each_head_keeps_the_tokens_that_suit_the_prompts_mean_query():
     for row, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             q, k = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
-            want = oracle.kept(q, np.arange(n), k, list(range(n)), FREQUENCIES, 8, 5, 2) if n > 5 else list(range(n))
+            want = (
+                oracle.select_tokens(q, np.arange(n), k, list(range(n)), FREQUENCIES, 8, 5, 2)
+                if n > 5
+                else list(range(n))
+            )
             assert sorted(p for p in held[row, head].tolist() if p >= 0) == want
 
 
@@ -91,7 +95,7 @@ def test_with_recompress_it_chooses_again_by_the_latest_queries():
     for row, n in enumerate(d.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = (np.asarray(x[row, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-            want = oracle.every_step(q, k, v, n, FREQUENCIES, 8, 5, 1)
+            want = oracle.decode(q, k, v, n, FREQUENCIES, 8, 5, 1)
             np.testing.assert_allclose(out[row, head], want, atol=2e-5)
 
 

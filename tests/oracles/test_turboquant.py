@@ -18,8 +18,8 @@ from kvjax.methods.turboquant import LloydMax, UniformQuantizer, lloyd_max_level
 from kvjax.models import Config
 from tests.contract import layer
 from tests.oracles import turboquant as oracle
-from tests.oracles.held import attended
-from tests.oracles.rows import sylvester
+from tests.oracles.held import attend_decoded
+from tests.oracles.rows import hadamard
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ from tests.oracles.rows import sylvester
 )
 def test_the_levels_are_the_published_ones(d, bits, upper):
     np.testing.assert_allclose(lloyd_max_levels(d, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
-    np.testing.assert_allclose(lloyd_max_levels(d, bits), oracle.levels(d, bits), atol=1e-7)
+    np.testing.assert_allclose(lloyd_max_levels(d, bits), oracle.lloyd_max_levels(d, bits), atol=1e-7)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4])
 def test_each_level_is_the_mean_of_a_normal_number_in_its_cell(bits):
     level = lloyd_max_levels(64, bits).astype(float) * 8
     edges = [-np.inf, *(level[1:] + level[:-1]) / 2, np.inf]
-    want = [oracle.exact_mean(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    want = [oracle.exact_cell_mean(a, b) for a, b in zip(edges, edges[1:], strict=False)]
     np.testing.assert_allclose(level, want, rtol=2e-3)
     np.testing.assert_allclose(level, -level[::-1], atol=1e-6)
 
@@ -43,10 +43,10 @@ def test_each_level_is_the_mean_of_a_normal_number_in_its_cell(bits):
 def test_the_example_by_hand():
     """A key of length root 12 in 2 bits: the logit of (1, 0, 0, 0) is near its exact 1.5, and is not uncorrected."""
     k, q = np.array([3.0, 1, 1, 1]), np.array([1.0, 0, 0, 0])
-    codes, held = oracle.key(k, 2)
+    codes, held = oracle.fake_quantize_key(k, 2)
     assert codes == [3, 2, 2, 2]
     np.testing.assert_allclose(q @ held / 2, 1.45985, rtol=1e-3)
-    np.testing.assert_allclose(q @ oracle.key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
+    np.testing.assert_allclose(q @ oracle.fake_quantize_key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
 
 
 def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
@@ -57,10 +57,12 @@ def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_keys_and_values_are_their_oracles(bits):
     x = np.random.default_rng(bits).normal(size=(20, 32)) * 5
-    got = through(LloydMax(bits), x @ sylvester(32)) @ sylvester(32)
-    np.testing.assert_allclose(got, [oracle.key(row, bits)[1] for row in x], atol=1e-4)
+    got = through(LloydMax(bits), x @ hadamard(32)) @ hadamard(32)
+    np.testing.assert_allclose(got, [oracle.fake_quantize_key(row, bits)[1] for row in x], atol=1e-4)
     np.testing.assert_allclose(np.linalg.norm(got, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
-    np.testing.assert_allclose(through(UniformQuantizer(bits), x), [oracle.value(row, bits) for row in x], atol=1e-5)
+    np.testing.assert_allclose(
+        through(UniformQuantizer(bits), x), [oracle.fake_quantize_value(row, bits) for row in x], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("k_bits", "v_bits", "correct"), [(4, 4, True), (3, 4, False)])
@@ -69,12 +71,12 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, cor
     out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.key(row, k_bits, correct)[1] for row in x])
+        return np.stack([oracle.fake_quantize_key(row, k_bits, correct)[1] for row in x])
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.value(row, v_bits) for row in x])
+        return np.stack([oracle.fake_quantize_value(row, v_bits) for row in x])
 
-    np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
+    np.testing.assert_allclose(out, attend_decoded(d, keys, values), atol=2e-5)
 
 
 @pytest.mark.parametrize("quantizer", [LloydMax(3), LloydMax(4, False), UniformQuantizer(3)])

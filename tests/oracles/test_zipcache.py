@@ -24,15 +24,18 @@ from kvjax.methods.zipcache import ProbeAttention
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import zipcache as oracle
-from tests.oracles.eviction import attention
+from tests.oracles.eviction import attention_weights
 
 
 def lows(d: layer.SequenceBatch, b: int, share: float, probes: float, normalise: str, window=None) -> list[list[int]]:
     """The oracle's low tier of each head of a row."""
     n = int(d.lengths[b])
     q, k = np.asarray(d.q[b, :, :, :n]), np.asarray(d.k[b, :, :n])
-    asked = oracle.probes(n, probes, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
-    return [oracle.lowest(s, share) for s in oracle.saliency(attention(q, k, window), asked, normalise, window)]
+    asked = oracle.probe_queries(n, probes, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
+    return [
+        oracle.low_tier_tokens(s, share)
+        for s in oracle.saliency(attention_weights(q, k, window), asked, normalise, window)
+    ]
 
 
 @pytest.mark.parametrize("normalise", ["queries", "probes"])
@@ -46,7 +49,7 @@ def test_it_is_its_oracle_over_chunks_of_three_decoded_tokens(normalise, window)
             k, v = np.asarray(d.k[b, :, : n + t + 1]), np.asarray(d.v[b, :, : n + t + 1])
             for h in range(layer.K):
                 q = np.asarray(d.q[b, h, :, n + t : n + t + 1])
-                keys, values = oracle.held(k[h], v[h], n, low[h], every=3)
+                keys, values = oracle.reconstruct(k[h], v[h], n, low[h], chunk_tokens=3)
                 want = dense_attention(q, keys[None], values[None], np.array([n + t]), window)
                 np.testing.assert_allclose(out[b, h, :, t], want[:, 0], atol=1e-5)
 
@@ -149,7 +152,7 @@ def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_code
     idx = jnp.asarray([[[11, 0, 4], [7, 7, 2]], [[8, 1, 0], [3, 5, 6]]], jnp.int32)
     np.testing.assert_array_equal(codec.gather(stored, idx), jnp.take_along_axis(decoded, idx[..., None], 2))
     inner = codec.on_device()
-    rule = oracle.channels if isinstance(inner, Channelwise) else oracle.separable
+    rule = oracle.quantize_channels if isinstance(inner, Channelwise) else oracle.quantize_separable
     for b, n in enumerate((5, 2)):
         for h in range(2):
             want = np.asarray(x[b, h, : n + 7], np.float64)

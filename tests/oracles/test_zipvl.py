@@ -21,15 +21,15 @@ from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import zipcache
 from tests.oracles import zipvl as oracle
-from tests.oracles.eviction import attention
+from tests.oracles.eviction import attention_weights
 
 
 def lows(d: layer.SequenceBatch, b: int, tau: float, least: float, most: float) -> list[list[int]]:
     """The oracle's low tier of each head of a row, with three tenths of the queries as probes."""
     n = int(d.lengths[b])
-    a = attention(np.asarray(d.q[b, :, :, :n]), np.asarray(d.k[b, :, :n]))
-    probes = zipcache.probes(n, 0.3, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
-    low = n - oracle.important(a, probes, tau, least, most)
+    a = attention_weights(np.asarray(d.q[b, :, :, :n]), np.asarray(d.k[b, :, :n]))
+    probes = zipcache.probe_queries(n, 0.3, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
+    low = n - oracle.num_important(a, probes, tau, least, most)
     return [sorted(np.argsort(s, kind="stable")[:low].tolist()) for s in zipcache.saliency(a, probes)]
 
 
@@ -47,7 +47,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(tau, least, most):
             assert held[held >= 0].tolist() == low[h]
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (d.k, d.v))
-                keys, values = zipcache.held(k, v, n, low[h], every=3)
+                keys, values = zipcache.reconstruct(k, v, n, low[h], chunk_tokens=3)
                 q = np.asarray(d.q[b, h, :, n + t : n + t + 1])
                 want = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
                 np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
@@ -76,7 +76,7 @@ def important(tau: float):
 def test_by_hand_of_six_three_and_one_tenth():
     shares = [0.1, 0.6, 0.3]
     for tau, want in {0.5: 1, 0.85: 2, 0.95: 3}.items():
-        assert counted(shares, tau) == oracle.fewest(np.array(shares), tau) == want
+        assert counted(shares, tau) == oracle.num_covering_tokens(np.array(shares), tau) == want
     assert counted([0.25] * 4, 0.85) == 4 and counted([1.0], 0.95) == 1
 
 

@@ -7,7 +7,7 @@ from math import ceil, floor
 import numpy as np
 
 
-def fewest(received: np.ndarray, tau: float) -> int:
+def num_covering_tokens(received: np.ndarray, tau: float) -> int:
     """Attention received [n] -> the fewest tokens that have tau of it."""
     total, count = 0.0, 0
     for x in sorted(received, reverse=True):
@@ -17,7 +17,7 @@ def fewest(received: np.ndarray, tau: float) -> int:
     return count
 
 
-def important(a: np.ndarray, probes: list[int], tau: float, least: float = 0.0, most: float = 1.0) -> int:
+def num_important(attention: np.ndarray, probes: list[int], tau: float, least: float = 0.0, most: float = 1.0) -> int:
     """Attention [K G T T] of all prompt queries, and the probes among them."""
-    count, n = fewest(a[:, :, probes].sum(2).mean((0, 1)), tau), a.shape[3]
+    count, n = num_covering_tokens(attention[:, :, probes].sum(2).mean((0, 1)), tau), attention.shape[3]
     return min(max(count, floor(least * n + 1e-9)), ceil(most * n - 1e-9))
