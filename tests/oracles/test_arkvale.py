@@ -21,15 +21,15 @@ unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isin
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.random_batch(), layer.bind(SMALL)
-    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
-    want = [
+    batch, bound = layer.random_batch(), layer.bind(SMALL)
+    rows = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    expected = [
         oracle.arkvale(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 2, 2, 2, 2)
         for q, k, v, n in rows
     ]
-    got = layer.decode(SMALL, d)
-    np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
-    np.testing.assert_array_equal(layer.decode(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    actual = layer.decode(SMALL, batch)
+    np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
+    np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
 
 
 def test_a_page_of_three_keys_by_hand():
@@ -41,29 +41,29 @@ def test_a_page_of_three_keys_by_hand():
     assert oracle.max_product(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
 
 
-def tokens(d: layer.SequenceBatch, first, count, width: int, padding: float) -> KVBlock:
+def token_block(batch: layer.SequenceBatch, first, count, width: int, padding: float) -> KVBlock:
     """Of each row `count` tokens from `first` on, and `padding` behind them."""
     at = np.arange(width)[None]
     pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
     take = jnp.maximum(pos, 0)[:, None, :, None]
-    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (d.k, d.v))
+    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (batch.k, batch.v))
     return KVBlock(k, v, pos[:, None])
 
 
 def test_pages_that_grow_have_the_digests_of_pages_at_once():
-    d, size, S = layer.random_batch(), 4, 17
-    n = d.lengths
+    batch, size, S = layer.random_batch(), 4, 17
+    n = batch.lengths
     build, write = (jax.jit(f) for f in (TightBoxes(size).build, TightBoxes(size).append))
-    aux = build(tokens(d, 0 * n, n, S, np.inf))
+    reader_state = build(token_block(batch, 0 * n, n, S, np.inf))
     for count in ([5, 2, 0], [0, 1, 1], [1, 3, 5]):
-        fresh = tokens(d, n, count, 5, np.nan)
-        aux, n = write(aux, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
-        got, want = unpacked(aux), unpacked(build(tokens(d, 0 * n, n, S, 1e4)))
+        new = token_block(batch, n, count, 5, np.nan)
+        reader_state, n = write(reader_state, new, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
+        actual, expected = unpacked(reader_state), unpacked(build(token_block(batch, 0 * n, n, S, 1e4)))
         for b, pages in enumerate(n // size):  # an unfinished page is never scored
-            for x, y in zip(got.box, want.box, strict=True):
+            for x, y in zip(actual.box, expected.box, strict=True):
                 np.testing.assert_allclose(x[b, :, :pages], y[b, :, :pages], atol=1e-6)
             growing = int(n[b]) % size
-            np.testing.assert_array_equal(got.growing[b, :, :growing], want.growing[b, :, :growing])
+            np.testing.assert_array_equal(actual.growing[b, :, :growing], expected.growing[b, :, :growing])
 
 
 @pytest.mark.parametrize(

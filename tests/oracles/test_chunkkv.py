@@ -13,13 +13,13 @@ from tests.oracles import chunkkv as oracle
 @pytest.mark.parametrize("padding", [0.0, np.inf])
 @pytest.mark.parametrize(("budget", "chunk", "window"), [(6, 2, 2), (7, 3, 1)])
 def test_all_heads_keep_the_same_best_chunks(padding, budget, chunk, window):
-    d = layer.random_batch(3)
-    held = layer.prefill(layer.bind(f"chunkkv:budget={budget},chunk={chunk},window={window}"), d, padding).pos
+    batch = layer.random_batch(3)
+    held = layer.prefill(layer.bind(f"chunkkv:budget={budget},chunk={chunk},window={window}"), batch, padding).pos
     assert held.shape[1] == 1
-    for b, n in enumerate(d.lengths.tolist()):
-        q, k = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k))
-        want = oracle.select_tokens(oracle.attention_received(q, k, window), budget, chunk, window)
-        assert sorted(p for p in held[b, 0].tolist() if p >= 0) == want
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k))
+        expected = oracle.select_tokens(oracle.attention_received(q, k, window), budget, chunk, window)
+        assert sorted(p for p in held[b, 0].tolist() if p >= 0) == expected
 
 
 def test_the_best_chunk_by_hand():
@@ -30,9 +30,9 @@ def test_the_best_chunk_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("text", "match"),
     [("chunk=0", "a chunk has at least 1 token, got 0"), ("window=0", "queries"), ("kernel=2", "odd.*use 3")],
 )
-def test_what_cannot_be_is_refused(given, match):
+def test_what_cannot_be_is_refused(text, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bind(f"chunkkv:{given}")
+        layer.bind(f"chunkkv:{text}")

@@ -32,14 +32,14 @@ def test_the_example_by_hand():
 def test_what_values_add_is_counted_some_tokens_at_a_time(tokens):
     rng = np.random.default_rng(tokens)
     v, output = rng.normal(size=(2, 3, 9, 4)), rng.normal(size=(1, 3, 2, 4, 5))
-    got = output_norms(jnp.asarray(v, jnp.float32), jnp.asarray(output, jnp.float32), tokens)
-    want = [[oracle.projected_norms(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    actual = output_norms(jnp.asarray(v, jnp.float32), jnp.asarray(output, jnp.float32), tokens)
+    expected = [[oracle.projected_norms(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-def kept_by_oracle(d: layer.SequenceBatch, output: np.ndarray, b: int, n: int, over_adakv: bool) -> list[list[int]]:
+def oracle_tokens(batch: layer.SequenceBatch, output: np.ndarray, b: int, n: int, over_adakv: bool) -> list[list[int]]:
     """The tokens that each head of a row keeps."""
-    q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
+    q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
     scores = eviction.snapkv_scores(eviction.attention_weights(q, k, None), 2, 3, "max")[1]
     always, units, quota = eviction.split_units(n, 7, 0, 2, 1)
     budgets = [len(always) + quota] * layer.K
@@ -56,29 +56,29 @@ def test_heads_keep_what_the_oracle_keeps_in_a_ragged_batch(over_adakv):
     text = SNAPKV + (" + adakv:page=4" if over_adakv else "")
     bound, plain = layer.bind(text + " + criticalkv"), layer.bind(text)
     for seed in range(3):
-        d = layer.random_batch(seed)
-        output = np.asarray(layer.model_arrays(bound, *layer.prompt(d))[1], np.float64)
-        held, before = (np.asarray(m.positions(layer.prefill(m, d, padding=np.inf))) for m in (bound, plain))
+        batch = layer.random_batch(seed)
+        output = np.asarray(layer.model_arrays(bound, *layer.prompt(batch))[1], np.float64)
+        held, before = (np.asarray(m.positions(layer.prefill(m, batch, padding=np.inf))) for m in (bound, plain))
         changed += (held != before).any()
-        for b, n in enumerate(d.lengths.tolist()):
-            for head, tokens in enumerate(kept_by_oracle(d, output, b, n, over_adakv)):
+        for b, n in enumerate(batch.lengths.tolist()):
+            for head, tokens in enumerate(oracle_tokens(batch, output, b, n, over_adakv)):
                 assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
     assert changed
 
 
 def test_with_all_of_the_budget_by_the_scorer_it_is_the_scorers_choice():
-    d = layer.random_batch(1)
-    alone, whole = (layer.bind(SNAPKV + more) for more in ("", " + criticalkv:share=1"))
-    np.testing.assert_array_equal(*(m.positions(layer.prefill(m, d)) for m in (alone, whole)))
+    batch = layer.random_batch(1)
+    single, whole = (layer.bind(SNAPKV + more) for more in ("", " + criticalkv:share=1"))
+    np.testing.assert_array_equal(*(m.positions(layer.prefill(m, batch)) for m in (single, whole)))
 
 
 def test_values_of_zero_and_equal_scores_give_no_nan():
-    d = layer.random_batch(2)
-    d = dataclasses.replace(d, k=jnp.zeros_like(d.k), v=jnp.zeros_like(d.v))
+    batch = layer.random_batch(2)
+    batch = dataclasses.replace(batch, k=jnp.zeros_like(batch.k), v=jnp.zeros_like(batch.v))
     bound = layer.bind(SNAPKV + " + criticalkv")
-    held = np.asarray(bound.positions(layer.prefill(bound, d)))
+    held = np.asarray(bound.positions(layer.prefill(bound, batch)))
     assert ((held >= 0).sum(-1) == np.minimum(layer.LENGTHS, 7)[:, None]).all()
-    assert np.isfinite(layer.decode(SNAPKV + " + criticalkv", d)).all()
+    assert np.isfinite(layer.decode(SNAPKV + " + criticalkv", batch)).all()
 
 
 def test_where_it_cannot_stand_it_says_why():

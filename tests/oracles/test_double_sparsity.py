@@ -18,26 +18,26 @@ from tests.oracles import double_sparsity as oracle
 SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
 
 
-def rows(d: layer.SequenceBatch) -> list[tuple]:
+def sequences(batch: layer.SequenceBatch) -> list[tuple]:
     """(q, k, v, prompt) of each row, float64."""
-    every = zip(d.q, d.k, d.v, d.lengths, strict=True)
+    every = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     return [
         (*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n)) for q, k, v, n in every
     ]
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.random_batch(), layer.bind(SMALL)
-    got = layer.decode(SMALL, d)
-    want = np.stack([oracle.double_sparsity(*row, heavy=3, factor=4) for row in rows(d)])
-    np.testing.assert_allclose(got, want, atol=5e-6)
-    np.testing.assert_array_equal(layer.decode(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    batch, bound = layer.random_batch(), layer.bind(SMALL)
+    actual = layer.decode(SMALL, batch)
+    expected = np.stack([oracle.double_sparsity(*row, heavy=3, factor=4) for row in sequences(batch)])
+    np.testing.assert_allclose(actual, expected, atol=5e-6)
+    np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
 
 
 def test_channels_are_those_of_each_rows_and_heads_own_prompt():
-    d = layer.random_batch()
-    found = layer.prefill(layer.bind(SMALL), d).reader_state.channels
-    for b, (q, k, _, n) in enumerate(rows(d)):
+    batch = layer.random_batch()
+    found = layer.prefill(layer.bind(SMALL), batch).reader_state.channels
+    for b, (q, k, _, n) in enumerate(sequences(batch)):
         for h in range(layer.K):
             np.testing.assert_array_equal(found[b, h], oracle.label_channels(q[h, :, :n], k[h, :n], 8))
 
@@ -77,9 +77,9 @@ def test_by_hand_two_channels_of_four_find_the_token():
 
 
 def test_labels_in_eight_bits_score_nearly_alike():
-    d = layer.random_batch()
-    states = [layer.prefill(layer.bind(f"{SMALL},bits={bits}"), d) for bits in (16, 8)]
-    q = d.q[:, :, :, :1]
+    batch = layer.random_batch()
+    states = [layer.prefill(layer.bind(f"{SMALL},bits={bits}"), batch) for bits in (16, 8)]
+    q = batch.q[:, :, :, :1]
     exact, coded = (
         LabelChannels(4, bits).score(LabelChannels(4, bits).load(state.reader_state), q)
         for bits, state in zip((16, 8), states, strict=True)

@@ -25,14 +25,14 @@ STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "represent", "win
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
-def run(block, obs, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
+def select_block(block, observation, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
     """The block that a selection leaves of another."""
     select = Selection(scorer, Uniform(slots), sinks, recent, unit, per)
-    chosen = select.select_slots(block, obs, keep, slots, spec(window), representatives=represent)
+    chosen = select.select_slots(block, observation, keep, slots, spec(window), representatives=represent)
     return gather_tokens(block, chosen.slots)
 
 
-def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
+def random_block(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
     """(block, obs) of random prompts; the observation holds all queries, or each row's last `queries`."""
     q, k, v, pos = oracle.random_prompts(lengths, S, seed, padding)
     at = pos
@@ -44,18 +44,18 @@ def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengt
     return block, Observation(jnp.asarray(q), jnp.asarray(at))
 
 
-def alone(b: int, queries: int | None = None):
+def single_block(b: int, queries: int | None = None):
     """Row b of `batch`, without neighbours and padding."""
-    block, obs = jax.tree.map(np.asarray, batch(queries=queries))
+    block, observation = jax.tree.map(np.asarray, random_block(queries=queries))
     n, row = LENGTHS[b], slice(b, b + 1)
     at = slice(None) if queries else slice(n)
     return KVBlock(block.k[row, :, :n], block.v[row, :, :n], block.pos[row, :, :n]), Observation(
-        obs.q[row, :, :, at], obs.pos[row, at]
+        observation.q[row, :, :, at], observation.pos[row, at]
     )
 
 
 @functools.cache
-def both(scorer, b: int, n: int, window=None, seed: int = 0):
+def oracle_scores(scorer, b: int, n: int, window=None, seed: int = 0):
     """The oracle's scores of row b: per query head [K G T] and per key/value head [K T]."""
     q, k, _, _ = oracle.random_prompts(LENGTHS, S, seed)
     a = oracle.attention_weights(q[b, :, :, :n], k[b, :, :n], window)
@@ -68,12 +68,12 @@ def both(scorer, b: int, n: int, window=None, seed: int = 0):
     return kv[:, None], kv
 
 
-def expected(scorer, keep, sinks, recent, c=1, how="sum", per="head", window=None):
-    rows = (both(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
+def oracle_tokens(scorer, keep, sinks, recent, c=1, how="sum", per="head", window=None):
+    rows = (oracle_scores(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
     return [oracle.select_tokens(s, int(m), sinks, recent, c, how, per) for s, m in zip(rows, keep, strict=True)]
 
 
-def tokens(block: KVBlock, b: int) -> list[list[int]]:
+def kept_positions(block: KVBlock, b: int) -> list[list[int]]:
     """The positions that each head of row b kept, in slot order; checks that unused slots come last."""
     pos = np.asarray(block.pos)[b]
     out = [p[p >= 0].tolist() for p in pos]
@@ -92,13 +92,15 @@ KEEP = np.array([16, 16, 13, 12], np.int32)
 
 @pytest.mark.parametrize(("scorer", "window"), CASES, ids=str)
 def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
-    block, obs = batch(queries=scorer.num_queries or None)
-    out = run(block, obs, KEEP, slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
-    want = expected(scorer, KEEP, 2, W, window=window)
+    block, observation = random_block(queries=scorer.num_queries or None)
+    out = select_block(
+        block, observation, KEEP, slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window
+    )
+    expected = oracle_tokens(scorer, KEEP, 2, W, window=window)
     k, v, old_k, old_v = map(np.asarray, (out.k, out.v, block.k, block.v))
     for b in range(len(LENGTHS)):
-        assert tokens(out, b) == want[b]
-        for h, kept in enumerate(want[b]):  # the rows moved with their positions
+        assert kept_positions(out, b) == expected[b]
+        for h, kept in enumerate(expected[b]):  # the rows moved with their positions
             np.testing.assert_array_equal(k[b, h, : len(kept)], old_k[b, h, kept])
             np.testing.assert_array_equal(v[b, h, : len(kept)], old_v[b, h, kept])
 
@@ -108,28 +110,28 @@ def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
 )
 def test_whole_chunks_and_pages(unit, per):
     scorer, keep = AccumulatedAttention(), np.array([21, 9, 20, 11], np.int32)
-    out = run(*batch(), keep, slots=24, scorer=scorer, sinks=2, recent=3, unit=unit, per=per)
-    want = expected(scorer, keep, 2, 3, unit.size, unit.score, per)
+    out = select_block(*random_block(), keep, slots=24, scorer=scorer, sinks=2, recent=3, unit=unit, per=per)
+    expected = oracle_tokens(scorer, keep, 2, 3, unit.size, unit.score, per)
     for b in range(len(LENGTHS)):
-        assert tokens(out, b) == (want[b] if per == "head" else want[b][:1])
+        assert kept_positions(out, b) == (expected[b] if per == "head" else expected[b][:1])
     if per == "layer":
-        assert out.pos.shape == (4, 1, 24) and want[0][0] == want[0][1]
+        assert out.pos.shape == (4, 1, 24) and expected[0][0] == expected[0][1]
 
 
 @pytest.mark.parametrize(("scorer", "window"), [CASES[0], CASES[2], (Random(3), None)], ids=str)
 def test_rows_are_the_same_alone_and_whatever_the_padding_holds(scorer, window):
     arguments = dict(slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
     queries = scorer.num_queries or None
-    together = run(*batch(queries=queries), KEEP, **arguments)
+    together = select_block(*random_block(queries=queries), KEEP, **arguments)
     for padding in (1e4, np.inf):
-        other = run(*batch(padding=padding, queries=queries), KEEP, **arguments)
+        other = select_block(*random_block(padding=padding, queries=queries), KEEP, **arguments)
         np.testing.assert_array_equal(together.pos, other.pos)
-    out = run(*alone(2, queries), KEEP[2:3], **arguments)
+    out = select_block(*single_block(2, queries), KEEP[2:3], **arguments)
     np.testing.assert_array_equal(out.pos[0], np.asarray(together.pos)[2])
 
 
 def test_a_budget_of_the_whole_row_keeps_the_row():
     all_of_it = np.full(4, 50, np.int32)
-    out = run(*batch(), all_of_it, slots=50, scorer=KeyNorm(), sinks=2, recent=W, unit=Chunk(4))
+    out = select_block(*random_block(), all_of_it, slots=50, scorer=KeyNorm(), sinks=2, recent=W, unit=Chunk(4))
     for b, n in enumerate(LENGTHS):
-        assert tokens(out, b) == [list(range(n))] * 2
+        assert kept_positions(out, b) == [list(range(n))] * 2

@@ -26,7 +26,7 @@ FRACTIONS = (0.125, 0.25, 0.5)
 PROMPTS = [list(range(60)), [5, 9, 5, 5, 1, 7, 3], list(range(30, 70))]
 
 
-def made_up(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, heads: int = HEADS) -> np.ndarray:
+def random_shares(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, heads: int = HEADS) -> np.ndarray:
     """Shares f32[L K R] of very unequal heads, whose mean is the fraction."""
     rng = np.random.default_rng(seed)
     lean = rng.uniform(-1, 1, (layers, heads, 1))
@@ -35,7 +35,7 @@ def made_up(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, heads: int
     return (at + spread * lean * np.minimum(at, 1 - at)).astype(np.float32)
 
 
-def written(path, shares, fractions=FRACTIONS, spec=None, **other) -> str:
+def write_table(path, shares, fractions=FRACTIONS, spec=None, **other) -> str:
     """A table of shares [L K R] in a file."""
     spec = specs(toy_model(kv_heads=HEADS).config)[0] if spec is None else spec
     rows = [{"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in shares]
@@ -49,10 +49,10 @@ def model():
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory) -> str:
-    return written(tmp_path_factory.mktemp("table"), made_up())
+    return write_table(tmp_path_factory.mktemp("table"), random_shares())
 
 
-def lengths_of(context: kvjax.Context) -> np.ndarray:
+def num_kept(context: kvjax.Context) -> np.ndarray:
     """i64[B L K], tokens that each head keeps."""
     counts = [[[len(head) for head in row] for row in heads] for heads in context.kept_positions()]
     return np.array(counts).transpose(1, 0, 2)
@@ -70,7 +70,7 @@ def test_the_example_by_hand(tmp_path):
     assert oracle.head_tokens(shares, [0.25], 8, 10).tolist() == [[8, 8]]
     assert oracle.select_tokens([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
     division = Division(
-        TableFile(written(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
+        TableFile(write_table(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
         shape(1, 2),
         Uniform(10),
         4,
@@ -91,13 +91,13 @@ def shape(layers: int, heads: int) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize(("sinks", "recent", "size"), [(0, 0, 1), (4, 8, 1), (1, 2, 4), (0, 3, 5)])
 @pytest.mark.parametrize("spread", [0.0, 0.9])
 def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, spread, tmp_path):
-    shares, spec = made_up(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS)
-    table = TableFile(written(tmp_path, shares, spec=spec), "head_shares")
+    shares, spec = random_shares(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS)
+    table = TableFile(write_table(tmp_path, shares, spec=spec), "head_shares")
     found = Division(table, shape(LAYERS, HEADS), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
         base = budget.num_kept(n)
-        want = oracle.head_tokens(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
-        np.testing.assert_array_equal(found[n], want, f"{n} tokens")
+        expected = oracle.head_tokens(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
+        np.testing.assert_array_equal(found[n], expected, f"{n} tokens")
         always, _, mean = oracle.split_prompt(n, base, sinks, recent, size)
         assert found[n].sum() == LAYERS * HEADS * (always + size * mean)
     assert not found[0].any()
@@ -112,7 +112,7 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
     for row, prompt in enumerate(PROMPTS):
         n = len(prompt)
         mean = min(n, 12) if budget == "12" else max(1, int(n * 0.3))
-        numbers = oracle.head_tokens(made_up().tolist(), FRACTIONS, n, mean, recent=3)
+        numbers = oracle.head_tokens(random_shares().tolist(), FRACTIONS, n, mean, recent=3)
         for i, (state, heads) in enumerate(zip(exact, held.kept_positions(), strict=True)):
             keys = np.asarray(state.k.data, np.float64)[row, :, :n]
             for head in range(HEADS):
@@ -150,12 +150,12 @@ def test_a_plan_says_exactly_what_is_held_and_allocated(method, length, model, t
     planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
     assert (planned.held, planned.reserved) == (context.bytes.held, context.bytes.reserved)
     known = [part.method.side_store.head_budgets.tokens_by_length(length)[length] for part in context.cache.plan]
-    np.testing.assert_array_equal(lengths_of(context)[0], known)
+    np.testing.assert_array_equal(num_kept(context)[0], known)
 
 
 def test_bytes_held_are_those_of_whole_pages(model, table):
     context = kvjax.read(model, PROMPTS[:1], f"keydiff:budget=12,recent=2 + head_shares:page=4,table={table}", room=16)
-    pages = (-(-lengths_of(context) // 4)).sum()
+    pages = (-(-num_kept(context) // 4)).sum()
     slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
     owners = sum(4 * state.side_store.owner.size for state in context.cache.layers)
     beside = 4 + 4 * LAYERS  # lengths of the cache, and of each layer
@@ -165,7 +165,7 @@ def test_bytes_held_are_those_of_whole_pages(model, table):
 def test_a_budget_as_long_as_the_prompt_keeps_everything(model, table):
     for budget in ("100", "60", "100%"):
         context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget} + head_shares:page=4,table={table}", room=8)
-        assert (lengths_of(context) == np.array([60, 7, 40])[:, None, None]).all()
+        assert (num_kept(context) == np.array([60, 7, 40])[:, None, None]).all()
         full = kvjax.read(model, PROMPTS, "full", room=8)
         assert context.generate(max_new_tokens=6).tokens == full.generate(max_new_tokens=6).tokens
 
@@ -175,10 +175,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours(more, model, table):
     text = f"snapkv:budget=12,window=4,kernel=3 + head_shares:page=4,table={table}{more}"
     together = kvjax.read(model, PROMPTS, text, room=8)
     for row, prompt in enumerate(PROMPTS):
-        alone = kvjax.read(model, [prompt], text, room=8)
-        for every, mine in zip(together.kept_positions(), alone.kept_positions(), strict=True):
+        single = kvjax.read(model, [prompt], text, room=8)
+        for every, mine in zip(together.kept_positions(), single.kept_positions(), strict=True):
             assert [head.tolist() for head in every[row]] == [head.tolist() for head in mine[0]]
-        assert together.generate(max_new_tokens=5).tokens[row] == alone.generate(max_new_tokens=5).tokens[0]
+        assert together.generate(max_new_tokens=5).tokens[row] == single.generate(max_new_tokens=5).tokens[0]
 
 
 def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
@@ -197,7 +197,7 @@ def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
 
 def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
     text = f"keydiff:budget=12,recent=2 + head_shares:page=4,table={table} + kvcrush:share=0.5"
-    lengths = lengths_of(kvjax.read(model, PROMPTS[:1], text))[0]
+    lengths = num_kept(kvjax.read(model, PROMPTS[:1], text))[0]
     means = -(-lengths.sum(1) // HEADS) - 2
     assert lengths.sum() == 12 * LAYERS * HEADS and (lengths.min(1) >= 2 + means // 2).all()
 
@@ -235,23 +235,27 @@ def test_a_budget_below_what_always_stays_is_refused_as_without_a_table(model, t
 @pytest.mark.parametrize(
     ("shares", "fractions", "says"),
     [
-        (made_up(spread=0.5) * 1.1, FRACTIONS, r"at the fraction 0.125 the shares .* have the mean 0.1375, and it "),
-        (made_up()[..., ::-1], FRACTIONS[::-1], "must ascend between 0 and 1 and be the same in every layer"),
-        (made_up()[..., :0], (), "must ascend between 0 and 1"),
-        (made_up() + [[[0.5], [-0.5]]], FRACTIONS, r"lie in \[0, 1\], got -"),
-        (made_up()[..., :2], FRACTIONS, r"`0.shares` of .* has shape \(2, 2\), expected \(2, 3\)"),
+        (
+            random_shares(spread=0.5) * 1.1,
+            FRACTIONS,
+            r"at the fraction 0.125 the shares .* have the mean 0.1375, and it ",
+        ),
+        (random_shares()[..., ::-1], FRACTIONS[::-1], "must ascend between 0 and 1 and be the same in every layer"),
+        (random_shares()[..., :0], (), "must ascend between 0 and 1"),
+        (random_shares() + [[[0.5], [-0.5]]], FRACTIONS, r"lie in \[0, 1\], got -"),
+        (random_shares()[..., :2], FRACTIONS, r"`0.shares` of .* has shape \(2, 2\), expected \(2, 3\)"),
     ],
 )
 def test_a_table_that_cannot_be_says_why(shares, fractions, says, model, tmp_path):
     with pytest.raises(KvjaxError, match=says):
-        bind(f"keydiff:budget=12 + head_shares:table={written(tmp_path, shares, fractions)}", model.config)
+        bind(f"keydiff:budget=12 + head_shares:table={write_table(tmp_path, shares, fractions)}", model.config)
 
 
 def test_a_table_of_another_model_or_without_arrays_is_refused(model, tmp_path):
-    path = written(tmp_path, made_up(layers=1), spec=layer.spec())
+    path = write_table(tmp_path, random_shares(layers=1), spec=layer.spec())
     with pytest.raises(KvjaxError, match="was made for a model of layers=1, and this one has layers=3"):
         bind(f"keydiff:budget=12 + head_shares:table={path}", model.config)
-    rows = [{"shares": x} for x in made_up()]
+    rows = [{"shares": x} for x in random_shares()]
     path = table_file.write(tmp_path / "bare", "head_shares", specs(model.config)[0], rows)
     with pytest.raises(KvjaxError, match="has no array `0.fractions`; make the table anew"):
         bind(f"keydiff:budget=12 + head_shares:table={path}", model.config)
@@ -273,22 +277,22 @@ def test_calibrated_shares_are_what_a_ranking_of_each_text_keeps(method, model):
         name = method.partition(":")[0]
         equal = f"{method},budget={budget}" + (",level=head" if name in ("turned_queries", "kvzip") else "")
         ranked = kvjax.read(model, DOCUMENTS, f"{equal} + adakv:alpha=0,scope=model,page=4")
-        want = lengths_of(ranked).sum(0) / (64 * len(DOCUMENTS))
-        np.testing.assert_allclose([layer_made["shares"][:, r] for layer_made in made], want, atol=1e-6)
-        assert np.std(want) > 0 or budget == 2
+        expected = num_kept(ranked).sum(0) / (64 * len(DOCUMENTS))
+        np.testing.assert_allclose([layer_made["shares"][:, r] for layer_made in made], expected, atol=1e-6)
+        assert np.std(expected) > 0 or budget == 2
 
 
 def test_texts_of_unequal_lengths_count_by_their_tokens(model):
     """33 tokens of a text of 33, and of one of 64: budgets are whole numbers, and fractions those that were kept."""
     texts = [DOCUMENTS[0], DOCUMENTS[1][:33]]
-    together, *alone = (
+    together, *single = (
         calibrate.count_arrays(model, "head_shares:method=keydiff", which) for which in (texts, *zip(texts))
     )
     for i, made in enumerate(together):
         for name in ("shares", "fractions"):
-            want = (alone[0][i][name] * 64 + alone[1][i][name] * 33) / 97
-            np.testing.assert_allclose(made[name], want, rtol=1e-5)
-    np.testing.assert_allclose(alone[1][0]["fractions"], np.array([1, 2, 4, 8, 16, 24]) / 33)
+            expected = (single[0][i][name] * 64 + single[1][i][name] * 33) / 97
+            np.testing.assert_allclose(made[name], expected, rtol=1e-5)
+    np.testing.assert_allclose(single[1][0]["fractions"], np.array([1, 2, 4, 8, 16, 24]) / 33)
 
 
 def test_texts_too_short_for_a_budget_are_refused(model):

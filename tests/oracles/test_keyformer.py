@@ -27,37 +27,39 @@ def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -
     return np.asarray(jax.jit(draw)(pos, pos[:, None]))
 
 
-def run(d: layer.SequenceBatch, window: int | None = None, padding: float = 0.0):
+def decode(batch: layer.SequenceBatch, window: int | None = None, padding: float = 0.0):
     """(f32[B K G STEPS H], the tokens held at the end by each head of each row)."""
     bound = layer.bind(STRING, window)
-    state = layer.prefill(bound, d, padding)
-    out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(d))
+    state = layer.prefill(bound, batch, padding)
+    out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(batch))
     return np.asarray(out), [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(state.pos)]
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_each_step_loses_the_lowest_score_outside_the_recent_ones(window):
-    d = layer.random_batch(3)
-    out, held = run(d, window)
+    batch = layer.random_batch(3)
+    out, held = decode(batch, window)
     drawn = noise(int(layer.TOTAL.max()))[0].astype(np.float64)
-    for b, n in enumerate(d.lengths.tolist()):
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            q, k, v = (np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-            want, want_held = oracle.keyformer(q, k, v, drawn[head], n, **SETTINGS, window=window)
-            np.testing.assert_allclose(out[b, head], want, atol=2e-5)
+            q, k, v = (
+                np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v)
+            )
+            expected, want_held = oracle.keyformer(q, k, v, drawn[head], n, **SETTINGS, window=window)
+            np.testing.assert_allclose(out[b, head], expected, atol=2e-5)
             assert held[b][head] == want_held
 
 
 def test_padding_is_never_seen():
-    d = layer.random_batch()
-    clean, padded = run(d), run(d, padding=np.inf)
+    batch = layer.random_batch()
+    clean, padded = decode(batch), decode(batch, padding=np.inf)
     np.testing.assert_array_equal(clean[0], padded[0])
     assert clean[1] == padded[1]
 
 
 def test_a_temperature_of_two_takes_roots_by_hand():
-    got = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.zeros(3), jnp.array(2.0))
-    np.testing.assert_allclose(got, [1 / 3, 2 / 3, 0], atol=1e-6)
+    actual = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.zeros(3), jnp.array(2.0))
+    np.testing.assert_allclose(actual, [1 / 3, 2 / 3, 0], atol=1e-6)
     doubled = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.array([np.log(4.0), 0.0, 9.0]), jnp.array(1.0))
     np.testing.assert_allclose(doubled, [0.5, 0.5, 0], atol=1e-6)
     assert not np.any(temper_weights(jnp.zeros(3), jnp.zeros(3), jnp.array(1.0)))
@@ -80,9 +82,9 @@ def test_noise_depends_on_seed_layer_head_and_positions_alone():
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("text", "match"),
     [("recent=0", "recent of Keyformer must be at least 1"), ("budget=3,recent=4", "at least 4"), ("tau=0", "above 0")],
 )
-def test_what_cannot_be_is_refused(given, match):
+def test_what_cannot_be_is_refused(text, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bind(f"keyformer:{given}")
+        layer.bind(f"keyformer:{text}")

@@ -20,11 +20,11 @@ SNAPKV = "snapkv:budget=6,window=2,kernel=3"
 SPECS = [(8, 4, "improved"), (4, 2, "improved"), (2, 4, "improved"), (1, 4, "improved"), (1, 4, "original")]
 
 
-def text(bits: int, group: int, one_bit: str = "improved", page: int = 4, more: str = "") -> str:
+def method_string(bits: int, group: int, one_bit: str = "improved", page: int = 4, more: str = "") -> str:
     return f"{SNAPKV} + adakv:alpha=0,page={page}{more} + kivi:bits={bits},group={group},residual=4,one_bit={one_bit}"
 
 
-def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndarray:
+def attend_visible(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndarray:
     """q [G H] over k, v [n H], of which those from `first` on are seen."""
     s = (q @ k[first:].T).astype(np.float64) / np.sqrt(q.shape[1])
     return np.stack([oracle.softmax(row) for row in s]) @ v[first:].astype(np.float64)
@@ -33,15 +33,15 @@ def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndar
 @pytest.mark.parametrize(("bits", "group", "one_bit"), SPECS)
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, scope):
-    d, method = layer.random_batch(5), text(bits, group, one_bit, more=f",scope={scope}")
+    batch, method = layer.random_batch(5), method_string(bits, group, one_bit, more=f",scope={scope}")
     bound = layer.bind(method)
-    state, unequal = layer.prefill(bound, d, padding=np.inf), 0
-    out, held = layer.decode(bound.method, d, state=state), np.asarray(bound.positions(state))
-    for b, n in enumerate(d.lengths.tolist()):
+    state, unequal = layer.prefill(bound, batch, padding=np.inf), 0
+    out, held = layer.decode(bound.method, batch, state=state), np.asarray(bound.positions(state))
+    for b, n in enumerate(batch.lengths.tolist()):
         kept = [sorted(p for p in head.tolist() if p >= 0) for head in held[b]]
         unequal += len({len(tokens) for tokens in kept}) > 1
         for head, tokens in enumerate(kept):
-            q, k, v = (np.asarray(x[b, head]) for x in (d.q, d.k, d.v))
+            q, k, v = (np.asarray(x[b, head]) for x in (batch.q, batch.k, batch.v))
             keys, values = oracle.fake_quantize_pages(k[tokens], v[tokens], bits, group, one_bit)
             decoded = oracle.KiviCache(k[:0], v[:0], bits, group, 4, one_bit)
             for t in range(layer.STEPS):
@@ -49,7 +49,7 @@ def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, s
                 every = [
                     np.concatenate(x) for x in ((keys, decoded.visible_keys()), (values, decoded.visible_values()))
                 ]
-                np.testing.assert_allclose(out[b, head, :, t], attended(q[:, n + t], *every, 0), atol=5e-6)
+                np.testing.assert_allclose(out[b, head, :, t], attend_visible(q[:, n + t], *every, 0), atol=5e-6)
                 decoded.flush()
     assert unequal
 
@@ -68,37 +68,39 @@ def test_a_group_that_is_filled_in_part_is_made_of_its_own_tokens(bits, H, axis,
     found = np.asarray(codec.decode(stored))
     assert found.dtype == dtype and np.isfinite(found.astype(np.float32)).all()
     pages = x.reshape(-1, page, H)
-    for got, tokens, n in zip(found.reshape(-1, page, H), pages, lengths.ravel(), strict=True):
+    for actual, tokens, n in zip(found.reshape(-1, page, H), pages, lengths.ravel(), strict=True):
         keys, values = oracle.fake_quantize_pages(tokens[:n], tokens[:n], bits, 4)
-        np.testing.assert_array_equal(got[:n], keys if axis == "channel" else values)
+        np.testing.assert_array_equal(actual[:n], keys if axis == "channel" else values)
     words = 2 * 2 * 2 * -(-page * H * bits // 32) * 4
     assert array_bytes(stored)["device"] == words + 2 * x.size // 4 * np.dtype(dtype).itemsize
 
 
 def test_other_rows_and_padding_change_nothing():
-    method, clean, dirty = text(2, 4), layer.random_batch(1), layer.random_batch(1, padding=1e4)
-    want = layer.decode(method, clean)
+    method, clean, noisy = method_string(2, 4), layer.random_batch(1), layer.random_batch(1, padding=1e4)
+    expected = layer.decode(method, clean)
     np.testing.assert_array_equal(
-        layer.decode(method, dirty, state=layer.prefill(layer.bind(method), dirty, 1e4)), want
+        layer.decode(method, noisy, state=layer.prefill(layer.bind(method), noisy, 1e4)), expected
     )
     for row in layer.decode(method, layer.take_sequences(clean, [2] * layer.B)):
-        np.testing.assert_allclose(row, want[2], atol=1e-6)
+        np.testing.assert_allclose(row, expected[2], atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [3, 5])
 def test_a_sliding_window_sees_the_same_tokens_as_of_exact_pages(window):
     """Eight bits are all but exact, so the tokens that a query sees decide."""
-    d = layer.random_batch(3)
-    exact = layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", d, window)
-    np.testing.assert_allclose(layer.decode(text(8, 4), d, window), exact, atol=0.06)
-    assert np.abs(exact - layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", d)).max() > 0.5
+    batch = layer.random_batch(3)
+    exact = layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", batch, window)
+    np.testing.assert_allclose(layer.decode(method_string(8, 4), batch, window), exact, atol=0.06)
+    assert np.abs(exact - layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", batch)).max() > 0.5
 
 
 def test_from_the_host_the_same_comes_back():
-    d = layer.random_batch(2)
-    method = f"{text(4, 4)} + offload"
-    there = layer.prefill(layer.bind(method), d)
-    np.testing.assert_allclose(layer.decode(method, d, state=there), layer.decode(text(4, 4), d), atol=1e-6)
+    batch = layer.random_batch(2)
+    method = f"{method_string(4, 4)} + offload"
+    there = layer.prefill(layer.bind(method), batch)
+    np.testing.assert_allclose(
+        layer.decode(method, batch, state=there), layer.decode(method_string(4, 4), batch), atol=1e-6
+    )
     assert array_bytes(there.side_store.k)["device"] == array_bytes(there.side_store.v)["device"] == 0
 
 
@@ -108,8 +110,8 @@ def test_a_model_reads_whole_and_in_chunks_alike_in_fewer_bytes(scope):
     adakv = f"snapkv:budget=12,window=4,kernel=3 + adakv:page=4,scope={scope}"
     method = f"{adakv} + kivi:bits=4,group=4,residual=4"
     whole = kvjax.read(model, prompts, method)
-    pieces = kvjax.read(model, prompts, method, chunk=8)
-    assert whole.generate(max_new_tokens=7).tokens == pieces.generate(max_new_tokens=7).tokens
+    chunks = kvjax.read(model, prompts, method, chunk=8)
+    assert whole.generate(max_new_tokens=7).tokens == chunks.generate(max_new_tokens=7).tokens
     exact = kvjax.read(model, prompts, adakv)
     for codes, plain in zip(whole.kept_positions(), exact.kept_positions(), strict=True):
         for mine, theirs in zip(codes, plain, strict=True):

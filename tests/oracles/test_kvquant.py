@@ -42,8 +42,8 @@ def test_the_example_by_hand():
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method, levels = layer.random_batch(), kvjax.parse("kvquant:every=4"), np.array(oracle.NF4)
-    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
+    batch, method, levels = layer.random_batch(), kvjax.parse("kvquant:every=4"), np.array(oracle.NF4)
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         at = np.arange(len(x))
@@ -52,7 +52,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
         return oracle.reconstruct(x, prompt, "token", levels, 0.01, 4, 1)
 
-    np.testing.assert_allclose(out, attend_decoded(d, keys, values), atol=2e-5)
+    np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -66,24 +66,24 @@ def test_what_is_held_is_the_oracles(axis, outliers, share):
     x = x.astype(np.float32)
     slot = np.arange(S)[None]
     pos = jnp.asarray(np.where(slot < lengths[:, None], slot, -1), jnp.int32)[:, None]
-    dirty = jnp.where(pos[..., None] >= 0, x, jnp.inf)
+    noisy = jnp.where(pos[..., None] >= 0, x, jnp.inf)
 
     def step(stored, t):
         at = jnp.asarray(lengths, jnp.int32)[:, None] + t
         return codec.append(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
 
-    def run(dirty):
-        last = jax.lax.scan(step, codec.encode(dirty, pos), jnp.arange(9, dtype=jnp.int32))[0]
+    def run(noisy):
+        last = jax.lax.scan(step, codec.encode(noisy, pos), jnp.arange(9, dtype=jnp.int32))[0]
         some = jnp.broadcast_to(jnp.asarray([8, 0, 3], jnp.int32), (3, 2, 3))
         return codec.decode(last), codec.gather(last, some)
 
-    every, some = map(np.asarray, jax.jit(run)(dirty))
+    every, some = map(np.asarray, jax.jit(run)(noisy))
     np.testing.assert_array_equal(some, every[:, :, [8, 0, 3]])
     levels = normal_float_levels(3).astype(float)
     for b, n in enumerate(map(int, lengths)):
         for h in range(2):
-            want = oracle.reconstruct(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
-            np.testing.assert_allclose(every[b, h, : n + 9], want, rtol=1e-5, atol=1e-6)
+            expected = oracle.reconstruct(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
+            np.testing.assert_allclose(every[b, h, : n + 9], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_levels_are_fitted_by_weight_and_normed():
@@ -118,7 +118,7 @@ def test_bytes_are_the_papers_and_the_ranges():
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "says"),
     [
         ("kvquant:bits=1", "bits must be one of 2, 3, 4, 8, got 1"),
         ("kvquant:first=-1", "must be 0 or more, got -1"),
@@ -127,6 +127,6 @@ def test_bytes_are_the_papers_and_the_ranges():
         ("kvquant + h2o", "slot `decode`"),
     ],
 )
-def test_what_has_no_meaning_is_refused(text, why):
-    with pytest.raises(KvjaxError, match=why):
+def test_what_has_no_meaning_is_refused(text, says):
+    with pytest.raises(KvjaxError, match=says):
         layer.bind(text)

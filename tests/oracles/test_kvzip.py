@@ -30,12 +30,12 @@ CHUNK, LEAD, SINKS = 4, 2, 1
 def test_a_query_that_favours_one_key_twice_gives_it_half():
     k = jnp.array([[np.log(2.0) * np.sqrt(2.0), 0.0], [0.0, 0.0]], jnp.float32)[None, None]
     block = KVBlock(k, k, jnp.arange(2)[None, None])
-    q, fresh = jnp.array([1.0, 0.0])[None, None, None, None], jnp.zeros((1, 1, 1, 2))
-    seen, own = Observation(q, jnp.array([[2]])), KVBlock(fresh, fresh, jnp.array([[[2]]]))
-    got = ReplayAttention(sinks=0).update_scores(
+    q, new = jnp.array([1.0, 0.0])[None, None, None, None], jnp.zeros((1, 1, 1, 2))
+    seen, own = Observation(q, jnp.array([[2]])), KVBlock(new, new, jnp.array([[[2]]]))
+    actual = ReplayAttention(sinks=0).update_scores(
         block, jnp.int32(0), seen, own, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2)
     )
-    np.testing.assert_allclose(got[0, 0], [0.5, 0.25], atol=1e-6)
+    np.testing.assert_allclose(actual[0, 0], [0.5, 0.25], atol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def model():
     return toy_model(layers=2)
 
 
-def asked(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
+def oracle_scores(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
     """What each layer's tokens are worth, [K S], with each repetition run as one long prompt of its own."""
     n, scores = len(row), [np.zeros((model.config.kv_heads, len(row))) for _ in range(model.config.layers)]
     for start in range(0, n, CHUNK):
@@ -87,16 +87,18 @@ def test_a_ragged_batch_keeps_what_each_row_attends_to_while_it_repeats_itself(m
     method = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level="head")
     kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     for b, row in enumerate(PROMPTS):
-        for i, scores in enumerate(asked(model, row, plus)):
+        for i, scores in enumerate(oracle_scores(model, row, plus)):
             for head, of_head in enumerate(scores):
                 of_head[:SINKS] = np.inf
-                want = np.argsort(-of_head, kind="stable")[:6]
-                assert kept[i][b][head].tolist() == sorted(want.tolist())
+                expected = np.argsort(-of_head, kind="stable")[:6]
+                assert kept[i][b][head].tolist() == sorted(expected.tolist())
 
 
 def test_the_logits_and_the_length_are_those_of_the_prompt(model):
-    (got, cache), (want, _) = (kvjax.prefill(model, PROMPTS, m) for m in ("kvzip:budget=6,chunk=4,lead=2", "full"))
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    (actual, cache), (expected, _) = (
+        kvjax.prefill(model, PROMPTS, m) for m in ("kvzip:budget=6,chunk=4,lead=2", "full")
+    )
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert cache.length.tolist() == [len(row) for row in PROMPTS]
 
 
@@ -131,11 +133,11 @@ def test_heads_share_a_budget_by_one_ranking_of_their_level(model, level, plus):
     kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     unequal = 0
     for b, row in enumerate(PROMPTS):
-        scores = [layer[:, SINKS:].tolist() for layer in asked(model, row, plus)]
+        scores = [layer[:, SINKS:].tolist() for layer in oracle_scores(model, row, plus)]
         quota = min(budget, len(row)) - SINKS
         groups = [scores] if level == "model" else [[layer] for layer in scores]
-        want = [heads for group in groups for heads in model_ranking.select_units(group, [quota] * len(group))]
-        for i, heads in enumerate(want):
+        expected = [heads for group in groups for heads in model_ranking.select_units(group, [quota] * len(group))]
+        for i, heads in enumerate(expected):
             for head, units in enumerate(heads):
                 assert kept[i][b][head].tolist() == [*range(SINKS), *(SINKS + unit for unit in units)]
                 unequal += len(units) != quota

@@ -26,7 +26,7 @@ TABLE = {
 }
 
 
-def written(path, **changed: np.ndarray) -> str:
+def write_table(path, **changed: np.ndarray) -> str:
     return str(table_file.write(path / "-".join(["table", *changed]), "lococo", SPEC, [TABLE | changed]))
 
 
@@ -45,31 +45,31 @@ def test_the_example_by_hand():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("budget", "recent"), [(6, 2), (3, 0)])
 def test_slots_are_the_oracles_whatever_padding_holds(tmp_path, dtype, budget, recent):
-    d = layer.random_batch(6, dtype=dtype)
-    bound = layer.bind(f"lococo:budget={budget},recent={recent},table={written(tmp_path)}")
-    state = layer.prefill(bound, d, padding=np.inf)
+    batch = layer.random_batch(6, dtype=dtype)
+    bound = layer.bind(f"lococo:budget={budget},recent={recent},table={write_table(tmp_path)}")
+    state = layer.prefill(bound, batch, padding=np.inf)
     numbers = (TABLE["weight"], TABLE["bias"], TABLE["normalizer"][0])
-    for b, n in enumerate(d.lengths):
-        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
+    for b, n in enumerate(batch.lengths):
+        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
         scores = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
             pos, keys, values = head_slots(state, b, head)
-            want = oracle.compress(k[head], v[head], scores[head], budget, recent, *numbers)
-            assert pos == want[0]
+            expected = oracle.compress(k[head], v[head], scores[head], budget, recent, *numbers)
+            assert pos == expected[0]
             tolerance = {"atol": 2e-5} if dtype == jnp.float32 else {"rtol": 1e-2, "atol": 1e-2}
-            np.testing.assert_allclose(keys.astype(np.float64), want[1], **tolerance)
-            np.testing.assert_allclose(values.astype(np.float64), want[2], **tolerance)
+            np.testing.assert_allclose(keys.astype(np.float64), expected[1], **tolerance)
+            np.testing.assert_allclose(values.astype(np.float64), expected[2], **tolerance)
 
 
 def test_a_calibrated_table_makes_later_queries_miss_less():
     kind = ConvolutionTable(slots=1, kernel=3, length=9, steps=40)
-    d = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 1, 7], np.int32))
-    q, block = layer.prompt(d, padding=np.inf)
+    batch = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 1, 7], np.int32))
+    q, block = layer.prompt(batch, padding=np.inf)
     count = jax.jit(lambda block, q: kind.count(block.clean(), Observation(q, block.pos[:, 0]), SPEC))
     counted = count(block, q)
     rows = [jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), counted) for row in range(layer.B)]
     joined = jax.tree.map(lambda *x: kind.join(kind.join(x[0], x[1]), x[2]), *rows)
-    for name, x in (("q", d.q), ("k", d.k), ("v", d.v)):
+    for name, x in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
         np.testing.assert_array_equal(joined[name][:, 2, ..., :7, :], x[2][..., :7, :])
     made = kind.arrays(joined, SPEC)
     assert {name: x.shape for name, x in made.items()} == {"weight": (1, 64, 3), "bias": (1,), "normalizer": (1,)}
@@ -80,20 +80,20 @@ def test_a_calibrated_table_makes_later_queries_miss_less():
 
 
 def test_what_cannot_be_says_so(tmp_path):
-    d = layer.random_batch()
+    batch = layer.random_batch()
     for text, says in (
-        (f"lococo:budget=4,recent=2,table={written(tmp_path)}", "mixes 3 slots, .* use a budget of at least 5"),
-        (f"lococo:budget=6,table={written(tmp_path, bias=np.zeros(2, np.float32))}", "3 slots with 2 biases"),
-        (f"lococo:budget=6,table={written(tmp_path, weight=TABLE['weight'][..., :4])}", "a kernel of 4 tokens"),
+        (f"lococo:budget=4,recent=2,table={write_table(tmp_path)}", "mixes 3 slots, .* use a budget of at least 5"),
+        (f"lococo:budget=6,table={write_table(tmp_path, bias=np.zeros(2, np.float32))}", "3 slots with 2 biases"),
+        (f"lococo:budget=6,table={write_table(tmp_path, weight=TABLE['weight'][..., :4])}", "a kernel of 4 tokens"),
     ):
         with pytest.raises(KvjaxError, match=says):
             jax.eval_shape(
-                lambda q, block, text=text: layer.make_state(layer.bind(text), q, block, 22), *layer.prompt(d)
+                lambda q, block, text=text: layer.make_state(layer.bind(text), q, block, 22), *layer.prompt(batch)
             )
     with pytest.raises(KvjaxError, match="needs an odd kernel and all others at least 1"):
         ConvolutionTable(kernel=4)
     kind = ConvolutionTable(slots=8, length=9)
-    q, block = layer.prompt(d)
+    q, block = layer.prompt(batch)
     counted = kind.count(block, Observation(q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="no text loses a token; give texts of 33 tokens or more, as `length`"):
         kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counted), SPEC)

@@ -42,10 +42,10 @@ def table(tmp_path):
     return write
 
 
-def run(method: str) -> np.ndarray:
+def decode(method: str) -> np.ndarray:
     """All steps, after prompts beyond whose ends lies infinity."""
-    d = layer.random_batch()
-    return layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
+    batch = layer.random_batch()
+    return layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
 
 def test_by_hand(tmp_path):
@@ -68,13 +68,13 @@ def test_matryoshka_is_the_oracle_on_ragged_rows(table):
         rows = zip(x, arrays[name], arrays[f"{name}_mean"], strict=True)
         return np.stack([oracle.project(row, basis[:, :r], mean) for row, basis, mean in rows])
 
-    want = oracle.attend_decoded(
+    expected = oracle.attend_decoded(
         layer.random_batch(), functools.partial(held, "keys", 8), functools.partial(held, "values", 16)
     )
-    np.testing.assert_allclose(run(f"matryoshka:keys=0.25,values=0.5,table={path}"), want, atol=5e-6)
+    np.testing.assert_allclose(decode(f"matryoshka:keys=0.25,values=0.5,table={path}"), expected, atol=5e-6)
 
 
-def joint(arrays: dict[str, np.ndarray], name: str, r: int, x: np.ndarray) -> np.ndarray:
+def project_jointly(arrays: dict[str, np.ndarray], name: str, r: int, x: np.ndarray) -> np.ndarray:
     """[K n H] of all heads as one, on the first r directions; keys without their rotation."""
     at = np.arange(x.shape[1])
     rows = oracle.concat_heads(oracle.rotate(x, at, -1) if name == "bare_keys" else x)
@@ -87,18 +87,18 @@ def test_cskv_is_the_oracle_on_ragged_rows(table):
     path, arrays = table("joint_bases", 1, "bare_keys", "values")
 
     def held(name: str, r: int, x: np.ndarray) -> np.ndarray:
-        return np.concatenate([joint(arrays, name, r, x)[:, :-3], x[:, -3:]], 1)
+        return np.concatenate([project_jointly(arrays, name, r, x)[:, :-3], x[:, -3:]], 1)
 
     keys, values = functools.partial(held, "bare_keys", 32), functools.partial(held, "values", 16)
     method = f"cskv:keys=0.5,values=0.25,window=3,table={path}"
-    np.testing.assert_allclose(run(method), oracle.attend_decoded(layer.random_batch(), keys, values), atol=1e-5)
+    np.testing.assert_allclose(decode(method), oracle.attend_decoded(layer.random_batch(), keys, values), atol=1e-5)
 
 
 def test_merged_heads_are_the_oracle_on_ragged_rows(table):
     path, arrays = table("merged_bases", 1, "bare_keys", "values")
-    keys, values = (functools.partial(joint, arrays, name, H) for name in ("bare_keys", "values"))
-    want = oracle.attend_decoded(layer.random_batch(), keys, values)
-    np.testing.assert_allclose(run(f"merged_heads:heads=2,table={path}"), want, atol=1e-5)
+    keys, values = (functools.partial(project_jointly, arrays, name, H) for name in ("bare_keys", "values"))
+    expected = oracle.attend_decoded(layer.random_batch(), keys, values)
+    np.testing.assert_allclose(decode(f"merged_heads:heads=2,table={path}"), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 0])
@@ -111,12 +111,12 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
         PromptLowRank(heads, rank=2 * size).at(spec),
         jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 1, 9)),
     )
-    want = np.zeros_like(x)
+    expected = np.zeros_like(x)
     for b in range(2):
         for first in range(0, 4, size):
             u, s, vh = np.linalg.svd(oracle.concat_heads(x[b, first : first + size]), full_matrices=False)
             s[2 * size :] = 0
-            want[b, first : first + size] = oracle.split_heads(u * s @ vh, size)
+            expected[b, first : first + size] = oracle.split_heads(u * s @ vh, size)
     rng = np.random.default_rng(1)
     idx = rng.integers(0, 9, (2, 4, 3)).astype(np.int32)
     q, p = (rng.normal(size=(2, 4, 2, 1, n)).astype(np.float32) for n in (4, 9))
@@ -127,10 +127,10 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
 
     coordinates, every, some, scores, mix = jax.jit(read)(x, q, p, idx)
     assert coordinates.shape == (2, 4, 9, 2)
-    np.testing.assert_allclose(every, want, atol=2e-5)
-    np.testing.assert_allclose(some, np.take_along_axis(want, idx[..., None], 2), atol=2e-5)
-    np.testing.assert_allclose(scores, np.einsum("bkgth,bksh->bkgts", q, want) / 2, atol=5e-5)
-    np.testing.assert_allclose(mix, np.einsum("bkgts,bksh->bkgth", p, want), atol=5e-5)
+    np.testing.assert_allclose(every, expected, atol=2e-5)
+    np.testing.assert_allclose(some, np.take_along_axis(expected, idx[..., None], 2), atol=2e-5)
+    np.testing.assert_allclose(scores, np.einsum("bkgth,bksh->bkgts", q, expected) / 2, atol=5e-5)
+    np.testing.assert_allclose(mix, np.einsum("bkgts,bksh->bkgth", p, expected), atol=5e-5)
 
 
 def test_the_newest_tokens_are_exact_wherever_they_are_read():
@@ -139,26 +139,26 @@ def test_the_newest_tokens_are_exact_wherever_they_are_read():
     x = np.random.default_rng(0).normal(size=(1, K, 8, H)).astype(np.float32)
     pos = jnp.where(jnp.arange(8) < 5, jnp.arange(8), -1).astype(jnp.int32)[None, None]
 
-    def step(held, q, p, idx, fresh, at):
+    def step(held, q, p, idx, new, at):
         read = codec.decode(held), codec.inner.decode(held.inner), codec.gather(held, idx)
-        return *read, codec.scores(q, held), codec.mix(p, held), codec.append(held, fresh, at)
+        return *read, codec.scores(q, held), codec.mix(p, held), codec.append(held, new, at)
 
     step = jax.jit(step)
     stored = jax.jit(codec.encode)(np.where(np.arange(8)[:, None] < 5, x, np.float32(np.inf)), pos)
     for n in (5, 6, 7):
         idx = np.tile(np.array([n - 1, 0, n - 4], np.int32), (1, K, 1))
         q, p = x[:, :, None, :1], np.tile(np.where(np.arange(8) < n, 0.5, 0).astype(np.float32), (1, K, 1, 1, 1))
-        fresh, at = x[:, :, n : n + 1], np.array([[n]], np.int32)
-        rows, inner, some, scores, mix, stored = map(_numpy, step(stored, q, p, idx, fresh, at))
+        new, at = x[:, :, n : n + 1], np.array([[n]], np.int32)
+        rows, inner, some, scores, mix, stored = map(_to_numpy, step(stored, q, p, idx, new, at))
         np.testing.assert_array_equal(rows[:, :, n - 3 : n], x[:, :, n - 3 : n])
         np.testing.assert_array_equal(rows[:, :, : n - 3], inner[:, :, : n - 3])
         np.testing.assert_array_equal(some, rows[:, :, idx[0, 0]])
-        want = np.einsum("bkgth,bksh->bkgts", q, rows)[..., :n] * H**-0.5
-        np.testing.assert_allclose(scores[..., :n], want, atol=2e-6)
+        expected = np.einsum("bkgth,bksh->bkgts", q, rows)[..., :n] * H**-0.5
+        np.testing.assert_allclose(scores[..., :n], expected, atol=2e-6)
         np.testing.assert_allclose(mix, 0.5 * rows[:, :, None, None, :n].sum(4), atol=2e-6)
 
 
-def _numpy(x: Any) -> Any:
+def _to_numpy(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 

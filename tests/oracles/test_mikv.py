@@ -26,20 +26,20 @@ from tests.oracles.eviction import attention_weights as causal
     [("mikv:share=0.6,low=3", 3, 32, True), ("mikv:share=0.6,low=2,group=8,balance=false", 2, 8, False)],
 )
 def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balance):
-    d, dirty = layer.random_batch(), layer.random_batch(padding=np.inf)
-    out = layer.decode(text, d, state=layer.prefill(layer.bind(text), dirty, padding=np.inf))
+    batch, noisy = layer.random_batch(), layer.random_batch(padding=np.inf)
+    out = layer.decode(text, batch, state=layer.prefill(layer.bind(text), noisy, padding=np.inf))
     for b, n in enumerate(map(int, layer.LENGTHS)):
-        prompts = np.asarray(d.q[b, :, :, :n], np.float64), np.asarray(d.k[b, :, :n], np.float64)
+        prompts = np.asarray(batch.q[b, :, :, :n], np.float64), np.asarray(batch.k[b, :, :n], np.float64)
         received = accumulated_scores(causal(*prompts))[1]
         for h in range(layer.K):
             tokens = oracle.low_tier_tokens(received[h], 0.6, 0.5)
             weight = oracle.channel_balance(prompts[0][h], prompts[1][h]) if balance else np.ones(layer.H)
             for t in range(layer.STEPS):
-                k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (d.k, d.v))
+                k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (batch.k, batch.v))
                 keys, values = oracle.reconstruct(k, v, tokens, weight, bits, group)
-                q = np.asarray(d.q[b, h, :, n + t : n + t + 1])
-                want = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
-                np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
+                q = np.asarray(batch.q[b, h, :, n + t : n + t + 1])
+                expected = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
+                np.testing.assert_allclose(out[b, h, :, t], expected, atol=1e-5)
 
 
 def test_the_newest_of_the_high_tier_stay_whatever_they_receive():
@@ -50,16 +50,16 @@ def test_the_newest_of_the_high_tier_stay_whatever_they_receive():
 
 
 def test_the_high_tier_in_eight_bits():
-    d = layer.random_batch()
-    exact, coded = (layer.decode(f"mikv:share=0.6{more}", d) for more in ("", ",high=8"))
+    batch = layer.random_batch()
+    exact, coded = (layer.decode(f"mikv:share=0.6{more}", batch) for more in ("", ",high=8"))
     assert 0 < np.abs(coded - exact).max() < 0.05
-    sizes = [array_bytes(layer.prefill(layer.bind(f"mikv:share=0.6{more}"), d)) for more in ("", ",high=8")]
+    sizes = [array_bytes(layer.prefill(layer.bind(f"mikv:share=0.6{more}"), batch)) for more in ("", ",high=8")]
     slots = 4 + 16  # four of nine prompt tokens, and room for what follows
     rows = 2 * layer.B * layer.K * slots
     assert sizes[0]["device"] - sizes[1]["device"] == rows * (4 * layer.H - (layer.H + 4))
 
 
-def weights_of(q, k) -> np.ndarray:
+def channel_balance(q, k) -> np.ndarray:
     """The weights of one head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
@@ -67,15 +67,15 @@ def weights_of(q, k) -> np.ndarray:
 
 
 def test_weights_by_hand():
-    np.testing.assert_allclose(weights_of([[8, -1], [1, 0]], [[1, 4], [-2, 3]]), [2.0, 0.5])
-    np.testing.assert_allclose(weights_of([[0, 3, 1e30]], [[2, 0, 1e-30]]), [1.0, 1.0, 1e30], rtol=1e-5)
+    np.testing.assert_allclose(channel_balance([[8, -1], [1, 0]], [[1, 4], [-2, 3]]), [2.0, 0.5])
+    np.testing.assert_allclose(channel_balance([[0, 3, 1e30]], [[2, 0, 1e-30]]), [1.0, 1.0, 1e30], rtol=1e-5)
 
 
 def test_balance_alone_changes_no_product_and_gives_keys_back():
     rng = np.random.default_rng(0)
     x, q = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 2, 6, 8), (2, 2, 3, 6, 8)))
     pos = jnp.asarray([np.arange(6), [0, 1, -1, -1, -1, -1]], jnp.int32)
-    dirty = jnp.where(pos[:, None, :, None] < 0, jnp.inf, x)
+    noisy = jnp.where(pos[:, None, :, None] < 0, jnp.inf, x)
     codec, at = ChannelBalancer(Plain()), jnp.asarray([[5], [2]], jnp.int32)
 
     @jax.jit
@@ -85,7 +85,7 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
         rows = codec.gather(stored, jnp.broadcast_to(at[:, :, None], (2, 2, 1)))
         return stored, codec.decode(stored), codec.scores(q[:, :, :, :1], stored), rows
 
-    stored, back, scores, rows = run(dirty, q)
+    stored, back, scores, rows = run(noisy, q)
     assert not np.allclose(stored.keys.data[0], x[0]) and np.isfinite(back).all()
     np.testing.assert_allclose(back[0, :, :5], x[0, :, :5], rtol=1e-5)
     np.testing.assert_allclose(rows, x[:, :, :1], rtol=1e-5)
@@ -107,15 +107,15 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
         return stored, codec.decode(stored), codec.gather(stored, idx)
 
     stored, back, rows = run(jnp.where(pos[..., None] >= 0, x, jnp.inf))
-    want = np.array([[oracle.round_to_levels(row, bits, 16) for row in head[:4]] for head in x[0]])
-    np.testing.assert_allclose(back[0, :, :4], want, atol=1e-5)
+    expected = np.array([[oracle.round_to_levels(row, bits, 16) for row in head[:4]] for head in x[0]])
+    np.testing.assert_allclose(back[0, :, :4], expected, atol=1e-5)
     np.testing.assert_array_equal(back[0, 1, 2], x[0, 1, 2])
     np.testing.assert_array_equal(rows, jnp.take_along_axis(back, idx[..., None], 2))
     assert array_bytes(stored)["device"] == 2 * 5 * (32 * bits // 8 + 2 * 2 * 4) + 2 * 4
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "mikv:share=1": "share of the low tier",
         "mikv:recent=2": "recent must lie in",
         "mikv:low=5": "bits must be one of",
@@ -123,7 +123,7 @@ def test_what_has_no_meaning_is_refused():
         "mikv:group=-1": "group must be 1 or more",
         "mikv + h2o": "slot `decode`",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
+        with pytest.raises(KvjaxError, match=says):
             layer.bind(text)
     with pytest.raises(KvjaxError, match="group 12 does not divide the head size 32; the nearest that does is 8"):
         layer.prefill(layer.bind("mikv:group=12"), layer.random_batch())

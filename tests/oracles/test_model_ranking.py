@@ -21,7 +21,7 @@ OVER_THE_MODEL = "adakv:scope=model,alpha=0,page=4"
 PROMPTS = [list(range(60)), [5, 9, 5, 5, 1, 7, 3], list(range(30, 70))]
 
 
-def counts(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: list[list[int]]) -> np.ndarray:
+def count_tokens(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: list[list[int]]) -> np.ndarray:
     """Tokens of rows of scores [L B K U] with so many units; quotas [L][B]. Units are tokens; 2 more are sinks."""
     bound = kvjax.parse(f"keydiff:budget=9,sinks=2 + {OVER_THE_MODEL}").bind(layer.spec())
     inside = np.arange(scores.shape[3]) < np.array(lengths)[None, :, None, None]
@@ -36,11 +36,11 @@ def counts(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: l
 def test_the_example_by_hand():
     """Two layers of two heads of four tokens, of which two stay in the mean: 9 8 7 6 5 4 | 3 3 are the best eight."""
     scores = np.array([[[[9, 8, 7, 1], [3, 2, 1, 0]]], [[[6, 5, 4, 0], [3, 0, 0, 0]]]])
-    assert counts(ModelRanking(), scores, [4], [[2], [2]]).tolist() == [[[5, 3]], [[5, 3]]]
+    assert count_tokens(ModelRanking(), scores, [4], [[2], [2]]).tolist() == [[[5, 3]], [[5, 3]]]
     # Half of the budget is safe: each head's best token, whatever it scores.
     low = np.array([[[[9, 8, 7, 6], [9, 8, 7, 6]]], [[[1, 0, 0, 0], [1, 0, 0, 0]]]])
-    assert counts(ModelRanking(), low, [4], [[2], [2]]).tolist() == [[[6, 6]], [[2, 2]]]
-    assert counts(ModelRanking(safe=0.5), low, [4], [[2], [2]]).tolist() == [[[5, 5]], [[3, 3]]]
+    assert count_tokens(ModelRanking(), low, [4], [[2], [2]]).tolist() == [[[6, 6]], [[2, 2]]]
+    assert count_tokens(ModelRanking(safe=0.5), low, [4], [[2], [2]]).tolist() == [[[5, 5]], [[3, 3]]]
 
 
 def test_normalised_scores_of_a_layer_sum_to_one():
@@ -72,8 +72,8 @@ def test_norms_of_keys_are_ranked_beside_the_mean_norm_of_their_layer():
     held = kvjax.read(model, [prompt], f"keynorm:budget=12 + {OVER_THE_MODEL},normalise=true")
     exact = kvjax.read(model, [prompt], "full").cache.layers
     norms = [np.linalg.norm(np.asarray(state.k.data, np.float64)[0, :, : len(prompt)], axis=-1) for state in exact]
-    want = oracle.select_units([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
-    for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
+    expected = oracle.select_units([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
+    for layer_kept, layer_want in zip(held.kept_positions(), expected, strict=True):
         assert [head.tolist() for head in layer_kept[0]] == layer_want
 
 
@@ -99,11 +99,11 @@ def test_counts_are_the_oracles_in_ragged_batches_with_many_ties(levels, safe):
     rng = np.random.default_rng(levels)
     lengths, quotas = [20, 1, 13, 20], [[6, 1, 4, 20], [2, 0, 8, 20], [4, 1, 0, 20]]
     scores = rng.integers(0, levels, (3, 4, 2, 20)) * rng.integers(1, 4, (3, 4, 2, 1))
-    found = counts(ModelRanking(safe=safe), scores, lengths, quotas)
+    found = count_tokens(ModelRanking(safe=safe), scores, lengths, quotas)
     for b, n in enumerate(lengths):
         mine = [quota[b] for quota in quotas]
-        want = oracle.select_units(scores[:, b, :, :n].tolist(), mine, safe)
-        assert (found[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in want]
+        expected = oracle.select_units(scores[:, b, :, :n].tolist(), mine, safe)
+        assert (found[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in expected]
         assert (found[:, b] - 2).sum() == 2 * sum(mine)
 
 
@@ -118,9 +118,9 @@ def test_all_heads_keep_what_the_oracle_keeps_of_their_keys(chunk):
         n = len(prompt)
         keys = [np.asarray(state.k.data, np.float64)[row, :, :n] for state in exact]
         scores = [[keydiff.scores(head)[: n - min(recent, n)].tolist() for head in heads] for heads in keys]
-        want = oracle.select_units(scores, [min(budget, n) - min(recent, n)] * len(scores))
+        expected = oracle.select_units(scores, [min(budget, n) - min(recent, n)] * len(scores))
         newest = list(range(n - min(recent, n), n))
-        for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
+        for layer_kept, layer_want in zip(held.kept_positions(), expected, strict=True):
             for head, units in zip(layer_kept[row], layer_want, strict=True):
                 assert head.tolist() == units + newest
                 unequal += len(head) != budget
@@ -132,10 +132,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours():
     text = f"snapkv:budget=12,window=4,kernel=3 + {OVER_THE_MODEL} + kvcrush + int8"
     together = kvjax.read(model, PROMPTS, text, room=8)
     for row, prompt in enumerate(PROMPTS):
-        alone = kvjax.read(model, [prompt], text, room=8)
-        for every, mine in zip(together.kept_positions(), alone.kept_positions(), strict=True):
+        single = kvjax.read(model, [prompt], text, room=8)
+        for every, mine in zip(together.kept_positions(), single.kept_positions(), strict=True):
             assert [head.tolist() for head in every[row]] == [head.tolist() for head in mine[0]]
-        assert together.generate(max_new_tokens=5).tokens[row] == alone.generate(max_new_tokens=5).tokens[0]
+        assert together.generate(max_new_tokens=5).tokens[row] == single.generate(max_new_tokens=5).tokens[0]
 
 
 def test_representatives_leave_no_head_without_tokens_of_its_own():

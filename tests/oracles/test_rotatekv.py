@@ -28,7 +28,7 @@ def test_the_codes_by_hand():
     assert oracle.quantize(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0
 
 
-def through(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
+def round_trip(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
     run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
@@ -37,26 +37,26 @@ def through(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
 def test_rows_of_any_sign_and_size_are_their_oracles(bits, clip):
     x = np.random.default_rng(bits).normal(size=(12, 32)) + np.array([0, 5, -40, 0.5])[np.arange(12) % 4, None]
     x[8:] *= np.array([[1e4], [1e-20], [0], [1]])
-    got = through(ZeroPointQuantizer(bits, clip), x)
-    np.testing.assert_allclose(got, [oracle.dequantize(*oracle.quantize(row, bits, clip)) for row in x], rtol=1e-5)
-    alike = through(ZeroPointQuantizer(bits), np.full((1, 32), -3.0))
+    actual = round_trip(ZeroPointQuantizer(bits, clip), x)
+    np.testing.assert_allclose(actual, [oracle.dequantize(*oracle.quantize(row, bits, clip)) for row in x], rtol=1e-5)
+    alike = round_trip(ZeroPointQuantizer(bits), np.full((1, 32), -3.0))
     np.testing.assert_allclose(alike, -3.0, rtol=1e-4)
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method = layer.random_batch(), kvjax.parse("rotatekv:heads=2,sinks=2")
-    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
-    for b, n in enumerate(map(int, d.lengths)):
+    batch, method = layer.random_batch(), kvjax.parse("rotatekv:heads=2,sinks=2")
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
+    for b, n in enumerate(map(int, batch.lengths)):
         at = np.arange(n + layer.STEPS)
-        k, v = (np.asarray(x[b, :, at], np.float64).swapaxes(0, 1) for x in (d.k, d.v))
+        k, v = (np.asarray(x[b, :, at], np.float64).swapaxes(0, 1) for x in (batch.k, batch.v))
         bare = rope(k, -at)
         order = oracle.channel_order(bare[:, :n].sum(1), 2)
         keys = np.stack([oracle.fake_quantize_key(bare[:, t], order, 2, 2, 0.8) for t in at], 1)
         values = np.array([[oracle.fake_quantize_value(row, 2, 0.8) for row in head] for head in v])
         keys[:, :2], values[:, :2] = bare[:, :2], v[:, :2]
-        q = np.asarray(d.q[b])[:, :, n:][:, :, : layer.STEPS].reshape(-1, layer.STEPS, layer.H)
-        want = dense_attention(q, rope(keys, at), values, at[n:])
-        np.testing.assert_allclose(out[b], want.reshape(out[b].shape), atol=2e-5)
+        q = np.asarray(batch.q[b])[:, :, n:][:, :, : layer.STEPS].reshape(-1, layer.STEPS, layer.H)
+        expected = dense_attention(q, rope(keys, at), values, at[n:])
+        np.testing.assert_allclose(out[b], expected.reshape(out[b].shape), atol=2e-5)
 
 
 def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
@@ -78,7 +78,7 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "says"),
     [
         ("rotatekv:bits=5", "bits must be one of 1, 2, 3, 4, 8, got 5"),
         ("rotatekv:clip=1.5", "clip must lie in"),
@@ -87,8 +87,8 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
         ("rotatekv:heads=2 + h2o", "slot `decode`"),
     ],
 )
-def test_what_has_no_meaning_is_refused(text, why):
-    with pytest.raises(KvjaxError, match=why):
+def test_what_has_no_meaning_is_refused(text, says):
+    with pytest.raises(KvjaxError, match=says):
         layer.bind(text)
 
 

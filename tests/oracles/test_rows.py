@@ -41,7 +41,7 @@ CODECS = (
 )
 
 
-def data(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
+def random_vectors(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
     """x [2 2 S H] and queries [2 2 2 1 H]; the second row has four tokens, and nonsense behind them."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(2, 2, S, H)) * rng.uniform(0.1, 30, size=(2, 2, S, 1))
@@ -51,7 +51,7 @@ def data(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
     return jnp.asarray(x, dtype), jnp.asarray(pos, jnp.int32)[:, None], q
 
 
-def real(x, pos):
+def mask_padding(x, pos):
     return np.asarray(x)[np.broadcast_to(np.asarray(pos) >= 0, x.shape[:3])]
 
 
@@ -76,11 +76,11 @@ def test_codes_are_those_of_the_formula(bits, shift):
     x = np.asarray(np.random.default_rng(bits).normal(size=(40, 32)) + shift, np.float32)
     coded = MinMax(bits).encode(jnp.asarray(x))
     codes, scales = np.asarray(bit_packing.unpack(coded.codes, bits, -1)), np.asarray(coded.scale)
-    for row, got, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
-        want, zero, scale = oracle.quantize_min_max(row, bits)
+    for row, actual, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
+        expected, zero, scale = oracle.quantize_min_max(row, bits)
         assert word & (2**bits - 1) == zero
         near_tie = np.abs((row / scale) % 1 - 0.5) < 1e-3
-        assert ((got == want) | near_tie).all() and np.abs(got.astype(int) - want).max() <= 1
+        assert ((actual == expected) | near_tie).all() and np.abs(actual.astype(int) - expected).max() <= 1
         stored = (word & ~np.uint32(2**bits - 1)).view(np.float32)
         assert abs(stored / scale - 1) <= 2.0 ** (bits - 23) + 1e-6
     read = MinMax(bits).decode(coded)
@@ -91,8 +91,8 @@ def test_codes_are_those_of_the_formula(bits, shift):
 
 def test_eight_bits_on_either_side_of_zero():
     x = np.asarray(np.random.default_rng(0).normal(size=(20, 8)), np.float32)
-    got = np.asarray(Absmax().decode(Absmax().encode(jnp.asarray(x))))
-    for row, read in zip(x.astype(np.float64), got, strict=True):
+    actual = np.asarray(Absmax().decode(Absmax().encode(jnp.asarray(x))))
+    for row, read in zip(x.astype(np.float64), actual, strict=True):
         np.testing.assert_allclose(read, oracle.fake_quantize_absmax(row), atol=1e-6)
 
 
@@ -111,19 +111,19 @@ def test_hadamards_matrix(H):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_is_read_is_what_the_codes_say(codec):
-    x, pos, q = data()
+    x, pos, q = random_vectors()
     stored = codec.encode(x, pos)
     held = codec.decode(stored)
     assert np.isfinite(held).all() and held.dtype == x.dtype
     turn = oracle.hadamard(16) if codec.rotate else np.eye(16)
-    for row, got in zip(real(x, pos).astype(np.float64), real(held, pos), strict=True):
+    for row, actual in zip(mask_padding(x, pos).astype(np.float64), mask_padding(held, pos), strict=True):
         if isinstance(codec.quantizer, Absmax):
-            want = oracle.fake_quantize_absmax(row)
+            expected = oracle.fake_quantize_absmax(row)
         else:
-            want = turn @ oracle.dequantize_min_max(*oracle.quantize_min_max(turn @ row, codec.quantizer.bits))
+            expected = turn @ oracle.dequantize_min_max(*oracle.quantize_min_max(turn @ row, codec.quantizer.bits))
         step = np.ptp(row) / (2 ** getattr(codec.quantizer, "bits", 8) - 1)
-        assert np.abs(got - want).max() <= 2 * step  # a tie may fall the other way, by one step
-        assert np.median(np.abs(got - want)) <= 1e-3 * np.abs(row).max()
+        assert np.abs(actual - expected).max() <= 2 * step  # a tie may fall the other way, by one step
+        assert np.median(np.abs(actual - expected)) <= 1e-3 * np.abs(row).max()
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, held), 0.0)
     np.testing.assert_allclose(codec.scores(q, stored), attention.scores(q, held), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(codec.mix(p, stored), attention.mix(p, held), rtol=1e-4, atol=5e-3)
@@ -134,7 +134,7 @@ def test_what_is_read_is_what_the_codes_say(codec):
 @pytest.mark.parametrize("S", [6, 8])
 def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
     codec = PerTokenCodec(MinMax(4), "hadamard")
-    x, pos, q = data(S)
+    x, pos, q = random_vectors(S)
     stored = codec.encode(x, pos)
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, x), 0.0)
     whole = codec.scores(q, stored), codec.mix(p, stored)
@@ -146,17 +146,17 @@ def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
 
 
 def test_a_rotation_alone_loses_nothing():
-    x, pos, q = data()
+    x, pos, q = random_vectors()
     turned, plain = PerTokenCodec(Exact(), "hadamard"), Plain()
     a, b = turned.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
     assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are held as they are turned
     p = jax.nn.softmax(jnp.where(pos[:, :, None, None] >= 0, plain.scores(q, b), -jnp.inf))
-    for got, want in (
+    for actual, expected in (
         (turned.decode(a), plain.decode(b)),
         (turned.scores(q, a), plain.scores(q, b)),
         (turned.mix(p, a), plain.mix(p, b)),
     ):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("codec", CODECS[1::2])
@@ -164,23 +164,23 @@ def test_a_rotation_alone_loses_nothing():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_is_coded_once_wherever_it_goes(codec, place, dtype):
     codec = place(codec)
-    x, pos, _ = data(dtype=dtype)
+    x, pos, _ = random_vectors(dtype=dtype)
     x = jnp.where(pos[..., None] < 0, jnp.zeros((), dtype), x)
     whole = codec.decode(codec.encode(x, pos))
     empty = codec.encode(jnp.zeros_like(x), jnp.full_like(pos, -1))
     at = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
     one = jax.jit(codec.append)(empty, x[:, :, 2:3], at)
     assert jax.tree.map(memory.memory_kind, one) == jax.tree.map(memory.memory_kind, empty)
-    got = jax.jit(codec.gather)(one, at[:, :, None])
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(whole[:, :, 2:3], np.float32))
-    assert got.dtype == dtype
+    actual = jax.jit(codec.gather)(one, at[:, :, None])
+    np.testing.assert_array_equal(np.asarray(actual, np.float32), np.asarray(whole[:, :, 2:3], np.float32))
+    assert actual.dtype == dtype
     rest = jnp.asarray(codec.decode(one)).at[jnp.arange(2)[:, None], jnp.arange(2)[None], at].set(0)
     assert not np.asarray(rest, np.float32).any()
 
 
 @pytest.mark.parametrize(("codec", "each"), [(CODECS[0], 16 // 2 + 4), (CODECS[2], 16 // 4 + 4), (CODECS[3], 16 + 4)])
 def test_the_bits_are_really_packed(codec, each):
-    x, pos, _ = data()
+    x, pos, _ = random_vectors()
     stored = codec.encode(x, pos)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) == 2 * 2 * 9 * each
 
@@ -208,8 +208,8 @@ COMPOSED = (
 
 @pytest.mark.parametrize("method", COMPOSED)
 def test_under_other_methods_eight_bits_change_little(method):
-    d = layer.random_batch(5)
-    error = np.abs(layer.decode(f"{method} + int8", d) - layer.decode(method, d))
+    batch = layer.random_batch(5)
+    error = np.abs(layer.decode(f"{method} + int8", batch) - layer.decode(method, batch))
     assert 0 < np.median(error) < 0.01 and error.mean() < 0.02  # a near tie may fall the other way
 
 

@@ -30,8 +30,8 @@ def test_the_oracle_by_hand():
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
-    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
+    batch, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         return oracle.reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "channel")
@@ -39,7 +39,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
         return oracle.reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "token")
 
-    np.testing.assert_allclose(out, attend_decoded(d, keys, values), atol=5e-6)
+    np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=5e-6)
 
 
 @pytest.mark.parametrize(
@@ -57,38 +57,40 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
     x = rng.normal(size=(3, 2, S, H)).astype(dtype)
     slot = np.arange(S)[None]
     pos = jnp.asarray(np.where(slot < lengths[:, None], slot, -1), jnp.int32)[:, None]
-    dirty = jnp.where(pos[..., None] >= 0, x, jnp.asarray(np.inf, dtype))
+    noisy = jnp.where(pos[..., None] >= 0, x, jnp.asarray(np.inf, dtype))
 
     def step(stored, t):
         at = jnp.asarray(lengths, jnp.int32)[:, None] + t
         return codec.append(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
 
-    def run(dirty):
-        first = codec.encode(dirty, pos)
+    def run(noisy):
+        first = codec.encode(noisy, pos)
         last = jax.lax.scan(step, first, jnp.arange(steps, dtype=jnp.int32))[0]
         some = jnp.broadcast_to(jnp.asarray([0, 4, 9, 12, 14], jnp.int32), (3, 2, 5))
         return first, last, codec.decode(last), codec.gather(last, some)
 
-    first, last, all_of, some = jax.jit(run)(dirty)
+    first, last, all_of, some = jax.jit(run)(noisy)
     assert jax.tree.map(memory.memory_kind, last) == jax.tree.map(memory.memory_kind, first)
     assert all_of.dtype == some.dtype == dtype
     for b, n in enumerate(lengths):
         for h in range(2):
-            want = oracle.reconstruct(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
-            np.testing.assert_array_equal(np.asarray(all_of[b, h, : n + steps]), want)
-            np.testing.assert_array_equal(np.asarray(some[b, h]), want[[0, 4, 9, 12, 14]])
+            expected = oracle.reconstruct(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
+            np.testing.assert_array_equal(np.asarray(all_of[b, h, : n + steps]), expected)
+            np.testing.assert_array_equal(np.asarray(some[b, h]), expected[[0, 4, 9, 12, 14]])
 
 
 def test_ragged_chunks_are_single_steps():
     """Row b brings counts[b] tokens in one call and then the others; padding tokens move nothing."""
-    d, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
-    bound, want = layer.bind(method), layer.decode(method, d)
-    state, done = layer.prefill(bound, d), np.zeros(3, np.int32)
+    batch, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
+    bound, expected = layer.bind(method), layer.decode(method, batch)
+    state, done = layer.prefill(bound, batch), np.zeros(3, np.int32)
     for counts in ([4, 0, 2], [3, 4, 4]):
-        fresh = layer.truncate_chunk(layer.SequenceBatch(d.q, d.k, d.v, d.lengths + done).tokens(0, 4), counts)
-        out, state = layer.compile_extend(bound, 4)(state, fresh)
+        new = layer.truncate_chunk(
+            layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + done).tokens(0, 4), counts
+        )
+        out, state = layer.compile_extend(bound, 4)(state, new)
         for b, (start, count) in enumerate(zip(done, counts, strict=True)):
-            np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, start : start + count], atol=3e-6)
+            np.testing.assert_allclose(out[b, :, :, :count], expected[b, :, :, start : start + count], atol=3e-6)
         done += np.array(counts, np.int32)
 
 
@@ -102,14 +104,14 @@ def test_bits_fall_and_are_really_packed():
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "saq:bits=2-4": "bits must fall from step to step",
         "saq:bits=8-3": "bits must be 1, 2, 4 or 8, got 3",
         "saq:bits=8/4": "numbers with '-' between them, got '8/4'",
         "saq:every=20": "no multiple of group 32",
         "saq + h2o": "slot `decode`",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
+        with pytest.raises(KvjaxError, match=says):
             layer.bind(text)
     with pytest.raises(KvjaxError, match="does not divide the head size"):
         StaircaseQuantizer((8, 4), 4, "channel", 4).encode(jnp.ones((1, 1, 4, 6)), jnp.zeros((1, 1, 4), jnp.int32))

@@ -15,63 +15,65 @@ from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import specache
-from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, bound, oracle, prefill
+from tests.oracles.test_kivi import STEPS, B, G, H, K, R, bind, oracle_outputs, prefill, random_batch
 
 SPECS = [(1, 8, 1, "improved", "mean"), (1, 8, 3, "original", "max"), (2, 4, 5, "improved", "mean")]
 
 
-def later(d: layer.SequenceBatch, tokens) -> layer.SequenceBatch:
-    return layer.SequenceBatch(d.q, d.k, d.v, d.lengths + np.asarray(tokens, np.int32))
+def shift_batch(batch: layer.SequenceBatch, tokens) -> layer.SequenceBatch:
+    return layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + np.asarray(tokens, np.int32))
 
 
-def pair(d: layer.SequenceBatch, guesses: layer.SequenceBatch) -> tuple:
+def pair_with_drafts(batch: layer.SequenceBatch, drafts: layer.SequenceBatch) -> tuple:
     """The tokens of STEPS steps: each true token with a draft of the next one, which is always wrong."""
-    true, guessed = layer.stack_steps(d, STEPS), layer.stack_steps(later(guesses, 1), STEPS)
+    true, guessed = layer.stack_steps(batch, STEPS), layer.stack_steps(shift_batch(drafts, 1), STEPS)
     q = jnp.concatenate([true[0], guessed[0]], 4)
     return q, jax.tree.map(lambda x, y: jnp.concatenate([x, y], 3), true[1], guessed[1])
 
 
 @functools.cache
-def _speculate(method):
-    def step(state, fresh):
-        out, state, _ = bound(method).extend(state, *fresh, 1, None)
+def _compile_speculation(method):
+    def step(state, new):
+        out, state, _ = bind(method).extend(state, *new, 1, None)
         return state, out
 
-    def run(state, first, fresh):
-        out, state, _ = bound(method).extend(state, *first, 0, None)
-        state, outs = jax.lax.scan(step, state, fresh)
+    def run(state, first, new):
+        out, state, _ = bind(method).extend(state, *first, 0, None)
+        state, outs = jax.lax.scan(step, state, new)
         return out, jnp.moveaxis(outs, 0, 3), state
 
     return jax.jit(run)
 
 
-def speculate(method, d: layer.SequenceBatch, guesses: layer.SequenceBatch, state=None):
+def speculate(method, batch: layer.SequenceBatch, drafts: layer.SequenceBatch, state=None):
     """Pre-decode and steps -> f32[B K G 1 H], f32[B K G STEPS 2 H], state."""
-    state = prefill(method, d) if state is None else state
-    return _speculate(method)(state, d.token(0), pair(d, guesses))
+    state = prefill(method, batch) if state is None else state
+    return _compile_speculation(method)(state, batch.token(0), pair_with_drafts(batch, drafts))
 
 
-def specache_row(d: layer.SequenceBatch, b: int, h: int, spec: tuple) -> tuple:
+def oracle_cache(batch: layer.SequenceBatch, b: int, h: int, spec: tuple) -> tuple:
     """The oracle after the prompt, and q, k, v of row b and head h by position."""
     bits, group, topk, one_bit, reduce = spec
-    q, k, v = (np.asarray(x[b, h]) for x in (d.q, d.k, d.v))
-    n = d.lengths[b]
+    q, k, v = (np.asarray(x[b, h]) for x in (batch.q, batch.k, batch.v))
+    n = batch.lengths[b]
     return specache.SpeCache(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), lambda at: (q[:, at], k[at], v[at])
 
 
-def specache_of(spec: tuple, **more):
+def make_specache(spec: tuple, **more):
     bits, group, topk, one_bit, reduce = spec
     return methods.specache(bits, group, topk, R, one_bit=one_bit, reduce=reduce, **more)
 
 
-def wanted(d: layer.SequenceBatch, guesses: layer.SequenceBatch, spec: tuple, turns: int = 1) -> tuple:
+def speculative_outputs(
+    batch: layer.SequenceBatch, drafts: layer.SequenceBatch, spec: tuple, num_rounds: int = 1
+) -> tuple:
     """The speculative loop of the paper -> pre-decode f64[turns B K G H], steps f64[turns B K G STEPS 2 H]."""
-    first, out = np.zeros((turns, B, K, G, H)), np.zeros((turns, B, K, G, STEPS, 2, H))
+    first, out = np.zeros((num_rounds, B, K, G, H)), np.zeros((num_rounds, B, K, G, STEPS, 2, H))
     for b, h in np.ndindex(B, K):
-        row, true = specache_row(d, b, h, spec)
-        _, guess = specache_row(guesses, b, h, spec)
-        for i in range(turns):
-            at = d.lengths[b] + i * STEPS
+        row, true = oracle_cache(batch, b, h, spec)
+        _, guess = oracle_cache(drafts, b, h, spec)
+        for i in range(num_rounds):
+            at = batch.lengths[b] + i * STEPS
             first[i, b, h] = row.pre_decode(*true(at))
             for t in range(STEPS):
                 out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = row.step(*true(at + t), guess(at + t + 1))
@@ -80,71 +82,75 @@ def wanted(d: layer.SequenceBatch, guesses: layer.SequenceBatch, spec: tuple, tu
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_speculative_loop_equals_the_paper(spec):
-    d, guesses = batch(seed=1), batch(seed=2, fresh=STEPS + 1)
-    first, out, _ = speculate(specache_of(spec), d, guesses)
-    want_first, want = wanted(d, guesses, spec)
+    batch, drafts = random_batch(seed=1), random_batch(seed=2, num_new=STEPS + 1)
+    first, out, _ = speculate(make_specache(spec), batch, drafts)
+    want_first, expected = speculative_outputs(batch, drafts, spec)
     np.testing.assert_allclose(first[:, :, :, 0], want_first[0], atol=3e-6)
-    np.testing.assert_allclose(out, want[0], atol=3e-6)
+    np.testing.assert_allclose(out, expected[0], atol=3e-6)
 
 
 def test_a_second_turn_goes_on_from_the_first():
     """It begins with a pre-decode step of its own; one row stands at the end of a block of keys."""
     spec = SPECS[1]
-    d, guesses, method = batch(seed=3, fresh=2 * STEPS), batch(seed=4, fresh=2 * STEPS + 1), specache_of(spec)
-    want_first, want = wanted(d, guesses, spec, 2)
-    state = speculate(method, d, guesses)[2]
-    first, out, _ = speculate(method, later(d, STEPS), later(guesses, STEPS), state)
+    batch, drafts, method = (
+        random_batch(seed=3, num_new=2 * STEPS),
+        random_batch(seed=4, num_new=2 * STEPS + 1),
+        make_specache(spec),
+    )
+    want_first, expected = speculative_outputs(batch, drafts, spec, 2)
+    state = speculate(method, batch, drafts)[2]
+    first, out, _ = speculate(method, shift_batch(batch, STEPS), shift_batch(drafts, STEPS), state)
     np.testing.assert_allclose(first[:, :, :, 0], want_first[1], atol=3e-6)
-    np.testing.assert_allclose(out, want[1], atol=3e-6)
+    np.testing.assert_allclose(out, expected[1], atol=3e-6)
 
 
 @functools.cache
-def _chunk(method):
-    return layer.compile_extend(bound(method), STEPS)
+def _compile_chunk(method):
+    return layer.compile_extend(bind(method), STEPS)
 
 
 def test_without_speculation_it_equals_the_paper():
-    spec, d = SPECS[1], batch(seed=5)
-    method = specache_of(spec, speculative=False)
-    out, _ = _chunk(method)(prefill(method, d), d.tokens(0, STEPS))
-    want = np.zeros((B, K, G, STEPS, H))
+    spec, batch = SPECS[1], random_batch(seed=5)
+    method = make_specache(spec, speculative=False)
+    out, _ = _compile_chunk(method)(prefill(method, batch), batch.tokens(0, STEPS))
+    expected = np.zeros((B, K, G, STEPS, H))
     for b, h in np.ndindex(B, K):
-        row, true = specache_row(d, b, h, spec)
+        row, true = oracle_cache(batch, b, h, spec)
         for t in range(STEPS):
-            want[b, h, :, t] = row.step_without_draft(*true(d.lengths[b] + t))
-    np.testing.assert_allclose(out, want, atol=3e-6)
+            expected[b, h, :, t] = row.step_without_draft(*true(batch.lengths[b] + t))
+    np.testing.assert_allclose(out, expected, atol=3e-6)
 
 
 def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
     """A plain ragged chunk: row b brings counts[b] tokens; padding neither counts nor fetches."""
     spec = SPECS[1]
-    d, method = batch(seed=6), specache_of(spec)
-    state = prefill(method, d, padding=np.inf)
+    batch, method = random_batch(seed=6), make_specache(spec)
+    state = prefill(method, batch, padding=np.inf)
     counts, done = [2, 0, 9, 8, STEPS, 1, 7], np.zeros(B, np.int32)
-    rows = {(b, h): specache_row(d, b, h, spec) for b, h in np.ndindex(B, K)}
+    rows = {(b, h): oracle_cache(batch, b, h, spec) for b, h in np.ndindex(B, K)}
     for part in (counts, [STEPS - c for c in counts]):
-        now = later(d, done)
-        out, state = _chunk(method)(state, layer.truncate_chunk(now.tokens(0, STEPS), part))
+        now = shift_batch(batch, done)
+        out, state = _compile_chunk(method)(state, layer.truncate_chunk(now.tokens(0, STEPS), part))
         for (b, h), (row, true) in rows.items():
             for t in range(part[b]):
-                want, _ = row.step(*true(now.lengths[b] + t))
-                np.testing.assert_allclose(out[b, h, :, t], want, atol=3e-6)
+                expected, _ = row.step(*true(now.lengths[b] + t))
+                np.testing.assert_allclose(out[b, h, :, t], expected, atol=3e-6)
         done += np.array(part, np.int32)
 
 
 def test_when_all_rows_are_fetched_it_is_exact_attention():
-    d, guesses = batch(seed=7), batch(seed=8, fresh=STEPS + 1)
-    exact = oracle(d, 1, 8, residual=1000)
-    _, out, _ = speculate(methods.specache(1, 8, 50, R), d, guesses)
+    batch, drafts = random_batch(seed=7), random_batch(seed=8, num_new=STEPS + 1)
+    exact = oracle_outputs(batch, 1, 8, residual=1000)
+    _, out, _ = speculate(methods.specache(1, 8, 50, R), batch, drafts)
     np.testing.assert_allclose(out[:, :, :, :, 0], exact, atol=3e-6)
 
 
 def test_what_padding_holds_changes_nothing():
-    d, guesses, method = batch(seed=9), batch(seed=10, fresh=STEPS + 1), specache_of(SPECS[0])
-    _, clean, _ = speculate(method, d, guesses)
+    batch, drafts, method = random_batch(seed=9), random_batch(seed=10, num_new=STEPS + 1), make_specache(SPECS[0])
+    _, clean, _ = speculate(method, batch, drafts)
     for padding in (1e4, np.inf):
-        dirty = batch(seed=9, padding=padding)
-        _, out, _ = speculate(method, dirty, guesses, prefill(method, dirty, padding))
+        noisy = random_batch(seed=9, padding=padding)
+        _, out, _ = speculate(method, noisy, drafts, prefill(method, noisy, padding))
         np.testing.assert_array_equal(out, clean)
 
 
@@ -177,18 +183,23 @@ def test_the_oracle_by_hand():
 
 def test_the_oracle_sees_each_choice():
     """Every parameter changes what the oracle computes on this data: equality with it means something."""
-    d, guesses = batch(seed=1), batch(seed=2, fresh=STEPS + 1)
+    batch, drafts = random_batch(seed=1), random_batch(seed=2, num_new=STEPS + 1)
     base = (1, 8, 2, "improved", "mean")
     others = [(2, *base[1:]), (1, 4, *base[2:]), (1, 8, 3, *base[3:])]
     others += [(*base[:3], "original", "mean"), (*base[:4], "max")]
-    out = wanted(d, guesses, base)[1][0]
+    out = speculative_outputs(batch, drafts, base)[1][0]
     for other in others:
-        assert np.abs(wanted(d, guesses, other)[1][0] - out).max() > 1e-3
-    assert np.abs(out[..., 0, :] - oracle(d, 1, 8)).max() > 1e-3, "and so does fetching"
-    assert np.abs(wanted(d, batch(seed=20, fresh=STEPS + 1), base)[1][0][..., 0, :] - out[..., 0, :]).max() > 1e-3
+        assert np.abs(speculative_outputs(batch, drafts, other)[1][0] - out).max() > 1e-3
+    assert np.abs(out[..., 0, :] - oracle_outputs(batch, 1, 8)).max() > 1e-3, "and so does fetching"
+    assert (
+        np.abs(
+            speculative_outputs(batch, random_batch(seed=20, num_new=STEPS + 1), base)[1][0][..., 0, :] - out[..., 0, :]
+        ).max()
+        > 1e-3
+    )
 
 
-def sizes(method, S: int, wide: int, dtype) -> dict[bool, int]:
+def bytes_by_memory(method, S: int, wide: int, dtype) -> dict[bool, int]:
     """Bytes of the state, {on the host: bytes}; nothing is compiled."""
     x = jax.ShapeDtypeStruct((3, 2, 64, wide), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
@@ -205,12 +216,12 @@ def test_bytes_are_the_papers(bits, group, dtype):
     """All exact tokens are on the host, the low-bit copy and topk fetched tokens on the device."""
     wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
     method = functools.partial(methods.specache, bits, group)
-    small, large = (sizes(method(64, 64), S, wide, dtype) for S in (512, 1024))
+    small, large = (bytes_by_memory(method(64, 64), S, wide, dtype) for S in (512, 1024))
     assert small[True] == 2 * heads * 512 * wide * size
     assert large[True] == 2 * heads * 1024 * wide * size
     low = 2 * heads * 512 * wide * (bits + 16 * size / group) / 8
     assert large[False] - small[False] == low + 4 * 3 * 512
-    fewer = sizes(method(16, 64), 512, wide, dtype)
+    fewer = bytes_by_memory(method(16, 64), 512, wide, dtype)
     assert small[False] - fewer[False] == heads * 48 * (2 * wide * size + 4)
 
 
@@ -227,7 +238,7 @@ def test_the_string_is_the_call():
         (lambda: methods.specache(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
         (lambda: methods.specache(group=8, residual=8, topk=0), r"topk.*\b0\b"),
         (lambda: methods.specache(group=8, residual=8, reduce="sum"), r"reduce.*sum"),
-        (lambda: prefill(methods.specache(group=16, residual=16), batch()), r"(?=.*\b16\b).*\b8\b"),
+        (lambda: prefill(methods.specache(group=16, residual=16), random_batch()), r"(?=.*\b16\b).*\b8\b"),
     ],
 )
 def test_an_impossible_value_is_an_error_with_its_remedy(make, words):

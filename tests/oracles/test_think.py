@@ -18,28 +18,28 @@ from tests.contract import layer
 from tests.oracles import think as oracle
 
 
-def of_prompt(d: layer.SequenceBatch, b: int, h: int, queries: int = 4) -> list[int]:
+def oracle_channels(batch: layer.SequenceBatch, b: int, h: int, queries: int = 4) -> list[int]:
     """The oracle's channels of a head."""
-    n = int(d.lengths[b])
-    q, k = np.asarray(d.q[b, h, :, :n], np.float64), np.asarray(d.k[b, h, :n], np.float64)
+    n = int(batch.lengths[b])
+    q, k = np.asarray(batch.q[b, h, :, :n], np.float64), np.asarray(batch.k[b, h, :n], np.float64)
     return oracle.select_channels(q, k, 0.4, queries)
 
 
 def test_it_is_its_oracle_where_padding_holds_infinity():
-    d, dirty = layer.random_batch(), layer.random_batch(padding=np.inf)
+    batch, noisy = layer.random_batch(), layer.random_batch(padding=np.inf)
     bound = layer.bind("think:recent=3,queries=4")
-    out = layer.decode("think:recent=3,queries=4", d, state=layer.prefill(bound, dirty, padding=np.inf))
+    out = layer.decode("think:recent=3,queries=4", batch, state=layer.prefill(bound, noisy, padding=np.inf))
     for b, n in enumerate(map(int, layer.LENGTHS)):
         for h in range(layer.K):
-            stay = of_prompt(d, b, h)
+            stay = oracle_channels(batch, b, h)
             for t in range(layer.STEPS):
-                k, v = (np.asarray(x[b, h, : n + t + 1], np.float64) for x in (d.k, d.v))
-                keys, q = oracle.reconstruct(k, max(n - 3, 0), stay), np.asarray(d.q[b, h, :, n + t : n + t + 1])
-                want = dense_attention(q, keys[None], v[None], np.array([n + t]))[:, 0]
-                np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
+                k, v = (np.asarray(x[b, h, : n + t + 1], np.float64) for x in (batch.k, batch.v))
+                keys, q = oracle.reconstruct(k, max(n - 3, 0), stay), np.asarray(batch.q[b, h, :, n + t : n + t + 1])
+                expected = dense_attention(q, keys[None], v[None], np.array([n + t]))[:, 0]
+                np.testing.assert_allclose(out[b, h, :, t], expected, atol=1e-5)
 
 
-def found(q, k, **parameters) -> list[int]:
+def select_channels(q, k, **parameters) -> list[int]:
     """The channels of a head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
@@ -49,12 +49,12 @@ def found(q, k, **parameters) -> list[int]:
 
 def test_by_hand_a_channel_goes_although_its_queries_are_larger():
     """Mean squares 4 and 1 of queries, 1 and 9 of keys: 4 against 9."""
-    assert found([[2, 1], [-2, 1]], [[1, 3], [1, -3]], share=0.5) == [1]
-    assert found([[0, 9], [2, 0], [-2, 1]], [[1, 1], [1, 1], [1, 1]], share=0.5, num_queries=2) == [0]
-    assert found([[0, 0]], [[0, 0]], share=0.5) == [0]
+    assert select_channels([[2, 1], [-2, 1]], [[1, 3], [1, -3]], share=0.5) == [1]
+    assert select_channels([[0, 9], [2, 0], [-2, 1]], [[1, 1], [1, 1], [1, 1]], share=0.5, num_queries=2) == [0]
+    assert select_channels([[0, 0]], [[0, 0]], share=0.5) == [0]
 
 
-def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, Observation]:
+def random_prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, Observation]:
     """Rows of six and of two tokens: keys with infinity behind the last one, positions, and queries."""
     rng = np.random.default_rng(0)
     pos = np.where(np.arange(S)[None] < np.array([[S], [2]]), np.arange(S)[None], -1)
@@ -67,7 +67,7 @@ def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.A
 @pytest.mark.parametrize("codec", [ChannelPruner(0.4), Host(ChannelPruner(0.4))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dtype):
-    x, pos, seen = prompt(dtype=dtype)
+    x, pos, seen = random_prompt(dtype=dtype)
 
     @jax.jit
     def run(x, pos, seen, at, idx):
@@ -91,27 +91,27 @@ def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dty
 
 def test_over_a_selection_older_tokens_are_those_that_it_leaves():
     """Four of the six tokens that stay in each head lose channels, which are chosen by all six."""
-    d, text = layer.random_batch(), "snapkv:budget=6,window=2,kernel=3"
-    state, alone = (layer.prefill(layer.bind(t), d) for t in (f"{text} + think:recent=2,queries=4", text))
-    kept = np.asarray(alone.pos[0, :, :6])
+    batch, text = layer.random_batch(), "snapkv:budget=6,window=2,kernel=3"
+    state, single = (layer.prefill(layer.bind(t), batch) for t in (f"{text} + think:recent=2,queries=4", text))
+    kept = np.asarray(single.pos[0, :, :6])
     np.testing.assert_array_equal(np.asarray(state.side_store.pos[0])[:, :4], kept[:, :4])
     np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], kept[:, 4:])
     for h in range(layer.K):
-        q, k = np.asarray(d.q[0, h, :, :9], np.float64), np.asarray(d.k[0, h], np.float64)[kept[h]]
+        q, k = np.asarray(batch.q[0, h, :, :9], np.float64), np.asarray(batch.k[0, h], np.float64)[kept[h]]
         assert state.side_store.k.channels[0, h, 0].tolist() == oracle.select_channels(q, k, 0.4, 4)
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "think:share=1": "share of channels",
         "think:recent=-1": "recent must be 0 or more",
         "think:queries=0": "at least 1 query",
         "think + h2o": "slot `decode`",
         "think + zipcache": "both fill the slot `side_store`",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
+        with pytest.raises(KvjaxError, match=says):
             layer.bind(text)
-    x, pos, _ = prompt()
+    x, pos, _ = random_prompt()
     with pytest.raises(KvjaxError, match="has seen none"):
         ChannelPruner().encode_prompt(x, pos, None)
     with pytest.raises(KvjaxError, match="observe 32 of them"):

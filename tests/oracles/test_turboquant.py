@@ -23,20 +23,20 @@ from tests.oracles.rows import hadamard
 
 
 @pytest.mark.parametrize(
-    ("d", "bits", "upper"),
+    ("batch", "bits", "upper"),
     [(4, 2, [0.22629, 0.75478]), (128, 3, [0.02165, 0.06679, 0.11872, 0.19007])],
 )
-def test_the_levels_are_the_published_ones(d, bits, upper):
-    np.testing.assert_allclose(lloyd_max_levels(d, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
-    np.testing.assert_allclose(lloyd_max_levels(d, bits), oracle.lloyd_max_levels(d, bits), atol=1e-7)
+def test_the_levels_are_the_published_ones(batch, bits, upper):
+    np.testing.assert_allclose(lloyd_max_levels(batch, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
+    np.testing.assert_allclose(lloyd_max_levels(batch, bits), oracle.lloyd_max_levels(batch, bits), atol=1e-7)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4])
 def test_each_level_is_the_mean_of_a_normal_number_in_its_cell(bits):
     level = lloyd_max_levels(64, bits).astype(float) * 8
     edges = [-np.inf, *(level[1:] + level[:-1]) / 2, np.inf]
-    want = [oracle.exact_cell_mean(a, b) for a, b in zip(edges, edges[1:], strict=False)]
-    np.testing.assert_allclose(level, want, rtol=2e-3)
+    expected = [oracle.exact_cell_mean(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    np.testing.assert_allclose(level, expected, rtol=2e-3)
     np.testing.assert_allclose(level, -level[::-1], atol=1e-6)
 
 
@@ -49,7 +49,7 @@ def test_the_example_by_hand():
     np.testing.assert_allclose(q @ oracle.fake_quantize_key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
 
 
-def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
+def round_trip(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
     run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
@@ -57,18 +57,18 @@ def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_keys_and_values_are_their_oracles(bits):
     x = np.random.default_rng(bits).normal(size=(20, 32)) * 5
-    got = through(LloydMax(bits), x @ hadamard(32)) @ hadamard(32)
-    np.testing.assert_allclose(got, [oracle.fake_quantize_key(row, bits)[1] for row in x], atol=1e-4)
-    np.testing.assert_allclose(np.linalg.norm(got, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
+    actual = round_trip(LloydMax(bits), x @ hadamard(32)) @ hadamard(32)
+    np.testing.assert_allclose(actual, [oracle.fake_quantize_key(row, bits)[1] for row in x], atol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(actual, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
     np.testing.assert_allclose(
-        through(UniformQuantizer(bits), x), [oracle.fake_quantize_value(row, bits) for row in x], atol=1e-5
+        round_trip(UniformQuantizer(bits), x), [oracle.fake_quantize_value(row, bits) for row in x], atol=1e-5
     )
 
 
 @pytest.mark.parametrize(("k_bits", "v_bits", "correct"), [(4, 4, True), (3, 4, False)])
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, correct):
-    d, method = layer.random_batch(), kvjax.methods.turboquant(k_bits, v_bits, correct)
-    out = layer.decode(method, d, state=layer.prefill(layer.bind(method), d, padding=np.inf))
+    batch, method = layer.random_batch(), kvjax.methods.turboquant(k_bits, v_bits, correct)
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         return np.stack([oracle.fake_quantize_key(row, k_bits, correct)[1] for row in x])
@@ -76,12 +76,12 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, cor
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
         return np.stack([oracle.fake_quantize_value(row, v_bits) for row in x])
 
-    np.testing.assert_allclose(out, attend_decoded(d, keys, values), atol=2e-5)
+    np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=2e-5)
 
 
 @pytest.mark.parametrize("quantizer", [LloydMax(3), LloydMax(4, False), UniformQuantizer(3)])
 def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
-    read = through(quantizer, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
+    read = round_trip(quantizer, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
     assert np.isfinite(read).all() and not read[0].any()
     if isinstance(quantizer, UniformQuantizer):
         np.testing.assert_array_equal(read[1:, 0], [2.5, 65504, -65504])  # the largest that float16 has
@@ -120,16 +120,16 @@ def test_the_ends_of_a_model_take_the_bytes_of_the_full_cache():
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "turboquant:k_bits=5": "bits must be one of 1, 2, 3, 4, 8, got 5; the nearest is 4",
         "turboquant:v_bits=16": "the nearest is 8",
         "turboquant:ends=-1": "must be 0 or more, got -1",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
+        with pytest.raises(KvjaxError, match=says):
             kvjax.parse(text)
-    for method, H, why in (
+    for method, H, says in (
         (kvjax.methods.turboquant(3), 16, "32 at a time.*more bits"),
         (kvjax.methods.turboquant(), 24, "rotate"),
     ):
-        with pytest.raises(KvjaxError, match=why):
+        with pytest.raises(KvjaxError, match=says):
             layer.bind(method).k.encode(jnp.ones((1, 1, 2, H)), jnp.zeros((1, 1, 2), jnp.int32))

@@ -42,7 +42,7 @@ def exact_cell_mean(a: float, b: float) -> float:
 def fake_quantize_key(k: np.ndarray, bits: int, correct: bool = True) -> tuple[list[int], np.ndarray]:
     """A key [d] -> (its codes, the key that they stand for, turned back)."""
     d, length = len(k), math.sqrt((k**2).sum())
-    rotation, levels = hadamard(d), levels(d, bits)
+    rotation, levels = hadamard(d), lloyd_max_levels(d, bits)
     direction = rotation @ k / length if length else np.zeros(d)
     middles = [(a + b) / 2 for a, b in zip(levels, levels[1:], strict=False)]
     codes = [sum(y >= m for m in middles) for y in direction]
