@@ -1,4 +1,4 @@
-"""A2ATS in NumPy, float64, from its abstract (arXiv 2502.12665): one head, one query at a time."""
+"""A2ATS in NumPy, float64, from its abstract (arXiv 2502.12665; no public code): one head, one query at a time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from tests.oracles.online import rope, softmax
 
 
 def factorize_moment(moment: np.ndarray) -> np.ndarray:
-    """A factor L with L L^T = moment [H H]: what keys are multiplied by before plain k-means."""
+    """A factor L with L L^T = moment [H H]; keys are multiplied by it before plain k-means."""
     values, vectors = np.linalg.eigh(moment)
     return vectors * np.sqrt(np.maximum(values, 0))
 
 
 def nearest_codeword(x: np.ndarray, words: np.ndarray, factor: np.ndarray) -> int:
-    """The codeword of a key [H]."""
+    """The index of the codeword of a key [H]."""
     return int(np.square((x - words) @ factor).sum(1).argmin())
 
 
 def fit_codebook(keys: np.ndarray, factor: np.ndarray, num_words: int, iterations: int) -> tuple[np.ndarray, list[int]]:
-    """Bare keys [n H] -> (the codewords [C H], that of each key)."""
+    """Fits keys before RoPE [n H] -> (the codewords [C H], the codeword of each key)."""
     n = len(keys)
     if n <= num_words:
         return keys.copy(), list(range(n))
@@ -33,7 +33,7 @@ def fit_codebook(keys: np.ndarray, factor: np.ndarray, num_words: int, iteration
 
 
 def a2ats(q, k, v, n: int, topk: int, words: int, sinks: int, recent: int, distance: int, iterations: int = 10):
-    """One head, q [G S H], k, v [S H] after RoPE, a prompt of n tokens -> outputs [G S-n H] of the rest."""
+    """Decodes one head: q [G S H], k, v [S H] after RoPE, a prompt of n tokens -> outputs [G S-n H] of the rest."""
     G, S, H = q.shape
     pos, out = np.arange(S), np.empty((G, S - n, H))
     bare_keys, far_q = rope(k, -pos), rope(rope(q, -pos), np.full(S, distance))

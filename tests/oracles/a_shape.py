@@ -1,4 +1,4 @@
-"""A-shape prompt attention in NumPy, float64, from its pattern: every key of one row masked, one query at a time."""
+"""A-shape prompt attention in NumPy, float64 (arXiv 2407.02490, section 3): one sequence, query by query."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def visible_tokens(t: int, sinks: int, recent: int) -> list[int]:
-    """Positions that the query at t reads."""
+    """The positions that the query at t reads."""
     return sorted(set(range(min(sinks, t + 1))) | set(range(max(t - recent + 1, 0), t + 1)))
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: int, recent: int) -> np.ndarray:
-    """q [K G T H], k, v [K T H] -> [K G T H]."""
+    """Attends under the pattern: q [K G T H], k, v [K T H] -> [K G T H]."""
     out = np.empty(q.shape)
     for t in range(q.shape[2]):
         visible = visible_tokens(t, sinks, recent)

@@ -1,4 +1,4 @@
-"""AdaKV in NumPy, one row at a time, from the paper's Algorithm 1 and kvpress' description of its variant."""
+"""AdaKV in NumPy, one sequence at a time, from its paper (arXiv 2407.11550, Algorithm 1) and kvpress' variant of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 
 def num_won(scores, quota: int, protected=()) -> list[int]:
-    """Scores [K][U] -> how many of the K * quota best (head, unit) each head has.
+    """Scores [K][U] -> the number of units of each head among the K * quota best of all heads.
 
-    Those of `first` come before all others; of equals the earlier unit, then the lower head.
+    Protected units come before all others. Ties go to the earlier unit, then to the lower head.
     """
     ranking = [(h, u) for h in range(len(scores)) for u in range(len(scores[h]))]
     ranking.sort(key=lambda x: (x not in protected, -scores[x[0]][x[1]], x[1], x[0]))
@@ -19,7 +19,7 @@ def num_won(scores, quota: int, protected=()) -> list[int]:
 
 
 def budgets(scores, quota: int, alpha: str = "0.2") -> list[int]:
-    """(1 - alpha) of what each head won and alpha of the mean, in whole units by largest remainder."""
+    """Mixes (1 - alpha) of each head's won units with alpha of the mean, in whole units by largest remainder."""
     safe_fraction = Fraction(alpha)
     targets = [(1 - safe_fraction) * c + safe_fraction * quota for c in num_won(scores, quota)]
     whole = [int(x) for x in targets]

@@ -1,4 +1,4 @@
-"""ArkVale in NumPy, float64, from its paper's digests (Chen et al., NeurIPS 2024): one row, one query at a time."""
+"""ArkVale in NumPy, float64, from its paper (Chen et al., NeurIPS 2024): one sequence, one query at a time."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from tests.oracles.online import softmax
 
 
 def page_box(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The two sides [H] of the box of a full page of keys [page H]."""
+    """The lower and upper corner [H] of the box of a full page of keys [page H]."""
     center = (keys.max(0) + keys.min(0)) / 2
     radius = np.abs(center - keys).mean(0)
     return center - radius, center + radius
 
 
 def max_product(q: np.ndarray, keys: np.ndarray) -> float:
-    """The greatest product of q [H] with a point of the page's box."""
+    """The greatest product of q [H] with a point in the page's box."""
     low, high = page_box(keys)
     return np.maximum(q * low, q * high).sum()
 
 
 def arkvale(q, k, v, n: int, page: int, num_recalled: int, sinks: int, recent: int) -> np.ndarray:
-    """q [K G S H], k, v [K S H] of one row, a prompt of n tokens -> outputs [K G S-n H] of the rest.
+    """Decodes q [K G S H], k, v [K S H] of one sequence, a prompt of n tokens -> outputs [K G S-n H] of the rest.
 
-    A query reads the first `sinks` tokens, the last `recent` ones, its own page, and `recalled` pages between them,
-    which all heads share: the ones of the highest promise in the mean over query heads.
+    A query reads the first `sinks` tokens, the last `recent` ones, its own page, and `num_recalled` pages between them.
+    All heads share these pages; their `max_product` is highest in the mean over query heads.
     """
     K, G, S, H = q.shape
     out = np.empty((K, G, S - n, H))

@@ -1,4 +1,4 @@
-"""Attention-Gate in NumPy, float64, one row at a time, from its formula (arXiv 2410.12876); weights as in the table."""
+"""Attention-Gate in NumPy, float64, one sequence at a time (arXiv 2410.12876); weights are shaped as in the table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def gate_logits(x, query, key, value, output, bias) -> np.ndarray:
-    """Hidden states [T D] -> the logits of the heads' gates [K T]."""
+    """The logits of the heads' gates [K T] for hidden states [T D]."""
     A, _, C = query.shape
     out = np.tile(np.asarray(bias, np.float64)[:, None], (1, len(x)))
     for a in range(A):
@@ -19,7 +19,7 @@ def gate_logits(x, query, key, value, output, bias) -> np.ndarray:
 
 
 def select_tokens(scores, threshold, budget, sinks, recent) -> list[list[int]]:
-    """Logits [K T] -> the tokens that each head keeps: both ends, and of the flagged ones the best of all heads."""
+    """Selects by logits [K T] the sinks and recent tokens of each head, and the best flagged tokens of all heads."""
     K, n = scores.shape
     if n <= sinks + recent:
         return [list(range(n))] * K
@@ -32,7 +32,7 @@ def select_tokens(scores, threshold, budget, sinks, recent) -> list[list[int]]:
 
 
 def fit_discriminant(x, is_kept, ridge: float) -> tuple[np.ndarray, float]:
-    """Vectors [n D], and which of them are of the first class -> direction and offset of the logit of that class."""
+    """Fits vectors [n D] with a mask of the first class -> direction and offset of that class's logit."""
     kept_mean, evicted_mean = x[is_kept].mean(0), x[~is_kept].mean(0)
     centered = np.concatenate([x[is_kept] - kept_mean, x[~is_kept] - evicted_mean])
     covariance = centered.T @ centered / len(x)

@@ -1,4 +1,4 @@
-"""Cache-Craft's formulas, from the paper: one head, in NumPy."""
+"""Cache-Craft's formulas in NumPy, from the paper (arXiv 2502.15734, section 3): one head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def context_impact(attention: np.ndarray, sizes: list[int], i: int) -> float:
-    """attention f64[T T], rows sum to 1, causal -> the cache context impact of chunk i."""
+    """The cache context impact of chunk i under causal attention weights f64[T T]."""
     ends = np.cumsum([0, *sizes])
     own = slice(ends[i], ends[i + 1])
     inter = 0.0
@@ -19,7 +19,7 @@ def context_impact(attention: np.ndarray, sizes: list[int], i: int) -> float:
 
 
 def attention_weights(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """q [N T H], k [K T H] -> f64[T T], causal, mean of query heads."""
+    """The causal attention weights f64[T T] of q [N T H] to k [K T H], in the mean over query heads."""
     N, T, H = q.shape
     total = np.zeros((T, T))
     for n in range(N):

@@ -1,4 +1,4 @@
-"""CAKE in NumPy, one row and one layer at a time, from the paper's formulas and its public code's rule of integers."""
+"""CAKE in NumPy, one sequence and layer at a time, from its paper (arXiv 2503.12491) and its public code's rounding."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from tests.oracles.eviction import pool_scores
 
 
 def preference(attention, tau1: float = 1.6, tau2: float = 0.6) -> float:
-    """Attention of the window's queries to the tokens before it, [heads W past] -> dispersion and shift as one."""
+    """Combines dispersion and shift of the window's attention to the tokens before it, [heads W past]."""
     dispersion = -(attention * np.log(attention + 1e-10)).sum()
     shift = attention.var(1, ddof=1).sum()
     return float(dispersion ** (1 / tau1) * shift ** (1 / tau2))
 
 
 def scores(attention, kernel: int = 5, gamma: float = 200.0) -> np.ndarray:
-    """Attention of one key/value head's query heads, [G W past] -> what its tokens before the window score."""
+    """The scores of the tokens before the window, from the attention [G W past] of one key/value head."""
     head_scores = attention.mean(1) + gamma * attention.var(1, ddof=1)
     return np.mean([pool_scores(row, kernel, "avg") for row in head_scores], 0)
 
 
 def spread_equally(parts: list[int], amount: int, least: int, most: int) -> list[int]:
-    """Gives `amount` to the parts that are not at their bound, in equal parts, the remainder to the first ones."""
+    """Adds `amount` to the parts that are not at their limit, in equal steps; the remainder goes to the first ones."""
     parts = list(parts)
     while amount:
         free = [i for i, x in enumerate(parts) if (x < most if amount > 0 else x > least)]
@@ -36,7 +36,7 @@ def spread_equally(parts: list[int], amount: int, least: int, most: int) -> list
 
 
 def budgets(preferences: list[float], total: int, most: int) -> list[int]:
-    """Tokens of each layer beside the window, at least one each; `total` of all layers, `most` that a layer has."""
+    """Budgets of the layers without the window: at least one token and at most `most` each, `total` in all."""
     total_preference = sum(preferences)
     shares = [x / total_preference if total_preference else 1 / len(preferences) for x in preferences]
     parts = [int(x * total) for x in shares]

@@ -1,4 +1,4 @@
-"""ChunkKV in NumPy, float64, from its paper (2502.00299) and kvpress: one row, one set of chunks for all heads."""
+"""ChunkKV in NumPy, float64, from its paper (arXiv 2502.00299) and kvpress: one sequence, equal chunks in all heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def attention_received(q: np.ndarray, k: np.ndarray, window: int) -> np.ndarray:
-    """q [K G S H], k [K S H] -> [S]: attention of the last `window` queries, summed over these and all heads."""
+    """The attention [S] that tokens receive from the last `window` queries, summed over these and all heads."""
     K, G, S, H = q.shape
     out = np.zeros(S)
     for head in range(K):
@@ -19,7 +19,7 @@ def attention_received(q: np.ndarray, k: np.ndarray, window: int) -> np.ndarray:
 
 
 def select_tokens(scores: np.ndarray, budget: int, chunk: int, window: int) -> list[int]:
-    """The tokens that stay: the window, what is no whole chunk before it, and the best chunks that the budget has."""
+    """Selects the window, the remainder before it that is no whole chunk, and the best chunks within the budget."""
     n = len(scores)
     if n <= budget:
         return list(range(n))

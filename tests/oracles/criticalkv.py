@@ -6,12 +6,16 @@ import numpy as np
 
 
 def projected_norms(v, output) -> np.ndarray:
-    """Values [T H] and the output projections of their query heads [G H D] -> mean over G of |v W|_1, [T]."""
+    """The mean over G of |v W|_1, [T], for values [T H] and the output projections of their query heads [G H D]."""
     return np.mean([np.abs(v @ w).sum(-1) for w in output], 0)
 
 
 def select_tokens(scores, norms, budget: int, always=(), fraction: float = 0.5) -> list[int]:
-    """`keep` of a head's tokens: those of `always`, then by score until a share is full, then by (score + 1e-4) c."""
+    """Selects `budget` tokens of a head.
+
+    The tokens of `always` come first, then the best by score up to `fraction` of the budget, then the best by
+    (score + 1e-4) times their norm.
+    """
     candidates = [t for t in range(len(scores)) if t not in always]
     num_by_score = max(int(fraction * budget) - len(always), 0)
     chosen = sorted(candidates, key=lambda t: (-scores[t], t))[:num_by_score]

@@ -1,4 +1,4 @@
-"""CURPress of kvpress in NumPy, float64: one row of one key/value head."""
+"""CURPress of kvpress in NumPy, float64, after CurDKV (arXiv 2509.15038): one key/value head of one sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def local_leverage(x: np.ndarray, window: int) -> np.ndarray:
-    """x [S H] -> [S]: squared norms over their sum in windows from the first token on."""
+    """The squared norms of x [S H] over their sum in windows from the first token on, [S]."""
     out = np.zeros(len(x))
     for first in range(0, len(x), window):
         squares = (x[first : first + window] ** 2).sum(1)
@@ -15,7 +15,7 @@ def local_leverage(x: np.ndarray, window: int) -> np.ndarray:
 
 
 def scores(k: np.ndarray, v: np.ndarray, window: int, leverage: str = "product") -> np.ndarray:
-    """k, v [S H] -> [S]."""
+    """The scores [S] of tokens with k, v [S H]."""
     key_leverage, value_leverage = local_leverage(k, window), local_leverage(v, window)
     score = {
         "product": key_leverage * value_leverage,
@@ -27,6 +27,6 @@ def scores(k: np.ndarray, v: np.ndarray, window: int, leverage: str = "product")
 
 
 def select_tokens(scores: np.ndarray, budget: int, sinks: int) -> list[int]:
-    """The sinks and the highest scores, ascending."""
+    """Selects the sinks and the highest scores, ascending."""
     ranking = np.where(np.arange(len(scores)) < sinks, np.inf, scores)
     return sorted(np.argsort(-ranking, kind="stable")[:budget].tolist())

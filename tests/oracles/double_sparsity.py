@@ -1,4 +1,4 @@
-"""Double Sparsity in NumPy, float64, from paper and public code (arXiv 2408.07092): one row, one query at a time."""
+"""Double Sparsity in NumPy, float64, from paper and public code (arXiv 2408.07092): one sequence, query by query."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tests.oracles.online import softmax
 
 
 def label_channels(q: np.ndarray, k: np.ndarray, num_channels: int) -> np.ndarray:
-    """The channels of a head that count, by its prompt q [G n H], k [n H]: each token's query with its own key."""
+    """The most important channels of a head by its prompt q [G n H], k [n H]: each query times its own token's key."""
     return np.argsort(-np.abs(q * k[None]).mean((0, 1)), kind="stable")[:num_channels]
 
 
 def double_sparsity(q, k, v, n: int, heavy: int, factor: int) -> np.ndarray:
-    """q [K G S H], k, v [K S H] of one row, a prompt of n tokens -> outputs [K G S-n H] of the rest.
+    """Decodes q [K G S H], k, v [K S H] of one sequence, a prompt of n tokens -> outputs [K G S-n H] of the rest.
 
-    A query head reads its own token and those heavy - 1 before it whose labels give the largest product.
+    A query head reads its own token and the heavy - 1 earlier ones whose labels give the largest product.
     """
     K, G, S, H = q.shape
     out = np.empty((K, G, S - n, H))

@@ -1,4 +1,4 @@
-"""Elastic Cache in NumPy, float64, from its paper (2407.18121) and public code, with real ranks: one row."""
+"""Elastic Cache in NumPy, float64, from its paper (arXiv 2407.18121) and public code, with true ranks: one sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.oracles.merge import evicted_tokens
 
 
 def select_tokens(received: np.ndarray, budget: int, sinks: int) -> list[int]:
-    """Attention received [T], the mean over all heads -> the first tokens, the last one, and the best of the others."""
+    """Selects the sinks, the last token and the best others by attention received [T], the mean over all heads."""
     T = len(received)
     if budget >= T:
         return list(range(T))
@@ -17,7 +17,7 @@ def select_tokens(received: np.ndarray, budget: int, sinks: int) -> list[int]:
 
 
 def merge_tokens(x: np.ndarray, tokens: list[int], sinks: int) -> np.ndarray:
-    """Keys or values [T H] -> those of the tokens that stay, each the mean of itself and what is nearest to it."""
+    """Averages keys or values [T H]: each kept token with the evicted tokens that are nearest to it."""
     anchors = tokens[sinks:-1]
     groups = {s: [s] for s in tokens}
     for t in evicted_tokens(x, tokens):
@@ -27,7 +27,7 @@ def merge_tokens(x: np.ndarray, tokens: list[int], sinks: int) -> np.ndarray:
 
 
 def positions_after_decode(prompt_tokens: list[int], n: int, num_steps: int, budget: int, distance: int) -> list[int]:
-    """Positions that are left after so many steps that follow a prompt of n tokens."""
+    """The cached positions after `num_steps` steps that follow a prompt of n tokens."""
     positions = list(prompt_tokens)
     for t in range(n, n + num_steps):
         positions.append(t)

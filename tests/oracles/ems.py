@@ -1,4 +1,4 @@
-"""EMS in NumPy, float64, from its description (2412.08521): one row, one key/value head of G query heads."""
+"""EMS in NumPy, float64, from its paper (arXiv 2412.08521): one sequence, one key/value head of G query heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.oracles.merge import evicted_tokens, nearest_kept
 
 
 def scores(attention: np.ndarray, window: int) -> np.ndarray:
-    """Causal attention a [G T T] -> [T]: shares of the mean over the queries that see a token, and of the last ones."""
+    """The sum of two scores [T] of causal attention [G T T]: its mean over queries, and the last queries'."""
     T = attention.shape[1]
     total = np.zeros(T)
     for weights in attention:
@@ -19,7 +19,7 @@ def scores(attention: np.ndarray, window: int) -> np.ndarray:
 
 
 def select_tokens(scores: np.ndarray, budget: int, window: int) -> list[int]:
-    """The last tokens and the best of the others."""
+    """Selects the last tokens and the best of the others."""
     T = len(scores)
     if budget >= T:
         return list(range(T))
@@ -28,7 +28,7 @@ def select_tokens(scores: np.ndarray, budget: int, window: int) -> list[int]:
 
 
 def merge_tokens(k, v, scores, tokens, band: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """k, v [T H] -> keys and values of the tokens that stay."""
+    """Merges evicted tokens into the kept ones: k, v [T H] -> keys and values of the kept tokens."""
     k, v = np.asarray(k, float), np.asarray(v, float)
     merged = sorted(evicted_tokens(k, tokens), key=lambda t: -scores[t])[: int(band * len(tokens))]
     nearest = {t: nearest_kept(k, tokens, t) for t in merged}

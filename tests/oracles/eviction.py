@@ -1,4 +1,8 @@
-"""Prefill-time eviction in NumPy, one row and one head at a time, from the papers and public code named below."""
+"""Eviction after the prompt in NumPy, one sequence and head at a time.
+
+SnapKV: arXiv 2404.14469, section 4. H2O: arXiv 2306.14048, section 4, with A2SF's decay (arXiv 2407.20485). PyramidKV:
+arXiv 2406.02069, section 4. Integers and pooling are those of the public code named at each function.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import numpy as np
 
 
 def attention_weights(q, k, window=None) -> np.ndarray:
-    """q [K G T H] of all T prompt tokens, k [K T H] -> causal softmax weights [K G T T]."""
+    """The causal softmax weights [K G T T] of q [K G T H] of all T prompt tokens to k [K T H]."""
     K, G, T, H = q.shape
     out = np.zeros((K, G, T, T))
     for h in range(K):
@@ -20,7 +24,7 @@ def attention_weights(q, k, window=None) -> np.ndarray:
 
 
 def pool_scores(x, kernel: int, pool: str) -> np.ndarray:
-    """torch's avg_pool1d (zeros beyond the edges count) or max_pool1d (they do not), stride 1, pad kernel // 2."""
+    """Pools like torch's avg_pool1d (zeros at the edges count) or max_pool1d, with stride 1 and padding kernel // 2."""
     radius, out = kernel // 2, np.zeros(len(x))
     for i in range(len(x)):
         neighbors = [x[j] for j in range(i - radius, i + radius + 1) if 0 <= j < len(x)]
@@ -31,9 +35,9 @@ def pool_scores(x, kernel: int, pool: str) -> np.ndarray:
 def snapkv_scores(
     a, window: int, kernel=5, pool="avg", reduce="mean", reduce_first=False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention [K G T T] -> scores of the query heads [K G T], of the key/value heads [K T] (SnapKV).
+    """SnapKV's scores of the query heads [K G T] and of the key/value heads [K T], from attention [K G T T].
 
-    Window tokens: 1 + their own unpooled mean weight.
+    A window token scores 1 + its own unpooled mean weight.
     """
     K, G, T, _ = a.shape
     observed = a[:, :, -window:].mean(2)
@@ -50,7 +54,7 @@ def snapkv_scores(
 
 
 def accumulated_scores(a, normalise="none", decay=1.0, window=None) -> tuple[np.ndarray, np.ndarray]:
-    """Attention [K G T T] -> column sums of the query heads [K G T], and their group means [K T] (H2O, A2SF)."""
+    """The column sums [K G T] of attention [K G T T], and their means [K T] over query heads (H2O, A2SF)."""
     K, G, T, _ = a.shape
     heads = np.zeros((K, G, T))
     for s in range(T):
@@ -65,7 +69,7 @@ def accumulated_scores(a, normalise="none", decay=1.0, window=None) -> tuple[np.
 
 
 def split_units(n: int, budget: int, sinks: int, recent: int, unit_tokens: int):
-    """A row of n tokens -> (tokens always kept, the units [first, last), how many units stay)."""
+    """Splits n prompt tokens -> (tokens always kept, the units [first, last), the number of units that stay)."""
     if n <= budget:
         return list(range(n)), [], 0
     assert budget >= sinks + recent
@@ -75,7 +79,7 @@ def split_units(n: int, budget: int, sinks: int, recent: int, unit_tokens: int):
         start += unit_tokens
     always = list(range(sinks)) + list(range(n - recent, n))
     num_free = budget - sinks - recent
-    for t in reversed(range(start, n - recent)):  # the remainder, newest first, while there is room
+    for t in reversed(range(start, n - recent)):  # the remainder, newest first, while the budget allows
         if num_free:
             always.append(t)
             num_free -= 1
@@ -83,19 +87,19 @@ def split_units(n: int, budget: int, sinks: int, recent: int, unit_tokens: int):
 
 
 def unit_scores(scores, units, reduce="sum") -> list[float]:
-    """Scores [T] of one head -> one number per unit."""
+    """Reduces the scores [T] of one head to one number per unit."""
     reduce_unit = {"sum": np.sum, "mean": np.mean, "max": np.max}[reduce]
     return [float(reduce_unit(scores[a:b])) for a, b in units]
 
 
 def top_indices(values, num_best: int, excluded=()) -> list[int]:
-    """The `count` highest that are not in `out`; ties to the lower index."""
+    """The indices of the `num_best` highest values that are not in `excluded`; ties go to the lower index."""
     order = sorted((i for i in range(len(values)) if i not in excluded), key=lambda i: (-values[i], i))
     return sorted(order[:num_best])
 
 
 def select_tokens(scores, budget, sinks, recent, unit_tokens=1, reduce="sum", scope="head") -> list[list[int]]:
-    """Scores [K T] of one row -> the token indices that each head keeps, ascending."""
+    """The token indices that each head keeps, ascending, by scores [K T] of one sequence."""
     K, n = scores.shape
     scores = np.repeat(scores.mean(0, keepdims=True), K, 0) if scope == "layer" else scores
     always, units, quota = split_units(n, budget, sinks, recent, unit_tokens)
@@ -107,7 +111,7 @@ def select_tokens(scores, budget, sinks, recent, unit_tokens=1, reduce="sum", sc
 
 
 def pyramid_budget(T: int, layer: int, num_layers: int, capacity: int, window: int, beta: int = 20) -> int:
-    """PyramidKV, the authors' integers, window included; one layer gets the mean."""
+    """The budget of a layer with its window, in the integers of PyramidKV's authors; a single layer gets the mean."""
     base = capacity - window
     low = base // beta
     high = base * 2 - low
@@ -122,7 +126,7 @@ def pyramid_budget(T: int, layer: int, num_layers: int, capacity: int, window: i
 
 
 def kvpress_pyramid_budget(T: int, layer: int, num_layers: int, tokens: int, window: int, beta: int = 20) -> int:
-    """kvpress' pyramid for a target of `tokens` of T tokens, window inside each layer's number."""
+    """The budget of a layer with its window in kvpress' pyramid, for a mean of `tokens` of T tokens."""
     if T <= tokens:
         return T
     low = tokens / beta
@@ -137,7 +141,7 @@ def kvpress_pyramid_budget(T: int, layer: int, num_layers: int, tokens: int, win
 def random_prompts(lengths, S: int, seed: int = 0, padding: float = 0.0, K: int = 2, G: int = 2, H: int = 8):
     """Random prompts, left-aligned in S slots: q [B K G S H], k, v [B K S H], pos [B S]; the rest holds `padding`.
 
-    What a row holds depends on the seed and its place in `lengths`, not on S.
+    A prompt depends on the seed and its index in `lengths`, not on S.
     """
     B = len(lengths)
     q, k, v = (np.full((B, *shape, H), padding, np.float32) for shape in ((K, G, S), (K, S), (K, S)))

@@ -1,4 +1,4 @@
-"""Expected Attention in NumPy, float64, from its formulas (arXiv 2510.00636; kvpress): one row of a key/value head.
+"""Expected Attention in NumPy, float64, from its paper (arXiv 2510.00636) and kvpress: one head of one sequence.
 
 Queries q [G T H], keys k and values v [T H], all of T tokens after rotation by RoPE; `frequencies` [H / 2] in radians.
 """
@@ -20,7 +20,7 @@ def rotation_matrix(position: int, frequencies: np.ndarray) -> np.ndarray:
 
 
 def scores(q, k, v, frequencies, sinks, future, covariance=True, value_norms=True, epsilon=0.0) -> np.ndarray:
-    """[T - sinks]: of the tokens after the sinks."""
+    """The scores [T - sinks] of the tokens after the sinks."""
     G, T, H = q.shape
     mean_rotation = np.mean([rotation_matrix(T + t, frequencies) for t in range(future)], 0)
     head_scores = []

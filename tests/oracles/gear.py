@@ -1,4 +1,4 @@
-"""GEAR in NumPy, float64, from its paper (2403.05527, section 4): the tokens of one head, [n H]."""
+"""GEAR in NumPy, float64, from its paper (arXiv 2403.05527, section 4): the tokens of one head, [n H]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def outlier_indices(vector: np.ndarray, fraction: float) -> list[int]:
-    """Where the largest and the smallest numbers of a vector are; of equal ones the first."""
+    """The indices of the largest and the smallest numbers of a vector; ties go to the lower index."""
     num_each = floor(fraction / 2 * len(vector) + 1e-9)
     largest = sorted(range(len(vector)), key=lambda i: (-vector[i], i))[:num_each]
     smallest = sorted((i for i in range(len(vector)) if i not in largest), key=lambda i: (vector[i], i))[:num_each]
@@ -16,13 +16,13 @@ def outlier_indices(vector: np.ndarray, fraction: float) -> list[int]:
 
 
 def round_to_levels(vector: np.ndarray, bits: int) -> np.ndarray:
-    """A vector rounded to 2^bits levels from its minimum to its maximum."""
+    """Rounds a vector to 2^bits levels from its minimum to its maximum."""
     lo, step = vector.min(), (vector.max() - vector.min()) / (2**bits - 1)
     return np.round((vector - lo) / step) * step + lo if step > 0 else vector
 
 
 def compress_chunk(x: np.ndarray, axis: str, bits: int, rank: int, fraction: float) -> np.ndarray:
-    """Tokens x [n H] that become codes together; vectors are channels (keys) or tokens (values)."""
+    """Compresses a chunk of tokens [n H] and restores it; its vectors are channels (keys) or tokens (values)."""
     vectors = (x.T if axis == "channel" else x).astype(float)
     coded, exact = np.empty_like(vectors), np.zeros(vectors.shape, bool)
     for i, vector in enumerate(vectors):
@@ -41,7 +41,7 @@ def compress_chunk(x: np.ndarray, axis: str, bits: int, rank: int, fraction: flo
 def reconstruct(
     x, prompt: int, axis: str, bits: int, ranks: tuple[int, int], fraction: float, chunk_tokens: int
 ) -> np.ndarray:
-    """All tokens [n H] as the last of them sees them: the prompt is one chunk, `every` decoded tokens another."""
+    """The tokens [n H] as the last one reads them: the prompt is one chunk, `chunk_tokens` decoded tokens another."""
     tokens = x.astype(float).copy()
     tokens[:prompt] = compress_chunk(x[:prompt], axis, bits, ranks[0], fraction)
     for first in range(prompt, len(x) - chunk_tokens, chunk_tokens):

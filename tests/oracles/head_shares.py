@@ -1,10 +1,10 @@
-"""Head shares in exact fractions, one prompt at a time: how many tokens each head of a model keeps, and which.
+"""Head shares in exact fractions, one prompt at a time, from kvjax's own rule (`kvjax/methods/head_shares.py`).
 
-A table says which part of a text each head keeps when the heads of the model keep a given fraction of it in the mean.
-Between these fractions, and to nothing at 0 and everything at 1, a head's part is on a straight line. Its tokens are
-then moved, all heads' by one amount, until the model's budget is met; no head goes below what always stays, or above
-the prompt. Units are whole: the largest remainders are rounded up, and of remainders that are equal to a millionth
-those of the lower layer, then of the lower head.
+A table gives the fraction of a text that each head keeps when the heads of the model keep a given fraction in the mean.
+Between these fractions, and to nothing at 0 and everything at 1, a head's fraction is interpolated linearly. One amount
+is then added to all heads until the model's budget is met; no head goes below the tokens that always stay, or above the
+prompt. Units are whole: the largest remainders are rounded up, and ties (to a millionth) go to the lower layer, then to
+the lower head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def head_fraction(head_fractions: list[float], fractions: list[float], mean_fraction: Fraction) -> Fraction:
-    """What a head keeps where all keep the fraction `at` in the mean."""
+    """The fraction that a head keeps when all heads keep `mean_fraction` in the mean."""
     known = [
         (Fraction(0), Fraction(0)),
         *((Fraction(f), Fraction(s)) for f, s in zip(fractions, head_fractions, strict=True)),
@@ -28,7 +28,7 @@ def head_fraction(head_fractions: list[float], fractions: list[float], mean_frac
 
 
 def match_total(targets: list[Fraction], total: int, most: int) -> list[Fraction]:
-    """All moved by the one amount with which they sum to `total`, within 0..most."""
+    """Adds one amount to all targets, within 0..most, so that they sum to `total`."""
 
     def shift(amount: Fraction) -> list[Fraction]:
         return [min(max(target + amount, Fraction(0)), Fraction(most)) for target in targets]
@@ -43,7 +43,7 @@ def match_total(targets: list[Fraction], total: int, most: int) -> list[Fraction
 
 
 def split_prompt(n: int, budget: int, sinks: int, recent: int, unit_tokens: int) -> tuple[int, int, int]:
-    """Of a prompt: tokens that stay in any case, whole units between, and units that a head keeps in the mean."""
+    """Splits a prompt -> (tokens always kept, whole units between them, units that a head keeps in the mean)."""
     budget = min(n, max(budget, sinks + recent))
     front = min(sinks, budget)
     back = min(recent, budget - front)
@@ -55,7 +55,7 @@ def split_prompt(n: int, budget: int, sinks: int, recent: int, unit_tokens: int)
 def head_tokens(
     table, fractions, n: int, budget: int, sinks: int = 0, recent: int = 0, unit_tokens: int = 1
 ) -> np.ndarray:
-    """Shares [L][K][R] -> tokens that each head keeps of n, i64[L K]."""
+    """The tokens that each head keeps of n, i64[L K], by a table [L][K][R]."""
     always, units, mean_units = split_prompt(n, budget, sinks, recent, unit_tokens)
     mean_fraction = Fraction(always + mean_units * unit_tokens, n)
     targets = [
@@ -70,7 +70,7 @@ def head_tokens(
 
 
 def select_tokens(scores: list[float], num_kept: int, sinks: int, recent: int) -> list[int]:
-    """The tokens that a head keeps, so many, by its scores; of equal scores the earlier token."""
+    """Selects `num_kept` tokens of a head by its scores; ties go to the earlier token."""
     n = len(scores)
     ends = [*range(min(sinks, n)), *range(max(n - recent, min(sinks, n)), n)]
     between = sorted(set(range(n)) - set(ends), key=lambda s: (-scores[s], s))

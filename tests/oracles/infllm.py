@@ -1,4 +1,4 @@
-"""InfLLM in NumPy, float64, from section 3 of the paper (arXiv 2402.04617): one row, one chunk at a time."""
+"""InfLLM in NumPy, float64, from its paper (arXiv 2402.04617, section 3): one sequence, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tests.oracles.online import rope, softmax
 
 
 def infllm(q, k, v, chunks, block: int, sinks: int, local: int, topk: int, representatives: int, per_head=False):
-    """q [K G S H], k, v [K S H] before RoPE, in chunks of these lengths -> (outputs [K G S H], blocks at the last).
+    """Runs q [K G S H], k, v [K S H] before RoPE in chunks -> (outputs [K G S H], blocks before the last chunk).
 
-    Far tokens: key without RoPE, query at position local - 1. A block's key per query head: the mean key of the tokens
-    with the most attention received while they were less than `local` tokens behind the query.
+    A far token has a key without RoPE and a query at position local - 1. A block key per query head is the mean key of
+    the tokens that received the most attention while they were less than `local` tokens before the query.
     """
     K, G, S, H = q.shape
     sink_tokens, remainder, blocks = [], [], []
@@ -47,7 +47,7 @@ def infllm(q, k, v, chunks, block: int, sinks: int, local: int, topk: int, repre
 
 
 def select_blocks(queries, blocks, topk: int, per_head: bool) -> list[list[int]]:
-    """mean [K G H] -> the blocks of each head, by the inner product with their keys summed over the heads concerned."""
+    """Selects the blocks of each head by the product of queries [K G H] and block keys, summed over the query heads."""
     K = queries.shape[0]
     scores = np.array([(queries * keys).sum((1, 2)) for _, keys in blocks]).reshape(-1, K)
     if not per_head:

@@ -1,4 +1,4 @@
-"""KCache in NumPy, from section 3.1 of the paper (arXiv 2404.18057): one row, one head at a time."""
+"""KCache in NumPy, from its paper (arXiv 2404.18057, section 3.1): one sequence, one head at a time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def kcache(q, k, v, n: int, renormalise: bool = False, shared: bool = False) -> np.ndarray:
-    """q [N H], the newest token's queries; k, v [K S H], all tokens so far, the newest included -> [N H].
+    """Attends with the newest token's queries [N H] to k, v [K S H] of all tokens, the newest included -> [N H].
 
-    S = softmax(q K^T / sqrt(d)); S~, I = TopN(S); A~ = S~ V[I]. shared: one I for the query heads of a
-    key/value head, by the sum of their S. Ties go to the lower index.
+    S = softmax(q K^T / sqrt(d)); S~, I = TopN(S); A~ = S~ V[I]. With `shared` the query heads of a key/value head have
+    one I, by the sum of their S. Ties go to the lower index.
     """
     num_groups = q.shape[0] // k.shape[0]
     logits = np.stack([k[h // num_groups].astype(np.float64) @ q[h] / np.sqrt(q.shape[1]) for h in range(q.shape[0])])

@@ -1,4 +1,4 @@
-"""Keyformer in NumPy, float64, from its paper (2403.09054): one row of one key/value head, noise given."""
+"""Keyformer in NumPy, float64, from its paper (arXiv 2403.09054), with given noise: one head of one sequence."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 
 
 def softmax(s: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
+    """The softmax over the last axis."""
     p = np.exp(s - s.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True)
 
 
 def keyformer(q, k, v, noise, n: int, budget: int, recent: int, tau: float, tau_end: float, steps: int, window=None):
-    """q [G S H], k, v [S H], noise [G S S] of queries and keys, a prompt of n tokens.
+    """Decodes q [G S H], k, v [S H] with noise [G S S] of queries and keys, after a prompt of n tokens.
 
-    Returns (outputs [G S-n H] of the tokens after the prompt, the tokens held at the end).
+    Returns (outputs [G S-n H] of the tokens after the prompt, the tokens cached at the end).
     """
     G, S, H = q.shape
     cached: list[int] = []

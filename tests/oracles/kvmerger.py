@@ -1,4 +1,4 @@
-"""KVMerger in NumPy, float64, from its description (2407.08454): one row, one key/value head."""
+"""KVMerger in NumPy, float64, from its paper (arXiv 2407.08454): one sequence, one key/value head."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """Of two keys; 0 for a key of zeros."""
+    """The cosine of two keys; 0 for a key of zeros."""
     return a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-12)
 
 
 def merge_sets(k: np.ndarray, received: np.ndarray, budget: int, heavy: int, recent: int) -> list[list[int]]:
-    """Keys [T H], attention received [T] -> consecutive tokens that become one each, joined pair by pair."""
+    """Groups consecutive tokens that become one each, joined pair by pair: keys [T H], attention received [T]."""
     T = len(k)
     old = range(max(T - recent, 0))
     unmerged = {*sorted(old, key=lambda t: -received[t])[:heavy], *range(len(old), T)}
@@ -29,7 +29,7 @@ def pivots(sets: list[list[int]], received: np.ndarray) -> list[int]:
 
 
 def merge_tokens(k, v, sets, pivots, sigma: float = 0.0) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """The tokens that stay, each with the lost ones of its set -> (keys, values, tokens that each stands for)."""
+    """Merges each pivot with the evicted tokens of its set -> (keys, values, tokens that each represents)."""
     keys, values, counts = [], [], []
     for pivot in pivots:
         members = [t for members in sets if pivot in members for t in members if t == pivot or t not in pivots]

@@ -1,4 +1,4 @@
-"""KVQuant in NumPy, float64, from its authors' code with ranges that are found online: one vector at a time."""
+"""KVQuant in NumPy, float64 (arXiv 2401.18079, section 3), with the authors' constants and online ranges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NF4 = (
 
 
 def fake_quantize(x: np.ndarray, levels: np.ndarray, fraction: float) -> np.ndarray:
-    """Numbers [n] as they are held: those at or beyond two quantiles exactly, the others at the nearest level."""
+    """Rounds numbers [n] to the nearest level, except those at or beyond two quantiles, which stay exact."""
     is_outlier = np.zeros(len(x), bool)
     if fraction:
         is_outlier = (x >= np.quantile(x, 1 - fraction / 2)) | (x <= np.quantile(x, fraction / 2))
@@ -29,7 +29,7 @@ def fake_quantize(x: np.ndarray, levels: np.ndarray, fraction: float) -> np.ndar
 def reconstruct(
     x: np.ndarray, prompt: int, axis: str, levels: np.ndarray, fraction: float, chunk_tokens: int, num_exact: int
 ) -> np.ndarray:
-    """One head's tokens [n H] when the last has just been written: prompt, full chunks, and what is not yet a chunk."""
+    """One head's stored tokens [n H] after the last was written: the prompt, full chunks, and an exact remainder."""
     full = max(len(x) - 1 - prompt, 0) // chunk_tokens
     bounds = [0, *(prompt + chunk_tokens * i for i in range(full + 1))]
     out = x.copy()

@@ -1,4 +1,4 @@
-"""KVzip in NumPy, float64, from kvpress and its paper (2505.23416): one row, one key/value head, one piece."""
+"""KVzip in NumPy, float64, from kvpress and its paper (arXiv 2505.23416, section 3): one head and chunk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def chunk_scores(
     output_norms: np.ndarray | None = None,
     hidden_norms: np.ndarray | None = None,
 ) -> np.ndarray:
-    """q [G P H], prompt keys [S H], the repetition's own keys [P H] -> [end - start]: scores of tokens start..end-1.
+    """The scores of tokens start..end-1 from q [G P H], prompt keys [S H] and the replay's own keys [P H].
 
-    reach [G end-start] and asking [P]: norms of what values add to the output, and of hidden states (KVzip+).
+    KVzip+ adds the norms of what values add to the output, [G end-start], and the norms of hidden states, [P].
     """
     G, P, H = q.shape
     num_sinks = min(sinks, start)

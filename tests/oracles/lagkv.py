@@ -1,4 +1,4 @@
-"""LagKV in NumPy, float64, from its paper (2504.04704) and kvpress: one row of one key/value head."""
+"""LagKV in NumPy, float64, from its paper (arXiv 2504.04704) and kvpress: one key/value head of one sequence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def spread_scores(part: np.ndarray, following: np.ndarray) -> np.ndarray:
-    """part, following [c H] -> [c]: softmax over the tokens of how unequal their places in the next partition are."""
+    """The softmax [c] over tokens of the deviation of their channels, scaled to the ranges of the next partition."""
     low, high = following.min(0), following.max(0)
     deviations = []
     for token in part:
@@ -18,7 +18,7 @@ def spread_scores(part: np.ndarray, following: np.ndarray) -> np.ndarray:
 
 
 def scores(k: np.ndarray, v: np.ndarray, lag: int, sinks: int, cross: bool = False) -> np.ndarray:
-    """k, v [S H] -> [S], NaN for tokens without a whole partition behind their own, and for sinks."""
+    """The scores [S] of k, v [S H]; NaN for sinks and for tokens without a whole partition after their own."""
     out = np.full(len(k), np.nan)
     start = sinks
     while start + 2 * lag <= len(k):
@@ -31,7 +31,7 @@ def scores(k: np.ndarray, v: np.ndarray, lag: int, sinks: int, cross: bool = Fal
 
 
 def select_tokens(scores: np.ndarray, budget: int, sinks: int) -> list[int]:
-    """Which tokens stay, ascending: sinks, then the latest without a score, then the highest scores."""
+    """Selects the sinks, then the latest tokens without a score, then the highest scores; ascending."""
 
     def rank_key(i: int) -> tuple:
         if i < sinks:

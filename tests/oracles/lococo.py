@@ -8,7 +8,7 @@ from tests.oracles.eviction import top_indices
 
 
 def mixing_weights(x, weight, bias) -> np.ndarray:
-    """Tokens [T C] under a convolution [M C w] with zeros beyond both ends -> softmax weights [M T]."""
+    """The softmax weights [M T] of tokens [T C] under a convolution [M C w] with zero padding."""
     M, _, w = weight.shape
     out = np.zeros((M, len(x)))
     for m in range(M):
@@ -23,7 +23,7 @@ def mixing_weights(x, weight, bias) -> np.ndarray:
 
 
 def compress(k, v, scores, budget, recent, weight, bias, normalizer):
-    """Keys and values [T H], scores [T] -> (tokens whose slots are kept, ascending, keys, values [budget H])."""
+    """Compresses keys and values [T H] by scores [T] -> (tokens that keep their slots, keys, values [budget H])."""
     T, M = len(k), len(weight)
     if budget >= T:
         return list(range(T)), k, v

@@ -1,4 +1,4 @@
-"""LOOK-M in NumPy, float64, from its paper (2406.18139) and KVCache-Factory's `merge_kv`: one row, one head."""
+"""LOOK-M in NumPy, float64, from its paper (arXiv 2406.18139) and KVCache-Factory's `merge_kv`: one head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.oracles.merge import evicted_tokens, nearest_kept
 
 
 def select_tokens(received: np.ndarray, budget: int, recent: int, sinks: int, images: list[int]) -> list[int]:
-    """Attention received [T] -> the tokens that stay: first and last ones, then text before images, the best first."""
+    """Selects the sinks and recent tokens, then text before images, the best by attention received [T] first."""
     T = len(received)
     if budget >= T:
         return list(range(T))
@@ -19,7 +19,7 @@ def select_tokens(received: np.ndarray, budget: int, recent: int, sinks: int, im
 
 
 def merge_tokens(k: np.ndarray, v: np.ndarray, tokens: list[int], rule: str) -> tuple[np.ndarray, np.ndarray]:
-    """k, v [T H] -> keys and values of the tokens that stay."""
+    """Merges evicted tokens into the nearest kept ones: k, v [T H] -> keys and values of the kept tokens."""
     evicted = [(t, *nearest_kept(k, tokens, t)) for t in evicted_tokens(k, tokens)]
     groups = [(s, [(t, u) for t, to, u in evicted if to == place]) for place, s in enumerate(tokens)]
     keys, values = (np.array([merge_into(x, s, members, rule) for s, members in groups]) for x in (k, v))
@@ -27,7 +27,7 @@ def merge_tokens(k: np.ndarray, v: np.ndarray, tokens: list[int], rule: str) -> 
 
 
 def merge_into(x: np.ndarray, s: int, evicted: list[tuple[int, float]], rule: str) -> np.ndarray:
-    """Row s of x [T H] with those of the lost tokens that go into it, given with their cosines."""
+    """Merges evicted tokens, given with their cosines, into token s of x [T H]."""
     if rule == "normalised":
         weights = {t: max((u + 1) / 2, 1e-6) for t, u in evicted}
         return (x[s] + sum(w * x[t] for t, w in weights.items())) / (1 + sum(weights.values()))

@@ -1,4 +1,7 @@
-"""Low-rank keys and values in NumPy, float64: rows as linear algebra has them, one layer row and one step at a time."""
+"""Low-rank keys and values in NumPy, float64, one sequence and one step at a time.
+
+MatryoshkaKV: arXiv 2410.14731, section 3. CSKV: arXiv 2409.10593, section 2. Merged heads: arXiv 2406.07056, section 3.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from kvjax.testing import dense_attention
 from tests.contract import layer
 
 Reconstruct = Callable[[np.ndarray], np.ndarray]
-"""The tokens of all heads [K n H] -> what a method holds of them, [K n H]."""
+"""Takes the tokens of all heads [K n H], returns the stored tokens [K n H]."""
 
 
 def attend_decoded(batch: layer.SequenceBatch, keys: Reconstruct, values: Reconstruct) -> np.ndarray:
-    """All decode steps, each over what is held when it has written its own token: f64[B K G STEPS H]."""
+    """Runs all decode steps, each over the stored tokens once its own one is written -> f64[B K G STEPS H]."""
     out = np.zeros((len(batch.lengths), layer.K, layer.G, layer.STEPS, layer.H))
     for b, n in enumerate(map(int, batch.lengths)):
         for t in range(layer.STEPS):
@@ -28,7 +31,7 @@ def attend_decoded(batch: layer.SequenceBatch, keys: Reconstruct, values: Recons
 
 
 def rotate(x: np.ndarray, pos: np.ndarray, sign: int = 1) -> np.ndarray:
-    """x [... n H] rotated to positions [n], or with sign -1 back: channel i and i + H / 2 by pos / 10,000^(2 i / H)."""
+    """Rotates x [... n H] to positions [n], or back with sign -1: channels i, i + H / 2 by pos / 10,000^(2 i / H)."""
     half = x.shape[-1] // 2
     angle = sign * pos[:, None] * 10_000.0 ** (-np.arange(half) / half)
     rotated = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
@@ -36,17 +39,17 @@ def rotate(x: np.ndarray, pos: np.ndarray, sign: int = 1) -> np.ndarray:
 
 
 def project(x: np.ndarray, basis: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Rows [n C] as their nearest points in mean + span of the columns of a basis [C r]."""
+    """The nearest points of x [n C] in mean + span of the columns of a basis [C r]."""
     return (x - mean) @ basis @ basis.T + mean
 
 
 def concat_heads(x: np.ndarray) -> np.ndarray:
-    """[K n H] -> [n K*H], the channels of all heads in a row."""
+    """Concatenates the channels of all heads: [K n H] -> [n K*H]."""
     return np.concatenate(list(x), -1)
 
 
 def split_heads(x: np.ndarray, K: int) -> np.ndarray:
-    """The inverse of `together`."""
+    """The inverse of `concat_heads`."""
     return np.stack(np.split(x, K, -1))
 
 

@@ -1,6 +1,6 @@
-"""Merging of lost tokens in NumPy, float64, one row and one head at a time, from the papers and code named below.
+"""Merging of evicted tokens in NumPy, float64, one sequence and head at a time, from the papers and code named below.
 
-A head has keys k [T H] and values v [T H], and keeps the tokens `kept`, ascending; all others are lost.
+A head has keys k [T H] and values v [T H], and keeps the tokens `kept`, ascending; all others are evicted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def evicted_tokens(k, kept) -> list[int]:
 
 
 def nearest_kept(k, kept, t: int) -> tuple[int, float]:
-    """(place among the kept, cosine) of the kept token whose key is nearest to that of t; the lower of equals."""
+    """The kept token whose key is nearest to that of t -> (its index in `kept`, cosine); ties go to the lower index."""
     best, cosine = 0, -np.inf
     for slot, s in enumerate(kept):
         similarity = k[t] @ k[s] / max(np.linalg.norm(k[t]), 1e-6) / max(np.linalg.norm(k[s]), 1e-6)
@@ -24,9 +24,9 @@ def nearest_kept(k, kept, t: int) -> tuple[int, float]:
 
 
 def d2o(k, v, kept, rule="authors"):
-    """All heads k, v [K T H], kept [K][n] -> (keys and values [K n H], tokens that each slot stands for [K n]).
+    """D2O (arXiv 2406.13035): k, v [K T H], kept [K][n] -> (keys, values [K n H], tokens in each slot [K n]).
 
-    D2O (arXiv 2406.13035); "authors": the class D2O_LayerKVCache of its public code, at its first call.
+    The rule "authors" is the class D2O_LayerKVCache of its public code, at its first call.
     """
     heads = [[(t, *nearest_kept(k[h], kept[h], t)) for t in evicted_tokens(k[h], kept[h])] for h in range(len(k))]
     similarities = [u for head in heads for _, _, u in head]
@@ -62,7 +62,7 @@ def d2o(k, v, kept, rule="authors"):
 
 
 def merging(k, v, kept, threshold=0.0, fraction=1.0) -> np.ndarray:
-    """One head -> its values [n H] (kvpress' MergingPress)."""
+    """The merged values [n H] of one head (kvpress' MergingPress)."""
     evicted = [(t, *nearest_kept(k, kept, t)) for t in evicted_tokens(k, kept)]
     least = np.quantile([u for _, _, u in evicted], 1 - fraction) if evicted else 0.0
     out = []
@@ -78,7 +78,7 @@ def merging(k, v, kept, threshold=0.0, fraction=1.0) -> np.ndarray:
 
 
 def cam(v, kept, attention, window: int, uniform) -> np.ndarray:
-    """One head: attention received [T], a number in [0, 1) for each token -> its values [n H] (CaM, LCTmppB165)."""
+    """The merged values [n H] of one head, by attention received [T] and random numbers [T] (CaM, LCTmppB165)."""
     out = v[kept].astype(float)
     for t in evicted_tokens(v, kept):
         following = [slot for slot, s in enumerate(kept) if s > t][:window]

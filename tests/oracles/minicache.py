@@ -1,4 +1,4 @@
-"""MiniCache in NumPy, float64, one head of one row at a time (Liu et al. 2024, arXiv 2405.14366)."""
+"""MiniCache in NumPy, float64, from its paper (arXiv 2405.14366): one head of one sequence at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def angle(a, b) -> float:
 
 
 def interpolate_directions(a, b, t: float) -> np.ndarray:
-    """The unit vector that the direction of a becomes once it has turned by the share t of the way to that of b."""
+    """The unit vector at the fraction t of the rotation from the direction of a to that of b."""
     a, b = a / np.linalg.norm(a), b / np.linalg.norm(b)
     orthogonal = b - (a @ b) * a
     rotation = t * angle(a, b)
@@ -21,13 +21,13 @@ def interpolate_directions(a, b, t: float) -> np.ndarray:
 
 
 def retained_tokens(lower, upper, fraction: float) -> list[int]:
-    """The tokens that stay, ascending: those whose keys [T H] turn most; of equal ones the earlier."""
+    """The tokens whose keys [T H] differ most in direction, ascending; ties go to the earlier token."""
     order = sorted(range(len(lower)), key=lambda i: (-angle(lower[i], upper[i]), i))
     return sorted(order[: ceil(fraction * len(lower) - 1e-9)])
 
 
 def merge_tokens(lower, upper, retained, t: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [T H] of one head in both layers, as the cache gives them back."""
+    """Merges the directions of one head's keys or values [T H] in both layers, and restores their norms."""
     below, above = lower.astype(float).copy(), upper.astype(float).copy()
     for i in set(range(len(lower))) - set(retained):
         direction = interpolate_directions(below[i], above[i], t)
@@ -36,7 +36,7 @@ def merge_tokens(lower, upper, retained, t: float) -> tuple[np.ndarray, np.ndarr
 
 
 def merge_layers(lower, upper, fraction: float, t: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(keys, values) [T H] of a head in the lower and in the upper layer -> the same, as the cache gives them back."""
+    """Merges (keys, values) [T H] of a head in the lower and the upper layer -> both, as the cache returns them."""
     retained = retained_tokens(lower[0], upper[0], fraction)
     keys, values = (merge_tokens(a, b, retained, t) for a, b in zip(lower, upper, strict=True))
     return list(zip(keys, values, strict=True))

@@ -1,7 +1,7 @@
 """A budget over the whole model in NumPy, one prompt at a time, from KVzip's paper (2505.23416, section 3.3).
 
-The paper keeps the pairs of the highest scores among all heads of all layers. Which of equal scores comes first, and
-that every head may keep a safe fraction of its own best, is kvjax's and stands in `ModelRanking`.
+The paper keeps the pairs with the highest scores among all heads of all layers. The order of ties, and the fraction of
+its own best units that every head keeps, are kvjax's own (`ModelRanking`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import numpy as np
 
 
 def select_units(scores, quotas: list[int], safe: float = 0.0) -> list[list[list[int]]]:
-    """Scores [L][K][U], the units that heads of each layer keep in the mean -> the units that stay, [L][K][..].
+    """Selects the units [L][K][..] by scores [L][K][U] and the units that heads of each layer keep in the mean.
 
-    safe: the part of its layer's number that each head keeps in any case, rounded down.
+    Each head keeps at least the fraction `safe` of its layer's mean, rounded down.
     """
     ranking = [
         (layer, head, unit)

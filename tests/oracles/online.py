@@ -1,4 +1,7 @@
-"""StreamingLLM, H2O and Scissorhands in NumPy, float64, from their papers: one row, one step at a time."""
+"""StreamingLLM, H2O and Scissorhands in NumPy, float64, one sequence and one step at a time.
+
+StreamingLLM: arXiv 2309.17453, section 3.2. H2O: 2306.14048, section 4. Scissorhands: 2305.17118, section 4.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ def softmax(s: np.ndarray) -> np.ndarray:
 
 
 def rope(x: np.ndarray, pos: np.ndarray, theta: float = 10_000.0) -> np.ndarray:
-    """x [... S H] turned to positions pos [S]; channel i is paired with channel i + H / 2."""
+    """Rotates x [... S H] to positions pos [S]; channel i is paired with channel i + H / 2."""
     half = x.shape[-1] // 2
     angle = np.asarray(pos, np.float64)[:, None] / theta ** (np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -20,7 +23,7 @@ def rope(x: np.ndarray, pos: np.ndarray, theta: float = 10_000.0) -> np.ndarray:
 
 
 def streaming_llm(q, k, v, n: int, sinks: int, recent: int, reindex: bool) -> np.ndarray:
-    """q [G S H], k, v [S H] of one key/value head before RoPE, a prompt of n tokens -> outputs [G S-n H] of the rest.
+    """Decodes q [G S H], k, v [S H] of one head before RoPE, a prompt of n tokens -> outputs [G S-n H] of the rest.
 
     Keys take positions 0..m-1, their index in the cache with the newest token last; the query takes m-1.
     """
@@ -40,10 +43,10 @@ def streaming_llm(q, k, v, n: int, sinks: int, recent: int, reindex: bool) -> np
 
 
 def h2o(q, k, v, n: int, heavy: int, recent: int, decay=1.0, normalise="none", layer=False):
-    """q [K G S H], k, v [K S H], a prompt of n tokens -> (outputs [K G S-n H], tokens kept at the end per head).
+    """Decodes q [K G S H], k, v [K S H], a prompt of n tokens -> (outputs [K G S-n H], cached tokens per head).
 
-    score <- decay * score + attention, summed over the queries of the head; over budget the lowest score goes that is
-    not among the last `recent` tokens, the older of equals. layer: one score for all heads, their mean.
+    score <- decay * score + attention, summed over the queries of the head. Over budget the lowest score leaves that
+    is not among the last `recent` tokens; ties go to the older token. With `layer` all heads have their mean score.
     """
     K, G, S, H = q.shape
     scores = np.zeros((K, S))
@@ -75,15 +78,15 @@ def h2o(q, k, v, n: int, heavy: int, recent: int, decay=1.0, normalise="none", l
 
 
 def scissorhands(q, k, v, n: int, budget: int, history: int, recent: int, drop: float):
-    """q [G S H], k, v [S H] of one key/value head, a prompt of n tokens -> (outputs [G S-n H], sizes after each step).
+    """Decodes q [G S H], k, v [S H] of one head, a prompt of n tokens -> (outputs [G S-n H], sizes after each step).
 
-    Over budget: of the last `history` steps since the previous compression, count for each token how often its weight
-    was below the mean; the last `recent` count 0; the highest counts go until budget - floor(drop * budget) tokens
-    are left, the older of equals first.
+    Over budget it counts for each token how often its weight was below the mean, in the last `history` steps since the
+    previous compression; the last `recent` tokens count 0. The highest counts are evicted until
+    budget - floor(drop * budget) tokens are left, older tokens first.
     """
     G, S, H = q.shape
     cached: list[int] = []
-    steps: list[dict[int, bool]] = []  # of each step: token -> below the mean
+    steps: list[dict[int, bool]] = []  # one dict per step: token -> weight below the mean
     out, sizes = np.empty((G, S - n, H)), []
     for t in range(S):
         cached.append(t)

@@ -1,4 +1,4 @@
-"""Reading by pages in NumPy, float64, from Quest (arXiv 2406.10774, Algorithm 1): one row, one query at a time."""
+"""Attention to pages in NumPy, float64, from Quest (arXiv 2406.10774, Algorithm 1): one sequence, query by query."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from tests.oracles.online import softmax
 
 
 def page_bound(q: np.ndarray, keys: np.ndarray) -> float:
-    """The greatest product of q [H] with any point of the box around keys [n H]."""
+    """The greatest product of q [H] with a point in the box around keys [n H]."""
     return sum(max(x * low, x * high) for x, low, high in zip(q, keys.min(0), keys.max(0), strict=True))
 
 
 def attend_pages(
     q, k, v, n: int, page: int, num_pages: int, shared=False, sinks=0, recent=0, window=None
 ) -> np.ndarray:
-    """q [K G S H], k, v [K S H] of one row, a prompt of n tokens -> outputs [K G S-n H] of the rest.
+    """Decodes q [K G S H], k, v [K S H] of one sequence, a prompt of n tokens -> outputs [K G S-n H] of the rest.
 
-    A query reads its own page, the first `sinks` tokens, the last `recent` ones and the best `pages` other pages before
-    it. shared: a key/value head's queries read the pages with the best of their bounds.
+    A query reads its own page, the first `sinks` tokens, the last `recent` ones and the best `num_pages` earlier pages.
+    With `shared` the queries of a key/value head read the same pages, by the greatest of their bounds.
     """
     K, G, S, H = q.shape
     out = np.empty((K, G, S - n, H))

@@ -1,4 +1,4 @@
-"""RazorAttention in NumPy: retrieval heads by repeated tokens, and attention with a compensation token (2407.15891)."""
+"""RazorAttention in NumPy (arXiv 2407.15891, section 3): retrieval heads, and attention with a compensation token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def echo_and_induction(a, period: int) -> tuple[float, float]:
-    """Attention [T T] of one query head to a text that repeats itself -> (echo, induction), as in msmodelslim."""
+    """The scores (echo, induction), as in msmodelslim, of one query head's attention [T T] to a text that repeats."""
     echo, induction = [], []
     for t in range(len(a)):
         for s in range(t - period, -1, -period):
@@ -16,7 +16,7 @@ def echo_and_induction(a, period: int) -> tuple[float, float]:
 
 
 def select_retrieval_heads(echo, induction, echo_fraction: float, induction_fraction: float) -> np.ndarray:
-    """Scores [L K] without equals -> bool[L K]."""
+    """The retrieval heads, bool[L K], by distinct scores [L K]."""
     is_retrieval = np.zeros(np.shape(echo), bool)
     for scores, fraction in ((echo, echo_fraction), (induction, induction_fraction)):
         order = np.argsort(-np.asarray(scores), axis=None)
@@ -25,14 +25,14 @@ def select_retrieval_heads(echo, induction, echo_fraction: float, induction_frac
 
 
 def split_prompt(n: int, sinks: int, recent: int, part: int) -> tuple[list[int], list[int]]:
-    """A row of n tokens -> (first and last ones that stay, those between, of which one token is made)."""
+    """Splits n tokens -> (sinks and recent tokens, tokens between them that become one compensation token)."""
     last = max(recent, n // part if part else 0)
     between = list(range(sinks, n - last))
     return [s for s in range(n) if s not in between], between
 
 
 def attend(q, k, v, exact, compensated, later) -> np.ndarray:
-    """q [G H] over the tokens that are held, the mean of those between, so many times, and the later ones: [G H]."""
+    """Attends with q [G H] to exact and later tokens, and to the compensation token, weighted by its count -> [G H]."""
     visible = [*exact, *later]
     keys, values, count = k[visible], v[visible], np.ones(len(visible))
     if compensated:

@@ -1,4 +1,4 @@
-"""ReKV in NumPy, float64, from its paper (arXiv 2503.00540): one row, one query at a time."""
+"""ReKV in NumPy, float64, from its paper (arXiv 2503.00540): one sequence, one query at a time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def rekv(q, k, v, n: int, topk: int, block: int, sinks: int, recent: int) -> np.ndarray:
-    """q [K G S H], k, v [K S H] of one row after RoPE, a context of n tokens -> outputs [K G S-n H] of the question.
+    """Answers over a context of n tokens: q [K G S H], k, v [K S H] of one sequence after RoPE -> outputs [K G S-n H].
 
-    A token reads the first `sinks` tokens, the last `recent` ones, its own block, and the `topk` other blocks before it
-    whose mean key, without RoPE and over all heads as one vector, points most where the mean query so far does.
+    A token of the question reads the first `sinks` tokens, the last `recent` ones, its own block, and `topk` earlier
+    blocks whose mean key has the greatest cosine to the mean query so far; all heads form one vector without RoPE.
     """
     K, G, S, H = q.shape
     inverse_pos = -np.arange(S)

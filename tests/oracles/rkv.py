@@ -1,4 +1,4 @@
-"""R-KV in NumPy, float64, from its paper (2505.24133) and public code: one row of one key/value head."""
+"""R-KV in NumPy, float64, from its paper (arXiv 2505.24133) and public code: one key/value head of one sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.oracles.online import softmax
 
 
 def redundancy(keys: np.ndarray, threshold: float = 0.5) -> np.ndarray:
-    """keys [S H] -> [S]: softmax of the mean cosine of all keys to each, the newest near duplicate of each left out."""
+    """The softmax [S] of each key's mean cosine to all keys [S H], without the newest near duplicate of each."""
     unit = keys / (np.linalg.norm(keys, axis=1, keepdims=True) + 1e-8)
     total = np.zeros(len(keys))
     for i in range(len(keys)):
@@ -20,7 +20,7 @@ def redundancy(keys: np.ndarray, threshold: float = 0.5) -> np.ndarray:
 
 
 def scores(q, keys, window: int, kernel: int, mix: float, threshold: float) -> np.ndarray:
-    """The last queries q [G w H], keys [S H] -> [S - window]: what tokens before the window score."""
+    """The scores [S - window] of tokens before the window, from the last queries q [G w H] and keys [S H]."""
     past = len(keys) - window
     logits = (q @ keys[:past].T / np.sqrt(keys.shape[1])).max(0)
     observed = softmax(logits).mean(0)
@@ -30,14 +30,14 @@ def scores(q, keys, window: int, kernel: int, mix: float, threshold: float) -> n
 
 
 def select_tokens(q, k, cached: list[int], t: int, budget: int, window: int, kernel: int, mix: float, threshold: float):
-    """q [G S H], k [S H] -> the `budget` of these tokens that stay, by the queries up to t."""
+    """Selects `budget` of the cached tokens by the queries up to t: q [G S H], k [S H]."""
     token_scores = scores(q[:, t - window + 1 : t + 1], k[cached], window, kernel, mix, threshold)
     best = np.argsort(-token_scores, kind="stable")[: budget - window]
     return [cached[i] for i in sorted(best)] + cached[-window:]
 
 
 def decode(q, k, v, n: int, interval: int, budget: int, **options) -> np.ndarray:
-    """q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]; a full cache shrinks before a token."""
+    """Decodes q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]; a full cache shrinks before a token."""
     G, S, H = q.shape
     cached, out = list(range(n)), np.empty((G, S - n, H))
     if n > budget:

@@ -1,4 +1,4 @@
-"""RocketKV in NumPy, float64, from its paper and public code (arXiv 2502.14051): one row, one query at a time."""
+"""RocketKV in NumPy, float64, from its paper (arXiv 2502.14051) and public code: one sequence, one query at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.oracles.online import softmax
 
 
 def select_prompt_tokens(q: np.ndarray, k: np.ndarray, budget: int, window: int, kernel: int) -> list[int]:
-    """Stage 1: which of the prompt's n tokens a head keeps; q [G n H], k [n H]."""
+    """Selects the prompt tokens that a head keeps (stage 1): q [G n H], k [n H]."""
     n, H = k.shape
     if n <= budget:
         return list(range(n))
@@ -22,10 +22,7 @@ def select_prompt_tokens(q: np.ndarray, k: np.ndarray, budget: int, window: int,
 
 
 def page_scores(q: np.ndarray, pages: list[np.ndarray], num_channels: int) -> np.ndarray:
-    """Stage 2: scores of pages of keys [page H] for the query heads q [G H] of a head, from r channels, before softmax.
-
-    Returns [G pages].
-    """
+    """The logits [G pages] of pages of keys [page H] for a head's queries q [G H], from `num_channels` (stage 2)."""
     sign = np.where(q.sum(0) > 0, 1, -1)
     bounds = np.array([(keys * sign).max(0) for keys in pages])
     channels = np.argsort(-np.abs(q).mean(0), kind="stable")[:num_channels]
@@ -37,9 +34,9 @@ def page_scores(q: np.ndarray, pages: list[np.ndarray], num_channels: int) -> np
 def rocketkv(
     q, k, v, n: int, budget: int, window: int, kernel: int, page: int, num_pages: int, num_channels: int
 ) -> np.ndarray:
-    """q [K G S H], k, v [K S H] of one row, a prompt of n tokens -> outputs [K G S-n H] of the rest.
+    """Decodes q [K G S H], k, v [K S H] of one sequence, a prompt of n tokens -> outputs [K G S-n H] of the rest.
 
-    A head reads the page of the query's own token among those that it holds, and its best `pages` before that.
+    A head reads the page of the query's own token among its cached tokens, and the best `num_pages` before it.
     """
     K, G, S, H = q.shape
     out = np.empty((K, G, S - n, H))

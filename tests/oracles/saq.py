@@ -1,4 +1,4 @@
-"""Staircase adaptive quantisation in NumPy: the tokens of one head, block by block (arXiv 2410.18441, its listing)."""
+"""Staircase adaptive quantization in NumPy, from its listing (arXiv 2410.18441): the tokens of one head by blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.oracles.kivi import fake_quantize
 
 
 def fake_quantize_block(block: np.ndarray, bits: int, group: int, axis: str) -> np.ndarray:
-    """A block of tokens [n H] in groups of tokens of a channel, or of channels of a token."""
+    """Quantizes and dequantizes a block of tokens [n H], in groups within a channel or within a token."""
     vectors = block.T if axis == "channel" else block
     quantized = np.stack(
         [np.concatenate([fake_quantize(x, bits) for x in vector.reshape(-1, group)]) for vector in vectors]
@@ -19,10 +19,10 @@ def fake_quantize_block(block: np.ndarray, bits: int, group: int, axis: str) -> 
 def reconstruct(
     x: np.ndarray, prompt: int, bits: tuple[int, ...], group: int, block_tokens: int, axis: str
 ) -> np.ndarray:
-    """Tokens [n H], the first of them a prompt, as they are held once the last of them has been written."""
+    """The stored tokens [n H] after the last was written; the first `prompt` were the prompt."""
     out, last_level = x.copy(), len(bits) - 1
     blocks = prompt // block_tokens
-    levels = {j: min(blocks - 1 - j, last_level) for j in range(blocks)}  # of each block: where it is
+    levels = {j: min(blocks - 1 - j, last_level) for j in range(blocks)}  # block -> the level that it is at
     for j, i in levels.items():
         out[j * block_tokens : (j + 1) * block_tokens] = fake_quantize_block(
             x[j * block_tokens : (j + 1) * block_tokens], bits[i], group, axis

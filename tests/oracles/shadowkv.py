@@ -1,4 +1,4 @@
-"""ShadowKV in NumPy, float64, from section 4 of the paper and its authors' constants: one row of a batch at a time."""
+"""ShadowKV in NumPy, float64, from its paper (arXiv 2410.21465, section 4) and the authors' constants: one sequence."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tests.oracles.lowrank import concat_heads, rotate, split_heads
 
 
 def reconstruct_keys(k: np.ndarray, rank: int) -> np.ndarray:
-    """A prompt's keys after RoPE [K n H], by the truncated SVD of all heads' keys before it."""
+    """Reconstructs a prompt's keys after RoPE [K n H] from the truncated SVD of all heads' keys before RoPE."""
     pos = np.arange(k.shape[1])
     u, s, vh = np.linalg.svd(concat_heads(rotate(k, pos, -1)), full_matrices=False)
     return rotate(split_heads(u[:, :rank] * s[:rank] @ vh[:rank], len(k)), pos)
 
 
 def split_prompt(k: np.ndarray, chunk: int, outliers: int, local: int) -> tuple[list[int], list[int]]:
-    """One head's prompt [n H] -> (chunks in low rank, positions of the tokens that stay exact)."""
+    """Splits one head's prompt [n H] -> (chunks in low rank, positions of the tokens that stay exact)."""
     num_chunks = max(len(k) // chunk - local, 0)
     similarities = []
     for c in range(num_chunks):
@@ -29,7 +29,7 @@ def split_prompt(k: np.ndarray, chunk: int, outliers: int, local: int) -> tuple[
 
 
 def best_landmarks(q: np.ndarray, landmarks: np.ndarray, num_best: int) -> list[int]:
-    """Queries [G H] of one head -> indices of the landmarks [C H] with the highest softmax weight of any of them."""
+    """The landmarks [C H] with the highest softmax weight of any of one head's queries [G H]."""
     logits = q @ landmarks.T / np.sqrt(q.shape[1])
     weights = np.exp(logits - logits.max(1, keepdims=True))
     weight = (weights / weights.sum(1, keepdims=True)).max(0)
@@ -39,7 +39,7 @@ def best_landmarks(q: np.ndarray, landmarks: np.ndarray, num_best: int) -> list[
 def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, n: int, budget: int, chunk: int, rank: int, outliers: int, local: int
 ) -> np.ndarray:
-    """The step of the last token: q [K G H], k and v [K S H], of which the first n were the prompt -> [K G H]."""
+    """Runs the step of the last token: q [K G H], k and v [K S H], a prompt of n tokens -> [K G H]."""
     low_rank_keys, out = reconstruct_keys(k[:, :n], rank), np.zeros(q.shape)
     for h in range(len(q)):
         low_rank, exact = split_prompt(k[h, :n], chunk, outliers, local)

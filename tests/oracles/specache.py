@@ -1,4 +1,4 @@
-"""SpeCache in NumPy, from the paper (arXiv 2503.16163, section 3.3): one row, one key/value head, one step."""
+"""SpeCache in NumPy, from its paper (arXiv 2503.16163, section 3.3): one sequence, one key/value head, step by step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.oracles import kivi
 
 
 class SpeCache:
-    """All keys and values exactly (the host's copy), a KIVI copy of them, and which tokens have been fetched."""
+    """All exact keys and values (the host's copy), a KIVI copy of them, and the fetched tokens."""
 
     def __init__(
         self,
@@ -21,21 +21,21 @@ class SpeCache:
         one_bit: str = "improved",
         reduce: str = "mean",
     ):
-        """k, v [T0 H]: the prompt; nothing is fetched yet."""
+        """Stores the prompt, k, v [T0 H]; nothing is fetched yet."""
         self.low = kivi.KiviCache(k, v, bits, group, residual, one_bit)
         self.topk, self.residual, self.reduce = topk, residual, reduce
         self.fetched: list[int] = []
 
     def pre_decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """The extra step on the first new token: q [G H], k, v [H] -> [G H]; it only chooses the first fetch."""
+        """Runs the extra step on the first new token, q [G H], k, v [H] -> [G H]; it only chooses the first fetch."""
         out, weights = self._attend(q, [(k, v)])
         self.fetched = self._choose(weights, len(self.low.k) // self.residual * self.residual)
         return out
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, draft: tuple | None = None) -> tuple:
-        """A true token and a speculative one (guess: its q, k, v) -> both outputs [G H]; the true one is kept.
+        """Decodes a true token and a draft (its q, k, v) -> both outputs [G H]; only the true one is stored.
 
-        Without a guess the true token chooses the next fetch.
+        Without a draft the true token chooses the next fetch.
         """
         self.low.append(k, v)
         out, weights = self._attend(q, [])
@@ -47,7 +47,7 @@ class SpeCache:
         return out, draft_out
 
     def step_without_draft(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """The ablation of section 4.5: this very query chooses, the rows are fetched now, attention is done again."""
+        """Runs the ablation of section 4.5: the query itself chooses the fetch, and attention runs again after it."""
         self.low.append(k, v)
         self.fetched = []
         _, weights = self._attend(q, [])
@@ -57,7 +57,7 @@ class SpeCache:
         return out
 
     def _attend(self, q: np.ndarray, extra: list) -> tuple[np.ndarray, np.ndarray]:
-        """q [G H] over the cache and `extra` (pairs k, v), which is not kept -> [G H], softmax f64[G n]."""
+        """Attends with q [G H] to the cache and `extra` pairs (k, v), which are not stored -> [G H], weights [G n]."""
         keys, values = self.low.visible_keys(), self.low.visible_values()
         for i in self.fetched:
             keys[i], values[i] = self.low.k[i], self.low.v[i]
@@ -67,6 +67,6 @@ class SpeCache:
         return weights @ values, weights
 
     def _choose(self, weights: np.ndarray, num_candidates: int) -> list[int]:
-        """The heaviest of the first tokens, whose keys will be in low bits; equal ones in order."""
+        """The heaviest of the first tokens, whose keys will be quantized; ties go to the earlier token."""
         ranking = weights.mean(0) if self.reduce == "mean" else weights.max(0)
         return sorted(range(num_candidates), key=lambda i: (-ranking[i], i))[: self.topk]

@@ -16,7 +16,7 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.bfp import SortedChannels
 from tests.contract import layer
 from tests.oracles import bfp as oracle
-from tests.oracles.held import attend_decoded
+from tests.oracles.codec_attention import attend_decoded
 
 POS = jnp.arange(6, dtype=jnp.int32)[None, None]
 

@@ -12,7 +12,7 @@ from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import fp8 as oracle
-from tests.oracles.held import attend_decoded
+from tests.oracles.codec_attention import attend_decoded
 
 
 def round_trip(quantizer: Fp8, x: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.gear import LowRankResidual
 from tests.contract import layer
 from tests.oracles import gear as oracle
-from tests.oracles.held import attend_decoded
+from tests.oracles.codec_attention import attend_decoded
 
 
 @pytest.mark.parametrize(("share", "every"), [(0.25, 3), (0.7, 4)])

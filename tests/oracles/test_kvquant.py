@@ -23,7 +23,7 @@ from kvjax.methods.kvquant import (
 )
 from tests.contract import layer
 from tests.oracles import kvquant as oracle
-from tests.oracles.held import attend_decoded
+from tests.oracles.codec_attention import attend_decoded
 from tests.oracles.online import rope
 
 

@@ -16,7 +16,7 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.saq import StaircaseQuantizer
 from tests.contract import layer
 from tests.oracles import saq as oracle
-from tests.oracles.held import attend_decoded
+from tests.oracles.codec_attention import attend_decoded
 
 
 def test_the_oracle_by_hand():

@@ -18,8 +18,8 @@ from kvjax.methods.turboquant import LloydMax, UniformQuantizer, lloyd_max_level
 from kvjax.models import Config
 from tests.contract import layer
 from tests.oracles import turboquant as oracle
-from tests.oracles.held import attend_decoded
-from tests.oracles.rows import hadamard
+from tests.oracles.codec_attention import attend_decoded
+from tests.oracles.token_codes import hadamard
 
 
 @pytest.mark.parametrize(

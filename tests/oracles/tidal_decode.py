@@ -1,4 +1,4 @@
-"""TidalDecode in NumPy, float64, from section 3 of the paper (arXiv 2410.05076): one row, one token at a time."""
+"""TidalDecode in NumPy, float64, from its paper (arXiv 2410.05076, section 3): one sequence, one token at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.oracles.online import softmax
 
 
 def tidal_decode(layers, n: int, topk: int, dense: int, reselect: int, windows=None):
-    """layers: (q [K G S H], k [K S H], v [K S H]) of each, a prompt of n tokens.
+    """Decodes through layers, each (q [K G S H], k [K S H], v [K S H]), after a prompt of n tokens.
 
     Returns per layer the outputs [K G S-n H] of the rest, and the sets of tokens that its queries read, [K][G][S-n].
     """

@@ -1,4 +1,4 @@
-"""TOVA in NumPy, float64, from its paper (2401.06104, section 3.2): one row, one token at a time."""
+"""TOVA in NumPy, float64, from its paper (arXiv 2401.06104, section 3.2): one sequence, one token at a time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from tests.oracles.online import softmax
 
 
 def tova(q, k, v, n: int, budget: int, keep_newest: bool = False, window: int | None = None):
-    """q [K G S H], k, v [K S H], a prompt of n tokens -> (outputs [K G S-n H] of the rest, tokens held at the end).
+    """Decodes q [K G S H], k, v [K S H], a prompt of n tokens -> (outputs [K G S-n H] of the rest, cached tokens).
 
-    Over budget the token leaves whose weight, mean over all K * G query heads, is lowest; the prompt is cut at once.
+    Over budget the token with the lowest weight, in the mean over all K * G query heads, is evicted; a prompt is cut at
+    once.
     """
     K, G, S, H = q.shape
     cached: list[int] = []

@@ -1,4 +1,4 @@
-"""TriAttention in NumPy, float64, from its formula (arXiv 2604.04921): one row of one key/value head.
+"""TriAttention in NumPy, float64, from its paper (arXiv 2604.04921): one key/value head of one sequence.
 
 Queries q [G Q H] at positions q_pos [Q] and keys k [S H] at positions pos [S], after rotation by RoPE; `frequencies`
 [H / 2] in radians per position.
@@ -10,13 +10,13 @@ import numpy as np
 
 
 def unrotate_pairs(x: np.ndarray, pos: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """x [n H] as complex numbers [n H/2], without the rotation of their positions."""
+    """The channel pairs of x [n H] as complex numbers [n H/2], without the rotation to their positions."""
     half = len(frequencies)
     return (x[:, :half] + 1j * x[:, half:]) * np.exp(-1j * np.outer(pos, frequencies))
 
 
 def scores(q, q_pos, k, pos, frequencies, furthest, normalise=True) -> np.ndarray:
-    """[S]: for a reader at the position after the newest key, at distances that double."""
+    """The scores [S] for a query after the newest key, at distances that double."""
     keys, now, head_scores = unrotate_pairs(k, pos, frequencies), max(pos) + 1, []
     for queries in q:
         pairs = unrotate_pairs(queries, q_pos, frequencies)
@@ -35,16 +35,16 @@ def scores(q, q_pos, k, pos, frequencies, furthest, normalise=True) -> np.ndarra
 
 
 def select_tokens(q, q_pos, k, tokens, frequencies, furthest, budget, recent) -> list[int]:
-    """The tokens of k [S H] that stay: the last `recent` and the best of the others, ascending."""
+    """Selects the last `recent` tokens of k [S H] and the best of the others, ascending."""
     token_scores = scores(q, q_pos, k[tokens], np.array(tokens), frequencies, furthest)
     best = sorted(range(len(tokens) - recent), key=lambda i: -token_scores[i])[: max(budget - recent, 0)]
     return sorted([tokens[i] for i in best] + tokens[len(tokens) - recent :])
 
 
 def decode(q, k, v, n: int, frequencies, furthest, budget, recent) -> np.ndarray:
-    """q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]: before each token back to the budget.
+    """Decodes q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]; evicts to the budget before each token.
 
-    Statistics are those of one query: before each token of that token's own.
+    Before a token its own query gives the statistics.
     """
     G, S, H = q.shape
     out = np.empty((G, S - n, H))

@@ -1,4 +1,4 @@
-"""Turned queries in NumPy, one sequence and key/value head at a time, float64, from the formula on its page."""
+"""Turned queries in NumPy, float64, from kvjax's own formula (`kvjax/methods/turned_queries.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """x [n H] with the pairs (i, i + H/2) as complex numbers, turned by positions [n] times frequencies [H/2]."""
+    """Rotates the pairs (i, i + H/2) of x [n H] by positions [n] times frequencies [H/2]."""
     half = x.shape[1] // 2
     pairs = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * positions[:, None] * frequencies)
     return np.concatenate([pairs.real, pairs.imag], 1)
@@ -21,7 +21,7 @@ def scores(
     stride: int = 1,
     last: float = 1.0,
 ) -> np.ndarray:
-    """Queries q [G T H] and keys k [T H] as a model holds them, rotated to 0..T-1 -> [T]."""
+    """The scores [T] of keys k [T H] by queries q [G T H], both after RoPE at positions 0..T-1."""
     T = k.shape[0]
     query_tokens = [t for t in range(T - 1, -1, -stride) if t >= T - max(int(T * last), 1)]
     head_scores = []

@@ -1,4 +1,4 @@
-"""ZipCache in NumPy, float64, one row at a time (He et al. 2024, arXiv 2405.14256, and its authors' code)."""
+"""ZipCache in NumPy, float64, from its paper (arXiv 2405.14256) and its authors' code: one sequence at a time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 def probe_queries(n: int, fraction: float, uniform) -> list[int]:
-    """The newest of n queries, and those of the others with the highest numbers chance [n]."""
+    """The newest of n queries, and those of the others with the highest random numbers [n]."""
     first = n - ceil(fraction * n - 1e-9)
     others = sorted(range(first), key=lambda t: (-uniform[t], t))
     return sorted(others[: floor(fraction * n + 1e-9)] + list(range(first, n)))
 
 
 def saliency(attention, probes, normalise="queries", window=None) -> np.ndarray:
-    """Attention [K G T T] of all prompt queries, and the probes among them -> [K T], mean over the query heads."""
+    """The attention [K T] of the probes, in the mean over query heads, from that of all prompt queries [K G T T]."""
     K, G, T, _ = attention.shape
     out = np.zeros((K, T))
     for s in range(T):
@@ -26,24 +26,24 @@ def saliency(attention, probes, normalise="queries", window=None) -> np.ndarray:
 
 
 def low_tier_tokens(scores, fraction: float) -> list[int]:
-    """The tokens of one head that go into the low tier, ascending; of equal ones the earlier."""
+    """The tokens of one head in the low tier, ascending; ties go to the earlier token."""
     order = sorted(range(len(scores)), key=lambda t: (scores[t], t))
     return sorted(order[: floor(fraction * len(scores) + 1e-9)])
 
 
 def round_to_levels(x, bits: int) -> np.ndarray:
-    """A group of numbers, rounded to 2^bits levels from its minimum to its maximum."""
+    """Rounds a group of numbers to 2^bits levels from its minimum to its maximum."""
     minimum, step = x.min(), (x.max() - x.min()) / (2**bits - 1)
     return np.round((x - minimum) / step) * step + minimum if step > 0 else x
 
 
 def quantize_channels(x, bits: int) -> np.ndarray:
-    """Tokens x [T H] of one head, each channel a group."""
+    """Rounds tokens x [T H] of one head, with a group per channel."""
     return np.stack([round_to_levels(c, bits) for c in x.T], 1) if len(x) else x
 
 
 def quantize_separable(x, bits: int) -> np.ndarray:
-    """Tokens x [T H] of one head: each token a group, once channels are divided by the root of their largest value."""
+    """Rounds tokens x [T H] of one head, with a group per token and channels divided by the root of their maximum."""
     if not len(x):
         return x
     root = np.sqrt(np.abs(x).max(0))
@@ -51,7 +51,7 @@ def quantize_separable(x, bits: int) -> np.ndarray:
 
 
 def reconstruct(k, v, prompt: int, low_tier, chunk_tokens: int, bits=(2, 4)) -> tuple[np.ndarray, np.ndarray]:
-    """One head's tokens k, v [T H] as the last of them sees them: `prompt` of the prompt, of which some are low."""
+    """One head's stored k, v [T H] as the last token reads them; some of the `prompt` first are in the low tier."""
     k, v = k.astype(float).copy(), v.astype(float).copy()
     high = [t for t in range(prompt) if t not in set(low_tier)]
     groups = [(list(low_tier), bits[0]), (high, bits[1])]

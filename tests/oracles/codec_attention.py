@@ -1,4 +1,4 @@
-"""Attention to whatever a codec holds, in NumPy: each head by itself, over keys and values that an oracle gives."""
+"""Attention over the keys and values that an oracle of a codec reconstructs, in NumPy, head by head."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvjax.testing import dense_attention
 from tests.contract import layer
 
 Reconstruct = Callable[[np.ndarray, int], np.ndarray]
-"""(the tokens of one head [n H], float64; how many of them were the prompt) -> what is held of them, [n H]."""
+"""Takes (the tokens of one head [n H] in float64, the number of prompt tokens), returns the stored tokens [n H]."""
 
 
 def attend_decoded(batch: layer.SequenceBatch, keys: Reconstruct, values: Reconstruct) -> np.ndarray:
-    """All decode steps, each over what is held when it has written its own token: f64[B K G STEPS H]."""
+    """Runs all decode steps, each over the stored tokens once its own one is written -> f64[B K G STEPS H]."""
     out = np.zeros((len(batch.lengths), layer.K, layer.G, layer.STEPS, layer.H))
     for b, n in enumerate(map(int, batch.lengths)):
         for h in range(layer.K):

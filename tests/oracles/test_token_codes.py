@@ -19,7 +19,7 @@ from kvjax.core import attention, memory
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer
-from tests.oracles import rows as oracle
+from tests.oracles import token_codes as oracle
 
 
 @dataclasses.dataclass(frozen=True)
