@@ -17,7 +17,7 @@ def preference(attention, tau1: float = 1.6, tau2: float = 0.6) -> float:
 def scores(attention, kernel: int = 5, gamma: float = 200.0) -> np.ndarray:
     """The scores of the tokens before the window, from the attention [G W past] of one key/value head."""
     head_scores = attention.mean(1) + gamma * attention.var(1, ddof=1)
-    return np.mean([pool_scores(row, kernel, "avg") for row in head_scores], 0)
+    return np.mean([pool_scores(values, kernel, "avg") for values in head_scores], 0)
 
 
 def spread_equally(parts: list[int], amount: int, least: int, most: int) -> list[int]:

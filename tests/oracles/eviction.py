@@ -44,8 +44,8 @@ def snapkv_scores(
     past = max(T - window, 0)
     reduce_group = {"mean": np.mean, "max": np.max}[reduce]
 
-    def pool_past(row):
-        return np.concatenate([pool_scores(row[:past], kernel, pool), 1 + row[past:]])
+    def pool_past(scores):
+        return np.concatenate([pool_scores(scores[:past], kernel, pool), 1 + scores[past:]])
 
     heads = np.array([[pool_past(observed[h, g]) for g in range(G)] for h in range(K)])
     if reduce_first:

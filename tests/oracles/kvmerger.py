@@ -32,7 +32,7 @@ def merge_tokens(k, v, sets, pivots, sigma: float = 0.0) -> tuple[np.ndarray, np
     """Merges each pivot with the evicted tokens of its set -> (keys, values, tokens that each represents)."""
     keys, values, counts = [], [], []
     for pivot in pivots:
-        members = [t for members in sets if pivot in members for t in members if t == pivot or t not in pivots]
+        members = [t for group in sets if pivot in group for t in group if t == pivot or t not in pivots]
         distances = np.array([np.sum((k[pivot] - k[t]) ** 2) for t in members])
         width = sigma**2 or distances.mean()
         weights = np.exp(-distances / (2 * width)) if width else np.ones(len(members))

@@ -36,6 +36,6 @@ def reconstruct(
     for start, end in zip(bounds, bounds[1:], strict=False):
         block = out[start:end].T if axis == "channel" else out[start:end]
         for vector in block:
-            vector[:] = vector(vector, levels, fraction) if end > start else vector
+            vector[:] = fake_quantize(vector, levels, fraction) if end > start else vector
     out[:num_exact] = x[:num_exact]
     return out

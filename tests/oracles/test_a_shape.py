@@ -25,8 +25,8 @@ def random_qkv(T: int):
 
 
 def oracle_outputs(q, k, v, sinks: int, recent: int) -> np.ndarray:
-    rows = zip(*(np.asarray(x, np.float64) for x in (q, k, v)), strict=True)
-    return np.stack([oracle.attend(*row, sinks, recent) for row in rows])
+    sequences = zip(*(np.asarray(x, np.float64) for x in (q, k, v)), strict=True)
+    return np.stack([oracle.attend(*prompt, sinks, recent) for prompt in sequences])
 
 
 def test_a_query_reads_the_sinks_and_those_just_before_it():
@@ -106,19 +106,21 @@ def masked_logits(tokens: list[int], reads_all_from: int | None = None) -> np.nd
     return np.asarray(out[0])
 
 
-@pytest.mark.parametrize(("beside", "chunk"), [("", None), ("", 4), (" + snapkv:budget=40,window=2,kernel=1", None)])
-def test_a_prompt_of_a_model_is_read_by_the_pattern(beside, chunk):
-    out, _ = kvjax.prefill(MODEL, PROMPTS, METHOD + beside, chunk=chunk)
-    for actual, row in zip(np.asarray(out), PROMPTS, strict=True):
-        np.testing.assert_allclose(actual, masked_logits(row)[-1], atol=2e-5)
+@pytest.mark.parametrize(
+    ("more_methods", "chunk"), [("", None), ("", 4), (" + snapkv:budget=40,window=2,kernel=1", None)]
+)
+def test_a_prompt_of_a_model_is_read_by_the_pattern(more_methods, chunk):
+    out, _ = kvjax.prefill(MODEL, PROMPTS, METHOD + more_methods, chunk=chunk)
+    for actual, prompt in zip(np.asarray(out), PROMPTS, strict=True):
+        np.testing.assert_allclose(actual, masked_logits(prompt)[-1], atol=2e-5)
 
 
 def test_decoding_reads_everything():
     more = [[4, 8, 15], [16, 23, 42], [1, 2, 3]]
     _, cache = kvjax.prefill(MODEL, PROMPTS, METHOD, capacity=32)
     out, cache = kvjax.extend(MODEL, more, cache)
-    for b, (row, after) in enumerate(zip(PROMPTS, more, strict=True)):
-        np.testing.assert_allclose(out[b], masked_logits(row + after, len(row))[len(row) :], atol=2e-5)
+    for b, (prompt, after) in enumerate(zip(PROMPTS, more, strict=True)):
+        np.testing.assert_allclose(out[b], masked_logits(prompt + after, len(prompt))[len(prompt) :], atol=2e-5)
     assert [len(x) for x in (heads[0] for heads in kvjax.kept_positions(cache)[0])] == [14, 7, 4]
 
 

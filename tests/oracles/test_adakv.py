@@ -42,9 +42,11 @@ def test_budgets_are_the_oracles_in_ragged_batches_with_many_ties(rule, levels):
         padded = np.where(np.arange(20) < np.array(lengths)[:, None, None], scores, fill)
         actual = allocate(AdaKV(rule=rule), padded, lengths, quota, num_always).tolist()
         for b, n in enumerate(lengths):
-            row = scores[b, :, :n].tolist()
+            head_scores = scores[b, :, :n].tolist()
             extra = () if rule == "adakv" else (num_always[b],)
-            assert actual[b] == getattr(oracle, "budgets" if rule == "adakv" else "kvpress")(row, quota[b], *extra)
+            assert actual[b] == getattr(oracle, "budgets" if rule == "adakv" else "kvpress_budgets")(
+                head_scores, quota[b], *extra
+            )
             assert sum(actual[b]) == 3 * quota[b] and max(actual[b]) <= n
 
 
@@ -65,9 +67,9 @@ def oracle_tokens(batch: layer.SequenceBatch, b: int, n: int, window: int | None
     q, k = (np.asarray(x[b, ..., :n, :]) for x in (batch.q, batch.k))
     scores = eviction.snapkv_scores(eviction.attention_weights(q, k, window), 2, 3, "max")[1]
     always, units, quota = eviction.split_units(n, 6, 0, 2, 1)
-    worth = [eviction.unit_scores(row, units) for row in scores]
+    worth = [eviction.unit_scores(head_scores, units) for head_scores in scores]
     counts = oracle.budgets(worth, quota) if quota else [0] * layer.K
-    return [sorted(always + eviction.top_indices(w, c)) for w, c in zip(worth, counts, strict=True)]
+    return [sorted(always + eviction.top_indices(values, c)) for values, c in zip(worth, counts, strict=True)]
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -75,12 +77,12 @@ def test_unequal_heads_keep_and_attend_as_under_a_mask(window):
     batch = layer.random_batch(5)
     bound = layer.bind(SNAPKV + " + adakv:page=4", window)
     state = layer.prefill(bound, batch)
-    held, out, unequal = np.asarray(bound.positions(state)), layer.decode(bound.method, batch, window, state), 0
+    positions, out, unequal = np.asarray(bound.positions(state)), layer.decode(bound.method, batch, window, state), 0
     for b, n in enumerate(batch.lengths.tolist()):
         expected = oracle_tokens(batch, b, n, window)
         unequal += len({len(tokens) for tokens in expected}) > 1
         for head, tokens in enumerate(expected):
-            assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == tokens
             q, k, v = (np.asarray(x[b, head]) for x in (batch.q, batch.k, batch.v))
             for t in range(layer.STEPS):
                 dense = oracle.attend(q[:, n + t], k, v, tokens, n + t, n, window)
@@ -94,13 +96,13 @@ def test_each_layer_keeps_its_budget_to_the_token_whole_and_in_chunks():
     whole = kvjax.read(model, prompts, text)
     chunks = kvjax.read(model, prompts, text, chunk=8)
     unequal = 0
-    for a, b in zip(whole.kept_positions(), chunks.kept_positions(), strict=True):
-        for row, other, prompt in zip(a, b, prompts, strict=True):
+    for layer_heads, b in zip(whole.kept_positions(), chunks.kept_positions(), strict=True):
+        for heads, chunked_heads, prompt in zip(layer_heads, b, prompts, strict=True):
             n = len(prompt)
-            assert [head.tolist() for head in row] == [head.tolist() for head in other]
-            assert sum(map(len, row)) == 2 * min(n, 12)
-            assert all(set(range(max(n - 4, 0), n)) <= set(head.tolist()) for head in row)
-            unequal += len(row[0]) != len(row[1])
+            assert [head.tolist() for head in heads] == [head.tolist() for head in chunked_heads]
+            assert sum(map(len, heads)) == 2 * min(n, 12)
+            assert all(set(range(max(n - 4, 0), n)) <= set(head.tolist()) for head in heads)
+            unequal += len(heads[0]) != len(heads[1])
     assert unequal
     tokens = whole.generate(max_new_tokens=5).tokens
     assert tokens == chunks.generate(max_new_tokens=5).tokens
@@ -109,14 +111,14 @@ def test_each_layer_keeps_its_budget_to_the_token_whole_and_in_chunks():
 
 def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
     model, prompts = toy_model(kv_heads=4), [list(range(90))]
-    held = kvjax.read(model, prompts, "snapkv:budget=34,window=2,kernel=3 + adakv:page=8", room=16)
+    context = kvjax.read(model, prompts, "snapkv:budget=34,window=2,kernel=3 + adakv:page=8", room=16)
     pages = 4 * (34 + 7) // 8  # that all heads may need, in whole pages
-    slots = held.cache.layers[0].pos.shape[2]
-    a_slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
-    store = 4 * -(-pages // 4) * (8 * a_slot + 4)  # each page with its owner
-    assert held.bytes.total["device"] == 3 * (store + slots * (4 * 2 * 8 * 4 + 4) + 4) + 4
-    longest = max(len(head) for heads in held.kept_positions() for head in heads[0])
-    assert longest * 4 * a_slot > store
+    slots = context.cache.layers[0].pos.shape[2]
+    slot_bytes = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
+    store = 4 * -(-pages // 4) * (8 * slot_bytes + 4)  # each page with its owner
+    assert context.bytes.total["device"] == 3 * (store + slots * (4 * 2 * 8 * 4 + 4) + 4) + 4
+    longest = max(len(head) for heads in context.kept_positions() for head in heads[0])
+    assert longest * 4 * slot_bytes > store
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isin
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
     batch, bound = layer.random_batch(), layer.bind(SMALL)
-    rows = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     expected = [
         oracle.arkvale(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 2, 2, 2, 2)
-        for q, k, v, n in rows
+        for q, k, v, n in sequences
     ]
     actual = layer.decode(SMALL, batch)
     np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
@@ -41,23 +41,25 @@ def test_a_page_of_three_keys_by_hand():
     assert oracle.max_product(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
 
 
-def token_block(batch: layer.SequenceBatch, first, count, width: int, padding: float) -> KVBlock:
+def token_block(batch: layer.SequenceBatch, first, counts, width: int, padding: float) -> KVBlock:
     """Of each row `count` tokens from `first` on, and `padding` behind them."""
-    at = np.arange(width)[None]
-    pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
-    take = jnp.maximum(pos, 0)[:, None, :, None]
-    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (batch.k, batch.v))
+    offsets = np.arange(width)[None]
+    pos = jnp.asarray(
+        np.where(offsets < np.asarray(counts)[:, None], np.asarray(first)[:, None] + offsets, -1), jnp.int32
+    )
+    idx = jnp.maximum(pos, 0)[:, None, :, None]
+    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, idx, 2)) for x in (batch.k, batch.v))
     return KVBlock(k, v, pos[:, None])
 
 
 def test_pages_that_grow_have_the_digests_of_pages_at_once():
     batch, size, S = layer.random_batch(), 4, 17
     n = batch.lengths
-    build, write = (jax.jit(f) for f in (TightBoxes(size).build, TightBoxes(size).append))
+    build, write = (jax.jit(method) for method in (TightBoxes(size).build, TightBoxes(size).append))
     reader_state = build(token_block(batch, 0 * n, n, S, np.inf))
-    for count in ([5, 2, 0], [0, 1, 1], [1, 3, 5]):
-        new = token_block(batch, n, count, 5, np.nan)
-        reader_state, n = write(reader_state, new, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
+    for counts in ([5, 2, 0], [0, 1, 1], [1, 3, 5]):
+        new = token_block(batch, n, counts, 5, np.nan)
+        reader_state, n = write(reader_state, new, jnp.asarray(n)[:, None]), n + np.array(counts, np.int32)
         actual, expected = unpacked(reader_state), unpacked(build(token_block(batch, 0 * n, n, S, 1e4)))
         for b, pages in enumerate(n // size):  # an unfinished page is never scored
             for x, y in zip(actual.box, expected.box, strict=True):

@@ -54,9 +54,9 @@ def test_the_example_by_hand():
 
 def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
     batch, gate = layer.random_batch(2), Gate(TableFile(write_table(tmp_path), "attention_gate"))
-    scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).per_kv_head)
+    score = jax.jit(lambda block, observation: gate.scores(block, observation, SPEC).per_kv_head)
     for padding in (0.0, np.inf):
-        actual = np.asarray(scored(*observe_prompts(batch, padding)))
+        actual = np.asarray(score(*observe_prompts(batch, padding)))
         for b, n in enumerate(batch.lengths):
             np.testing.assert_allclose(actual[b, :, :n], oracle_logits(batch, b), atol=1e-4)
             assert (actual[b, :, n:] == -np.inf).all()
@@ -67,10 +67,10 @@ def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, th
     batch = layer.random_batch(2)
     text = f"attention_gate:budget={budget},threshold={threshold},sinks=1,recent=1,page=4,table={write_table(tmp_path)}"
     bound = layer.bind(text)
-    held = np.asarray(bound.positions(layer.prefill(bound, batch)))
+    positions = np.asarray(bound.positions(layer.prefill(bound, batch)))
     numbers = set()
     for b in range(layer.B):
-        actual = [sorted(p for p in head.tolist() if p >= 0) for head in held[b]]
+        actual = [sorted(p for p in head.tolist() if p >= 0) for head in positions[b]]
         assert actual == oracle.select_tokens(oracle_logits(batch, b), threshold, budget, 1, 1)
         numbers |= {len(head) for head in actual}
     assert len(numbers) > 2
@@ -79,27 +79,27 @@ def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, th
 def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to():
     """Of two texts of nine tokens: the first five are asked, by the last four, and two of them stay."""
     batch = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 1, 9], np.int32))
-    kind, (block, seen) = AttentionGateTable(keep=40, channels=4, ridge=20), observe_prompts(batch)
-    count = jax.jit(lambda block, seen: kind.count(block, seen, SPEC))
-    counted = jax.tree.map(lambda x: np.asarray(x, np.float64)[[0, 2]].sum(0), count(block, seen))
-    made = kind.arrays(counted, SPEC)
-    x, stays, scales = [], [[] for _ in range(layer.K)], []
+    kind, (block, observation) = AttentionGateTable(keep=40, channels=4, ridge=20), observe_prompts(batch)
+    count = jax.jit(lambda block, observation: kind.count(block, observation, SPEC))
+    counts = jax.tree.map(lambda x: np.asarray(x, np.float64)[[0, 2]].sum(0), count(block, observation))
+    arrays = kind.arrays(counts, SPEC)
+    x, is_kept, scales = [], [[] for _ in range(layer.K)], []
     for b in (0, 2):
         q, k = (np.asarray(y[b, ..., :9, :], np.float64) for y in (batch.q, batch.k))
-        hidden = np.asarray(seen.hidden_states[b, 0, :9], np.float64)
+        hidden = np.asarray(observation.hidden_states[b, 0, :9], np.float64)
         scales.append((32 * np.sqrt(4) / np.square(hidden).sum(1).mean()) ** 0.5)
-        near = hidden @ kind._projection(layer.D, SPEC) * scales[-1]
-        pays = np.exp(near @ near.T / np.sqrt(4))
-        x.append((pays / pays.sum(1, keepdims=True) @ hidden)[:5])
+        projected = hidden @ kind._projection(layer.D, SPEC) * scales[-1]
+        weights = np.exp(projected @ projected.T / np.sqrt(4))
+        x.append((weights / weights.sum(1, keepdims=True) @ hidden)[:5])
         received = eviction.attention_weights(q, k)[:, :, 5:, :5].sum((1, 2))
         for head in range(layer.K):
             best = eviction.top_indices(received[head].tolist(), 2)
-            stays[head] += [t in best for t in range(5)]
-    np.testing.assert_allclose(made["key"][0], kind._projection(layer.D, SPEC) * np.mean(scales), rtol=1e-4)
+            is_kept[head] += [t in best for t in range(5)]
+    np.testing.assert_allclose(arrays["key"][0], kind._projection(layer.D, SPEC) * np.mean(scales), rtol=1e-4)
     for head in range(layer.K):
-        direction, offset = oracle.fit_discriminant(np.concatenate(x), np.array(stays[head]), 20)
-        np.testing.assert_allclose(made["value"][0] @ made["output"][0][:, head], direction, rtol=2e-3, atol=1e-3)
-        np.testing.assert_allclose(made["bias"][head], offset, rtol=2e-3, atol=1e-3)
+        direction, offset = oracle.fit_discriminant(np.concatenate(x), np.array(is_kept[head]), 20)
+        np.testing.assert_allclose(arrays["value"][0] @ arrays["output"][0][:, head], direction, rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(arrays["bias"][head], offset, rtol=2e-3, atol=1e-3)
 
 
 def test_what_cannot_be_says_so(tmp_path):

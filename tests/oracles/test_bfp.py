@@ -40,8 +40,10 @@ def test_rows_are_their_oracles_and_largest_numbers_are_never_cut(bits, block):
     x[:5, 0] = (2 ** (bits - 1) - 1) * 2.0 ** np.arange(-2, 3)  # exactly what the largest mantissa reaches
     actual = round_trip(BlockFloat(bits, block), x)
     x = x.astype(np.float64)
-    np.testing.assert_array_equal(actual, [oracle.fake_quantize(row, bits, block) for row in x])
-    power = np.array([[2.0 ** oracle.exponent(np.abs(b).max(), bits) for b in row.reshape(-1, block)] for row in x])
+    np.testing.assert_array_equal(actual, [oracle.fake_quantize(vector, bits, block) for vector in x])
+    power = np.array(
+        [[2.0 ** oracle.exponent(np.abs(b).max(), bits) for b in vector.reshape(-1, block)] for vector in x]
+    )
     assert (np.abs(actual - x).reshape(30, -1, block) <= power[..., None] / 2).all()
 
 
@@ -55,13 +57,13 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(sort):
     batch, method = layer.random_batch(), kvjax.methods.bfp(4, 8, sort)
     out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
-    def rows(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.fake_quantize(row, 4, 8) for row in x])
+    def values(x: np.ndarray, prompt: int) -> np.ndarray:
+        return np.stack([oracle.fake_quantize(vector, 4, 8) for vector in x])
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.fake_quantize_keys(x, prompt, 4, 8) if sort else rows(x, prompt)
+        return oracle.fake_quantize_keys(x, prompt, 4, 8) if sort else values(x, prompt)
 
-    np.testing.assert_allclose(out, attend_decoded(batch, keys, rows), atol=1e-5)
+    np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=1e-5)
 
 
 def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():
@@ -74,8 +76,8 @@ def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():
         run = jax.jit(lambda x: codec.decode(codec.encode(x, POS)))
         return np.abs(np.asarray(run(jnp.asarray(x, jnp.float32))) - x)[..., others].mean()
 
-    rows = PerTokenCodec(BlockFloat(4, 8))
-    assert error(SortedChannels(rows)) < 0.2 * error(rows)
+    values = PerTokenCodec(BlockFloat(4, 8))
+    assert error(SortedChannels(values)) < 0.2 * error(values)
 
 
 @pytest.mark.parametrize("place", [lambda c: c, Host])

@@ -14,12 +14,12 @@ from tests.oracles import chunkkv as oracle
 @pytest.mark.parametrize(("budget", "chunk", "window"), [(6, 2, 2), (7, 3, 1)])
 def test_all_heads_keep_the_same_best_chunks(padding, budget, chunk, window):
     batch = layer.random_batch(3)
-    held = layer.prefill(layer.bind(f"chunkkv:budget={budget},chunk={chunk},window={window}"), batch, padding).pos
-    assert held.shape[1] == 1
+    positions = layer.prefill(layer.bind(f"chunkkv:budget={budget},chunk={chunk},window={window}"), batch, padding).pos
+    assert positions.shape[1] == 1
     for b, n in enumerate(batch.lengths.tolist()):
         q, k = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k))
         expected = oracle.select_tokens(oracle.attention_received(q, k, window), budget, chunk, window)
-        assert sorted(p for p in held[b, 0].tolist() if p >= 0) == expected
+        assert sorted(p for p in positions[b, 0].tolist() if p >= 0) == expected
 
 
 def test_the_best_chunk_by_hand():

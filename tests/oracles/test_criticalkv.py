@@ -22,10 +22,10 @@ SNAPKV = "snapkv:budget=7,window=2,kernel=3"
 def test_the_example_by_hand():
     score, c = [0.4, 0.3, 0.2, 0.1], [1, 1, 1, 4]
     assert oracle.select_tokens(score, c, 2) == [0, 3] and oracle.select_tokens(score, [1] * 4, 2) == [0, 1]
-    own, new = (jnp.asarray(x, jnp.float32)[None, None] for x in (score, (np.array(score) + 1e-4) * c))
-    count, beside = jnp.array([2], jnp.int32), jnp.array([0], jnp.int32)
-    by = TwoStage(0.5, new).rank(own, jnp.ones((1, 1, 4), bool), count, beside)
-    assert sorted(np.argsort(-by[0, 0])[:2].tolist()) == [0, 3]
+    scores, new = (jnp.asarray(x, jnp.float32)[None, None] for x in (score, (np.array(score) + 1e-4) * c))
+    count, num_always = jnp.array([2], jnp.int32), jnp.array([0], jnp.int32)
+    ranking = TwoStage(0.5, new).rank(scores, jnp.ones((1, 1, 4), bool), count, num_always)
+    assert sorted(np.argsort(-ranking[0, 0])[:2].tolist()) == [0, 3]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64])
@@ -44,7 +44,7 @@ def oracle_tokens(batch: layer.SequenceBatch, output: np.ndarray, b: int, n: int
     always, units, quota = eviction.split_units(n, 7, 0, 2, 1)
     budgets = [len(always) + quota] * layer.K
     if over_adakv and quota:
-        worth = [eviction.unit_scores(row, units) for row in scores]
+        worth = [eviction.unit_scores(head_scores, units) for head_scores in scores]
         budgets = [len(always) + count for count in adakv.budgets(worth, quota)]
     reach = [oracle.projected_norms(v[h], output[0, h]) for h in range(layer.K)]
     return [oracle.select_tokens(scores[h], reach[h], budgets[h], always) for h in range(layer.K)]
@@ -58,11 +58,13 @@ def test_heads_keep_what_the_oracle_keeps_in_a_ragged_batch(over_adakv):
     for seed in range(3):
         batch = layer.random_batch(seed)
         output = np.asarray(layer.model_arrays(bound, *layer.prompt(batch))[1], np.float64)
-        held, before = (np.asarray(m.positions(layer.prefill(m, batch, padding=np.inf))) for m in (bound, plain))
-        changed += (held != before).any()
+        positions, plain_positions = (
+            np.asarray(m.positions(layer.prefill(m, batch, padding=np.inf))) for m in (bound, plain)
+        )
+        changed += (positions != plain_positions).any()
         for b, n in enumerate(batch.lengths.tolist()):
             for head, tokens in enumerate(oracle_tokens(batch, output, b, n, over_adakv)):
-                assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
+                assert sorted(p for p in positions[b, head].tolist() if p >= 0) == tokens
     assert changed
 
 
@@ -76,8 +78,8 @@ def test_values_of_zero_and_equal_scores_give_no_nan():
     batch = layer.random_batch(2)
     batch = dataclasses.replace(batch, k=jnp.zeros_like(batch.k), v=jnp.zeros_like(batch.v))
     bound = layer.bind(SNAPKV + " + criticalkv")
-    held = np.asarray(bound.positions(layer.prefill(bound, batch)))
-    assert ((held >= 0).sum(-1) == np.minimum(layer.LENGTHS, 7)[:, None]).all()
+    positions = np.asarray(bound.positions(layer.prefill(bound, batch)))
+    assert ((positions >= 0).sum(-1) == np.minimum(layer.LENGTHS, 7)[:, None]).all()
     assert np.isfinite(layer.decode(SNAPKV + " + criticalkv", batch)).all()
 
 

@@ -29,7 +29,7 @@ def sequences(batch: layer.SequenceBatch) -> list[tuple]:
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
     batch, bound = layer.random_batch(), layer.bind(SMALL)
     actual = layer.decode(SMALL, batch)
-    expected = np.stack([oracle.double_sparsity(*row, heavy=3, factor=4) for row in sequences(batch)])
+    expected = np.stack([oracle.double_sparsity(*sequence, heavy=3, factor=4) for sequence in sequences(batch)])
     np.testing.assert_allclose(actual, expected, atol=5e-6)
     np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
 
@@ -58,11 +58,11 @@ def test_a_table_says_which_channels_labels_have(tmp_path):
 def test_behind_a_selection_the_tokens_that_are_left_choose_the_channels():
     k = jnp.array([[9.0, 1], [1, 2], [1, 2]])[None, None]
     q = jnp.ones((1, 1, 1, 3, 2))
-    seen = Observation(q, jnp.arange(3, dtype=jnp.int32)[None])
+    observation = Observation(q, jnp.arange(3, dtype=jnp.int32)[None])
     for left, channel in ([0, 1, 2], 0), ([1, 2, -1], 1):
         pos = jnp.array(left, jnp.int32)[None, None]
         held = jnp.where((pos >= 0)[..., None], k[:, :, np.array(left)], jnp.inf)
-        assert LabelChannels(2).fit(KVBlock(held, held, pos), seen).channels.item() == channel
+        assert LabelChannels(2).fit(KVBlock(held, held, pos), observation).channels.item() == channel
 
 
 def test_by_hand_two_channels_of_four_find_the_token():
@@ -72,8 +72,8 @@ def test_by_hand_two_channels_of_four_find_the_token():
     index = LabelChannels(2)
     labels = index.fit(KVBlock(k, k, jnp.arange(2, dtype=jnp.int32)[None, None]), Observation(q, jnp.arange(2)[None]))
     assert sorted(labels.channels.ravel().tolist()) == [1, 3]
-    asked = jnp.array([1.0, 1, 1, 1]).reshape(1, 1, 1, 1, 4)
-    np.testing.assert_allclose(index.score(index.load(labels), asked).ravel() * np.sqrt(2), [2, 4], rtol=1e-6)
+    query = jnp.array([1.0, 1, 1, 1]).reshape(1, 1, 1, 1, 4)
+    np.testing.assert_allclose(index.score(index.load(labels), query).ravel() * np.sqrt(2), [2, 4], rtol=1e-6)
 
 
 def test_labels_in_eight_bits_score_nearly_alike():

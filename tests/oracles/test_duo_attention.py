@@ -31,8 +31,8 @@ SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 def write_table(path, weights, spec=None) -> str:
     """A table of weights [L K] in a file."""
     weights = np.asarray(weights, np.float32)
-    rows = [{"weights": row} for row in weights]
-    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
+    tables = [{"weights": layer_weights} for layer_weights in weights]
+    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), tables))
 
 
 def cached_positions(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
@@ -115,7 +115,7 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
         q, k = (jnp.where(x, y, 1e4) for x, y in zip((real[:, :, None], real), turned, strict=True))
         return HeadWeights().count(KVBlock(k, k, pos[:, None]).clean(), Observation(q, pos), spec)
 
-    counted = jax.jit(count)(*(jnp.asarray(x, jnp.float32) for x in (q, k)), jnp.asarray(pos))
+    counts = jax.jit(count)(*(jnp.asarray(x, jnp.float32) for x in (q, k)), jnp.asarray(pos))
 
     def rotate(x: np.ndarray, at: int) -> np.ndarray:
         cos, sin = (np.asarray(a, np.float64) for a in rope.angles(jnp.asarray(at)))
@@ -124,7 +124,7 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
     for b, length in enumerate(n):
         for h in range(2):
             expected = oracle.untrained_head_score(q[b, h, :, :length], k[b, h, :length], rotate)
-            np.testing.assert_allclose(counted["weights"][b, h], expected, rtol=2e-4)
+            np.testing.assert_allclose(counts["weights"][b, h], expected, rtol=2e-4)
 
 
 def test_wrong_values_say_so(tmp_path):

@@ -23,24 +23,24 @@ SMALL = "elastic_cache:budget=6,sinks=1,distance=3"
 def test_merging_is_its_oracle_whatever_the_padding_holds():
     block, choice = ragged_prompts()
     actual = run_rule(AnchorMerge(1), block, choice)
-    for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+    for b, (n, kept_tokens) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
-            for mine, x in ((actual.k, block.k), (actual.v, block.v)):
-                expected = oracle.merge_tokens(np.asarray(x[b, head, :n], np.float64), slots[:stay].tolist(), 1)
-                np.testing.assert_allclose(mine[b, head, :stay], expected, atol=2e-6)
+            for merged, x in ((actual.k, block.k), (actual.v, block.v)):
+                expected = oracle.merge_tokens(np.asarray(x[b, head, :n], np.float64), slots[:kept_tokens].tolist(), 1)
+                np.testing.assert_allclose(merged[b, head, :kept_tokens], expected, atol=2e-6)
     jax.tree.map(np.testing.assert_array_equal, run_rule(AnchorMerge(1), *ragged_prompts(padding=np.inf)), actual)
 
 
 @pytest.mark.parametrize(
-    ("stay", "expected"),
+    ("kept_tokens", "expected"),
     [
         ([0, 2, 5, 6], [0, (1 + 2 + 3) / 3, (4 + 5) / 2, 6]),
         ([0, 2, 4, 6], [0, (1 + 2 + 3) / 3, (4 + 5) / 2, 6]),  # token 3 is as near to 4 as to 2
         ([0, 6], [0, 6]),  # no anchor between the first and the last
     ],
 )
-def test_by_hand_tokens_go_into_the_nearest_of_two_anchors(stay, expected):
-    block, choice = make_prompt([[1, 0]] * 7, [[t] for t in range(7)], stay)
+def test_by_hand_tokens_go_into_the_nearest_of_two_anchors(kept_tokens, expected):
+    block, choice = make_prompt([[1, 0]] * 7, [[t] for t in range(7)], kept_tokens)
     np.testing.assert_allclose(run_rule(AnchorMerge(1), block, choice).v[0, 0, :, 0], expected, atol=1e-6)
 
 
@@ -54,13 +54,15 @@ def test_heads_share_their_tokens_and_one_at_a_fixed_distance_leaves():
     assert state.pos.shape == (layer.B, 1, 7)
     for b, n in enumerate(batch.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
-        stay = oracle.select_tokens(eviction.accumulated_scores(eviction.attention_weights(q, k))[1].mean(0), 6, 1)
-        left = oracle.positions_after_decode(stay, n, layer.STEPS, 6, 3)
+        kept_tokens = oracle.select_tokens(
+            eviction.accumulated_scores(eviction.attention_weights(q, k))[1].mean(0), 6, 1
+        )
+        left = oracle.positions_after_decode(kept_tokens, n, layer.STEPS, 6, 3)
         for head in range(layer.K):
             positions, keys, values = head_slots(state, b, head)
-            assert positions == stay
-            np.testing.assert_allclose(keys, oracle.merge_tokens(k[head], stay, 1), atol=2e-6)
-            np.testing.assert_allclose(values, oracle.merge_tokens(v[head], stay, 1), atol=2e-6)
+            assert positions == kept_tokens
+            np.testing.assert_allclose(keys, oracle.merge_tokens(k[head], kept_tokens, 1), atol=2e-6)
+            np.testing.assert_allclose(values, oracle.merge_tokens(v[head], kept_tokens, 1), atol=2e-6)
             assert head_slots(after, b, head)[0] == left
         assert left[-3:] == [n + layer.STEPS - 3, n + layer.STEPS - 2, n + layer.STEPS - 1]
 

@@ -24,13 +24,13 @@ SMALL = "ems:budget=6,window=2,threshold=0"
 def test_merging_is_its_oracle_whatever_the_padding_holds(rule):
     block, choice = ragged_prompts()
     actual = run_rule(rule, block, choice)
-    for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+    for b, (n, kept_tokens) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
             score = np.asarray(choice.scores.per_kv_head[b, head, :n], np.float64)
-            keys, values = oracle.merge_tokens(k, v, score, slots[:stay].tolist(), rule.band, rule.threshold)
-            np.testing.assert_allclose(actual.k[b, head, :stay], keys, atol=5e-6)
-            np.testing.assert_allclose(actual.v[b, head, :stay], values, atol=5e-6)
+            keys, values = oracle.merge_tokens(k, v, score, slots[:kept_tokens].tolist(), rule.band, rule.threshold)
+            np.testing.assert_allclose(actual.k[b, head, :kept_tokens], keys, atol=5e-6)
+            np.testing.assert_allclose(actual.v[b, head, :kept_tokens], values, atol=5e-6)
     jax.tree.map(np.testing.assert_array_equal, run_rule(rule, *ragged_prompts(padding=np.inf)), actual)
 
 
@@ -64,10 +64,12 @@ def test_each_head_keeps_its_best_and_merges_the_next_best():
         a = eviction.attention_weights(q, k)
         for head in range(layer.K):
             score = oracle.scores(a[head], 2)
-            stay = oracle.select_tokens(score, 6, 2)
+            kept_tokens = oracle.select_tokens(score, 6, 2)
             positions, *actual = head_slots(state, b, head)
-            assert positions == stay
-            for x, expected in zip(actual, oracle.merge_tokens(k[head], v[head], score, stay, 1.0, 0.0), strict=True):
+            assert positions == kept_tokens
+            for x, expected in zip(
+                actual, oracle.merge_tokens(k[head], v[head], score, kept_tokens, 1.0, 0.0), strict=True
+            ):
                 np.testing.assert_allclose(x, expected, atol=5e-6)
 
 

@@ -47,10 +47,10 @@ def random_block(seed: int = 0, padding: float = 0.0, queries: int | None = None
 def single_block(b: int, queries: int | None = None):
     """Row b of `batch`, without neighbours and padding."""
     block, observation = jax.tree.map(np.asarray, random_block(queries=queries))
-    n, row = LENGTHS[b], slice(b, b + 1)
+    n, index = LENGTHS[b], slice(b, b + 1)
     at = slice(None) if queries else slice(n)
-    return KVBlock(block.k[row, :, :n], block.v[row, :, :n], block.pos[row, :, :n]), Observation(
-        observation.q[row, :, :, at], observation.pos[row, at]
+    return KVBlock(block.k[index, :, :n], block.v[index, :, :n], block.pos[index, :, :n]), Observation(
+        observation.q[index, :, :, at], observation.pos[index, at]
     )
 
 
@@ -69,15 +69,15 @@ def oracle_scores(scorer, b: int, n: int, window=None, seed: int = 0):
 
 
 def oracle_tokens(scorer, keep, sinks, recent, c=1, how="sum", per="head", window=None):
-    rows = (oracle_scores(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
-    return [oracle.select_tokens(s, int(m), sinks, recent, c, how, per) for s, m in zip(rows, keep, strict=True)]
+    scores = (oracle_scores(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
+    return [oracle.select_tokens(s, int(m), sinks, recent, c, how, per) for s, m in zip(scores, keep, strict=True)]
 
 
 def kept_positions(block: KVBlock, b: int) -> list[list[int]]:
     """The positions that each head of row b kept, in slot order; checks that unused slots come last."""
     pos = np.asarray(block.pos)[b]
     out = [p[p >= 0].tolist() for p in pos]
-    assert all((p[len(kept) :] == -1).all() for p, kept in zip(pos, out, strict=True))
+    assert all((p[len(tokens) :] == -1).all() for p, tokens in zip(pos, out, strict=True))
     return out
 
 
@@ -100,9 +100,9 @@ def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
     k, v, old_k, old_v = map(np.asarray, (out.k, out.v, block.k, block.v))
     for b in range(len(LENGTHS)):
         assert kept_positions(out, b) == expected[b]
-        for h, kept in enumerate(expected[b]):  # the rows moved with their positions
-            np.testing.assert_array_equal(k[b, h, : len(kept)], old_k[b, h, kept])
-            np.testing.assert_array_equal(v[b, h, : len(kept)], old_v[b, h, kept])
+        for h, tokens in enumerate(expected[b]):  # the rows moved with their positions
+            np.testing.assert_array_equal(k[b, h, : len(tokens)], old_k[b, h, tokens])
+            np.testing.assert_array_equal(v[b, h, : len(tokens)], old_v[b, h, tokens])
 
 
 @pytest.mark.parametrize(

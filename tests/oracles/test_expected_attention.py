@@ -28,12 +28,12 @@ FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 @functools.cache
 def compile_scores(scorer: ExpectedAttention, spec: LayerSpec):
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
+    return jax.jit(lambda block, observation: scorer.scores(block, observation, spec).per_kv_head)
 
 
-def oracle_scores(scorer: ExpectedAttention, batch: layer.SequenceBatch, row: int, head: int) -> np.ndarray:
-    n = int(batch.lengths[row])
-    q, k, v = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
+def oracle_scores(scorer: ExpectedAttention, batch: layer.SequenceBatch, b: int, head: int) -> np.ndarray:
+    n = int(batch.lengths[b])
+    q, k, v = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
     options = (scorer.sinks, scorer.future, scorer.covariance, scorer.value_norms, scorer.epsilon)
     return oracle.scores(q, k, v, FREQUENCIES, *options)
 
@@ -44,12 +44,12 @@ def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
     for padding in (0.0, np.inf):
         q, block = layer.prompt(batch, padding)
         actual = np.asarray(compile_scores(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
-        for row, n in enumerate(batch.lengths):
+        for b, n in enumerate(batch.lengths):
             for head in range(layer.K):
                 if n > scorer.sinks:
-                    expected = oracle_scores(scorer, batch, row, head)
-                    np.testing.assert_allclose(actual[row, head, scorer.sinks : n], expected, rtol=2e-4)
-            assert (actual[row, :, n:] == -np.inf).all() and np.isfinite(actual[row, :, :n]).all()
+                    expected = oracle_scores(scorer, batch, b, head)
+                    np.testing.assert_allclose(actual[b, head, scorer.sinks : n], expected, rtol=2e-4)
+            assert (actual[b, :, n:] == -np.inf).all() and np.isfinite(actual[b, :, :n]).all()
 
 
 def test_one_position_ahead_by_hand():
@@ -85,15 +85,15 @@ def test_what_left_the_sliding_window_scores_zero():
 def test_over_unequal_heads_the_best_of_all_heads_stay():
     batch, budget, scorer = layer.random_batch(5), 5, ExpectedAttention(sinks=1, future=4)
     bound = layer.bind(f"expected_attention:budget={budget},sinks=1,future=4 + adakv:alpha=0,rule=kvpress,page=4")
-    held = np.asarray(bound.positions(layer.prefill(bound, batch)))
-    for row, n in enumerate(batch.lengths.tolist()):
-        kept = [sorted(p for p in held[row, head].tolist() if p >= 0) for head in range(layer.K)]
+    positions = np.asarray(bound.positions(layer.prefill(bound, batch)))
+    for b, n in enumerate(batch.lengths.tolist()):
+        tokens = [sorted(p for p in positions[b, head].tolist() if p >= 0) for head in range(layer.K)]
         if n <= budget:
-            assert kept == [list(range(n))] * layer.K
+            assert tokens == [list(range(n))] * layer.K
             continue
-        every = np.stack([oracle_scores(scorer, batch, row, head) for head in range(layer.K)])
-        best = np.argsort(-every, None)[: layer.K * (budget - 1)]
-        assert kept == [[0, *sorted(1 + i % (n - 1) for i in best if i // (n - 1) == h)] for h in range(layer.K)]
+        all_scores = np.stack([oracle_scores(scorer, batch, b, head) for head in range(layer.K)])
+        best = np.argsort(-all_scores, None)[: layer.K * (budget - 1)]
+        assert tokens == [[0, *sorted(1 + i % (n - 1) for i in best if i // (n - 1) == h)] for h in range(layer.K)]
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(kind):
     batch, method = layer.random_batch(), kvjax.methods.fp8(kind)
     out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
-    def held(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.fake_quantize(row, kind) for row in x])
+    def reconstruct(x: np.ndarray, prompt: int) -> np.ndarray:
+        return np.stack([oracle.fake_quantize(vector, kind) for vector in x])
 
-    np.testing.assert_allclose(out, attend_decoded(batch, held, held), atol=1e-5)
+    np.testing.assert_allclose(out, attend_decoded(batch, reconstruct, reconstruct), atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [0.0, 2.5, -1e30])

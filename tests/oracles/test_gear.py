@@ -97,8 +97,8 @@ def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
         return codec.decode(stored), codec.gather(stored, idx)
 
     idx = jnp.asarray([[[9, 0, 4], [7, 7, 2]], [[7, 1, 0], [3, 5, 6]]], jnp.int32)
-    decoded, rows = run(x, idx)
-    np.testing.assert_array_equal(rows, jnp.take_along_axis(decoded, idx[..., None], 2))
+    decoded, gathered = run(x, idx)
+    np.testing.assert_array_equal(gathered, jnp.take_along_axis(decoded, idx[..., None], 2))
     for b, count in enumerate((6, 4)):
         for h in range(2):
             known = np.asarray(x[b, h, : count + 4], np.float64)

@@ -38,8 +38,8 @@ def random_shares(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, head
 def write_table(path, shares, fractions=FRACTIONS, spec=None, **other) -> str:
     """A table of shares [L K R] in a file."""
     spec = specs(toy_model(kv_heads=HEADS).config)[0] if spec is None else spec
-    rows = [{"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in shares]
-    return str(table_file.write(path / "head_shares.safetensors", "head_shares", spec, [row | other for row in rows]))
+    tables = [{"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in shares]
+    return str(table_file.write(path / "head_shares.safetensors", "head_shares", spec, [b | other for b in tables]))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def table(tmp_path_factory) -> str:
 
 def num_kept(context: kvjax.Context) -> np.ndarray:
     """i64[B L K], tokens that each head keeps."""
-    counts = [[[len(head) for head in row] for row in heads] for heads in context.kept_positions()]
+    counts = [[[len(head) for head in b] for b in heads] for heads in context.kept_positions()]
     return np.array(counts).transpose(1, 0, 2)
 
 
@@ -109,15 +109,15 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
     held = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent=3 + head_shares:page=4,table={table}")
     exact = kvjax.read(model, PROMPTS, "full").cache.layers
     unequal = 0
-    for row, prompt in enumerate(PROMPTS):
+    for b, prompt in enumerate(PROMPTS):
         n = len(prompt)
         mean = min(n, 12) if budget == "12" else max(1, int(n * 0.3))
         numbers = oracle.head_tokens(random_shares().tolist(), FRACTIONS, n, mean, recent=3)
         for i, (state, heads) in enumerate(zip(exact, held.kept_positions(), strict=True)):
-            keys = np.asarray(state.k.data, np.float64)[row, :, :n]
+            keys = np.asarray(state.k.data, np.float64)[b, :, :n]
             for head in range(HEADS):
                 scores = keydiff.scores(keys[head]).tolist()
-                assert heads[row][head].tolist() == oracle.select_tokens(scores, numbers[i, head], 0, 3)
+                assert heads[b][head].tolist() == oracle.select_tokens(scores, numbers[i, head], 0, 3)
                 unequal += numbers[i, head] != mean
     assert unequal > 5
 
@@ -125,8 +125,10 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
 def test_layers_have_budgets_of_their_own_and_need_not_see_each_other(model, table):
     plan = bind(f"keydiff:budget=12 + head_shares:table={table}", model.config)
     assert not any(part.needs.global_budget for part in plan)
-    kept = [part.num_kept(60) for part in plan]
-    assert len(set(kept)) > 1 and sum(kept) - 12 * LAYERS < LAYERS  # each is rounded up by less than a token
+    layer_tokens = [part.num_kept(60) for part in plan]
+    assert (
+        len(set(layer_tokens)) > 1 and sum(layer_tokens) - 12 * LAYERS < LAYERS
+    )  # each is rounded up by less than a token
 
 
 @pytest.mark.parametrize(
@@ -158,8 +160,8 @@ def test_bytes_held_are_those_of_whole_pages(model, table):
     pages = (-(-num_kept(context) // 4)).sum()
     slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
     owners = sum(4 * state.side_store.owner.size for state in context.cache.layers)
-    beside = 4 + 4 * LAYERS  # lengths of the cache, and of each layer
-    assert context.bytes.held["device"] == pages * 4 * slot + owners + beside
+    length_bytes = 4 + 4 * LAYERS  # lengths of the cache, and of each layer
+    assert context.bytes.held["device"] == pages * 4 * slot + owners + length_bytes
 
 
 def test_a_budget_as_long_as_the_prompt_keeps_everything(model, table):
@@ -174,11 +176,11 @@ def test_a_budget_as_long_as_the_prompt_keeps_everything(model, table):
 def test_a_sequence_does_not_depend_on_its_neighbours(more, model, table):
     text = f"snapkv:budget=12,window=4,kernel=3 + head_shares:page=4,table={table}{more}"
     together = kvjax.read(model, PROMPTS, text, room=8)
-    for row, prompt in enumerate(PROMPTS):
+    for b, prompt in enumerate(PROMPTS):
         single = kvjax.read(model, [prompt], text, room=8)
-        for every, mine in zip(together.kept_positions(), single.kept_positions(), strict=True):
-            assert [head.tolist() for head in every[row]] == [head.tolist() for head in mine[0]]
-        assert together.generate(max_new_tokens=5).tokens[row] == single.generate(max_new_tokens=5).tokens[0]
+        for batch_heads, heads in zip(together.kept_positions(), single.kept_positions(), strict=True):
+            assert [head.tolist() for head in batch_heads[b]] == [head.tolist() for head in heads[0]]
+        assert together.generate(max_new_tokens=5).tokens[b] == single.generate(max_new_tokens=5).tokens[0]
 
 
 def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
@@ -255,8 +257,8 @@ def test_a_table_of_another_model_or_without_arrays_is_refused(model, tmp_path):
     path = write_table(tmp_path, random_shares(layers=1), spec=layer.spec())
     with pytest.raises(KvjaxError, match="was made for a model of layers=1, and this one has layers=3"):
         bind(f"keydiff:budget=12 + head_shares:table={path}", model.config)
-    rows = [{"shares": x} for x in random_shares()]
-    path = table_file.write(tmp_path / "bare", "head_shares", specs(model.config)[0], rows)
+    tables = [{"shares": x} for x in random_shares()]
+    path = table_file.write(tmp_path / "bare", "head_shares", specs(model.config)[0], tables)
     with pytest.raises(KvjaxError, match="has no array `0.fractions`; make the table anew"):
         bind(f"keydiff:budget=12 + head_shares:table={path}", model.config)
     with pytest.raises(KvjaxError, match="kvjax ships no table of head_shares for a model of layers=3"):

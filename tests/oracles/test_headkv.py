@@ -23,8 +23,8 @@ SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 
 def write_table(path, weights, spec=None) -> str:
     """A table of weights [L K] in a file."""
-    rows = [{"weights": np.asarray(row, np.float32)} for row in weights]
-    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
+    tables = [{"weights": np.asarray(heads, np.float32)} for heads in weights]
+    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), tables))
 
 
 def test_the_example_by_hand(tmp_path):
@@ -45,7 +45,7 @@ def test_heads_keep_their_best_and_read_them_as_under_a_mask(tmp_path):
     batch, table = layer.random_batch(5), write_table(tmp_path, [[0.2, 0.8]])
     bound = layer.bind(f"headkv:budget=5,window=2,kernel=3,beta=1.5,page=4,table={table}")
     state = layer.prefill(bound, batch, padding=np.inf)
-    held, out = np.asarray(bound.positions(state)), layer.decode(bound.method, batch, state=state)
+    positions, out = np.asarray(bound.positions(state)), layer.decode(bound.method, batch, state=state)
     capacities = oracle.capacities([[0.2, 0.8]], 5, 2, 1.5)[0]
     assert capacities == [4, 6]
     for b, n in enumerate(batch.lengths.tolist()):
@@ -53,7 +53,7 @@ def test_heads_keep_their_best_and_read_them_as_under_a_mask(tmp_path):
         scores = eviction.snapkv_scores(eviction.attention_weights(q[..., :n, :], k[:, :n]), 2, 3, "max")[1]
         for head, keep in enumerate(capacities):
             tokens = eviction.select_tokens(scores[head : head + 1], keep, 0, 2)[0]
-            assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == tokens
             for t in range(layer.STEPS):
                 expected = adakv.attend(q[head, :, n + t], k[head], v[head], tokens, n + t, n)
                 np.testing.assert_allclose(out[b, head, :, t], expected, atol=5e-6)
@@ -66,8 +66,8 @@ def test_tokens_move_between_layers(tmp_path):
     capacities = oracle.capacities(weights, 12, 4, 1.01)
     assert sum(map(sum, capacities)) == 3 * 2 * 12
     for layers, numbers in zip(kvjax.read(model, prompts, text).kept_positions(), capacities, strict=True):
-        for row, prompt in zip(layers, prompts, strict=True):
-            assert [len(head) for head in row] == [min(len(prompt), number) for number in numbers]
+        for heads, prompt in zip(layers, prompts, strict=True):
+            assert [len(head) for head in heads] == [min(len(prompt), number) for number in numbers]
 
 
 def test_wrong_values_say_so(tmp_path):

@@ -50,8 +50,8 @@ METHOD = bind_infllm()
 
 def empty_state(method: MethodLayer, batch: int, slots: int, dtype):
     """A state with room for so many tokens per row, before the first."""
-    rows = jnp.zeros((batch, K, 0, H), dtype)
-    return method.prefill(KVBlock(rows, rows, jnp.zeros((batch, 1, 0), jnp.int32)), None, slots)
+    sequences = jnp.zeros((batch, K, 0, H), dtype)
+    return method.prefill(KVBlock(sequences, sequences, jnp.zeros((batch, 1, 0), jnp.int32)), None, slots)
 
 
 def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
@@ -61,15 +61,15 @@ def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
     return [tuple(rng.normal(size=shape) * 1.5 for shape in ((K, G, S, H), (K, S, H), (K, S, H))) for S in sizes]
 
 
-def token_chunk(rows, first, count, padding: float = 0.0):
+def token_chunk(sequences, first, count, padding: float = 0.0):
     """Of row b the tokens first[b].. of count[b], as `extend` takes them: rotated, `padding` and -1 at the right."""
     T = int(max(count))
-    out = [np.full((len(rows), *shape, T, H), padding, np.float32) for shape in ((K, G), (K,), (K,))]
-    pos = np.full((len(rows), T), -1, np.int32)
-    for b, row in enumerate(rows):
+    out = [np.full((len(sequences), *shape, T, H), padding, np.float32) for shape in ((K, G), (K,), (K,))]
+    pos = np.full((len(sequences), T), -1, np.int32)
+    for b, sequence in enumerate(sequences):
         n, at = count[b], first[b] + np.arange(count[b])
         pos[b, :n] = at
-        for i, x in enumerate(row):
+        for i, x in enumerate(sequence):
             out[i][b, ..., :n, :] = rope(x[..., at, :], at) if i < 2 else x[..., at, :]
     return *out, pos
 
@@ -83,13 +83,13 @@ def extend(method, state, new, commit):
 extend = functools.partial(jax.jit, static_argnums=(0, 3))(extend)
 
 
-def decode(method, rows, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0):
+def decode(method, sequences, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0):
     """The prompt in one call, then single steps -> (the outputs of each row [K G S H], the last state)."""
-    state = empty_state(method, len(rows), SLOTS, jnp.float32)
-    out, state = extend(method, state, token_chunk(rows, 0 * lengths, lengths, padding), int(lengths.max()))
+    state = empty_state(method, len(sequences), SLOTS, jnp.float32)
+    out, state = extend(method, state, token_chunk(sequences, 0 * lengths, lengths, padding), int(lengths.max()))
     outs = [[o[:, :, :n]] for o, n in zip(np.asarray(out), lengths, strict=True)]
     for t in range(steps):
-        out, state = extend(method, state, token_chunk(rows, lengths + t, np.ones_like(lengths)), 1)
+        out, state = extend(method, state, token_chunk(sequences, lengths + t, np.ones_like(lengths)), 1)
         for o, x in zip(outs, np.asarray(out), strict=True):
             o.append(x)
     return [np.concatenate(o, 2) for o in outs], state
@@ -105,73 +105,73 @@ def chunk_lengths(n: int, chunk: int, steps: int = STEPS) -> list[int]:
     ids=str,
 )
 def test_infllm_equals_the_paper(changes):
-    args, rows = {**SMALL, **changes}, random_sequences(len(changes))
-    out, state = decode(bind_infllm(**changes), rows)
+    args, sequences = {**SMALL, **changes}, random_sequences(len(changes))
+    out, state = decode(bind_infllm(**changes), sequences)
     chunk = args.pop("chunk")
     for b, n in enumerate(LENGTHS):
-        expected, blocks = oracle.infllm(*rows[b], chunk_lengths(n, chunk), **args)
+        expected, blocks = oracle.infllm(*sequences[b], chunk_lengths(n, chunk), **args)
         np.testing.assert_allclose(out[b], expected, atol=2e-5)
         assert int(state.reader_state.num_blocks[b]) == blocks
 
 
 def test_chunks_of_more_queries_than_are_attended_at_once():
     lengths, args = np.array([150]), {"block": 8, "sinks": 5, "local": 80, "topk": 3, "representatives": 2}
-    rows = random_sequences(3, lengths, 0)
+    sequences = random_sequences(3, lengths, 0)
     method = bind_method(infllm(**args, chunk=70))
     state = empty_state(method, 1, 150, jnp.float32)
-    out, _ = extend(method, state, token_chunk(rows, [0], lengths), 150)
-    np.testing.assert_allclose(out[0], oracle.infllm(*rows[0], [70, 70, 10], **args)[0], atol=2e-5)
+    out, _ = extend(method, state, token_chunk(sequences, [0], lengths), 150)
+    np.testing.assert_allclose(out[0], oracle.infllm(*sequences[0], [70, 70, 10], **args)[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("changes, window", [({"local": 60}, None), ({}, 4)], ids=str)
 def test_c1_with_a_window_for_all_it_is_dense_attention(changes, window):
-    rows = random_sequences()
-    out, _ = decode(bind_infllm(window, **changes), rows, steps=0)
+    sequences = random_sequences()
+    out, _ = decode(bind_infllm(window, **changes), sequences, steps=0)
     for b, S in enumerate(LENGTHS):
-        v = rows[b][2][:, :S]
-        q, k, _, _ = token_chunk(rows[b : b + 1], [0], [S])
+        v = sequences[b][2][:, :S]
+        q, k, _, _ = token_chunk(sequences[b : b + 1], [0], [S])
         expected = dense_attention(q[0].reshape(-1, S, H), k[0], v, np.arange(S), window)
         np.testing.assert_allclose(out[b].reshape(expected.shape), expected, atol=2e-5)
 
 
 def test_c2_when_all_blocks_are_taken_chunks_do_not_matter():
-    rows, method = random_sequences(), bind_infllm(topk=99, chunk=3)
+    sequences, method = random_sequences(), bind_infllm(topk=99, chunk=3)
     args = {**SMALL, "topk": 99}
     args.pop("chunk")
-    out, state = decode(method, rows, steps=0)
-    more, _ = extend(method, state, token_chunk(rows, LENGTHS, [7, 4, 1]), 7)
+    out, state = decode(method, sequences, steps=0)
+    more, _ = extend(method, state, token_chunk(sequences, LENGTHS, [7, 4, 1]), 7)
     for b, n in enumerate([7, 4, 1]):
         actual = np.concatenate([out[b], more[b, :, :, :n]], 2)
-        expected, _ = oracle.infllm(*rows[b], [1] * rows[b][1].shape[1], **args)
+        expected, _ = oracle.infllm(*sequences[b], [1] * sequences[b][1].shape[1], **args)
         np.testing.assert_allclose(actual, expected[:, :, : actual.shape[2]], atol=2e-5)
 
 
 def test_c3_rows_are_independent_of_neighbours_and_padding():
-    rows = random_sequences()
-    expected, _ = decode(METHOD, rows)
+    sequences = random_sequences()
+    expected, _ = decode(METHOD, sequences)
     for padding in (1e4, np.inf, np.nan):
-        for out, x in zip(decode(METHOD, rows, padding=padding)[0], expected, strict=True):
+        for out, x in zip(decode(METHOD, sequences, padding=padding)[0], expected, strict=True):
             np.testing.assert_array_equal(out, x)
-    single, _ = decode(METHOD, rows[:1], LENGTHS[:1], steps=0)
+    single, _ = decode(METHOD, sequences[:1], LENGTHS[:1], steps=0)
     np.testing.assert_allclose(single[0], expected[0][:, :, :33], atol=2e-5)
 
 
 def test_c3_only_committed_tokens_are_kept_and_guesses_see_them():
-    rows = random_sequences()
-    expected, _ = decode(METHOD, rows)
-    _, state = decode(METHOD, rows, steps=2)
-    one, after = extend(METHOD, state, token_chunk(rows, LENGTHS + 2, [1, 1, 1]), 1)
-    two, ahead = extend(METHOD, state, token_chunk(rows, LENGTHS + 2, [2, 2, 2]), 1)
+    sequences = random_sequences()
+    expected, _ = decode(METHOD, sequences)
+    _, state = decode(METHOD, sequences, steps=2)
+    one, after = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [1, 1, 1]), 1)
+    two, drafted = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [2, 2, 2]), 1)
     np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, ahead)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, drafted)
     for b, n in enumerate(LENGTHS):  # no row forms a block between the two
         np.testing.assert_allclose(two[b, :, :, 1], expected[b][:, :, n + 3], atol=2e-5)
 
 
 def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
-    rows = random_sequences()
-    _, state = decode(METHOD, rows, steps=0)
-    new = jax.tree.map(lambda *x: np.stack(x), *[token_chunk(rows, LENGTHS + t, [1, 1, 1]) for t in range(STEPS)])
+    sequences = random_sequences()
+    _, state = decode(METHOD, sequences, steps=0)
+    new = jax.tree.map(lambda *x: np.stack(x), *[token_chunk(sequences, LENGTHS + t, [1, 1, 1]) for t in range(STEPS)])
 
     def loop(state, new):
         return lax.scan(lambda s, x: extend(METHOD, s, x, 1)[::-1], state, new)
@@ -186,7 +186,7 @@ def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
     before = kinds(state)
     after, out = compiled(state, new)
     assert kinds(after) == before and before.k.data[1] == "pinned_host"
-    expected, _ = decode(METHOD, rows)
+    expected, _ = decode(METHOD, sequences)
     for b, n in enumerate(LENGTHS):
         np.testing.assert_allclose(np.asarray(out)[:, b, :, :, 0], np.moveaxis(expected[b][:, :, n:], 2, 0), atol=2e-5)
 
@@ -203,39 +203,39 @@ def test_c6_bytes_are_the_recipes(dtype):
     assert empty_state(METHOD, B, 12, dtype).reader_state.keys is None
 
 
-def selected_block(rows, kept: int):
+def selected_block(sequences, num_kept: int):
     """Of each row `kept` prompt tokens per head, unlike from head to head, in order, as a block."""
-    chosen = np.full((B, K, kept), -1, np.int32)
+    chosen = np.full((B, K, num_kept), -1, np.int32)
     for b, n in enumerate(LENGTHS):
         for head in range(K):
-            some = np.random.default_rng(head).permutation(n)[:kept]
+            some = np.random.default_rng(head).permutation(n)[:num_kept]
             chosen[b, head, : len(some)] = np.sort(some)
-    k, v = (np.full((B, K, kept, H), np.inf, np.float32) for _ in range(2))
+    k, v = (np.full((B, K, num_kept, H), np.inf, np.float32) for _ in range(2))
     for b, head, i in np.argwhere(chosen >= 0):
         s = chosen[b, head, i]
-        k[b, head, i] = rope(rows[b][1][head, s : s + 1], [s])[0]
-        v[b, head, i] = rows[b][2][head, s]
+        k[b, head, i] = rope(sequences[b][1][head, s : s + 1], [s])[0]
+        v[b, head, i] = sequences[b][2][head, s]
     return KVBlock(*map(jnp.asarray, (k, v, chosen)))
 
 
 def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
-    rows, kept = random_sequences(), 16
-    block = selected_block(rows, kept)
+    sequences, kept = random_sequences(), 16
+    block = selected_block(sequences, kept)
     state = METHOD.prefill(block, None, kept + STEPS)
     np.testing.assert_array_equal(state.reader_state.num_blocks, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
     for b, head in ((0, 0), (2, 1)):
         pos = np.asarray(block.pos[b, head, 3:7])
         for group in range(G):
             np.testing.assert_allclose(
-                state.reader_state.keys[b, head, group, 0], rows[b][1][head, pos].mean(0), atol=1e-5
+                state.reader_state.keys[b, head, group, 0], sequences[b][1][head, pos].mean(0), atol=1e-5
             )
-    out, _ = extend(METHOD, state, token_chunk(rows, LENGTHS, [1, 1, 1]), 1)
+    out, _ = extend(METHOD, state, token_chunk(sequences, LENGTHS, [1, 1, 1]), 1)
     for b, n in enumerate(LENGTHS):
         for head in range(K):
-            held = np.asarray(block.pos[b, head])
-            held = [*held[held >= 0], n]
-            near, far = held[-6:], held[:-6]
-            q, k, v = rows[b]
+            tokens = np.asarray(block.pos[b, head])
+            tokens = [*tokens[tokens >= 0], n]
+            near, far = tokens[-6:], tokens[:-6]
+            q, k, v = sequences[b]
             for group in range(G):
                 near_q = rope(q[head, group, [n]], [n])[0]
                 far_q = rope(q[head, group, [n]], [5])[0]
@@ -246,27 +246,27 @@ def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
 
 @pytest.mark.parametrize("selection", ["snapkv:budget=9,window=2,kernel=3", "keynorm:budget=9"])
 def test_behind_a_selection_with_a_window_for_all_it_reads_what_is_left(selection):
-    rows = random_sequences()
+    sequences = random_sequences()
     limit = infllm(**{**SMALL, "local": 60})
     method, plain = (bind_method(compose(parse(selection), x)) for x in (limit, Method()))
     assert method.needs.prompt_chunk == 0  # the prompt's attention is exact
-    block = selected_block(rows, 9)
+    block = selected_block(sequences, 9)
     bias = jnp.where(block.pos >= 0, (block.pos % 3).astype(jnp.float32), 0.0)
     outs = []
-    for each in (method, plain):
-        held = dataclasses.replace(each, method=dataclasses.replace(each.method, select=None))
-        state = held.prefill(dataclasses.replace(block, bias=bias).clean(), None, 9 + STEPS)
-        outs.append(extend(held, state, token_chunk(rows, LENGTHS, [4, 4, 4]), 4)[0])
+    for bound_layer in (method, plain):
+        tokens = dataclasses.replace(bound_layer, method=dataclasses.replace(bound_layer.method, select=None))
+        state = tokens.prefill(dataclasses.replace(block, bias=bias).clean(), None, 9 + STEPS)
+        outs.append(extend(tokens, state, token_chunk(sequences, LENGTHS, [4, 4, 4]), 4)[0])
     np.testing.assert_allclose(*outs, atol=2e-5)
 
 
 def test_rows_held_in_low_bits_are_fetched_from_there():
-    rows = random_sequences()
+    sequences = random_sequences()
     method = bind_method(compose(infllm(**SMALL), parse("kivi:bits=8,group=4,residual=4")))
-    out, _ = decode(method, rows, steps=0)
+    out, _ = decode(method, sequences, steps=0)
     for b, n in enumerate(LENGTHS):  # single steps
         expected, _ = oracle.infllm(
-            *(x[..., :n, :] for x in rows[b]), [1] * n, **{k: v for k, v in SMALL.items() if k != "chunk"}
+            *(x[..., :n, :] for x in sequences[b]), [1] * n, **{k: v for k, v in SMALL.items() if k != "chunk"}
         )
         np.testing.assert_allclose(out[b], expected, atol=0.05)
 
@@ -288,24 +288,29 @@ def test_a_whole_model_reads_its_prompt_through_it():
 def test_a_prompt_that_fills_its_cache_is_held_whole():
     """Its last chunk must not be padded beyond the last slot."""
     model, prompts = toy_model(layers=1), [[t % 90 for t in range(63)], [4, 1, 2]]
-    held = [kvjax.prefill(model, prompts, method, capacity=64)[1].layers[0] for method in (infllm(**SMALL), Method())]
-    actual, expected = (memory.unpack(state.k) for state in held)
-    np.testing.assert_array_equal(held[0].pos, held[1].pos)
+    tokens = [kvjax.prefill(model, prompts, method, capacity=64)[1].layers[0] for method in (infllm(**SMALL), Method())]
+    actual, expected = (memory.unpack(state.k) for state in tokens)
+    np.testing.assert_array_equal(tokens[0].pos, tokens[1].pos)
     for b, n in enumerate(map(len, prompts)):
         np.testing.assert_allclose(actual[b, :, :n], expected[b, :, :n], atol=1e-5)
 
 
 def test_bfloat16_stays_close_to_the_paper():
-    rows = [tuple(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in row) for row in random_sequences(5)]
+    sequences = [
+        tuple(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in sequence)
+        for sequence in random_sequences(5)
+    ]
     state = empty_state(METHOD, B, SLOTS, jnp.bfloat16)
 
     def half(tokens):
         q, k, v, pos = tokens
         return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), pos
 
-    out, state = extend(METHOD, state, half(token_chunk(rows, 0 * LENGTHS, LENGTHS)), int(LENGTHS.max()))
+    out, state = extend(METHOD, state, half(token_chunk(sequences, 0 * LENGTHS, LENGTHS)), int(LENGTHS.max()))
     expected, _ = oracle.infllm(
-        *(x[..., :19, :] for x in rows[2]), chunk_lengths(19, 5, 0), **{k: v for k, v in SMALL.items() if k != "chunk"}
+        *(x[..., :19, :] for x in sequences[2]),
+        chunk_lengths(19, 5, 0),
+        **{k: v for k, v in SMALL.items() if k != "chunk"},
     )
     np.testing.assert_allclose(out[2, :, :, :19], expected, atol=0.08)
 

@@ -32,13 +32,13 @@ def random_batch(seed: int = 0, padding: float = 0.0, num_new: int = STEPS, dtyp
     shape = (B, K, S, H)
     q = 2 * rng.normal(size=(*shape[:2], G, *shape[2:]))
     k, v = rng.normal(size=(2, *shape))
-    real = np.arange(S)[None] < (LENGTHS + num_new)[:, None]
-    real = real[:, None, :, None]
+    is_token = np.arange(S)[None] < (LENGTHS + num_new)[:, None]
+    is_token = is_token[:, None, :, None]
 
-    def fill(x, real):
-        return jnp.asarray(np.where(real, x, padding).astype(dtype))
+    def fill(x, is_token):
+        return jnp.asarray(np.where(is_token, x, padding).astype(dtype))
 
-    return layer.SequenceBatch(fill(q, real[:, :, None]), fill(k, real), fill(v, real), LENGTHS)
+    return layer.SequenceBatch(fill(q, is_token[:, :, None]), fill(k, is_token), fill(v, is_token), LENGTHS)
 
 
 def bind(method, window: int | None = None):

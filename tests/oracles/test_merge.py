@@ -65,18 +65,18 @@ def run_rule(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
     return compile_rule(rule)(block, choice)
 
 
-def oracle_merge(rule, k, v, kept, received):
+def oracle_merge(rule, k, v, selected, received):
     """One row by its oracle: keys, values [K n H], and how many tokens each slot stands for [K n], if it says."""
     if isinstance(rule, D2O):
-        keys, values, number = oracle.d2o(k, v, kept, rule.rule)
+        keys, values, number = oracle.d2o(k, v, selected, rule.rule)
         return keys, values, number if rule.count else None
-    keys = np.stack([k[h][kept[h]] for h in range(K)])
+    keys = np.stack([k[h][selected[h]] for h in range(K)])
     if isinstance(rule, ValueMerge):
-        values = [oracle.merging(k[h], v[h], kept[h], rule.threshold, rule.fraction) for h in range(K)]
+        values = [oracle.merging(k[h], v[h], selected[h], rule.threshold, rule.fraction) for h in range(K)]
         return keys, np.stack(values), None
     index = np.broadcast_arrays(0, np.arange(K)[:, None], np.arange(k.shape[1])[None])
     chance = (np.asarray(draw(rule.seed, *(jnp.asarray(i, jnp.int32) for i in index))) >> 8) / 2**24
-    values = [oracle.cam(v[h], kept[h], received[h], rule.window, chance[h]) for h in range(K)]
+    values = [oracle.cam(v[h], selected[h], received[h], rule.window, chance[h]) for h in range(K)]
     return keys, np.stack(values), None
 
 
@@ -84,17 +84,17 @@ def oracle_merge(rule, k, v, kept, received):
 def test_it_is_its_oracle(rule):
     block, choice = ragged_prompts(padding=1e4)
     actual = run_rule(rule, block, choice)
-    for b, (n, kept) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+    for b, (n, selected) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         k, v, received = (np.asarray(x[b, :, :n], np.float64) for x in (block.k, block.v, choice.scores.per_kv_head))
-        slots = [list(map(int, head[:kept])) for head in np.asarray(choice.slots[b])]
+        slots = [list(map(int, head[:selected])) for head in np.asarray(choice.slots[b])]
         keys, values, number = oracle_merge(rule, k, v, slots, received)
-        np.testing.assert_allclose(actual.k[b, :, :kept], keys, atol=2e-6)
-        np.testing.assert_allclose(actual.v[b, :, :kept], values, atol=2e-6)
+        np.testing.assert_allclose(actual.k[b, :, :selected], keys, atol=2e-6)
+        np.testing.assert_allclose(actual.v[b, :, :selected], values, atol=2e-6)
         assert (actual.bias is None) == (number is None)
         if number is not None:
-            np.testing.assert_allclose(actual.bias[b, :, :kept], np.log(number), atol=1e-6)
-    kept = gather_tokens(block, choice.slots).clean()
-    assert (np.abs(actual.v - kept.v).max((1, 2, 3)) > 0).tolist() == [True, False, True]
+            np.testing.assert_allclose(actual.bias[b, :, :selected], np.log(number), atol=1e-6)
+    selected = gather_tokens(block, choice.slots).clean()
+    assert (np.abs(actual.v - selected.v).max((1, 2, 3)) > 0).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -122,20 +122,20 @@ def test_where_nothing_is_lost_all_stays_bit_for_bit(rule):
 def test_the_order_of_lost_tokens_does_not_matter(rule):
     block, choice = ragged_prompts()
     block, choice = jax.tree.map(lambda x: x[:1], (block, choice))
-    kept = gather_tokens(block, choice.slots)
+    selected = gather_tokens(block, choice.slots)
     order = np.arange(T)
     lost = sorted(set(range(T)) - set(np.asarray(choice.slots[0]).ravel().tolist()))
     order[lost] = lost[::-1]
     assert len(lost) > 1
     turned = dataclasses.replace(block, k=block.k[:, :, order], v=block.v[:, :, order])
-    actual = rule(turned, kept, choice, SPEC)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), actual, rule(block, kept, choice, SPEC))
+    actual = rule(turned, selected, choice, SPEC)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), actual, rule(block, selected, choice, SPEC))
 
 
 def test_many_tokens_are_compared_a_block_at_a_time():
     block, choice = ragged_prompts(padding=np.nan)
-    kept = gather_tokens(block, choice.slots)
-    at_once, by_five = (match_evicted(block, kept, choice, n) for n in (256, 5))
+    selected = gather_tokens(block, choice.slots)
+    at_once, by_five = (match_evicted(block, selected, choice, n) for n in (256, 5))
     np.testing.assert_array_equal(by_five.mask, at_once.mask)
     np.testing.assert_array_equal(by_five.slot, at_once.slot)
     np.testing.assert_allclose(by_five.cosine, at_once.cosine, atol=1e-6)

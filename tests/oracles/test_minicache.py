@@ -96,8 +96,8 @@ def test_both_layers_of_a_pair_read_what_the_oracle_holds(share):
         np.testing.assert_allclose(np.concatenate([out[i] for out in singles], 3), chunk[i], atol=2e-6)
         for b, n in enumerate(LENGTHS):
             for head in range(MODEL.config.kv_heads):
-                held = oracle.merge_layers(head_tokens(LOWER, b, head), head_tokens(UPPER, b, head), share, 0.6)[i]
-                k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(held, (block.k, block.v), strict=True))
+                merged = oracle.merge_layers(head_tokens(LOWER, b, head), head_tokens(UPPER, b, head), share, 0.6)[i]
+                k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(merged, (block.k, block.v), strict=True))
                 expected = dense_attention(np.asarray(q[b, head]), k[None], v[None], n + np.arange(STEPS))
                 np.testing.assert_allclose(chunk[i][b, head], expected, atol=2e-5)
 
@@ -111,8 +111,8 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
     every = np.asarray(cache.plan[LOWER].positions(lower))
     for b, n in enumerate(LENGTHS):
         for head in range(MODEL.config.kv_heads):
-            stay = oracle.retained_tokens(head_tokens(LOWER, b, head)[0], head_tokens(UPPER, b, head)[0], 0.2)
-            assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == stay
+            retained = oracle.retained_tokens(head_tokens(LOWER, b, head)[0], head_tokens(UPPER, b, head)[0], 0.2)
+            assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == retained
             assert sorted(p for p in every[b, head].tolist() if p >= 0) == list(range(n))
 
 
@@ -150,8 +150,8 @@ def test_padding_counts_for_nothing(index):
 
     @jax.jit
     def state(padding: float):
-        seen = Observation(prompt.q, jnp.zeros((3, 0), jnp.int32), paired_block=block(other, padding))
-        return bound.prefill(block(prompt, padding), seen, 24)
+        observation = Observation(prompt.q, jnp.zeros((3, 0), jnp.int32), paired_block=block(other, padding))
+        return bound.prefill(block(prompt, padding), observation, 24)
 
     jax.tree.map(np.testing.assert_array_equal, state(np.inf), state(0.0))
 
@@ -201,8 +201,8 @@ def test_directions_are_held_in_few_bits_and_on_the_host():
     actual, _ = run_pair(cache.plan[LOWER:], list(cache.layers[LOWER:]), new)
     cache = prefill_cache("minicache:share=0.2")
     expected, _ = run_pair(cache.plan[LOWER:], list(cache.layers[LOWER:]), new)
-    for mine, other in zip(actual, expected, strict=True):
-        assert 0 < np.linalg.norm(mine - other) < 0.3 * np.linalg.norm(other)
+    for own, other in zip(actual, expected, strict=True):
+        assert 0 < np.linalg.norm(own - other) < 0.3 * np.linalg.norm(other)
 
 
 def test_two_devices_that_divide_the_heads_give_what_one_gives():
@@ -212,8 +212,8 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
     @jax.jit
     def run(prompts, new):
         outs, states, carry = [], [], None
-        for bound, mine, other, (q, block) in zip(plan, prompts, prompts[::-1], new, strict=True):
-            prompt = LayerPrompt(mine.k, mine.v, mine.q[:, :, :, :0], paired=(other.k, other.v))
+        for bound, own, other, (q, block) in zip(plan, prompts, prompts[::-1], new, strict=True):
+            prompt = LayerPrompt(own.k, own.v, own.q[:, :, :, :0], paired=(other.k, other.v))
             call = LayerCall(bound, None, cache.layers[LOWER].pos.shape[2])
             state = encode_prompt(call, prompt, exact.lengths, CAPACITY, mesh)
             out, state, carry = extend_layer(bound, state, q, block, STEPS, carry, mesh=mesh)

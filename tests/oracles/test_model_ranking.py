@@ -25,12 +25,12 @@ def count_tokens(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quo
     """Tokens of rows of scores [L B K U] with so many units; quotas [L][B]. Units are tokens; 2 more are sinks."""
     bound = kvjax.parse(f"keydiff:budget=9,sinks=2 + {OVER_THE_MODEL}").bind(layer.spec())
     inside = np.arange(scores.shape[3]) < np.array(lengths)[None, :, None, None]
-    every = Candidates(
+    batch_heads = Candidates(
         jnp.asarray(np.where(inside, scores, -np.inf), jnp.float32),
         jnp.asarray(quotas, jnp.int32),
         jnp.full(scores.shape[:2], 2, jnp.int32),
     )
-    return np.asarray(jax.jit(lambda x: rule.allocate_tokens(bound, x, jnp.asarray(lengths, jnp.int32)))(every))
+    return np.asarray(jax.jit(lambda x: rule.allocate_tokens(bound, x, jnp.asarray(lengths, jnp.int32)))(batch_heads))
 
 
 def test_the_example_by_hand():
@@ -69,11 +69,11 @@ def test_normalised_scores_keep_their_order_whatever_their_sign(method, negative
 def test_norms_of_keys_are_ranked_beside_the_mean_norm_of_their_layer():
     """Keys are read off the exact cache. Without the division they would be refused."""
     model, prompt = toy_model(kv_heads=2), PROMPTS[0]
-    held = kvjax.read(model, [prompt], f"keynorm:budget=12 + {OVER_THE_MODEL},normalise=true")
+    context = kvjax.read(model, [prompt], f"keynorm:budget=12 + {OVER_THE_MODEL},normalise=true")
     exact = kvjax.read(model, [prompt], "full").cache.layers
     norms = [np.linalg.norm(np.asarray(state.k.data, np.float64)[0, :, : len(prompt)], axis=-1) for state in exact]
     expected = oracle.select_units([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
-    for layer_kept, layer_want in zip(held.kept_positions(), expected, strict=True):
+    for layer_kept, layer_want in zip(context.kept_positions(), expected, strict=True):
         assert [head.tolist() for head in layer_kept[0]] == layer_want
 
 
@@ -101,27 +101,27 @@ def test_counts_are_the_oracles_in_ragged_batches_with_many_ties(levels, safe):
     scores = rng.integers(0, levels, (3, 4, 2, 20)) * rng.integers(1, 4, (3, 4, 2, 1))
     found = count_tokens(ModelRanking(safe=safe), scores, lengths, quotas)
     for b, n in enumerate(lengths):
-        mine = [quota[b] for quota in quotas]
-        expected = oracle.select_units(scores[:, b, :, :n].tolist(), mine, safe)
+        sequence_quotas = [quota[b] for quota in quotas]
+        expected = oracle.select_units(scores[:, b, :, :n].tolist(), sequence_quotas, safe)
         assert (found[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in expected]
-        assert (found[:, b] - 2).sum() == 2 * sum(mine)
+        assert (found[:, b] - 2).sum() == 2 * sum(sequence_quotas)
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_all_heads_keep_what_the_oracle_keeps_of_their_keys(chunk):
     """Keys are read off the exact cache; 3 recent tokens stay in every head."""
     model, budget, recent = toy_model(kv_heads=2), 12, 3
-    held = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent={recent} + {OVER_THE_MODEL}", chunk=chunk)
+    context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent={recent} + {OVER_THE_MODEL}", chunk=chunk)
     exact = kvjax.read(model, PROMPTS, "full").cache.layers
     unequal = 0
-    for row, prompt in enumerate(PROMPTS):
+    for b, prompt in enumerate(PROMPTS):
         n = len(prompt)
-        keys = [np.asarray(state.k.data, np.float64)[row, :, :n] for state in exact]
+        keys = [np.asarray(state.k.data, np.float64)[b, :, :n] for state in exact]
         scores = [[keydiff.scores(head)[: n - min(recent, n)].tolist() for head in heads] for heads in keys]
         expected = oracle.select_units(scores, [min(budget, n) - min(recent, n)] * len(scores))
         newest = list(range(n - min(recent, n), n))
-        for layer_kept, layer_want in zip(held.kept_positions(), expected, strict=True):
-            for head, units in zip(layer_kept[row], layer_want, strict=True):
+        for layer_kept, layer_want in zip(context.kept_positions(), expected, strict=True):
+            for head, units in zip(layer_kept[b], layer_want, strict=True):
                 assert head.tolist() == units + newest
                 unequal += len(head) != budget
     assert unequal > 3
@@ -131,18 +131,18 @@ def test_a_sequence_does_not_depend_on_its_neighbours():
     model = toy_model(kv_heads=2)
     text = f"snapkv:budget=12,window=4,kernel=3 + {OVER_THE_MODEL} + kvcrush + int8"
     together = kvjax.read(model, PROMPTS, text, room=8)
-    for row, prompt in enumerate(PROMPTS):
+    for b, prompt in enumerate(PROMPTS):
         single = kvjax.read(model, [prompt], text, room=8)
-        for every, mine in zip(together.kept_positions(), single.kept_positions(), strict=True):
-            assert [head.tolist() for head in every[row]] == [head.tolist() for head in mine[0]]
-        assert together.generate(max_new_tokens=5).tokens[row] == single.generate(max_new_tokens=5).tokens[0]
+        for batch_heads, quota in zip(together.kept_positions(), single.kept_positions(), strict=True):
+            assert [head.tolist() for head in batch_heads[b]] == [head.tolist() for head in quota[0]]
+        assert together.generate(max_new_tokens=5).tokens[b] == single.generate(max_new_tokens=5).tokens[0]
 
 
 def test_representatives_leave_no_head_without_tokens_of_its_own():
     """KVCrush's places are the same in all heads, a quarter of the mean budget; ranked heads have at least as many."""
     text = f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL} + kvcrush:share=0.5"
-    held = kvjax.read(toy_model(kv_heads=2), PROMPTS[:1], text)
-    lengths = [len(head) for heads in held.kept_positions() for head in heads[0]]
+    context = kvjax.read(toy_model(kv_heads=2), PROMPTS[:1], text)
+    lengths = [len(head) for heads in context.kept_positions() for head in heads[0]]
     assert sum(lengths) == 12 * len(lengths) and min(lengths) >= 2 + 5
 
 
@@ -188,8 +188,8 @@ def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
         kvjax.read(toy_model(kv_heads=2), PROMPTS, f"{method}:budget=12,{how}")
         for how in ("level=layer,page=4", "level=head + adakv:alpha=0,page=4")
     )
-    for mine, theirs in zip(ours.kept_positions(), adakv.kept_positions(), strict=True):
-        assert [[x.tolist() for x in heads] for heads in mine] == [[x.tolist() for x in heads] for heads in theirs]
+    for quota, theirs in zip(ours.kept_positions(), adakv.kept_positions(), strict=True):
+        assert [[x.tolist() for x in heads] for heads in quota] == [[x.tolist() for x in heads] for heads in theirs]
     assert ours.bytes == adakv.bytes
 
 

@@ -33,22 +33,22 @@ def bind_method(method, window=None):
 def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS, dtype=jnp.float32):
     """Per row: q [K G S H], k, v [K S H] before RoPE, S = prompt + steps."""
     rng = np.random.default_rng(seed)
-    rows = []
+    sequences = []
     for n in lengths:
         S = n + steps
         shapes = ((K, G, S, H), (K, S, H), (K, S, H))
-        rows.append(tuple(np.asarray(jnp.asarray(rng.normal(size=s) * 1.5, dtype), np.float64) for s in shapes))
-    return rows
+        sequences.append(tuple(np.asarray(jnp.asarray(rng.normal(size=s) * 1.5, dtype), np.float64) for s in shapes))
+    return sequences
 
 
-def rotated_batch(rows, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, turn: bool = True):
+def rotated_batch(sequences, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, turn: bool = True):
     """Rows as the library takes them: rotated to true positions, left-aligned, `padding` beyond their end."""
-    S = max(r[1].shape[1] for r in rows)
+    S = max(sequence[1].shape[1] for sequence in sequences)
 
     def stack(i):
         out = []
-        for r in rows:
-            x = oracle.rope(r[i], np.arange(r[i].shape[-2])) if turn and i < 2 else r[i]
+        for sequence in sequences:
+            x = oracle.rope(sequence[i], np.arange(sequence[i].shape[-2])) if turn and i < 2 else sequence[i]
             fill = [(0, 0)] * (x.ndim - 2) + [(0, S - x.shape[-2]), (0, 0)]
             out.append(np.pad(x, fill, constant_values=padding))
         return np.asarray(jnp.asarray(np.stack(out), dtype))
@@ -112,9 +112,9 @@ every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
     "sinks, recent, reindex", [(2, 5, True), (2, 5, False), (0, 3, True), (4, 0, True), (3, 40, True)]
 )
 def test_streaming_equals_the_paper(sinks, recent, reindex):
-    rows = random_sequences(sinks)
-    out, _ = decode(bind_method(streaming_llm(recent, sinks, reindex)), rotated_batch(rows))
-    for b, (q, k, v) in enumerate(rows):
+    sequences = random_sequences(sinks)
+    out, _ = decode(bind_method(streaming_llm(recent, sinks, reindex)), rotated_batch(sequences))
+    for b, (q, k, v) in enumerate(sequences):
         for h in range(K):
             expected = oracle.streaming_llm(q[h], k[h], v[h], LENGTHS[b], sinks, recent, reindex)
             np.testing.assert_allclose(out[b, h], expected, atol=5e-6)
@@ -122,14 +122,16 @@ def test_streaming_equals_the_paper(sinks, recent, reindex):
 
 def test_reindexing_changes_what_a_long_text_sees():
     batch = rotated_batch(random_sequences())
-    a, b = (decode(bind_method(streaming_llm(recent=5, sinks=2, reindex=r)), batch)[0] for r in (True, False))
+    a, b = (
+        decode(bind_method(streaming_llm(recent=5, sinks=2, reindex=sequence)), batch)[0] for sequence in (True, False)
+    )
     assert np.abs(a - b).max() > 0.01
 
 
 def test_streaming_runs_on_in_constant_memory():
     n, lengths = 2500, np.array([3])
-    rows = random_sequences(1, lengths, n)
-    q, k, v, _ = rotated_batch(rows, lengths, turn=False)
+    sequences = random_sequences(1, lengths, n)
+    q, k, v, _ = rotated_batch(sequences, lengths, turn=False)
     angles = spec(head_dim=H).rope.angles(jnp.arange(n + 3)[None])  # as the decoder turns them
     angles = [a.reshape(n + 3, -1) for a in angles]
     turned = (rotate(x, *(jnp.expand_dims(a, range(x.ndim - 2)) for a in angles)) for x in (q, k))
@@ -148,18 +150,18 @@ def test_streaming_runs_on_in_constant_memory():
     after, out = jax.jit(lambda s, x: lax.scan(step, s, x))(state, xs)
     assert array_bytes(after) == array_bytes(state) == {"device": 2 * K * 9 * H * 4 + 4 * 9, "pinned_host": 0}
     assert set(np.asarray(after.pos).ravel().tolist()) == {-1, 0, 1, *range(n + 3 - 6, n + 3)}
-    q, k, v = rows[0]
+    q, k, v = sequences[0]
     expected = np.stack([oracle.streaming_llm(q[h], k[h], v[h], 3, 2, 6, True) for h in range(K)])
     np.testing.assert_allclose(np.moveaxis(np.asarray(out), 0, 3)[0], expected, atol=2e-5)
 
 
 def test_streaming_in_bfloat16_loses_one_rounding_per_key():
-    rows = random_sequences(3, dtype=jnp.bfloat16)
-    batch = rotated_batch(rows, dtype=jnp.bfloat16)
+    sequences = random_sequences(3, dtype=jnp.bfloat16)
+    batch = rotated_batch(sequences, dtype=jnp.bfloat16)
     method = bind_method(streaming_llm(recent=5, sinks=2))
     out, state = decode(method, batch)
     assert state.k.dtype == "bfloat16"
-    for b, (q, k, v) in enumerate(rows):
+    for b, (q, k, v) in enumerate(sequences):
         expected = np.stack([oracle.streaming_llm(q[h], k[h], v[h], LENGTHS[b], 2, 5, True) for h in range(K)])
         np.testing.assert_allclose(out[b], expected, atol=0.05)
 
@@ -186,20 +188,20 @@ def test_a_decode_loop_copies_no_buffer(method):
     ids=str,
 )
 def test_h2o_equals_the_paper(heavy, recent, more):
-    rows = random_sequences(heavy + recent)
-    out, state = decode(bind_method(h2o(heavy, recent, **more)), rotated_batch(rows, turn=False))
+    sequences = random_sequences(heavy + recent)
+    out, state = decode(bind_method(h2o(heavy, recent, **more)), rotated_batch(sequences, turn=False))
     args = {**more, "layer": more.get("granularity") == "layer"}
     args.pop("granularity", None)
-    for b, (q, k, v) in enumerate(rows):
-        expected, kept = oracle.h2o(q, k, v, int(LENGTHS[b]), heavy, recent, **args)
-        assert [set(np.asarray(x)) - {-1} for x in state.pos[b]] == kept
+    for b, (q, k, v) in enumerate(sequences):
+        expected, cached = oracle.h2o(q, k, v, int(LENGTHS[b]), heavy, recent, **args)
+        assert [set(np.asarray(x)) - {-1} for x in state.pos[b]] == cached
         np.testing.assert_allclose(out[b], expected, atol=5e-6)
 
 
 def test_h2o_evicts_the_older_of_equals():
-    rows = [(q, 0 * k, v) for q, k, v in random_sequences()]
+    sequences = [(q, 0 * k, v) for q, k, v in random_sequences()]
     method = bind_method(h2o(2, 2, decay=0.0))
-    batch = rotated_batch(rows, turn=False)
+    batch = rotated_batch(sequences, turn=False)
     assert set(np.asarray(prefill_batch(method, batch).pos[2, 0])) == {-1, 10, 11, 12, 13}
     _, state = decode(method, batch, 3)
     assert set(np.asarray(state.pos[2, 0])) == {-1, 13, 14, 15, 16}
@@ -207,11 +209,11 @@ def test_h2o_evicts_the_older_of_equals():
 
 @pytest.mark.parametrize("budget, history, recent, drop", [(8, 4, 2, 0.4), (6, 400, 1, 0.5), (5, 3, 5, 0.0)])
 def test_scissorhands_equals_the_paper(budget, history, recent, drop):
-    rows = random_sequences(budget)
+    sequences = random_sequences(budget)
     method = bind_method(scissorhands(budget, history, recent, drop))
-    out, state = decode(method, rotated_batch(rows, turn=False))
+    out, state = decode(method, rotated_batch(sequences, turn=False))
     assert (np.asarray((state.pos >= 0).sum(2)) <= budget).all()
-    for b, (q, k, v) in enumerate(rows):
+    for b, (q, k, v) in enumerate(sequences):
         for h in range(K):
             expected, sizes = oracle.scissorhands(q[h], k[h], v[h], int(LENGTHS[b]), budget, history, recent, drop)
             assert int((state.pos[b, h] >= 0).sum()) == sizes[-1]
@@ -276,21 +278,21 @@ def test_c3_without_commit_nothing_changes(name):
 
 @every
 def test_c3_rows_are_independent_of_neighbours_and_padding(method):
-    rows = random_sequences()
-    batch = rotated_batch(rows)
+    sequences = random_sequences()
+    batch = rotated_batch(sequences)
     expected, _ = decode(method, batch)
     for padding in (1e4, np.inf, np.nan):
-        noisy = rotated_batch(rows, padding=padding)
+        noisy = rotated_batch(sequences, padding=padding)
         out, _ = decode(method, noisy, state=prefill_batch(method, noisy, padding))
         np.testing.assert_array_equal(out, expected)
-    single, _ = decode(method, rotated_batch(rows[:1], LENGTHS[:1]))
+    single, _ = decode(method, rotated_batch(sequences[:1], LENGTHS[:1]))
     np.testing.assert_allclose(single[0], expected[0], atol=3e-6)
 
 
 @every
 def test_c3_a_chunk_may_end_at_different_tokens(method):
-    rows, count = random_sequences(), np.array([5, 0, 12])
-    batch = rotated_batch(rows)
+    sequences, count = random_sequences(), np.array([5, 0, 12])
+    batch = rotated_batch(sequences)
     expected, _ = decode(method, batch)
     q, k, v, pos = next_tokens(batch, 0, STEPS)
     real = np.arange(STEPS) < count[:, None]

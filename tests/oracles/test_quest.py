@@ -27,10 +27,10 @@ unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isin
 
 def oracle_outputs(batch: layer.SequenceBatch, **arguments) -> np.ndarray:
     """f32[B K G STEPS H]."""
-    rows = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     return np.stack([
         attend_pages(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
-        for q, k, v, n in rows
+        for q, k, v, n in sequences
     ])  # fmt: skip
 
 
@@ -105,10 +105,10 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
-def test_all_pages_are_all_slots_whatever_holds_them(held):
+@pytest.mark.parametrize("codecs", HELD.values(), ids=HELD.keys())
+def test_all_pages_are_all_slots_whatever_holds_them(codecs):
     batch = layer.random_batch()
-    k, v = held
+    k, v = codecs
     actual = layer.decode(Method(k=k, v=v, read=Retrieve(Boxes(4), 99, sinks=1)), batch)
     np.testing.assert_allclose(actual, layer.decode(Method(k=k, v=v), batch), atol=5e-6)
 

@@ -31,20 +31,20 @@ SPEC = dataclasses.replace(layer.spec(), num_layers=5, num_kv_heads=4)
 
 def write_table(path, echo, induction, spec=None) -> str:
     """A table of scores [L K] in a file."""
-    rows = [
+    tables = [
         {"echo": np.asarray(e, np.float32), "induction": np.asarray(i, np.float32)}
         for e, i in zip(echo, induction, strict=True)
     ]
-    return str(table_file.write(path / "retrieval_heads.safetensors", "retrieval_heads", spec or layer.spec(), rows))
+    return str(table_file.write(path / "retrieval_heads.safetensors", "retrieval_heads", spec or layer.spec(), tables))
 
 
 @pytest.mark.parametrize(("echo", "induction"), [(0.01, 0.14), (0.1, 0.3), (0, 0), (1, 0)])
 def test_the_highest_of_either_score_are_retrieval_heads(tmp_path, echo, induction):
     scores = np.random.default_rng(0).permutation(40).reshape(2, 5, 4)
     rule = RazorBudgets(TableFile(write_table(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
-    found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(5)]
+    arrays = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(5)]
     expected = oracle.select_retrieval_heads(*scores, echo, induction)
-    np.testing.assert_array_equal(found, np.where(expected, ALL_TOKENS, 1 + 2 + 1))
+    np.testing.assert_array_equal(arrays, np.where(expected, ALL_TOKENS, 1 + 2 + 1))
 
 
 @pytest.mark.parametrize("part", [0, 2])
@@ -57,11 +57,11 @@ def test_what_is_lost_is_read_as_its_mean_so_many_times(tmp_path, part):
     for b, n in enumerate(batch.lengths.tolist()):
         q, k, v = (np.asarray(x[b], np.float64) for x in (batch.q, batch.k, batch.v))
         for head in range(layer.K):
-            held, between = oracle.split_prompt(n, 2, 2, part) if head else (list(range(n)), [])
+            exact, between = oracle.split_prompt(n, 2, 2, part) if head else (list(range(n)), [])
             folded = max(folded, len(between))
             for t in range(layer.STEPS):
                 later = range(n, n + t + 1)
-                expected = oracle.attend(q[head, :, n + t], k[head], v[head], held, between, later)
+                expected = oracle.attend(q[head, :, n + t], k[head], v[head], exact, between, later)
                 np.testing.assert_allclose(out[b, head, :, t], expected, atol=5e-6)
     assert folded == (5 if part == 0 else 3)
     np.testing.assert_allclose(state.side_store.bias.max(), np.log(folded), rtol=1e-6)
@@ -90,14 +90,14 @@ def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
     pos = jnp.asarray(np.where(np.arange(T + 3) < T, np.arange(T + 3), -1), jnp.int32)[None]
     q32, k32 = (jnp.asarray(x, jnp.float32)[None] for x in wide)
     kind, spec = RetrievalHeads(), dataclasses.replace(layer.spec(), head_dim=8)
-    counted = jax.jit(lambda block, seen: kind.count(block.clean(), seen, spec))(
+    counts = jax.jit(lambda block, observation: kind.count(block.clean(), observation, spec))(
         KVBlock(k32, k32, pos[:, None]), Observation(q32, pos)
     )
-    found = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counted), spec)
+    arrays = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counts), spec)
     attention = eviction.attention_weights(q, k)
     for head in range(2):
         expected = [oracle.echo_and_induction(a, period) for a in attention[head]]
-        np.testing.assert_allclose([found["echo"][head], found["induction"][head]], np.max(expected, 0), rtol=1e-5)
+        np.testing.assert_allclose([arrays["echo"][head], arrays["induction"][head]], np.max(expected, 0), rtol=1e-5)
     ids = kind.documents(50, 1000)[0]
     assert len(ids) == 1000 and ids[:250] * NUM_COPIES == ids and max(ids) < 50
 

@@ -17,10 +17,10 @@ SMALL = "rekv:topk=1,block=2,sinks=1,recent=2"
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
     batch, bound = layer.random_batch(), layer.bind(SMALL)
-    rows = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     expected = [
         oracle.rekv(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 1, 2, 1, 2)
-        for q, k, v, n in rows
+        for q, k, v, n in sequences
     ]
     actual = layer.decode(SMALL, batch)
     np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
@@ -42,8 +42,10 @@ def test_only_kept_tokens_go_on_asking():
     for commit, count in ((0, 0), (1, 1)):
         out, after = layer.compile_extend(bound, commit)(state, chunk)
         for b, n in enumerate(batch.lengths):
-            asked = rope(np.asarray(batch.q[b, :, :, n : n + 2], np.float64), -np.arange(n, n + 2))[:, :, :count].sum(2)
-            np.testing.assert_allclose(after.reader_state.question[b], asked, atol=1e-5)
+            question = rope(np.asarray(batch.q[b, :, :, n : n + 2], np.float64), -np.arange(n, n + 2))[
+                :, :, :count
+            ].sum(2)
+            np.testing.assert_allclose(after.reader_state.question[b], question, atol=1e-5)
         new = out if new is None else new
         np.testing.assert_allclose(out, new, atol=2e-6)  # what is asked does not depend on what is kept
 

@@ -18,10 +18,10 @@ SMALL = "rocketkv:budget=7,topk=4,page=2,window=2,kernel=3"
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
     batch, bound = layer.random_batch(), layer.bind(SMALL)
     arguments = {"budget": 7, "window": 2, "kernel": 3, "page": 2, "num_pages": 1, "num_channels": 8}
-    rows = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     expected = [
         oracle.rocketkv(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
-        for q, k, v, n in rows
+        for q, k, v, n in sequences
     ]
     actual = layer.decode(SMALL, batch)
     np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)

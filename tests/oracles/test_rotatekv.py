@@ -38,7 +38,9 @@ def test_rows_of_any_sign_and_size_are_their_oracles(bits, clip):
     x = np.random.default_rng(bits).normal(size=(12, 32)) + np.array([0, 5, -40, 0.5])[np.arange(12) % 4, None]
     x[8:] *= np.array([[1e4], [1e-20], [0], [1]])
     actual = round_trip(ZeroPointQuantizer(bits, clip), x)
-    np.testing.assert_allclose(actual, [oracle.dequantize(*oracle.quantize(row, bits, clip)) for row in x], rtol=1e-5)
+    np.testing.assert_allclose(
+        actual, [oracle.dequantize(*oracle.quantize(vector, bits, clip)) for vector in x], rtol=1e-5
+    )
     alike = round_trip(ZeroPointQuantizer(bits), np.full((1, 32), -3.0))
     np.testing.assert_allclose(alike, -3.0, rtol=1e-4)
 
@@ -52,7 +54,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
         bare = rope(k, -at)
         order = oracle.channel_order(bare[:, :n].sum(1), 2)
         keys = np.stack([oracle.fake_quantize_key(bare[:, t], order, 2, 2, 0.8) for t in at], 1)
-        values = np.array([[oracle.fake_quantize_value(row, 2, 0.8) for row in head] for head in v])
+        values = np.array([[oracle.fake_quantize_value(vector, 2, 0.8) for vector in head] for head in v])
         keys[:, :2], values[:, :2] = bare[:, :2], v[:, :2]
         q = np.asarray(batch.q[b])[:, :, n:][:, :, : layer.STEPS].reshape(-1, layer.STEPS, layer.H)
         expected = dense_attention(q, rope(keys, at), values, at[n:])
@@ -71,10 +73,10 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
         stored = codec.encode(x, pos)
         return stored.order, codec.decode(stored), codec.gather(stored, some)
 
-    order, held, rows = jax.jit(run)(x)
+    order, decoded, gathered = jax.jit(run)(x)
     np.testing.assert_array_equal(order[0].ravel(), oracle.channel_order(mean.astype(float), 2))
-    np.testing.assert_allclose(held, x, atol=0.03)
-    np.testing.assert_array_equal(rows, np.take_along_axis(np.asarray(held), np.asarray(some)[..., None], 2))
+    np.testing.assert_allclose(decoded, x, atol=0.03)
+    np.testing.assert_array_equal(gathered, np.take_along_axis(np.asarray(decoded), np.asarray(some)[..., None], 2))
 
 
 @pytest.mark.parametrize(

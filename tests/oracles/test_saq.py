@@ -99,8 +99,8 @@ def test_bits_fall_and_are_really_packed():
     x, pos = jax.ShapeDtypeStruct((1, 1, 64, 32), jnp.float32), jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
     codes = 32 * (16 * 8 + 16 * 4 + 32 * 2) // 8
     scales = 2 * 4 * 32 * (64 // 16)
-    held = array_bytes(jax.eval_shape(StaircaseQuantizer((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
-    assert held == codes + scales + 16 * 32 * 4 + 4
+    num_bytes = array_bytes(jax.eval_shape(StaircaseQuantizer((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
+    assert num_bytes == codes + scales + 16 * 32 * 4 + 4
 
 
 def test_what_has_no_meaning_is_refused():

@@ -47,10 +47,10 @@ def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_t
     assert memory.memory_kind(store.v.data) == "pinned_host" and memory.memory_kind(store.k.rows.data) == "device"
     for b, n in enumerate(map(int, batch.lengths)):
         for h in range(layer.K):
-            held, exact = oracle.split_prompt(np.asarray(batch.k[b, h, :n], np.float64), 2, 1, 1)
+            low_rank, exact = oracle.split_prompt(np.asarray(batch.k[b, h, :n], np.float64), 2, 1, 1)
             here, there = (np.asarray(x.pos)[b, h] for x in (state, store))
             assert here[here >= 0].tolist() == exact
-            assert there[there >= 0].tolist() == [t for c in held for t in (2 * c, 2 * c + 1)]
+            assert there[there >= 0].tolist() == [t for c in low_rank for t in (2 * c, 2 * c + 1)]
     assert np.asarray(state.n).tolist() == [5, 1, 4]
 
 
@@ -65,12 +65,12 @@ def test_it_divides_what_a_selection_leaves():
     """Each token that the selection keeps is somewhere, and no other."""
     selection, batch = "snapkv:budget=6,window=2,kernel=3", layer.random_batch()
 
-    def kept(method: str) -> list[list[int]]:
+    def kept_positions(method: str) -> list[list[int]]:
         bound = layer.bind(method)
         positions = np.asarray(bound.positions(layer.prefill(bound, batch)))
         return [sorted(row[row >= 0].tolist()) for row in positions.reshape(-1, positions.shape[2])]
 
-    assert kept(f"{selection} + {METHOD}") == kept(selection)
+    assert kept_positions(f"{selection} + {METHOD}") == kept_positions(selection)
 
 
 def test_it_says_that_it_needs_host_memory():

@@ -70,13 +70,13 @@ def speculative_outputs(
     """The speculative loop of the paper -> pre-decode f64[turns B K G H], steps f64[turns B K G STEPS 2 H]."""
     first, out = np.zeros((num_rounds, B, K, G, H)), np.zeros((num_rounds, B, K, G, STEPS, 2, H))
     for b, h in np.ndindex(B, K):
-        row, true = oracle_cache(batch, b, h, spec)
+        cache, true = oracle_cache(batch, b, h, spec)
         _, guess = oracle_cache(drafts, b, h, spec)
         for i in range(num_rounds):
             at = batch.lengths[b] + i * STEPS
-            first[i, b, h] = row.pre_decode(*true(at))
+            first[i, b, h] = cache.pre_decode(*true(at))
             for t in range(STEPS):
-                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = row.step(*true(at + t), guess(at + t + 1))
+                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = cache.step(*true(at + t), guess(at + t + 1))
     return first, out
 
 
@@ -115,9 +115,9 @@ def test_without_speculation_it_equals_the_paper():
     out, _ = _compile_chunk(method)(prefill(method, batch), batch.tokens(0, STEPS))
     expected = np.zeros((B, K, G, STEPS, H))
     for b, h in np.ndindex(B, K):
-        row, true = oracle_cache(batch, b, h, spec)
+        cache, true = oracle_cache(batch, b, h, spec)
         for t in range(STEPS):
-            expected[b, h, :, t] = row.step_without_draft(*true(batch.lengths[b] + t))
+            expected[b, h, :, t] = cache.step_without_draft(*true(batch.lengths[b] + t))
     np.testing.assert_allclose(out, expected, atol=3e-6)
 
 
@@ -127,13 +127,13 @@ def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
     batch, method = random_batch(seed=6), make_specache(spec)
     state = prefill(method, batch, padding=np.inf)
     counts, done = [2, 0, 9, 8, STEPS, 1, 7], np.zeros(B, np.int32)
-    rows = {(b, h): oracle_cache(batch, b, h, spec) for b, h in np.ndindex(B, K)}
+    caches = {(b, h): oracle_cache(batch, b, h, spec) for b, h in np.ndindex(B, K)}
     for part in (counts, [STEPS - c for c in counts]):
         now = shift_batch(batch, done)
         out, state = _compile_chunk(method)(state, layer.truncate_chunk(now.tokens(0, STEPS), part))
-        for (b, h), (row, true) in rows.items():
+        for (b, h), (cache, true) in caches.items():
             for t in range(part[b]):
-                expected, _ = row.step(*true(now.lengths[b] + t))
+                expected, _ = cache.step(*true(now.lengths[b] + t))
                 np.testing.assert_allclose(out[b, h, :, t], expected, atol=3e-6)
         done += np.array(part, np.int32)
 
@@ -167,18 +167,18 @@ def test_the_oracle_by_hand():
         return np.array([x, x])
 
     e, close = np.exp, functools.partial(np.testing.assert_allclose, rtol=1e-12)
-    row = specache.SpeCache(np.stack([key(0.0), key(4.0)]), np.stack([value(10.0), value(20.0)]), 1, 2, 1, 2)
-    out = row.pre_decode(ask(1), key(0.0), value(0.0))
+    cache = specache.SpeCache(np.stack([key(0.0), key(4.0)]), np.stack([value(10.0), value(20.0)]), 1, 2, 1, 2)
+    out = cache.pre_decode(ask(1), key(0.0), value(0.0))
     close(out[0], (e(1) * 10 + e(3) * 20) / (e(1) + e(3) + 1))
-    assert row.fetched == [1] and len(row.low.k) == 2, "the token is not kept yet"
-    out, ahead = row.step(ask(1), key(0.0), value(0.0), (ask(-1), key(2.0), value(5.0)))
+    assert cache.fetched == [1] and len(cache.low.k) == 2, "the token is not kept yet"
+    out, ahead = cache.step(ask(1), key(0.0), value(0.0), (ask(-1), key(2.0), value(5.0)))
     close(out[0], (e(1) * 10 + e(4) * 20) / (e(1) + e(4) + 1))
     close(ahead[0], (e(-1) * 10 + e(-4) * 20 + e(-2) * 5) / (e(-1) + e(-4) + 1 + e(-2)))
-    assert row.fetched == [0] and len(row.low.k) == 3, "the guess is not kept"
-    row.step(ask(1), key(9.0), value(0.0), (ask(1), key(0.0), value(0.0)))
-    assert row.fetched == [3], "the block that this step completed is a candidate"
-    row.step(ask(1), key(10.0), value(0.0), (ask(1), key(0.0), value(0.0)))
-    assert row.fetched == [3], "what stays exact is not"
+    assert cache.fetched == [0] and len(cache.low.k) == 3, "the guess is not kept"
+    cache.step(ask(1), key(9.0), value(0.0), (ask(1), key(0.0), value(0.0)))
+    assert cache.fetched == [3], "the block that this step completed is a candidate"
+    cache.step(ask(1), key(10.0), value(0.0), (ask(1), key(0.0), value(0.0)))
+    assert cache.fetched == [3], "what stays exact is not"
 
 
 def test_the_oracle_sees_each_choice():

@@ -31,10 +31,13 @@ def test_it_is_its_oracle_where_padding_holds_infinity():
     out = layer.decode("think:recent=3,queries=4", batch, state=layer.prefill(bound, noisy, padding=np.inf))
     for b, n in enumerate(map(int, layer.LENGTHS)):
         for h in range(layer.K):
-            stay = oracle_channels(batch, b, h)
+            channels = oracle_channels(batch, b, h)
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1], np.float64) for x in (batch.k, batch.v))
-                keys, q = oracle.reconstruct(k, max(n - 3, 0), stay), np.asarray(batch.q[b, h, :, n + t : n + t + 1])
+                keys, q = (
+                    oracle.reconstruct(k, max(n - 3, 0), channels),
+                    np.asarray(batch.q[b, h, :, n + t : n + t + 1]),
+                )
                 expected = dense_attention(q, keys[None], v[None], np.array([n + t]))[:, 0]
                 np.testing.assert_allclose(out[b, h, :, t], expected, atol=1e-5)
 
@@ -67,37 +70,37 @@ def random_prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array
 @pytest.mark.parametrize("codec", [ChannelPruner(0.4), Host(ChannelPruner(0.4))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dtype):
-    x, pos, seen = random_prompt(dtype=dtype)
+    x, pos, observation = random_prompt(dtype=dtype)
 
     @jax.jit
-    def run(x, pos, seen, at, idx):
-        stored = codec.encode_prompt(x, pos, seen)
-        back, loaded, q = codec.decode(stored), codec.load(stored), seen.q[:, :, :, :1]
-        again = codec.append(stored, x[:, :, :1], at)
-        scores = codec.scores(q, loaded), attention.scores(q, back)
-        return stored, back, scores, codec.gather(again, idx), codec.decode(again)
+    def run(x, pos, observation, at, idx):
+        stored = codec.encode_prompt(x, pos, observation)
+        restored, loaded, q = codec.decode(stored), codec.load(stored), observation.q[:, :, :, :1]
+        decoded = codec.append(stored, x[:, :, :1], at)
+        scores = codec.scores(q, loaded), attention.scores(q, restored)
+        return stored, restored, scores, codec.gather(decoded, idx), codec.decode(decoded)
 
     at, idx = jnp.asarray([[5], [2]], jnp.int32), jnp.asarray([[[0, 1, 5], [1, 1, 2]]] * 2, jnp.int32)
-    stored, back, scores, rows, again = run(x, pos, seen, at, idx)
-    stays = np.zeros((2, 2, 1, 10), bool)
-    np.put_along_axis(stays, np.asarray(stored.channels), True, 3)
-    assert memory.unpack(stored.kept).shape == (2, 2, 6, 6) and back.dtype == dtype and stays.sum() == 4 * 6
+    stored, restored, scores, gathered, decoded = run(x, pos, observation, at, idx)
+    is_kept = np.zeros((2, 2, 1, 10), bool)
+    np.put_along_axis(is_kept, np.asarray(stored.channels), True, 3)
+    assert memory.unpack(stored.kept).shape == (2, 2, 6, 6) and restored.dtype == dtype and is_kept.sum() == 4 * 6
     real = np.where(np.asarray(pos)[..., None] >= 0, np.asarray(x, np.float32), 0)
-    np.testing.assert_array_equal(np.asarray(back, np.float32), np.where(stays, real, 0))
+    np.testing.assert_array_equal(np.asarray(restored, np.float32), np.where(is_kept, real, 0))
     np.testing.assert_allclose(*scores, atol=1e-5 if dtype == jnp.float32 else 0.1)
-    np.testing.assert_array_equal(rows, jnp.take_along_axis(again, idx[..., None], 2))
-    np.testing.assert_array_equal(again[1, :, 2], back[1, :, 0])
+    np.testing.assert_array_equal(gathered, jnp.take_along_axis(decoded, idx[..., None], 2))
+    np.testing.assert_array_equal(decoded[1, :, 2], restored[1, :, 0])
 
 
 def test_over_a_selection_older_tokens_are_those_that_it_leaves():
     """Four of the six tokens that stay in each head lose channels, which are chosen by all six."""
     batch, text = layer.random_batch(), "snapkv:budget=6,window=2,kernel=3"
     state, single = (layer.prefill(layer.bind(t), batch) for t in (f"{text} + think:recent=2,queries=4", text))
-    kept = np.asarray(single.pos[0, :, :6])
-    np.testing.assert_array_equal(np.asarray(state.side_store.pos[0])[:, :4], kept[:, :4])
-    np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], kept[:, 4:])
+    pos = np.asarray(single.pos[0, :, :6])
+    np.testing.assert_array_equal(np.asarray(state.side_store.pos[0])[:, :4], pos[:, :4])
+    np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], pos[:, 4:])
     for h in range(layer.K):
-        q, k = np.asarray(batch.q[0, h, :, :9], np.float64), np.asarray(batch.k[0, h], np.float64)[kept[h]]
+        q, k = np.asarray(batch.q[0, h, :, :9], np.float64), np.asarray(batch.k[0, h], np.float64)[pos[h]]
         assert state.side_store.k.channels[0, h, 0].tolist() == oracle.select_channels(q, k, 0.4, 4)
 
 

@@ -59,11 +59,11 @@ def decode(plan) -> tuple[list[np.ndarray], list]:
 
 def oracle_outputs(b: int, windows=None):
     n = int(DATA[0].lengths[b])
-    rows = [
+    layers = [
         tuple(np.asarray(x[b, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v))
         for batch in DATA
     ]
-    return oracle.tidal_decode(rows, n, 4, 1, 3, windows)
+    return oracle.tidal_decode(layers, n, 4, 1, 3, windows)
 
 
 @pytest.mark.parametrize("windows", [(None,) * LAYERS, (None, None, 4, 6, None)], ids=str)
@@ -127,8 +127,8 @@ def test_a_chunk_gives_what_single_steps_give_kept_or_not():
 
 def test_layers_that_hold_different_tokens_understand_each_other():
     """Under a selection per head, what is chosen is read where it is held, at its own position."""
-    held = "snapkv:budget=5,window=2,kernel=3"
-    plan, full = bind_layers(f"{held} + tidal_decode:topk=99,dense=1,reselect=3"), bind_layers(held)
+    selection = "snapkv:budget=5,window=2,kernel=3"
+    plan, full = bind_layers(f"{selection} + tidal_decode:topk=99,dense=1,reselect=3"), bind_layers(selection)
     states = prefill_layers(full)
     common = [dataclasses.replace(states[0], k=s.k, v=s.v) for s in states]  # every layer holds the same tokens
     new = [batch.token(0) for batch in DATA]

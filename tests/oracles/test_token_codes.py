@@ -56,8 +56,8 @@ def mask_padding(x, pos):
 
 
 def test_the_example_by_hand():
-    row = jnp.array([-1.0, 0.0, 0.5, 2.0] * 2)
-    coded = MinMax(4).encode(row)
+    vector = jnp.array([-1.0, 0.0, 0.5, 2.0] * 2)
+    coded = MinMax(4).encode(vector)
     assert bit_packing.unpack(coded.codes, 4, -1).tolist() == [0, 5, 8, 15] * 2
     assert int(coded.scale[0]) & 15 == 5
     np.testing.assert_allclose(MinMax(4).decode(coded), [-1.0, 0.0, 0.6, 2.0] * 2, rtol=2**-18)
@@ -76,10 +76,10 @@ def test_codes_are_those_of_the_formula(bits, shift):
     x = np.asarray(np.random.default_rng(bits).normal(size=(40, 32)) + shift, np.float32)
     coded = MinMax(bits).encode(jnp.asarray(x))
     codes, scales = np.asarray(bit_packing.unpack(coded.codes, bits, -1)), np.asarray(coded.scale)
-    for row, actual, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
-        expected, zero, scale = oracle.quantize_min_max(row, bits)
+    for vector, actual, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
+        expected, zero, scale = oracle.quantize_min_max(vector, bits)
         assert word & (2**bits - 1) == zero
-        near_tie = np.abs((row / scale) % 1 - 0.5) < 1e-3
+        near_tie = np.abs((vector / scale) % 1 - 0.5) < 1e-3
         assert ((actual == expected) | near_tie).all() and np.abs(actual.astype(int) - expected).max() <= 1
         stored = (word & ~np.uint32(2**bits - 1)).view(np.float32)
         assert abs(stored / scale - 1) <= 2.0 ** (bits - 23) + 1e-6
@@ -92,14 +92,14 @@ def test_codes_are_those_of_the_formula(bits, shift):
 def test_eight_bits_on_either_side_of_zero():
     x = np.asarray(np.random.default_rng(0).normal(size=(20, 8)), np.float32)
     actual = np.asarray(Absmax().decode(Absmax().encode(jnp.asarray(x))))
-    for row, read in zip(x.astype(np.float64), actual, strict=True):
-        np.testing.assert_allclose(read, oracle.fake_quantize_absmax(row), atol=1e-6)
+    for vector, read in zip(x.astype(np.float64), actual, strict=True):
+        np.testing.assert_allclose(read, oracle.fake_quantize_absmax(vector), atol=1e-6)
 
 
 @pytest.mark.parametrize("quantizer", [MinMax(1), MinMax(4), Absmax()])
-@pytest.mark.parametrize("row", [0.0, 2.5, -7.0])
-def test_rows_of_one_number(quantizer, row):
-    x = jnp.full((32,), row)
+@pytest.mark.parametrize("vector", [0.0, 2.5, -7.0])
+def test_rows_of_one_number(quantizer, vector):
+    x = jnp.full((32,), vector)
     np.testing.assert_allclose(quantizer.decode(quantizer.encode(x)), x, rtol=1e-5)
 
 
@@ -113,22 +113,22 @@ def test_hadamards_matrix(H):
 def test_what_is_read_is_what_the_codes_say(codec):
     x, pos, q = random_vectors()
     stored = codec.encode(x, pos)
-    held = codec.decode(stored)
-    assert np.isfinite(held).all() and held.dtype == x.dtype
+    decoded = codec.decode(stored)
+    assert np.isfinite(decoded).all() and decoded.dtype == x.dtype
     turn = oracle.hadamard(16) if codec.rotate else np.eye(16)
-    for row, actual in zip(mask_padding(x, pos).astype(np.float64), mask_padding(held, pos), strict=True):
+    for vector, actual in zip(mask_padding(x, pos).astype(np.float64), mask_padding(decoded, pos), strict=True):
         if isinstance(codec.quantizer, Absmax):
-            expected = oracle.fake_quantize_absmax(row)
+            expected = oracle.fake_quantize_absmax(vector)
         else:
-            expected = turn @ oracle.dequantize_min_max(*oracle.quantize_min_max(turn @ row, codec.quantizer.bits))
-        step = np.ptp(row) / (2 ** getattr(codec.quantizer, "bits", 8) - 1)
+            expected = turn @ oracle.dequantize_min_max(*oracle.quantize_min_max(turn @ vector, codec.quantizer.bits))
+        step = np.ptp(vector) / (2 ** getattr(codec.quantizer, "bits", 8) - 1)
         assert np.abs(actual - expected).max() <= 2 * step  # a tie may fall the other way, by one step
-        assert np.median(np.abs(actual - expected)) <= 1e-3 * np.abs(row).max()
-    p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, held), 0.0)
-    np.testing.assert_allclose(codec.scores(q, stored), attention.scores(q, held), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(codec.mix(p, stored), attention.mix(p, held), rtol=1e-4, atol=5e-3)
+        assert np.median(np.abs(actual - expected)) <= 1e-3 * np.abs(vector).max()
+    p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, decoded), 0.0)
+    np.testing.assert_allclose(codec.scores(q, stored), attention.scores(q, decoded), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(codec.mix(p, stored), attention.mix(p, decoded), rtol=1e-4, atol=5e-3)
     idx = jnp.array([[[3, 0, 3]]]).repeat(2, 0).repeat(2, 1)
-    np.testing.assert_array_equal(codec.gather(stored, idx), held[:, :, jnp.array([3, 0, 3])])
+    np.testing.assert_array_equal(codec.gather(stored, idx), decoded[:, :, jnp.array([3, 0, 3])])
 
 
 @pytest.mark.parametrize("S", [6, 8])

@@ -21,15 +21,15 @@ def decode(method: str, batch: layer.SequenceBatch, padding: float = 0.0, window
     state = layer.prefill(bound, batch, padding)
     out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(batch))
     assert state.pos.shape[1] == 1  # one set for all heads
-    return np.asarray(out), [sorted(row[row >= 0].tolist()) for row in np.asarray(state.pos[:, 0])]
+    return np.asarray(out), [sorted(pos[pos >= 0].tolist()) for pos in np.asarray(state.pos[:, 0])]
 
 
 def oracle_outputs(batch: layer.SequenceBatch, **more):
-    found = []
+    results = []
     for b, n in enumerate(batch.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v))
-        found.append(oracle.tova(q, k, v, n, **more))
-    return np.stack([out for out, _ in found]), [held for _, held in found]
+        results.append(oracle.tova(q, k, v, n, **more))
+    return np.stack([out for out, _ in results]), [cached for _, cached in results]
 
 
 @pytest.mark.parametrize(
@@ -37,10 +37,10 @@ def oracle_outputs(batch: layer.SequenceBatch, **more):
 )
 def test_each_step_loses_the_token_of_the_lowest_mean_weight(budget, keep_newest, window):
     batch = layer.random_batch(3)
-    out, held = decode(f"tova:budget={budget},keep_newest={keep_newest}", batch, window=window)
+    out, cached = decode(f"tova:budget={budget},keep_newest={keep_newest}", batch, window=window)
     expected, want_held = oracle_outputs(batch, budget=budget, keep_newest=keep_newest, window=window)
     np.testing.assert_allclose(out, expected, atol=2e-5)
-    assert held == want_held
+    assert cached == want_held
 
 
 @pytest.mark.parametrize("padding", [1e4, np.inf])

@@ -24,7 +24,7 @@ FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 @functools.cache
 def compile_scores(scorer: TriAttention, spec: LayerSpec):
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
+    return jax.jit(lambda block, observation: scorer.scores(block, observation, spec).per_kv_head)
 
 
 @pytest.mark.parametrize("scorer", [TriAttention(100), TriAttention(1, normalise=False)], ids=str)
@@ -33,28 +33,30 @@ def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
     for padding in (0.0, np.inf):
         q, block = layer.prompt(batch, padding)
         actual = np.asarray(compile_scores(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
-        for row, n in enumerate(batch.lengths.tolist()):
+        for b, n in enumerate(batch.lengths.tolist()):
             for head in range(layer.K):
-                queries, keys = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
+                queries, keys = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
                 at = np.arange(n)
                 expected = oracle.scores(queries, at, keys, at, FREQUENCIES, scorer.furthest, scorer.normalise)
-                np.testing.assert_allclose(actual[row, head, :n], expected, atol=1e-4)
-            assert (actual[row, :, n:] == -np.inf).all()
+                np.testing.assert_allclose(actual[b, head, :n], expected, atol=1e-4)
+            assert (actual[b, :, n:] == -np.inf).all()
 
 
 def test_the_mean_is_that_of_the_counted_queries_a_block_at_a_time():
     batch = layer.random_batch(2)
     q, block = layer.prompt(batch, np.inf)
-    seen = Observation(q, block.pos[:, 0])
+    observation = Observation(q, block.pos[:, 0])
     of_row = jax.jit(
-        lambda seen: mean_over_pre_rope(seen, seen.pos >= 1, Rope(layer.H), sum_queries, queries_at_once=4),
+        lambda observation: mean_over_pre_rope(
+            observation, observation.pos >= 1, Rope(layer.H), sum_queries, queries_at_once=4
+        ),
     )
-    actual = np.asarray(of_row(seen))
-    for row, n in enumerate(batch.lengths.tolist()):
+    actual = np.asarray(of_row(observation))
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in np.ndindex(layer.K, layer.G):
-            queries = np.asarray(batch.q[row][head][1:n], np.float64)
+            queries = np.asarray(batch.q[b][head][1:n], np.float64)
             pairs = oracle.unrotate_pairs(queries, np.arange(1, n), FREQUENCIES).sum(0) / max(n - 1, 1)
-            np.testing.assert_allclose(actual[row][head], np.concatenate([pairs.real, pairs.imag]), atol=1e-5)
+            np.testing.assert_allclose(actual[b][head], np.concatenate([pairs.real, pairs.imag]), atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "score"), [(1, 1.0), (2, -1.0)])
@@ -77,28 +79,28 @@ def test_what_left_the_sliding_window_scores_below_all_others():
 
 def test_each_head_keeps_the_tokens_that_suit_the_prompts_mean_query():
     batch = layer.random_batch(1)
-    held = layer.prefill(layer.bind("triattention:budget=5,recent=2,furthest=8"), batch).pos
-    for row, n in enumerate(batch.lengths.tolist()):
+    positions = layer.prefill(layer.bind("triattention:budget=5,recent=2,furthest=8"), batch).pos
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            q, k = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
+            q, k = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
             expected = (
                 oracle.select_tokens(q, np.arange(n), k, list(range(n)), FREQUENCIES, 8, 5, 2)
                 if n > 5
                 else list(range(n))
             )
-            assert sorted(p for p in held[row, head].tolist() if p >= 0) == expected
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
 
 
 def test_with_recompress_it_chooses_again_by_the_latest_queries():
     batch = layer.random_batch(4)
     out = layer.decode("triattention:budget=5,recent=1,furthest=8 + recompress:every=1", batch)
-    for row, n in enumerate(batch.lengths.tolist()):
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = (
-                np.asarray(x[row, head, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v)
+                np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v)
             )
             expected = oracle.decode(q, k, v, n, FREQUENCIES, 8, 5, 1)
-            np.testing.assert_allclose(out[row, head], expected, atol=2e-5)
+            np.testing.assert_allclose(out[b, head], expected, atol=2e-5)
 
 
 def test_bad_input_is_an_error_with_its_remedy():

@@ -23,12 +23,12 @@ from tests.oracles.token_codes import hadamard
 
 
 @pytest.mark.parametrize(
-    ("batch", "bits", "upper"),
+    ("head_dim", "bits", "upper"),
     [(4, 2, [0.22629, 0.75478]), (128, 3, [0.02165, 0.06679, 0.11872, 0.19007])],
 )
-def test_the_levels_are_the_published_ones(batch, bits, upper):
-    np.testing.assert_allclose(lloyd_max_levels(batch, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
-    np.testing.assert_allclose(lloyd_max_levels(batch, bits), oracle.lloyd_max_levels(batch, bits), atol=1e-7)
+def test_the_levels_are_the_published_ones(head_dim, bits, upper):
+    np.testing.assert_allclose(lloyd_max_levels(head_dim, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
+    np.testing.assert_allclose(lloyd_max_levels(head_dim, bits), oracle.lloyd_max_levels(head_dim, bits), atol=1e-7)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4])
@@ -58,10 +58,10 @@ def round_trip(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
 def test_keys_and_values_are_their_oracles(bits):
     x = np.random.default_rng(bits).normal(size=(20, 32)) * 5
     actual = round_trip(LloydMax(bits), x @ hadamard(32)) @ hadamard(32)
-    np.testing.assert_allclose(actual, [oracle.fake_quantize_key(row, bits)[1] for row in x], atol=1e-4)
+    np.testing.assert_allclose(actual, [oracle.fake_quantize_key(vector, bits)[1] for vector in x], atol=1e-4)
     np.testing.assert_allclose(np.linalg.norm(actual, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
     np.testing.assert_allclose(
-        round_trip(UniformQuantizer(bits), x), [oracle.fake_quantize_value(row, bits) for row in x], atol=1e-5
+        round_trip(UniformQuantizer(bits), x), [oracle.fake_quantize_value(vector, bits) for vector in x], atol=1e-5
     )
 
 
@@ -71,10 +71,10 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, cor
     out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.fake_quantize_key(row, k_bits, correct)[1] for row in x])
+        return np.stack([oracle.fake_quantize_key(vector, k_bits, correct)[1] for vector in x])
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.fake_quantize_value(row, v_bits) for row in x])
+        return np.stack([oracle.fake_quantize_value(vector, v_bits) for vector in x])
 
     np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=2e-5)
 

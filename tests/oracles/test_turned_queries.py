@@ -35,12 +35,12 @@ def test_scores_are_those_of_the_oracle_whatever_padding_holds(ahead, stride, la
         actual = score_tokens(
             TurnedQueries(ahead, reduce, stride, last), block, Observation(q, block.pos[:, 0]), layer.spec()
         )
-        for row, n in enumerate(batch.lengths):
+        for b, n in enumerate(batch.lengths):
             for head in range(layer.K):
-                q_row, k_row = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
+                q_row, k_row = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
                 expected = oracle.scores(q_row, k_row, FREQUENCIES, ahead, reduce, stride, last)
-                np.testing.assert_allclose(actual[row, head, :n], expected, rtol=2e-4)
-            assert (actual[row, :, n:] == -np.inf).all()
+                np.testing.assert_allclose(actual[b, head, :n], expected, rtol=2e-4)
+            assert (actual[b, :, n:] == -np.inf).all()
 
 
 def test_a_token_behind_a_query_counts_by_hand():
@@ -110,9 +110,9 @@ def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours(sampl
     text = f"turned_queries:budget=12,sinks=1,page=4{sample}"
     together = kvjax.read(model, prompts, text, room=8)
     assert sum(len(head) for heads in together.kept_positions() for head in heads[0]) == 12 * 2 * 3
-    for row, prompt in enumerate(prompts):
+    for b, prompt in enumerate(prompts):
         single = kvjax.read(model, [prompt], text, room=8, chunk=8)
-        assert together.generate(max_new_tokens=4).tokens[row] == single.generate(max_new_tokens=4).tokens[0]
+        assert together.generate(max_new_tokens=4).tokens[b] == single.generate(max_new_tokens=4).tokens[0]
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ def oracle_low_tier(
     """The oracle's low tier of each head of a row."""
     n = int(batch.lengths[b])
     q, k = np.asarray(batch.q[b, :, :, :n]), np.asarray(batch.k[b, :, :n])
-    asked = oracle.probe_queries(n, probes, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
+    probe_pos = oracle.probe_queries(n, probes, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
     return [
         oracle.low_tier_tokens(s, share)
-        for s in oracle.saliency(attention_weights(q, k, window), asked, normalise, window)
+        for s in oracle.saliency(attention_weights(q, k, window), probe_pos, normalise, window)
     ]
 
 
@@ -78,8 +78,8 @@ def test_saliency_by_hand():
     q = np.log(np.maximum(a, 1e-9)) * np.sqrt(3)
     pos = jnp.arange(3, dtype=jnp.int32)[None]
     block = KVBlock(jnp.eye(3)[None, None], jnp.zeros((1, 1, 3, 3)), pos[:, None])
-    seen = Observation(jnp.asarray(q, jnp.float32)[None, None, None], pos)
-    scores = ProbeAttention(share=1.0).scores(block, seen, layer.spec(head_dim=3)).per_kv_head
+    observation = Observation(jnp.asarray(q, jnp.float32)[None, None, None], pos)
+    scores = ProbeAttention(share=1.0).scores(block, observation, layer.spec(head_dim=3)).per_kv_head
     np.testing.assert_allclose(scores[0, 0], [0.5667, 0.4, 0.5], atol=1e-4)
 
 

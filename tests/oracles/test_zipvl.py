@@ -43,8 +43,8 @@ def test_it_is_its_oracle_where_padding_holds_infinity(tau, least, most):
         low = oracle_low_tier(batch, b, tau, least, most)
         counts.append(n - len(low[0]))
         for h in range(layer.K):
-            held = np.asarray(state.side_store.pos[b, h])
-            assert held[held >= 0].tolist() == low[h]
+            positions = np.asarray(state.side_store.pos[b, h])
+            assert positions[positions >= 0].tolist() == low[h]
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (batch.k, batch.v))
                 keys, values = zipcache.reconstruct(k, v, n, low[h], chunk_tokens=3)
@@ -63,8 +63,8 @@ def count_important(received: list[float], tau: float) -> int:
     q = np.zeros((1, 1, 1, 1, H))
     q[..., :n] = np.log(received) * np.sqrt(H)
     block = KVBlock(*(jnp.asarray(k, jnp.float32),) * 2, jnp.asarray(pos, jnp.int32)[:, None])
-    seen = Observation(jnp.asarray(q, jnp.float32), jnp.full((1, 1), n - 1, jnp.int32))
-    return int(important(tau)(block.clean(), seen)[0])
+    observation = Observation(jnp.asarray(q, jnp.float32), jnp.full((1, 1), n - 1, jnp.int32))
+    return int(important(tau)(block.clean(), observation)[0])
 
 
 @functools.cache
