@@ -102,11 +102,13 @@ def prompt(batch: SequenceBatch, padding: float = 0.0, width: int = LONGEST) -> 
     is_token = np.arange(width)[None] < batch.lengths[:, None]
     mask = jnp.asarray(is_token)[:, None, :, None]
 
-    def cut(x: jax.Array, mask: jax.Array) -> jax.Array:
+    def pad_prompt(x: jax.Array, mask: jax.Array) -> jax.Array:
         return jnp.where(mask, x[..., :width, :], jnp.asarray(padding, x.dtype))
 
     pos = jnp.asarray(np.where(is_token, np.arange(width)[None], -1), jnp.int32)
-    return cut(batch.q, mask[:, None]), KVBlock(cut(batch.k, mask), cut(batch.v, mask), pos[:, None])
+    return pad_prompt(batch.q, mask[:, None]), KVBlock(
+        pad_prompt(batch.k, mask), pad_prompt(batch.v, mask), pos[:, None]
+    )
 
 
 def make_state(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:

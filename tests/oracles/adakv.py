@@ -30,7 +30,7 @@ def budgets(scores, quota: int, alpha: str = "0.2") -> list[int]:
 
 
 def kvpress_budgets(scores, quota: int, num_always: int, alpha: str = "0.2") -> list[int]:
-    """Of the `quota + beside` tokens of a head in the mean, int(alpha * n) are safe, its protected ones first."""
+    """kvpress' budgets: int(alpha * (quota + num_always)) tokens of each head are safe, including those always kept."""
     safe = max(int(Fraction(alpha) * (quota + num_always)) - num_always, 0)
     protected = set()
     for h, head_scores in enumerate(scores):
@@ -40,7 +40,7 @@ def kvpress_budgets(scores, quota: int, num_always: int, alpha: str = "0.2") -> 
 
 
 def attend(q, k, v, prompt_tokens, t: int, n: int, window: int | None = None) -> np.ndarray:
-    """q [G H] at position t over k, v [S H]: of the n prompt tokens only those kept are seen, all later ones are."""
+    """Attends with q [G H] at position t to k, v [S H]: to these of the n prompt tokens, and to all later tokens."""
     visible = [s for s in range(t + 1) if (s >= n or s in prompt_tokens) and (window is None or s > t - window)]
     s = q.astype(np.float64) @ k[visible].T.astype(np.float64) / np.sqrt(q.shape[-1])
     weights = np.exp(s - s.max(-1, keepdims=True))

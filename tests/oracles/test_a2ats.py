@@ -1,4 +1,4 @@
-"""A2ATS against its oracle: the codebook that queries weigh, windowed RoPE, and what is fetched."""
+"""A2ATS against its oracle: the codebook weighted by queries, windowed RoPE, and the fetched tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_it_equals_its_oracle_whatever_lies_in_empty_slots(changes):
 
 
 def test_ragged_chunks_are_single_steps():
-    """Row b brings counts[b] tokens in one call and then the others; the row of one token opens codewords meanwhile."""
+    """Sequence b gets counts[b] tokens in one call, then the rest; that of one token adds codewords meanwhile."""
     batch, bound = layer.random_batch(), layer.bind(SMALL)
     expected, state, done = layer.decode(SMALL, batch), layer.prefill(bound, batch), np.zeros(3, np.int32)
     for counts in ([4, 1, 2], [3, 4, 4]):

@@ -1,4 +1,4 @@
-"""A-shape prompt attention against its oracle: in blocks, in chunks, in a model's last layer; then all is read."""
+"""A-shape prompt attention against its oracle: in blocks, in chunks, in a model's last layer; decoding reads all."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ METHOD = "a_shape:sinks=1,recent=3"
 
 
 def masked_logits(tokens: list[int], reads_all_from: int | None = None) -> np.ndarray:
-    """f32[T V]: the model under the oracle's attention; a query from a position on reads everything before it."""
+    """The model's logits f32[T V] under the oracle's attention; queries from a position on read all earlier tokens."""
     T = len(tokens)
     reads_all_from = T if reads_all_from is None else reads_all_from
     mask = np.zeros((T, T), bool)

@@ -1,4 +1,4 @@
-"""AdaKV against its oracle: budgets of heads, what they keep, attention to it, and bytes."""
+"""AdaKV against its oracle: budgets of heads, kept tokens, attention to them, and bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SNAPKV = "snapkv:budget=6,window=2,kernel=3"
 
 
 def allocate(rule: AdaKV, scores, lengths, quota, num_always) -> np.ndarray:
-    """Budgets of rows of scores [B K U] with so many units."""
+    """The budgets for scores [B K U] of sequences with these numbers of units."""
     allowed = np.arange(np.shape(scores)[2])[None] < np.array(lengths)[:, None]
     args = (np.asarray(scores, np.float32), allowed, np.array(quota, np.int32), np.array(num_always, np.int32))
     return np.asarray(jax.jit(rule.allocate_local)(*args))
@@ -63,7 +63,7 @@ def test_normalised_heads_count_by_what_their_best_hold():
 
 
 def oracle_tokens(batch: layer.SequenceBatch, b: int, n: int, window: int | None) -> list[list[int]]:
-    """The tokens that each head of a row keeps, under SNAPKV + adakv."""
+    """The tokens that each head of sequence b keeps under SNAPKV + adakv."""
     q, k = (np.asarray(x[b, ..., :n, :]) for x in (batch.q, batch.k))
     scores = eviction.snapkv_scores(eviction.attention_weights(q, k, window), 2, 3, "max")[1]
     always, units, quota = eviction.split_units(n, 6, 0, 2, 1)

@@ -42,7 +42,7 @@ def test_a_page_of_three_keys_by_hand():
 
 
 def token_block(batch: layer.SequenceBatch, first, counts, width: int, padding: float) -> KVBlock:
-    """Of each row `count` tokens from `first` on, and `padding` behind them."""
+    """A block of counts[b] tokens of each sequence from `first` on, followed by `padding`."""
     offsets = np.arange(width)[None]
     pos = jnp.asarray(
         np.where(offsets < np.asarray(counts)[:, None], np.asarray(first)[:, None] + offsets, -1), jnp.int32

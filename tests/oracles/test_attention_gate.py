@@ -28,7 +28,7 @@ def write_table(path, **changed: np.ndarray) -> str:
 
 
 def observe_prompts(batch: layer.SequenceBatch, padding: float = 0.0) -> tuple[KVBlock, Observation]:
-    """The prompts, and what the battery shows of them."""
+    """The prompts with the battery's observation of them."""
     q, block = layer.prompt(batch, padding)
     hidden = np.where(np.isfinite(block.v[:, :1, :, : layer.D]), np.tanh(block.v[:, :1, :, : layer.D]), np.inf)
     return block, Observation(q, block.pos[:, 0], hidden_states=hidden.astype(np.float32))
@@ -77,7 +77,7 @@ def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, th
 
 
 def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to():
-    """Of two texts of nine tokens: the first five are asked, by the last four, and two of them stay."""
+    """In two texts of nine tokens the last four attend to the first five, and two of these stay."""
     batch = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 1, 9], np.int32))
     kind, (block, observation) = AttentionGateTable(keep=40, channels=4, ridge=20), observe_prompts(batch)
     count = jax.jit(lambda block, observation: kind.count(block, observation, SPEC))

@@ -1,4 +1,4 @@
-"""CAKE against its oracle: what layers measure, how they divide the budget, and what heads keep of it."""
+"""CAKE against its oracle: the measures of layers, their division of the budget, and the kept tokens of heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS, S, W, L = (40, 3, 27, 12), 40, 6, 3
 
 @functools.cache
 def bind_layer(text: str, index: int = 0, layers: int = L):
-    """A method in one of several layers."""
+    """Binds a method to one of several layers."""
     return kvjax.parse(text).bind(dataclasses.replace(layer.spec(head_dim=8), index=index, num_layers=layers))
 
 
@@ -42,7 +42,7 @@ def prompt_batch(seed: int, padding: float = 0.0) -> tuple[KVBlock, Observation]
 
 @functools.cache
 def window_attention(seed: int, b: int) -> np.ndarray:
-    """Of row b's window to what lies before it, [K G W past]."""
+    """The attention [K G W past] of sequence b's window to the tokens before it."""
     q, k, _, _ = eviction.random_prompts(LENGTHS, S, seed)
     n = LENGTHS[b]
     return eviction.attention_weights(q[b, :, :, :n], k[b, :, :n])[:, :, -W:, : n - W]
@@ -53,7 +53,7 @@ def test_the_example_by_hand():
     assert -(attention * np.log(attention)).sum() == pytest.approx(1.0008, abs=1e-4)
     assert attention.var(1, ddof=1).sum() == pytest.approx(0.36)
     assert oracle.preference(attention) == pytest.approx(0.1823, abs=1e-4)
-    # The same attention from queries and keys: two tokens, and a window of two that nobody looks at.
+    # The same attention from queries and keys: two tokens, and a window of two that no query attends to.
     odds = 2 * np.log(4)
     q = jnp.array([[odds, 0, 1, 0], [0, odds, 1, 0]], jnp.float32)[None, None, None]
     k = jnp.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, -999, 0], [0, 0, -999, 0]], jnp.float32)[None, None]
@@ -156,7 +156,7 @@ def test_a_model_divides_the_budget_of_each_row_whole_and_in_chunks():
         for heads, other in [*zip(a, b, strict=True), (a[2], c[0])]:
             assert [head.tolist() for head in heads] == [head.tolist() for head in other]
     room = whole.cache.capacity - 60
-    for held, state in zip(counts, whole.cache.layers, strict=True):  # slots follow the row that keeps most
+    for held, state in zip(counts, whole.cache.layers, strict=True):  # slots follow the sequence that keeps most
         assert 0 <= state.pos.shape[2] - held.max() - room < 16 + 16
     tokens = whole.generate(max_new_tokens=5).tokens
     assert (

@@ -1,4 +1,4 @@
-"""ChunkKV against its oracle, on ragged rows."""
+"""ChunkKV against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_all_heads_keep_the_same_best_chunks(padding, budget, chunk, window):
 
 
 def test_the_best_chunk_by_hand():
-    """Nine tokens, of which the last is window: sums 3, 5, 4 of whole chunks, and a remainder that always stays."""
+    """Nine tokens with a window of one: whole chunks sum to 3, 5 and 4, and the remainder always stays."""
     score = np.array([1.0, 2.0, 5.0, 0.0, 2.0, 2.0, 0.0, 9.0])
     assert oracle.select_tokens(score, 5, 2, 1) == [2, 3, 6, 7]
     assert oracle.select_tokens(score, 6, 2, 1) == [2, 3, 4, 5, 6, 7]

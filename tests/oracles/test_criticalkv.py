@@ -38,7 +38,7 @@ def test_what_values_add_is_counted_some_tokens_at_a_time(tokens):
 
 
 def oracle_tokens(batch: layer.SequenceBatch, output: np.ndarray, b: int, n: int, over_adakv: bool) -> list[list[int]]:
-    """The tokens that each head of a row keeps."""
+    """The tokens that each head of sequence b keeps."""
     q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
     scores = eviction.snapkv_scores(eviction.attention_weights(q, k, None), 2, 3, "max")[1]
     always, units, quota = eviction.split_units(n, 7, 0, 2, 1)

@@ -1,4 +1,4 @@
-"""C7: KVCrush and k-means keep what the NumPy oracles keep, token by token, chunk by chunk, page by page."""
+"""KVCrush and k-means keep the tokens of the NumPy oracles, by tokens, chunks and pages (C7)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_bits(seed: int, count: int) -> list[int]:
 
 
 def make_picker(chooser: KVCrush, heads):
-    """How the oracle picks representatives for a KVCrush."""
+    """Makes the oracle's function that picks representatives for a KVCrush."""
 
     def pick(units, candidates, m):
         bits = oracle.vote_bits(heads, units, chooser.bits)
@@ -73,7 +73,7 @@ def choose_representatives(chooser, units, count, places):
 
 
 def random_units(c: int, padding: float = 0.0, seed: int = 0):
-    """Units of three ragged rows, whatever lies beyond a row being `padding`, and how many representatives to find."""
+    """Units of three ragged sequences, padded with `padding`, and the number of representatives of each."""
     rng = np.random.default_rng(seed)
     have, B, K, G, U, H = np.array([13, 4, 9]), 3, 2, 3, 13, 4
     valid = np.arange(U)[None] < have[:, None]
@@ -84,7 +84,7 @@ def random_units(c: int, padding: float = 0.0, seed: int = 0):
 
 
 def oracle_representatives(chooser, c: int):
-    """What the oracle picks from `some_units`, row by row."""
+    """The representatives that the oracle picks from `random_units`, sequence by sequence."""
     units, count = random_units(c)
     for b in range(3):
         U = int(units.valid[b].sum())
@@ -182,7 +182,7 @@ def test_representatives_are_shared_and_the_count_stays():
         a, c = kept_positions(plain, b), kept_positions(crushed, b)
         assert [len(x) for x in a] == [len(x) for x in c] == [min(n, KEEP[b])] * 2
         scores = oracle_scores(AccumulatedAttention(), b, n)[1]
-        assert a == eviction_oracle.select_tokens(scores, int(KEEP[b]), 2, W)  # a share of 0 is none
+        assert a == eviction_oracle.select_tokens(scores, int(KEEP[b]), 2, W)  # a fraction of 0 picks none
     new = [set(c) - set(a) for a, c in zip(kept_positions(plain, 0), kept_positions(crushed, 0), strict=True)]
     assert new[0] & new[1] and max(map(len, new)) <= 3  # a quarter of 14
 

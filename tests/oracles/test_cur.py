@@ -1,4 +1,4 @@
-"""CUR against its oracle, on ragged rows."""
+"""CUR against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 

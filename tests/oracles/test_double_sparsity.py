@@ -19,7 +19,7 @@ SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
 
 
 def sequences(batch: layer.SequenceBatch) -> list[tuple]:
-    """(q, k, v, prompt) of each row, float64."""
+    """(q, k, v, prompt tokens) of each sequence, float64."""
     every = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     return [
         (*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n)) for q, k, v, n in every

@@ -1,4 +1,4 @@
-"""DuoAttention against its oracle: which heads stream, what they hold and read, and what that takes."""
+"""DuoAttention against its oracle: streaming heads, the tokens that they hold and read, and bytes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 
 
 def write_table(path, weights, spec=None) -> str:
-    """A table of weights [L K] in a file."""
+    """Writes a table of weights [L K] and returns its path."""
     weights = np.asarray(weights, np.float32)
     tables = [{"weights": layer_weights} for layer_weights in weights]
     return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), tables))
 
 
 def cached_positions(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
-    """[row][head]: the positions that a state holds, ascending."""
+    """The positions in a state, ascending, by sequence and head."""
     return [[sorted(p for p in head.tolist() if p >= 0) for head in row] for row in np.asarray(bound.positions(state))]
 
 

@@ -1,4 +1,4 @@
-"""Elastic Cache against its oracle: anchors, what is averaged into them, and who leaves while decoding."""
+"""Elastic Cache against its oracle: anchors, the tokens averaged into them, and evictions while decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C7: what is kept of ragged prompts is what the NumPy oracles keep."""
+"""Selections keep the tokens that the NumPy oracles keep, on ragged prompts (C7)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "represent", "win
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def select_block(block, observation, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
-    """The block that a selection leaves of another."""
+    """Returns the block that a selection leaves of another."""
     select = Selection(scorer, Uniform(slots), sinks, recent, unit, per)
     chosen = select.select_slots(block, observation, keep, slots, spec(window), representatives=represent)
     return gather_tokens(block, chosen.slots)
 
 
 def random_block(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
-    """(block, obs) of random prompts; the observation holds all queries, or each row's last `queries`."""
+    """The block of random prompts, and an observation of all queries, or of each prompt's last `queries`."""
     q, k, v, pos = oracle.random_prompts(lengths, S, seed, padding)
     at = pos
     if queries:
@@ -45,7 +45,7 @@ def random_block(seed: int = 0, padding: float = 0.0, queries: int | None = None
 
 
 def single_block(b: int, queries: int | None = None):
-    """Row b of `batch`, without neighbours and padding."""
+    """Sequence b of `random_block`, without neighbors and padding."""
     block, observation = jax.tree.map(np.asarray, random_block(queries=queries))
     n, index = LENGTHS[b], slice(b, b + 1)
     at = slice(None) if queries else slice(n)
@@ -56,7 +56,7 @@ def single_block(b: int, queries: int | None = None):
 
 @functools.cache
 def oracle_scores(scorer, b: int, n: int, window=None, seed: int = 0):
-    """The oracle's scores of row b: per query head [K G T] and per key/value head [K T]."""
+    """The oracle's scores of sequence b: per query head [K G T] and per key/value head [K T]."""
     q, k, _, _ = oracle.random_prompts(LENGTHS, S, seed)
     a = oracle.attention_weights(q[b, :, :, :n], k[b, :, :n], window)
     if isinstance(scorer, WindowAttention):
@@ -74,7 +74,7 @@ def oracle_tokens(scorer, keep, sinks, recent, c=1, how="sum", per="head", windo
 
 
 def kept_positions(block: KVBlock, b: int) -> list[list[int]]:
-    """The positions that each head of row b kept, in slot order; checks that unused slots come last."""
+    """The positions that each head of sequence b keeps, in slot order; asserts that empty slots come last."""
     pos = np.asarray(block.pos)[b]
     out = [p[p >= 0].tolist() for p in pos]
     assert all((p[len(tokens) :] == -1).all() for p, tokens in zip(pos, out, strict=True))
@@ -100,7 +100,7 @@ def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
     k, v, old_k, old_v = map(np.asarray, (out.k, out.v, block.k, block.v))
     for b in range(len(LENGTHS)):
         assert kept_positions(out, b) == expected[b]
-        for h, tokens in enumerate(expected[b]):  # the rows moved with their positions
+        for h, tokens in enumerate(expected[b]):  # keys and values moved with their positions
             np.testing.assert_array_equal(k[b, h, : len(tokens)], old_k[b, h, tokens])
             np.testing.assert_array_equal(v[b, h, : len(tokens)], old_v[b, h, tokens])
 

@@ -1,4 +1,4 @@
-"""Expected Attention against its oracle, on ragged rows, and over unequal heads."""
+"""Expected Attention against its oracle, on ragged sequences, and over unequal heads."""
 
 from __future__ import annotations
 

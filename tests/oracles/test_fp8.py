@@ -1,4 +1,4 @@
-"""FP8 rows against the list of all numbers of their formats."""
+"""FP8 codes against the list of all numbers of their formats."""
 
 from __future__ import annotations
 

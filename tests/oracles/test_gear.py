@@ -1,4 +1,4 @@
-"""GEAR against its oracle, and what must hold for codes with outliers and a low-rank residual."""
+"""GEAR against its oracle, and the properties of codes with outliers and a low-rank residual."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.oracles.codec_attention import attend_decoded
 
 @pytest.mark.parametrize(("share", "every"), [(0.25, 3), (0.7, 4)])
 def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
-    """A share of 0.25 leaves chunks of three tokens without outliers in channels; one of 0.7 finds two in four."""
+    """A fraction of 0.25 leaves chunks of three tokens without outliers in channels; 0.7 finds two in four."""
     text = f"gear:bits=2,rank=2,later=1,share={share},every={every}"
     batch, noisy = layer.random_batch(), layer.random_batch(padding=np.inf)
     out = layer.decode(text, batch, state=layer.prefill(layer.bind(text), noisy, padding=np.inf))
@@ -41,7 +41,7 @@ def make_codec(
 
 
 def random_tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
-    """Rows of six and of four tokens, and positions; behind the last one lies infinity."""
+    """Sequences of six and of four tokens, padded with infinity, and their positions."""
     pos = np.where(np.arange(S)[None] < np.array([[6], [4]]), np.arange(S)[None], -1)
     x = np.random.default_rng(0).normal(size=(2, 2, S, H)).astype(np.float32)
     return np.where(pos[:, None, :, None] < 0, np.inf, x), jnp.asarray(pos, jnp.int32)[:, None]
@@ -49,7 +49,7 @@ def random_tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
 
 @functools.cache
 def round_trip(codec: LowRankResidual) -> np.ndarray:
-    """What a prompt comes back as."""
+    """Encodes and decodes a prompt."""
     x, pos = random_tokens()
     run = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))
     return np.asarray(run(jnp.asarray(x)))
@@ -69,7 +69,7 @@ def test_outliers_come_back_bit_for_bit(axis):
 
 
 def squared_error(codec: LowRankResidual) -> float:
-    """The sum of squares of what a prompt loses."""
+    """The squared error of a prompt after encoding."""
     x, pos = random_tokens()
     return float(np.square(round_trip(codec) - x, where=np.asarray(pos)[..., None] >= 0, out=np.zeros_like(x)).sum())
 
@@ -82,7 +82,7 @@ def test_the_error_falls_with_the_rank_and_is_none_where_all_are_directions_or_o
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
-    """Rows of six and of four tokens, and four more of each: a chunk of three, and one token over."""
+    """Sequences of six and of four tokens get four more each: a chunk of three, and one token over."""
     codec, pos = Host(make_codec(axis, share=0.7)), random_tokens()[1]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 12, 6)), jnp.float32)
     n = (pos >= 0).sum(2, dtype=jnp.int32)
@@ -107,7 +107,7 @@ def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
 
 
 def test_by_hand_an_outlier_widens_no_scale():
-    """Of 0, 1, 2 and 100 the ends are exact; in the codes the mean, 25.75, takes their place, and L has the error."""
+    """The ends of 0, 1, 2 and 100 are exact; the mean, 25.75, replaces them in the codes, and L has the error."""
     x, pos = jnp.asarray([[[[0.0, 1.0, 2.0, 100.0]]]]), jnp.zeros((1, 1, 1), jnp.int32)
     codec = make_codec("token")
 

@@ -1,4 +1,4 @@
-"""A budget divided by a calibrated table, against its oracle: numbers, tokens, bytes, programs, and what is refused."""
+"""A budget divided by a calibrated table, against its oracle: counts, tokens, bytes, programs, and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = [list(range(60)), [5, 9, 5, 5, 1, 7, 3], list(range(30, 70))]
 
 
 def random_shares(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, heads: int = HEADS) -> np.ndarray:
-    """Shares f32[L K R] of very unequal heads, whose mean is the fraction."""
+    """Fractions f32[L K R] of very unequal heads with the given means."""
     rng = np.random.default_rng(seed)
     lean = rng.uniform(-1, 1, (layers, heads, 1))
     lean = (lean - lean.mean()) / np.abs(lean - lean.mean()).max()
@@ -36,7 +36,7 @@ def random_shares(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, head
 
 
 def write_table(path, shares, fractions=FRACTIONS, spec=None, **other) -> str:
-    """A table of shares [L K R] in a file."""
+    """Writes a table of fractions [L K R] and returns its path."""
     spec = specs(toy_model(kv_heads=HEADS).config)[0] if spec is None else spec
     tables = [{"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in shares]
     return str(table_file.write(path / "head_shares.safetensors", "head_shares", spec, [b | other for b in tables]))
@@ -53,19 +53,19 @@ def table(tmp_path_factory) -> str:
 
 
 def num_kept(context: kvjax.Context) -> np.ndarray:
-    """i64[B L K], tokens that each head keeps."""
+    """The number of tokens that each head keeps, i64[B L K]."""
     counts = [[[len(head) for head in b] for b in heads] for heads in context.kept_positions()]
     return np.array(counts).transpose(1, 0, 2)
 
 
 def test_the_example_by_hand(tmp_path):
-    """One layer of two heads; a quarter of 40 tokens is 10 a head, of which the table gives 15 and 5."""
+    """A quarter of 40 tokens is 10 for each of a layer's two heads; the table gives them 15 and 5."""
     shares = [[[0.375], [0.125]]]
     assert oracle.head_tokens(shares, [0.25], 40, 10).tolist() == [[15, 5]]
     # An eighth is half of a quarter; 5/8 is half way from a quarter to everything.
     assert oracle.head_tokens(shares, [0.25], 40, 5).tolist() == [[8, 2]]  # 7.5 and 2.5: the lower head is rounded up
     assert oracle.head_tokens(shares, [0.25], 40, 25).tolist() == [[28, 22]]  # 27.5 and 22.5
-    # Eight tokens stay in any case: the second head takes 3 more, which the first one has not.
+    # Eight tokens always stay, so the second head takes 3 more, and the first one has 3 fewer.
     assert oracle.head_tokens(shares, [0.25], 40, 10, sinks=4, recent=4).tolist() == [[12, 8]]
     assert oracle.head_tokens(shares, [0.25], 8, 10).tolist() == [[8, 8]]
     assert oracle.select_tokens([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
@@ -125,10 +125,8 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
 def test_layers_have_budgets_of_their_own_and_need_not_see_each_other(model, table):
     plan = bind(f"keydiff:budget=12 + head_shares:table={table}", model.config)
     assert not any(part.needs.global_budget for part in plan)
-    layer_tokens = [part.num_kept(60) for part in plan]
-    assert (
-        len(set(layer_tokens)) > 1 and sum(layer_tokens) - 12 * LAYERS < LAYERS
-    )  # each is rounded up by less than a token
+    kept = [part.num_kept(60) for part in plan]
+    assert len(set(kept)) > 1 and sum(kept) - 12 * LAYERS < LAYERS  # each is rounded up by less than a token
 
 
 @pytest.mark.parametrize(
@@ -285,7 +283,7 @@ def test_calibrated_shares_are_what_a_ranking_of_each_text_keeps(method, model):
 
 
 def test_texts_of_unequal_lengths_count_by_their_tokens(model):
-    """33 tokens of a text of 33, and of one of 64: budgets are whole numbers, and fractions those that were kept."""
+    """Budgets of 33 tokens in texts of 33 and 64: they are whole numbers, and fractions are those really kept."""
     texts = [DOCUMENTS[0], DOCUMENTS[1][:33]]
     together, *single = (
         calibrate.count_arrays(model, "head_shares:method=keydiff", which) for which in (texts, *zip(texts))

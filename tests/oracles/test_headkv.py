@@ -1,4 +1,4 @@
-"""HeadKV against its oracle: numbers of tokens by head and layer, and which tokens these are."""
+"""HeadKV against its oracle: the number of tokens of each head and layer, and the tokens themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 
 
 def write_table(path, weights, spec=None) -> str:
-    """A table of weights [L K] in a file."""
+    """Writes a table of weights [L K] and returns its path."""
     tables = [{"weights": np.asarray(heads, np.float32)} for heads in weights]
     return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), tables))
 

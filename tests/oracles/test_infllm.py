@@ -1,4 +1,4 @@
-"""C7 and the layer contract for InfLLM, on ragged rows, the prompt chunk by chunk."""
+"""C7 and the layer contract for InfLLM, on ragged sequences, the prompt chunk by chunk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = {"block": 4, "sinks": 3, "local": 6, "topk": 2, "representatives": 2, "c
 
 
 def bind_method(method: Method, window: int | None = None) -> MethodLayer:
-    """The method in the only layer of a model."""
+    """Binds a method to the only layer of a model."""
     return method.bind(
         LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=window, rope=Rope(H))
     )
@@ -49,20 +49,20 @@ METHOD = bind_infllm()
 
 
 def empty_state(method: MethodLayer, batch: int, slots: int, dtype):
-    """A state with room for so many tokens per row, before the first."""
+    """An empty state with this number of slots for each sequence."""
     sequences = jnp.zeros((batch, K, 0, H), dtype)
     return method.prefill(KVBlock(sequences, sequences, jnp.zeros((batch, 1, 0), jnp.int32)), None, slots)
 
 
 def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
-    """Per row: q [K G S H], k, v [K S H] before RoPE, S = prompt + steps."""
+    """Per sequence q [K G S H], k, v [K S H] before RoPE, with S = prompt + steps."""
     rng = np.random.default_rng(seed)
     sizes = [n + steps for n in lengths]
     return [tuple(rng.normal(size=shape) * 1.5 for shape in ((K, G, S, H), (K, S, H), (K, S, H))) for S in sizes]
 
 
 def token_chunk(sequences, first, count, padding: float = 0.0):
-    """Of row b the tokens first[b].. of count[b], as `extend` takes them: rotated, `padding` and -1 at the right."""
+    """The count[b] tokens of each sequence from first[b] on, as `extend` takes them: rotated and padded."""
     T = int(max(count))
     out = [np.full((len(sequences), *shape, T, H), padding, np.float32) for shape in ((K, G), (K,), (K,))]
     pos = np.full((len(sequences), T), -1, np.int32)
@@ -75,7 +75,7 @@ def token_chunk(sequences, first, count, padding: float = 0.0):
 
 
 def extend(method, state, new, commit):
-    """`extend` of fresh tokens (q, k, v, positions) -> (out, state)."""
+    """Extends a state with new tokens (q, k, v, positions) -> (out, state)."""
     q, k, v, pos = new
     return method.extend(state, q, KVBlock(k, v, pos[:, None]), commit, None)[:2]
 
@@ -84,7 +84,7 @@ extend = functools.partial(jax.jit, static_argnums=(0, 3))(extend)
 
 
 def decode(method, sequences, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0):
-    """The prompt in one call, then single steps -> (the outputs of each row [K G S H], the last state)."""
+    """Runs the prompt in one call, then single steps -> (outputs of each sequence [K G S H], the last state)."""
     state = empty_state(method, len(sequences), SLOTS, jnp.float32)
     out, state = extend(method, state, token_chunk(sequences, 0 * lengths, lengths, padding), int(lengths.max()))
     outs = [[o[:, :, :n]] for o, n in zip(np.asarray(out), lengths, strict=True)]
@@ -164,7 +164,7 @@ def test_c3_only_committed_tokens_are_kept_and_guesses_see_them():
     two, drafted = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [2, 2, 2]), 1)
     np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, drafted)
-    for b, n in enumerate(LENGTHS):  # no row forms a block between the two
+    for b, n in enumerate(LENGTHS):  # no sequence completes a block between the two
         np.testing.assert_allclose(two[b, :, :, 1], expected[b][:, :, n + 3], atol=2e-5)
 
 
@@ -198,13 +198,13 @@ def test_c6_bytes_are_the_recipes(dtype):
     ring, blocks = 20, (SLOTS - 3 - 6) // 4  # 6 + 4 - 1 + 2 x 5 tokens, in whole blocks of 4
     P = 3 + ring
     recent = 2 * K * P * H * size + 4 * K * G * P + K * G * blocks * H * size
-    device = B * (recent + 4 * SLOTS + 2 * 4)  # positions of all tokens; how many, and how many blocks
+    device = B * (recent + 4 * SLOTS + 2 * 4)  # positions of all tokens, their number, and the number of blocks
     assert array_bytes(state) == {"device": device, "pinned_host": 2 * B * K * SLOTS * H * size}
     assert empty_state(METHOD, B, 12, dtype).reader_state.keys is None
 
 
 def selected_block(sequences, num_kept: int):
-    """Of each row `kept` prompt tokens per head, unlike from head to head, in order, as a block."""
+    """A block of `num_kept` prompt tokens of each head and sequence, in order, with other tokens in other heads."""
     chosen = np.full((B, K, num_kept), -1, np.int32)
     for b, n in enumerate(LENGTHS):
         for head in range(K):
@@ -232,9 +232,9 @@ def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
     out, _ = extend(METHOD, state, token_chunk(sequences, LENGTHS, [1, 1, 1]), 1)
     for b, n in enumerate(LENGTHS):
         for head in range(K):
-            tokens = np.asarray(block.pos[b, head])
-            tokens = [*tokens[tokens >= 0], n]
-            near, far = tokens[-6:], tokens[:-6]
+            without_selection = np.asarray(block.pos[b, head])
+            without_selection = [*without_selection[without_selection >= 0], n]
+            near, far = without_selection[-6:], without_selection[:-6]
             q, k, v = sequences[b]
             for group in range(G):
                 near_q = rope(q[head, group, [n]], [n])[0]
@@ -254,9 +254,11 @@ def test_behind_a_selection_with_a_window_for_all_it_reads_what_is_left(selectio
     bias = jnp.where(block.pos >= 0, (block.pos % 3).astype(jnp.float32), 0.0)
     outs = []
     for bound_layer in (method, plain):
-        tokens = dataclasses.replace(bound_layer, method=dataclasses.replace(bound_layer.method, select=None))
-        state = tokens.prefill(dataclasses.replace(block, bias=bias).clean(), None, 9 + STEPS)
-        outs.append(extend(tokens, state, token_chunk(sequences, LENGTHS, [4, 4, 4]), 4)[0])
+        without_selection = dataclasses.replace(
+            bound_layer, method=dataclasses.replace(bound_layer.method, select=None)
+        )
+        state = without_selection.prefill(dataclasses.replace(block, bias=bias).clean(), None, 9 + STEPS)
+        outs.append(extend(without_selection, state, token_chunk(sequences, LENGTHS, [4, 4, 4]), 4)[0])
     np.testing.assert_allclose(*outs, atol=2e-5)
 
 

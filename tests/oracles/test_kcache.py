@@ -1,4 +1,4 @@
-"""C7: kcache equals the NumPy oracle, step by step, on ragged rows."""
+"""KCache equals its NumPy oracle, step by step, on ragged sequences (C7)."""
 
 from __future__ import annotations
 

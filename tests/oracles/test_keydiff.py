@@ -1,4 +1,4 @@
-"""KeyDiff against its oracle, on ragged rows."""
+"""KeyDiff against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keyformer against its oracle, on ragged rows, and its noise."""
+"""Keyformer against its oracle, on ragged sequences, and its noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRING = "keyformer:" + ",".join(f"{name}={value}" for name, value in SETTINGS.i
 
 
 def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -> np.ndarray:
-    """[rows K G count count] of consecutive positions."""
+    """The noise [B K G count count] of consecutive positions."""
     pos = jnp.arange(first, first + count, dtype=jnp.int32)[None].repeat(rows, 0)
     spec = spec or layer.spec()
     draw = functools.partial(Keyformer(**SETTINGS, seed=seed).at(spec).noise, spec.without_index, layer.K)
@@ -28,7 +28,7 @@ def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -
 
 
 def decode(batch: layer.SequenceBatch, window: int | None = None, padding: float = 0.0):
-    """(f32[B K G STEPS H], the tokens held at the end by each head of each row)."""
+    """Decodes -> (f32[B K G STEPS H], the tokens cached at the end by each head of each sequence)."""
     bound = layer.bind(STRING, window)
     state = layer.prefill(bound, batch, padding)
     out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(batch))

@@ -1,4 +1,4 @@
-"""C7: kivi equals the NumPy oracle step by step, on ragged rows around whole blocks, and takes the bytes it should."""
+"""KIVI equals its NumPy oracle step by step, on ragged sequences around whole blocks, and takes its bytes (C7)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPECS = [(1, 8, "improved"), (1, 8, "original"), (2, 8, "improved"), (4, 4, "imp
 
 
 def random_batch(seed: int = 0, padding: float = 0.0, num_new: int = STEPS, dtype=np.float32) -> layer.SequenceBatch:
-    """Random rows: prompts of LENGTHS and `fresh` tokens after each; what is beyond a row's end is `padding`."""
+    """Random prompts of LENGTHS with `num_new` tokens after each, followed by `padding`."""
     rng = np.random.default_rng(seed)
     S = int(LENGTHS.max()) + num_new
     shape = (B, K, S, H)
@@ -35,10 +35,10 @@ def random_batch(seed: int = 0, padding: float = 0.0, num_new: int = STEPS, dtyp
     is_token = np.arange(S)[None] < (LENGTHS + num_new)[:, None]
     is_token = is_token[:, None, :, None]
 
-    def fill(x, is_token):
+    def pad(x, is_token):
         return jnp.asarray(np.where(is_token, x, padding).astype(dtype))
 
-    return layer.SequenceBatch(fill(q, is_token[:, :, None]), fill(k, is_token), fill(v, is_token), LENGTHS)
+    return layer.SequenceBatch(pad(q, is_token[:, :, None]), pad(k, is_token), pad(v, is_token), LENGTHS)
 
 
 def bind(method, window: int | None = None):
@@ -51,7 +51,7 @@ def _compile_prefill(method):
 
 
 def prefill(method, batch: layer.SequenceBatch, padding: float = 0.0):
-    """The state after the prompts; beyond each prompt the block holds `padding`."""
+    """Returns the state after the prompts; after each prompt the block holds `padding`."""
     return _compile_prefill(method)(layer.prompt(batch, padding, int(LENGTHS.max()))[1])
 
 
@@ -61,7 +61,7 @@ def _compile_decode(method, window: int | None):
 
 
 def decode(method, batch: layer.SequenceBatch, padding: float = 0.0, window: int | None = None) -> np.ndarray:
-    """One token at a time -> f32[B K G STEPS H]."""
+    """Decodes one token at a time -> f32[B K G STEPS H]."""
     return np.asarray(
         _compile_decode(method, window)(prefill(method, batch, padding), layer.stack_steps(batch, STEPS))[0]
     )
@@ -70,7 +70,7 @@ def decode(method, batch: layer.SequenceBatch, padding: float = 0.0, window: int
 def oracle_outputs(
     batch: layer.SequenceBatch, bits: int, group: int, one_bit="improved", window=None, residual=R
 ) -> np.ndarray:
-    """The same from the paper -> f64[B K G STEPS H]."""
+    """The oracle's outputs, f64[B K G STEPS H]."""
     q, k, v = (np.asarray(x) for x in (batch.q, batch.k, batch.v))
     out = np.zeros((*q.shape[:3], STEPS, H))
     for b, n in enumerate(batch.lengths):
@@ -132,7 +132,7 @@ def test_kivi_in_bfloat16_is_the_papers_up_to_rounding_in_the_attention():
 
 
 def test_ragged_chunks_over_several_flushes_are_single_steps():
-    """Row b brings counts[b] tokens in one call and then the others; padding tokens neither count nor flush."""
+    """Sequence b gets counts[b] tokens in one call, then the rest; padding tokens neither count nor flush."""
     batch, method, T = random_batch(seed=7), methods.kivi(2, 8, R), 9
     extend = layer.compile_extend(bind(method), T)
     state, expected = prefill(method, batch, padding=np.inf), oracle_outputs(batch, 2, 8)
@@ -173,7 +173,7 @@ def test_more_bits_err_less():
 @pytest.mark.parametrize(("bits", "dtype"), [(1, np.float32), (4, np.float16), (8, ml_dtypes.bfloat16)])
 def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
     batch = random_batch(seed=12, dtype=dtype)
-    some = np.array([0, 1, 5, 8, 11], np.int32)  # of every row, the newest of the shortest included
+    some = np.array([0, 1, 5, 8, 11], np.int32)  # the newest token of the shortest sequence included
     slot = np.arange(64)[None]  # whole words, whole blocks
     x = jnp.pad(batch.k, [(0, 0), (0, 0), (0, 64 - batch.k.shape[2]), (0, 0)])
     pos = jnp.asarray(np.where(slot < LENGTHS[:, None], slot, -1), jnp.int32)[:, None]
@@ -193,7 +193,7 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
     for b, n in enumerate(LENGTHS):
         k = np.asarray(batch.k[b, 0])
         row = kivi.KiviCache(k[:n], k[:n], bits, 4, R)
-        for t in range(STEPS):  # what the last step reads: what it makes due leaves later
+        for t in range(STEPS):  # the tokens that the last step reads; those that it makes due leave later
             row.flush()
             row.append(k[n + t], k[n + t])
         for (all_of, rows), expected in zip(actual, (row.visible_keys(), row.visible_values()), strict=True):
@@ -212,7 +212,7 @@ def held_bytes(method, S: int, H: int, dtype) -> dict[str, int]:
 @pytest.mark.parametrize("group", [16, 32, 64])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_bytes_are_the_papers(bits, group, dtype):
-    """Each element takes its bits and its share of a scale and a minimum; each residual token is whole."""
+    """Each element takes its bits and a part of a scale and a minimum; each residual token is whole."""
     wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
     per_element = bits + 2 * 8 * size / group
     method = functools.partial(methods.kivi, bits, group)

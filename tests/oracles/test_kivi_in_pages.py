@@ -1,4 +1,4 @@
-"""KIVI where heads keep unequal numbers of tokens: pages against the oracle, their bytes, and what cannot be."""
+"""KIVI with heads of unequal length: pages against the oracle, their bytes, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def method_string(bits: int, group: int, one_bit: str = "improved", page: int = 
 
 
 def attend_visible(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndarray:
-    """q [G H] over k, v [n H], of which those from `first` on are seen."""
+    """Attends with q [G H] to the tokens of k, v [n H] from `first` on."""
     s = (q @ k[first:].T).astype(np.float64) / np.sqrt(q.shape[1])
     return np.stack([oracle.softmax(row) for row in s]) @ v[first:].astype(np.float64)
 
@@ -58,7 +58,7 @@ def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, s
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize(("bits", "H"), [(1, 8), (2, 12), (4, 8), (8, 4)])
 def test_a_group_that_is_filled_in_part_is_made_of_its_own_tokens(bits, H, axis, dtype):
-    """Of pages of 12 slots in groups of 4; words hold the codes of a page, whether these fill them or not."""
+    """Pages of 12 slots in groups of 4 restore their tokens, whether or not a page's codes fill their words."""
     rng, page = np.random.default_rng(bits), 12
     lengths = np.array([[[12, 7], [0, 1]], [[12, 12], [4, 0]]])  # tokens of each page [B K P]
     real = (np.arange(page) < lengths[..., None]).reshape(2, 2, -1)

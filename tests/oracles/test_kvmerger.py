@@ -1,4 +1,4 @@
-"""KVMerger against its oracle: which neighbours become one token, around which of them, and with what weights."""
+"""KVMerger against its oracle: the merging sets of neighbors, their pivots and weights."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_each_head_joins_its_most_similar_neighbours():
             for x, expected in zip(actual, (keys, values), strict=True):
                 np.testing.assert_allclose(x, expected, atol=2e-6)
             np.testing.assert_allclose(state.bias[b, head, : len(stay)], np.log(number), atol=1e-6)
-    assert joined == layer.K  # the row of nine tokens
+    assert joined == layer.K  # the sequence of nine tokens
 
 
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
 def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
-    """Lost tokens of a set of which nothing was kept are gone; those of a set with two go into the first."""
+    """Evicted tokens of a set without a kept token are lost; those of a set with two go into the first."""
     sets = MergeSets(4, 0, 1)
     block, choice = ragged_prompts(3)
     actual = run_rule(GaussianMerge(sets, sigma, count=True), block, choice)
@@ -83,7 +83,7 @@ def test_equal_tokens_that_are_counted_become_one_that_stands_for_all(key):
 
 
 def test_nothing_is_joined_across_a_heavy_hitter_or_with_a_recent_token():
-    """Of equal keys the earliest neighbours are joined first; token 3 is heavy, 6 and 7 are recent."""
+    """Among equal keys the earliest neighbors are joined first; token 3 is heavy, 6 and 7 are recent."""
     block, _ = make_prompt([[1, 1]] * 8, [[1]] * 8, [0])
     received = jnp.asarray([[[1, 3, 2, 9, 5, 5, 8, 8]]], jnp.float32)
     rules = (MergeSets(5, 1, 2), MergeSets(6, 1, 2))

@@ -36,7 +36,7 @@ def test_the_levels_of_four_bits_are_nf4():
 
 
 def test_the_example_by_hand():
-    """Of 0, 1, 2, 3, 4, 100 both ends are exact; the others lie at -1, -1/3, 1/3 and 1 of 2.5 -+ 1.5."""
+    """Both ends of 0, 1, 2, 3, 4, 100 are exact; the others lie at -1, -1/3, 1/3 and 1 of 2.5 -+ 1.5."""
     x = np.array([0.0, 1, 2, 3, 4, 100])
     np.testing.assert_allclose(oracle.fake_quantize(x, np.array([-1.0, 0, 0.5, 1]), 0.01), [0, 1, 2.5, 3.25, 4, 100])
 
@@ -59,7 +59,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
     ("axis", "outliers", "share"), [("channel", ChannelQuantileOutliers, 0.5), ("token", TokenQuantileOutliers, 0.0)]
 )
 def test_what_is_held_is_the_oracles(axis, outliers, share):
-    """Prompts of 13, 2 and 0 tokens and nine more of each, in 3 bits; a row may hold any finite number."""
+    """Prompts of 13, 2 and 0 tokens and nine more of each, in 3 bits; padding may hold any finite number."""
     codec, lengths, S, H = DenseAndSparse(NonUniformCodec(3, 4, axis), outliers(share)), np.array([13, 2, 0]), 22, 32
     x = np.random.default_rng(0).normal(size=(3, 2, S, H))
     x[0, 0, 3], x[0, 1, :, 5], x[1, 1] = 1e30, 0.0, 7.0
@@ -108,7 +108,7 @@ def test_a_table_gives_each_layers_levels(tmp_path):
 
 
 def test_bytes_are_the_papers_and_the_ranges():
-    """Of 256 tokens in a head of 128 channels: 3 bits a number, and 1 % of outliers on each vector's two sides."""
+    """Bytes of 256 tokens in a head of 128 channels: 3 bits a number, and 1 % of outliers on a vector's two sides."""
     bound = layer.bind("kvquant:bits=3,every=128", head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 256, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 256), jnp.int32)
     k, v = (array_bytes(jax.eval_shape(codec.encode, x, pos))["device"] for codec in (bound.k, bound.v))

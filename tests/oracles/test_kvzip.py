@@ -40,7 +40,7 @@ def test_a_query_that_favours_one_key_twice_gives_it_half():
 
 @dataclasses.dataclass(frozen=True)
 class Everything:
-    """A method whose state is the prompt, with all of its queries, and what else a layer may see."""
+    """A method whose state is the prompt with all its queries and all that a layer may observe."""
 
     traits: ClassVar[Traits] = Traits()
     needs: ClassVar[Needs] = Needs(observed_queries=None, output_projection=True, hidden_states=True)
@@ -61,7 +61,7 @@ def model():
 
 
 def oracle_scores(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
-    """What each layer's tokens are worth, [K S], with each repetition run as one long prompt of its own."""
+    """The scores [K S] of each layer's tokens, with each replay run as one long prompt of its own."""
     n, scores = len(row), [np.zeros((model.config.kv_heads, len(row))) for _ in range(model.config.layers)]
     for start in range(0, n, CHUNK):
         end = min(start + CHUNK, n)

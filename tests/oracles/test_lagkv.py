@@ -1,4 +1,4 @@
-"""LagKV against its oracle, on ragged rows."""
+"""LagKV against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.oracles import lagkv as oracle
 
 
 def score_tokens(scorer: LagKV, block: KVBlock) -> np.ndarray:
-    """f32[B K S]."""
+    """The scores f32[B K S] of a block."""
     return np.asarray(jax.jit(lambda x: scorer.scores(x, None, layer.spec()).per_kv_head)(block))
 
 

@@ -1,4 +1,4 @@
-"""LoCoCo against its oracle: what is mixed into which slots, and how a table is calibrated."""
+"""LoCoCo against its oracle: the tokens mixed into each slot, and the calibration of a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_table(path, **changed: np.ndarray) -> str:
 
 
 def test_the_example_by_hand():
-    """Tokens 1 to 4, of which the last is heavy: their mean goes into the best of the others, beside half of itself."""
+    """Token 4 is heavy; the mean of tokens 1 to 4 goes into the best of the others, together with half of itself."""
     x = np.array([[1.0], [2.0], [3.0], [4.0]])
     stays, k, v = oracle.compress(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
     assert (stays, k.tolist(), v.tolist()) == ([1, 3], [[2], [4]], [[20], [40]])

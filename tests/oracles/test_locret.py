@@ -1,4 +1,4 @@
-"""Locret against its oracle: scores, what stays, and the calibrated heads."""
+"""Locret against its oracle: scores, kept tokens, and the calibrated heads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_table(path, fc1, fc2, spec=SPEC) -> str:
 
 @functools.cache
 def compile_scores(table: str, spec: LayerSpec = SPEC):
-    """The scorer with a table as a program."""
+    """Compiles the scorer with a table."""
     scorer = RetainingScorer(TableFile(table, "locret"))
     return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
 
@@ -88,7 +88,7 @@ def test_released_weights_come_back_as_they_were():
 def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
     batch, spec, kind = layer.random_batch(4), layer.spec(window), RetainingHeads(ridge=50)
     q, block = layer.prompt(batch)
-    # As in `kvjax calibrate`, of each row by itself, and added up; a text of one token has none that is asked.
+    # As in `kvjax calibrate`, each sequence counts by itself, and sums add up; a text of one token has no targets.
     count = jax.jit(lambda block, seen: kind.count(block, seen, spec))
     counted = count(block, Observation(q, block.pos[:, 0]))
     made = kind.arrays(jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counted), spec)

@@ -1,4 +1,4 @@
-"""LOOK-M against its oracle: which tokens stay, and what is merged into them."""
+"""LOOK-M against its oracle: the kept tokens, and the tokens merged into them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_by_hand_the_lost_token_lies_between_two_and_goes_into_the_first(rule, k
 
 
 def test_text_stays_before_images_and_all_that_leaves_is_merged():
-    """A row's positions 1 to 4 are images: of nine tokens two of them stay, of six tokens all."""
+    """Positions 1 to 4 of a sequence are images: two of them stay of nine tokens, all of six tokens."""
     batch = layer.random_batch()
     state = layer.prefill(layer.bind(SMALL), batch)
     for b, n in enumerate(batch.lengths.tolist()):

@@ -1,4 +1,4 @@
-"""Merging against its oracle, its hand-made examples, and what must hold for every rule."""
+"""Merging against its oracle, its hand-made examples, and the properties of every rule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPEC = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H
 
 
 def ragged_prompts(seed=0, padding=0.0) -> tuple[KVBlock, SelectedSlots]:
-    """Rows of 12, 1 and 9 tokens, of which each head keeps 5, 1 and 4 by chance, and scores that are positive."""
+    """Prompts of 12, 1 and 9 tokens with positive scores; each head keeps a random choice of 5, 1 and 4."""
     rng = np.random.default_rng(seed)
     k, v = rng.normal(size=(2, B, K, T, H))
     received = rng.uniform(0.1, 1.0, size=(B, K, T))
@@ -50,23 +50,23 @@ def ragged_prompts(seed=0, padding=0.0) -> tuple[KVBlock, SelectedSlots]:
 
 
 def apply_rule(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
-    """The slots after the rule has merged into them."""
+    """Merges evicted tokens into the selected slots by a rule."""
     return rule(block, gather_tokens(block, choice.slots), choice, SPEC)
 
 
 @functools.cache
 def compile_rule(rule):
-    """The same as a program."""
+    """Compiles `apply_rule` for a rule."""
     return jax.jit(functools.partial(apply_rule, rule))
 
 
 def run_rule(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
-    """The same, compiled once for all tests."""
+    """Runs `apply_rule`, compiled once for all tests."""
     return compile_rule(rule)(block, choice)
 
 
 def oracle_merge(rule, k, v, selected, received):
-    """One row by its oracle: keys, values [K n H], and how many tokens each slot stands for [K n], if it says."""
+    """The oracle's keys and values [K n H] of a sequence, and the tokens in each slot [K n] if the rule counts them."""
     if isinstance(rule, D2O):
         keys, values, number = oracle.d2o(k, v, selected, rule.rule)
         return keys, values, number if rule.count else None
@@ -142,7 +142,7 @@ def test_many_tokens_are_compared_a_block_at_a_time():
 
 
 def make_prompt(k, v, slots) -> tuple[KVBlock, SelectedSlots]:
-    """One row with one head."""
+    """Makes a prompt of one sequence with one head."""
     k, v = (jnp.asarray(x, jnp.float32)[None, None] for x in (k, v))
     pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
     same = jnp.ones(pos.shape)
@@ -165,7 +165,7 @@ def test_two_equal_keys_by_hand(rule):
 
 
 def test_cam_by_hand():
-    """All scores are equal, so the lost token's value goes for sure, half into each of the next two."""
+    """All scores are equal, so the evicted token's value is always merged, half into each of the next two."""
     block, choice = make_prompt([[1]] * 5, [[1], [10], [2], [3], [4]], [0, 2, 3, 4])
     np.testing.assert_allclose(run_rule(ValueSpread(2), block, choice).v[0, 0, :, 0], [1, 7, 8, 4])
     np.testing.assert_allclose(
@@ -186,7 +186,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(name):
-    """Ten tokens, of which each has one or two twins: kept are five, which weigh as many times as they stand for."""
+    """Ten tokens have one or two twins each; five are kept and weigh as many times as they represent tokens."""
     rng = np.random.default_rng(0)
     twins = np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 0])
     k, v = (jnp.asarray(x[:, :, twins], jnp.float32) for x in rng.normal(size=(2, B, K, 5, H)))

@@ -1,4 +1,4 @@
-"""MiKV against its oracle, and what must hold for channels in balance and for codes by token."""
+"""MiKV against its oracle, and the properties of balanced channels and of codes per token."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_the_high_tier_in_eight_bits():
     exact, coded = (layer.decode(f"mikv:share=0.6{more}", batch) for more in ("", ",high=8"))
     assert 0 < np.abs(coded - exact).max() < 0.05
     sizes = [array_bytes(layer.prefill(layer.bind(f"mikv:share=0.6{more}"), batch)) for more in ("", ",high=8")]
-    slots = 4 + 16  # four of nine prompt tokens, and room for what follows
+    slots = 4 + 16  # four of nine prompt tokens, and headroom
     rows = 2 * layer.B * layer.K * slots
     assert sizes[0]["device"] - sizes[1]["device"] == rows * (4 * layer.H - (layer.H + 4))
 
 
 def channel_balance(q, k) -> np.ndarray:
-    """The weights of one head with queries q [n H] and keys k [n H]."""
+    """The balance of one head's channels with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
     return np.asarray(ChannelBalancer(Plain()).fit_prompt(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0]
@@ -94,7 +94,7 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_codes_by_token_are_the_oracles_and_really_packed(bits):
-    """Groups of 16 channels; a zero row and a constant one come back exactly."""
+    """Groups of 16 channels restore a vector of zeros and a constant one exactly."""
     x = np.random.default_rng(bits).normal(size=(1, 2, 5, 32)).astype(np.float32)
     x[0, 0, 1], x[0, 1, 2] = 0.0, -7.5
     pos = jnp.asarray([[[0, 1, 2, 3, -1]]], jnp.int32)

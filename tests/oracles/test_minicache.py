@@ -50,7 +50,7 @@ def prefill_cache(method: str) -> Cache:
 
 @functools.cache
 def decoded_tokens() -> list[tuple[jax.Array, KVBlock]]:
-    """Queries, keys and values of the tokens that follow, of each layer."""
+    """Queries, keys and values of the decoded tokens, by layer."""
     rng, c = np.random.default_rng(0), MODEL.config
     pos = jnp.asarray(LENGTHS[:, None] + np.arange(STEPS)[None], jnp.int32)[:, None]
     found = []
@@ -63,7 +63,7 @@ def decoded_tokens() -> list[tuple[jax.Array, KVBlock]]:
 
 @functools.partial(jax.jit, static_argnames=("plan",))
 def run_pair(plan: tuple[BoundLayer, BoundLayer], states, new) -> tuple[list[jax.Array], list]:
-    """Tokens through both layers of a pair: (what each gives, their states)."""
+    """Extends both layers of a pair with new tokens -> (their outputs, their states)."""
     outs, after, carry = [], [], None
     for bound, state, (q, block) in zip(plan, states, new, strict=True):
         out, state, carry = bound.extend(state, q, block, q.shape[3], carry)
@@ -80,7 +80,7 @@ def head_tokens(i: int, b: int, head: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("share", [0.2, 1.0])
 def test_both_layers_of_a_pair_read_what_the_oracle_holds(share):
-    """With all tokens exact that is full attention; a chunk gives what single steps give."""
+    """With all tokens exact the outputs are those of full attention; a chunk equals single steps."""
     method = f"minicache:share={share}"
     cache, new = prefill_cache(method), decoded_tokens()[LOWER:]
     plan, states = cache.plan[LOWER:], list(cache.layers[LOWER:])
@@ -139,7 +139,7 @@ def test_pairs_begin_in_the_middle_and_a_last_layer_may_be_alone():
 
 @pytest.mark.parametrize("index", [LOWER, UPPER])
 def test_padding_counts_for_nothing(index):
-    """Whatever lies beyond a row's end, here and in the other layer."""
+    """Padding has no effect, in this layer and in the other one."""
     bound = kvjax.parse("minicache:share=0.2").bind(spec(index, 4))
     prompt, other = (full_kv().prompts[i] for i in (index, LOWER + UPPER - index))
     pos = np.arange(prompt.k.shape[2])[None] < LENGTHS[:, None]
@@ -196,7 +196,7 @@ def test_bytes_are_the_planned_ones_and_below_those_of_full():
 
 
 def test_directions_are_held_in_few_bits_and_on_the_host():
-    """And come back: what the pair reads is next to what it reads without a codec."""
+    """A pair's outputs with a codec are close to those without one."""
     cache, new = prefill_cache("minicache:share=0.2 + int4 + offload"), decoded_tokens()[LOWER:]
     actual, _ = run_pair(cache.plan[LOWER:], list(cache.layers[LOWER:]), new)
     cache = prefill_cache("minicache:share=0.2")

@@ -1,4 +1,4 @@
-"""A budget over the whole model against its oracle: what heads keep, their bytes, and what cannot be ranked."""
+"""A budget over the whole model against its oracle: kept tokens, their bytes, and scores that cannot be ranked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [list(range(60)), [5, 9, 5, 5, 1, 7, 3], list(range(30, 70))]
 
 
 def count_tokens(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: list[list[int]]) -> np.ndarray:
-    """Tokens of rows of scores [L B K U] with so many units; quotas [L][B]. Units are tokens; 2 more are sinks."""
+    """The tokens of each head by scores [L B K U] of sequences of these lengths and quotas [L][B]; 2 more are sinks."""
     bound = kvjax.parse(f"keydiff:budget=9,sinks=2 + {OVER_THE_MODEL}").bind(layer.spec())
     inside = np.arange(scores.shape[3]) < np.array(lengths)[None, :, None, None]
     batch_heads = Candidates(
@@ -34,10 +34,10 @@ def count_tokens(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quo
 
 
 def test_the_example_by_hand():
-    """Two layers of two heads of four tokens, of which two stay in the mean: 9 8 7 6 5 4 | 3 3 are the best eight."""
+    """Two layers of two heads keep two of four tokens in the mean: 9 8 7 6 5 4 | 3 3 are the best eight."""
     scores = np.array([[[[9, 8, 7, 1], [3, 2, 1, 0]]], [[[6, 5, 4, 0], [3, 0, 0, 0]]]])
     assert count_tokens(ModelRanking(), scores, [4], [[2], [2]]).tolist() == [[[5, 3]], [[5, 3]]]
-    # Half of the budget is safe: each head's best token, whatever it scores.
+    # Half of the budget is safe: each head keeps its best token.
     low = np.array([[[[9, 8, 7, 6], [9, 8, 7, 6]]], [[[1, 0, 0, 0], [1, 0, 0, 0]]]])
     assert count_tokens(ModelRanking(), low, [4], [[2], [2]]).tolist() == [[[6, 6]], [[2, 2]]]
     assert count_tokens(ModelRanking(safe=0.5), low, [4], [[2], [2]]).tolist() == [[[5, 5]], [[3, 3]]]
@@ -139,7 +139,7 @@ def test_a_sequence_does_not_depend_on_its_neighbours():
 
 
 def test_representatives_leave_no_head_without_tokens_of_its_own():
-    """KVCrush's places are the same in all heads, a quarter of the mean budget; ranked heads have at least as many."""
+    """KVCrush's slots are the same in all heads, a quarter of the mean budget; ranked heads have at least as many."""
     text = f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL} + kvcrush:share=0.5"
     context = kvjax.read(toy_model(kv_heads=2), PROMPTS[:1], text)
     lengths = [len(head) for heads in context.kept_positions() for head in heads[0]]

@@ -1,4 +1,4 @@
-"""C7 and the layer contract for StreamingLLM, H2O and Scissorhands, on ragged rows."""
+"""C7 and the layer contract for StreamingLLM, H2O and Scissorhands, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bind_method(method, window=None):
 
 
 def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS, dtype=jnp.float32):
-    """Per row: q [K G S H], k, v [K S H] before RoPE, S = prompt + steps."""
+    """Per sequence q [K G S H], k, v [K S H] before RoPE, with S = prompt + steps."""
     rng = np.random.default_rng(seed)
     sequences = []
     for n in lengths:
@@ -41,14 +41,14 @@ def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS, dtype=j
     return sequences
 
 
-def rotated_batch(sequences, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, turn: bool = True):
-    """Rows as the library takes them: rotated to true positions, left-aligned, `padding` beyond their end."""
+def rotated_batch(sequences, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, apply_rope: bool = True):
+    """Sequences as the library takes them: rotated to true positions, left-aligned, followed by `padding`."""
     S = max(sequence[1].shape[1] for sequence in sequences)
 
     def stack(i):
         out = []
         for sequence in sequences:
-            x = oracle.rope(sequence[i], np.arange(sequence[i].shape[-2])) if turn and i < 2 else sequence[i]
+            x = oracle.rope(sequence[i], np.arange(sequence[i].shape[-2])) if apply_rope and i < 2 else sequence[i]
             fill = [(0, 0)] * (x.ndim - 2) + [(0, S - x.shape[-2]), (0, 0)]
             out.append(np.pad(x, fill, constant_values=padding))
         return np.asarray(jnp.asarray(np.stack(out), dtype))
@@ -65,24 +65,26 @@ def prefill_batch(method, batch, padding: float = 0.0):
     q, k, v, lengths = batch
     T = int(lengths.max())
     pos = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1).astype(np.int32)
-    inside = (pos >= 0)[:, None, :, None]
+    is_token = (pos >= 0)[:, None, :, None]
 
-    def cut(x, inside):
-        return np.where(inside, x[..., :T, :], np.asarray(padding, x.dtype))
+    def pad_prompt(x, is_token):
+        return np.where(is_token, x[..., :T, :], np.asarray(padding, x.dtype))
 
-    return prefill_state(method, cut(q, inside[:, None]), cut(k, inside), cut(v, inside), pos)
+    return prefill_state(
+        method, pad_prompt(q, is_token[:, None]), pad_prompt(k, is_token), pad_prompt(v, is_token), pos
+    )
 
 
 def next_tokens(batch, step: int, count: int = 1):
-    """The next `count` tokens of each row, as `extend` takes them."""
+    """The next `count` tokens of each sequence, as `extend` takes them."""
     q, k, v, lengths = batch
-    at = (lengths[:, None] + step + np.arange(count)).astype(np.int32)
-    inside = np.minimum(at, k.shape[2] - 1)
+    pos = (lengths[:, None] + step + np.arange(count)).astype(np.int32)
+    idx = np.minimum(pos, k.shape[2] - 1)
 
     def take(x):
-        return np.take_along_axis(x, inside.reshape(len(x), *(1,) * (x.ndim - 3), -1, 1), -2)
+        return np.take_along_axis(x, idx.reshape(len(x), *(1,) * (x.ndim - 3), -1, 1), -2)
 
-    return take(q), take(k), take(v), at
+    return take(q), take(k), take(v), pos
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
@@ -91,7 +93,7 @@ def extend(method, state, q, k, v, q_pos, commit):
 
 
 def decode(method, batch, steps: int = STEPS, state=None):
-    """Single steps -> (f32[B K G steps H], the last state)."""
+    """Decodes in single steps -> (f32[B K G steps H], the last state)."""
     state = prefill_batch(method, batch) if state is None else state
     outs = []
     for t in range(steps):
@@ -131,8 +133,8 @@ def test_reindexing_changes_what_a_long_text_sees():
 def test_streaming_runs_on_in_constant_memory():
     n, lengths = 2500, np.array([3])
     sequences = random_sequences(1, lengths, n)
-    q, k, v, _ = rotated_batch(sequences, lengths, turn=False)
-    angles = spec(head_dim=H).rope.angles(jnp.arange(n + 3)[None])  # as the decoder turns them
+    q, k, v, _ = rotated_batch(sequences, lengths, apply_rope=False)
+    angles = spec(head_dim=H).rope.angles(jnp.arange(n + 3)[None])  # as the decoder rotates them
     angles = [a.reshape(n + 3, -1) for a in angles]
     turned = (rotate(x, *(jnp.expand_dims(a, range(x.ndim - 2)) for a in angles)) for x in (q, k))
     batch = (*map(np.asarray, turned), v, lengths)
@@ -189,7 +191,7 @@ def test_a_decode_loop_copies_no_buffer(method):
 )
 def test_h2o_equals_the_paper(heavy, recent, more):
     sequences = random_sequences(heavy + recent)
-    out, state = decode(bind_method(h2o(heavy, recent, **more)), rotated_batch(sequences, turn=False))
+    out, state = decode(bind_method(h2o(heavy, recent, **more)), rotated_batch(sequences, apply_rope=False))
     args = {**more, "layer": more.get("granularity") == "layer"}
     args.pop("granularity", None)
     for b, (q, k, v) in enumerate(sequences):
@@ -201,7 +203,7 @@ def test_h2o_equals_the_paper(heavy, recent, more):
 def test_h2o_evicts_the_older_of_equals():
     sequences = [(q, 0 * k, v) for q, k, v in random_sequences()]
     method = bind_method(h2o(2, 2, decay=0.0))
-    batch = rotated_batch(sequences, turn=False)
+    batch = rotated_batch(sequences, apply_rope=False)
     assert set(np.asarray(prefill_batch(method, batch).pos[2, 0])) == {-1, 10, 11, 12, 13}
     _, state = decode(method, batch, 3)
     assert set(np.asarray(state.pos[2, 0])) == {-1, 13, 14, 15, 16}
@@ -211,7 +213,7 @@ def test_h2o_evicts_the_older_of_equals():
 def test_scissorhands_equals_the_paper(budget, history, recent, drop):
     sequences = random_sequences(budget)
     method = bind_method(scissorhands(budget, history, recent, drop))
-    out, state = decode(method, rotated_batch(sequences, turn=False))
+    out, state = decode(method, rotated_batch(sequences, apply_rope=False))
     assert (np.asarray((state.pos >= 0).sum(2)) <= budget).all()
     for b, (q, k, v) in enumerate(sequences):
         for h in range(K):

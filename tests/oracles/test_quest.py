@@ -1,4 +1,4 @@
-"""Quest, and retrieval by units on which it stands: against the paper, at its limit, and slot by slot."""
+"""Quest, and the retrieval of units that it is built on: against the paper, at its limit, and slot by slot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isin
 
 
 def oracle_outputs(batch: layer.SequenceBatch, **arguments) -> np.ndarray:
-    """f32[B K G STEPS H]."""
+    """The oracle's outputs, f32[B K G STEPS H]."""
     sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     return np.stack([
         attend_pages(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
@@ -77,7 +77,7 @@ def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():
 
 
 def token_block(batch: layer.SequenceBatch, first, count, width: int, padding: float = np.nan) -> KVBlock:
-    """Takes `count` tokens of each row from `first` on; after them comes `padding`."""
+    """Takes `count` tokens of each sequence from `first` on; after them comes `padding`."""
     at = np.arange(width)[None]
     pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
     take = jnp.maximum(pos, 0)[:, None, :, None]

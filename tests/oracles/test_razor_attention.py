@@ -1,4 +1,4 @@
-"""RazorAttention against its oracle: which heads are retrieval heads, and what the others make of what they lose."""
+"""RazorAttention against its oracle: the retrieval heads, and the compensation tokens of the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPEC = dataclasses.replace(layer.spec(), num_layers=5, num_kv_heads=4)
 
 
 def write_table(path, echo, induction, spec=None) -> str:
-    """A table of scores [L K] in a file."""
+    """Writes a table of scores [L K] and returns its path."""
     tables = [
         {"echo": np.asarray(e, np.float32), "induction": np.asarray(i, np.float32)}
         for e, i in zip(echo, induction, strict=True)

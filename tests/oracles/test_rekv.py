@@ -1,4 +1,4 @@
-"""ReKV against its paper, its lookup by hand, and what becomes of a question."""
+"""ReKV against its paper, its lookup by hand, and the state of a question."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_only_kept_tokens_go_on_asking():
             ].sum(2)
             np.testing.assert_allclose(after.reader_state.question[b], question, atol=1e-5)
         new = out if new is None else new
-        np.testing.assert_allclose(out, new, atol=2e-6)  # what is asked does not depend on what is kept
+        np.testing.assert_allclose(out, new, atol=2e-6)  # the question's outputs do not depend on the stored tokens
 
 
 def test_tokens_that_asked_cannot_be_taken_back():

@@ -1,4 +1,4 @@
-"""R-KV against its oracle, on ragged rows and keys that nearly repeat one another."""
+"""R-KV against its oracle, on ragged sequences and keys that nearly repeat one another."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SETTINGS = {"window": 2, "kernel": 3, "mix": 0.3, "threshold": 0.5}
 
 
 def score_tokens(scorer: RKV, block: KVBlock, observation: Observation) -> np.ndarray:
-    """f32[B K S]."""
+    """The scores f32[B K S] of a block."""
     return np.asarray(jax.jit(lambda *x: scorer.scores(*x, layer.spec()).per_kv_head)(block, observation))
 
 
 def similar_keys(seed: int) -> layer.SequenceBatch:
-    """Rows whose keys have two channels, so that many point nearly the same way."""
+    """Sequences whose keys have two channels, so that many point in nearly the same direction."""
     batch = layer.random_batch(seed)
     return dataclasses.replace(batch, k=batch.k.at[..., 2:].set(0.0))
 

@@ -38,7 +38,7 @@ def test_a_page_of_two_keys_by_hand():
 
 
 def test_the_heads_of_a_group_share_the_signs_of_their_sum():
-    """In channel 0 the second head's sign is not that of the sum: the box's greatest key counts, and against it."""
+    """In channel 0 the second head's sign differs from that of the sum, so the box's greatest key counts against it."""
     box = Box(jnp.full((1, 1, 1, 2), -1.0), jnp.full((1, 1, 1, 2), 2.0))
     q = jnp.array([[3.0, 0], [-1, 0]]).reshape(1, 1, 2, 1, 2)
     actual = HybridBoxes(2, 1.0).score(box, q).ravel() * np.sqrt(2)

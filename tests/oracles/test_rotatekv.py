@@ -22,7 +22,7 @@ from tests.oracles.online import rope
 
 
 def test_the_codes_by_hand():
-    """Steps of 0.2, in bfloat16 205 / 1024, and a zero point of 5; of a row of one sign it lies outside the codes."""
+    """Steps are 0.2, in bfloat16 205 / 1024, and the zero point is 5; it may lie outside the codes for one sign."""
     assert oracle.quantize(np.array([-1.0, 0, 0.5, 2]), 4, 1) == ([0, 5, 7, 15], 5, 205 / 1024)
     assert oracle.quantize(np.array([4.0, 5, 6, 7]), 2, 1) == ([0, 1, 2, 3], -4, 1.0)
     assert oracle.quantize(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0

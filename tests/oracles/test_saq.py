@@ -23,7 +23,9 @@ def test_the_oracle_by_hand():
     """Blocks of one token in groups of four channels, 2 bits and then 1, whose levels are the quarter points."""
     x = np.array([[0, 1, 2, 3.3], [0, 0, 0, 8], [1, 1, 1, 1], [5, 5, 5, 5]], np.float32)
     at = [oracle.reconstruct(x[:n], 1, (2, 1), 4, 1, "token") for n in (1, 2, 3, 4)]
-    np.testing.assert_allclose(at[0][0], [0, 1.1, 2.2, 3.3], rtol=1e-6)  # of a prompt, on its first step at once
+    np.testing.assert_allclose(
+        at[0][0], [0, 1.1, 2.2, 3.3], rtol=1e-6
+    )  # a prompt's block is at its first level at once
     np.testing.assert_allclose(at[1], [[0, 1.1, 2.2, 3.3], [0, 0, 0, 8]], rtol=1e-6)
     np.testing.assert_allclose(at[2][:2], [[0.825, 0.825, 2.475, 2.475], [0, 0, 0, 8]], rtol=1e-6)
     np.testing.assert_allclose(at[3][:2], [[0.825, 0.825, 2.475, 2.475], [2, 2, 2, 6]], rtol=1e-6)
@@ -51,7 +53,7 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
     ],
 )
 def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
-    """Prompts of 13, 3 and 0 tokens, and fifteen more of each: every block goes all the way down."""
+    """Prompts of 13, 3 and 0 tokens get fifteen more each, so every block reaches the lowest level."""
     codec, lengths, steps, S, H = place(StaircaseQuantizer(bits, 4, axis, 4)), np.array([13, 3, 0]), 15, 28, 16
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 2, S, H)).astype(dtype)
@@ -80,7 +82,7 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
 
 
 def test_ragged_chunks_are_single_steps():
-    """Row b brings counts[b] tokens in one call and then the others; padding tokens move nothing."""
+    """Sequence b gets counts[b] tokens in one call, then the rest; padding tokens move nothing."""
     batch, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
     bound, expected = layer.bind(method), layer.decode(method, batch)
     state, done = layer.prefill(bound, batch), np.zeros(3, np.int32)
@@ -95,7 +97,7 @@ def test_ragged_chunks_are_single_steps():
 
 
 def test_bits_fall_and_are_really_packed():
-    """The bytes of 64 tokens in one head of 32 channels: 16 exact, 16 in 8 bits, 16 in 4, and room for 32 in 2."""
+    """The bytes of 64 tokens in one head of 32 channels: 16 exact, 16 in 8 bits, 16 in 4, and capacity for 32 in 2."""
     x, pos = jax.ShapeDtypeStruct((1, 1, 64, 32), jnp.float32), jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
     codes = 32 * (16 * 8 + 16 * 4 + 32 * 2) // 8
     scales = 2 * 4 * 32 * (64 // 16)

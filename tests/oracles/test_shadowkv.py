@@ -1,4 +1,4 @@
-"""ShadowKV against its oracle: what stays exact, which chunks are read, and keys rebuilt from few numbers."""
+"""ShadowKV against its oracle: exact tokens, fetched chunks, and keys reconstructed from few numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_by_hand():
 
 
 def test_it_is_the_oracle_on_ragged_rows():
-    """Beyond the prompts lies infinity; one of them has no chunk at all."""
+    """The prompts are padded with infinity; one of them has no chunk at all."""
     batch = layer.random_batch()
     actual = layer.decode(METHOD, batch, state=layer.prefill(layer.bind(METHOD), batch, padding=np.inf))
     for b, n in enumerate(map(int, batch.lengths)):
@@ -62,7 +62,7 @@ def test_a_chunk_with_a_token_unlike_its_mean_stays_exact():
 
 
 def test_it_divides_what_a_selection_leaves():
-    """Each token that the selection keeps is somewhere, and no other."""
+    """The state holds each token that the selection keeps, and no other."""
     selection, batch = "snapkv:budget=6,window=2,kernel=3", layer.random_batch()
 
     def kept_positions(method: str) -> list[list[int]]:

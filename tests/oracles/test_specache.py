@@ -1,4 +1,4 @@
-"""C7: specache equals the NumPy oracle step by step, guessing or not, on ragged rows and over flushes of keys."""
+"""SpeCache equals its NumPy oracle step by step, with drafts and without, on ragged sequences (C7)."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _compile_speculation(method):
 
 
 def speculate(method, batch: layer.SequenceBatch, drafts: layer.SequenceBatch, state=None):
-    """Pre-decode and steps -> f32[B K G 1 H], f32[B K G STEPS 2 H], state."""
+    """Runs the pre-decode step and all steps -> f32[B K G 1 H], f32[B K G STEPS 2 H], state."""
     state = prefill(method, batch) if state is None else state
     return _compile_speculation(method)(state, batch.token(0), pair_with_drafts(batch, drafts))
 
 
 def oracle_cache(batch: layer.SequenceBatch, b: int, h: int, spec: tuple) -> tuple:
-    """The oracle after the prompt, and q, k, v of row b and head h by position."""
+    """The oracle after the prompt, and a function from a position to q, k, v of sequence b and head h."""
     bits, group, topk, one_bit, reduce = spec
     q, k, v = (np.asarray(x[b, h]) for x in (batch.q, batch.k, batch.v))
     n = batch.lengths[b]
@@ -67,7 +67,7 @@ def make_specache(spec: tuple, **more):
 def speculative_outputs(
     batch: layer.SequenceBatch, drafts: layer.SequenceBatch, spec: tuple, num_rounds: int = 1
 ) -> tuple:
-    """The speculative loop of the paper -> pre-decode f64[turns B K G H], steps f64[turns B K G STEPS 2 H]."""
+    """Runs the paper's speculative loop -> pre-decode f64[rounds B K G H], steps f64[rounds B K G STEPS 2 H]."""
     first, out = np.zeros((num_rounds, B, K, G, H)), np.zeros((num_rounds, B, K, G, STEPS, 2, H))
     for b, h in np.ndindex(B, K):
         cache, true = oracle_cache(batch, b, h, spec)
@@ -90,7 +90,7 @@ def test_the_speculative_loop_equals_the_paper(spec):
 
 
 def test_a_second_turn_goes_on_from_the_first():
-    """It begins with a pre-decode step of its own; one row stands at the end of a block of keys."""
+    """It begins with a pre-decode step of its own; one sequence is at the end of a block of keys."""
     spec = SPECS[1]
     batch, drafts, method = (
         random_batch(seed=3, num_new=2 * STEPS),
@@ -122,7 +122,7 @@ def test_without_speculation_it_equals_the_paper():
 
 
 def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
-    """A plain ragged chunk: row b brings counts[b] tokens; padding neither counts nor fetches."""
+    """A plain ragged chunk has counts[b] tokens of sequence b; padding neither counts nor fetches."""
     spec = SPECS[1]
     batch, method = random_batch(seed=6), make_specache(spec)
     state = prefill(method, batch, padding=np.inf)
@@ -155,7 +155,7 @@ def test_what_padding_holds_changes_nothing():
 
 
 def test_the_oracle_by_hand():
-    """Keys 0 and 4 (in the first channel) are 1 and 3 in one bit; what a guess likes best is then read exactly."""
+    """Keys 0 and 4 (in the first channel) are 1 and 3 in one bit; the token that a draft prefers is read exactly."""
 
     def ask(x):
         return np.array([[x * 2**0.5, 0]])
@@ -182,7 +182,7 @@ def test_the_oracle_by_hand():
 
 
 def test_the_oracle_sees_each_choice():
-    """Every parameter changes what the oracle computes on this data: equality with it means something."""
+    """Every parameter changes the oracle's outputs on this data, so equality with them means something."""
     batch, drafts = random_batch(seed=1), random_batch(seed=2, num_new=STEPS + 1)
     base = (1, 8, 2, "improved", "mean")
     others = [(2, *base[1:]), (1, 4, *base[2:]), (1, 8, 3, *base[3:])]
@@ -200,7 +200,7 @@ def test_the_oracle_sees_each_choice():
 
 
 def bytes_by_memory(method, S: int, wide: int, dtype) -> dict[bool, int]:
-    """Bytes of the state, {on the host: bytes}; nothing is compiled."""
+    """Bytes of the state as {on the host: bytes}; nothing is compiled."""
     x = jax.ShapeDtypeStruct((3, 2, 64, wide), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
     total = {True: 0, False: 0}

@@ -1,4 +1,4 @@
-"""ThinK against its oracle, and what must hold for keys of few channels."""
+"""ThinK against its oracle, and the properties of keys with few channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.oracles import think as oracle
 
 
 def oracle_channels(batch: layer.SequenceBatch, b: int, h: int, queries: int = 4) -> list[int]:
-    """The oracle's channels of a head."""
+    """The channels that the oracle keeps of a head."""
     n = int(batch.lengths[b])
     q, k = np.asarray(batch.q[b, h, :, :n], np.float64), np.asarray(batch.k[b, h, :n], np.float64)
     return oracle.select_channels(q, k, 0.4, queries)
@@ -43,7 +43,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity():
 
 
 def select_channels(q, k, **parameters) -> list[int]:
-    """The channels of a head with queries q [n H] and keys k [n H]."""
+    """The channels that the pruner keeps of a head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
     run = jax.jit(ChannelPruner(**parameters).fit_prompt)
@@ -58,7 +58,7 @@ def test_by_hand_a_channel_goes_although_its_queries_are_larger():
 
 
 def random_prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, Observation]:
-    """Rows of six and of two tokens: keys with infinity behind the last one, positions, and queries."""
+    """Prompts of six and of two tokens: keys padded with infinity, positions, and queries."""
     rng = np.random.default_rng(0)
     pos = np.where(np.arange(S)[None] < np.array([[S], [2]]), np.arange(S)[None], -1)
     x = np.where(pos[:, None, :, None] < 0, np.inf, rng.normal(size=(2, 2, S, H)))

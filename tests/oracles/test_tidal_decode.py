@@ -1,4 +1,4 @@
-"""TidalDecode over several layers: against the paper, and how choices travel from layer to layer."""
+"""TidalDecode over several layers: against the paper, and the selection passed from layer to layer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DATA = [layer.random_batch(seed) for seed in range(LAYERS)]
 
 
 def bind_layers(method=SMALL, windows=(None,) * LAYERS) -> tuple:
-    """The method in each layer of a model with five."""
+    """Binds a method to each layer of a model with five."""
     method, rope = method_of(method), Rope(layer.H)
     return tuple(method.bind(LayerSpec(i, LAYERS, layer.K, layer.G, layer.H, windows[i], rope)) for i in range(LAYERS))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def run_layers(plan, states, new, commit):
-    """One call of every layer, bottom to top -> (their outputs, their states, the last cross-layer value)."""
+    """Calls every layer once, bottom to top -> (their outputs, their states, the last cross-layer value)."""
     outs, after, carry = [], [], None
     for bound_layer, state, (q, block) in zip(plan, states, new, strict=True):
         out, state, carry = bound_layer.extend(state, q, block, commit, carry)
@@ -48,7 +48,7 @@ def prefill_layers(plan) -> list:
 
 
 def decode(plan) -> tuple[list[np.ndarray], list]:
-    """Single steps -> (per layer f32[B K G STEPS H], the cross-layer values)."""
+    """Decodes in single steps -> (per layer f32[B K G STEPS H], the cross-layer values)."""
     states, outs, carries = prefill_layers(plan), [], []
     for t in range(layer.STEPS):
         out, states, carry = run_layers(plan, states, [batch.token(t) for batch in DATA], 1)
@@ -87,7 +87,7 @@ def test_what_one_layer_chooses_is_what_the_next_one_reads():
 
 
 def test_tokens_0_and_3_by_hand():
-    """Keys of which tokens 0 and 3 suit the query: the layer above reads these two and the query's own."""
+    """The keys of tokens 0 and 3 match the query, so the layer above reads these two and the query's own."""
     base, chooser, reader = bind_layers("tidal_decode:topk=3,dense=1")[:3]
     k = jnp.array([[3.0, 0], [0, 1], [-1, 0], [2, 0], [0, 0]])[None, None]
     pos = jnp.arange(5, dtype=jnp.int32)[None, None]
@@ -97,17 +97,17 @@ def test_tokens_0_and_3_by_hand():
     v = jnp.broadcast_to(jnp.array([1.0, 10, 100, 1000, 10000])[None, None, :, None], k.shape)
     values = KVBlock(jnp.zeros_like(k), v, pos)
 
-    def prefilled(bound_layer, block):
+    def prefill_layer(bound_layer, block):
         spec = dataclasses.replace(bound_layer.spec, num_kv_heads=1, num_groups=1, head_dim=2, rope=Rope(2))
         bound_layer = dataclasses.replace(bound_layer, spec=spec)
         return bound_layer, bound_layer.prefill(block.first(4), None, 5)
 
     carry = None
     for bound_layer in (base, chooser):
-        bound_layer, state = prefilled(bound_layer, block)
+        bound_layer, state = prefill_layer(bound_layer, block)
         _, _, carry = bound_layer.extend(state, q, new, 1, carry)
     np.testing.assert_array_equal(carry[0, 0, 0, 0], [0, 3])
-    bound_layer, state = prefilled(reader, values)
+    bound_layer, state = prefill_layer(reader, values)
     out, _, _ = bound_layer.extend(state, q, values.without_first(4), 1, carry)
     np.testing.assert_allclose(out[0, 0, 0, 0], (1 + 1000 + 10000) / 3, rtol=1e-6)
 
@@ -126,7 +126,7 @@ def test_a_chunk_gives_what_single_steps_give_kept_or_not():
 
 
 def test_layers_that_hold_different_tokens_understand_each_other():
-    """Under a selection per head, what is chosen is read where it is held, at its own position."""
+    """Under a selection per head, the chosen tokens are read from their slots, at their own positions."""
     selection = "snapkv:budget=5,window=2,kernel=3"
     plan, full = bind_layers(f"{selection} + tidal_decode:topk=99,dense=1,reselect=3"), bind_layers(selection)
     states = prefill_layers(full)
@@ -140,7 +140,7 @@ def test_layers_that_hold_different_tokens_understand_each_other():
 
 @dataclasses.dataclass(frozen=True)
 class GatherOnly(Plain):
-    """A codec that gives single rows and nothing else."""
+    """A codec that gathers single tokens and cannot decode all of them."""
 
     def decode(self, stored):
         raise AssertionError("all rows were asked for")

@@ -1,4 +1,4 @@
-"""Rows in few bits against their oracle: each row by itself, packed, rotated, on the host, and under other methods."""
+"""Codes per token against their oracle: alone, packed, rotated, on the host, and under other methods."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CODECS = (
 
 
 def random_vectors(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
-    """x [2 2 S H] and queries [2 2 2 1 H]; the second row has four tokens, and nonsense behind them."""
+    """Vectors [2 2 S H], positions and queries [2 2 2 1 H]; the second sequence has four tokens, then infinity."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(2, 2, S, H)) * rng.uniform(0.1, 30, size=(2, 2, S, 1))
     pos = np.where(np.arange(S)[None] < np.array([[S], [4]]), np.arange(S), -1)
@@ -149,7 +149,7 @@ def test_a_rotation_alone_loses_nothing():
     x, pos, q = random_vectors()
     turned, plain = PerTokenCodec(Exact(), "hadamard"), Plain()
     a, b = turned.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
-    assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are held as they are turned
+    assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are stored rotated
     p = jax.nn.softmax(jnp.where(pos[:, :, None, None] >= 0, plain.scores(q, b), -jnp.inf))
     for actual, expected in (
         (turned.decode(a), plain.decode(b)),

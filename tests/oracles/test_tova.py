@@ -1,4 +1,4 @@
-"""TOVA against its oracle, on ragged rows."""
+"""TOVA against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.oracles import tova as oracle
 
 
 def decode(method: str, batch: layer.SequenceBatch, padding: float = 0.0, window: int | None = None):
-    """(f32[B K G STEPS H], the tokens held at the end of each row)."""
+    """Decodes -> (f32[B K G STEPS H], the tokens cached at the end of each sequence)."""
     bound = layer.bind(method, window)
     state = layer.prefill(bound, batch, padding)
     out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(batch))
@@ -56,7 +56,7 @@ def test_the_newest_token_may_leave_unless_it_is_kept():
     k = batch.k.at[:].set(0.0).at[:, :, :, 0].set(-jnp.arange(batch.k.shape[2], dtype=jnp.float32))
     falling = layer.SequenceBatch(
         jnp.ones_like(batch.q), k, batch.v, batch.lengths
-    )  # each key is read less than the one before
+    )  # each key has less attention than the one before
     assert decode("tova:budget=3", falling)[1] == [[0, 1, 2]] * layer.B
     assert decode("tova:budget=3,keep_newest=true", falling)[1] == [[0, 1, n + layer.STEPS - 1] for n in layer.LENGTHS]
 

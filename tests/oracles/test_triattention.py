@@ -1,4 +1,4 @@
-"""TriAttention against its oracle, on ragged rows, after the prompt and while decoding."""
+"""TriAttention against its oracle, on ragged sequences, after the prompt and while decoding."""
 
 from __future__ import annotations
 

@@ -97,12 +97,12 @@ def test_bytes_are_vllms(k_bits, v_bits, each):
 
 
 @pytest.mark.parametrize(
-    ("layers", "ends", "exact"),
+    ("layers", "num_exact_layers", "exact"),
     [(8, 2, [0, 1, 6, 7]), (5, 2, [0, 1, 3, 4]), (4, 2, [0, 1, 2, 3]), (3, 0, []), (1, 2, [])],
 )
-def test_so_many_layers_at_each_end_are_exact(layers, ends, exact):
+def test_so_many_layers_at_each_end_are_exact(layers, num_exact_layers, exact):
     for text in ("turboquant", "turboquant + offload"):
-        method = kvjax.parse(text.replace("turboquant", f"turboquant:ends={ends}"))
+        method = kvjax.parse(text.replace("turboquant", f"turboquant:ends={num_exact_layers}"))
         bound = [method.bind(LayerSpec(i, layers, 2, 2, 32, None, Rope(32))) for i in range(layers)]
         plain = Plain() if text == "turboquant" else Host(Plain())
         assert [i for i in range(layers) if bound[i].k == plain] == exact
@@ -112,10 +112,10 @@ def test_so_many_layers_at_each_end_are_exact(layers, ends, exact):
 def test_the_ends_of_a_model_take_the_bytes_of_the_full_cache():
     config = Config(2, 64, layers=6, heads=4, kv_heads=2, head_dim=32, mlp_width=8)
 
-    def planned(method: str) -> int:
+    def device_bytes(method: str) -> int:
         return kvjax.planned_bytes(method, config, 16, dtype="bfloat16").held["device"] - 4  # the cache's own length
 
-    full, coded, both = (planned(m) for m in ("full", "turboquant:ends=0", "turboquant:ends=2"))
+    full, coded, both = (device_bytes(m) for m in ("full", "turboquant:ends=0", "turboquant:ends=2"))
     assert coded < full / 3 and 3 * both == 2 * full + coded
 
 

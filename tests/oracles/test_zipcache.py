@@ -1,4 +1,4 @@
-"""ZipCache against its oracle, and what must hold for any second tier of precision."""
+"""ZipCache against its oracle, and the properties of any second tier of precision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.oracles.eviction import attention_weights
 def oracle_low_tier(
     batch: layer.SequenceBatch, b: int, share: float, probes: float, normalise: str, window=None
 ) -> list[list[int]]:
-    """The oracle's low tier of each head of a row."""
+    """The oracle's low tier of each head of sequence b."""
     n = int(batch.lengths[b])
     q, k = np.asarray(batch.q[b, :, :, :n]), np.asarray(batch.k[b, :, :n])
     probe_pos = oracle.probe_queries(n, probes, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
@@ -84,7 +84,7 @@ def test_saliency_by_hand():
 
 
 def test_a_draw_depends_on_the_position_alone():
-    """Four of 40 queries are probes, two of them by chance; another seed draws others, a longer row's padding none."""
+    """Four of 40 queries are probes, two of them random; another seed draws others, and padding draws none."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(1, 1, 1, 64, 4)), jnp.float32)
 
@@ -138,7 +138,7 @@ def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
     "codec", [Channelwise(2, 3), SeparableTokenwise(4, 3), Host(Channelwise(4, 3)), Host(SeparableTokenwise(2, 3))]
 )
 def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_codes(codec):
-    """Rows of 5 and of 2 tokens, and seven more of each; channels that do not fill a word."""
+    """Prompts of 5 and of 2 tokens get seven more each; their channels do not fill a word."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 12, 5)), jnp.float32)
     lengths = jnp.asarray([5, 2], jnp.int32)
     slot = jnp.arange(12, dtype=jnp.int32)[None]
@@ -173,7 +173,7 @@ def test_bits_are_really_packed():
 
 
 def test_a_row_of_a_ragged_batch_generates_what_it_generates_alone():
-    """Over a selection with merging too, and from the host."""
+    """The tiers compose with a selection with merging, and with the host."""
     model, rng = toy_model(layers=1), np.random.default_rng(0)
     prompts = [rng.integers(0, 97, n).tolist() for n in (21, 14)]
     method = "accumulated:budget=12,recent=4 + d2o:count=true + zipcache:every=4,probes=0.2 + offload"

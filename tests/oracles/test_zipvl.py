@@ -25,7 +25,7 @@ from tests.oracles.eviction import attention_weights
 
 
 def oracle_low_tier(batch: layer.SequenceBatch, b: int, tau: float, least: float, most: float) -> list[list[int]]:
-    """The oracle's low tier of each head of a row, with three tenths of the queries as probes."""
+    """The oracle's low tier of each head of sequence b, with three tenths of the queries as probes."""
     n = int(batch.lengths[b])
     a = attention_weights(np.asarray(batch.q[b, :, :, :n]), np.asarray(batch.k[b, :, :n]))
     probes = zipcache.probe_queries(n, 0.3, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
@@ -56,7 +56,7 @@ def test_it_is_its_oracle_where_padding_holds_infinity(tau, least, most):
 
 
 def count_important(received: list[float], tau: float) -> int:
-    """Counts the important tokens where a single probe pays this attention to the tokens of a row, in five slots."""
+    """The number of important tokens when a single probe pays this attention to a sequence's tokens, in five slots."""
     n, H = len(received), 5
     pos = np.where(np.arange(5) < n, np.arange(5), -1)[None]
     k = np.where(pos[0, :, None] >= 0, np.eye(5), np.inf)[None, None]
