@@ -22,11 +22,11 @@ def budgets(scores, quota: int, alpha: str = "0.2") -> list[int]:
     """Mixes (1 - alpha) of each head's won units with alpha of the mean, in whole units by largest remainder."""
     safe_fraction = Fraction(alpha)
     targets = [(1 - safe_fraction) * c + safe_fraction * quota for c in num_won(scores, quota)]
-    whole = [int(x) for x in targets]
-    order = sorted(range(len(whole)), key=lambda h: (whole[h] - targets[h], h))
-    for h in order[: len(whole) * quota - sum(whole)]:
-        whole[h] += 1
-    return whole
+    counts = [int(x) for x in targets]
+    order = sorted(range(len(counts)), key=lambda h: (counts[h] - targets[h], h))
+    for h in order[: len(counts) * quota - sum(counts)]:
+        counts[h] += 1
+    return counts
 
 
 def kvpress_budgets(scores, quota: int, num_always: int, alpha: str = "0.2") -> list[int]:

@@ -38,8 +38,8 @@ def spread_equally(parts: list[int], amount: int, least: int, most: int) -> list
 def budgets(preferences: list[float], total: int, most: int) -> list[int]:
     """Budgets of the layers without the window: at least one token and at most `most` each, `total` in all."""
     total_preference = sum(preferences)
-    shares = [x / total_preference if total_preference else 1 / len(preferences) for x in preferences]
-    parts = [int(x * total) for x in shares]
+    fractions = [x / total_preference if total_preference else 1 / len(preferences) for x in preferences]
+    parts = [int(x * total) for x in fractions]
     excess = sum(max(x - most, 0) for x in parts)
     parts = spread_equally([min(x, most) for x in parts], excess, 0, most)
     parts = [max(x, 1) for x in parts]

@@ -93,19 +93,19 @@ def test_unequal_heads_keep_and_attend_as_under_a_mask(window):
 def test_each_layer_keeps_its_budget_to_the_token_whole_and_in_chunks():
     model, prompts = toy_model(), [list(range(50)), [5], list(range(30, 70))]
     text = "snapkv:budget=12,window=4,kernel=3 + adakv:page=4"
-    whole = kvjax.read(model, prompts, text)
-    chunks = kvjax.read(model, prompts, text, chunk=8)
+    full = kvjax.read(model, prompts, text)
+    chunked = kvjax.read(model, prompts, text, chunk=8)
     unequal = 0
-    for layer_heads, b in zip(whole.kept_positions(), chunks.kept_positions(), strict=True):
-        for heads, chunked_heads, prompt in zip(layer_heads, b, prompts, strict=True):
+    for layer_heads, chunked_layer in zip(full.kept_positions(), chunked.kept_positions(), strict=True):
+        for heads, chunked_heads, prompt in zip(layer_heads, chunked_layer, prompts, strict=True):
             n = len(prompt)
             assert [head.tolist() for head in heads] == [head.tolist() for head in chunked_heads]
             assert sum(map(len, heads)) == 2 * min(n, 12)
             assert all(set(range(max(n - 4, 0), n)) <= set(head.tolist()) for head in heads)
             unequal += len(heads[0]) != len(heads[1])
     assert unequal
-    tokens = whole.generate(max_new_tokens=5).tokens
-    assert tokens == chunks.generate(max_new_tokens=5).tokens
+    tokens = full.generate(max_new_tokens=5).tokens
+    assert tokens == chunked.generate(max_new_tokens=5).tokens
     assert tokens[0] == kvjax.generate(model, prompts[:1], text, max_new_tokens=5).tokens[0]
 
 

@@ -91,9 +91,9 @@ def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to()
         projected = hidden @ kind._projection(layer.D, SPEC) * scales[-1]
         weights = np.exp(projected @ projected.T / np.sqrt(4))
         x.append((weights / weights.sum(1, keepdims=True) @ hidden)[:5])
-        received = eviction.attention_weights(q, k)[:, :, 5:, :5].sum((1, 2))
+        attention = eviction.attention_weights(q, k)[:, :, 5:, :5].sum((1, 2))
         for head in range(layer.K):
-            best = eviction.top_indices(received[head].tolist(), 2)
+            best = eviction.top_indices(attention[head].tolist(), 2)
             is_kept[head] += [t in best for t in range(5)]
     np.testing.assert_allclose(arrays["key"][0], kind._projection(layer.D, SPEC) * np.mean(scales), rtol=1e-4)
     for head in range(layer.K):

@@ -120,9 +120,9 @@ def oracle_representatives(chooser, c: int):
 def test_representatives_are_the_oracles(c, chooser):
     units, count = random_units(c)
     actual = np.asarray(choose_representatives(chooser, units, count, 11))
-    for row, expected, n in zip(actual, oracle_representatives(chooser, c), (7, 2, 11), strict=True):
-        assert sorted(row[row >= 0].tolist()) == sorted(expected)
-        assert (row[n:] == -1).all()
+    for representatives, expected, n in zip(actual, oracle_representatives(chooser, c), (7, 2, 11), strict=True):
+        assert sorted(representatives[representatives >= 0].tolist()) == sorted(expected)
+        assert (representatives[n:] == -1).all()
     for padding in (1e4, np.inf, np.nan):
         np.testing.assert_array_equal(actual, choose_representatives(chooser, random_units(c, padding)[0], count, 11))
 
@@ -156,8 +156,8 @@ def test_kvcrush_over_snapkv_for_the_whole_layer():
 def test_a_row_has_the_same_representatives_alone(c, chooser):
     units, count = random_units(c)
     scores, keys, valid, candidates = (x[2:] for x in units)
-    row = EvictableUnits(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
-    actual = choose_representatives(chooser, row, count[2:], 11)
+    representatives = EvictableUnits(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
+    actual = choose_representatives(chooser, representatives, count[2:], 11)
     np.testing.assert_array_equal(actual[0], np.asarray(choose_representatives(chooser, units, count, 11))[2])
 
 
@@ -198,16 +198,16 @@ def test_packed_distances(n):
 def test_of_equal_tokens_kmeans_keeps_one_and_its_empty_clusters_stay_where_they_are():
     units, _ = random_units(1)
     values = np.array([5.0] * 8 + [-0.6, 0.1, 0.7, 2.0, 9.0])
-    rows = np.stack([np.random.default_rng(b).permutation(values) for b in range(3)]).astype(np.float32)
-    keys = np.broadcast_to(rows[:, None, :, None, None], units.keys.shape)
+    features = np.stack([np.random.default_rng(b).permutation(values) for b in range(3)]).astype(np.float32)
+    keys = np.broadcast_to(features[:, None, :, None, None], units.keys.shape)
     every = np.ones((3, 13), bool)
     actual = choose_representatives(
         KMeans(), EvictableUnits(units.scores, keys, every, every), np.full(3, 7, np.int32), 11
     )
     start = np.argsort(random_numbers(0, 13), kind="stable")[:7]
-    for row, x in zip(np.asarray(actual), rows, strict=True):
+    for representatives, x in zip(np.asarray(actual), features, strict=True):
         expected = oracle.pick_kmeans(dict(enumerate(x[:, None])), start, 10)
-        assert sorted(row[row >= 0].tolist()) == sorted(expected) and len(expected) < 7
+        assert sorted(representatives[representatives >= 0].tolist()) == sorted(expected) and len(expected) < 7
         assert len(set(x[expected])) == len(expected)
 
 

@@ -59,9 +59,9 @@ def test_behind_a_selection_the_tokens_that_are_left_choose_the_channels():
     k = jnp.array([[9.0, 1], [1, 2], [1, 2]])[None, None]
     q = jnp.ones((1, 1, 1, 3, 2))
     observation = Observation(q, jnp.arange(3, dtype=jnp.int32)[None])
-    for left, channel in ([0, 1, 2], 0), ([1, 2, -1], 1):
-        pos = jnp.array(left, jnp.int32)[None, None]
-        held = jnp.where((pos >= 0)[..., None], k[:, :, np.array(left)], jnp.inf)
+    for tokens, channel in ([0, 1, 2], 0), ([1, 2, -1], 1):
+        pos = jnp.array(tokens, jnp.int32)[None, None]
+        held = jnp.where((pos >= 0)[..., None], k[:, :, np.array(tokens)], jnp.inf)
         assert LabelChannels(2).fit(KVBlock(held, held, pos), observation).channels.item() == channel
 
 

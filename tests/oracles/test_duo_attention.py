@@ -37,7 +37,9 @@ def write_table(path, weights, spec=None) -> str:
 
 def cached_positions(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
     """The positions in a state, ascending, by sequence and head."""
-    return [[sorted(p for p in head.tolist() if p >= 0) for head in row] for row in np.asarray(bound.positions(state))]
+    return [
+        [sorted(p for p in head.tolist() if p >= 0) for head in heads] for heads in np.asarray(bound.positions(state))
+    ]
 
 
 def test_the_example_by_hand(tmp_path):
@@ -85,8 +87,8 @@ def test_where_all_heads_stream_they_hold_sinks_and_recent():
     batch = layer.random_batch(1)
     streaming = layer.bind("duo_attention:sparsity=1,sinks=2,recent=3,page=1")
     both = layer.bind("sinks_and_recent:budget=5,sinks=2")
-    ours, theirs = (cached_positions(m, layer.prefill(m, batch)) for m in (streaming, both))
-    assert ours == [[row[0]] * layer.K for row in theirs]
+    batch_positions, positions = (cached_positions(m, layer.prefill(m, batch)) for m in (streaming, both))
+    assert batch_positions == [[row[0]] * layer.K for row in positions]
     np.testing.assert_allclose(layer.decode(streaming.method, batch), layer.decode(both.method, batch), atol=2e-6)
 
 
@@ -107,12 +109,12 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
     rng, rope, n = np.random.default_rng(0), Rope(8), [20, 7]
     q, k = rng.normal(size=(2, 2, 2, 20, 8)), rng.normal(size=(2, 2, 20, 8))
     pos = np.where(np.arange(20)[None] < np.array(n)[:, None], np.arange(20)[None], -1).astype(np.int32)
-    real = (pos >= 0)[:, None, :, None]
+    is_token = (pos >= 0)[:, None, :, None]
     spec = dataclasses.replace(layer.spec(), head_dim=8, rope=rope)
 
     def count(q, k, pos):
-        turned = rope.rotate_queries(q, pos), rope.rotate(k, pos[:, None])
-        q, k = (jnp.where(x, y, 1e4) for x, y in zip((real[:, :, None], real), turned, strict=True))
+        rotated = rope.rotate_queries(q, pos), rope.rotate(k, pos[:, None])
+        q, k = (jnp.where(x, y, 1e4) for x, y in zip((is_token[:, :, None], is_token), rotated, strict=True))
         return HeadWeights().count(KVBlock(k, k, pos[:, None]).clean(), Observation(q, pos), spec)
 
     counts = jax.jit(count)(*(jnp.asarray(x, jnp.float32) for x in (q, k)), jnp.asarray(pos))

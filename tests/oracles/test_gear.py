@@ -26,10 +26,12 @@ def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
     batch, noisy = layer.random_batch(), layer.random_batch(padding=np.inf)
     out = layer.decode(text, batch, state=layer.prefill(layer.bind(text), noisy, padding=np.inf))
 
-    def hold(axis):
+    def make_reconstruct(axis):
         return lambda x, n: oracle.reconstruct(x, n, axis, 2, (2, 1), share, every)
 
-    np.testing.assert_allclose(out, attend_decoded(batch, hold("channel"), hold("token")), atol=2e-5)
+    np.testing.assert_allclose(
+        out, attend_decoded(batch, make_reconstruct("channel"), make_reconstruct("token")), atol=2e-5
+    )
 
 
 def make_codec(
@@ -57,11 +59,11 @@ def round_trip(codec: LowRankResidual) -> np.ndarray:
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_outliers_come_back_bit_for_bit(axis):
-    x, back, exact = random_tokens()[0], round_trip(make_codec(axis)), 0
+    x, decoded, exact = random_tokens()[0], round_trip(make_codec(axis)), 0
     for b, n in enumerate((6, 4)):
         for h in range(2):
-            vectors, found = (y[b, h, :n].T if axis == "channel" else y[b, h, :n] for y in (x, back))
-            for vector, actual in zip(vectors, found, strict=True):
+            vectors, values = (y[b, h, :n].T if axis == "channel" else y[b, h, :n] for y in (x, decoded))
+            for vector, actual in zip(vectors, values, strict=True):
                 out = oracle.outlier_indices(vector.astype(np.float64), 0.5)
                 np.testing.assert_array_equal(actual[out], vector[out])
                 exact += len(out)
@@ -115,10 +117,10 @@ def test_by_hand_an_outlier_widens_no_scale():
     def run(x):
         return *TokenOutliers(0.5).find(x, pos >= 0), codec.decode(codec.encode(x, pos))
 
-    out, others, back = run(x)
+    out, others, decoded = run(x)
     assert out[0, 0, 0].tolist() == [True, False, False, True]
     np.testing.assert_allclose(others[0, 0, 0], [25.75, 1.0, 2.0, 25.75])
-    np.testing.assert_allclose(back[0, 0, 0], [0, 1, 2, 100], atol=1e-5)
+    np.testing.assert_allclose(decoded[0, 0, 0], [0, 1, 2, 100], atol=1e-5)
     assert ChannelOutliers(0.02).num_outliers(2048) == 40 and ChannelOutliers(0.02).num_outliers(20) == 0
 
 

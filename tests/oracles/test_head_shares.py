@@ -35,10 +35,12 @@ def random_shares(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, head
     return (at + spread * lean * np.minimum(at, 1 - at)).astype(np.float32)
 
 
-def write_table(path, shares, fractions=FRACTIONS, spec=None, **other) -> str:
+def write_table(path, fractions_kept, fractions=FRACTIONS, spec=None, **other) -> str:
     """Writes a table of fractions [L K R] and returns its path."""
     spec = specs(toy_model(kv_heads=HEADS).config)[0] if spec is None else spec
-    tables = [{"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in shares]
+    tables = [
+        {"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in fractions_kept
+    ]
     return str(table_file.write(path / "head_shares.safetensors", "head_shares", spec, [b | other for b in tables]))
 
 
@@ -125,8 +127,10 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
 def test_layers_have_budgets_of_their_own_and_need_not_see_each_other(model, table):
     plan = bind(f"keydiff:budget=12 + head_shares:table={table}", model.config)
     assert not any(part.needs.global_budget for part in plan)
-    kept = [part.num_kept(60) for part in plan]
-    assert len(set(kept)) > 1 and sum(kept) - 12 * LAYERS < LAYERS  # each is rounded up by less than a token
+    layer_tokens = [part.num_kept(60) for part in plan]
+    assert (
+        len(set(layer_tokens)) > 1 and sum(layer_tokens) - 12 * LAYERS < LAYERS
+    )  # each is rounded up by less than a token
 
 
 @pytest.mark.parametrize(
@@ -269,16 +273,16 @@ DOCUMENTS = [np.random.default_rng(seed).integers(0, 60, 64).tolist() for seed i
 @pytest.mark.parametrize("method", ["turned_queries:sinks=1", "kvzip:sinks=1", "keydiff:unit=chunk2"])
 def test_calibrated_shares_are_what_a_ranking_of_each_text_keeps(method, model):
     """The same texts under `adakv:scope=model`, budget by budget: its counts, over the tokens of the texts."""
-    made = calibrate.count_arrays(model, f"head_shares:method={method}", DOCUMENTS, rows=2)
+    arrays = calibrate.count_arrays(model, f"head_shares:method={method}", DOCUMENTS, rows=2)
     budgets = [2, 4, 8, 16, 32, 48]
-    for layer_made in made:
-        np.testing.assert_allclose(layer_made["fractions"], np.array(budgets) / 64)
+    for layer_arrays in arrays:
+        np.testing.assert_allclose(layer_arrays["fractions"], np.array(budgets) / 64)
     for r, budget in enumerate(budgets):
         name = method.partition(":")[0]
         equal = f"{method},budget={budget}" + (",level=head" if name in ("turned_queries", "kvzip") else "")
         ranked = kvjax.read(model, DOCUMENTS, f"{equal} + adakv:alpha=0,scope=model,page=4")
         expected = num_kept(ranked).sum(0) / (64 * len(DOCUMENTS))
-        np.testing.assert_allclose([layer_made["shares"][:, r] for layer_made in made], expected, atol=1e-6)
+        np.testing.assert_allclose([layer_arrays["shares"][:, r] for layer_arrays in arrays], expected, atol=1e-6)
         assert np.std(expected) > 0 or budget == 2
 
 
@@ -288,10 +292,10 @@ def test_texts_of_unequal_lengths_count_by_their_tokens(model):
     together, *single = (
         calibrate.count_arrays(model, "head_shares:method=keydiff", which) for which in (texts, *zip(texts))
     )
-    for i, made in enumerate(together):
+    for i, arrays in enumerate(together):
         for name in ("shares", "fractions"):
             expected = (single[0][i][name] * 64 + single[1][i][name] * 33) / 97
-            np.testing.assert_allclose(made[name], expected, rtol=1e-5)
+            np.testing.assert_allclose(arrays[name], expected, rtol=1e-5)
     np.testing.assert_allclose(single[1][0]["fractions"], np.array([1, 2, 4, 8, 16, 24]) / 33)
 
 
@@ -317,6 +321,6 @@ def test_from_the_command_line_to_a_method(tmp_path, capsys):
 
 def test_an_example_is_a_table():
     spec = layer.spec()
-    made = CalibratedShares().example(spec, np.random.default_rng(1))
-    np.testing.assert_allclose(made["shares"].mean(0), made["fractions"], atol=1e-6)
-    assert jnp.asarray(made["shares"]).shape == (layer.K, 6)
+    arrays = CalibratedShares().example(spec, np.random.default_rng(1))
+    np.testing.assert_allclose(arrays["shares"].mean(0), arrays["fractions"], atol=1e-6)
+    assert jnp.asarray(arrays["shares"]).shape == (layer.K, 6)

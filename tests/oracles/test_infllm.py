@@ -74,13 +74,13 @@ def token_chunk(sequences, first, count, padding: float = 0.0):
     return *out, pos
 
 
-def extend(method, state, new, commit):
+def extend_layer(method, state, new, commit):
     """Extends a state with new tokens (q, k, v, positions) -> (out, state)."""
     q, k, v, pos = new
     return method.extend(state, q, KVBlock(k, v, pos[:, None]), commit, None)[:2]
 
 
-extend = functools.partial(jax.jit, static_argnums=(0, 3))(extend)
+extend = functools.partial(jax.jit, static_argnums=(0, 3))(extend_layer)
 
 
 def decode(method, sequences, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0):
@@ -139,9 +139,9 @@ def test_c2_when_all_blocks_are_taken_chunks_do_not_matter():
     args = {**SMALL, "topk": 99}
     args.pop("chunk")
     out, state = decode(method, sequences, steps=0)
-    more, _ = extend(method, state, token_chunk(sequences, LENGTHS, [7, 4, 1]), 7)
+    chunk_out, _ = extend(method, state, token_chunk(sequences, LENGTHS, [7, 4, 1]), 7)
     for b, n in enumerate([7, 4, 1]):
-        actual = np.concatenate([out[b], more[b, :, :, :n]], 2)
+        actual = np.concatenate([out[b], chunk_out[b, :, :, :n]], 2)
         expected, _ = oracle.infllm(*sequences[b], [1] * sequences[b][1].shape[1], **args)
         np.testing.assert_allclose(actual, expected[:, :, : actual.shape[2]], atol=2e-5)
 
@@ -160,12 +160,12 @@ def test_c3_only_committed_tokens_are_kept_and_guesses_see_them():
     sequences = random_sequences()
     expected, _ = decode(METHOD, sequences)
     _, state = decode(METHOD, sequences, steps=2)
-    one, after = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [1, 1, 1]), 1)
-    two, drafted = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [2, 2, 2]), 1)
-    np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
+    single_out, after = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [1, 1, 1]), 1)
+    pair_out, drafted = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [2, 2, 2]), 1)
+    np.testing.assert_allclose(pair_out[:, :, :, :1], single_out, atol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, drafted)
     for b, n in enumerate(LENGTHS):  # no sequence completes a block between the two
-        np.testing.assert_allclose(two[b, :, :, 1], expected[b][:, :, n + 3], atol=2e-5)
+        np.testing.assert_allclose(pair_out[b, :, :, 1], expected[b][:, :, n + 3], atol=2e-5)
 
 
 def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
@@ -174,7 +174,7 @@ def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
     new = jax.tree.map(lambda *x: np.stack(x), *[token_chunk(sequences, LENGTHS + t, [1, 1, 1]) for t in range(STEPS)])
 
     def loop(state, new):
-        return lax.scan(lambda s, x: extend(METHOD, s, x, 1)[::-1], state, new)
+        return lax.scan(lambda s, x: extend_layer(METHOD, s, x, 1)[::-1], state, new)
 
     compiled = jax.jit(loop, donate_argnums=0).lower(state, new).compile()
     for x in (state.k.data, state.v.data, state.reader_state.k.data):
@@ -219,9 +219,9 @@ def selected_block(sequences, num_kept: int):
 
 
 def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
-    sequences, kept = random_sequences(), 16
-    block = selected_block(sequences, kept)
-    state = METHOD.prefill(block, None, kept + STEPS)
+    sequences, num_kept = random_sequences(), 16
+    block = selected_block(sequences, num_kept)
+    state = METHOD.prefill(block, None, num_kept + STEPS)
     np.testing.assert_array_equal(state.reader_state.num_blocks, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
     for b, head in ((0, 0), (2, 1)):
         pos = np.asarray(block.pos[b, head, 3:7])
@@ -281,10 +281,10 @@ def test_a_whole_model_reads_its_prompt_through_it():
     assert planned.total == array_bytes(cache)
     at_once, _ = kvjax.extend(model, [[1, 2, 3, 4, 5], [7, 8]], cache)
     for t in range(5):
-        one, cache = kvjax.extend(model, [[1 + t], [(7, 8)[t % 2]]], cache)
-        np.testing.assert_allclose(one[0, 0], at_once[0, t], atol=1e-4)
+        single_out, cache = kvjax.extend(model, [[1 + t], [(7, 8)[t % 2]]], cache)
+        np.testing.assert_allclose(single_out[0, 0], at_once[0, t], atol=1e-4)
         if t < 2:
-            np.testing.assert_allclose(one[1, 0], at_once[1, t], atol=1e-4)
+            np.testing.assert_allclose(single_out[1, 0], at_once[1, t], atol=1e-4)
 
 
 def test_a_prompt_that_fills_its_cache_is_held_whole():

@@ -19,9 +19,9 @@ SETTINGS = {"budget": 5, "recent": 2, "tau": 0.5, "tau_end": 3.0, "steps": 4}
 STRING = "keyformer:" + ",".join(f"{name}={value}" for name, value in SETTINGS.items())
 
 
-def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -> np.ndarray:
+def noise(count: int, seed: int = 0, spec=None, first: int = 0, num_sequences: int = 1) -> np.ndarray:
     """The noise [B K G count count] of consecutive positions."""
-    pos = jnp.arange(first, first + count, dtype=jnp.int32)[None].repeat(rows, 0)
+    pos = jnp.arange(first, first + count, dtype=jnp.int32)[None].repeat(num_sequences, 0)
     spec = spec or layer.spec()
     draw = functools.partial(Keyformer(**SETTINGS, seed=seed).at(spec).noise, spec.without_index, layer.K)
     return np.asarray(jax.jit(draw)(pos, pos[:, None]))
@@ -32,7 +32,7 @@ def decode(batch: layer.SequenceBatch, window: int | None = None, padding: float
     bound = layer.bind(STRING, window)
     state = layer.prefill(bound, batch, padding)
     out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(batch))
-    return np.asarray(out), [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(state.pos)]
+    return np.asarray(out), [[sorted(head[head >= 0].tolist()) for head in heads] for heads in np.asarray(state.pos)]
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -75,7 +75,7 @@ def test_noise_is_gumbels():
 
 def test_noise_depends_on_seed_layer_head_and_positions_alone():
     drawn = noise(6)
-    np.testing.assert_array_equal(noise(6, rows=3), drawn.repeat(3, 0))
+    np.testing.assert_array_equal(noise(6, num_sequences=3), drawn.repeat(3, 0))
     np.testing.assert_array_equal(noise(4, first=2), drawn[:, :, :, 2:, 2:])
     flat = [drawn, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2))]
     assert len(np.unique(np.concatenate(flat))) > 0.99 * sum(x.size for x in flat)  # nothing is drawn twice

@@ -75,10 +75,10 @@ def oracle_outputs(
     out = np.zeros((*q.shape[:3], STEPS, H))
     for b, n in enumerate(batch.lengths):
         for h in range(K):
-            row = kivi.KiviCache(k[b, h, :n], v[b, h, :n], bits, group, residual, one_bit)
+            cache = kivi.KiviCache(k[b, h, :n], v[b, h, :n], bits, group, residual, one_bit)
             for t in range(STEPS):
-                at = n + t
-                out[b, h, :, t] = row.step(q[b, h, :, at], k[b, h, at], v[b, h, at], window)
+                pos = n + t
+                out[b, h, :, t] = cache.step(q[b, h, :, pos], k[b, h, pos], v[b, h, pos], window)
     return out
 
 
@@ -86,27 +86,27 @@ def oracle_outputs(
 def test_the_oracle_quantises_blocks_of_keys_and_single_values(T0):
     """Its order is the code's: append, attend, flush; in closed form, with n tokens in a step, the new one included."""
     x = np.random.default_rng(T0).normal(size=(T0 + 20, H)).astype(np.float32)
-    row = kivi.KiviCache(x[:T0], x[:T0], 2, 4, R)
-    assert (len(row.low_k), len(row.low_v)) == (T0 - T0 % R, max(T0 - R, 0))
+    cache = kivi.KiviCache(x[:T0], x[:T0], 2, 4, R)
+    assert (len(cache.low_k), len(cache.low_v)) == (T0 - T0 % R, max(T0 - R, 0))
     for n in range(T0 + 1, T0 + 21):
-        row.append(x[n - 1], x[n - 1])
-        assert sorted(row.low_k) == list(range(max(T0 - T0 % R, (n - 1) // R * R)))
-        assert sorted(row.low_v) == list(range(max(n - 1 - R, 0)))
-        exact = row.visible_keys()[len(row.low_k) :], row.visible_values()[len(row.low_v) :]
-        np.testing.assert_array_equal(exact[0], x[len(row.low_k) : n])
-        np.testing.assert_array_equal(exact[1], x[len(row.low_v) : n])
-        row.flush()
+        cache.append(x[n - 1], x[n - 1])
+        assert sorted(cache.low_k) == list(range(max(T0 - T0 % R, (n - 1) // R * R)))
+        assert sorted(cache.low_v) == list(range(max(n - 1 - R, 0)))
+        exact = cache.visible_keys()[len(cache.low_k) :], cache.visible_values()[len(cache.low_v) :]
+        np.testing.assert_array_equal(exact[0], x[len(cache.low_k) : n])
+        np.testing.assert_array_equal(exact[1], x[len(cache.low_v) : n])
+        cache.flush()
 
 
 def test_the_oracle_by_hand():
     """Two tokens make a group of keys per channel, two channels a group of values per token; R = 2, 1 bit."""
     k = np.array([[0, 8], [4, 0]], np.float32)
-    row = kivi.KiviCache(k, k, 1, 2, 2)
-    np.testing.assert_array_equal(row.visible_keys(), [[1, 6], [3, 2]])
-    np.testing.assert_array_equal(row.visible_values(), k)
-    out = row.step(np.zeros((1, 2), np.float32), np.array([5, 5], np.float32), np.array([3, 1], np.float32))
+    cache = kivi.KiviCache(k, k, 1, 2, 2)
+    np.testing.assert_array_equal(cache.visible_keys(), [[1, 6], [3, 2]])
+    np.testing.assert_array_equal(cache.visible_values(), k)
+    out = cache.step(np.zeros((1, 2), np.float32), np.array([5, 5], np.float32), np.array([3, 1], np.float32))
     np.testing.assert_allclose(out, [[7 / 3, 9 / 3]])
-    np.testing.assert_array_equal(row.visible_values(), [[2, 6], [4, 0], [3, 1]])
+    np.testing.assert_array_equal(cache.visible_values(), [[2, 6], [4, 0], [3, 1]])
     original = kivi.KiviCache(k, k, 1, 2, 2, "original")
     np.testing.assert_array_equal(original.visible_keys(), k)
     two = kivi.KiviCache(np.array([[0.0], [3], [1.4], [1.5]], np.float32), np.zeros((4, 1), np.float32), 2, 4, 4)
@@ -173,7 +173,7 @@ def test_more_bits_err_less():
 @pytest.mark.parametrize(("bits", "dtype"), [(1, np.float32), (4, np.float16), (8, ml_dtypes.bfloat16)])
 def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
     batch = random_batch(seed=12, dtype=dtype)
-    some = np.array([0, 1, 5, 8, 11], np.int32)  # the newest token of the shortest sequence included
+    slots = np.array([0, 1, 5, 8, 11], np.int32)  # the newest token of the shortest sequence included
     slot = np.arange(64)[None]  # whole words, whole blocks
     x = jnp.pad(batch.k, [(0, 0), (0, 0), (0, 64 - batch.k.shape[2]), (0, 0)])
     pos = jnp.asarray(np.where(slot < LENGTHS[:, None], slot, -1), jnp.int32)[:, None]
@@ -185,20 +185,20 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
 
         at = jnp.asarray(LENGTHS[None] + np.arange(STEPS)[:, None], jnp.int32)[..., None]
         stored = jax.lax.scan(write, codec.encode(x, pos), (jnp.moveaxis(new, 2, 0), at))[0]
-        return codec.decode(stored), codec.gather(stored, jnp.broadcast_to(some, (B, K, len(some))))
+        return codec.decode(stored), codec.gather(stored, jnp.broadcast_to(slots, (B, K, len(slots))))
 
     both = [Kivi(bits, 4, axis, R) for axis in ("channel", "token")]
     actual = jax.jit(lambda new: [run(codec, new) for codec in both])(batch.tokens(0, STEPS)[1].k)
     assert all(y.dtype == dtype for y in jax.tree.leaves(actual))
     for b, n in enumerate(LENGTHS):
         k = np.asarray(batch.k[b, 0])
-        row = kivi.KiviCache(k[:n], k[:n], bits, 4, R)
+        cache = kivi.KiviCache(k[:n], k[:n], bits, 4, R)
         for t in range(STEPS):  # the tokens that the last step reads; those that it makes due leave later
-            row.flush()
-            row.append(k[n + t], k[n + t])
-        for (all_of, rows), expected in zip(actual, (row.visible_keys(), row.visible_values()), strict=True):
-            np.testing.assert_array_equal(np.asarray(all_of[b, 0, : n + STEPS]).astype(np.float64), expected)
-            np.testing.assert_array_equal(np.asarray(rows[b, 0]).astype(np.float64), expected[some])
+            cache.flush()
+            cache.append(k[n + t], k[n + t])
+        for (decoded, gathered), expected in zip(actual, (cache.visible_keys(), cache.visible_values()), strict=True):
+            np.testing.assert_array_equal(np.asarray(decoded[b, 0, : n + STEPS]).astype(np.float64), expected)
+            np.testing.assert_array_equal(np.asarray(gathered[b, 0]).astype(np.float64), expected[slots])
 
 
 def held_bytes(method, S: int, H: int, dtype) -> dict[str, int]:

@@ -27,7 +27,7 @@ def method_string(bits: int, group: int, one_bit: str = "improved", page: int = 
 def attend_visible(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndarray:
     """Attends with q [G H] to the tokens of k, v [n H] from `first` on."""
     s = (q @ k[first:].T).astype(np.float64) / np.sqrt(q.shape[1])
-    return np.stack([oracle.softmax(row) for row in s]) @ v[first:].astype(np.float64)
+    return np.stack([oracle.softmax(weights) for weights in s]) @ v[first:].astype(np.float64)
 
 
 @pytest.mark.parametrize(("bits", "group", "one_bit"), SPECS)
@@ -36,11 +36,11 @@ def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, s
     batch, method = layer.random_batch(5), method_string(bits, group, one_bit, more=f",scope={scope}")
     bound = layer.bind(method)
     state, unequal = layer.prefill(bound, batch, padding=np.inf), 0
-    out, held = layer.decode(bound.method, batch, state=state), np.asarray(bound.positions(state))
+    out, positions = layer.decode(bound.method, batch, state=state), np.asarray(bound.positions(state))
     for b, n in enumerate(batch.lengths.tolist()):
-        kept = [sorted(p for p in head.tolist() if p >= 0) for head in held[b]]
-        unequal += len({len(tokens) for tokens in kept}) > 1
-        for head, tokens in enumerate(kept):
+        tokens_of_heads = [sorted(p for p in head.tolist() if p >= 0) for head in positions[b]]
+        unequal += len({len(tokens) for tokens in tokens_of_heads}) > 1
+        for head, tokens in enumerate(tokens_of_heads):
             q, k, v = (np.asarray(x[b, head]) for x in (batch.q, batch.k, batch.v))
             keys, values = oracle.fake_quantize_pages(k[tokens], v[tokens], bits, group, one_bit)
             decoded = oracle.KiviCache(k[:0], v[:0], bits, group, 4, one_bit)
@@ -81,8 +81,8 @@ def test_other_rows_and_padding_change_nothing():
     np.testing.assert_array_equal(
         layer.decode(method, noisy, state=layer.prefill(layer.bind(method), noisy, 1e4)), expected
     )
-    for row in layer.decode(method, layer.take_sequences(clean, [2] * layer.B)):
-        np.testing.assert_allclose(row, expected[2], atol=1e-6)
+    for weights in layer.decode(method, layer.take_sequences(clean, [2] * layer.B)):
+        np.testing.assert_allclose(weights, expected[2], atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [3, 5])
@@ -109,14 +109,14 @@ def test_a_model_reads_whole_and_in_chunks_alike_in_fewer_bytes(scope):
     model, prompts = toy_model(), [list(range(50)), [5], list(range(30, 70))]
     adakv = f"snapkv:budget=12,window=4,kernel=3 + adakv:page=4,scope={scope}"
     method = f"{adakv} + kivi:bits=4,group=4,residual=4"
-    whole = kvjax.read(model, prompts, method)
+    full = kvjax.read(model, prompts, method)
     chunks = kvjax.read(model, prompts, method, chunk=8)
-    assert whole.generate(max_new_tokens=7).tokens == chunks.generate(max_new_tokens=7).tokens
+    assert full.generate(max_new_tokens=7).tokens == chunks.generate(max_new_tokens=7).tokens
     exact = kvjax.read(model, prompts, adakv)
-    for codes, plain in zip(whole.kept_positions(), exact.kept_positions(), strict=True):
-        for mine, theirs in zip(codes, plain, strict=True):
-            assert [head.tolist() for head in mine] == [head.tolist() for head in theirs]
-    assert whole.bytes.held["device"] < exact.bytes.held["device"]
+    for codes, plain in zip(full.kept_positions(), exact.kept_positions(), strict=True):
+        for heads, plain_heads in zip(codes, plain, strict=True):
+            assert [head.tolist() for head in heads] == [head.tolist() for head in plain_heads]
+    assert full.bytes.held["device"] < exact.bytes.held["device"]
 
 
 def test_what_pages_hold_is_counted_by_their_codes():

@@ -23,21 +23,21 @@ ONE_SET = MergeSets(1, 0, 0)
 def test_each_head_joins_its_most_similar_neighbours():
     batch = layer.random_batch()
     state = layer.prefill(layer.bind(SMALL), batch)
-    joined = 0
+    num_merged = 0
     for b, n in enumerate(batch.lengths.tolist()):
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
         received = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            found = oracle.merge_sets(k[head], received[head], 6, 1, 2)
-            stay = oracle.pivots(found, received[head])
-            joined += len(found) < n
+            sets = oracle.merge_sets(k[head], received[head], 6, 1, 2)
+            pivots = oracle.pivots(sets, received[head])
+            num_merged += len(sets) < n
             positions, *actual = head_slots(state, b, head)
-            assert positions == stay
-            keys, values, number = oracle.merge_tokens(k[head], v[head], found, stay)
+            assert positions == pivots
+            keys, values, counts = oracle.merge_tokens(k[head], v[head], sets, pivots)
             for x, expected in zip(actual, (keys, values), strict=True):
                 np.testing.assert_allclose(x, expected, atol=2e-6)
-            np.testing.assert_allclose(state.bias[b, head, : len(stay)], np.log(number), atol=1e-6)
-    assert joined == layer.K  # the sequence of nine tokens
+            np.testing.assert_allclose(state.bias[b, head, : len(pivots)], np.log(counts), atol=1e-6)
+    assert num_merged == layer.K  # the sequence of nine tokens
 
 
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
@@ -51,13 +51,13 @@ def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
     slots = np.asarray(choice.slots[0, 0]).tolist()
     first = [min(set(slots) & set(one)) for one in found if set(slots) & set(one)]
     assert len(first) < len(found) or len(first) < len(slots)
-    keys, values, number = oracle.merge_tokens(
+    keys, values, counts = oracle.merge_tokens(
         k, v, [sorted({*one} - ({*slots} - {*first})) for one in found], first, sigma
     )
     at = [slots.index(t) for t in first]
     np.testing.assert_allclose(actual.k[0, 0, at], keys, atol=2e-6)
     np.testing.assert_allclose(actual.v[0, 0, at], values, atol=2e-6)
-    np.testing.assert_allclose(actual.bias[0, 0, at], np.log(number), atol=1e-6)
+    np.testing.assert_allclose(actual.bias[0, 0, at], np.log(counts), atol=1e-6)
     jax.tree.map(
         np.testing.assert_array_equal,
         run_rule(GaussianMerge(sets, sigma, count=True), *ragged_prompts(3, padding=np.inf)),
@@ -87,8 +87,8 @@ def test_nothing_is_joined_across_a_heavy_hitter_or_with_a_recent_token():
     block, _ = make_prompt([[1, 1]] * 8, [[1]] * 8, [0])
     received = jnp.asarray([[[1, 3, 2, 9, 5, 5, 8, 8]]], jnp.float32)
     rules = (MergeSets(5, 1, 2), MergeSets(6, 1, 2))
-    found = jax.jit(lambda *args: [(rule.assign(*args), rule.pivots(*args)) for rule in rules])(block, received)
-    (five, of_five), (six, of_six) = found
+    sets = jax.jit(lambda *args: [(rule.assign(*args), rule.pivots(*args)) for rule in rules])(block, received)
+    (five, of_five), (six, of_six) = sets
     assert five[0, 0].tolist() == [0, 0, 0, 1, 2, 2, 3, 4]
     assert six[0, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
     assert np.flatnonzero(of_five[0, 0]).tolist() == [1, 3, 4, 6, 7]

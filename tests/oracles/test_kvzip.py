@@ -31,9 +31,9 @@ def test_a_query_that_favours_one_key_twice_gives_it_half():
     k = jnp.array([[np.log(2.0) * np.sqrt(2.0), 0.0], [0.0, 0.0]], jnp.float32)[None, None]
     block = KVBlock(k, k, jnp.arange(2)[None, None])
     q, new = jnp.array([1.0, 0.0])[None, None, None, None], jnp.zeros((1, 1, 1, 2))
-    seen, own = Observation(q, jnp.array([[2]])), KVBlock(new, new, jnp.array([[[2]]]))
+    observation, replay = Observation(q, jnp.array([[2]])), KVBlock(new, new, jnp.array([[[2]]]))
     actual = ReplayAttention(sinks=0).update_scores(
-        block, jnp.int32(0), seen, own, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2)
+        block, jnp.int32(0), observation, replay, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2)
     )
     np.testing.assert_allclose(actual[0, 0], [0.5, 0.25], atol=1e-6)
 
@@ -60,17 +60,19 @@ def model():
     return toy_model(layers=2)
 
 
-def oracle_scores(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
+def oracle_scores(model: kvjax.Model, tokens: list[int], plus: bool) -> list[np.ndarray]:
     """The scores [K S] of each layer's tokens, with each replay run as one long prompt of its own."""
-    n, scores = len(row), [np.zeros((model.config.kv_heads, len(row))) for _ in range(model.config.layers)]
+    n, scores = len(tokens), [np.zeros((model.config.kv_heads, len(tokens))) for _ in range(model.config.layers)]
     for start in range(0, n, CHUNK):
         end = min(start + CHUNK, n)
-        text = [*row, *row[max(0, start - LEAD) : end]]
-        for found, (block, seen) in zip(scores, kvjax.prefill(model, [text], Everything())[1].layers, strict=True):
-            k, v, q = (np.asarray(x[0], np.float64) for x in (block.k, block.v, seen.q))
+        text = [*tokens, *tokens[max(0, start - LEAD) : end]]
+        for found, (block, observation) in zip(
+            scores, kvjax.prefill(model, [text], Everything())[1].layers, strict=True
+        ):
+            k, v, q = (np.asarray(x[0], np.float64) for x in (block.k, block.v, observation.q))
             hidden, output = (
-                np.asarray(seen.hidden_states[0, 0], np.float64),
-                np.asarray(seen.output_projection[0], np.float64),
+                np.asarray(observation.hidden_states[0, 0], np.float64),
+                np.asarray(observation.output_projection[0], np.float64),
             )
             for head in range(model.config.kv_heads):
                 more = []
@@ -86,8 +88,8 @@ def oracle_scores(model: kvjax.Model, row: list[int], plus: bool) -> list[np.nda
 def test_a_ragged_batch_keeps_what_each_row_attends_to_while_it_repeats_itself(model, plus):
     method = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level="head")
     kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
-    for b, row in enumerate(PROMPTS):
-        for i, scores in enumerate(oracle_scores(model, row, plus)):
+    for b, tokens in enumerate(PROMPTS):
+        for i, scores in enumerate(oracle_scores(model, tokens, plus)):
             for head, of_head in enumerate(scores):
                 of_head[:SINKS] = np.inf
                 expected = np.argsort(-of_head, kind="stable")[:6]
@@ -99,7 +101,7 @@ def test_the_logits_and_the_length_are_those_of_the_prompt(model):
         kvjax.prefill(model, PROMPTS, m) for m in ("kvzip:budget=6,chunk=4,lead=2", "full")
     )
     np.testing.assert_allclose(actual, expected, atol=1e-5)
-    assert cache.length.tolist() == [len(row) for row in PROMPTS]
+    assert cache.length.tolist() == [len(tokens) for tokens in PROMPTS]
 
 
 def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it():
@@ -132,9 +134,9 @@ def test_heads_share_a_budget_by_one_ranking_of_their_level(model, level, plus):
     method, budget = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level, page=1), 6
     kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     unequal = 0
-    for b, row in enumerate(PROMPTS):
-        scores = [layer[:, SINKS:].tolist() for layer in oracle_scores(model, row, plus)]
-        quota = min(budget, len(row)) - SINKS
+    for b, tokens in enumerate(PROMPTS):
+        scores = [layer[:, SINKS:].tolist() for layer in oracle_scores(model, tokens, plus)]
+        quota = min(budget, len(tokens)) - SINKS
         groups = [scores] if level == "model" else [[layer] for layer in scores]
         expected = [heads for group in groups for heads in model_ranking.select_units(group, [quota] * len(group))]
         for i, heads in enumerate(expected):

@@ -39,7 +39,7 @@ def write_table(path, fc1, fc2, spec=SPEC) -> str:
 def compile_scores(table: str, spec: LayerSpec = SPEC):
     """Compiles the scorer with a table."""
     scorer = RetainingScorer(TableFile(table, "locret"))
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
+    return jax.jit(lambda block, observation: scorer.scores(block, observation, spec).per_kv_head)
 
 
 def prompt_arrays(batch: layer.SequenceBatch, b: int) -> tuple[np.ndarray, ...]:
@@ -89,9 +89,9 @@ def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
     batch, spec, kind = layer.random_batch(4), layer.spec(window), RetainingHeads(ridge=50)
     q, block = layer.prompt(batch)
     # As in `kvjax calibrate`, each sequence counts by itself, and sums add up; a text of one token has no targets.
-    count = jax.jit(lambda block, seen: kind.count(block, seen, spec))
+    count = jax.jit(lambda block, observation: kind.count(block, observation, spec))
     counted = count(block, Observation(q, block.pos[:, 0]))
-    made = kind.arrays(jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counted), spec)
+    arrays = kind.arrays(jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counted), spec)
     x, y = [], []
     for b in range(layer.B):
         target = oracle.targets(*prompt_arrays(batch, b)[:2], window)
@@ -101,7 +101,7 @@ def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
     assert [len(part) for part in x] == [5 if window is None else 4, 0, 3]  # token 0 has left the window
     linear = oracle.fit_regression(np.concatenate(x), np.concatenate(y, 1), 50)
     for token in np.concatenate(x):
-        actual = oracle.apply_network(token, made["fc1"].astype(np.float64), made["fc2"])
+        actual = oracle.apply_network(token, arrays["fc1"].astype(np.float64), arrays["fc2"])
         np.testing.assert_allclose(actual, linear @ token, rtol=1e-3, atol=1e-3)
 
 

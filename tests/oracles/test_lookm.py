@@ -22,12 +22,12 @@ SMALL = "lookm:budget=6,recent=2,sinks=1,images=1-4"
 def test_every_rule_is_its_oracle_whatever_the_padding_holds(rule):
     block, choice = ragged_prompts()
     actual = run_rule(NearestMerge(rule), block, choice)
-    for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+    for b, (n, kept_tokens) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
-            keys, values = oracle.merge_tokens(k, v, slots[:stay].tolist(), rule)
-            np.testing.assert_allclose(actual.k[b, head, :stay], keys, atol=2e-6)
-            np.testing.assert_allclose(actual.v[b, head, :stay], values, atol=2e-6)
+            keys, values = oracle.merge_tokens(k, v, slots[:kept_tokens].tolist(), rule)
+            np.testing.assert_allclose(actual.k[b, head, :kept_tokens], keys, atol=2e-6)
+            np.testing.assert_allclose(actual.v[b, head, :kept_tokens], values, atol=2e-6)
     jax.tree.map(np.testing.assert_array_equal, run_rule(NearestMerge(rule), *ragged_prompts(padding=np.inf)), actual)
 
 
@@ -55,11 +55,11 @@ def test_text_stays_before_images_and_all_that_leaves_is_merged():
         q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
         received = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            stay = oracle.select_tokens(received[head], 6, 2, 1, [1, 2, 3, 4])
-            assert {t for t in range(n) if not 1 <= t <= 4} <= set(stay)
+            kept_tokens = oracle.select_tokens(received[head], 6, 2, 1, [1, 2, 3, 4])
+            assert {t for t in range(n) if not 1 <= t <= 4} <= set(kept_tokens)
             positions, *actual = head_slots(state, b, head)
-            assert positions == stay
-            for x, expected in zip(actual, oracle.merge_tokens(k[head], v[head], stay, "pivot"), strict=True):
+            assert positions == kept_tokens
+            for x, expected in zip(actual, oracle.merge_tokens(k[head], v[head], kept_tokens, "pivot"), strict=True):
                 np.testing.assert_allclose(x, expected, atol=2e-6)
 
 

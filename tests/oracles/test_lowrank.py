@@ -78,8 +78,8 @@ def project_jointly(arrays: dict[str, np.ndarray], name: str, rank: int, x: np.n
     """Projects [K n H] of all heads together on the first `rank` directions; keys without their rotation."""
     pos = np.arange(x.shape[1])
     vectors = oracle.concat_heads(oracle.rotate(x, pos, -1) if name == "bare_keys" else x)
-    back = oracle.split_heads(oracle.project(vectors, arrays[name][0][:, :rank], arrays[f"{name}_mean"][0]), K)
-    return oracle.rotate(back, pos) if name == "bare_keys" else back
+    restored = oracle.split_heads(oracle.project(vectors, arrays[name][0][:, :rank], arrays[f"{name}_mean"][0]), K)
+    return oracle.rotate(restored, pos) if name == "bare_keys" else restored
 
 
 def test_cskv_is_the_oracle_on_ragged_rows(table):

@@ -68,8 +68,8 @@ def run_rule(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
 def oracle_merge(rule, k, v, selected, received):
     """The oracle's keys and values [K n H] of a sequence, and the tokens in each slot [K n] if the rule counts them."""
     if isinstance(rule, D2O):
-        keys, values, number = oracle.d2o(k, v, selected, rule.rule)
-        return keys, values, number if rule.count else None
+        keys, values, counts = oracle.d2o(k, v, selected, rule.rule)
+        return keys, values, counts if rule.count else None
     keys = np.stack([k[h][selected[h]] for h in range(K)])
     if isinstance(rule, ValueMerge):
         values = [oracle.merging(k[h], v[h], selected[h], rule.threshold, rule.fraction) for h in range(K)]
@@ -87,12 +87,12 @@ def test_it_is_its_oracle(rule):
     for b, (n, selected) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         k, v, received = (np.asarray(x[b, :, :n], np.float64) for x in (block.k, block.v, choice.scores.per_kv_head))
         slots = [list(map(int, head[:selected])) for head in np.asarray(choice.slots[b])]
-        keys, values, number = oracle_merge(rule, k, v, slots, received)
+        keys, values, counts = oracle_merge(rule, k, v, slots, received)
         np.testing.assert_allclose(actual.k[b, :, :selected], keys, atol=2e-6)
         np.testing.assert_allclose(actual.v[b, :, :selected], values, atol=2e-6)
-        assert (actual.bias is None) == (number is None)
-        if number is not None:
-            np.testing.assert_allclose(actual.bias[b, :, :selected], np.log(number), atol=1e-6)
+        assert (actual.bias is None) == (counts is None)
+        if counts is not None:
+            np.testing.assert_allclose(actual.bias[b, :, :selected], np.log(counts), atol=1e-6)
     selected = gather_tokens(block, choice.slots).clean()
     assert (np.abs(actual.v - selected.v).max((1, 2, 3)) > 0).tolist() == [True, False, True]
 

@@ -85,11 +85,11 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
         rows = codec.gather(stored, jnp.broadcast_to(at[:, :, None], (2, 2, 1)))
         return stored, codec.decode(stored), codec.scores(q[:, :, :, :1], stored), rows
 
-    stored, back, scores, rows = run(noisy, q)
-    assert not np.allclose(stored.keys.data[0], x[0]) and np.isfinite(back).all()
-    np.testing.assert_allclose(back[0, :, :5], x[0, :, :5], rtol=1e-5)
+    stored, decoded, scores, rows = run(noisy, q)
+    assert not np.allclose(stored.keys.data[0], x[0]) and np.isfinite(decoded).all()
+    np.testing.assert_allclose(decoded[0, :, :5], x[0, :, :5], rtol=1e-5)
     np.testing.assert_allclose(rows, x[:, :, :1], rtol=1e-5)
-    np.testing.assert_allclose(scores, attention.scores(q[:, :, :, :1], back), atol=1e-5)
+    np.testing.assert_allclose(scores, attention.scores(q[:, :, :, :1], decoded), atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -106,11 +106,11 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
         stored = codec.encode(x, pos)
         return stored, codec.decode(stored), codec.gather(stored, idx)
 
-    stored, back, rows = run(jnp.where(pos[..., None] >= 0, x, jnp.inf))
+    stored, decoded, rows = run(jnp.where(pos[..., None] >= 0, x, jnp.inf))
     expected = np.array([[oracle.round_to_levels(row, bits, 16) for row in head[:4]] for head in x[0]])
-    np.testing.assert_allclose(back[0, :, :4], expected, atol=1e-5)
-    np.testing.assert_array_equal(back[0, 1, 2], x[0, 1, 2])
-    np.testing.assert_array_equal(rows, jnp.take_along_axis(back, idx[..., None], 2))
+    np.testing.assert_allclose(decoded[0, :, :4], expected, atol=1e-5)
+    np.testing.assert_array_equal(decoded[0, 1, 2], x[0, 1, 2])
+    np.testing.assert_array_equal(rows, jnp.take_along_axis(decoded, idx[..., None], 2))
     assert array_bytes(stored)["device"] == 2 * 5 * (32 * bits // 8 + 2 * 2 * 4) + 2 * 4
 
 

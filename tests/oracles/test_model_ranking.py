@@ -99,12 +99,12 @@ def test_counts_are_the_oracles_in_ragged_batches_with_many_ties(levels, safe):
     rng = np.random.default_rng(levels)
     lengths, quotas = [20, 1, 13, 20], [[6, 1, 4, 20], [2, 0, 8, 20], [4, 1, 0, 20]]
     scores = rng.integers(0, levels, (3, 4, 2, 20)) * rng.integers(1, 4, (3, 4, 2, 1))
-    found = count_tokens(ModelRanking(safe=safe), scores, lengths, quotas)
+    counts = count_tokens(ModelRanking(safe=safe), scores, lengths, quotas)
     for b, n in enumerate(lengths):
         sequence_quotas = [quota[b] for quota in quotas]
         expected = oracle.select_units(scores[:, b, :, :n].tolist(), sequence_quotas, safe)
-        assert (found[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in expected]
-        assert (found[:, b] - 2).sum() == 2 * sum(sequence_quotas)
+        assert (counts[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in expected]
+        assert (counts[:, b] - 2).sum() == 2 * sum(sequence_quotas)
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
@@ -184,13 +184,15 @@ def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
     over_the_model = f"{method}:budget=12,level=head + adakv:alpha=0,scope=model"
     assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(f"{method}:budget=12,level=model")
     assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(over_the_model)
-    ours, adakv = (
+    ranked, adakv = (
         kvjax.read(toy_model(kv_heads=2), PROMPTS, f"{method}:budget=12,{how}")
         for how in ("level=layer,page=4", "level=head + adakv:alpha=0,page=4")
     )
-    for quota, theirs in zip(ours.kept_positions(), adakv.kept_positions(), strict=True):
-        assert [[x.tolist() for x in heads] for heads in quota] == [[x.tolist() for x in heads] for heads in theirs]
-    assert ours.bytes == adakv.bytes
+    for quota, plain_heads in zip(ranked.kept_positions(), adakv.kept_positions(), strict=True):
+        assert [[x.tolist() for x in heads] for heads in quota] == [
+            [x.tolist() for x in heads] for heads in plain_heads
+        ]
+    assert ranked.bytes == adakv.bytes
 
 
 @pytest.mark.parametrize("more", ["kvcrush", "criticalkv", "int8", "int4", "merging"])

@@ -60,8 +60,8 @@ def test_what_is_lost_is_read_as_its_mean_so_many_times(tmp_path, part):
             exact, between = oracle.split_prompt(n, 2, 2, part) if head else (list(range(n)), [])
             folded = max(folded, len(between))
             for t in range(layer.STEPS):
-                later = range(n, n + t + 1)
-                expected = oracle.attend(q[head, :, n + t], k[head], v[head], exact, between, later)
+                new_tokens = range(n, n + t + 1)
+                expected = oracle.attend(q[head, :, n + t], k[head], v[head], exact, between, new_tokens)
                 np.testing.assert_allclose(out[b, head, :, t], expected, atol=5e-6)
     assert folded == (5 if part == 0 else 3)
     np.testing.assert_allclose(state.side_store.bias.max(), np.log(folded), rtol=1e-6)

@@ -40,12 +40,12 @@ def test_only_kept_tokens_go_on_asking():
     state = layer.prefill(bound, batch)
     chunk, new = batch.tokens(0, 2), None
     for commit, count in ((0, 0), (1, 1)):
-        out, after = layer.compile_extend(bound, commit)(state, chunk)
+        out, next_state = layer.compile_extend(bound, commit)(state, chunk)
         for b, n in enumerate(batch.lengths):
             question = rope(np.asarray(batch.q[b, :, :, n : n + 2], np.float64), -np.arange(n, n + 2))[
                 :, :, :count
             ].sum(2)
-            np.testing.assert_allclose(after.reader_state.question[b], question, atol=1e-5)
+            np.testing.assert_allclose(next_state.reader_state.question[b], question, atol=1e-5)
         new = out if new is None else new
         np.testing.assert_allclose(out, new, atol=2e-6)  # the question's outputs do not depend on the stored tokens
 

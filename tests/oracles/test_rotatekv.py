@@ -67,16 +67,16 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
     path = table_file.write(tmp_path / "means", "bases", spec, [{"bare_keys_mean": mean}])
     codec = CrossHeadRotation(PerTokenCodec(ZeroPointQuantizer(8)), 2, Bases.table_file(str(path))).at(spec)
     x, pos = jnp.asarray(rng.normal(size=(3, 2, 4, 32)), jnp.float32), jnp.zeros((3, 1, 4), jnp.int32)
-    some = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)
+    idx = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)
 
     def run(x):
         stored = codec.encode(x, pos)
-        return stored.order, codec.decode(stored), codec.gather(stored, some)
+        return stored.order, codec.decode(stored), codec.gather(stored, idx)
 
     order, decoded, gathered = jax.jit(run)(x)
     np.testing.assert_array_equal(order[0].ravel(), oracle.channel_order(mean.astype(float), 2))
     np.testing.assert_allclose(decoded, x, atol=0.03)
-    np.testing.assert_array_equal(gathered, np.take_along_axis(np.asarray(decoded), np.asarray(some)[..., None], 2))
+    np.testing.assert_array_equal(gathered, np.take_along_axis(np.asarray(decoded), np.asarray(idx)[..., None], 2))
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_t
     for b, n in enumerate(map(int, batch.lengths)):
         for h in range(layer.K):
             low_rank, exact = oracle.split_prompt(np.asarray(batch.k[b, h, :n], np.float64), 2, 1, 1)
-            here, there = (np.asarray(x.pos)[b, h] for x in (state, store))
+            here, positions = (np.asarray(x.pos)[b, h] for x in (state, store))
             assert here[here >= 0].tolist() == exact
-            assert there[there >= 0].tolist() == [t for c in low_rank for t in (2 * c, 2 * c + 1)]
+            assert positions[positions >= 0].tolist() == [t for c in low_rank for t in (2 * c, 2 * c + 1)]
     assert np.asarray(state.n).tolist() == [5, 1, 4]
 
 

@@ -56,7 +56,11 @@ def oracle_cache(batch: layer.SequenceBatch, b: int, h: int, spec: tuple) -> tup
     bits, group, topk, one_bit, reduce = spec
     q, k, v = (np.asarray(x[b, h]) for x in (batch.q, batch.k, batch.v))
     n = batch.lengths[b]
-    return specache.SpeCache(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), lambda at: (q[:, at], k[at], v[at])
+    return specache.SpeCache(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), lambda pos: (
+        q[:, pos],
+        k[pos],
+        v[pos],
+    )
 
 
 def make_specache(spec: tuple, **more):
@@ -73,10 +77,10 @@ def speculative_outputs(
         cache, true = oracle_cache(batch, b, h, spec)
         _, guess = oracle_cache(drafts, b, h, spec)
         for i in range(num_rounds):
-            at = batch.lengths[b] + i * STEPS
-            first[i, b, h] = cache.pre_decode(*true(at))
+            pos = batch.lengths[b] + i * STEPS
+            first[i, b, h] = cache.pre_decode(*true(pos))
             for t in range(STEPS):
-                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = cache.step(*true(at + t), guess(at + t + 1))
+                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = cache.step(*true(pos + t), guess(pos + t + 1))
     return first, out
 
 
@@ -129,11 +133,11 @@ def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
     counts, done = [2, 0, 9, 8, STEPS, 1, 7], np.zeros(B, np.int32)
     caches = {(b, h): oracle_cache(batch, b, h, spec) for b, h in np.ndindex(B, K)}
     for part in (counts, [STEPS - c for c in counts]):
-        now = shift_batch(batch, done)
-        out, state = _compile_chunk(method)(state, layer.truncate_chunk(now.tokens(0, STEPS), part))
+        rest = shift_batch(batch, done)
+        out, state = _compile_chunk(method)(state, layer.truncate_chunk(rest.tokens(0, STEPS), part))
         for (b, h), (cache, true) in caches.items():
             for t in range(part[b]):
-                expected, _ = cache.step(*true(now.lengths[b] + t))
+                expected, _ = cache.step(*true(rest.lengths[b] + t))
                 np.testing.assert_allclose(out[b, h, :, t], expected, atol=3e-6)
         done += np.array(part, np.int32)
 

@@ -85,8 +85,8 @@ def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dty
     is_kept = np.zeros((2, 2, 1, 10), bool)
     np.put_along_axis(is_kept, np.asarray(stored.channels), True, 3)
     assert memory.unpack(stored.kept).shape == (2, 2, 6, 6) and restored.dtype == dtype and is_kept.sum() == 4 * 6
-    real = np.where(np.asarray(pos)[..., None] >= 0, np.asarray(x, np.float32), 0)
-    np.testing.assert_array_equal(np.asarray(restored, np.float32), np.where(is_kept, real, 0))
+    expected_keys = np.where(np.asarray(pos)[..., None] >= 0, np.asarray(x, np.float32), 0)
+    np.testing.assert_array_equal(np.asarray(restored, np.float32), np.where(is_kept, expected_keys, 0))
     np.testing.assert_allclose(*scores, atol=1e-5 if dtype == jnp.float32 else 0.1)
     np.testing.assert_array_equal(gathered, jnp.take_along_axis(decoded, idx[..., None], 2))
     np.testing.assert_array_equal(decoded[1, :, 2], restored[1, :, 0])

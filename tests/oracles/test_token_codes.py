@@ -29,8 +29,8 @@ class Exact(Quantizer):
     def encode(self, x):
         return x[..., :4], x[..., 4:]
 
-    def decode(self, coded):
-        return jnp.concatenate(coded, -1)
+    def decode(self, codes):
+        return jnp.concatenate(codes, -1)
 
 
 CODECS = (
@@ -57,10 +57,10 @@ def mask_padding(x, pos):
 
 def test_the_example_by_hand():
     vector = jnp.array([-1.0, 0.0, 0.5, 2.0] * 2)
-    coded = MinMax(4).encode(vector)
-    assert bit_packing.unpack(coded.codes, 4, -1).tolist() == [0, 5, 8, 15] * 2
-    assert int(coded.scale[0]) & 15 == 5
-    np.testing.assert_allclose(MinMax(4).decode(coded), [-1.0, 0.0, 0.6, 2.0] * 2, rtol=2**-18)
+    codes = MinMax(4).encode(vector)
+    assert bit_packing.unpack(codes.codes, 4, -1).tolist() == [0, 5, 8, 15] * 2
+    assert int(codes.scale[0]) & 15 == 5
+    np.testing.assert_allclose(MinMax(4).decode(codes), [-1.0, 0.0, 0.6, 2.0] * 2, rtol=2**-18)
 
 
 def test_what_lies_outside_a_clipped_range_takes_the_nearest_code():
@@ -218,10 +218,10 @@ def test_on_a_model_with_eviction_and_on_the_host():
     more = [[1, 2, 3], [4, 5, 6]]
     outs, sizes = {}, {}
     evicting = "snapkv:budget=4,window=2,kernel=3"
-    for held in ("", " + int4", " + int4 + offload"):
-        _, cache = kvjax.prefill(model, prompts, evicting + held, capacity=16)
-        outs[held], cache = kvjax.extend(model, more, cache)
-        sizes[held] = array_bytes(cache)
+    for suffix in ("", " + int4", " + int4 + offload"):
+        _, cache = kvjax.prefill(model, prompts, evicting + suffix, capacity=16)
+        outs[suffix], cache = kvjax.extend(model, more, cache)
+        sizes[suffix] = array_bytes(cache)
     np.testing.assert_allclose(outs[" + int4"], outs[" + int4 + offload"], atol=1e-5)
     error = np.asarray(outs[" + int4"] - outs[""])
     assert 0 < error.std() < 0.2 * np.asarray(outs[""]).std()

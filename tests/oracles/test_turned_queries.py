@@ -99,8 +99,8 @@ def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
         TurnedQueries(4), block, Observation(q[None, None, None].astype(np.float32), asking[None]), spec
     )
     frequencies = 1 / 10_000 ** (np.arange(4) / 4)
-    there = oracle.rotate(oracle.rotate(q, -asking, frequencies), np.full(8, 504), frequencies)
-    p = np.exp(there @ k.T / np.sqrt(8))
+    moved = oracle.rotate(oracle.rotate(q, -asking, frequencies), np.full(8, 504), frequencies)
+    p = np.exp(moved @ k.T / np.sqrt(8))
     np.testing.assert_allclose(actual[0, 0], (p / p.sum(1, keepdims=True)).max(0), rtol=1e-3)
 
 

@@ -127,11 +127,13 @@ def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
     x, pos = jnp.asarray(x, dtype), jnp.asarray([[[0, 1, 2, 3, -1, -1]], [[0, 1, -1, -1, -1, -1]]], jnp.int32)
     noisy = jnp.where(pos[..., None] >= 0, x, jnp.inf)
     codec = codec(8)
-    back = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))(noisy)
-    assert back.dtype == dtype and np.isfinite(np.asarray(back, np.float32)).all()
-    np.testing.assert_array_equal(back[1, :, :2], x[1, :, :2])
-    np.testing.assert_array_equal(back[0, :, :4, 2], jnp.zeros((1, 4), dtype))
-    np.testing.assert_allclose(np.asarray(back[0, :, :4], np.float32), np.asarray(x[0, :, :4], np.float32), atol=0.05)
+    decoded = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))(noisy)
+    assert decoded.dtype == dtype and np.isfinite(np.asarray(decoded, np.float32)).all()
+    np.testing.assert_array_equal(decoded[1, :, :2], x[1, :, :2])
+    np.testing.assert_array_equal(decoded[0, :, :4, 2], jnp.zeros((1, 4), dtype))
+    np.testing.assert_allclose(
+        np.asarray(decoded[0, :, :4], np.float32), np.asarray(x[0, :, :4], np.float32), atol=0.05
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def oracle_low_tier(batch: layer.SequenceBatch, b: int, tau: float, least: float
     n = int(batch.lengths[b])
     a = attention_weights(np.asarray(batch.q[b, :, :, :n]), np.asarray(batch.k[b, :, :n]))
     probes = zipcache.probe_queries(n, 0.3, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
-    low = n - oracle.num_important(a, probes, tau, least, most)
-    return [sorted(np.argsort(s, kind="stable")[:low].tolist()) for s in zipcache.saliency(a, probes)]
+    low_tier = n - oracle.num_important(a, probes, tau, least, most)
+    return [sorted(np.argsort(s, kind="stable")[:low_tier].tolist()) for s in zipcache.saliency(a, probes)]
 
 
 @pytest.mark.parametrize(("tau", "least", "most"), [(0.8, 0.0, 1.0), (0.8, 0.5, 0.6)])
@@ -40,14 +40,14 @@ def test_it_is_its_oracle_where_padding_holds_infinity(tau, least, most):
     state, counts = layer.prefill(layer.bind(text), noisy, padding=np.inf), []
     out = layer.decode(text, batch, state=state)
     for b, n in enumerate(map(int, layer.LENGTHS)):
-        low = oracle_low_tier(batch, b, tau, least, most)
-        counts.append(n - len(low[0]))
+        low_tier = oracle_low_tier(batch, b, tau, least, most)
+        counts.append(n - len(low_tier[0]))
         for h in range(layer.K):
             positions = np.asarray(state.side_store.pos[b, h])
-            assert positions[positions >= 0].tolist() == low[h]
+            assert positions[positions >= 0].tolist() == low_tier[h]
             for t in range(layer.STEPS):
                 k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (batch.k, batch.v))
-                keys, values = zipcache.reconstruct(k, v, n, low[h], chunk_tokens=3)
+                keys, values = zipcache.reconstruct(k, v, n, low_tier[h], chunk_tokens=3)
                 q = np.asarray(batch.q[b, h, :, n + t : n + t + 1])
                 expected = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
                 np.testing.assert_allclose(out[b, h, :, t], expected, atol=1e-5)
