@@ -103,7 +103,7 @@ def oracle_representatives(chooser, c: int):
 
 
 @pytest.mark.parametrize(
-    ("c", "rest"),
+    ("c", "chooser"),
     [
         (1, KVCrush()),
         (1, KVCrush(anchor="zeros", rule="bins", seed=3)),
@@ -134,7 +134,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("unit", "rest"), CASES, ids=str)
+@pytest.mark.parametrize(("unit", "chooser"), CASES, ids=str)
 def test_kvcrush_keeps_what_the_oracle_keeps(unit, chooser):
     out = select_block(*random_block(), KEEP, scorer=AccumulatedAttention(), unit=unit, represent=chooser, **ARGUMENTS)
     for b in range(len(LENGTHS)):
@@ -151,7 +151,8 @@ def test_kvcrush_over_snapkv_for_the_whole_layer():
 
 
 @pytest.mark.parametrize(
-    ("c", "rest"), [(6, KVCrush(anchor="mean")), (6, KVCrush(anchor="alternate", rule="bins", seed=1)), (1, KMeans())]
+    ("c", "chooser"),
+    [(6, KVCrush(anchor="mean")), (6, KVCrush(anchor="alternate", rule="bins", seed=1)), (1, KMeans())],
 )
 def test_a_row_has_the_same_representatives_alone(c, chooser):
     units, count = random_units(c)
