@@ -18,7 +18,7 @@ from kvjax.core.types import KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods import h2o, scissorhands, streaming_llm
 from kvjax.testing import dense_attention, full_copies
-from tests.contract.layer import bound, spec
+from tests.contract.layer import bind, spec
 from tests.oracles import online as oracle
 
 B, K, G, H = 3, 2, 2, 8
@@ -27,7 +27,7 @@ STEPS = 12
 
 
 def bind_method(method, window=None):
-    return bound(method, window, H)
+    return bind(method, window, H)
 
 
 def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS, dtype=jnp.float32):
