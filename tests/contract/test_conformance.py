@@ -230,9 +230,11 @@ def test_what_is_no_method_says_what_is(model, wrong, says):
 
 
 def test_a_changed_value_is_not_called_by_the_string_that_made_it():
-    made = kvjax.methods.kcache(n=64)
-    assert kvjax.name_of(made) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
-    changed = dataclasses.replace(made, device_layers=3)
+    method = kvjax.methods.kcache(n=64)
+    assert (
+        kvjax.name_of(method) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
+    )
+    changed = dataclasses.replace(method, device_layers=3)
     assert "kcache:" not in kvjax.name_of(changed) and "device_layers=3" in kvjax.name_of(changed)
     assert kvjax.name_of(dataclasses.replace(changed, device_layers=1)) == "kcache:n=64"
     assert kvjax.name_of(kvjax.Method()) == "full"

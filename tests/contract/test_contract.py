@@ -117,11 +117,11 @@ def test_c3_only_the_committed_tokens_are_kept(case: MethodCase):
     two, drafted = layer.compile_extend(bound_layer)(state, batch.tokens(0, 2))
     one, single = layer.compile_extend(bound_layer)(state, batch.token(0))
     # A reader may prefetch for the draft.
-    kept = [
+    states = [
         dataclasses.replace(state, reader_state=None) if hasattr(state, "reader_state") else state
         for state in (drafted, single)
     ]
-    chex.assert_trees_all_equal(*kept)
+    chex.assert_trees_all_equal(*states)
     np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
 
 

@@ -58,5 +58,5 @@ class Naive(Scorer):
 
 
 def test_a_division_by_zero_is_found():
-    found = non_finite_scores(layer.bind(Method(select=make_selection(Naive(), 5))))
-    assert found == {"zero keys", "all zeros", "tiny keys and values", "a single token of zeros"}
+    failures = non_finite_scores(layer.bind(Method(select=make_selection(Naive(), 5))))
+    assert failures == {"zero keys", "all zeros", "tiny keys and values", "a single token of zeros"}

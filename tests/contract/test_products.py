@@ -49,9 +49,9 @@ def abstract_types(bound: BoundLayer) -> list:
 @pytest.mark.parametrize("a", REGISTRY)
 def test_c8_every_pair_exists_or_names_slots_and_remedy(a):
     for b in REGISTRY:
-        found = bind_pair(*sorted((a, b))) if a != b else None
-        if isinstance(found, IncompatibleMethod):
-            assert "slot `" in str(found) and REMEDY.search(str(found)), f"{a} + {b}: {found}"
+        bound_layer = bind_pair(*sorted((a, b))) if a != b else None
+        if isinstance(bound_layer, IncompatibleMethod):
+            assert "slot `" in str(bound_layer) and REMEDY.search(str(bound_layer)), f"{a} + {b}: {bound_layer}"
 
 
 @functools.cache

@@ -22,12 +22,12 @@ def test_by_hand_queries_say_which_keys_are_alike():
     words, code = oracle.fit_codebook(keys, oracle.factorize_moment(moment), 2, 3)
     assert code == [0, 1, 0, 1]
     np.testing.assert_allclose(words, [[0.5, 0], [5.5, 0]])
-    x, real = jnp.asarray(keys, jnp.float32)[None, None], jnp.ones((1, 1, 4), bool)
+    x, is_token = jnp.asarray(keys, jnp.float32)[None, None], jnp.ones((1, 1, 4), bool)
     weights = jnp.asarray(moment, jnp.float32)[None, None]
-    found = fit_codebook(x, real, weights, 2, 3)
-    np.testing.assert_allclose(found[0, 0], words, atol=1e-6)
-    for at_once in (4, 3):
-        assert nearest_codeword(x, found, weights, vectors_at_once=at_once).ravel().tolist() == code
+    codewords = fit_codebook(x, is_token, weights, 2, 3)
+    np.testing.assert_allclose(codewords[0, 0], words, atol=1e-6)
+    for vectors_at_once in (4, 3):
+        assert nearest_codeword(x, codewords, weights, vectors_at_once=vectors_at_once).ravel().tolist() == code
 
 
 @pytest.mark.parametrize("changes", ["", ",recent=0,sinks=0,rounds=1"])

@@ -49,10 +49,12 @@ def test_what_a_block_says_of_itself_is_true_of_its_pairs():
         pairs = [
             s in oracle.visible_tokens(t, 3, 4) for s in range(first, last + 1) for t in range(start, end + 1) if s <= t
         ]
-        some, every = (bool(x) for x in pattern.block_visibility(*(jnp.int32(x) for x in (first, last, start, end))))
-        assert some >= any(pairs) and every <= all(pairs)
+        any_visible, all_visible = (
+            bool(x) for x in pattern.block_visibility(*(jnp.int32(x) for x in (first, last, start, end)))
+        )
+        assert any_visible >= any(pairs) and all_visible <= all(pairs)
         if last <= start:
-            assert some == any(pairs) and every == all(pairs)
+            assert any_visible == any(pairs) and all_visible == all(pairs)
 
 
 def test_blocks_that_no_query_reads_are_skipped():

@@ -146,19 +146,19 @@ def test_layers_keep_what_the_oracle_keeps():
 
 def test_a_model_divides_the_budget_of_each_row_whole_and_in_chunks():
     model, prompts, text = toy_model(), [list(range(60)), [5], list(range(30, 70))], "cake:budget=12,window=4"
-    whole = kvjax.read(model, prompts, text, room=32)
+    full = kvjax.read(model, prompts, text, room=32)
     chunks = kvjax.read(model, prompts, text, room=32, chunk=8)
     single = kvjax.read(model, prompts[2:], text, room=32)
-    counts = np.array([[len(heads[0]) for heads in held] for held in whole.kept_positions()])
+    counts = np.array([[len(heads[0]) for heads in layer_heads] for layer_heads in full.kept_positions()])
     assert counts.sum(0).tolist() == [3 * 12, 3 * 1, 3 * 12]
     assert counts[:, [0, 2]].min() >= 5 and len(set(counts[:, 0])) > 1 and not (counts[:, 0] == counts[:, 2]).all()
-    for a, b, c in zip(whole.kept_positions(), chunks.kept_positions(), single.kept_positions(), strict=True):
+    for a, b, c in zip(full.kept_positions(), chunks.kept_positions(), single.kept_positions(), strict=True):
         for heads, other in [*zip(a, b, strict=True), (a[2], c[0])]:
             assert [head.tolist() for head in heads] == [head.tolist() for head in other]
-    room = whole.cache.capacity - 60
-    for held, state in zip(counts, whole.cache.layers, strict=True):  # slots follow the sequence that keeps most
-        assert 0 <= state.pos.shape[2] - held.max() - room < 16 + 16
-    tokens = whole.generate(max_new_tokens=5).tokens
+    room = full.cache.capacity - 60
+    for layer_heads, state in zip(counts, full.cache.layers, strict=True):  # slots follow the sequence that keeps most
+        assert 0 <= state.pos.shape[2] - layer_heads.max() - room < 16 + 16
+    tokens = full.generate(max_new_tokens=5).tokens
     assert (
         tokens == chunks.generate(max_new_tokens=5).tokens and tokens[2] == single.generate(max_new_tokens=5).tokens[0]
     )
@@ -170,11 +170,11 @@ def test_it_composes_with_codecs_places_representatives_and_policies():
         model, prompts, "cake:budget=12,window=4 + kivi:bits=4,group=4,residual=4 + offload + kvcrush", room=32
     )
     for heads in range(2):
-        assert sum(len(held[heads][0]) for held in low.kept_positions()) == 3 * 12
+        assert sum(len(layer_heads[heads][0]) for layer_heads in low.kept_positions()) == 3 * 12
     assert low.bytes.total["pinned_host"] > 0 and len(low.generate(max_new_tokens=3).tokens[0]) == 3
     policy = kvjax.read(model, prompts, "cake:budget=12,window=4 + h2o:heavy=4,recent=3", room=32)
     assert [state.pos.shape[2] for state in policy.cache.layers] == [8] * 3
-    assert all(len(head) <= 7 for held in policy.kept_positions() for heads in held for head in heads)
+    assert all(len(head) <= 7 for layer_heads in policy.kept_positions() for heads in layer_heads for head in heads)
 
 
 def test_wrong_values_say_so():

@@ -20,9 +20,10 @@ SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
 
 def sequences(batch: layer.SequenceBatch) -> list[tuple]:
     """(q, k, v, prompt tokens) of each sequence, float64."""
-    every = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    sequences_of_batch = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     return [
-        (*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n)) for q, k, v, n in every
+        (*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n))
+        for q, k, v, n in sequences_of_batch
     ]
 
 
@@ -36,10 +37,10 @@ def test_it_equals_the_paper_whatever_lies_in_empty_slots():
 
 def test_channels_are_those_of_each_rows_and_heads_own_prompt():
     batch = layer.random_batch()
-    found = layer.prefill(layer.bind(SMALL), batch).reader_state.channels
+    channels = layer.prefill(layer.bind(SMALL), batch).reader_state.channels
     for b, (q, k, _, n) in enumerate(sequences(batch)):
         for h in range(layer.K):
-            np.testing.assert_array_equal(found[b, h], oracle.label_channels(q[h, :, :n], k[h, :n], 8))
+            np.testing.assert_array_equal(channels[b, h], oracle.label_channels(q[h, :, :n], k[h, :n], 8))
 
 
 def test_a_table_says_which_channels_labels_have(tmp_path):
@@ -61,8 +62,8 @@ def test_behind_a_selection_the_tokens_that_are_left_choose_the_channels():
     observation = Observation(q, jnp.arange(3, dtype=jnp.int32)[None])
     for tokens, channel in ([0, 1, 2], 0), ([1, 2, -1], 1):
         pos = jnp.array(tokens, jnp.int32)[None, None]
-        held = jnp.where((pos >= 0)[..., None], k[:, :, np.array(tokens)], jnp.inf)
-        assert LabelChannels(2).fit(KVBlock(held, held, pos), observation).channels.item() == channel
+        keys = jnp.where((pos >= 0)[..., None], k[:, :, np.array(tokens)], jnp.inf)
+        assert LabelChannels(2).fit(KVBlock(keys, keys, pos), observation).channels.item() == channel
 
 
 def test_by_hand_two_channels_of_four_find_the_token():
@@ -80,12 +81,12 @@ def test_labels_in_eight_bits_score_nearly_alike():
     batch = layer.random_batch()
     states = [layer.prefill(layer.bind(f"{SMALL},bits={bits}"), batch) for bits in (16, 8)]
     q = batch.q[:, :, :, :1]
-    exact, coded = (
+    exact, quantized = (
         LabelChannels(4, bits).score(LabelChannels(4, bits).load(state.reader_state), q)
         for bits, state in zip((16, 8), states, strict=True)
     )
-    np.testing.assert_allclose(coded[..., :1], exact[..., :1], atol=0.1)
-    assert not np.array_equal(coded[..., :1], exact[..., :1])
+    np.testing.assert_allclose(quantized[..., :1], exact[..., :1], atol=0.1)
+    assert not np.array_equal(quantized[..., :1], exact[..., :1])
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ def test_heads_stream_as_in_the_authors_code(tmp_path):
     table = TableFile(write_table(tmp_path, weights, SPEC), "heads")
     for sparsity in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1):
         rule = StreamingBudgets(table, sparsity, 5)
-        found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(3)]
-        np.testing.assert_array_equal(np.array(found) == ALL_TOKENS, oracle.select_full_heads(weights, sparsity))
+        tokens = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(3)]
+        np.testing.assert_array_equal(np.array(tokens) == ALL_TOKENS, oracle.select_full_heads(weights, sparsity))
     equal = StreamingBudgets(TableFile(write_table(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
     assert [equal.at(dataclasses.replace(SPEC, index=i)).tokens.count(ALL_TOKENS) for i in range(3)] == [0, 2, 4]
 

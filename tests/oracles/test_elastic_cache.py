@@ -57,14 +57,14 @@ def test_heads_share_their_tokens_and_one_at_a_fixed_distance_leaves():
         kept_tokens = oracle.select_tokens(
             eviction.accumulated_scores(eviction.attention_weights(q, k))[1].mean(0), 6, 1
         )
-        left = oracle.positions_after_decode(kept_tokens, n, layer.STEPS, 6, 3)
+        positions_left = oracle.positions_after_decode(kept_tokens, n, layer.STEPS, 6, 3)
         for head in range(layer.K):
             positions, keys, values = head_slots(state, b, head)
             assert positions == kept_tokens
             np.testing.assert_allclose(keys, oracle.merge_tokens(k[head], kept_tokens, 1), atol=2e-6)
             np.testing.assert_allclose(values, oracle.merge_tokens(v[head], kept_tokens, 1), atol=2e-6)
-            assert head_slots(after, b, head)[0] == left
-        assert left[-3:] == [n + layer.STEPS - 3, n + layer.STEPS - 2, n + layer.STEPS - 1]
+            assert head_slots(after, b, head)[0] == positions_left
+        assert positions_left[-3:] == [n + layer.STEPS - 3, n + layer.STEPS - 2, n + layer.STEPS - 1]
 
 
 def test_a_budget_that_is_no_longer_than_the_distance_is_an_error_with_its_remedy():

@@ -108,14 +108,14 @@ def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, s
 @pytest.mark.parametrize("budget", ["12", "30%"])
 def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
     """Keys are read off the exact cache; 3 recent tokens stay in every head."""
-    held = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent=3 + head_shares:page=4,table={table}")
+    context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent=3 + head_shares:page=4,table={table}")
     exact = kvjax.read(model, PROMPTS, "full").cache.layers
     unequal = 0
     for b, prompt in enumerate(PROMPTS):
         n = len(prompt)
         mean = min(n, 12) if budget == "12" else max(1, int(n * 0.3))
         numbers = oracle.head_tokens(random_shares().tolist(), FRACTIONS, n, mean, recent=3)
-        for i, (state, heads) in enumerate(zip(exact, held.kept_positions(), strict=True)):
+        for i, (state, heads) in enumerate(zip(exact, context.kept_positions(), strict=True)):
             keys = np.asarray(state.k.data, np.float64)[b, :, :n]
             for head in range(HEADS):
                 scores = keydiff.scores(keys[head]).tolist()

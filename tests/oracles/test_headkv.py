@@ -37,8 +37,8 @@ def test_the_example_by_hand(tmp_path):
 def test_numbers_are_the_oracles(tmp_path, budget, window, beta):
     weights = np.random.default_rng(budget).uniform(size=(3, 4)).astype(np.float32)
     rule = HeadWeightBudgets(TableFile(write_table(tmp_path, weights, SPEC), "heads"), budget, window, beta)
-    found = [list(rule.at(dataclasses.replace(SPEC, index=i)).tokens) for i in range(3)]
-    assert found == oracle.capacities(weights.astype(np.float64).tolist(), budget, window, beta)
+    tokens = [list(rule.at(dataclasses.replace(SPEC, index=i)).tokens) for i in range(3)]
+    assert tokens == oracle.capacities(weights.astype(np.float64).tolist(), budget, window, beta)
 
 
 def test_heads_keep_their_best_and_read_them_as_under_a_mask(tmp_path):

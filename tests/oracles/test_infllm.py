@@ -208,8 +208,8 @@ def selected_block(sequences, num_kept: int):
     chosen = np.full((B, K, num_kept), -1, np.int32)
     for b, n in enumerate(LENGTHS):
         for head in range(K):
-            some = np.random.default_rng(head).permutation(n)[:num_kept]
-            chosen[b, head, : len(some)] = np.sort(some)
+            idx = np.random.default_rng(head).permutation(n)[:num_kept]
+            chosen[b, head, : len(idx)] = np.sort(idx)
     k, v = (np.full((B, K, num_kept, H), np.inf, np.float32) for _ in range(2))
     for b, head, i in np.argwhere(chosen >= 0):
         s = chosen[b, head, i]

@@ -40,11 +40,11 @@ def test_a_key_of_zeros_points_nowhere():
 
 def test_each_head_keeps_its_most_different_keys():
     batch = layer.random_batch(1)
-    held = layer.prefill(layer.bind("keydiff:budget=5"), batch).pos
+    positions = layer.prefill(layer.bind("keydiff:budget=5"), batch).pos
     for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
             expected = oracle.select_tokens(np.asarray(batch.k[b, head, :n], np.float64), list(range(n)), 5)
-            assert sorted(p for p in held[b, head].tolist() if p >= 0) == expected
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
 
 
 def test_with_recompress_it_chooses_again_at_every_step():

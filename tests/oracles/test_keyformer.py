@@ -38,16 +38,16 @@ def decode(batch: layer.SequenceBatch, window: int | None = None, padding: float
 @pytest.mark.parametrize("window", [None, 5])
 def test_each_step_loses_the_lowest_score_outside_the_recent_ones(window):
     batch = layer.random_batch(3)
-    out, held = decode(batch, window)
-    drawn = noise(int(layer.TOTAL.max()))[0].astype(np.float64)
+    out, cached = decode(batch, window)
+    random_noise = noise(int(layer.TOTAL.max()))[0].astype(np.float64)
     for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
             q, k, v = (
                 np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v)
             )
-            expected, want_held = oracle.keyformer(q, k, v, drawn[head], n, **SETTINGS, window=window)
+            expected, want_held = oracle.keyformer(q, k, v, random_noise[head], n, **SETTINGS, window=window)
             np.testing.assert_allclose(out[b, head], expected, atol=2e-5)
-            assert held[b][head] == want_held
+            assert cached[b][head] == want_held
 
 
 def test_padding_is_never_seen():
@@ -66,18 +66,18 @@ def test_a_temperature_of_two_takes_roots_by_hand():
 
 
 def test_noise_is_gumbels():
-    drawn = noise(100)
-    assert np.isfinite(drawn).all()
-    np.testing.assert_allclose([drawn.mean(), drawn.std()], [0.5772, np.pi / np.sqrt(6)], atol=0.03)
-    below = [(drawn < x).mean() for x in (-1.0, 0.0, 1.0, 3.0)]
+    random_noise = noise(100)
+    assert np.isfinite(random_noise).all()
+    np.testing.assert_allclose([random_noise.mean(), random_noise.std()], [0.5772, np.pi / np.sqrt(6)], atol=0.03)
+    below = [(random_noise < x).mean() for x in (-1.0, 0.0, 1.0, 3.0)]
     np.testing.assert_allclose(below, np.exp(-np.exp([1.0, 0.0, -1.0, -3.0])), atol=0.01)
 
 
 def test_noise_depends_on_seed_layer_head_and_positions_alone():
-    drawn = noise(6)
-    np.testing.assert_array_equal(noise(6, num_sequences=3), drawn.repeat(3, 0))
-    np.testing.assert_array_equal(noise(4, first=2), drawn[:, :, :, 2:, 2:])
-    flat = [drawn, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2))]
+    random_noise = noise(6)
+    np.testing.assert_array_equal(noise(6, num_sequences=3), random_noise.repeat(3, 0))
+    np.testing.assert_array_equal(noise(4, first=2), random_noise[:, :, :, 2:, 2:])
+    flat = [random_noise, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2))]
     assert len(np.unique(np.concatenate(flat))) > 0.99 * sum(x.size for x in flat)  # nothing is drawn twice
 
 

@@ -46,10 +46,10 @@ def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, s
             decoded = oracle.KiviCache(k[:0], v[:0], bits, group, 4, one_bit)
             for t in range(layer.STEPS):
                 decoded.append(k[n + t], v[n + t])
-                every = [
+                pages = [
                     np.concatenate(x) for x in ((keys, decoded.visible_keys()), (values, decoded.visible_values()))
                 ]
-                np.testing.assert_allclose(out[b, head, :, t], attend_visible(q[:, n + t], *every, 0), atol=5e-6)
+                np.testing.assert_allclose(out[b, head, :, t], attend_visible(q[:, n + t], *pages, 0), atol=5e-6)
                 decoded.flush()
     assert unequal
 
@@ -65,10 +65,10 @@ def test_a_group_that_is_filled_in_part_is_made_of_its_own_tokens(bits, H, axis,
     x = np.where(real[..., None], rng.normal(size=(2, 2, 2 * page, H)), np.nan).astype(dtype)
     codec = Kivi(bits, 4, axis, 8).in_pages(page)
     stored = codec.encode(jnp.asarray(x), jnp.where(real, 5, -1))
-    found = np.asarray(codec.decode(stored))
-    assert found.dtype == dtype and np.isfinite(found.astype(np.float32)).all()
+    decoded = np.asarray(codec.decode(stored))
+    assert decoded.dtype == dtype and np.isfinite(decoded.astype(np.float32)).all()
     pages = x.reshape(-1, page, H)
-    for actual, tokens, n in zip(found.reshape(-1, page, H), pages, lengths.ravel(), strict=True):
+    for actual, tokens, n in zip(decoded.reshape(-1, page, H), pages, lengths.ravel(), strict=True):
         keys, values = oracle.fake_quantize_pages(tokens[:n], tokens[:n], bits, 4)
         np.testing.assert_array_equal(actual[:n], keys if axis == "channel" else values)
     words = 2 * 2 * 2 * -(-page * H * bits // 32) * 4
@@ -97,11 +97,11 @@ def test_a_sliding_window_sees_the_same_tokens_as_of_exact_pages(window):
 def test_from_the_host_the_same_comes_back():
     batch = layer.random_batch(2)
     method = f"{method_string(4, 4)} + offload"
-    there = layer.prefill(layer.bind(method), batch)
+    state = layer.prefill(layer.bind(method), batch)
     np.testing.assert_allclose(
-        layer.decode(method, batch, state=there), layer.decode(method_string(4, 4), batch), atol=1e-6
+        layer.decode(method, batch, state=state), layer.decode(method_string(4, 4), batch), atol=1e-6
     )
-    assert array_bytes(there.side_store.k)["device"] == array_bytes(there.side_store.v)["device"] == 0
+    assert array_bytes(state.side_store.k)["device"] == array_bytes(state.side_store.v)["device"] == 0
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])

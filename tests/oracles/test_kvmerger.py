@@ -47,12 +47,12 @@ def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
     block, choice = ragged_prompts(3)
     actual = run_rule(GaussianMerge(sets, sigma, count=True), block, choice)
     k, v = (np.asarray(x[0, 0], np.float64) for x in (block.k, block.v))
-    found = oracle.merge_sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
+    groups = oracle.merge_sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
     slots = np.asarray(choice.slots[0, 0]).tolist()
-    first = [min(set(slots) & set(one)) for one in found if set(slots) & set(one)]
-    assert len(first) < len(found) or len(first) < len(slots)
+    first = [min(set(slots) & set(one)) for one in groups if set(slots) & set(one)]
+    assert len(first) < len(groups) or len(first) < len(slots)
     keys, values, counts = oracle.merge_tokens(
-        k, v, [sorted({*one} - ({*slots} - {*first})) for one in found], first, sigma
+        k, v, [sorted({*one} - ({*slots} - {*first})) for one in groups], first, sigma
     )
     at = [slots.index(t) for t in first]
     np.testing.assert_allclose(actual.k[0, 0, at], keys, atol=2e-6)

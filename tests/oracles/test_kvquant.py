@@ -74,16 +74,16 @@ def test_what_is_held_is_the_oracles(axis, outliers, share):
 
     def run(noisy):
         last = jax.lax.scan(step, codec.encode(noisy, pos), jnp.arange(9, dtype=jnp.int32))[0]
-        some = jnp.broadcast_to(jnp.asarray([8, 0, 3], jnp.int32), (3, 2, 3))
-        return codec.decode(last), codec.gather(last, some)
+        gathered = jnp.broadcast_to(jnp.asarray([8, 0, 3], jnp.int32), (3, 2, 3))
+        return codec.decode(last), codec.gather(last, gathered)
 
-    every, some = map(np.asarray, jax.jit(run)(noisy))
-    np.testing.assert_array_equal(some, every[:, :, [8, 0, 3]])
+    decoded, gathered = map(np.asarray, jax.jit(run)(noisy))
+    np.testing.assert_array_equal(gathered, decoded[:, :, [8, 0, 3]])
     levels = normal_float_levels(3).astype(float)
     for b, n in enumerate(map(int, lengths)):
         for h in range(2):
             expected = oracle.reconstruct(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
-            np.testing.assert_allclose(every[b, h, : n + 9], expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(decoded[b, h, : n + 9], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_levels_are_fitted_by_weight_and_normed():
@@ -91,8 +91,8 @@ def test_levels_are_fitted_by_weight_and_normed():
     x, weight = np.array([-1.0, -0.8, 0.0, 0.1, 0.2, 1.0]), np.array([1.0, 3, 0, 1, 1, 2])
     levels = fit_levels(x, weight, 1)
     np.testing.assert_allclose(levels, [-0.85, 2.3 / 4])
-    held = normalize_levels(x, levels)[[0, 0, 0, 1, 1, 1] if x[2] < levels.mean() else [0, 0, 1, 1, 1, 1]]
-    np.testing.assert_allclose([held.mean(), held.std()], [x.mean(), x.std()])
+    normalized = normalize_levels(x, levels)[[0, 0, 0, 1, 1, 1] if x[2] < levels.mean() else [0, 0, 1, 1, 1, 1]]
+    np.testing.assert_allclose([normalized.mean(), normalized.std()], [x.mean(), x.std()])
 
 
 def test_a_table_gives_each_layers_levels(tmp_path):

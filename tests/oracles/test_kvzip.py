@@ -87,13 +87,13 @@ def oracle_scores(model: kvjax.Model, tokens: list[int], plus: bool) -> list[np.
 @pytest.mark.parametrize("plus", [False, True])
 def test_a_ragged_batch_keeps_what_each_row_attends_to_while_it_repeats_itself(model, plus):
     method = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level="head")
-    kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
+    positions = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     for b, tokens in enumerate(PROMPTS):
         for i, scores in enumerate(oracle_scores(model, tokens, plus)):
             for head, of_head in enumerate(scores):
                 of_head[:SINKS] = np.inf
                 expected = np.argsort(-of_head, kind="stable")[:6]
-                assert kept[i][b][head].tolist() == sorted(expected.tolist())
+                assert positions[i][b][head].tolist() == sorted(expected.tolist())
 
 
 def test_the_logits_and_the_length_are_those_of_the_prompt(model):
@@ -132,7 +132,7 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
 @pytest.mark.parametrize("plus", [False, True])
 def test_heads_share_a_budget_by_one_ranking_of_their_level(model, level, plus):
     method, budget = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level, page=1), 6
-    kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
+    positions = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     unequal = 0
     for b, tokens in enumerate(PROMPTS):
         scores = [layer[:, SINKS:].tolist() for layer in oracle_scores(model, tokens, plus)]
@@ -141,7 +141,7 @@ def test_heads_share_a_budget_by_one_ranking_of_their_level(model, level, plus):
         expected = [heads for group in groups for heads in model_ranking.select_units(group, [quota] * len(group))]
         for i, heads in enumerate(expected):
             for head, units in enumerate(heads):
-                assert kept[i][b][head].tolist() == [*range(SINKS), *(SINKS + unit for unit in units)]
+                assert positions[i][b][head].tolist() == [*range(SINKS), *(SINKS + unit for unit in units)]
                 unequal += len(units) != quota
     assert unequal
 

@@ -43,12 +43,12 @@ def test_scores_are_those_of_real_tokens_alone(padding, cross):
 @pytest.mark.parametrize("budget", [2, 6])
 def test_each_head_keeps_its_highest_and_its_latest(budget):
     batch = layer.random_batch(1)
-    held = layer.prefill(layer.bind(f"lagkv:budget={budget},lag=2,sinks=1"), batch).pos
+    positions = layer.prefill(layer.bind(f"lagkv:budget={budget},lag=2,sinks=1"), batch).pos
     for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (batch.k, batch.v))
             expected = oracle.select_tokens(oracle.scores(k, v, 2, 1), budget, 1)
-            assert sorted(p for p in held[b, head].tolist() if p >= 0) == expected
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
 
 
 def test_where_nothing_varies_the_later_stay():

@@ -33,8 +33,8 @@ def write_table(path, **changed: np.ndarray) -> str:
 def test_the_example_by_hand():
     """Token 4 is heavy; the mean of tokens 1 to 4 goes into the best of the others, together with half of itself."""
     x = np.array([[1.0], [2.0], [3.0], [4.0]])
-    stays, k, v = oracle.compress(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
-    assert (stays, k.tolist(), v.tolist()) == ([1, 3], [[2], [4]], [[20], [40]])
+    tokens, k, v = oracle.compress(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
+    assert (tokens, k.tolist(), v.tolist()) == ([1, 3], [[2], [4]], [[20], [40]])
     kernels = np.zeros((1, 2, 3))
     kernels[0, 0, 0] = np.log(3)  # the key of the token before is the logit: 0, ln 3 and 2 ln 3
     np.testing.assert_allclose(
@@ -67,15 +67,17 @@ def test_a_calibrated_table_makes_later_queries_miss_less():
     q, block = layer.prompt(batch, padding=np.inf)
     count = jax.jit(lambda block, q: kind.count(block.clean(), Observation(q, block.pos[:, 0]), SPEC))
     counted = count(block, q)
-    rows = [jax.tree.map(lambda x, cache=cache: np.asarray(x[cache], np.float64), counted) for cache in range(layer.B)]
-    joined = jax.tree.map(lambda *x: kind.join(kind.join(x[0], x[1]), x[2]), *rows)
+    counts = [
+        jax.tree.map(lambda x, cache=cache: np.asarray(x[cache], np.float64), counted) for cache in range(layer.B)
+    ]
+    totals = jax.tree.map(lambda *x: kind.join(kind.join(x[0], x[1]), x[2]), *counts)
     for name, x in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
-        np.testing.assert_array_equal(joined[name][:, 2, ..., :7, :], x[2][..., :7, :])
-    made = kind.arrays(joined, SPEC)
-    assert {name: x.shape for name, x in made.items()} == {"weight": (1, 64, 3), "bias": (1,), "normalizer": (1,)}
+        np.testing.assert_array_equal(totals[name][:, 2, ..., :7, :], x[2][..., :7, :])
+    arrays = kind.arrays(totals, SPEC)
+    assert {name: x.shape for name, x in arrays.items()} == {"weight": (1, 64, 3), "bias": (1,), "normalizer": (1,)}
     texts = split_texts(block.clean(), jnp.nan_to_num(q, posinf=0.0), 2, SPEC)
     share = jax.jit(lambda kernels: relative_error(kernels, texts, 1, None))
-    after = share(Convolution(*(jnp.asarray(x, jnp.float32) for x in made.values())))
+    after = share(Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays.values())))
     assert float(after) < 0.97 * float(share(kind._initial_weights(SPEC)))
 
 

@@ -73,10 +73,10 @@ def test_scores_are_the_oracles_and_each_head_keeps_its_best_and_the_local_token
                 actual[b, :, :n], oracle.scores(*prompt_arrays(batch, b), fc1, fc2, FREQUENCIES), atol=2e-5
             )
             assert (actual[b, :, n:] == -np.inf).all()
-    held = layer.prefill(layer.bind(f"locret:budget=5,recent=2,table={table}"), batch, padding=np.inf).pos
+    positions = layer.prefill(layer.bind(f"locret:budget=5,recent=2,table={table}"), batch, padding=np.inf).pos
     for b in range(layer.B):
         expected = eviction.select_tokens(oracle.scores(*prompt_arrays(batch, b), fc1, fc2, FREQUENCIES), 5, 0, 2)
-        assert [sorted(p for p in head.tolist() if p >= 0) for head in held[b]] == expected
+        assert [sorted(p for p in head.tolist() if p >= 0) for head in positions[b]] == expected
 
 
 def test_released_weights_come_back_as_they_were():

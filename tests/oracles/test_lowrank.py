@@ -131,10 +131,10 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
             codec.mix(p, reconstruct),
         )
 
-    coordinates, every, some, scores, mix = jax.jit(read)(x, q, p, idx)
+    coordinates, decoded, gathered, scores, mix = jax.jit(read)(x, q, p, idx)
     assert coordinates.shape == (2, 4, 9, 2)
-    np.testing.assert_allclose(every, expected, atol=2e-5)
-    np.testing.assert_allclose(some, np.take_along_axis(expected, idx[..., None], 2), atol=2e-5)
+    np.testing.assert_allclose(decoded, expected, atol=2e-5)
+    np.testing.assert_allclose(gathered, np.take_along_axis(expected, idx[..., None], 2), atol=2e-5)
     np.testing.assert_allclose(scores, np.einsum("bkgth,bksh->bkgts", q, expected) / 2, atol=5e-5)
     np.testing.assert_allclose(mix, np.einsum("bkgts,bksh->bkgth", p, expected), atol=5e-5)
 
@@ -155,10 +155,10 @@ def test_the_newest_tokens_are_exact_wherever_they_are_read():
         idx = np.tile(np.array([n - 1, 0, n - 4], np.int32), (1, K, 1))
         q, p = x[:, :, None, :1], np.tile(np.where(np.arange(8) < n, 0.5, 0).astype(np.float32), (1, K, 1, 1, 1))
         new, at = x[:, :, n : n + 1], np.array([[n]], np.int32)
-        vectors, inner, some, scores, mix, stored = map(_to_numpy, step(stored, q, p, idx, new, at))
+        vectors, inner, gathered, scores, mix, stored = map(_to_numpy, step(stored, q, p, idx, new, at))
         np.testing.assert_array_equal(vectors[:, :, n - 3 : n], x[:, :, n - 3 : n])
         np.testing.assert_array_equal(vectors[:, :, : n - 3], inner[:, :, : n - 3])
-        np.testing.assert_array_equal(some, vectors[:, :, idx[0, 0]])
+        np.testing.assert_array_equal(gathered, vectors[:, :, idx[0, 0]])
         expected = np.einsum("bkgth,bksh->bkgts", q, vectors)[..., :n] * H**-0.5
         np.testing.assert_allclose(scores[..., :n], expected, atol=2e-6)
         np.testing.assert_allclose(mix, 0.5 * vectors[:, :, None, None, :n].sum(4), atol=2e-6)

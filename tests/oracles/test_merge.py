@@ -110,11 +110,11 @@ def test_padding_and_compiling_change_nothing_and_positions_stay(rule):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_where_nothing_is_lost_all_stays_bit_for_bit(rule):
     block, choice = ragged_prompts()
-    every = dataclasses.replace(block, pos=jnp.broadcast_to(block.pos, (B, K, T)))
-    actual = run_rule(rule, block, choice._replace(slots=every.pos))
-    np.testing.assert_array_equal(actual.pos, every.pos)
-    np.testing.assert_array_equal(actual.k, every.k)
-    np.testing.assert_array_equal(actual.v, every.v)
+    per_head = dataclasses.replace(block, pos=jnp.broadcast_to(block.pos, (B, K, T)))
+    actual = run_rule(rule, block, choice._replace(slots=per_head.pos))
+    np.testing.assert_array_equal(actual.pos, per_head.pos)
+    np.testing.assert_array_equal(actual.k, per_head.k)
+    np.testing.assert_array_equal(actual.v, per_head.v)
     assert actual.bias is None or not np.any(actual.bias)
 
 
@@ -127,8 +127,8 @@ def test_the_order_of_lost_tokens_does_not_matter(rule):
     lost = sorted(set(range(T)) - set(np.asarray(choice.slots[0]).ravel().tolist()))
     order[lost] = lost[::-1]
     assert len(lost) > 1
-    turned = dataclasses.replace(block, k=block.k[:, :, order], v=block.v[:, :, order])
-    actual = rule(turned, selected, choice, SPEC)
+    reversed_block = dataclasses.replace(block, k=block.k[:, :, order], v=block.v[:, :, order])
+    actual = rule(reversed_block, selected, choice, SPEC)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), actual, rule(block, selected, choice, SPEC))
 
 

@@ -53,12 +53,12 @@ def decoded_tokens() -> list[tuple[jax.Array, KVBlock]]:
     """Queries, keys and values of the decoded tokens, by layer."""
     rng, c = np.random.default_rng(0), MODEL.config
     pos = jnp.asarray(LENGTHS[:, None] + np.arange(STEPS)[None], jnp.int32)[:, None]
-    found = []
+    tokens = []
     for _ in range(c.layers):
         q = jnp.asarray(rng.normal(size=(3, c.kv_heads, c.groups, STEPS, c.head_dim)) * 2, jnp.float32)
         k, v = (jnp.asarray(rng.normal(size=(3, c.kv_heads, STEPS, c.head_dim)), jnp.float32) for _ in range(2))
-        found.append((q, KVBlock(k, v, pos)))
-    return found
+        tokens.append((q, KVBlock(k, v, pos)))
+    return tokens
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
@@ -108,12 +108,12 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
     np.testing.assert_array_equal(lower.pos, upper.pos)
     np.testing.assert_array_equal(lower.side_store.pos, upper.side_store.pos)
     assert upper.side_store.k is None and upper.side_store.v is None
-    every = np.asarray(cache.plan[LOWER].positions(lower))
+    positions = np.asarray(cache.plan[LOWER].positions(lower))
     for b, n in enumerate(LENGTHS):
         for head in range(MODEL.config.kv_heads):
             retained = oracle.retained_tokens(head_tokens(LOWER, b, head)[0], head_tokens(UPPER, b, head)[0], 0.2)
             assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == retained
-            assert sorted(p for p in every[b, head].tolist() if p >= 0) == list(range(n))
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == list(range(n))
 
 
 def test_prompts_that_were_read_once_in_full_make_the_same_cache_as_those_read_under_it():

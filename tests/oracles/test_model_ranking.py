@@ -50,9 +50,9 @@ def test_normalised_scores_of_a_layer_sum_to_one():
     plain = bound.measure(block, None).scores
     scaled = ModelRanking(normalise=True).measure(bound, block, None).scores
     inside = np.isfinite(plain)
-    whole = np.where(inside, plain, 0).sum((1, 2), keepdims=True)
+    total = np.where(inside, plain, 0).sum((1, 2), keepdims=True)
     np.testing.assert_array_equal(np.isfinite(scaled), inside)
-    np.testing.assert_allclose(np.where(inside, scaled, 0), np.where(inside, plain, 0) / np.maximum(whole, 1e-30), 1e-6)
+    np.testing.assert_allclose(np.where(inside, scaled, 0), np.where(inside, plain, 0) / np.maximum(total, 1e-30), 1e-6)
 
 
 @pytest.mark.parametrize(("method", "negative"), [("keynorm", True), ("keydiff", True), ("random", False)])

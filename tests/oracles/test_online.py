@@ -107,7 +107,7 @@ METHODS = {
     "h2o": bind_method(h2o(heavy=3, recent=4)),
     "scissorhands": bind_method(scissorhands(budget=8, history=4, recent=2, drop=0.4)),
 }
-every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_streaming_runs_on_in_constant_memory():
     q, k, v, _ = rotated_batch(sequences, lengths, apply_rope=False)
     angles = spec(head_dim=H).rope.angles(jnp.arange(n + 3)[None])  # as the decoder rotates them
     angles = [a.reshape(n + 3, -1) for a in angles]
-    turned = (rotate(x, *(jnp.expand_dims(a, range(x.ndim - 2)) for a in angles)) for x in (q, k))
-    batch = (*map(np.asarray, turned), v, lengths)
+    rotated = (rotate(x, *(jnp.expand_dims(a, range(x.ndim - 2)) for a in angles)) for x in (q, k))
+    batch = (*map(np.asarray, rotated), v, lengths)
     method = bind_method(streaming_llm(recent=6, sinks=2))
     state = prefill_batch(method, batch)
 
@@ -168,7 +168,7 @@ def test_streaming_in_bfloat16_loses_one_rounding_per_key():
         np.testing.assert_allclose(out[b], expected, atol=0.05)
 
 
-@every
+@each_method
 def test_a_decode_loop_copies_no_buffer(method):
     batch = rotated_batch(random_sequences())
     state = prefill_batch(method, batch)
@@ -251,7 +251,7 @@ def test_c1_with_room_for_all_it_is_dense_attention(method, window):
         np.testing.assert_allclose(out[b].reshape(expected.shape), expected, atol=5e-6)
 
 
-@every
+@each_method
 def test_c2_a_chunk_gives_what_single_steps_give(method):
     batch = rotated_batch(random_sequences())
     expected, after = decode(method, batch)
@@ -260,7 +260,7 @@ def test_c2_a_chunk_gives_what_single_steps_give(method):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), state, after)
 
 
-@every
+@each_method
 def test_c3_only_committed_tokens_are_kept_and_guesses_see_them(method):
     batch = rotated_batch(random_sequences())
     expected, _ = decode(method, batch, 5)
@@ -278,7 +278,7 @@ def test_c3_without_commit_nothing_changes(name):
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
-@every
+@each_method
 def test_c3_rows_are_independent_of_neighbours_and_padding(method):
     sequences = random_sequences()
     batch = rotated_batch(sequences)
@@ -291,7 +291,7 @@ def test_c3_rows_are_independent_of_neighbours_and_padding(method):
     np.testing.assert_allclose(single[0], expected[0], atol=3e-6)
 
 
-@every
+@each_method
 def test_c3_a_chunk_may_end_at_different_tokens(method):
     sequences, count = random_sequences(), np.array([5, 0, 12])
     batch = rotated_batch(sequences)

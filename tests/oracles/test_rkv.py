@@ -41,8 +41,8 @@ def test_redundancy_is_counted_a_block_at_a_time():
     k = jnp.asarray(rng.normal(size=(2, 2, 9, 3)), jnp.float32)
     block = KVBlock(k, k, jnp.arange(9)[None, None].repeat(2, 0))
     actual = redundancy(block, 0.5, at_once=4)
-    for keys, found in zip(np.asarray(k, np.float64).reshape(4, 9, 3), actual.reshape(4, 9), strict=True):
-        np.testing.assert_allclose(found, oracle.redundancy(keys), atol=1e-6)
+    for keys, row_scores in zip(np.asarray(k, np.float64).reshape(4, 9, 3), actual.reshape(4, 9), strict=True):
+        np.testing.assert_allclose(row_scores, oracle.redundancy(keys), atol=1e-6)
 
 
 @pytest.mark.parametrize("padding", [0.0, np.inf])

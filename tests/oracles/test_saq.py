@@ -68,17 +68,17 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
     def run(noisy):
         first = codec.encode(noisy, pos)
         last = jax.lax.scan(step, first, jnp.arange(steps, dtype=jnp.int32))[0]
-        some = jnp.broadcast_to(jnp.asarray([0, 4, 9, 12, 14], jnp.int32), (3, 2, 5))
-        return first, last, codec.decode(last), codec.gather(last, some)
+        gathered = jnp.broadcast_to(jnp.asarray([0, 4, 9, 12, 14], jnp.int32), (3, 2, 5))
+        return first, last, codec.decode(last), codec.gather(last, gathered)
 
-    first, last, all_of, some = jax.jit(run)(noisy)
+    first, last, decoded, gathered = jax.jit(run)(noisy)
     assert jax.tree.map(memory.memory_kind, last) == jax.tree.map(memory.memory_kind, first)
-    assert all_of.dtype == some.dtype == dtype
+    assert decoded.dtype == gathered.dtype == dtype
     for b, n in enumerate(lengths):
         for h in range(2):
             expected = oracle.reconstruct(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
-            np.testing.assert_array_equal(np.asarray(all_of[b, h, : n + steps]), expected)
-            np.testing.assert_array_equal(np.asarray(some[b, h]), expected[[0, 4, 9, 12, 14]])
+            np.testing.assert_array_equal(np.asarray(decoded[b, h, : n + steps]), expected)
+            np.testing.assert_array_equal(np.asarray(gathered[b, h]), expected[[0, 4, 9, 12, 14]])
 
 
 def test_ragged_chunks_are_single_steps():

@@ -137,24 +137,24 @@ def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
     x, pos, q = random_vectors(S)
     stored = codec.encode(x, pos)
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, x), 0.0)
-    whole = codec.scores(q, stored), codec.mix(p, stored)
+    untiled = codec.scores(q, stored), codec.mix(p, stored)
     monkeypatch.setattr(blockwise, "MAX_TILE_SLOTS", 3)
     monkeypatch.setattr(blockwise, "MAX_TILE_NUMBERS", 2 * 3 * 16)
     assert blockwise.tile_size(4, S, 16) == (2, 3)
-    np.testing.assert_allclose(codec.scores(q, stored), whole[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(codec.mix(p, stored), whole[1], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(codec.scores(q, stored), untiled[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(codec.mix(p, stored), untiled[1], rtol=1e-5, atol=1e-4)
 
 
 def test_a_rotation_alone_loses_nothing():
     x, pos, q = random_vectors()
-    turned, plain = PerTokenCodec(Exact(), "hadamard"), Plain()
-    a, b = turned.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
+    rotated_codec, plain = PerTokenCodec(Exact(), "hadamard"), Plain()
+    a, b = rotated_codec.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
     assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are stored rotated
     p = jax.nn.softmax(jnp.where(pos[:, :, None, None] >= 0, plain.scores(q, b), -jnp.inf))
     for actual, expected in (
-        (turned.decode(a), plain.decode(b)),
-        (turned.scores(q, a), plain.scores(q, b)),
-        (turned.mix(p, a), plain.mix(p, b)),
+        (rotated_codec.decode(a), plain.decode(b)),
+        (rotated_codec.scores(q, a), plain.scores(q, b)),
+        (rotated_codec.mix(p, a), plain.mix(p, b)),
     ):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -166,15 +166,15 @@ def test_a_row_is_coded_once_wherever_it_goes(codec, place, dtype):
     codec = place(codec)
     x, pos, _ = random_vectors(dtype=dtype)
     x = jnp.where(pos[..., None] < 0, jnp.zeros((), dtype), x)
-    whole = codec.decode(codec.encode(x, pos))
+    decoded = codec.decode(codec.encode(x, pos))
     empty = codec.encode(jnp.zeros_like(x), jnp.full_like(pos, -1))
-    at = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
-    one = jax.jit(codec.append)(empty, x[:, :, 2:3], at)
-    assert jax.tree.map(memory.memory_kind, one) == jax.tree.map(memory.memory_kind, empty)
-    actual = jax.jit(codec.gather)(one, at[:, :, None])
-    np.testing.assert_array_equal(np.asarray(actual, np.float32), np.asarray(whole[:, :, 2:3], np.float32))
+    slots = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
+    appended = jax.jit(codec.append)(empty, x[:, :, 2:3], slots)
+    assert jax.tree.map(memory.memory_kind, appended) == jax.tree.map(memory.memory_kind, empty)
+    actual = jax.jit(codec.gather)(appended, slots[:, :, None])
+    np.testing.assert_array_equal(np.asarray(actual, np.float32), np.asarray(decoded[:, :, 2:3], np.float32))
     assert actual.dtype == dtype
-    rest = jnp.asarray(codec.decode(one)).at[jnp.arange(2)[:, None], jnp.arange(2)[None], at].set(0)
+    rest = jnp.asarray(codec.decode(appended)).at[jnp.arange(2)[:, None], jnp.arange(2)[None], slots].set(0)
     assert not np.asarray(rest, np.float32).any()
 
 

@@ -65,8 +65,8 @@ def test_over_budget_the_oldest_of_the_lowest_leaves_and_only_where_there_is_no_
     pos = jnp.array([[[7, 2, 5, 3]], [[7, 2, -1, 3]], [[7, 2, 5, 3]]])
     rank = jnp.array([[[0.1, 0.2, 0.1, 0.1]]] * 3)
     real = jnp.array([True, True, False])[:, None, None]
-    left = evict_lowest(rank, pos, pos >= 0, real)
-    assert left.tolist() == [[[7, 2, 5, -1]], [[7, 2, -1, 3]], [[7, 2, 5, 3]]]
+    remaining = evict_lowest(rank, pos, pos >= 0, real)
+    assert remaining.tolist() == [[[7, 2, 5, -1]], [[7, 2, -1, 3]], [[7, 2, 5, 3]]]
     assert evict_lowest(rank, pos, pos > 5, real)[0].tolist() == [[-1, 2, 5, 3]]
 
 

@@ -43,9 +43,9 @@ def test_each_level_is_the_mean_of_a_normal_number_in_its_cell(bits):
 def test_the_example_by_hand():
     """A key of length root 12 in 2 bits: the logit of (1, 0, 0, 0) is near its exact 1.5, and is not uncorrected."""
     k, q = np.array([3.0, 1, 1, 1]), np.array([1.0, 0, 0, 0])
-    codes, held = oracle.fake_quantize_key(k, 2)
+    codes, decoded = oracle.fake_quantize_key(k, 2)
     assert codes == [3, 2, 2, 2]
-    np.testing.assert_allclose(q @ held / 2, 1.45985, rtol=1e-3)
+    np.testing.assert_allclose(q @ decoded / 2, 1.45985, rtol=1e-3)
     np.testing.assert_allclose(q @ oracle.fake_quantize_key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
 
 
@@ -92,8 +92,8 @@ def test_bytes_are_vllms(k_bits, v_bits, each):
     """The bytes of a token and a head of 128 channels, which take 512 in bfloat16."""
     bound = layer.bind(kvjax.methods.turboquant(k_bits, v_bits), head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 4), jnp.int32)
-    held = array_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])
-    assert held == {"device": 4 * each, "pinned_host": 0}
+    decoded = array_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])
+    assert decoded == {"device": 4 * each, "pinned_host": 0}
 
 
 @pytest.mark.parametrize(

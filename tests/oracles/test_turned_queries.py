@@ -76,30 +76,33 @@ def test_all_queries_of_a_longer_prompt_ask_block_by_block():
 
 def test_a_sample_of_a_ring_is_that_of_the_same_queries_in_order():
     """A cache that is compressed again holds its latest queries at their positions modulo their number."""
-    rng, held, W = np.random.default_rng(1), 20, 8
-    q, k = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 1, 2, W, 8), (1, 1, held, 8)))
+    rng, num_cached, W = np.random.default_rng(1), 20, 8
+    q, k = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 1, 2, W, 8), (1, 1, num_cached, 8)))
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, window=None, rope=Rope(8))
-    block, pos = KVBlock(k, k, np.arange(held, dtype=np.int32)[None, None]), np.arange(held - W, held, dtype=np.int32)
+    block, pos = (
+        KVBlock(k, k, np.arange(num_cached, dtype=np.int32)[None, None]),
+        np.arange(num_cached - W, num_cached, dtype=np.int32),
+    )
     scorer = TurnedQueries(4, "mean", stride=3)
     ring = np.argsort(pos % W)
     actual = score_tokens(scorer, block, Observation(q[:, :, :, ring], pos[None, ring]), spec)
-    few = score_tokens(TurnedQueries(4, "mean"), block, Observation(q[:, :, :, 1::3], pos[None, 1::3]), spec)
-    np.testing.assert_allclose(actual, few, rtol=1e-5)
+    sampled = score_tokens(TurnedQueries(4, "mean"), block, Observation(q[:, :, :, 1::3], pos[None, 1::3]), spec)
+    np.testing.assert_allclose(actual, sampled, rtol=1e-5)
 
 
 def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
     """A cache that is compressed again has lost tokens between those it holds; all of them stay readable."""
     rng = np.random.default_rng(2)
-    held = np.array([0, 1, 2, 3, 100, 200, 300, 400, 496, 497, 498, 499], np.int32)
-    asking = np.arange(492, 500, dtype=np.int32)
-    q, k = rng.normal(size=(len(asking), 8)), rng.normal(size=(len(held), 8))
+    cached_pos = np.array([0, 1, 2, 3, 100, 200, 300, 400, 496, 497, 498, 499], np.int32)
+    query_pos = np.arange(492, 500, dtype=np.int32)
+    q, k = rng.normal(size=(len(query_pos), 8)), rng.normal(size=(len(cached_pos), 8))
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=8, window=None, rope=Rope(8))
-    block = KVBlock(*(k[None, None].astype(np.float32),) * 2, held[None, None])
+    block = KVBlock(*(k[None, None].astype(np.float32),) * 2, cached_pos[None, None])
     actual = score_tokens(
-        TurnedQueries(4), block, Observation(q[None, None, None].astype(np.float32), asking[None]), spec
+        TurnedQueries(4), block, Observation(q[None, None, None].astype(np.float32), query_pos[None]), spec
     )
     frequencies = 1 / 10_000 ** (np.arange(4) / 4)
-    moved = oracle.rotate(oracle.rotate(q, -asking, frequencies), np.full(8, 504), frequencies)
+    moved = oracle.rotate(oracle.rotate(q, -query_pos, frequencies), np.full(8, 504), frequencies)
     p = np.exp(moved @ k.T / np.sqrt(8))
     np.testing.assert_allclose(actual[0, 0], (p / p.sum(1, keepdims=True)).max(0), rtol=1e-3)
 

@@ -64,9 +64,9 @@ def test_the_low_tier_holds_the_least_salient_tokens_of_each_head():
         for h, expected in enumerate(oracle_low_tier(batch, b, 0.4, 0.3, "queries")):
             actual = np.asarray(state.side_store.pos[b, h])
             assert actual[actual >= 0].tolist() == expected
-    every = np.asarray(bound.positions(state))
+    positions = np.asarray(bound.positions(state))
     for b, n in enumerate(layer.LENGTHS):
-        for head in every[b]:
+        for head in positions[b]:
             assert sorted(head[head >= 0].tolist()) == list(range(n))
 
 
@@ -90,8 +90,8 @@ def test_a_draw_depends_on_the_position_alone():
 
     def positions(probes: ProbeAttention, width: int) -> list[int]:
         pos = np.where(np.arange(width) < 40, np.arange(width), -1)
-        found = probes._take_probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
-        return [int(p) for p in found if p >= 0]
+        query_pos = probes._take_probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
+        return [int(p) for p in query_pos if p >= 0]
 
     single = positions(ProbeAttention(), 40)
     assert len(single) == 4 and single[2:] == [38, 39]
