@@ -44,16 +44,20 @@ def random_bits(seed: int, count: int) -> list[int]:
 def make_picker(chooser: KVCrush, heads):
     """Makes the oracle's function that picks representatives for a KVCrush."""
 
-    def pick(units, candidates, m):
+    def pick(units, candidates, num_representatives):
         bits = oracle.vote_bits(heads, units, chooser.bits)
-        batch = oracle.distances(
+        distances = oracle.distances(
             bits, oracle.anchor_bits(bits, chooser.anchor, random_bits(chooser.seed, len(bits[0])))
         )
         if chooser.rule == "stride":
-            return oracle.pick_stride(batch, candidates, m)
+            return oracle.pick_stride(distances, candidates, num_representatives)
         if chooser.rule == "buckets":
-            return oracle.pick_buckets(batch, candidates, m, random_numbers(chooser.seed, m))
-        return oracle.pick_bins(batch, candidates, m, len(bits[0]), random_numbers(chooser.seed, len(units)))
+            return oracle.pick_buckets(
+                distances, candidates, num_representatives, random_numbers(chooser.seed, num_representatives)
+            )
+        return oracle.pick_bins(
+            distances, candidates, num_representatives, len(bits[0]), random_numbers(chooser.seed, len(units))
+        )
 
     return pick
 
@@ -72,38 +76,42 @@ def choose_representatives(chooser, units, count, places):
     return chooser.choose(units, count, places)
 
 
-def random_units(c: int, padding: float = 0.0, seed: int = 0):
+def random_units(unit_tokens: int, padding: float = 0.0, seed: int = 0):
     """Units of three ragged sequences, padded with `padding`, and the number of representatives of each."""
     rng = np.random.default_rng(seed)
-    have, B, K, G, U, H = np.array([13, 4, 9]), 3, 2, 3, 13, 4
-    valid = np.arange(U)[None] < have[:, None]
-    scores = np.where(valid[:, None, None, :, None], rng.normal(size=(B, K, G, U, c)), padding).astype(np.float32)
-    keys = np.where(valid[:, None, :, None, None], rng.normal(size=(B, K, U, c, H)), padding).astype(np.float32)
+    num_units, B, K, G, U, H = np.array([13, 4, 9]), 3, 2, 3, 13, 4
+    valid = np.arange(U)[None] < num_units[:, None]
+    scores = np.where(valid[:, None, None, :, None], rng.normal(size=(B, K, G, U, unit_tokens)), padding).astype(
+        np.float32
+    )
+    keys = np.where(valid[:, None, :, None, None], rng.normal(size=(B, K, U, unit_tokens, H)), padding).astype(
+        np.float32
+    )
     candidates = valid & (rng.random((B, U)) < 0.8)
     return EvictableUnits(scores, keys, valid, candidates), np.array([7, 2, 20], np.int32)
 
 
-def oracle_representatives(chooser, c: int):
+def oracle_representatives(chooser, unit_tokens: int):
     """The representatives that the oracle picks from `random_units`, sequence by sequence."""
-    units, count = random_units(c)
+    units, count = random_units(unit_tokens)
     for b in range(3):
         U = int(units.valid[b].sum())
-        spans = [(j * c, j * c + c) for j in range(U)]
+        spans = [(j * unit_tokens, j * unit_tokens + unit_tokens) for j in range(U)]
         heads = np.asarray(units.scores[b]).reshape(6, -1)
         candidates = np.flatnonzero(units.candidates[b]).tolist()
-        m = min(int(count[b]), len(candidates))
+        num_representatives = min(int(count[b]), len(candidates))
         if isinstance(chooser, KVCrush):
-            yield make_picker(chooser, heads)(spans, candidates, m)
+            yield make_picker(chooser, heads)(spans, candidates, num_representatives)
         else:
-            luck, bits = random_numbers(chooser.seed, U), np.array(oracle.vote_bits(heads, spans), float)
+            random_order, bits = random_numbers(chooser.seed, U), np.array(oracle.vote_bits(heads, spans), float)
             keys = np.asarray(units.keys[b]).swapaxes(0, 1).reshape(13, -1)
-            x = {j: bits[j] if chooser.features == "bits" else keys[j] for j in candidates}
-            start = sorted(candidates, key=lambda j: (int(luck[j]), j))[:m]
-            yield oracle.pick_kmeans(x, start, chooser.iterations)
+            points = {j: bits[j] if chooser.features == "bits" else keys[j] for j in candidates}
+            start = sorted(candidates, key=lambda j: (int(random_order[j]), j))[:num_representatives]
+            yield oracle.pick_kmeans(points, start, chooser.iterations)
 
 
 @pytest.mark.parametrize(
-    ("c", "chooser"),
+    ("unit_tokens", "chooser"),
     [
         (1, KVCrush()),
         (1, KVCrush(anchor="zeros", rule="bins", seed=3)),
@@ -117,14 +125,18 @@ def oracle_representatives(chooser, c: int):
     ],
     ids=str,
 )
-def test_representatives_are_the_oracles(c, chooser):
-    units, count = random_units(c)
+def test_representatives_are_the_oracles(unit_tokens, chooser):
+    units, count = random_units(unit_tokens)
     actual = np.asarray(choose_representatives(chooser, units, count, 11))
-    for representatives, expected, n in zip(actual, oracle_representatives(chooser, c), (7, 2, 11), strict=True):
+    for representatives, expected, n in zip(
+        actual, oracle_representatives(chooser, unit_tokens), (7, 2, 11), strict=True
+    ):
         assert sorted(representatives[representatives >= 0].tolist()) == sorted(expected)
         assert (representatives[n:] == -1).all()
     for padding in (1e4, np.inf, np.nan):
-        np.testing.assert_array_equal(actual, choose_representatives(chooser, random_units(c, padding)[0], count, 11))
+        np.testing.assert_array_equal(
+            actual, choose_representatives(chooser, random_units(unit_tokens, padding)[0], count, 11)
+        )
 
 
 CASES = [
@@ -151,11 +163,11 @@ def test_kvcrush_over_snapkv_for_the_whole_layer():
 
 
 @pytest.mark.parametrize(
-    ("c", "chooser"),
+    ("unit_tokens", "chooser"),
     [(6, KVCrush(anchor="mean")), (6, KVCrush(anchor="alternate", rule="bins", seed=1)), (1, KMeans())],
 )
-def test_a_row_has_the_same_representatives_alone(c, chooser):
-    units, count = random_units(c)
+def test_a_row_has_the_same_representatives_alone(unit_tokens, chooser):
+    units, count = random_units(unit_tokens)
     scores, keys, valid, candidates = (x[2:] for x in units)
     representatives = EvictableUnits(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
     actual = choose_representatives(chooser, representatives, count[2:], 11)
@@ -180,11 +192,14 @@ def test_representatives_are_shared_and_the_count_stays():
         *random_block(), KEEP, scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(), **ARGUMENTS
     )
     for b, n in enumerate(LENGTHS):
-        a, c = kept_positions(plain, b), kept_positions(crushed, b)
-        assert [len(x) for x in a] == [len(x) for x in c] == [min(n, KEEP[b])] * 2
+        a, unit_tokens = kept_positions(plain, b), kept_positions(crushed, b)
+        assert [len(x) for x in a] == [len(x) for x in unit_tokens] == [min(n, KEEP[b])] * 2
         scores = oracle_scores(AccumulatedAttention(), b, n)[1]
         assert a == eviction_oracle.select_tokens(scores, int(KEEP[b]), 2, W)  # a fraction of 0 picks none
-    new = [set(c) - set(a) for a, c in zip(kept_positions(plain, 0), kept_positions(crushed, 0), strict=True)]
+    new = [
+        set(unit_tokens) - set(a)
+        for a, unit_tokens in zip(kept_positions(plain, 0), kept_positions(crushed, 0), strict=True)
+    ]
     assert new[0] & new[1] and max(map(len, new)) <= 3  # a quarter of 14
 
 

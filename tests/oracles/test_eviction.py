@@ -58,19 +58,19 @@ def single_block(b: int, queries: int | None = None):
 def oracle_scores(scorer, b: int, n: int, window=None, seed: int = 0):
     """The oracle's scores of sequence b: per query head [K G T] and per key/value head [K T]."""
     q, k, _, _ = oracle.random_prompts(LENGTHS, S, seed)
-    a = oracle.attention_weights(q[b, :, :, :n], k[b, :, :n], window)
+    attention = oracle.attention_weights(q[b, :, :, :n], k[b, :, :n], window)
     if isinstance(scorer, WindowAttention):
         s = scorer
-        return oracle.snapkv_scores(a, s.num_queries, s.kernel, s.pool, s.reduce, s.reduce_first)
+        return oracle.snapkv_scores(attention, s.num_queries, s.kernel, s.pool, s.reduce, s.reduce_first)
     if isinstance(scorer, AccumulatedAttention):
-        return oracle.accumulated_scores(a, scorer.normalise, scorer.decay, window)
+        return oracle.accumulated_scores(attention, scorer.normalise, scorer.decay, window)
     kv = -np.sqrt((k[b, :, :n].astype(np.float64) ** 2).sum(-1))
     return kv[:, None], kv
 
 
-def oracle_tokens(scorer, keep, sinks, recent, c=1, how="sum", per="head", window=None):
+def oracle_tokens(scorer, keep, sinks, recent, c=1, reduce="sum", per="head", window=None):
     scores = (oracle_scores(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
-    return [oracle.select_tokens(s, int(m), sinks, recent, c, how, per) for s, m in zip(scores, keep, strict=True)]
+    return [oracle.select_tokens(s, int(m), sinks, recent, c, reduce, per) for s, m in zip(scores, keep, strict=True)]
 
 
 def kept_positions(block: KVBlock, b: int) -> list[list[int]]:

@@ -48,10 +48,10 @@ def bind_infllm(window: int | None = None, **changes) -> MethodLayer:
 METHOD = bind_infllm()
 
 
-def empty_state(method: MethodLayer, batch: int, slots: int, dtype):
+def empty_state(method: MethodLayer, num_sequences: int, slots: int, dtype):
     """An empty state with this number of slots for each sequence."""
-    sequences = jnp.zeros((batch, K, 0, H), dtype)
-    return method.prefill(KVBlock(sequences, sequences, jnp.zeros((batch, 1, 0), jnp.int32)), None, slots)
+    no_tokens = jnp.zeros((num_sequences, K, 0, H), dtype)
+    return method.prefill(KVBlock(no_tokens, no_tokens, jnp.zeros((num_sequences, 1, 0), jnp.int32)), None, slots)
 
 
 def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
@@ -67,10 +67,10 @@ def token_chunk(sequences, first, count, padding: float = 0.0):
     out = [np.full((len(sequences), *shape, T, H), padding, np.float32) for shape in ((K, G), (K,), (K,))]
     pos = np.full((len(sequences), T), -1, np.int32)
     for b, sequence in enumerate(sequences):
-        n, at = count[b], first[b] + np.arange(count[b])
-        pos[b, :n] = at
+        num_tokens, token_pos = count[b], first[b] + np.arange(count[b])
+        pos[b, :num_tokens] = token_pos
         for i, x in enumerate(sequence):
-            out[i][b, ..., :n, :] = rope(x[..., at, :], at) if i < 2 else x[..., at, :]
+            out[i][b, ..., :num_tokens, :] = rope(x[..., token_pos, :], token_pos) if i < 2 else x[..., token_pos, :]
     return *out, pos
 
 
@@ -87,12 +87,12 @@ def decode(method, sequences, lengths=LENGTHS, steps: int = STEPS, padding: floa
     """Runs the prompt in one call, then single steps -> (outputs of each sequence [K G S H], the last state)."""
     state = empty_state(method, len(sequences), SLOTS, jnp.float32)
     out, state = extend(method, state, token_chunk(sequences, 0 * lengths, lengths, padding), int(lengths.max()))
-    outs = [[o[:, :, :n]] for o, n in zip(np.asarray(out), lengths, strict=True)]
+    outs = [[sequence_outs[:, :, :n]] for sequence_outs, n in zip(np.asarray(out), lengths, strict=True)]
     for t in range(steps):
         out, state = extend(method, state, token_chunk(sequences, lengths + t, np.ones_like(lengths)), 1)
-        for o, x in zip(outs, np.asarray(out), strict=True):
-            o.append(x)
-    return [np.concatenate(o, 2) for o in outs], state
+        for sequence_outs, x in zip(outs, np.asarray(out), strict=True):
+            sequence_outs.append(x)
+    return [np.concatenate(sequence_outs, 2) for sequence_outs in outs], state
 
 
 def chunk_lengths(n: int, chunk: int, steps: int = STEPS) -> list[int]:

@@ -133,8 +133,8 @@ def test_a_sequence_does_not_depend_on_its_neighbours():
     together = kvjax.read(model, PROMPTS, text, room=8)
     for b, prompt in enumerate(PROMPTS):
         single = kvjax.read(model, [prompt], text, room=8)
-        for batch_heads, quota in zip(together.kept_positions(), single.kept_positions(), strict=True):
-            assert [head.tolist() for head in batch_heads[b]] == [head.tolist() for head in quota[0]]
+        for batch_heads, single_heads in zip(together.kept_positions(), single.kept_positions(), strict=True):
+            assert [head.tolist() for head in batch_heads[b]] == [head.tolist() for head in single_heads[0]]
         assert together.generate(max_new_tokens=5).tokens[b] == single.generate(max_new_tokens=5).tokens[0]
 
 
@@ -188,8 +188,8 @@ def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
         kvjax.read(toy_model(kv_heads=2), PROMPTS, f"{method}:budget=12,{how}")
         for how in ("level=layer,page=4", "level=head + adakv:alpha=0,page=4")
     )
-    for quota, plain_heads in zip(ranked.kept_positions(), adakv.kept_positions(), strict=True):
-        assert [[x.tolist() for x in heads] for heads in quota] == [
+    for ranked_heads, plain_heads in zip(ranked.kept_positions(), adakv.kept_positions(), strict=True):
+        assert [[x.tolist() for x in heads] for heads in ranked_heads] == [
             [x.tolist() for x in heads] for heads in plain_heads
         ]
     assert ranked.bytes == adakv.bytes

@@ -26,9 +26,9 @@ def shift_batch(batch: layer.SequenceBatch, tokens) -> layer.SequenceBatch:
 
 def pair_with_drafts(batch: layer.SequenceBatch, drafts: layer.SequenceBatch) -> tuple:
     """The tokens of STEPS steps: each true token with a draft of the next one, which is always wrong."""
-    true, guessed = layer.stack_steps(batch, STEPS), layer.stack_steps(shift_batch(drafts, 1), STEPS)
-    q = jnp.concatenate([true[0], guessed[0]], 4)
-    return q, jax.tree.map(lambda x, y: jnp.concatenate([x, y], 3), true[1], guessed[1])
+    true_token, drafted = layer.stack_steps(batch, STEPS), layer.stack_steps(shift_batch(drafts, 1), STEPS)
+    q = jnp.concatenate([true_token[0], drafted[0]], 4)
+    return q, jax.tree.map(lambda x, y: jnp.concatenate([x, y], 3), true_token[1], drafted[1])
 
 
 @functools.cache
@@ -56,11 +56,11 @@ def oracle_cache(batch: layer.SequenceBatch, b: int, h: int, spec: tuple) -> tup
     bits, group, topk, one_bit, reduce = spec
     q, k, v = (np.asarray(x[b, h]) for x in (batch.q, batch.k, batch.v))
     n = batch.lengths[b]
-    return specache.SpeCache(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), lambda pos: (
-        q[:, pos],
-        k[pos],
-        v[pos],
-    )
+
+    def token(pos):
+        return q[:, pos], k[pos], v[pos]
+
+    return specache.SpeCache(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), token
 
 
 def make_specache(spec: tuple, **more):
@@ -74,13 +74,15 @@ def speculative_outputs(
     """Runs the paper's speculative loop -> pre-decode f64[rounds B K G H], steps f64[rounds B K G STEPS 2 H]."""
     first, out = np.zeros((num_rounds, B, K, G, H)), np.zeros((num_rounds, B, K, G, STEPS, 2, H))
     for b, h in np.ndindex(B, K):
-        cache, true = oracle_cache(batch, b, h, spec)
-        _, guess = oracle_cache(drafts, b, h, spec)
+        cache, true_token = oracle_cache(batch, b, h, spec)
+        _, draft_token = oracle_cache(drafts, b, h, spec)
         for i in range(num_rounds):
             pos = batch.lengths[b] + i * STEPS
-            first[i, b, h] = cache.pre_decode(*true(pos))
+            first[i, b, h] = cache.pre_decode(*true_token(pos))
             for t in range(STEPS):
-                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = cache.step(*true(pos + t), guess(pos + t + 1))
+                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = cache.step(
+                    *true_token(pos + t), draft_token(pos + t + 1)
+                )
     return first, out
 
 
@@ -88,8 +90,8 @@ def speculative_outputs(
 def test_the_speculative_loop_equals_the_paper(spec):
     batch, drafts = random_batch(seed=1), random_batch(seed=2, num_new=STEPS + 1)
     first, out, _ = speculate(make_specache(spec), batch, drafts)
-    want_first, expected = speculative_outputs(batch, drafts, spec)
-    np.testing.assert_allclose(first[:, :, :, 0], want_first[0], atol=3e-6)
+    expected_first, expected = speculative_outputs(batch, drafts, spec)
+    np.testing.assert_allclose(first[:, :, :, 0], expected_first[0], atol=3e-6)
     np.testing.assert_allclose(out, expected[0], atol=3e-6)
 
 
@@ -101,10 +103,10 @@ def test_a_second_turn_goes_on_from_the_first():
         random_batch(seed=4, num_new=2 * STEPS + 1),
         make_specache(spec),
     )
-    want_first, expected = speculative_outputs(batch, drafts, spec, 2)
+    expected_first, expected = speculative_outputs(batch, drafts, spec, 2)
     state = speculate(method, batch, drafts)[2]
     first, out, _ = speculate(method, shift_batch(batch, STEPS), shift_batch(drafts, STEPS), state)
-    np.testing.assert_allclose(first[:, :, :, 0], want_first[1], atol=3e-6)
+    np.testing.assert_allclose(first[:, :, :, 0], expected_first[1], atol=3e-6)
     np.testing.assert_allclose(out, expected[1], atol=3e-6)
 
 
@@ -119,9 +121,9 @@ def test_without_speculation_it_equals_the_paper():
     out, _ = _compile_chunk(method)(prefill(method, batch), batch.tokens(0, STEPS))
     expected = np.zeros((B, K, G, STEPS, H))
     for b, h in np.ndindex(B, K):
-        cache, true = oracle_cache(batch, b, h, spec)
+        cache, true_token = oracle_cache(batch, b, h, spec)
         for t in range(STEPS):
-            expected[b, h, :, t] = cache.step_without_draft(*true(batch.lengths[b] + t))
+            expected[b, h, :, t] = cache.step_without_draft(*true_token(batch.lengths[b] + t))
     np.testing.assert_allclose(out, expected, atol=3e-6)
 
 
@@ -135,9 +137,9 @@ def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
     for part in (counts, [STEPS - c for c in counts]):
         rest = shift_batch(batch, done)
         out, state = _compile_chunk(method)(state, layer.truncate_chunk(rest.tokens(0, STEPS), part))
-        for (b, h), (cache, true) in caches.items():
+        for (b, h), (cache, true_token) in caches.items():
             for t in range(part[b]):
-                expected, _ = cache.step(*true(rest.lengths[b] + t))
+                expected, _ = cache.step(*true_token(rest.lengths[b] + t))
                 np.testing.assert_allclose(out[b, h, :, t], expected, atol=3e-6)
         done += np.array(part, np.int32)
 
