@@ -193,7 +193,7 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
     for b, n in enumerate(LENGTHS):
         k = np.asarray(batch.k[b, 0])
         cache = kivi.KiviCache(k[:n], k[:n], bits, 4, R)
-        for t in range(STEPS):  # the tokens that the last step reads; those that it makes due leave later
+        for t in range(STEPS):  # the last step quantizes after it has read
             cache.flush()
             cache.append(k[n + t], k[n + t])
         for (decoded, gathered), expected in zip(actual, (cache.visible_keys(), cache.visible_values()), strict=True):

@@ -35,12 +35,12 @@ def bind_layers(method=SMALL, windows=(None,) * LAYERS) -> tuple:
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def run_layers(plan, states, new, commit):
     """Calls every layer once, bottom to top -> (their outputs, their states, the last cross-layer value)."""
-    outs, after, carry = [], [], None
+    outs, after, cross_layer = [], [], None
     for bound_layer, state, (q, block) in zip(plan, states, new, strict=True):
-        out, state, carry = bound_layer.extend(state, q, block, commit, carry)
+        out, state, cross_layer = bound_layer.extend(state, q, block, commit, cross_layer)
         outs.append(out)
         after.append(state)
-    return outs, after, carry
+    return outs, after, cross_layer
 
 
 def prefill_layers(plan) -> list:
@@ -49,12 +49,12 @@ def prefill_layers(plan) -> list:
 
 def decode(plan) -> tuple[list[np.ndarray], list]:
     """Decodes in single steps -> (per layer f32[B K G STEPS H], the cross-layer values)."""
-    states, outs, carries = prefill_layers(plan), [], []
+    states, outs, cross_layer_values = prefill_layers(plan), [], []
     for t in range(layer.STEPS):
-        out, states, carry = run_layers(plan, states, [batch.token(t) for batch in DATA], 1)
+        out, states, cross_layer = run_layers(plan, states, [batch.token(t) for batch in DATA], 1)
         outs.append(out)
-        carries.append(carry)
-    return [np.concatenate(x, 3) for x in zip(*outs, strict=True)], carries
+        cross_layer_values.append(cross_layer)
+    return [np.concatenate(x, 3) for x in zip(*outs, strict=True)], cross_layer_values
 
 
 def oracle_outputs(b: int, windows=None):
@@ -76,13 +76,13 @@ def test_it_equals_the_paper(windows):
 
 def test_what_one_layer_chooses_is_what_the_next_one_reads():
     plan = bind_layers()
-    for t, carry in enumerate(decode(plan)[1]):
-        assert carry.shape == (layer.B, layer.K, 1, layer.G, 3)
+    for t, cross_layer in enumerate(decode(plan)[1]):
+        assert cross_layer.shape == (layer.B, layer.K, 1, layer.G, 3)
         for b in range(layer.B):
             reads = oracle_outputs(b)[1]
             for head in range(layer.K):
                 for g in range(layer.G):
-                    chosen = {int(s) for s in carry[b, head, 0, g] if s >= 0}
+                    chosen = {int(s) for s in cross_layer[b, head, 0, g] if s >= 0}
                     assert chosen == reads[4][head][g][t] - {int(DATA[0].lengths[b]) + t}
 
 
@@ -102,24 +102,24 @@ def test_tokens_0_and_3_by_hand():
         bound_layer = dataclasses.replace(bound_layer, spec=spec)
         return bound_layer, bound_layer.prefill(block.first(4), None, 5)
 
-    carry = None
+    cross_layer = None
     for bound_layer in (base, chooser):
         bound_layer, state = prefill_layer(bound_layer, block)
-        _, _, carry = bound_layer.extend(state, q, new, 1, carry)
-    np.testing.assert_array_equal(carry[0, 0, 0, 0], [0, 3])
+        _, _, cross_layer = bound_layer.extend(state, q, new, 1, cross_layer)
+    np.testing.assert_array_equal(cross_layer[0, 0, 0, 0], [0, 3])
     bound_layer, state = prefill_layer(reader, values)
-    out, _, _ = bound_layer.extend(state, q, values.without_first(4), 1, carry)
+    out, _, _ = bound_layer.extend(state, q, values.without_first(4), 1, cross_layer)
     np.testing.assert_allclose(out[0, 0, 0, 0], (1 + 1000 + 10000) / 3, rtol=1e-6)
 
 
 def test_a_chunk_gives_what_single_steps_give_kept_or_not():
     plan = bind_layers()
-    steps, carries = decode(plan)
+    steps, cross_layer_values = decode(plan)
     new = [batch.tokens(0, layer.STEPS) for batch in DATA]
-    outs, _, carry = run_layers(plan, prefill_layers(plan), new, layer.STEPS)
+    outs, _, cross_layer = run_layers(plan, prefill_layers(plan), new, layer.STEPS)
     for actual, expected in zip(outs, steps, strict=True):
         np.testing.assert_allclose(actual, expected, atol=2e-6)
-    np.testing.assert_array_equal(carry, jnp.concatenate(carries, 2))
+    np.testing.assert_array_equal(cross_layer, jnp.concatenate(cross_layer_values, 2))
     outs, _, _ = run_layers(plan, prefill_layers(plan), [batch.tokens(0, 2) for batch in DATA], 1)
     for actual, expected in zip(outs, steps, strict=True):
         np.testing.assert_allclose(actual, expected[:, :, :, :2], atol=2e-6)
