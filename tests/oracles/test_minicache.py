@@ -244,7 +244,7 @@ def test_what_has_no_meaning_is_refused():
         "minicache + h2o": "slot `decode`",
         "minicache + snapkv": "slot `select`",
         "minicache + tidal_decode": "slot `read`",
-        "minicache + infllm": "takes it in pieces",
+        "minicache + infllm": "takes it in chunks",
         "minicache + zipcache": "both fill the slot `side_store`",
         "minicache:share=0": r"must lie in \[0.001, 1\], got 0",
         "minicache:t=2": "t lies between",
