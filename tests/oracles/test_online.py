@@ -332,7 +332,10 @@ ONE = KVBlock(np.ones((1, 1, 1, 8), np.float32), np.ones((1, 1, 1, 8), np.float3
         (lambda: h2o(3, 2, granularity="query"), "'kv' or 'layer', got 'query'"),
         (lambda: scissorhands(10, recent=6), "use recent=5 or less"),
         (lambda: scissorhands(10, drop=1.0), r"fraction of the budget in \[0, 1\), got 1.0"),
-        (lambda: bind_method(h2o(3, 2)).prefill(ONE, None, 6), "H2O needs all queries of the prompt in `observation`, got None"),
+        (
+            lambda: bind_method(h2o(3, 2)).prefill(ONE, None, 6),
+            "H2O needs all queries of the prompt in `observation`, got None",
+        ),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(wrong, text):
