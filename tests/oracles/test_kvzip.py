@@ -66,7 +66,7 @@ def oracle_scores(model: kvjax.Model, tokens: list[int], plus: bool) -> list[np.
     for start in range(0, n, CHUNK):
         end = min(start + CHUNK, n)
         text = [*tokens, *tokens[max(0, start - LEAD) : end]]
-        for found, (block, observation) in zip(
+        for layer_scores, (block, observation) in zip(
             scores, kvjax.prefill(model, [text], Everything())[1].layers, strict=True
         ):
             k, v, q = (np.asarray(x[0], np.float64) for x in (block.k, block.v, observation.q))
@@ -79,8 +79,8 @@ def oracle_scores(model: kvjax.Model, tokens: list[int], plus: bool) -> list[np.
                 if plus:
                     added = np.einsum("sh,ghd->gsd", v[head, start:end], output[head])
                     more = [np.linalg.norm(added, axis=-1), np.linalg.norm(hidden[n : len(text)], axis=-1)]
-                rows = q[head, :, n : len(text)], k[head, :n], k[head, n : len(text)]
-                found[head, start:end] = oracle.chunk_scores(*rows, start, end, SINKS, *more)
+                arrays = q[head, :, n : len(text)], k[head, :n], k[head, n : len(text)]
+                layer_scores[head, start:end] = oracle.chunk_scores(*arrays, start, end, SINKS, *more)
     return scores
 
 
@@ -90,9 +90,9 @@ def test_a_ragged_batch_keeps_what_each_row_attends_to_while_it_repeats_itself(m
     positions = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     for b, tokens in enumerate(PROMPTS):
         for i, scores in enumerate(oracle_scores(model, tokens, plus)):
-            for head, of_head in enumerate(scores):
-                of_head[:SINKS] = np.inf
-                expected = np.argsort(-of_head, kind="stable")[:6]
+            for head, head_scores in enumerate(scores):
+                head_scores[:SINKS] = np.inf
+                expected = np.argsort(-head_scores, kind="stable")[:6]
                 assert positions[i][b][head].tolist() == sorted(expected.tolist())
 
 
@@ -119,13 +119,13 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
     assert replay_prompts(dataclasses.replace(model, tokenizer=None), (Repeats(),)) == ([], [])
     tokens, lengths = pad(PROMPTS)
 
-    def copies(start: int, first: int) -> list[list[int]]:
-        copied, text = tokens[:, first : start + 4], np.array(texts[min(start, 1)], np.int32)
-        copy, count = _copy_chunk(copied, lengths, text, np.int32(start), np.int32(first), width=9)
-        return [row[:n] for row, n in zip(copy.tolist(), count.tolist(), strict=True)]
+    def copy_chunk(start: int, first: int) -> list[list[int]]:
+        source, text = tokens[:, first : start + 4], np.array(texts[min(start, 1)], np.int32)
+        copy, count = _copy_chunk(source, lengths, text, np.int32(start), np.int32(first), width=9)
+        return [tokens_of_copy[:n] for tokens_of_copy, n in zip(copy.tolist(), count.tolist(), strict=True)]
 
-    assert copies(0, 0) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
-    assert copies(4, 2) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
+    assert copy_chunk(0, 0) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
+    assert copy_chunk(4, 2) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
 
 
 @pytest.mark.parametrize("level", ["layer", "model"])

@@ -75,8 +75,8 @@ def oracle_merge(rule, k, v, selected, received):
         values = [oracle.merging(k[h], v[h], selected[h], rule.threshold, rule.fraction) for h in range(K)]
         return keys, np.stack(values), None
     index = np.broadcast_arrays(0, np.arange(K)[:, None], np.arange(k.shape[1])[None])
-    chance = (np.asarray(draw(rule.seed, *(jnp.asarray(i, jnp.int32) for i in index))) >> 8) / 2**24
-    values = [oracle.cam(v[h], selected[h], received[h], rule.window, chance[h]) for h in range(K)]
+    uniform = (np.asarray(draw(rule.seed, *(jnp.asarray(i, jnp.int32) for i in index))) >> 8) / 2**24
+    values = [oracle.cam(v[h], selected[h], received[h], rule.window, uniform[h]) for h in range(K)]
     return keys, np.stack(values), None
 
 
@@ -84,15 +84,15 @@ def oracle_merge(rule, k, v, selected, received):
 def test_it_is_its_oracle(rule):
     block, choice = ragged_prompts(padding=1e4)
     actual = run_rule(rule, block, choice)
-    for b, (n, selected) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+    for b, (n, num_kept) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         k, v, received = (np.asarray(x[b, :, :n], np.float64) for x in (block.k, block.v, choice.scores.per_kv_head))
-        slots = [list(map(int, head[:selected])) for head in np.asarray(choice.slots[b])]
+        slots = [list(map(int, head[:num_kept])) for head in np.asarray(choice.slots[b])]
         keys, values, counts = oracle_merge(rule, k, v, slots, received)
-        np.testing.assert_allclose(actual.k[b, :, :selected], keys, atol=2e-6)
-        np.testing.assert_allclose(actual.v[b, :, :selected], values, atol=2e-6)
+        np.testing.assert_allclose(actual.k[b, :, :num_kept], keys, atol=2e-6)
+        np.testing.assert_allclose(actual.v[b, :, :num_kept], values, atol=2e-6)
         assert (actual.bias is None) == (counts is None)
         if counts is not None:
-            np.testing.assert_allclose(actual.bias[b, :, :selected], np.log(counts), atol=1e-6)
+            np.testing.assert_allclose(actual.bias[b, :, :num_kept], np.log(counts), atol=1e-6)
     selected = gather_tokens(block, choice.slots).clean()
     assert (np.abs(actual.v - selected.v).max((1, 2, 3)) > 0).tolist() == [True, False, True]
 
