@@ -90,7 +90,7 @@ def test_it_says_that_it_needs_host_memory():
         (
             "shadowkv + infllm",
             IncompatibleMethod,
-            "slot `side_store`, ShadowStore, .*takes it in pieces.*leave one of them",
+            "slot `side_store`, ShadowStore, .*takes it in chunks.*leave one of them",
         ),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_row_of_a_ragged_batch_generates_what_it_generates_alone():
 def test_what_has_no_meaning_is_refused():
     for text, says in {
         "zipcache + h2o": "slot `decode`",
-        "zipcache + infllm": "takes it in pieces",
+        "zipcache + infllm": "takes it in chunks",
         "zipcache + kivi": "both fill the slot `k`",
         "zipcache:share=1": "share of the low tier",
         "zipcache:low=5": "bits must be one of 1, 2, 3, 4, 8",
