@@ -1,4 +1,4 @@
-"""Rows that break naive code, such as zeros, tokens that are all alike and a single token."""
+"""Sequences that break naive code, such as zeros, equal tokens and a single token."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CASES = {
     "a single token, and all that follow like it": 1,
     "a single token of zeros": 1,
 }
-"""The name of an edge case -> tokens of its prompt."""
+"""The prompt tokens of each edge case."""
 
 
 def apply_case(case: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Changes one row, q [K G S H], k, v [K S H], into the edge case."""
+    """Changes one sequence, q [K G S H], k, v [K S H], into the edge case."""
     match case:
         case "zero queries":
             return 0 * q, k, v
@@ -53,18 +53,20 @@ def apply_case(case: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[
 
 
 @functools.cache
-def batches() -> list[tuple[list[str], layer.Data]]:
-    """The cases, as many at a time as the battery's programs have rows."""
-    random, found = layer.data(), []
+def batches() -> list[tuple[list[str], layer.SequenceBatch]]:
+    """Batches of the battery's size, each with the names of its cases."""
+    template, case_batches = layer.random_batch(), []
     for first in range(0, len(CASES), layer.B):
         cases = list(CASES)[first : first + layer.B]
-        # Every row is made of the battery's longest one, whose tokens are all real.
-        rows = [apply_case(case, *(np.asarray(x[0]) for x in (random.q, random.k, random.v))) for case in cases]
-        q, k, v = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*rows, strict=True))
-        found.append((cases, layer.Data(q, k, v, np.array([CASES[case] for case in cases], np.int32))))
-    return found
+        # Every case changes the battery's longest sequence, which has no padding.
+        longest = [np.asarray(x[0]) for x in (template.q, template.k, template.v)]
+        sequences = [apply_case(case, *longest) for case in cases]
+        q, k, v = (jnp.asarray(np.stack(x), jnp.float32) for x in zip(*sequences, strict=True))
+        lengths = np.array([CASES[case] for case in cases], np.int32)
+        case_batches.append((cases, layer.SequenceBatch(q, k, v, lengths)))
+    return case_batches
 
 
 def non_finite_cases(numbers: np.ndarray, cases: Iterable[str]) -> list[str]:
-    """The cases whose rows of an array are not finite everywhere."""
-    return [case for case, row in zip(cases, numbers, strict=True) if not np.isfinite(row).all()]
+    """The cases whose sequence has a non-finite number in an array."""
+    return [case for case, sequence in zip(cases, numbers, strict=True) if not np.isfinite(sequence).all()]

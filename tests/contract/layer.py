@@ -1,10 +1,11 @@
-"""A bound layer of a method, driven by given queries, keys and values; its programs are compiled once for all tests."""
+"""A layer with random queries, keys and values, to which methods are bound; its programs are compiled once for all."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,26 +29,27 @@ STEPS = 7
 TOTAL = LENGTHS + STEPS
 CAPACITY = 24
 
-Fresh = tuple[jax.Array, KVBlock]
+NewTokens = tuple[jax.Array, KVBlock]
 """The new tokens that `BoundLayer.extend` takes: q [B K G T H], and their block."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
-    """Per row b, token t: q [B K G S H], k, v [B K S H], left-aligned; beyond a row's end lies `padding`."""
+class SequenceBatch:
+    """Prompts and decoded tokens of a batch: q [B K G S H], k, v [B K S H], left-aligned, padded at the end."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    lengths: np.ndarray
+    lengths: np.ndarray  # of the prompts
 
-    def token(self, step: int) -> Fresh:
-        """One fresh token of each row."""
+    def token(self, step: int) -> NewTokens:
+        """One new token of each sequence."""
         return self.tokens(step, 1)
 
-    def tokens(self, step: int | np.ndarray, count: int) -> Fresh:
-        """`count` fresh tokens of each row, from a step on: one for all rows, or one for each."""
-        pos = jnp.asarray(self.lengths[:, None] + np.reshape(step, (-1, 1)) + np.arange(count)[None], jnp.int32)
+    def tokens(self, step: int | np.ndarray, num_tokens: int) -> NewTokens:
+        """`num_tokens` new tokens of each sequence from a step on: one for all sequences, or one for each."""
+        first = self.lengths[:, None] + np.reshape(step, (-1, 1))
+        pos = jnp.asarray(first + np.arange(num_tokens)[None], jnp.int32)
 
         def take(x: jax.Array) -> jax.Array:
             return jnp.take_along_axis(x, pos.reshape(x.shape[0], *(1,) * (x.ndim - 3), -1, 1), -2)
@@ -55,32 +57,32 @@ class Data:
         return take(self.q), KVBlock(take(self.k), take(self.v), pos[:, None])
 
 
-def data(seed: int = 0, padding: float = 0.0, dtype=jnp.float32) -> Data:
-    """Random rows; everything beyond a row's last token is `padding`."""
+def random_batch(seed: int = 0, padding: float = 0.0, dtype=jnp.float32) -> SequenceBatch:
+    """Random sequences; everything after a sequence's last token is `padding`."""
     rng = np.random.default_rng(seed)
     S = int(TOTAL.max())
-    real = np.arange(S)[None] < TOTAL[:, None]
+    is_token = np.arange(S)[None] < TOTAL[:, None]
 
-    def fill(x: np.ndarray, inside: np.ndarray) -> jax.Array:
-        return jnp.asarray(np.where(inside, x, padding), dtype)
+    def pad(x: np.ndarray, is_token: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.where(is_token, x, padding), dtype)
 
-    q = fill(rng.normal(size=(B, K, G, S, H)) * 2, real[:, None, None, :, None])
-    k, v = (fill(rng.normal(size=(B, K, S, H)), real[:, None, :, None]) for _ in range(2))
-    return Data(q, k, v, LENGTHS)
-
-
-def rows(d: Data, which: list[int]) -> Data:
-    """These rows of a batch."""
-    at = np.asarray(which)
-    return Data(d.q[at], d.k[at], d.v[at], d.lengths[at])
+    q = pad(rng.normal(size=(B, K, G, S, H)) * 2, is_token[:, None, None, :, None])
+    k, v = (pad(rng.normal(size=(B, K, S, H)), is_token[:, None, :, None]) for _ in range(2))
+    return SequenceBatch(q, k, v, LENGTHS)
 
 
-def cut_short(fresh: Fresh, counts: list[int], padding: float = np.inf) -> Fresh:
-    """Keeps the first counts[b] tokens of row b of a chunk; the others become padding, with such keys and values."""
-    q, block = fresh
-    real = jnp.asarray(np.arange(q.shape[3])[None] < np.array(counts)[:, None])[:, None]
-    k, v = (jnp.where(real[..., None], x, jnp.asarray(padding, x.dtype)) for x in (block.k, block.v))
-    return q, KVBlock(k, v, jnp.where(real, block.pos, jnp.int32(-1)))
+def take_sequences(batch: SequenceBatch, indices: list[int]) -> SequenceBatch:
+    """These sequences of a batch."""
+    idx = np.asarray(indices)
+    return SequenceBatch(batch.q[idx], batch.k[idx], batch.v[idx], batch.lengths[idx])
+
+
+def truncate_chunk(chunk: NewTokens, counts: list[int], padding: float = np.inf) -> NewTokens:
+    """Keeps the first counts[b] tokens of sequence b; the others become padding, with such keys and values."""
+    q, block = chunk
+    is_token = jnp.asarray(np.arange(q.shape[3])[None] < np.array(counts)[:, None])[:, None]
+    k, v = (jnp.where(is_token[..., None], x, jnp.asarray(padding, x.dtype)) for x in (block.k, block.v))
+    return q, KVBlock(k, v, jnp.where(is_token, block.pos, jnp.int32(-1)))
 
 
 def spec(window: int | None = None, head_dim: int = H) -> LayerSpec:
@@ -90,28 +92,30 @@ def spec(window: int | None = None, head_dim: int = H) -> LayerSpec:
     )
 
 
-def bound(method: Any, window: int | None = None, head_dim: int = H) -> BoundLayer:
-    """A method, or its string, in that layer."""
+def bind(method: Any, window: int | None = None, head_dim: int = H) -> BoundLayer:
+    """Binds a method, or its string, to that layer."""
     return method_of(method).bind(spec(window, head_dim))
 
 
-def prompt(d: Data, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Array, KVBlock]:
-    """Queries and block of the prompts, `width` tokens wide; beyond each prompt they hold `padding`."""
-    pos = np.arange(width)[None] < d.lengths[:, None]
-    inside = jnp.asarray(pos)[:, None, :, None]
+def prompt(batch: SequenceBatch, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Array, KVBlock]:
+    """Queries and block of the prompts, `width` tokens wide; after each prompt they hold `padding`."""
+    is_token = np.arange(width)[None] < batch.lengths[:, None]
+    mask = jnp.asarray(is_token)[:, None, :, None]
 
-    def cut(x: jax.Array, inside: jax.Array) -> jax.Array:
-        return jnp.where(inside, x[..., :width, :], jnp.asarray(padding, x.dtype))
+    def pad_prompt(x: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.where(mask, x[..., :width, :], jnp.asarray(padding, x.dtype))
 
-    pos = jnp.asarray(np.where(pos, np.arange(width)[None], -1), jnp.int32)
-    return cut(d.q, inside[:, None]), KVBlock(cut(d.k, inside), cut(d.v, inside), pos[:, None])
+    pos = jnp.asarray(np.where(is_token, np.arange(width)[None], -1), jnp.int32)
+    return pad_prompt(batch.q, mask[:, None]), KVBlock(
+        pad_prompt(batch.k, mask), pad_prompt(batch.v, mask), pos[:, None]
+    )
 
 
-def after_prompt(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:
-    """The state after the prompts, made as the decoder makes it."""
+def make_state(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:
+    """Makes the state after the prompts as the decoder makes it."""
     if layer.needs.prompt_chunk:
         return _prefill_in_chunks(layer, q, block, slots)
-    prompt, lengths = observed(layer, q, block)
+    prompt, lengths = observe_prompt(layer, q, block)
     keep = None
     if layer.needs.global_budget:
         measures = layer.measure(*observed_block(layer, prompt, lengths))
@@ -119,16 +123,16 @@ def after_prompt(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) ->
     return layer.prefill(*observed_block(layer, prompt, lengths, keep), slots)
 
 
-def observed(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[LayerPrompt, jax.Array]:
-    """The prompts with all that the layer observes of them, and their lengths."""
+def observe_prompt(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[LayerPrompt, jax.Array]:
+    """Returns the prompts with all that the layer observes of them, and their lengths."""
     lengths = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-    prompt = LayerPrompt(block.k, block.v, select_queries(layer, q, 0, lengths), *_model_of(layer, q, block))
+    prompt = LayerPrompt(block.k, block.v, select_queries(layer, q, 0, lengths), *model_arrays(layer, q, block))
     if layer.needs.replay is not None:
         prompt = prompt._replace(replay_scores=_score_replay(layer, prompt, q, lengths))
     return prompt, lengths
 
 
-def _model_of(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[jax.Array | None, jax.Array | None]:
+def model_arrays(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[jax.Array | None, jax.Array | None]:
     """The model's arrays that a method may observe: hidden states [B 1 T D], and an output projection [1 K G H D]."""
     rng = np.random.default_rng(7)
     hidden = output = None
@@ -140,7 +144,7 @@ def _model_of(layer: BoundLayer, q: jax.Array, block: KVBlock) -> tuple[jax.Arra
 
 
 def _score_replay(layer: BoundLayer, prompt: LayerPrompt, q: jax.Array, lengths: jax.Array) -> jax.Array:
-    """The scores of prompts that are repeated whole, with the same queries, keys and values."""
+    """Scores of prompts that are repeated whole, with the same queries, keys and values."""
     block, observation = observed_block(layer, prompt, lengths)
     replay_pos = jnp.where(block.pos >= 0, block.pos + lengths[:, None, None], -1)
     new = KVBlock(block.k, block.v, replay_pos)
@@ -149,10 +153,10 @@ def _score_replay(layer: BoundLayer, prompt: LayerPrompt, q: jax.Array, lengths:
 
 
 def _prefill_in_chunks(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: int) -> Any:
-    """The state of a layer that takes a prompt in chunks of its own, as while decoding."""
+    """Makes the state of a layer that takes a prompt in chunks of its own, as while decoding."""
     size = layer.needs.prompt_chunk
 
-    def step(state: Any, chunk: Fresh) -> tuple[Any, None]:
+    def step(state: Any, chunk: NewTokens) -> tuple[Any, None]:
         return layer.extend(state, *chunk, size, None)[1], None
 
     state = layer.prefill(block.first(0), None, slots)
@@ -162,78 +166,77 @@ def _prefill_in_chunks(layer: BoundLayer, q: jax.Array, block: KVBlock, slots: i
     return lax.scan(step, state, (split_blocks(q, 3, size), blocks))[0]
 
 
-def slots(layer: BoundLayer, capacity: int = CAPACITY) -> int:
+def num_slots(layer: BoundLayer, capacity: int = CAPACITY) -> int:
     """Slots of a layer that the battery's prompts fill."""
     return num_layer_slots(layer, tuple(map(int, LENGTHS)), capacity)
 
 
 @functools.cache
-def _prefill(layer: BoundLayer, slots: int):
-    return jax.jit(lambda q, block: after_prompt(layer, q, block, slots))
+def _compile_prefill(layer: BoundLayer, slots: int) -> Callable:
+    return jax.jit(lambda q, block: make_state(layer, q, block, slots))
 
 
-def prefill(layer: BoundLayer, d: Data, padding: float = 0.0) -> Any:
-    """The state after the prompts; beyond each prompt the block holds `padding`."""
-    return _prefill(layer, slots(layer))(*prompt(d, padding))
+def prefill(layer: BoundLayer, batch: SequenceBatch, padding: float = 0.0) -> Any:
+    """Returns the state after the prompts; after each prompt the block holds `padding`."""
+    return _compile_prefill(layer, num_slots(layer))(*prompt(batch, padding))
 
 
 TRACES: Counter[BoundLayer] = Counter()
-"""How often `extend` was traced for single steps."""
+"""The number of times that `extend` was traced for single steps."""
 
 
 @functools.cache
-def extend(layer: BoundLayer, commit: int = 1):
-    """The compiled function (state, new tokens) -> (out, state), as in the first layer, with no cross-layer value."""
+def compile_extend(layer: BoundLayer, commit: int = 1) -> Callable:
+    """Compiles (state, new tokens) -> (out, state), as in the first layer, with no cross-layer value."""
 
-    def run(state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
+    def extend(state: Any, new: NewTokens) -> tuple[jax.Array, Any]:
         TRACES[layer] += 1
-        return layer.extend(state, *fresh, commit, None)[:2]
+        return layer.extend(state, *new, commit, None)[:2]
 
-    return jax.jit(run)
+    return jax.jit(extend)
 
 
-def stepped(layer: BoundLayer, state: Any, fresh: Fresh) -> tuple[jax.Array, Any]:
-    """One token after the other, of a stack of them -> (f32[B K G T H], the state)."""
+def scan_steps(layer: BoundLayer, state: Any, tokens: NewTokens) -> tuple[jax.Array, Any]:
+    """Decodes one token after the other, of a stack of them -> (f32[B K G T H], the state)."""
 
-    def step(state: Any, one: Fresh) -> tuple[Any, jax.Array]:
-        out, state, _ = layer.extend(state, *one, 1, None)
+    def step(state: Any, token: NewTokens) -> tuple[Any, jax.Array]:
+        out, state, _ = layer.extend(state, *token, 1, None)
         return state, out[:, :, :, 0]
 
-    state, outs = lax.scan(step, state, fresh)
+    state, outs = lax.scan(step, state, tokens)
     return jnp.moveaxis(outs, 0, 3), state
 
 
 @functools.cache
-def _stepped(layer: BoundLayer):
-    return jax.jit(functools.partial(stepped, layer))
+def compile_scan(layer: BoundLayer) -> Callable:
+    return jax.jit(functools.partial(scan_steps, layer))
 
 
-def stack(d: Data, count: int = STEPS) -> Fresh:
-    """The new tokens of `count` steps, stacked along a leading axis."""
-    return jax.tree.map(lambda *x: jnp.stack(x), *[d.token(t) for t in range(count)])
+def stack_steps(batch: SequenceBatch, num_steps: int = STEPS) -> NewTokens:
+    """Stacks the new tokens of `num_steps` steps along a leading axis."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *[batch.token(t) for t in range(num_steps)])
 
 
-def run(method: Any, d: Data, window: int | None = None, state: Any = None) -> np.ndarray:
-    """All decode steps one by one -> f32[B K G STEPS H]."""
-    layer = bound(method, window)
-    state = prefill(layer, d) if state is None else state
-    return np.asarray(_stepped(layer)(state, stack(d))[0])
+def decode(method: Any, batch: SequenceBatch, window: int | None = None, state: Any = None) -> np.ndarray:
+    """Runs all decode steps one by one -> f32[B K G STEPS H]."""
+    layer = bind(method, window)
+    state = prefill(layer, batch) if state is None else state
+    return np.asarray(compile_scan(layer)(state, stack_steps(batch))[0])
 
 
-def dense(d: Data, window: int | None = None) -> np.ndarray:
-    """The output of exact attention in all steps, f64[B K G STEPS H]."""
+def dense_outputs(batch: SequenceBatch, window: int | None = None) -> np.ndarray:
+    """The outputs of exact attention in all steps, f64[B K G STEPS H]."""
     out = np.zeros((B, K, G, STEPS, H))
-    for b, n in enumerate(d.lengths):
-        at = n + np.arange(STEPS)
-        q = np.asarray(d.q[b])[:, :, at].reshape(-1, STEPS, H)
-        total = n + STEPS
-        o = dense_attention(q, np.asarray(d.k[b])[:, :total], np.asarray(d.v[b])[:, :total], at, window)
-        out[b] = o.reshape(out[b].shape)
+    for b, length in enumerate(batch.lengths):
+        pos = length + np.arange(STEPS)
+        q = np.asarray(batch.q[b])[:, :, pos].reshape(-1, STEPS, H)
+        k, v = (np.asarray(x[b])[:, : length + STEPS] for x in (batch.k, batch.v))
+        out[b] = dense_attention(q, k, v, pos, window).reshape(out[b].shape)
     return out
 
 
-def traced(fun: Any, *args: Any) -> Any:
-    """The result of a function of tracers, such as their types; nothing is compiled."""
-    found = []
-    jax.make_jaxpr(lambda *xs: found.append(fun(*xs)))(*args)
-    return found[0]
+def trace(fun: Callable, *args: Any) -> Any:
+    """Returns the result of a function of tracers, such as their types; nothing is compiled."""
+    results = []
+    jax.make_jaxpr(lambda *xs: results.append(fun(*xs)))(*args)
+    return results[0]

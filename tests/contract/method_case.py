@@ -1,4 +1,4 @@
-"""The sizes at which the battery tries a method, and the bytes that it must take there."""
+"""The sizes at which the battery tests a method, and the bytes that its state must take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class LayerShape(NamedTuple):
-    """The layer on which the battery tries a method."""
+    """Sizes of the layer on which the battery tests a method."""
 
     B: int  # sequences
     K: int  # key/value heads
@@ -31,7 +31,7 @@ class LayerShape(NamedTuple):
         return 4 * self.B
 
     def num_slots(self, budget: int) -> int:
-        """Slots after a selection of `budget` tokens: what it keeps, and headroom in multiples of 16."""
+        """Slots after a selection of `budget` tokens: the kept tokens, and headroom in multiples of 16."""
         headroom = -(-(self.S - self.prompt) // 16) * 16
         return min(self.S, min(budget, self.prompt) + headroom)
 
@@ -48,16 +48,16 @@ BytesFormula = Callable[[LayerShape], StateBytes]
 
 @dataclasses.dataclass(frozen=True)
 class MethodCase:
-    """A method at a size that loses something of the battery's prompts (up to nine tokens), and what must hold.
+    """A method at a size at which it loses a part of the battery's prompts (up to nine tokens).
 
     Args:
       method: the method's name.
       small: its string at that size.
-      lossless: its string with room for everything, where it must equal dense attention; "" for a method without such
-        a limit.
+      lossless: its string at a size that loses nothing, where it must equal dense attention; "" for a method that is
+        lossy at every size.
       state_bytes: bytes of a layer's state, from the paper and not from the code.
       exact_from: first decode step at which the lossless string equals dense attention.
-      variant: tells the case from others of the same method.
+      variant: distinguishes the case from others of the same method.
     """
 
     method: str
@@ -87,53 +87,55 @@ def sized_case(
     return MethodCase(method, template.format(small), template.format(lossless), state_bytes, exact_from, variant)
 
 
-def everything(x: LayerShape) -> StateBytes:
+def full_bytes(shape: LayerShape) -> StateBytes:
     """All tokens unquantized on the device."""
-    return StateBytes(2 * x.kv_bytes(x.S) + x.position_bytes(x.S) + x.count_bytes())
+    return StateBytes(2 * shape.kv_bytes(shape.S) + shape.position_bytes(shape.S) + shape.count_bytes())
 
 
-def selected(budget: int, per_head: bool = True, bias: bool = False) -> BytesFormula:
-    """A selection of `budget` prompt tokens.
+def selection_bytes(budget: int, per_head: bool = True, bias: bool = False) -> BytesFormula:
+    """Makes the formula for a selection of `budget` prompt tokens.
 
     Args:
       budget: prompt tokens that a head keeps.
       per_head: whether each head has a selection of its own.
-      bias: whether a slot notes how many tokens it stands for.
+      bias: whether a slot counts the tokens that it represents.
     """
 
-    def count(x: LayerShape) -> StateBytes:
-        num_slots = x.num_slots(budget)
-        numbers = (1 + bias) * x.position_bytes(num_slots, per_head)  # a bias is as large as a position
-        return StateBytes(2 * x.kv_bytes(num_slots) + numbers + x.count_bytes())
+    def count(shape: LayerShape) -> StateBytes:
+        num_slots = shape.num_slots(budget)
+        numbers = (1 + bias) * shape.position_bytes(num_slots, per_head)  # a bias is as large as a position
+        return StateBytes(2 * shape.kv_bytes(num_slots) + numbers + shape.count_bytes())
 
     return count
 
 
-def paged(budget: int, page: int, bias: bool = False, extra_pages: int = 0) -> BytesFormula:
-    """Heads of unequal length, in pages.
+def paged_bytes(budget: int, page: int, bias: bool = False, extra_pages: int = 0) -> BytesFormula:
+    """Makes the formula for heads of unequal length in pages.
 
     Args:
       budget: prompt tokens that a head keeps on average.
       page: slots of a page.
-      bias: whether a slot notes how many tokens it stands for.
+      bias: whether a slot counts the tokens that it represents.
       extra_pages: further pages per head.
     """
 
-    def count(x: LayerShape) -> StateBytes:
-        decoded = x.num_slots(0)
-        num_pages = -(-(x.K * (budget + page - 1) // page) // x.K) + extra_pages
-        numbers = x.position_bytes(num_pages * page, per_head=True)  # a bias is as large as a position
-        pages = 2 * x.kv_bytes(num_pages * page) + (1 + bias) * numbers + x.position_bytes(num_pages, per_head=True)
-        return StateBytes(2 * x.kv_bytes(decoded) + x.position_bytes(decoded) + x.count_bytes() + pages)
+    def count(shape: LayerShape) -> StateBytes:
+        decoded = shape.num_slots(0)
+        num_pages = -(-(shape.K * (budget + page - 1) // page) // shape.K) + extra_pages
+        numbers = shape.position_bytes(num_pages * page, per_head=True)  # a bias is as large as a position
+        pages = (
+            2 * shape.kv_bytes(num_pages * page) + (1 + bias) * numbers + shape.position_bytes(num_pages, per_head=True)
+        )
+        return StateBytes(2 * shape.kv_bytes(decoded) + shape.position_bytes(decoded) + shape.count_bytes() + pages)
 
     return count
 
 
-def constant(num_slots: int, policy_bytes: int = 0) -> BytesFormula:
-    """A policy's slots, shared by all heads; with `policy_bytes` per slot each head has its own."""
+def constant_bytes(num_slots: int, policy_bytes: int = 0) -> BytesFormula:
+    """Makes the formula for a policy's slots, shared by all heads; with `policy_bytes` each head has its own."""
 
-    def count(x: LayerShape) -> StateBytes:
-        positions = x.position_bytes(num_slots, per_head=policy_bytes > 0)
-        return StateBytes(2 * x.kv_bytes(num_slots) + positions + x.B * x.K * num_slots * policy_bytes)
+    def count(shape: LayerShape) -> StateBytes:
+        positions = shape.position_bytes(num_slots, per_head=policy_bytes > 0)
+        return StateBytes(2 * shape.kv_bytes(num_slots) + positions + shape.B * shape.K * num_slots * policy_bytes)
 
     return count

@@ -18,7 +18,7 @@ PAIRS = tuple(itertools.combinations(REGISTRY, 2))
 
 
 def layer_shape(itemsize: int) -> LayerShape:
-    """The battery's layer, for the formulas of bytes."""
+    """The battery's layer, as the formulas of bytes take it."""
     return LayerShape(layer.B, layer.K, layer.G, layer.H, layer.CAPACITY, layer.LONGEST, itemsize)
 
 
@@ -33,17 +33,17 @@ def split_case(method: str, lossless: bool = False) -> tuple[list[str], list[str
 
 
 def pair_string(a: str, b: str, lossless: bool = False) -> str:
-    """The string of two methods, over a selection where one of them needs it and the other is none."""
-    (x, below_x), (y, below_y) = (split_case(name, lossless) for name in (a, b))
-    if any(parse(component).select for component in x + y):
-        return " + ".join(x + y)
-    return " + ".join((below_x or below_y) + x + y)
+    """The string of two methods, with a selection if one of them needs it and the other is none."""
+    (own_a, below_a), (own_b, below_b) = (split_case(name, lossless) for name in (a, b))
+    if any(parse(component).select for component in own_a + own_b):
+        return " + ".join(own_a + own_b)
+    return " + ".join((below_a or below_b) + own_a + own_b)
 
 
 @functools.cache
 def bind_pair(a: str, b: str) -> BoundLayer | IncompatibleMethod:
-    """Two methods composed and bound to the battery's layer, or the error that says why they do not compose."""
+    """Composes two methods and binds them to the battery's layer, or returns the error that explains why not."""
     try:
-        return layer.bound(pair_string(a, b))
-    except IncompatibleMethod as e:
-        return e
+        return layer.bind(pair_string(a, b))
+    except IncompatibleMethod as error:
+        return error

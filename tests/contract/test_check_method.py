@@ -1,4 +1,4 @@
-"""`check_method` passes sound methods and names what is wrong with others, each of which would run without a word."""
+"""`check_method` passes sound methods and names the faults of others, which would all run without an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(method: Any, model) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Norms(Scorer):
-    """Tokens with large values matter; `fault` is what is wrong with it."""
+    """Scores a token by the norm of its value, with an optional `fault`."""
 
     fault: str = ""
 
@@ -44,18 +44,18 @@ class Norms(Scorer):
 
 @dataclasses.dataclass(frozen=True)
 class FirstLayer(Scorer):
-    """Small values matter in the first layer, large ones in the others; `asks` is how it is found out which it is."""
+    """Small values matter in the first layer, large ones in the others; `test` is how it is found out which it is."""
 
-    asks: str = "=="
+    comparison: str = "=="
 
     def is_first(self, spec):
-        ways = {
+        comparisons = {
             "==": lambda: spec.index == 0,
             "in": lambda: spec.index in (0, 7),
             "a set": lambda: spec.index in {0, 7},
             "not": lambda: not spec.index,
         }
-        return ways[self.asks]()
+        return comparisons[self.comparison]()
 
     def scores(self, block, observation, spec):
         norms = jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1)
@@ -64,7 +64,7 @@ class FirstLayer(Scorer):
 
 @dataclasses.dataclass(frozen=True)
 class BoundFirstLayer(FirstLayer):
-    """The same, found out when the method is bound."""
+    """The same scorer, which learns its layer when the method is bound."""
 
     first: bool = False
 
@@ -76,8 +76,8 @@ class BoundFirstLayer(FirstLayer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(Policy):
-    """Only the last tokens stay; `fault` is what is wrong with it."""
+class RecentWindow(Policy):
+    """Keeps only the last tokens, with an optional `fault`."""
 
     recent: int
     fault: str = ""
@@ -110,15 +110,15 @@ class Window(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Periodic(Policy):
-    """Back to the last 4 tokens whenever 2 more are held, before the next one comes in."""
+    """Evicts all but the last 4 tokens whenever 2 more are stored, before the next token is written."""
 
-    waits: bool = True  # for a token of the row itself
+    waits: bool = True  # for the sequence's own next token
 
     def num_slots(self, layer):
         return 4 + 2 + 1
 
     def init(self, layer, block, observation, slots):
-        return Window(4).init(layer, block, observation, slots)
+        return RecentWindow(4).init(layer, block, observation, slots)
 
     def before_token(self, layer, state, q, q_pos):
         full = (state.pos >= 0).sum(2, keepdims=True) >= 4 + 2
@@ -134,7 +134,7 @@ class Periodic(Policy):
     "method",
     [
         LastTokens(5),
-        Method(decode=Window(4)),
+        Method(decode=RecentWindow(4)),
         Method(decode=Periodic()),
         Method(select=make_selection(Norms(), 6)),
         Method(select=make_selection(BoundFirstLayer(), 6)),
@@ -147,22 +147,22 @@ def test_a_sound_method_passes(method, model):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wrongly(LastTokens):
-    """The last tokens, and traits that do not hold of it."""
+class UndeclaredEviction(LastTokens):
+    """Keeps the last tokens and does not declare that it evicts."""
 
     traits: ClassVar[Traits] = Traits()
 
 
 @dataclasses.dataclass(frozen=True)
-class Exactly(Wrongly):
-    """The last tokens, said to be exact."""
+class FalselyExact(UndeclaredEviction):
+    """Keeps the last tokens and declares that it is exact."""
 
     traits: ClassVar[Traits] = Traits(evicts=True, exact=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Growing(LastTokens):
-    """All tokens, in a state that a step makes longer."""
+    """Keeps all tokens, in a state that every step makes longer."""
 
     traits: ClassVar[Traits] = Traits()
 
@@ -180,39 +180,39 @@ class GrowingLayer(LastTokensLayer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Roomy(LastTokens):
-    """The last tokens, in as many slots as there is room for."""
+class LargeState(LastTokens):
+    """Keeps the last tokens, in slots that grow with the headroom."""
 
     def bind(self, spec):
-        return RoomyLayer(self.count, spec)
+        return LargeStateLayer(self.count, spec)
 
 
-class RoomyLayer(LastTokensLayer):
+class LargeStateLayer(LastTokensLayer):
     def num_slots(self, prompt_tokens, headroom_tokens):
         return self.count + headroom_tokens
 
     def _last(self, *blocks):
-        kept = super()._last(*blocks)
-        more = [(0, 0), (0, 0), (0, blocks[0].pos.shape[2] - kept.pos.shape[2])]
-        k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (kept.k, kept.v))
-        return KVBlock(k, v, jnp.pad(kept.pos, more, constant_values=-1))
+        last = super()._last(*blocks)
+        more = [(0, 0), (0, 0), (0, blocks[0].pos.shape[2] - last.pos.shape[2])]
+        k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (last.k, last.v))
+        return KVBlock(k, v, jnp.pad(last.pos, more, constant_values=-1))
 
 
 @dataclasses.dataclass(frozen=True)
-class Uneven(LastTokens):
-    """The last tokens, in more slots for short prompts than for long ones."""
+class UnevenSlots(LastTokens):
+    """Keeps the last tokens, in more slots for short prompts than for long ones."""
 
     def bind(self, spec):
-        return UnevenLayer(self.count, spec)
+        return UnevenSlotsLayer(self.count, spec)
 
 
-class UnevenLayer(RoomyLayer):
+class UnevenSlotsLayer(LargeStateLayer):
     def num_slots(self, prompt_tokens, headroom_tokens):
         return self.count + 2 * (prompt_tokens < 10)
 
 
-class Poison(Codec):
-    """Rows of which the first is no number."""
+class NanCodec(Codec):
+    """Stores token vectors and replaces the first by NaN."""
 
     def encode(self, x, pos):
         return x.at[:, :, 0].set(jnp.nan)
@@ -226,7 +226,7 @@ class Poison(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Half(Codec):
-    """Rows in half precision; `fault` is what is wrong with it."""
+    """Stores token vectors in half precision, with an optional `fault`."""
 
     fault: str = ""
 
@@ -234,8 +234,8 @@ class Half(Codec):
         return memory.pack(x.astype(jnp.float16))
 
     def decode(self, stored):
-        held = memory.unpack(stored).astype(jnp.float32)
-        return {"one token": held[:, :, :1], "whole numbers": held.astype(jnp.int32)}.get(self.fault, held)
+        numbers = memory.unpack(stored).astype(jnp.float32)
+        return {"one token": numbers[:, :, :1], "whole numbers": numbers.astype(jnp.int32)}.get(self.fault, numbers)
 
     def append(self, stored, x, at):
         return stored if self.fault == "nothing new" else memory.append(stored, x.astype(jnp.float16), at)
@@ -244,42 +244,45 @@ class Half(Codec):
         return memory.gather_tokens(stored, idx - int(self.fault == "the row before")).astype(jnp.float32)
 
 
-def halves(fault: str) -> Method:
+def half_precision(fault: str) -> Method:
     return Method(k=Half(fault), v=Half(fault))
 
 
 @dataclasses.dataclass(frozen=True)
-class Uncompared(Norms):
-    """Tokens with large or small values matter, by a number that is not compared."""
+class UncomparedField(Norms):
+    """Prefers tokens with large or small values, by a number that is not compared."""
 
     sign: float = dataclasses.field(default=1.0, compare=False)
 
 
 FAULTY = {
     "a field that is not compared": (
-        Method(select=make_selection(Uncompared(), 6)),
+        Method(select=make_selection(UncomparedField(), 6)),
         "method.select.scorer.sign is not compared, so that methods which differ there share one compiled program",
     ),
     "a token for all": (
-        halves("one token"),
+        half_precision("one token"),
         r"of the keys, Half.decode gives float32\[3,2,1,8\], and must give floats \[B K S H\], here \(3, 2, .*, 8\)",
     ),
-    "whole numbers": (halves("whole numbers"), r"Half.decode gives int32\[3,2,.*\], and must give floats"),
-    "rows of other tokens": (halves("the row before"), "of the keys, Half.gather gives other vectors than Half.decode"),
+    "whole numbers": (half_precision("whole numbers"), r"Half.decode gives int32\[3,2,.*\], and must give floats"),
+    "rows of other tokens": (
+        half_precision("the row before"),
+        "of the keys, Half.gather gives other vectors than Half.decode",
+    ),
     "nothing is written": (
-        halves("nothing new"),
+        half_precision("nothing new"),
         "after step 6, the values that the first layer holds are not those of .* that were decoded .mean cosine",
     ),
     "positions of other tokens": (
-        Method(decode=Window(4, "positions of other tokens")),
+        Method(decode=RecentWindow(4, "positions of other tokens")),
         "after step 6, the values that the first layer holds are not those of the tokens at their positions",
     ),
     "the newest of one head": (
-        Method(decode=Window(4, "the newest of one head")),
+        Method(decode=RecentWindow(4, "the newest of one head")),
         "in layer 0, sequence 0, after step .*, head 1 does not hold the newest token",
     ),
     "a neighbour that is full": (
-        Method(decode=Window(4, "a neighbour that is full")),
+        Method(decode=RecentWindow(4, "a neighbour that is full")),
         "sequence 1 holds other tokens in layer 0 when it is read alone than with others, after step 1",
     ),
     "a compression on another row's step": (
@@ -295,23 +298,23 @@ FAULTY = {
         "sequence 0 holds other tokens in layer 0 when it is read alone than with others",
     ),
     "one token twice": (
-        Method(decode=Window(4, "one token twice")),
+        Method(decode=RecentWindow(4, "one token twice")),
         "in layer 0, sequence 0, after the prompt, head 0 holds position 19 2 times, which counts it as often",
     ),
     "nothing leaves": (
-        Method(decode=Window(4, "nothing leaves")),
+        Method(decode=RecentWindow(4, "nothing leaves")),
         "in layer 0, sequence 0, after step 1, head 0 has no empty slot for the next token",
     ),
     "positions of the future": (
-        Method(decode=Window(4, "positions of the future")),
+        Method(decode=RecentWindow(4, "positions of the future")),
         "head 0 says that it holds position 1.. of a text of 21 tokens",
     ),
-    "tokens that are lost": (Wrongly(5), "head 0 holds 5 of 20 tokens, and `traits.evicts` is False"),
-    "other logits": (Exactly(5), "sequence 0 are not those of the full cache, and `traits.exact` is True"),
+    "tokens that are lost": (UndeclaredEviction(5), "head 0 holds 5 of 20 tokens, and `traits.evicts` is False"),
+    "other logits": (FalselyExact(5), "sequence 0 are not those of the full cache, and `traits.exact` is True"),
     "a state that grows": (Growing(5), "in layer 0 a step makes float32.* of an array float32.* of the state"),
-    "bytes that grow": (Roomy(5), "its bytes grow with the room for more tokens, and `traits.constant` is True"),
-    "bytes that no plan knows": (Uneven(5), ".* are planned for these prompts and .* are held"),
-    "no numbers": (Method(v=Poison()), "the logits of sequence 0 are not finite in step 1"),
+    "bytes that grow": (LargeState(5), "its bytes grow with the room for more tokens, and `traits.constant` is True"),
+    "bytes that no plan knows": (UnevenSlots(5), ".* are planned for these prompts and .* are held"),
+    "no numbers": (Method(v=NanCodec()), "the logits of sequence 0 are not finite in step 1"),
 }
 
 
@@ -334,12 +337,12 @@ MENDS = {
 }
 
 
-@pytest.mark.parametrize("asks", ["==", "in", "a set", "not"])
-def test_an_index_that_is_only_compared_is_found(asks, model):
-    """A bound layer's spec has none, so that the comparison is false in every layer, and nothing says so."""
+@pytest.mark.parametrize("comparison", ["==", "in", "a set", "not"])
+def test_an_index_that_is_only_compared_is_found(comparison, model):
+    """A bound layer's spec has no index, so the comparison would silently be false in every layer."""
     says = r"place: .*test_check_method.py, line \d+: `spec.index` is used when .* method `at\(self, spec\)`"
     with pytest.raises(BrokenRule, match=says) as error:
-        check(Method(select=make_selection(FirstLayer(asks=asks), 6)), model)
+        check(Method(select=make_selection(FirstLayer(comparison=comparison), 6)), model)
     assert error.value.rule == "place"
 
 
@@ -355,7 +358,7 @@ def test_a_rule_that_is_broken_is_named_with_the_usual_mend(fault, model):
 
 def test_the_report_has_every_rule_and_prints_as_a_table(model, capsys):
     report = check_method(Method(select=make_selection(Norms(), 6)), model, length=20)
-    assert capsys.readouterr() == ("", "")  # quiet where nobody watches
+    assert capsys.readouterr() == ("", "")  # no progress without a terminal
     assert [rule.name for rule in report.rules] == [rule.name for rule in rules.RULES]
     assert all(rule.seconds >= 0 for rule in report.rules) and report.seconds >= sum(r.seconds for r in report.rules)
     lines = str(report).splitlines()
@@ -366,33 +369,33 @@ def test_the_report_has_every_rule_and_prints_as_a_table(model, capsys):
 
 def test_it_shows_the_rule_that_it_is_at(model, capsys):
     check_method("full", model, length=20, progress=True)
-    told = capsys.readouterr().err
-    assert "full: reading prompts of 20, 1, 13 tokens" in told
-    assert all(f"of {len(rules.RULES)}, {rule.name}" in told for rule in rules.RULES)
-    assert told.endswith("\r")  # and takes it away
+    output = capsys.readouterr().err
+    assert "full: reading prompts of 20, 1, 13 tokens" in output
+    assert all(f"of {len(rules.RULES)}, {rule.name}" in output for rule in rules.RULES)
+    assert output.endswith("\r")  # the line is cleared at the end
 
 
 def test_loops_that_differ_are_named(model, monkeypatch):
-    def generated(model, prompts, method, loop, **how):
+    def generate(model, prompts, method, loop, **how):
         return types.SimpleNamespace(tokens=[[1]] if loop == "while" else [[2]])
 
-    monkeypatch.setattr(rules, "generate", generated)
+    monkeypatch.setattr(rules, "generate", generate)
     with pytest.raises(KvjaxError, match=r"a compiled loop makes the tokens \[\[1\]\], and step after step \[\[2\]\]"):
         check("full", model)
 
 
 @dataclasses.dataclass(frozen=True)
-class Clumsy(Scorer):
-    """Scores whose code fails."""
+class FailingScorer(Scorer):
+    """Raises an error in `scores`."""
 
     def scores(self, block, observation, spec):
         return token_scores(block.v @ block.v, block)
 
 
 def test_what_a_methods_code_raises_is_told_with_its_line(model):
-    line = Clumsy.scores.__code__.co_firstlineno + 1
+    line = FailingScorer.scores.__code__.co_firstlineno + 1
     with pytest.raises(KvjaxError, match=rf"fails: .*test_check_method.py, line {line}: TypeError: .*") as error:
-        check(Method(select=make_selection(Clumsy(), 6)), model)
+        check(Method(select=make_selection(FailingScorer(), 6)), model)
     assert "\n" not in str(error.value) and isinstance(error.value.__cause__, TypeError)
 
 

@@ -1,4 +1,4 @@
-"""A method that has exactly the members of the contract runs wherever a method may stand."""
+"""A method with exactly the members of the protocol runs wherever kvjax takes a method."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LastTokens:
 
 @dataclasses.dataclass(frozen=True)
 class LastTokensLayer:
-    """The same in one layer; its state is a block of `count` slots, the newest token last."""
+    """Keeps the last tokens of one layer; its state is a block of `count` slots, the newest token last."""
 
     count: int
     spec: LayerSpec
@@ -75,18 +75,18 @@ class LastTokensLayer:
         return gather_tokens(KVBlock(k, v, pos).clean(), newest)
 
 
-def members(cls: type) -> set[str]:
-    """Public attributes of a class, apart from the fields of a dataclass."""
+def public_members(cls: type) -> set[str]:
+    """Public attributes of a class without the fields of a dataclass."""
     names = {*vars(cls), *inspect.get_annotations(cls)}
     fields = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
     return {name for name in names - fields if not name.startswith("_")}
 
 
 def test_the_toy_has_the_contracts_members_and_no_others():
-    assert members(LastTokens) == members(protocol.KVMethod) == {"traits", "bind"}
+    assert public_members(LastTokens) == public_members(protocol.KVMethod) == {"traits", "bind"}
     assert (
-        members(LastTokensLayer)
-        == members(protocol.BoundLayer)
+        public_members(LastTokensLayer)
+        == public_members(protocol.BoundLayer)
         == {"needs", "num_slots", "prefill", "extend", "positions"}
     )
 
@@ -97,13 +97,13 @@ def model():
 
 
 def test_with_room_for_all_it_makes_the_tokens_of_the_full_cache(model):
-    want = kvjax.generate(model, PROMPTS, "full", max_new_tokens=5).tokens
+    expected = kvjax.generate(model, PROMPTS, "full", max_new_tokens=5).tokens
     out = kvjax.generate(model, PROMPTS, LastTokens(40), max_new_tokens=5)
-    assert out.tokens == want
+    assert out.tokens == expected
     streamed = list(kvjax.stream(model, PROMPTS, LastTokens(40), max_new_tokens=5))
-    assert [list(row) for row in zip(*streamed, strict=True)] == want
-    kvjax_tokens = kvjax.generate(model, PROMPTS, LastTokens(3), max_new_tokens=5).tokens
-    assert kvjax_tokens != want
+    assert [list(row) for row in zip(*streamed, strict=True)] == expected
+    few_tokens = kvjax.generate(model, PROMPTS, LastTokens(3), max_new_tokens=5).tokens
+    assert few_tokens != expected
 
 
 def test_prefill_extend_and_accounts(model):
@@ -114,18 +114,18 @@ def test_prefill_extend_and_accounts(model):
         assert [heads[0].tolist() for heads in rows] == [[8, 9, 10, 11], [0], [1, 2, 3, 4]]
     _, cache = kvjax.extend(model, [[5], [6], [7]], cache, method)
     assert [heads[1].tolist() for heads in kvjax.kept_positions(cache)[0]] == [[9, 10, 11, 12], [0, 1], [2, 3, 4, 5]]
-    c = model.config
-    each = 2 * c.kv_heads * 4 * c.head_dim * 4 + 4 * 4  # keys and values, and a position per slot
-    planned = kvjax.planned_bytes(method, c, 12, capacity=64, batch=3, dtype=jnp.float32)
-    assert planned.total == {"device": c.layers * 3 * each + 4 * 3, "pinned_host": 0}
+    config = model.config
+    bytes_per_layer = 2 * config.kv_heads * 4 * config.head_dim * 4 + 4 * 4  # keys and values, and a position per slot
+    planned = kvjax.planned_bytes(method, config, 12, capacity=64, batch=3, dtype=jnp.float32)
+    assert planned.total == {"device": config.layers * 3 * bytes_per_layer + 4 * 3, "pinned_host": 0}
     assert kvjax.state_bytes(cache).total == planned.total
 
 
 def test_scores_and_contexts(model):
     continuations = [[3, 1], [1, 4], [5, 9]]
-    got, want = (kvjax.score(model, PROMPTS, continuations, m) for m in (LastTokens(40), "full"))
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    context, full = (kvjax.read(model, PROMPTS, m) for m in (LastTokens(40), "full"))
+    scores, expected = (kvjax.score(model, PROMPTS, continuations, method) for method in (LastTokens(40), "full"))
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    context, full = (kvjax.read(model, PROMPTS, method) for method in (LastTokens(40), "full"))
     questions = [[5, 6], [7, 8], [9, 10]]
     assert context.ask(questions, max_new_tokens=4).tokens == full.ask(questions, max_new_tokens=4).tokens
     assert context.bytes == kvjax.state_bytes(context.cache) and context.kept_positions()[0][1][0].tolist() == [0]
@@ -140,7 +140,7 @@ def test_it_is_called_by_its_value_and_composes_with_nothing(model):
 
 def test_it_is_evaluated_beside_others_and_shown_on_the_page(model, monkeypatch, tmp_path):
     def cases(model, spec):
-        """Tokens that follow others."""
+        """Yields tasks that predict the last third of a random text."""
         text = np.random.default_rng(0).integers(0, 97, (2, 24))
         for i, row in enumerate(text):
             yield Case("ppl", f"ppl/{i}", row[:16], follows=row[16:], bytes=8, about={"length": 16})
@@ -202,8 +202,8 @@ def test_a_shared_cache_of_another_dtype_is_refused(model):
 
 def test_a_cache_of_codes_knows_the_dtype_of_its_model_too(model):
     caches = [kvjax.prefill(m, [[1, 2]], "bfp:block=8", capacity=64)[1] for m in (model, HALF)]
-    held = [[jax.typeof(x) for x in jax.tree.leaves(cache)] for cache in caches]
-    assert held[0] == held[1]
+    types = [[jax.typeof(x) for x in jax.tree.leaves(cache)] for cache in caches]
+    assert types[0] == types[1]
     assert check_cache(HALF, caches[1]) is caches[1]
     with pytest.raises(KvjaxError, match="filled by a model in float32 and this one is in bfloat16"):
         check_cache(HALF, caches[0])
@@ -230,28 +230,30 @@ def test_what_is_no_method_says_what_is(model, wrong, says):
 
 
 def test_a_changed_value_is_not_called_by_the_string_that_made_it():
-    made = kvjax.methods.kcache(n=64)
-    assert kvjax.name_of(made) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
-    changed = dataclasses.replace(made, device_layers=3)
+    method = kvjax.methods.kcache(n=64)
+    assert (
+        kvjax.name_of(method) == "kcache:n=64" and kvjax.name_of(kvjax.parse("offload + kcache")) == "offload + kcache"
+    )
+    changed = dataclasses.replace(method, device_layers=3)
     assert "kcache:" not in kvjax.name_of(changed) and "device_layers=3" in kvjax.name_of(changed)
     assert kvjax.name_of(dataclasses.replace(changed, device_layers=1)) == "kcache:n=64"
     assert kvjax.name_of(kvjax.Method()) == "full"
 
 
 FLOORS = ("core", "models", "cache", "methods", "engine", "generation", "eval", "explore")
-"""From the ground up; what stands on none of them, such as the command line, may import all."""
+"""Folders from the lowest up; modules outside them, such as the command line, may import all."""
 
 
-def imported(path: Path) -> set[str]:
+def imported_modules(path: Path) -> set[str]:
     """The modules of kvjax that a file imports."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} has a relative import"
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found if name.split(".")[0] == "kvjax"}
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in modules if name.split(".")[0] == "kvjax"}
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -261,5 +263,5 @@ def test_an_import_never_goes_up(floor):
     files = sorted((ROOT / floor).rglob("*.py"))
     assert files, f"kvjax has no folder {floor}"
     for path in files:
-        up = {name for name in imported(path) if name.split(".")[1:2] and name.split(".")[1] in forbidden}
+        up = {name for name in imported_modules(path) if name.split(".")[1:2] and name.split(".")[1] in forbidden}
         assert not up, f"{path.relative_to(ROOT)} imports {', '.join(sorted(up))}"

@@ -1,4 +1,4 @@
-"""Four devices give what one gives, with a state that is really divided among them (C9)."""
+"""Four devices return the results of one, with a state that is really sharded over them (C9)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.contract.cases import FIRST_CASES
 B, K, G, H = 4, 4, 2, 32
 LENGTHS = np.array([9, 1, 6, 4], np.int32)
 STEPS = 4
-MESHES = ((1, 4), (2, 2), (4, 1))  # devices along the rows, and along the key/value heads
+MESHES = ((1, 4), (2, 2), (4, 1))  # devices along the sequences, and along the key/value heads
 
-# What concerns all heads of a layer, in states, selections and policies, on every mesh.
+# Methods whose states, selections or policies reduce over all heads of a layer; they run on every mesh.
 ALL_HEADS = (
     "streaming_llm:recent=3,sinks=1",
     "h2o:heavy=2,recent=2,granularity=layer",
@@ -50,23 +50,23 @@ ALL_HEADS = (
 OTHERS = (
     ("snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4", (1, 4)),  # codes in pages
     ("snapkv:budget=6,window=2,kernel=3 + adakv:page=4 + kivi:bits=4,group=4,residual=4", (2, 2)),
-    ("kivi:bits=2,group=8,residual=8,kernel=pallas", (2, 2)),  # a kernel, which no compiler divides
+    ("kivi:bits=2,group=8,residual=8,kernel=pallas", (2, 2)),  # a kernel, which the compiler cannot shard
     ("infllm:block=2,sinks=1,local=4,topk=1,representatives=1,chunk=4", (1, 4)),  # heads choose one block together
 )
 
 
-def battery() -> list[tuple[str, tuple[int, int]]]:
-    """(method, mesh): all meshes for what concerns all heads; one that divides heads for each method's first case."""
+def method_mesh_pairs() -> list[tuple[str, tuple[int, int]]]:
+    """Pairs (method, mesh): all meshes for `ALL_HEADS`, one that shards heads for each method's first case."""
     first_cases = sorted({case.small for case in FIRST_CASES.values()} - set(ALL_HEADS))
     return [*itertools.product(ALL_HEADS, MESHES), *OTHERS, *zip(first_cases, itertools.cycle(MESHES[:2]))]
 
 
-def mesh_of(shape: tuple[int, int]) -> Mesh:
+def make_mesh(shape: tuple[int, int]) -> Mesh:
     return Mesh(np.array(jax.devices()[:4]).reshape(shape), ("data", "model"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class LayerOnMesh:
     """A bound layer as the decoder runs it on a mesh."""
 
     layer: BoundLayer
@@ -99,84 +99,84 @@ class Spread:
 
 @functools.cache
 def inputs() -> tuple[Any, Any]:
-    """The prompts, and the tokens that follow them."""
+    """Returns the prompts, and the tokens that follow them."""
     rng = np.random.default_rng(0)
-    total = int(LENGTHS.max()) + STEPS
-    q = jnp.asarray(rng.normal(size=(B, K, G, total, H)) * 2, jnp.float32)
-    k, v = (jnp.asarray(rng.normal(size=(B, K, total, H)), jnp.float32) for _ in range(2))
-    d = layer.Data(q, k, v, LENGTHS)
-    return layer.prompt(d, width=int(LENGTHS.max())), [d.token(t) for t in range(STEPS)]
+    num_tokens = int(LENGTHS.max()) + STEPS
+    q = jnp.asarray(rng.normal(size=(B, K, G, num_tokens, H)) * 2, jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(B, K, num_tokens, H)), jnp.float32) for _ in range(2))
+    batch = layer.SequenceBatch(q, k, v, LENGTHS)
+    return layer.prompt(batch, width=int(LENGTHS.max())), [batch.token(t) for t in range(STEPS)]
 
 
 def run(bound: BoundLayer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
-    """(the state after the prompts, what the steps give, the state after them)."""
-    slots = num_layer_slots(bound, tuple(LENGTHS.tolist()), layer.CAPACITY)
-    here = bound if mesh is None else Spread(bound, mesh)
+    """Returns (the state after the prompts, the outputs of the steps, the state after them)."""
+    num_slots = num_layer_slots(bound, tuple(LENGTHS.tolist()), layer.CAPACITY)
+    runner = bound if mesh is None else LayerOnMesh(bound, mesh)
 
-    def whole(prompt: Any, steps: Any) -> tuple[Any, jax.Array, Any]:
-        before = layer.after_prompt(here, *prompt, slots)
-        fresh = jax.tree.map(lambda *x: jnp.stack(x), *steps)
-        outs, after = layer.stepped(here, before, fresh)
-        return before, outs, after
+    def prefill_and_decode(prompt: Any, steps: Any) -> tuple[Any, jax.Array, Any]:
+        prefilled = layer.make_state(runner, *prompt, num_slots)
+        tokens = jax.tree.map(lambda *x: jnp.stack(x), *steps)
+        outs, decoded = layer.scan_steps(runner, prefilled, tokens)
+        return prefilled, outs, decoded
 
-    given = inputs()
+    arguments = inputs()
     if mesh is not None:
-        given = jax.tree.map(
-            lambda x: jax.device_put(x, named_sharding(axes_of_layer_array(x.shape, B, K), mesh)), given
+        arguments = jax.tree.map(
+            lambda x: jax.device_put(x, named_sharding(axes_of_layer_array(x.shape, B, K), mesh)), arguments
         )
-    return jax.jit(whole)(*given)
+    return jax.jit(prefill_and_decode)(*arguments)
 
 
 @functools.cache
-def bound_to(method: str) -> BoundLayer:
+def bind(method: str) -> BoundLayer:
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=None, rope=Rope(H))
     return method_of(method).bind(spec)
 
 
 @functools.cache
-def on_one(method: str) -> tuple[Any, np.ndarray, Any]:
-    return run(bound_to(method), None)
+def run_on_one_device(method: str) -> tuple[Any, np.ndarray, Any]:
+    return run(bind(method), None)
 
 
 @pytest.mark.parametrize(
-    ("method", "shape"), battery(), ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x))
+    ("method", "shape"), method_mesh_pairs(), ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x))
 )
 def test_c9_four_devices_give_what_one_gives(method, shape):
-    one, four = on_one(method), run(bound_to(method), mesh_of(shape))
+    one, four = run_on_one_device(method), run(bind(method), make_mesh(shape))
     np.testing.assert_allclose(four[1], one[1], atol=1e-5)
-    for mine, alone in ((four[0], one[0]), (four[2], one[2])):
-        np.testing.assert_array_equal(*(bound_to(method).positions(state) for state in (mine, alone)))
-        assert jax.tree.map(kind_of, mine) == jax.tree.map(kind_of, alone)
-        for x in jax.tree.leaves(mine):
-            check_divided(x, *shape)
+    for sharded, single in ((four[0], one[0]), (four[2], one[2])):
+        np.testing.assert_array_equal(*(bind(method).positions(state) for state in (sharded, single)))
+        assert jax.tree.map(array_type, sharded) == jax.tree.map(array_type, single)
+        for x in jax.tree.leaves(sharded):
+            assert_sharded(x, *shape)
 
 
-def kind_of(x: jax.Array) -> tuple[Any, ...]:
+def array_type(x: jax.Array) -> tuple[Any, ...]:
     return x.shape, x.dtype, memory.memory_kind(x), x.sharding.memory_kind
 
 
-def check_divided(x: jax.Array, data: int, model: int) -> None:
-    """Rows are divided, and heads wherever there is something of each; devices that hold the same hold equal bits."""
-    parts = [shard.data.size for shard in x.addressable_shards]
-    rows = data if x.ndim and x.shape[0] > 1 else 1  # what all rows share is whole for each of them
-    heads = model if x.ndim >= 4 or (x.ndim == 3 and x.shape[1] > 1) else 1
-    assert len(parts) == 4 and max(parts) <= x.size // (rows * heads)
-    for shards in by_part(x).values():
-        for other in shards[1:]:
-            np.testing.assert_array_equal(np.asarray(other), np.asarray(shards[0]))
+def assert_sharded(x: jax.Array, data: int, model: int) -> None:
+    """Asserts that sequences and heads are sharded wherever an array has both axes, and that replicas are equal."""
+    sizes = [shard.data.size for shard in x.addressable_shards]
+    num_data_parts = data if x.ndim and x.shape[0] > 1 else 1  # arrays without a batch axis are replicated
+    num_model_parts = model if x.ndim >= 4 or (x.ndim == 3 and x.shape[1] > 1) else 1
+    assert len(sizes) == 4 and max(sizes) <= x.size // (num_data_parts * num_model_parts)
+    for shards in shards_by_index(x).values():
+        for replica in shards[1:]:
+            np.testing.assert_array_equal(np.asarray(replica), np.asarray(shards[0]))
 
 
-def by_part(x: jax.Array) -> dict[str, list[jax.Array]]:
-    """Which part of an array, and what the devices have of it."""
-    found: dict[str, list[jax.Array]] = {}
+def shards_by_index(x: jax.Array) -> dict[str, list[jax.Array]]:
+    """Groups the shards of an array by the part of it that they hold."""
+    shards: dict[str, list[jax.Array]] = {}
     for shard in x.addressable_shards:
-        found.setdefault(str(shard.index), []).append(shard.data)
-    return found
+        shards.setdefault(str(shard.index), []).append(shard.data)
+    return shards
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedFull(Full):
-    """A reader that takes prompts in chunks, as it takes decoded tokens."""
+    """A reader that takes prompts in chunks, like decoded tokens."""
 
     prompt_chunk: ClassVar[int] = 8
 
@@ -186,12 +186,12 @@ PROMPTS = [list(range(1, 14)), [7], [5, 3, 1], list(range(20, 30))]
 
 
 @functools.cache
-def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
+def make_model(shape: tuple[int, int] | None) -> kvjax.Model:
     model = toy_model(**SIZES)
     if shape is None:
         return model
-    params = jax.device_put(model.params, param_shardings(model.config, mesh_of(shape)))
-    return dataclasses.replace(model, params=params, mesh=mesh_of(shape))
+    params = jax.device_put(model.params, param_shardings(model.config, make_mesh(shape)))
+    return dataclasses.replace(model, params=params, mesh=make_mesh(shape))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
         "streaming_llm:recent=3,sinks=1",  # a state of constant size, in which heads share the positions
         "cake:budget=6,window=2,kernel=3",  # budgets that are measured over all layers
         "keydiff:budget=6,recent=1 + adakv:scope=model,page=4",  # one ranking over all heads of all layers
-        "tidal_decode:topk=3,dense=0",  # a value that one layer passes to the next
+        "tidal_decode:topk=3,dense=0",  # a value from one layer to the next
         Method(read=ChunkedFull()),  # a prompt that is fed through the method
     ],
     ids=[
@@ -213,21 +213,21 @@ def model_on(shape: tuple[int, int] | None) -> kvjax.Model:
 )
 def test_c9_a_model_on_a_mesh_goes_on_as_on_one_device(method, tmp_path):
     one, four = (
-        kvjax.generate(model_on(shape), PROMPTS, method, max_new_tokens=4, eos_ids=()) for shape in (None, (2, 2))
+        kvjax.generate(make_model(shape), PROMPTS, method, max_new_tokens=4, eos_ids=()) for shape in (None, (2, 2))
     )
     assert four.tokens == one.tokens and four.bytes == one.bytes
-    read = kvjax.read(model_on((2, 2)), PROMPTS, method, room=4)
+    read = kvjax.read(make_model((2, 2)), PROMPTS, method, room=4)
     resumed = kvjax.resume(read.model, read.save(tmp_path / "context"), method)
     for context in (read, resumed):
         for x in jax.tree.leaves(context.cache.layers):
-            check_divided(x, 2, 2)
+            assert_sharded(x, 2, 2)
 
 
 @pytest.mark.parametrize("shape", MESHES)
 def test_what_concerns_all_heads_is_said_of_all_heads(shape):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, K, 5)), jnp.float32)
 
-    def of_all(x: jax.Array) -> dict[str, jax.Array]:
+    def reduce_over_heads(x: jax.Array) -> dict[str, jax.Array]:
         first = over_heads.first_head(x.shape[1]) + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
         return {
             "sum": over_heads.sum(x),
@@ -238,8 +238,8 @@ def test_what_concerns_all_heads_is_said_of_all_heads(shape):
             "head": jnp.broadcast_to(first, x.shape),
         }
 
-    four = jax.jit(per_device(of_all, B, K, mesh_of(shape)))(x)
-    want = {
+    four = jax.jit(per_device(reduce_over_heads, B, K, make_mesh(shape)))(x)
+    expected = {
         "sum": x.sum(1, keepdims=True),
         "mean": x.mean(1, keepdims=True),
         "max": x.max(1, keepdims=True),
@@ -247,8 +247,8 @@ def test_what_concerns_all_heads_is_said_of_all_heads(shape):
         "gather": x[:, :, :2] + x[:, -1:, :2],
         "head": jnp.broadcast_to(jnp.arange(K)[None, :, None], x.shape),
     }
-    for name, found in four.items():
-        np.testing.assert_allclose(found, want[name], rtol=1e-6, err_msg=name)
+    for name, result in four.items():
+        np.testing.assert_allclose(result, expected[name], rtol=1e-6, err_msg=name)
 
 
 def test_shapes_say_which_axes_are_divided():
@@ -264,4 +264,4 @@ def test_a_shape_that_a_mesh_cannot_divide_is_an_error(shape):
 
 def test_rows_that_do_not_divide_over_a_mesh_are_an_error():
     with pytest.raises(KvjaxError, match="axis B of size 3 does not divide over the 2 devices of mesh axis 'data'"):
-        kvjax.prefill(model_on((2, 2)), PROMPTS[:3], "full")
+        kvjax.prefill(make_model((2, 2)), PROMPTS[:3], "full")

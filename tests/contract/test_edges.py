@@ -1,4 +1,4 @@
-"""A scorer gives every token a finite score, whatever it looks at; C10 says the same of states and outputs."""
+"""A scorer gives every token a finite score in all edge cases; C10 asserts the same of states and outputs."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ from tests.contract.cases import FIRST_CASES
 from tests.contract.edges import batches, non_finite_cases
 
 METHODS = [parse(case.small) for case in FIRST_CASES.values()]
-SELECTING = {method.select.scorer: method for method in METHODS if method.select is not None}
-"""Each scorer once, with a method that chooses by it."""
+METHOD_OF_SCORER = {method.select.scorer: method for method in METHODS if method.select is not None}
+"""Every scorer, with a method that selects by it."""
 
 
-def badly_scored(bound: MethodLayer) -> set[str]:
-    """The cases in which a token of a prompt has a score that is no finite number; a selection would hide it."""
+def non_finite_scores(bound: MethodLayer) -> set[str]:
+    """The cases in which a prompt token has a score that is not finite; a selection would hide it."""
 
-    def scored(q: Array, block: KVBlock) -> Scores:
-        seen = observed_block(bound, *layer.observed(bound, q, block))
-        return bound.method.select.scorer.scores(*seen, bound.spec)
+    @jax.jit
+    def score_prompt(q: Array, block: KVBlock) -> Scores:
+        observed = observed_block(bound, *layer.observe_prompt(bound, q, block))
+        return bound.method.select.scorer.scores(*observed, bound.spec)
 
-    program, found = jax.jit(scored), set()
-    for cases, d in batches():
-        q, block = layer.prompt(d)
-        given, real = program(q, block), np.asarray(block.pos >= 0)
-        found |= {*non_finite_cases(np.where(real[:, :, None], given.per_query_head, 0.0), cases)}
-        found |= {*non_finite_cases(np.where(real, given.per_kv_head, 0.0), cases)}
-    return found
+    failures: set[str] = set()
+    for cases, batch in batches():
+        q, block = layer.prompt(batch)
+        scores, is_token = score_prompt(q, block), np.asarray(block.pos >= 0)
+        failures |= {*non_finite_cases(np.where(is_token[:, :, None], scores.per_query_head, 0.0), cases)}
+        failures |= {*non_finite_cases(np.where(is_token, scores.per_kv_head, 0.0), cases)}
+    return failures
 
 
-@pytest.mark.parametrize("scorer", SELECTING, ids=str)
+@pytest.mark.parametrize("scorer", METHOD_OF_SCORER, ids=str)
 def test_scores_are_finite(scorer):
-    assert not badly_scored(layer.bound(SELECTING[scorer]))
+    assert not non_finite_scores(layer.bind(METHOD_OF_SCORER[scorer]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Naive(Scorer):
-    """The first channel of a key at length 1, wherever a key has a length."""
+    """Scores a token by the first channel of its key at length 1, and divides by zero for a key of zeros."""
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         return token_scores(block.k[..., 0] / jnp.sqrt(jnp.square(block.k).sum(-1)), block)
 
 
 def test_a_division_by_zero_is_found():
-    found = badly_scored(layer.bound(Method(select=make_selection(Naive(), 5))))
-    assert found == {"zero keys", "all zeros", "tiny keys and values", "a single token of zeros"}
+    failures = non_finite_scores(layer.bind(Method(select=make_selection(Naive(), 5))))
+    assert failures == {"zero keys", "all zeros", "tiny keys and values", "a single token of zeros"}

@@ -1,4 +1,4 @@
-"""C8: every pair of methods exists or says why not; steps of all that exist in the abstract, real ones of a choice."""
+"""Every pair of methods composes or says why not (C8); all that compose are traced, and a choice of them runs."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ OF_THE_PAPERS = (
     "offload kcache kivi specache snapkv pyramidkv accumulated keynorm random sinks_and_recent kvcrush recompress "
     "streaming_llm h2o scissorhands infllm"
 ).split()
-CRUSHED = ["snapkv:budget=100,window=2,kernel=3", "kvcrush:share=0.5"]
-HELD = ("", "kivi:bits=4,group=4,residual=24")
-PLACED = ("", "offload")
-READ = ("", "kcache:n=100,device_layers=0", "specache:bits=1,group=4,residual=4,topk=100")
+SELECTION = ["snapkv:budget=100,window=2,kernel=3", "kvcrush:share=0.5"]
+CODECS = ("", "kivi:bits=4,group=4,residual=24")
+PLACES = ("", "offload")
+READERS = ("", "kcache:n=100,device_layers=0", "specache:bits=1,group=4,residual=4,topk=100")
 
 
 def abstract_types(bound: BoundLayer) -> list:
-    """Types of the state after the prompts, and after steps that keep one token, or none and guess."""
-    d = layer.data()
+    """Types of the state after the prompts, and after steps that commit one token, or none, and may draft one."""
+    batch = layer.random_batch()
     commits = [(1, 1), (2, 1), (1, 0)] if bound.needs.draft_tokens else [(1, 1)]
 
     def run(q, block, steps):
-        state = layer.after_prompt(bound, q, block, layer.slots(bound))
+        state = layer.make_state(bound, q, block, layer.num_slots(bound))
         states = [state]
-        for fresh, (_, commit) in zip(steps, commits, strict=True):
-            states.append(bound.extend(state, *fresh, commit, None)[1])
-        return [jax.tree.map(jax.typeof, s) for s in states]
+        for tokens, (_, commit) in zip(steps, commits, strict=True):
+            states.append(bound.extend(state, *tokens, commit, None)[1])
+        return [jax.tree.map(jax.typeof, tree) for tree in states]
 
-    return layer.traced(run, *layer.prompt(d), [d.tokens(0, count) for count, _ in commits])
+    return layer.trace(run, *layer.prompt(batch), [batch.tokens(0, num_tokens) for num_tokens, _ in commits])
 
 
 @pytest.mark.parametrize("a", REGISTRY)
 def test_c8_every_pair_exists_or_names_slots_and_remedy(a):
     for b in REGISTRY:
-        found = bind_pair(*sorted((a, b))) if a != b else None
-        if isinstance(found, IncompatibleMethod):
-            assert "component `" in str(found) and REMEDY.search(str(found)), f"{a} + {b}: {found}"
+        bound_layer = bind_pair(*sorted((a, b))) if a != b else None
+        if isinstance(bound_layer, IncompatibleMethod):
+            assert "component `" in str(bound_layer) and REMEDY.search(str(bound_layer)), f"{a} + {b}: {bound_layer}"
 
 
 @functools.cache
@@ -75,8 +75,8 @@ def component_kinds(name: str) -> str:
 
 def distinct_pairs() -> list[tuple[str, str]]:
     """Pairs in which each kind of method meets each set of components that others define."""
-    met: set[tuple[str, frozenset[str]]] = set()
-    found = []
+    known: set[tuple[str, frozenset[str]]] = set()
+    pairs = []
     for a, b in PAIRS:
         if isinstance(bind_pair(a, b), IncompatibleMethod):
             continue
@@ -84,10 +84,10 @@ def distinct_pairs() -> list[tuple[str, str]]:
             (component_kinds(a), frozenset(component_names(b))),
             (component_kinds(b), frozenset(component_names(a))),
         }
-        if meetings - met:
-            met |= meetings
-            found.append((a, b))
-    return found
+        if meetings - known:
+            known |= meetings
+            pairs.append((a, b))
+    return pairs
 
 
 @pytest.mark.parametrize(("a", "b"), distinct_pairs())
@@ -105,43 +105,50 @@ def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_tw
 
 @functools.cache
 def covering_pairs() -> tuple[tuple[str, str], ...]:
-    """A few pairs that together define every two components that any pair defines."""
-    ways = {
-        p: {frozenset(s) for s in itertools.product(*map(component_names, p))}
-        for p in PAIRS
-        if isinstance(bind_pair(*p), MethodLayer)
+    """A few pairs that together define every two components that any pair of methods defines."""
+    covered = {
+        pair: {frozenset(names) for names in itertools.product(*map(component_names, pair))}
+        for pair in PAIRS
+        if isinstance(bind_pair(*pair), MethodLayer)
     }
-    missing, found = set().union(*ways.values()), []
+    missing, pairs = set().union(*covered.values()), []
     while missing:
-        best = max(ways, key=lambda p: len(ways[p] & missing))
-        missing -= ways[best]
-        found.append(best)
-    return tuple(found)
+        best = max(covered, key=lambda pair: len(covered[pair] & missing))
+        missing -= covered[best]
+        pairs.append(best)
+    return tuple(pairs)
 
 
 @pytest.mark.parametrize(("a", "b"), covering_pairs())
 def test_a_sequence_under_two_methods_is_independent_of_neighbours_and_padding(a, b):
-    bound, text, clean, dirty = bind_pair(a, b), pair_string(a, b), layer.data(), layer.data(padding=1e4)
-    want = layer.run(text, clean)
-    np.testing.assert_array_equal(layer.run(text, dirty, state=layer.prefill(bound, dirty, padding=1e4)), want)
-    for row in layer.run(text, layer.rows(clean, [2] * layer.B)):
-        np.testing.assert_allclose(row, want[2], atol=1e-6)
+    bound_layer, text, clean, noisy = (
+        bind_pair(a, b),
+        pair_string(a, b),
+        layer.random_batch(),
+        layer.random_batch(padding=1e4),
+    )
+    expected = layer.decode(text, clean)
+    np.testing.assert_array_equal(
+        layer.decode(text, noisy, state=layer.prefill(bound_layer, noisy, padding=1e4)), expected
+    )
+    for sequence in layer.decode(text, layer.take_sequences(clean, [2] * layer.B)):
+        np.testing.assert_allclose(sequence, expected[2], atol=1e-6)
 
 
-def assert_exact(text: str, exact_from: int) -> None:
-    d = layer.data()
-    got, want = (x[:, :, :, exact_from:] for x in (layer.run(text, d), layer.dense(d)))
-    np.testing.assert_allclose(got, want, atol=5e-6)
+def assert_dense(text: str, exact_from: int) -> None:
+    batch = layer.random_batch()
+    out, expected = (steps[:, :, :, exact_from:] for steps in (layer.decode(text, batch), layer.dense_outputs(batch)))
+    np.testing.assert_allclose(out, expected, atol=5e-6)
 
 
 @pytest.mark.parametrize(("a", "b"), [p for p in covering_pairs() if all(FIRST_CASES[name].lossless for name in p)])
 def test_two_methods_at_their_limits_are_dense_attention(a, b):
     exact_from = max(FIRST_CASES[name].exact_from for name in (a, b))
-    assert_exact(pair_string(a, b, lossless=True), exact_from)
+    assert_dense(pair_string(a, b, lossless=True), exact_from)
 
 
 @pytest.mark.parametrize(
-    "more", [*itertools.product(HELD, PLACED, READ)], ids=lambda parts: " + ".join(filter(None, parts))
+    "extra", [*itertools.product(CODECS, PLACES, READERS)], ids=lambda parts: " + ".join(filter(None, parts))
 )
-def test_selected_represented_held_placed_and_read_at_its_limit_it_is_dense_attention(more):
-    assert_exact(" + ".join([*CRUSHED, *filter(None, more)]), int("specache" in more[2]))
+def test_selected_represented_held_placed_and_read_at_its_limit_it_is_dense_attention(extra):
+    assert_dense(" + ".join([*SELECTION, *filter(None, extra)]), int("specache" in extra[2]))

@@ -70,7 +70,7 @@ def test_the_search_finds_a_method_on_a_page_that_was_opened_from_a_folder(site,
         page.ask("document.querySelector('input.md-search__input').focus()")
         page.call("Input.insertText", text="snapkv window")
         page.press("End")  # the search listens to keys
-        page.until("document.querySelectorAll('.md-search-result__link').length > 2")
+        page.wait_until("document.querySelectorAll('.md-search-result__link').length > 2")
         found = page.ask("[...document.querySelectorAll('.md-search-result__link')].map(x => x.href)")
         assert any("/methods/snapkv.html" in link for link in found)
         assert all(link.startswith("file://") for link in found)

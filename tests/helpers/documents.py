@@ -43,11 +43,11 @@ class CodeBlock:
 def code_blocks(page: str) -> list[CodeBlock]:
     """The fenced blocks of a page, each with the ```text block directly below it as its output."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    found = list(FENCE.finditer(text))
+    matches = list(FENCE.finditer(text))
     blocks = []
-    for i, match in enumerate(found):
+    for i, match in enumerate(matches):
         language, info, code = match.groups()
-        below = found[i + 1] if i + 1 < len(found) else None
+        below = matches[i + 1] if i + 1 < len(matches) else None
         output = None
         if below and below[1] == "text" and not text[match.end() : below.start()].strip():
             output = below[3]
@@ -65,12 +65,12 @@ def python_code(page: str) -> list[str]:
 def commands(code: str) -> list[list[str]]:
     """The commands of a shell block, as words; a backslash continues a command, and a comment ends it."""
     joined = code.replace("\\\n", " ")
-    found = []
+    commands = []
     for line in joined.splitlines():
         for part in line.split(" && "):
             if words := shlex.split(part, comments=True):
-                found.append(words)
-    return found
+                commands.append(words)
+    return commands
 
 
 def kvjax_arguments(words: list[str]) -> list[str] | None:
@@ -81,13 +81,13 @@ def kvjax_arguments(words: list[str]) -> list[str] | None:
 
 
 def check_command(words: list[str]) -> None:
-    """Fails for a command that cannot work: wrong arguments of kvjax, a missing module, an unknown target of make."""
-    given = kvjax_arguments(words)
-    if given is not None:
+    """Fails for a command that cannot work: a wrong argument of kvjax, a missing module, an unknown target of make."""
+    arguments = kvjax_arguments(words)
+    if arguments is not None:
         errors = io.StringIO()
         try:
             with contextlib.redirect_stderr(errors):
-                args = cli._parser().parse_args(given)
+                args = cli._parser().parse_args(arguments)
         except SystemExit:
             pytest.fail(f"{shlex.join(words)}: {errors.getvalue()}")
         for name in ("method", "methods"):
@@ -102,7 +102,7 @@ def check_command(words: list[str]) -> None:
 
 
 @functools.cache
-def stand_in() -> Model:
+def make_toy_model() -> Model:
     """A toy model with the shipped tokenizer and a chat template, for pages without outputs."""
     shipped = real_load("testbed")
     toy = toy_model(layers=4, head_dim=32, vocab_size=shipped.config.vocab_size)
@@ -126,7 +126,7 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values:
     """
     blocks = code_blocks(page)
     shows_output = any(block.output for block in blocks if block.language in ("python", "sh"))
-    monkeypatch.setattr(kvjax, "load", named_model if shows_output else lambda name, dtype=None: stand_in())
+    monkeypatch.setattr(kvjax, "load", named_model if shows_output else lambda name, dtype=None: make_toy_model())
     monkeypatch.chdir(folder)
     values = {"__name__": "document", **values}
     for block in blocks:
@@ -141,9 +141,9 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values:
         elif block.language == "sh":
             for words in commands(block.code):
                 check_command(words)
-                if block.output and (given := kvjax_arguments(words)) is not None:
+                if block.output and (arguments := kvjax_arguments(words)) is not None:
                     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-                        assert cli.main(given) == 0, f"{where}: {shlex.join(words)}"
+                        assert cli.main(arguments) == 0, f"{where}: {shlex.join(words)}"
         else:
             continue
         if block.output is not None:
@@ -151,11 +151,11 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values:
     return values
 
 
-def compare_output(wanted: str, printed: str, where: str) -> None:
+def compare_output(expected: str, printed: str, where: str) -> None:
     """Fails if the printed output differs from the page's; spaces at the end of lines do not count."""
-    wanted, printed = (re.sub(r"[ ]+$", "", text, flags=re.M).strip("\n") + "\n" for text in (wanted, printed))
-    same = doctest.OutputChecker().check_output(without_scores(wanted), without_scores(printed), doctest.ELLIPSIS)
-    assert same, f"{where} prints\n{printed}\nand the page shows\n{wanted}"
+    expected, printed = (re.sub(r"[ ]+$", "", text, flags=re.M).strip("\n") + "\n" for text in (expected, printed))
+    same = doctest.OutputChecker().check_output(without_scores(expected), without_scores(printed), doctest.ELLIPSIS)
+    assert same, f"{where} prints\n{printed}\nand the page shows\n{expected}"
 
 
 def without_scores(text: str) -> str:
@@ -164,13 +164,13 @@ def without_scores(text: str) -> str:
     Methods, bytes and the caption stay. Scores decide the widths of columns, so spaces and line ends do not count in a
     text with such a table; any other text is returned unchanged.
     """
-    heads = next((cells for line in text.splitlines() if "of full" in (cells := _cells(line))), None)
-    if heads is None:
+    header = next((cells for line in text.splitlines() if "of full" in (cells := _cells(line))), None)
+    if header is None:
         return text
-    first = heads.index("device")  # the scores' columns stand before it
+    device_column = header.index("device")  # the scores' columns stand before it
     rows = [_cells(line.replace("─", " ")) for line in text.splitlines()]
-    kept = [row[:1] + row[first:] if len(row) == len(heads) and row != heads else row for row in rows]
-    return " ".join(" ".join(row) for row in kept if row) + "\n"
+    shortened = [row[:1] + row[device_column:] if len(row) == len(header) and row != header else row for row in rows]
+    return " ".join(" ".join(row) for row in shortened if row) + "\n"
 
 
 def _cells(line: str) -> list[str]:

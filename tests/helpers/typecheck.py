@@ -89,7 +89,7 @@ def pages() -> list[str]:
 
 
 def code_of(page: str) -> str:
-    """All Python blocks of a document on their own lines, so that errors name the document's lines."""
+    """The Python blocks of a document, each on its own lines of it, so that errors name these lines."""
     lines = [""] * ((ROOT / page).read_text(encoding="utf-8").count("\n") + 1)
     for block in code_blocks(page):
         if block.language == "python":
@@ -108,15 +108,15 @@ def check() -> tuple[list[Finding], set[int]]:
             file = work / f"{Path(page).stem.replace('.', '_')}.py"
             file.write_text(code_of(page), encoding="utf-8")
             names[file] = page
-        refused = work / "refused.py"
-        refused.write_text(REFUSED)
+        refused_file = work / "refused.py"
+        refused_file.write_text(REFUSED)
         findings = [
             (Path(found["file"]), Finding(found["file"], found["range"]["start"]["line"] + 1, found["message"]))
-            for found in _report(work, [refused, *names])
+            for found in _report(work, [refused_file, *names])
             if found["severity"] == "error"
         ]
-    errors = [found._replace(file=names.get(path, found.file)) for path, found in findings if path != refused]
-    return errors, {found.line for path, found in findings if path == refused}
+    errors = [found._replace(file=names.get(path, found.file)) for path, found in findings if path != refused_file]
+    return errors, {found.line for path, found in findings if path == refused_file}
 
 
 def modules() -> list[Path]:
@@ -136,9 +136,9 @@ def _report(work: Path, files: list[Path]) -> list[dict[str, Any]]:
     settings["extraPaths"] = [str(ROOT)]
     (work / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "-p", str(work), "--pythonpath", sys.executable, "--outputjson"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # any other status: it could not run
-    report = json.loads(done.stdout)
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode in (0, 1), process.stdout + process.stderr  # any other status: it could not run
+    report = json.loads(process.stdout)
     assert report["summary"]["filesAnalyzed"] >= len(modules()) + len(files), report["summary"]
     return report["generalDiagnostics"]
 

@@ -17,7 +17,7 @@ from kvjax.methods.loading import load_all
 from kvjax.methods.registry import REGISTRY
 from kvjax.testing import check_method, toy_model
 from tests.contract import test_contract
-from tests.contract.cases import selected
+from tests.contract.cases import selection_bytes
 from tests.contract.method_case import sized_case
 
 VALUE_NORM = '''
@@ -100,7 +100,7 @@ def test_a_file_in_the_folder_of_methods_is_found_by_everything(in_kvjax, capsys
 
 def test_a_line_of_cases_puts_a_method_into_the_battery(in_kvjax):
     load_all()
-    case = sized_case("value_norm", "value_norm:budget={}", 5, 100, selected(5))
+    case = sized_case("value_norm", "value_norm:budget={}", 5, 100, selection_bytes(5))
     test_contract.test_c1_at_its_limit_it_is_dense_attention(case, None)
     test_contract.test_c3_rows_are_independent_of_neighbours_and_padding(case)
     test_contract.test_c6_bytes_are_the_papers_and_the_planned_ones(case, np.float32)

@@ -1,4 +1,4 @@
-"""A2ATS in NumPy, float64, from its abstract (arXiv 2502.12665): one head, one query at a time."""
+"""A2ATS in NumPy, float64, from its abstract (arXiv 2502.12665; no public code): one head, one query at a time."""
 
 from __future__ import annotations
 
@@ -7,48 +7,50 @@ import numpy as np
 from tests.oracles.online import rope, softmax
 
 
-def root(moment: np.ndarray) -> np.ndarray:
-    """A factor L with L L^T = moment [H H]: what keys are multiplied by before plain k-means."""
+def factorize_moment(moment: np.ndarray) -> np.ndarray:
+    """A factor L with L L^T = moment [H H]; keys are multiplied by it before plain k-means."""
     values, vectors = np.linalg.eigh(moment)
     return vectors * np.sqrt(np.maximum(values, 0))
 
 
-def nearest(x: np.ndarray, words: np.ndarray, factor: np.ndarray) -> int:
-    """The codeword of a key [H]."""
+def nearest_codeword(x: np.ndarray, words: np.ndarray, factor: np.ndarray) -> int:
+    """The index of the codeword of a key [H]."""
     return int(np.square((x - words) @ factor).sum(1).argmin())
 
 
-def codebook(keys: np.ndarray, factor: np.ndarray, count: int, rounds: int) -> tuple[np.ndarray, list[int]]:
-    """Bare keys [n H] -> (the codewords [C H], that of each key)."""
+def fit_codebook(keys: np.ndarray, factor: np.ndarray, num_words: int, iterations: int) -> tuple[np.ndarray, list[int]]:
+    """Fits keys before RoPE [n H] -> (the codewords [C H], the codeword of each key)."""
     n = len(keys)
-    if n <= count:
+    if n <= num_words:
         return keys.copy(), list(range(n))
-    words = keys[[i * n // count for i in range(count)]].copy()
-    for _ in range(rounds):
-        mine = np.array([nearest(k, words, factor) for k in keys])
-        words = np.array([keys[mine == i].mean(0) if (mine == i).any() else words[i] for i in range(count)])
-    return words, [nearest(k, words, factor) for k in keys]
+    words = keys[[i * n // num_words for i in range(num_words)]].copy()
+    for _ in range(iterations):
+        assignment = np.array([nearest_codeword(k, words, factor) for k in keys])
+        words = np.array(
+            [keys[assignment == i].mean(0) if (assignment == i).any() else words[i] for i in range(num_words)]
+        )
+    return words, [nearest_codeword(k, words, factor) for k in keys]
 
 
-def a2ats(q, k, v, n: int, topk: int, words: int, sinks: int, recent: int, distance: int, rounds: int = 10):
-    """One head, q [G S H], k, v [S H] after RoPE, a prompt of n tokens -> outputs [G S-n H] of the rest."""
+def a2ats(q, k, v, n: int, topk: int, words: int, sinks: int, recent: int, distance: int, iterations: int = 10):
+    """Decodes one head: q [G S H], k, v [S H] after RoPE, a prompt of n tokens -> outputs [G S-n H] of the rest."""
     G, S, H = q.shape
-    at, out = np.arange(S), np.empty((G, S - n, H))
-    bare, far = rope(k, -at), rope(rope(q, -at), np.full(S, distance))
-    asked = far[:, :n].reshape(-1, H)
-    factor = root(asked.T @ asked / len(asked))
-    book, code = codebook(bare[:n], factor, words, rounds)
+    pos, out = np.arange(S), np.empty((G, S - n, H))
+    bare_keys, far_q = rope(k, -pos), rope(rope(q, -pos), np.full(S, distance))
+    far_queries = far_q[:, :n].reshape(-1, H)
+    factor = factorize_moment(far_queries.T @ far_queries / len(far_queries))
+    codewords, codes = fit_codebook(bare_keys[:n], factor, words, iterations)
     for t in range(n, S):
-        if len(book) < words:
-            book = np.concatenate([book, bare[t : t + 1]])
-            code.append(len(book) - 1)
+        if len(codewords) < words:
+            codewords = np.concatenate([codewords, bare_keys[t : t + 1]])
+            codes.append(len(codewords) - 1)
         else:
-            code.append(nearest(bare[t], book, factor))
+            codes.append(nearest_codeword(bare_keys[t], codewords, factor))
         always = [s for s in range(t + 1) if s < sinks or s > t - max(recent, 1)]
         others = [s for s in range(t + 1) if s not in always]
         for g in range(G):
-            score = [far[g, t] @ book[code[s]] for s in others]
-            best = np.argsort(-np.array(score), kind="stable")[:topk]
-            seen = always + [others[i] for i in best]
-            out[g, t - n] = softmax(k[seen] @ q[g, t] / np.sqrt(H)) @ v[seen]
+            products = [far_q[g, t] @ codewords[codes[s]] for s in others]
+            best = np.argsort(-np.array(products), kind="stable")[:topk]
+            visible = always + [others[i] for i in best]
+            out[g, t - n] = softmax(k[visible] @ q[g, t] / np.sqrt(H)) @ v[visible]
     return out

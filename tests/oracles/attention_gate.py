@@ -1,41 +1,41 @@
-"""Attention-Gate in NumPy, float64, one row at a time, from its formula (arXiv 2410.12876); weights as in the table."""
+"""Attention-Gate in NumPy, float64, one sequence at a time (arXiv 2410.12876); weights are shaped as in the table."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def logits(x, query, key, value, output, bias) -> np.ndarray:
-    """Hidden states [T D] -> the logits of the heads' gates [K T]."""
+def gate_logits(x, query, key, value, output, bias) -> np.ndarray:
+    """The logits of the heads' gates [K T] for hidden states [T D]."""
     A, _, C = query.shape
     out = np.tile(np.asarray(bias, np.float64)[:, None], (1, len(x)))
     for a in range(A):
         for t in range(len(x)):
-            pays = np.array([(x[t] @ query[a]) @ (x[s] @ key[a]) / np.sqrt(C) for s in range(len(x))])
-            pays = np.exp(pays - pays.max())
-            mixed = sum(p * (x[s] @ value[a]) for s, p in enumerate(pays / pays.sum()))
+            weights = np.array([(x[t] @ query[a]) @ (x[s] @ key[a]) / np.sqrt(C) for s in range(len(x))])
+            weights = np.exp(weights - weights.max())
+            mixed = sum(p * (x[s] @ value[a]) for s, p in enumerate(weights / weights.sum()))
             out[:, t] += mixed @ output[a]
     return out
 
 
-def kept(scores, threshold, budget, sinks, recent) -> list[list[int]]:
-    """Logits [K T] -> the tokens that each head keeps: both ends, and of the flagged ones the best of all heads."""
+def select_tokens(scores, threshold, budget, sinks, recent) -> list[list[int]]:
+    """Selects by logits [K T] the sinks and recent tokens of each head, and the best flagged tokens of all heads."""
     K, n = scores.shape
     if n <= sinks + recent:
         return [list(range(n))] * K
     free = range(sinks, n - recent)
-    room = K * (min(budget, n) - sinks - recent)
+    num_flagged = K * (min(budget, n) - sinks - recent)
     flagged = [(-scores[h, t], t, h) for h in range(K) for t in free if 1 / (1 + np.exp(-scores[h, t])) > threshold]
-    best = sorted(flagged)[:room]
+    best = sorted(flagged)[:num_flagged]
     ends = [*range(sinks), *range(n - recent, n)]
     return [sorted(ends + [t for _, t, head in best if head == h]) for h in range(K)]
 
 
-def discriminant(x, stays, ridge: float) -> tuple[np.ndarray, float]:
-    """Vectors [n D], and which of them are of the first class -> direction and offset of the logit of that class."""
-    a, b = x[stays].mean(0), x[~stays].mean(0)
-    apart = np.concatenate([x[stays] - a, x[~stays] - b])
-    within = apart.T @ apart / len(x)
-    within += np.eye(len(a)) * np.trace(within) / len(a) / ridge
-    direction = np.linalg.inv(within) @ (a - b)
-    return direction, np.log(stays.sum() / (~stays).sum()) - direction @ (a + b) / 2
+def fit_discriminant(x, is_kept, ridge: float) -> tuple[np.ndarray, float]:
+    """Fits vectors [n D] with a mask of the first class -> direction and offset of that class's logit."""
+    kept_mean, evicted_mean = x[is_kept].mean(0), x[~is_kept].mean(0)
+    centered = np.concatenate([x[is_kept] - kept_mean, x[~is_kept] - evicted_mean])
+    covariance = centered.T @ centered / len(x)
+    covariance += np.eye(len(kept_mean)) * np.trace(covariance) / len(kept_mean) / ridge
+    direction = np.linalg.inv(covariance) @ (kept_mean - evicted_mean)
+    return direction, np.log(is_kept.sum() / (~is_kept).sum()) - direction @ (kept_mean + evicted_mean) / 2

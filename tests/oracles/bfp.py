@@ -1,4 +1,4 @@
-"""Block floating point in NumPy, float64, with the channels of keys in the order of their size (arXiv 2403.20137)."""
+"""Block floating point in NumPy, float64, with key channels in the order of their size (arXiv 2403.20137)."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import numpy as np
 
 
 def exponent(largest: float, bits: int) -> int:
-    """The least power of two with which the largest mantissa reaches a number above 0."""
+    """The least exponent with which the largest mantissa reaches a positive number."""
     e = -126
     while (2 ** (bits - 1) - 1) * 2.0**e < largest:
         e += 1
     return e
 
 
-def row(x: np.ndarray, bits: int, block: int) -> np.ndarray:
-    """x [H] through its mantissas."""
+def fake_quantize(x: np.ndarray, bits: int, block: int) -> np.ndarray:
+    """Rounds a vector [H] to mantissas and back."""
     out = []
-    for part in x.reshape(-1, block):
-        power = 2.0 ** exponent(np.abs(part).max(), bits)
-        out += [round(y / power) * power for y in part.tolist()]
+    for numbers in x.reshape(-1, block):
+        scale = 2.0 ** exponent(np.abs(numbers).max(), bits)
+        out += [round(y / scale) * scale for y in numbers.tolist()]
     return np.array(out)
 
 
-def order(k: np.ndarray) -> list[int]:
-    """The channels of keys k [n H], the largest first, of equal ones the first."""
+def channel_order(k: np.ndarray) -> list[int]:
+    """The channels of keys k [n H], the largest first; ties go to the lower channel."""
     size = (k**2).sum(0)
     return sorted(range(k.shape[1]), key=lambda c: (-size[c], c))
 
 
-def keys(k: np.ndarray, prompt: int, bits: int, block: int) -> np.ndarray:
-    """Keys [n H], of which the first are the prompt, as they are held: sorted, coded, and put back."""
-    first = order(k[:prompt])
+def fake_quantize_keys(k: np.ndarray, prompt: int, bits: int, block: int) -> np.ndarray:
+    """Rounds keys [n H] in the channel order of their first `prompt` tokens, and restores the order."""
+    channels = channel_order(k[:prompt])
     out = np.empty_like(k)
-    out[:, first] = np.stack([row(x, bits, block) for x in k[:, first]])
+    out[:, channels] = np.stack([fake_quantize(x, bits, block) for x in k[:, channels]])
     return out

@@ -1,4 +1,4 @@
-"""Cache-Craft's formulas, from the paper: one head, in NumPy."""
+"""Cache-Craft's formulas in NumPy, from the paper (arXiv 2502.15734, section 3): one head."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import math
 import numpy as np
 
 
-def impact(attention: np.ndarray, sizes: list[int], i: int) -> float:
-    """attention f64[T T], rows sum to 1, causal -> the cache context impact of chunk i."""
+def context_impact(attention: np.ndarray, sizes: list[int], i: int) -> float:
+    """The cache context impact of chunk i under causal attention weights f64[T T]."""
     ends = np.cumsum([0, *sizes])
-    mine = slice(ends[i], ends[i + 1])
-    a = 0.0
+    own = slice(ends[i], ends[i + 1])
+    inter = 0.0
     for j in range(i):
-        a += attention[mine, ends[j] : ends[j + 1]].sum() / (sizes[i] * sizes[j])
-    b = np.tril(attention[mine, mine]).sum() / sizes[i] ** 2
-    return 1 / (1 + math.exp(-a / b))
+        inter += attention[own, ends[j] : ends[j + 1]].sum() / (sizes[i] * sizes[j])
+    intra = np.tril(attention[own, own]).sum() / sizes[i] ** 2
+    return 1 / (1 + math.exp(-inter / intra))
 
 
-def attention(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """q [N T H], k [K T H] -> f64[T T], causal, mean of query heads."""
+def attention_weights(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """The causal attention weights f64[T T] of q [N T H] to k [K T H], in the mean over query heads."""
     N, T, H = q.shape
     total = np.zeros((T, T))
     for n in range(N):
         s = q[n].astype(np.float64) @ k[n // (N // k.shape[0])].astype(np.float64).T / math.sqrt(H)
         s[np.triu_indices(T, 1)] = -np.inf
-        p = np.exp(s - s.max(1, keepdims=True))
-        total += p / p.sum(1, keepdims=True)
+        weights = np.exp(s - s.max(1, keepdims=True))
+        total += weights / weights.sum(1, keepdims=True)
     return total / N

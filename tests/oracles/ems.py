@@ -1,43 +1,43 @@
-"""EMS in NumPy, float64, from its description (2412.08521): one row, one key/value head of G query heads."""
+"""EMS in NumPy, float64, from its paper (arXiv 2412.08521): one sequence, one key/value head of G query heads."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.merge import lost_of, near
+from tests.oracles.merge import evicted_tokens, nearest_kept
 
 
-def scores(a: np.ndarray, window: int) -> np.ndarray:
-    """Causal attention a [G T T] -> [T]: shares of the mean over the queries that see a token, and of the last ones."""
-    T = a.shape[1]
+def scores(attention: np.ndarray, window: int) -> np.ndarray:
+    """The sum of two scores [T] of causal attention [G T T]: its mean over queries, and the last queries'."""
+    T = attention.shape[1]
     total = np.zeros(T)
-    for weights in a:
-        everywhere = np.array([weights[s:, s].mean() for s in range(T)])
-        nearby = weights[-window:].sum(0)
-        total += everywhere / everywhere.sum() + nearby / nearby.sum()
-    return total / len(a)
+    for weights in attention:
+        mean_attention = np.array([weights[s:, s].mean() for s in range(T)])
+        recent_attention = weights[-window:].sum(0)
+        total += mean_attention / mean_attention.sum() + recent_attention / recent_attention.sum()
+    return total / len(attention)
 
 
-def kept(score: np.ndarray, budget: int, window: int) -> list[int]:
-    """The last tokens and the best of the others."""
-    T = len(score)
+def select_tokens(scores: np.ndarray, budget: int, window: int) -> list[int]:
+    """Selects the last tokens and the best of the others."""
+    T = len(scores)
     if budget >= T:
         return list(range(T))
-    old = sorted(range(T - window), key=lambda t: -score[t])
+    old = sorted(range(T - window), key=lambda t: -scores[t])
     return sorted([*old[: budget - window], *range(T - window, T)])
 
 
-def merged(k, v, score, stay, band: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """k, v [T H] -> keys and values of the tokens that stay."""
+def merge_tokens(k, v, scores, tokens, band: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """Merges evicted tokens into the kept ones: k, v [T H] -> keys and values of the kept tokens."""
     k, v = np.asarray(k, float), np.asarray(v, float)
-    ranked = sorted(lost_of(k, stay), key=lambda t: -score[t])[: int(band * len(stay))]
-    centre = {t: near(k, stay, t) for t in ranked}
+    merged = sorted(evicted_tokens(k, tokens), key=lambda t: -scores[t])[: int(band * len(tokens))]
+    nearest = {t: nearest_kept(k, tokens, t) for t in merged}
     norm = np.linalg.norm(k, axis=1)
     keys, values = [], []
-    for place, s in enumerate(stay):
-        mine = [s] + [t for t, (to, u) in centre.items() if to == place and u >= threshold]
-        w = np.array([score[t] for t in mine]) / sum(score[t] for t in mine)
-        direction = w @ (k[mine] / norm[mine][:, None])
-        keys.append(direction / np.linalg.norm(direction) * (w @ norm[mine]))
-        values.append(w @ v[mine])
+    for place, s in enumerate(tokens):
+        group = [s] + [t for t, (to, u) in nearest.items() if to == place and u >= threshold]
+        w = np.array([scores[t] for t in group]) / sum(scores[t] for t in group)
+        direction = w @ (k[group] / norm[group][:, None])
+        keys.append(direction / np.linalg.norm(direction) * (w @ norm[group]))
+        values.append(w @ v[group])
     return np.array(keys), np.array(values)

@@ -1,12 +1,16 @@
-"""Prefill-time eviction in NumPy, one row and one head at a time, from the papers and public code named below."""
+"""Eviction after the prompt in NumPy, one sequence and head at a time.
+
+SnapKV: arXiv 2404.14469, section 4. H2O: arXiv 2306.14048, section 4, with A2SF's decay (arXiv 2407.20485). PyramidKV:
+arXiv 2406.02069, section 4. Integers and pooling are those of the public code named at each function.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def attention(q, k, window=None) -> np.ndarray:
-    """q [K G T H] of all T prompt tokens, k [K T H] -> causal softmax weights [K G T T]."""
+def attention_weights(q, k, window=None) -> np.ndarray:
+    """The causal softmax weights [K G T T] of q [K G T H] of all T prompt tokens to k [K T H]."""
     K, G, T, H = q.shape
     out = np.zeros((K, G, T, T))
     for h in range(K):
@@ -19,36 +23,38 @@ def attention(q, k, window=None) -> np.ndarray:
     return out
 
 
-def pooled(x, kernel: int, pool: str) -> np.ndarray:
-    """torch's avg_pool1d (zeros beyond the edges count) or max_pool1d (they do not), stride 1, pad kernel // 2."""
-    half, out = kernel // 2, np.zeros(len(x))
+def pool_scores(x, kernel: int, pool: str) -> np.ndarray:
+    """Pools like torch's avg_pool1d (zeros at the edges count) or max_pool1d, with stride 1 and padding kernel // 2."""
+    radius, out = kernel // 2, np.zeros(len(x))
     for i in range(len(x)):
-        inside = [x[j] for j in range(i - half, i + half + 1) if 0 <= j < len(x)]
-        out[i] = sum(inside) / kernel if pool == "avg" else max(inside)
+        neighbors = [x[j] for j in range(i - radius, i + radius + 1) if 0 <= j < len(x)]
+        out[i] = sum(neighbors) / kernel if pool == "avg" else max(neighbors)
     return out
 
 
-def snapkv(a, W: int, kernel=5, pool="avg", reduce="mean", reduce_first=False) -> tuple[np.ndarray, np.ndarray]:
-    """Attention [K G T T] -> scores of the query heads [K G T], of the key/value heads [K T] (SnapKV).
+def snapkv_scores(
+    a, window: int, kernel=5, pool="avg", reduce="mean", reduce_first=False
+) -> tuple[np.ndarray, np.ndarray]:
+    """SnapKV's scores of the query heads [K G T] and of the key/value heads [K T], from attention [K G T T].
 
-    Window tokens: 1 + their own unpooled mean weight.
+    A window token scores 1 + its own unpooled mean weight.
     """
     K, G, T, _ = a.shape
-    seen = a[:, :, -W:].mean(2)
-    past = max(T - W, 0)
-    over = {"mean": np.mean, "max": np.max}[reduce]
+    observed = a[:, :, -window:].mean(2)
+    past = max(T - window, 0)
+    reduce_group = {"mean": np.mean, "max": np.max}[reduce]
 
-    def finish(row):
-        return np.concatenate([pooled(row[:past], kernel, pool), 1 + row[past:]])
+    def pool_past(scores):
+        return np.concatenate([pool_scores(scores[:past], kernel, pool), 1 + scores[past:]])
 
-    heads = np.array([[finish(seen[h, g]) for g in range(G)] for h in range(K)])
+    heads = np.array([[pool_past(observed[h, g]) for g in range(G)] for h in range(K)])
     if reduce_first:
-        return heads, np.array([finish(over(seen[h], 0)) for h in range(K)])
-    return heads, over(heads, 1)
+        return heads, np.array([pool_past(reduce_group(observed[h], 0)) for h in range(K)])
+    return heads, reduce_group(heads, 1)
 
 
-def h2o(a, normalise="none", decay=1.0, window=None) -> tuple[np.ndarray, np.ndarray]:
-    """Attention [K G T T] -> column sums of the query heads [K G T], and their group means [K T] (H2O, A2SF)."""
+def accumulated_scores(a, normalise="none", decay=1.0, window=None) -> tuple[np.ndarray, np.ndarray]:
+    """The column sums [K G T] of attention [K G T T], and their means [K T] over query heads (H2O, A2SF)."""
     K, G, T, _ = a.shape
     heads = np.zeros((K, G, T))
     for s in range(T):
@@ -62,80 +68,80 @@ def h2o(a, normalise="none", decay=1.0, window=None) -> tuple[np.ndarray, np.nda
     return heads, heads.mean(1)
 
 
-def divide(n: int, keep: int, sinks: int, recent: int, c: int):
-    """A row of n tokens -> (tokens always kept, the units [first, last), how many units stay)."""
-    if n <= keep:
+def split_units(n: int, budget: int, sinks: int, recent: int, unit_tokens: int):
+    """Splits n prompt tokens -> (tokens always kept, the units [first, last), the number of units that stay)."""
+    if n <= budget:
         return list(range(n)), [], 0
-    assert keep >= sinks + recent
-    units, at = [], sinks
-    while at + c <= n - recent:
-        units.append((at, at + c))
-        at += c
+    assert budget >= sinks + recent
+    units, start = [], sinks
+    while start + unit_tokens <= n - recent:
+        units.append((start, start + unit_tokens))
+        start += unit_tokens
     always = list(range(sinks)) + list(range(n - recent, n))
-    room = keep - sinks - recent
-    for t in reversed(range(at, n - recent)):  # the remainder, newest first, while there is room
-        if room:
+    num_free = budget - sinks - recent
+    for t in reversed(range(start, n - recent)):  # the remainder, newest first, while the budget allows
+        if num_free:
             always.append(t)
-            room -= 1
-    return sorted(always), units, room // c
+            num_free -= 1
+    return sorted(always), units, num_free // unit_tokens
 
 
-def worth(scores, units, how="sum") -> list[float]:
-    """Scores [T] of one head -> one number per unit."""
-    of = {"sum": np.sum, "mean": np.mean, "max": np.max}[how]
-    return [float(of(scores[a:b])) for a, b in units]
+def unit_scores(scores, units, reduce="sum") -> list[float]:
+    """Reduces the scores [T] of one head to one number per unit."""
+    reduce_unit = {"sum": np.sum, "mean": np.mean, "max": np.max}[reduce]
+    return [float(reduce_unit(scores[a:b])) for a, b in units]
 
 
-def best(values, count: int, out=()) -> list[int]:
-    """The `count` highest that are not in `out`; ties to the lower index."""
-    order = sorted((i for i in range(len(values)) if i not in out), key=lambda i: (-values[i], i))
-    return sorted(order[:count])
+def top_indices(values, num_best: int, excluded=()) -> list[int]:
+    """The indices of the `num_best` highest values that are not in `excluded`; ties go to the lower index."""
+    order = sorted((i for i in range(len(values)) if i not in excluded), key=lambda i: (-values[i], i))
+    return sorted(order[:num_best])
 
 
-def kept(scores, keep, sinks, recent, c=1, how="sum", per="head") -> list[list[int]]:
-    """Scores [K T] of one row -> the token indices that each head keeps, ascending."""
+def select_tokens(scores, budget, sinks, recent, unit_tokens=1, reduce="sum", scope="head") -> list[list[int]]:
+    """The token indices that each head keeps, ascending, by scores [K T] of one sequence."""
     K, n = scores.shape
-    scores = np.repeat(scores.mean(0, keepdims=True), K, 0) if per == "layer" else scores
-    always, units, quota = divide(n, keep, sinks, recent, c)
+    scores = np.repeat(scores.mean(0, keepdims=True), K, 0) if scope == "layer" else scores
+    always, units, quota = split_units(n, budget, sinks, recent, unit_tokens)
     out = []
     for h in range(K):
-        chosen = best(worth(scores[h], units, how), quota)
+        chosen = top_indices(unit_scores(scores[h], units, reduce), quota)
         out.append(sorted(always + [t for i in chosen for t in range(*units[i])]))
     return out
 
 
-def pyramid(T: int, layer: int, L: int, cap: int, w: int, beta: int = 20) -> int:
-    """PyramidKV, the authors' integers, window included; one layer gets the mean."""
-    base = cap - w
+def pyramid_budget(T: int, layer: int, num_layers: int, capacity: int, window: int, beta: int = 20) -> int:
+    """The budget of a layer with its window, in the integers of PyramidKV's authors; a single layer gets the mean."""
+    base = capacity - window
     low = base // beta
     high = base * 2 - low
-    if high >= T - w:
-        high = T - w
+    if high >= T - window:
+        high = T - window
         low = base * 2 - high
-    if T < cap:
+    if T < capacity:
         return T
-    if T < base * 2 or L == 1:
-        return base + w
-    return high - layer * ((high - low) // (L - 1)) + w
+    if T < base * 2 or num_layers == 1:
+        return base + window
+    return high - layer * ((high - low) // (num_layers - 1)) + window
 
 
-def pyramid_peer(T: int, layer: int, L: int, tokens: int, w: int, beta: int = 20) -> int:
-    """kvpress' pyramid for a target of `tokens` of T tokens, window inside each layer's number."""
+def kvpress_pyramid_budget(T: int, layer: int, num_layers: int, tokens: int, window: int, beta: int = 20) -> int:
+    """The budget of a layer with its window in kvpress' pyramid, for a mean of `tokens` of T tokens."""
     if T <= tokens:
         return T
     low = tokens / beta
     high = tokens * 2 - low
-    if high >= T - w:
-        high, low = T - w, tokens * 2 - (T - w)
-    if L == 1 or not (T >= high >= low >= w):
+    if high >= T - window:
+        high, low = T - window, tokens * 2 - (T - window)
+    if num_layers == 1 or not (T >= high >= low >= window):
         return tokens
-    return round(high - layer * (high - low) / (L - 1))
+    return round(high - layer * (high - low) / (num_layers - 1))
 
 
-def prompts(lengths, S: int, seed: int = 0, padding: float = 0.0, K: int = 2, G: int = 2, H: int = 8):
+def random_prompts(lengths, S: int, seed: int = 0, padding: float = 0.0, K: int = 2, G: int = 2, H: int = 8):
     """Random prompts, left-aligned in S slots: q [B K G S H], k, v [B K S H], pos [B S]; the rest holds `padding`.
 
-    What a row holds depends on the seed and its place in `lengths`, not on S.
+    A prompt depends on the seed and its index in `lengths`, not on S.
     """
     B = len(lengths)
     q, k, v = (np.full((B, *shape, H), padding, np.float32) for shape in ((K, G, S), (K, S), (K, S)))

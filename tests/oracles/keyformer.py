@@ -1,4 +1,4 @@
-"""Keyformer in NumPy, float64, from its paper (2403.09054): one row of one key/value head, noise given."""
+"""Keyformer in NumPy, float64, from its paper (arXiv 2403.09054), with given noise: one head of one sequence."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import numpy as np
 
 
 def softmax(s: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
+    """The softmax over the last axis."""
     p = np.exp(s - s.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True)
 
 
 def keyformer(q, k, v, noise, n: int, budget: int, recent: int, tau: float, tau_end: float, steps: int, window=None):
-    """q [G S H], k, v [S H], noise [G S S] of queries and keys, a prompt of n tokens.
+    """Decodes q [G S H], k, v [S H] with noise [G S S] of queries and keys, after a prompt of n tokens.
 
-    Returns (outputs [G S-n H] of the tokens after the prompt, the tokens held at the end).
+    Returns (outputs [G S-n H] of the tokens after the prompt, the tokens cached at the end).
     """
     G, S, H = q.shape
-    held: list[int] = []
-    score = np.zeros(S)
+    cached: list[int] = []
+    scores = np.zeros(S)
     out = np.empty((G, S - n, H))
     for t in range(S):
-        held.append(t)
-        seen = [s for s in held if window is None or s > t - window]
-        logits = q[:, t] @ k[seen].T / np.sqrt(H)
+        cached.append(t)
+        visible = [s for s in cached if window is None or s > t - window]
+        logits = q[:, t] @ k[visible].T / np.sqrt(H)
         step = max(t - n + 1, 0)
         temperature = tau + (tau_end - tau) * min(step, steps) / steps
-        score[seen] += softmax((logits + noise[:, t, seen]) / temperature).sum(0)
+        scores[visible] += softmax((logits + noise[:, t, visible]) / temperature).sum(0)
         if t >= n:
-            out[:, t - n] = softmax(logits) @ v[seen]
-        while t >= n - 1 and len(held) > budget:
-            held.remove(min((s for s in held if s <= t - recent), key=lambda s: (score[s], s)))
-    return out, held
+            out[:, t - n] = softmax(logits) @ v[visible]
+        while t >= n - 1 and len(cached) > budget:
+            cached.remove(min((s for s in cached if s <= t - recent), key=lambda s: (scores[s], s)))
+    return out, cached

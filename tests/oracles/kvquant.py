@@ -1,4 +1,4 @@
-"""KVQuant in NumPy, float64, from its authors' code with ranges that are found online: one vector at a time."""
+"""KVQuant in NumPy, float64 (arXiv 2401.18079, section 3), with the authors' constants and online ranges."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ NF4 = (
 """The levels of NF4, as published (Dettmers et al. 2023, arXiv 2305.14314, appendix E)."""
 
 
-def vector(x: np.ndarray, levels: np.ndarray, share: float) -> np.ndarray:
-    """Numbers [n] as they are held: those at or beyond two quantiles exactly, the others at the nearest level."""
-    out = np.zeros(len(x), bool)
-    if share:
-        out = (x >= np.quantile(x, 1 - share / 2)) | (x <= np.quantile(x, share / 2))
-    held = x.copy()
-    if not out.all():
-        least, most = x[~out].min(), x[~out].max()
+def fake_quantize(x: np.ndarray, levels: np.ndarray, fraction: float) -> np.ndarray:
+    """Rounds numbers [n] to the nearest level, except those at or beyond two quantiles, which stay exact."""
+    is_outlier = np.zeros(len(x), bool)
+    if fraction:
+        is_outlier = (x >= np.quantile(x, 1 - fraction / 2)) | (x <= np.quantile(x, fraction / 2))
+    out = x.copy()
+    if not is_outlier.all():
+        least, most = x[~is_outlier].min(), x[~is_outlier].max()
         half, middle = (most - least) / 2, (most + least) / 2
-        for i in np.flatnonzero(~out):
-            place = (x[i] - middle) / half if half else 0.0
-            held[i] = levels[np.abs(levels - place).argmin()] * half + middle
-    return held
+        for i in np.flatnonzero(~is_outlier):
+            position = (x[i] - middle) / half if half else 0.0
+            out[i] = levels[np.abs(levels - position).argmin()] * half + middle
+    return out
 
 
-def held(x: np.ndarray, prompt: int, axis: str, levels: np.ndarray, share: float, every: int, first: int) -> np.ndarray:
-    """One head's tokens [n H] when the last has just been written: prompt, full chunks, and what is not yet a chunk."""
-    full = max(len(x) - 1 - prompt, 0) // every
-    ends = [0, *(prompt + every * i for i in range(full + 1))]
-    found = x.copy()
-    for start, end in zip(ends, ends[1:], strict=False):
-        block = found[start:end].T if axis == "channel" else found[start:end]
-        for row in block:
-            row[:] = vector(row, levels, share) if end > start else row
-    found[:first] = x[:first]
-    return found
+def reconstruct(
+    x: np.ndarray, prompt: int, axis: str, levels: np.ndarray, fraction: float, chunk_tokens: int, num_exact: int
+) -> np.ndarray:
+    """One head's stored tokens [n H] after the last was written: the prompt, full chunks, and an exact remainder."""
+    full = max(len(x) - 1 - prompt, 0) // chunk_tokens
+    bounds = [0, *(prompt + chunk_tokens * i for i in range(full + 1))]
+    out = x.copy()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        block = out[start:end].T if axis == "channel" else out[start:end]
+        for vector in block:
+            vector[:] = fake_quantize(vector, levels, fraction) if end > start else vector
+    out[:num_exact] = x[:num_exact]
+    return out

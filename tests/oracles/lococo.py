@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.oracles.eviction import best
+from tests.oracles.eviction import top_indices
 
 
-def mixing(x, weight, bias) -> np.ndarray:
-    """Tokens [T C] under a convolution [M C w] with zeros beyond both ends -> softmax weights [M T]."""
+def mixing_weights(x, weight, bias) -> np.ndarray:
+    """The softmax weights [M T] of tokens [T C] under a convolution [M C w] with zero padding."""
     M, _, w = weight.shape
     out = np.zeros((M, len(x)))
     for m in range(M):
@@ -22,19 +22,19 @@ def mixing(x, weight, bias) -> np.ndarray:
     return out / out.sum(1, keepdims=True)
 
 
-def compressed(k, v, scores, budget, recent, weight, bias, normalizer):
-    """Keys and values [T H], scores [T] -> (tokens whose slots are kept, ascending, keys, values [budget H])."""
+def compress(k, v, scores, budget, recent, weight, bias, normalizer):
+    """Compresses keys and values [T H] by scores [T] -> (tokens that keep their slots, keys, values [budget H])."""
     T, M = len(k), len(weight)
     if budget >= T:
         return list(range(T)), k, v
     newest = set(range(T - recent, T))
-    heavy = newest | set(best(scores.tolist(), budget - M - recent, newest))
+    heavy = newest | set(top_indices(scores.tolist(), budget - M - recent, newest))
     others = [t for t in range(T) if t not in heavy]
-    p = mixing(np.concatenate([k, v], 1)[others], weight, bias)
-    anchors = best(scores.tolist(), M, heavy)
+    weights = mixing_weights(np.concatenate([k, v], 1)[others], weight, bias)
+    anchors = top_indices(scores.tolist(), M, heavy)
     new_k, new_v = k.copy(), v.copy()
     for m, t in enumerate(anchors):
-        new_k[t] = (1 - normalizer) * k[t] + normalizer * p[m] @ k[others]
-        new_v[t] = (1 - normalizer) * v[t] + normalizer * p[m] @ v[others]
-    stays = sorted(heavy | set(anchors))
-    return stays, new_k[stays], new_v[stays]
+        new_k[t] = (1 - normalizer) * k[t] + normalizer * weights[m] @ k[others]
+        new_v[t] = (1 - normalizer) * v[t] + normalizer * weights[m] @ v[others]
+    tokens = sorted(heavy | set(anchors))
+    return tokens, new_k[tokens], new_v[tokens]

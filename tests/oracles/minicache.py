@@ -1,4 +1,4 @@
-"""MiniCache in NumPy, float64, one head of one row at a time (Liu et al. 2024, arXiv 2405.14366)."""
+"""MiniCache in NumPy, float64, from its paper (arXiv 2405.14366): one head of one sequence at a time."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ def angle(a, b) -> float:
     return float(np.arccos(np.clip(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)), -1, 1)))
 
 
-def between(a, b, t: float) -> np.ndarray:
-    """The unit vector that the direction of a becomes once it has turned by the share t of the way to that of b."""
+def interpolate_directions(a, b, t: float) -> np.ndarray:
+    """The unit vector at the fraction t of the rotation from the direction of a to that of b."""
     a, b = a / np.linalg.norm(a), b / np.linalg.norm(b)
-    aside = b - (a @ b) * a
-    turn = t * angle(a, b)
-    return np.cos(turn) * a + np.sin(turn) * aside / np.linalg.norm(aside)
+    orthogonal = b - (a @ b) * a
+    rotation = t * angle(a, b)
+    return np.cos(rotation) * a + np.sin(rotation) * orthogonal / np.linalg.norm(orthogonal)
 
 
-def exact(lower, upper, share: float) -> list[int]:
-    """The tokens that stay, ascending: those whose keys [T H] turn most; of equal ones the earlier."""
+def retained_tokens(lower, upper, fraction: float) -> list[int]:
+    """The tokens whose keys [T H] differ most in direction, ascending; ties go to the earlier token."""
     order = sorted(range(len(lower)), key=lambda i: (-angle(lower[i], upper[i]), i))
-    return sorted(order[: ceil(share * len(lower) - 1e-9)])
+    return sorted(order[: ceil(fraction * len(lower) - 1e-9)])
 
 
-def merged(lower, upper, stay, t: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [T H] of one head in both layers, as the cache gives them back."""
+def merge_tokens(lower, upper, retained, t: float) -> tuple[np.ndarray, np.ndarray]:
+    """Merges the directions of one head's keys or values [T H] in both layers, and restores their norms."""
     below, above = lower.astype(float).copy(), upper.astype(float).copy()
-    for i in set(range(len(lower))) - set(stay):
-        direction = between(below[i], above[i], t)
+    for i in set(range(len(lower))) - set(retained):
+        direction = interpolate_directions(below[i], above[i], t)
         below[i], above[i] = (np.linalg.norm(x[i]) * direction for x in (below, above))
     return below, above
 
 
-def pair(lower, upper, share: float, t: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(keys, values) [T H] of a head in the lower and in the upper layer -> the same, as the cache gives them back."""
-    stay = exact(lower[0], upper[0], share)
-    keys, values = (merged(a, b, stay, t) for a, b in zip(lower, upper, strict=True))
+def merge_layers(lower, upper, fraction: float, t: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Merges (keys, values) [T H] of a head in the lower and the upper layer -> both, as the cache returns them."""
+    retained = retained_tokens(lower[0], upper[0], fraction)
+    keys, values = (merge_tokens(a, b, retained, t) for a, b in zip(lower, upper, strict=True))
     return list(zip(keys, values, strict=True))

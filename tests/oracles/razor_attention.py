@@ -1,12 +1,12 @@
-"""RazorAttention in NumPy: retrieval heads by repeated tokens, and attention with a compensation token (2407.15891)."""
+"""RazorAttention in NumPy (arXiv 2407.15891, section 3): retrieval heads, and attention with a compensation token."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def looked_back(a, period: int) -> tuple[float, float]:
-    """Attention [T T] of one query head to a text that repeats itself -> (echo, induction), as in msmodelslim."""
+def echo_and_induction(a, period: int) -> tuple[float, float]:
+    """The scores (echo, induction), as in msmodelslim, of one query head's attention [T T] to a text that repeats."""
     echo, induction = [], []
     for t in range(len(a)):
         for s in range(t - period, -1, -period):
@@ -15,30 +15,30 @@ def looked_back(a, period: int) -> tuple[float, float]:
     return float(np.mean(echo)), float(np.mean(induction))
 
 
-def retrieval_heads(echo, induction, echo_share: float, induction_share: float) -> np.ndarray:
-    """Scores [L K] without equals -> bool[L K]."""
-    found = np.zeros(np.shape(echo), bool)
-    for scores, share in ((echo, echo_share), (induction, induction_share)):
+def select_retrieval_heads(echo, induction, echo_fraction: float, induction_fraction: float) -> np.ndarray:
+    """The retrieval heads, bool[L K], by distinct scores [L K]."""
+    is_retrieval = np.zeros(np.shape(echo), bool)
+    for scores, fraction in ((echo, echo_fraction), (induction, induction_fraction)):
         order = np.argsort(-np.asarray(scores), axis=None)
-        found.ravel()[order[: round(share * found.size)]] = True
-    return found
+        is_retrieval.ravel()[order[: round(fraction * is_retrieval.size)]] = True
+    return is_retrieval
 
 
-def ends(n: int, sinks: int, recent: int, part: int) -> tuple[list[int], list[int]]:
-    """A row of n tokens -> (first and last ones that stay, those between, of which one token is made)."""
+def split_prompt(n: int, sinks: int, recent: int, part: int) -> tuple[list[int], list[int]]:
+    """Splits n tokens -> (sinks and recent tokens, tokens between them that become one compensation token)."""
     last = max(recent, n // part if part else 0)
     between = list(range(sinks, n - last))
     return [s for s in range(n) if s not in between], between
 
 
-def attend(q, k, v, held, between, later) -> np.ndarray:
-    """q [G H] over the tokens that are held, the mean of those between, so many times, and the later ones: [G H]."""
-    seen = [*held, *later]
-    keys, values, count = k[seen], v[seen], np.ones(len(seen))
-    if between:
-        keys = np.vstack([keys, k[between].mean(0)])
-        values = np.vstack([values, v[between].mean(0)])
-        count = np.append(count, len(between))
+def attend(q, k, v, exact, compensated, later) -> np.ndarray:
+    """Attends with q [G H] to exact and later tokens, and to the compensation token, weighted by its count -> [G H]."""
+    visible = [*exact, *later]
+    keys, values, count = k[visible], v[visible], np.ones(len(visible))
+    if compensated:
+        keys = np.vstack([keys, k[compensated].mean(0)])
+        values = np.vstack([values, v[compensated].mean(0)])
+        count = np.append(count, len(compensated))
     s = q @ keys.T / np.sqrt(q.shape[-1])
-    p = count * np.exp(s - s.max(-1, keepdims=True))
-    return p / p.sum(-1, keepdims=True) @ values
+    weights = count * np.exp(s - s.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ values

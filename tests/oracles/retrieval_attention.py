@@ -1,4 +1,4 @@
-"""RetrievalAttention with an exact search in NumPy, float64 (arXiv 2409.10516): one row, one query at a time."""
+"""RetrievalAttention with exact search in NumPy, float64 (arXiv 2409.10516, section 3): one sequence, by queries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.oracles.online import softmax
 
 
 def retrieval_attention(q, k, v, n: int, topk: int, sinks: int, recent: int, window: int | None = None) -> np.ndarray:
-    """q [K G S H], k, v [K S H] of one row, a prompt of n tokens -> outputs [K G S-n H] of the rest.
+    """Decodes q [K G S H], k, v [K S H] of one sequence, a prompt of n tokens -> outputs [K G S-n H] of the rest.
 
-    A query head reads the first `sinks` tokens, the last `recent` ones, and of the others the `topk` nearest keys.
+    A query head reads the first `sinks` tokens, the last `recent` ones, and the `topk` nearest keys of the others.
     """
     K, G, S, H = q.shape
     out = np.empty((K, G, S - n, H))
@@ -21,6 +21,6 @@ def retrieval_attention(q, k, v, n: int, topk: int, sinks: int, recent: int, win
         for h in range(K):
             for g in range(G):
                 logits = k[h] @ q[h, g, t] / np.sqrt(H)
-                seen = static + list(others[np.argsort(-logits[others], kind="stable")[:topk]])
-                out[h, g, t - n] = softmax(logits[seen]) @ v[h, seen]
+                visible = static + list(others[np.argsort(-logits[others], kind="stable")[:topk]])
+                out[h, g, t - n] = softmax(logits[visible]) @ v[h, visible]
     return out

@@ -1,4 +1,4 @@
-"""R-KV in NumPy, float64, from its paper (2505.24133) and public code: one row of one key/value head."""
+"""R-KV in NumPy, float64, from its paper (arXiv 2505.24133) and public code: one key/value head of one sequence."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from tests.oracles.online import softmax
 
 
 def redundancy(keys: np.ndarray, threshold: float = 0.5) -> np.ndarray:
-    """keys [S H] -> [S]: softmax of the mean cosine of all keys to each, the newest near duplicate of each left out."""
+    """The softmax [S] of each key's mean cosine to all keys [S H], without the newest near duplicate of each."""
     unit = keys / (np.linalg.norm(keys, axis=1, keepdims=True) + 1e-8)
     total = np.zeros(len(keys))
     for i in range(len(keys)):
-        row = unit @ unit[i]
-        row[i] = 0
-        row[max([j for j in range(len(keys)) if row[j] > threshold], default=0)] = 0
-        total += row
+        similarities = unit @ unit[i]
+        similarities[i] = 0
+        similarities[max([j for j in range(len(keys)) if similarities[j] > threshold], default=0)] = 0
+        total += similarities
     return softmax(total / len(keys))
 
 
 def scores(q, keys, window: int, kernel: int, mix: float, threshold: float) -> np.ndarray:
-    """The last queries q [G w H], keys [S H] -> [S - window]: what tokens before the window score."""
+    """The scores [S - window] of tokens before the window, from the last queries q [G w H] and keys [S H]."""
     past = len(keys) - window
     logits = (q @ keys[:past].T / np.sqrt(keys.shape[1])).max(0)
-    seen = softmax(logits).mean(0)
-    half = kernel // 2
-    attention = np.array([seen[max(i - half, 0) : i + half + 1].max() for i in range(past)])
+    observed = softmax(logits).mean(0)
+    radius = kernel // 2
+    attention = np.array([observed[max(i - radius, 0) : i + radius + 1].max() for i in range(past)])
     return mix * attention - (1 - mix) * redundancy(keys, threshold)[:past]
 
 
-def kept(q, k, held: list[int], t: int, budget: int, window: int, kernel: int, mix: float, threshold: float):
-    """q [G S H], k [S H] -> the `budget` of these tokens that stay, by the queries up to t."""
-    score = scores(q[:, t - window + 1 : t + 1], k[held], window, kernel, mix, threshold)
-    best = np.argsort(-score, kind="stable")[: budget - window]
-    return [held[i] for i in sorted(best)] + held[-window:]
+def select_tokens(q, k, cached: list[int], t: int, budget: int, window: int, kernel: int, mix: float, threshold: float):
+    """Selects `budget` of the cached tokens by the queries up to t: q [G S H], k [S H]."""
+    token_scores = scores(q[:, t - window + 1 : t + 1], k[cached], window, kernel, mix, threshold)
+    best = np.argsort(-token_scores, kind="stable")[: budget - window]
+    return [cached[i] for i in sorted(best)] + cached[-window:]
 
 
-def every_step(q, k, v, n: int, every: int, budget: int, **more) -> np.ndarray:
-    """q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]; a full cache shrinks before a token."""
+def decode(q, k, v, n: int, interval: int, budget: int, **options) -> np.ndarray:
+    """Decodes q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]; a full cache shrinks before a token."""
     G, S, H = q.shape
-    held, out = list(range(n)), np.empty((G, S - n, H))
+    cached, out = list(range(n)), np.empty((G, S - n, H))
     if n > budget:
-        held = kept(q, k, held, n - 1, budget, **more)
+        cached = select_tokens(q, k, cached, n - 1, budget, **options)
     for t in range(n, S):
-        if len(held) == budget + every:
-            held = kept(q, k, held, t, budget, **more)
-        held.append(t)
-        out[:, t - n] = softmax(q[:, t] @ k[held].T / np.sqrt(H)) @ v[held]
+        if len(cached) == budget + interval:
+            cached = select_tokens(q, k, cached, t, budget, **options)
+        cached.append(t)
+        out[:, t - n] = softmax(q[:, t] @ k[cached].T / np.sqrt(H)) @ v[cached]
     return out

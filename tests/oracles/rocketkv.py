@@ -1,4 +1,4 @@
-"""RocketKV in NumPy, float64, from its paper and public code (arXiv 2502.14051): one row, one query at a time."""
+"""RocketKV in NumPy, float64, from its paper (arXiv 2502.14051) and public code: one sequence, one query at a time."""
 
 from __future__ import annotations
 
@@ -7,51 +7,50 @@ import numpy as np
 from tests.oracles.online import softmax
 
 
-def snapped(q: np.ndarray, k: np.ndarray, budget: int, window: int, kernel: int) -> list[int]:
-    """Stage 1: which of the prompt's n tokens a head keeps; q [G n H], k [n H]."""
+def select_prompt_tokens(q: np.ndarray, k: np.ndarray, budget: int, window: int, kernel: int) -> list[int]:
+    """Selects the prompt tokens that a head keeps (stage 1): q [G n H], k [n H]."""
     n, H = k.shape
     if n <= budget:
         return list(range(n))
     total = np.zeros(n - window)
     for t in range(n - window, n):
         total += softmax(q[:, t] @ k[: t + 1].T / np.sqrt(H)).sum(0)[: n - window]
-    half = kernel // 2
-    pooled = np.array([total[max(0, i - half) : i + half + 1].max() for i in range(n - window)])
+    radius = kernel // 2
+    pooled = np.array([total[max(0, i - radius) : i + radius + 1].max() for i in range(n - window)])
     best = np.argsort(-pooled, kind="stable")[: budget - window]
     return [*sorted(best.tolist()), *range(n - window, n)]
 
 
-def estimate(q: np.ndarray, pages: list[np.ndarray], r: int) -> np.ndarray:
-    """Stage 2: scores of pages of keys [page H] for the query heads q [G H] of a head, from r channels, before softmax.
-
-    Returns [G pages].
-    """
+def page_scores(q: np.ndarray, pages: list[np.ndarray], num_channels: int) -> np.ndarray:
+    """The logits [G pages] of pages of keys [page H] for a head's queries q [G H], from `num_channels` (stage 2)."""
     sign = np.where(q.sum(0) > 0, 1, -1)
-    most = np.array([(keys * sign).max(0) for keys in pages])
-    channels = np.argsort(-np.abs(q).mean(0), kind="stable")[:r]
-    raw = (q * sign)[:, channels] @ most[:, channels].T
+    bounds = np.array([(keys * sign).max(0) for keys in pages])
+    channels = np.argsort(-np.abs(q).mean(0), kind="stable")[:num_channels]
+    raw = (q * sign)[:, channels] @ bounds[:, channels].T
     scale = np.sqrt(q.shape[1] * np.abs(q[:, channels]).sum(1) / np.abs(q).sum(1))
     return raw / scale[:, None]
 
 
-def rocketkv(q, k, v, n: int, budget: int, window: int, kernel: int, page: int, pages: int, r: int) -> np.ndarray:
-    """q [K G S H], k, v [K S H] of one row, a prompt of n tokens -> outputs [K G S-n H] of the rest.
+def rocketkv(
+    q, k, v, n: int, budget: int, window: int, kernel: int, page: int, num_pages: int, num_channels: int
+) -> np.ndarray:
+    """Decodes q [K G S H], k, v [K S H] of one sequence, a prompt of n tokens -> outputs [K G S-n H] of the rest.
 
-    A head reads the page of the query's own token among those that it holds, and its best `pages` before that.
+    A head reads the page of the query's own token among its cached tokens, and the best `num_pages` before it.
     """
     K, G, S, H = q.shape
     out = np.empty((K, G, S - n, H))
     for h in range(K):
-        held = snapped(q[h, :, :n], k[h, :n], budget, window, kernel)
+        cached = select_prompt_tokens(q[h, :, :n], k[h, :n], budget, window, kernel)
         for t in range(n, S):
-            held.append(t)
-            own = (len(held) - 1) // page * page
-            before = [held[s : s + page] for s in range(0, own, page)]
-            seen = held[own:]
-            if before:
-                weight = softmax(estimate(q[h, :, t], [k[h, p] for p in before], r)).mean(0)
-                for i in np.argsort(-weight, kind="stable")[:pages]:
-                    seen = seen + before[i]
+            cached.append(t)
+            last_page = (len(cached) - 1) // page * page
+            earlier = [cached[s : s + page] for s in range(0, last_page, page)]
+            visible = cached[last_page:]
+            if earlier:
+                weight = softmax(page_scores(q[h, :, t], [k[h, p] for p in earlier], num_channels)).mean(0)
+                for i in np.argsort(-weight, kind="stable")[:num_pages]:
+                    visible = visible + earlier[i]
             for g in range(G):
-                out[h, g, t - n] = softmax(k[h, seen] @ q[h, g, t] / np.sqrt(H)) @ v[h, seen]
+                out[h, g, t - n] = softmax(k[h, visible] @ q[h, g, t] / np.sqrt(H)) @ v[h, visible]
     return out

@@ -1,15 +1,15 @@
-"""RotateKV in NumPy, float64, from its authors' code (arXiv 2501.16383): one row, one token at a time."""
+"""RotateKV in NumPy, float64, from its authors' code (arXiv 2501.16383): one sequence, one token at a time."""
 
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
 
-from tests.oracles.rows import sylvester
+from tests.oracles.token_codes import hadamard
 
 
-def coded(x: np.ndarray, bits: int, clip: float) -> tuple[list[int], int, float]:
-    """A group [g] -> (its codes, the zero point, the size of a step, which is held in bfloat16)."""
+def quantize(x: np.ndarray, bits: int, clip: float) -> tuple[list[int], int, float]:
+    """Quantizes a group [g] -> (its codes, the zero point, the step, which is stored in bfloat16)."""
     top, least, most = 2**bits - 1, x.min() * clip, x.max() * clip
     scale = max((most - least) / top, max(abs(least), abs(most)) / 2**14, 1e-30)
     scale = float(ml_dtypes.bfloat16(scale))
@@ -17,33 +17,33 @@ def coded(x: np.ndarray, bits: int, clip: float) -> tuple[list[int], int, float]
     return [min(max(round(y / scale) + zero, 0), top) for y in x.tolist()], zero, scale
 
 
-def read(codes: list[int], zero: int, scale: float) -> np.ndarray:
-    """Decodes a group."""
+def dequantize(codes: list[int], zero: int, scale: float) -> np.ndarray:
+    """Decodes a group of numbers."""
     return (np.array(codes, np.float64) - zero) * scale
 
 
-def value(v: np.ndarray, bits: int, clip: float) -> np.ndarray:
-    """A value [H] through its codes."""
-    turn = sylvester(len(v))
-    return turn @ read(*coded(turn @ v, bits, clip))
+def fake_quantize_value(v: np.ndarray, bits: int, clip: float) -> np.ndarray:
+    """Quantizes and dequantizes a value [H]."""
+    rotation = hadamard(len(v))
+    return rotation @ dequantize(*quantize(rotation @ v, bits, clip))
 
 
-def order_of(mean: np.ndarray, heads: int) -> np.ndarray:
-    """The order of a layer's rotated channels, by any multiple of the mean bare key [K H]."""
-    return np.argsort(rotated(mean, heads), kind="stable")
+def channel_order(mean: np.ndarray, heads: int) -> np.ndarray:
+    """The order of a layer's rotated channels, by any multiple of the mean key before RoPE [K H]."""
+    return np.argsort(rotate_heads(mean, heads), kind="stable")
 
 
-def rotated(k: np.ndarray, heads: int) -> np.ndarray:
-    """A bare key of all heads [K H] -> its channels [K*H], each group of heads rotated."""
+def rotate_heads(k: np.ndarray, heads: int) -> np.ndarray:
+    """Rotates the channels [K*H] of a key before RoPE [K H] within each group of heads."""
     groups = k.reshape(-1, heads * k.shape[1])
-    return (groups @ sylvester(groups.shape[1])).ravel()
+    return (groups @ hadamard(groups.shape[1])).ravel()
 
 
-def key(k: np.ndarray, order: np.ndarray, heads: int, bits: int, clip: float) -> np.ndarray:
-    """A bare key [K H] through its codes, in groups of H places."""
+def fake_quantize_key(k: np.ndarray, order: np.ndarray, heads: int, bits: int, clip: float) -> np.ndarray:
+    """Quantizes and dequantizes a key before RoPE [K H], in groups of H ordered channels."""
     K, H = k.shape
-    placed = rotated(k, heads)[order].reshape(K, H)
-    held = np.empty(K * H)
-    held[order] = np.concatenate([read(*coded(group, bits, clip)) for group in placed])
-    groups = held.reshape(-1, heads * H)
-    return (groups @ sylvester(heads * H)).reshape(K, H)
+    ordered = rotate_heads(k, heads)[order].reshape(K, H)
+    channels = np.empty(K * H)
+    channels[order] = np.concatenate([dequantize(*quantize(group, bits, clip)) for group in ordered])
+    groups = channels.reshape(-1, heads * H)
+    return (groups @ hadamard(heads * H)).reshape(K, H)

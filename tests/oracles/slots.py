@@ -9,8 +9,8 @@ import numpy as np
 from kvjax.core import memory
 
 
-def held(state: Any, b: int, head: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Positions, keys and values of row b, in the order of positions; of plain codecs."""
+def head_slots(state: Any, b: int, head: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Positions, keys and values of a head of sequence b, in the order of positions; for plain codecs."""
     pos = np.asarray(state.pos[b, head if state.pos.shape[1] > 1 else 0])
     order = [slot for slot in np.argsort(pos, kind="stable") if pos[slot] >= 0]
     keys, values = (np.asarray(memory.unpack(x)[b, head])[order] for x in (state.k, state.v))

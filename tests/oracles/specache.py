@@ -1,4 +1,4 @@
-"""SpeCache in NumPy, from the paper (arXiv 2503.16163, section 3.3): one row, one key/value head, one step."""
+"""SpeCache in NumPy, from its paper (arXiv 2503.16163, section 3.3): one sequence, one key/value head, step by step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from tests.oracles import kivi
 
 
-class Row:
-    """All keys and values exactly (the host's copy), a KIVI copy of them, and which tokens have been fetched."""
+class SpeCache:
+    """All exact keys and values (the host's copy), a KIVI copy of them, and the fetched tokens."""
 
     def __init__(
         self,
@@ -21,33 +21,33 @@ class Row:
         one_bit: str = "improved",
         reduce: str = "mean",
     ):
-        """k, v [T0 H]: the prompt; nothing is fetched yet."""
-        self.low = kivi.Row(k, v, bits, group, residual, one_bit)
+        """Stores the prompt, k, v [T0 H]; nothing is fetched yet."""
+        self.low = kivi.KiviCache(k, v, bits, group, residual, one_bit)
         self.topk, self.residual, self.reduce = topk, residual, reduce
         self.fetched: list[int] = []
 
     def pre_decode(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """The extra step on the first new token: q [G H], k, v [H] -> [G H]; it only chooses the first fetch."""
+        """Runs the extra step on the first new token, q [G H], k, v [H] -> [G H]; it only chooses the first fetch."""
         out, weights = self._attend(q, [(k, v)])
         self.fetched = self._choose(weights, len(self.low.k) // self.residual * self.residual)
         return out
 
-    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, guess: tuple | None = None) -> tuple:
-        """A true token and a speculative one (guess: its q, k, v) -> both outputs [G H]; the true one is kept.
+    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, draft: tuple | None = None) -> tuple:
+        """Decodes a true token and a draft (its q, k, v) -> both outputs [G H]; only the true one is stored.
 
-        Without a guess the true token chooses the next fetch.
+        Without a draft the true token chooses the next fetch.
         """
         self.low.append(k, v)
         out, weights = self._attend(q, [])
-        ahead = None
-        if guess is not None:
-            ahead, weights = self._attend(guess[0], [guess[1:]])
+        draft_out = None
+        if draft is not None:
+            draft_out, weights = self._attend(draft[0], [draft[1:]])
         self.fetched = self._choose(weights, len(self.low.k) // self.residual * self.residual)
         self.low.flush()
-        return out, ahead
+        return out, draft_out
 
-    def step_without_guessing(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """The ablation of section 4.5: this very query chooses, the rows are fetched now, attention is done again."""
+    def step_without_draft(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Runs the ablation of section 4.5: the query itself chooses the fetch, and attention runs again after it."""
         self.low.append(k, v)
         self.fetched = []
         _, weights = self._attend(q, [])
@@ -57,16 +57,16 @@ class Row:
         return out
 
     def _attend(self, q: np.ndarray, extra: list) -> tuple[np.ndarray, np.ndarray]:
-        """q [G H] over the cache and `extra` (pairs k, v), which is not kept -> [G H], softmax f64[G n]."""
-        keys, values = self.low.seen_keys(), self.low.seen_values()
+        """Attends with q [G H] to the cache and `extra` pairs (k, v), which are not stored -> [G H], weights [G n]."""
+        keys, values = self.low.visible_keys(), self.low.visible_values()
         for i in self.fetched:
             keys[i], values[i] = self.low.k[i], self.low.v[i]
         for k, v in extra:
             keys, values = np.concatenate([keys, k[None]]), np.concatenate([values, v[None]])
-        weights = np.stack([kivi.softmax(keys @ row.astype(np.float64) / np.sqrt(len(row))) for row in q])
+        weights = np.stack([kivi.softmax(keys @ query.astype(np.float64) / np.sqrt(len(query))) for query in q])
         return weights @ values, weights
 
-    def _choose(self, weights: np.ndarray, candidates: int) -> list[int]:
-        """The heaviest of the first tokens, whose keys will be in low bits; equal ones in order."""
-        by = weights.mean(0) if self.reduce == "mean" else weights.max(0)
-        return sorted(range(candidates), key=lambda i: (-by[i], i))[: self.topk]
+    def _choose(self, weights: np.ndarray, num_candidates: int) -> list[int]:
+        """The heaviest of the first tokens, whose keys will be quantized; ties go to the earlier token."""
+        ranking = weights.mean(0) if self.reduce == "mean" else weights.max(0)
+        return sorted(range(num_candidates), key=lambda i: (-ranking[i], i))[: self.topk]

@@ -1,4 +1,4 @@
-"""Speculative sampling (arXiv 2211.17192, Algorithm 1) and RAPID's shift (arXiv 2502.20330), for one place of a row."""
+"""Speculative sampling (arXiv 2211.17192, Algorithm 1) and RAPID's shift (arXiv 2502.20330), for one position."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def softmax(z: np.ndarray) -> np.ndarray:
     return e / e.sum()
 
 
-def shifted(z: np.ndarray, y: np.ndarray, m: float, alpha: float) -> np.ndarray:
-    """The verifier's logits z [V] after the draft's y [V] have moved them."""
+def shift_logits(z: np.ndarray, y: np.ndarray, m: float, alpha: float) -> np.ndarray:
+    """Shifts the verifier's logits z [V] by the draft's y [V]."""
     p, q = softmax(z), softmax(y)
     out = z.copy()
     for token in range(len(z)):
@@ -21,9 +21,11 @@ def shifted(z: np.ndarray, y: np.ndarray, m: float, alpha: float) -> np.ndarray:
     return out
 
 
-def outcome(z: np.ndarray, y: np.ndarray, m: float = 0.0, alpha: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
-    """(the probability that each token is accepted when it was drafted [V], what is drawn after a rejection [V])."""
-    p, q, near = softmax(z), softmax(y), softmax(shifted(z, y, m, alpha))
-    accept = np.array([min(1.0, near[x] / q[x]) for x in range(len(z))])
-    rest = np.array([max(p[x] - q[x], p[x] - near[x], 0.0) for x in range(len(z))])
-    return accept, rest / rest.sum()
+def acceptance_and_residual(
+    z: np.ndarray, y: np.ndarray, m: float = 0.0, alpha: float = 0.1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Each drafted token's probability of acceptance [V], and the distribution after a rejection [V]."""
+    p, q, target = softmax(z), softmax(y), softmax(shift_logits(z, y, m, alpha))
+    accept = np.array([min(1.0, target[x] / q[x]) for x in range(len(z))])
+    residual = np.array([max(p[x] - q[x], p[x] - target[x], 0.0) for x in range(len(z))])
+    return accept, residual / residual.sum()

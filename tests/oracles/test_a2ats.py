@@ -1,4 +1,4 @@
-"""A2ATS against its oracle: the codebook that queries weigh, windowed RoPE, and what is fetched."""
+"""A2ATS against its oracle: the codebook weighted by queries, windowed RoPE, and the fetched tokens."""
 
 from __future__ import annotations
 
@@ -19,38 +19,43 @@ SMALL = "a2ats:topk=3,words=4,sinks=1,recent=2,distance=8"
 def test_by_hand_queries_say_which_keys_are_alike():
     """Queries look at the first channel only: keys 1 and 3 share a codeword there, however far apart they are."""
     keys, moment = np.array([[0.0, 0], [5, 9], [1, 0], [6, -9]]), np.diag([4.0, 0])
-    words, code = oracle.codebook(keys, oracle.root(moment), 2, 3)
+    words, code = oracle.fit_codebook(keys, oracle.factorize_moment(moment), 2, 3)
     assert code == [0, 1, 0, 1]
     np.testing.assert_allclose(words, [[0.5, 0], [5.5, 0]])
-    x, real = jnp.asarray(keys, jnp.float32)[None, None], jnp.ones((1, 1, 4), bool)
+    x, is_token = jnp.asarray(keys, jnp.float32)[None, None], jnp.ones((1, 1, 4), bool)
     weights = jnp.asarray(moment, jnp.float32)[None, None]
-    found = fit_codebook(x, real, weights, 2, 3)
-    np.testing.assert_allclose(found[0, 0], words, atol=1e-6)
-    for at_once in (4, 3):
-        assert nearest_codeword(x, found, weights, vectors_at_once=at_once).ravel().tolist() == code
+    codewords = fit_codebook(x, is_token, weights, 2, 3)
+    np.testing.assert_allclose(codewords[0, 0], words, atol=1e-6)
+    for vectors_at_once in (4, 3):
+        assert nearest_codeword(x, codewords, weights, vectors_at_once=vectors_at_once).ravel().tolist() == code
 
 
 @pytest.mark.parametrize("changes", ["", ",recent=0,sinks=0,rounds=1"])
 def test_it_equals_its_oracle_whatever_lies_in_empty_slots(changes):
-    d, method = layer.data(), kvjax.parse("a2ats:topk=3,words=4,distance=8" + (changes or ",recent=2,sinks=1"))
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
-    settings = {"recent": 0, "sinks": 0, "rounds": 1} if changes else {"recent": 2, "sinks": 1}
-    for b, n in enumerate(map(int, d.lengths)):
+    batch, method = (
+        layer.random_batch(),
+        kvjax.parse("a2ats:topk=3,words=4,distance=8" + (changes or ",recent=2,sinks=1")),
+    )
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
+    settings = {"recent": 0, "sinks": 0, "iterations": 1} if changes else {"recent": 2, "sinks": 1}
+    for b, n in enumerate(map(int, batch.lengths)):
         for h in range(layer.K):
-            q, k, v = (np.asarray(x[b, h][..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-            want = oracle.a2ats(q, k, v, n, topk=3, words=4, distance=8, **settings)
-            np.testing.assert_allclose(out[b, h], want, atol=1e-5)
+            q, k, v = (np.asarray(x[b, h][..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v))
+            expected = oracle.a2ats(q, k, v, n, topk=3, words=4, distance=8, **settings)
+            np.testing.assert_allclose(out[b, h], expected, atol=1e-5)
 
 
 def test_ragged_chunks_are_single_steps():
-    """Row b brings counts[b] tokens in one call and then the others; the row of one token opens codewords meanwhile."""
-    d, bound = layer.data(), layer.bound(SMALL)
-    want, state, done = layer.run(SMALL, d), layer.prefill(bound, d), np.zeros(3, np.int32)
+    """Sequence b gets counts[b] tokens in one call, then the rest; that of one token adds codewords meanwhile."""
+    batch, bound = layer.random_batch(), layer.bind(SMALL)
+    expected, state, done = layer.decode(SMALL, batch), layer.prefill(bound, batch), np.zeros(3, np.int32)
     for counts in ([4, 1, 2], [3, 4, 4]):
-        fresh = layer.cut_short(layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, 4), counts)
-        out, state = layer.extend(bound, 4)(state, fresh)
+        new = layer.truncate_chunk(
+            layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + done).tokens(0, 4), counts
+        )
+        out, state = layer.compile_extend(bound, 4)(state, new)
         for b, (start, count) in enumerate(zip(done, counts, strict=True)):
-            np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, start : start + count], atol=3e-6)
+            np.testing.assert_allclose(out[b, :, :, :count], expected[b, :, :, start : start + count], atol=3e-6)
         done += np.array(counts, np.int32)
 
 
@@ -63,7 +68,7 @@ def test_numbers_of_codewords_take_one_byte_or_two():
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "says"),
     [
         ("a2ats:topk=0", "topk of A2ATS must be at least 1, got 0"),
         ("a2ats:words=0", "words of A2ATS must be at least 1, got 0"),
@@ -71,6 +76,6 @@ def test_numbers_of_codewords_take_one_byte_or_two():
         ("a2ats + quest", "both fill the component `read`"),
     ],
 )
-def test_what_has_no_meaning_is_refused(text, why):
-    with pytest.raises(KvjaxError, match=why):
-        layer.bound(text)
+def test_what_has_no_meaning_is_refused(text, says):
+    with pytest.raises(KvjaxError, match=says):
+        layer.bind(text)

@@ -1,4 +1,4 @@
-"""AdaKV against its oracle: budgets of heads, what they keep, attention to it, and bytes."""
+"""AdaKV against its oracle: budgets of heads, kept tokens, attention to them, and bytes."""
 
 from __future__ import annotations
 
@@ -17,71 +17,73 @@ from tests.oracles import eviction
 SNAPKV = "snapkv:budget=6,window=2,kernel=3"
 
 
-def divided(rule: AdaKV, scores, lengths, quota, beside) -> np.ndarray:
-    """Budgets of rows of scores [B K U] with so many units."""
+def allocate(rule: AdaKV, scores, lengths, quota, num_always) -> np.ndarray:
+    """The budgets for scores [B K U] of sequences with these numbers of units."""
     allowed = np.arange(np.shape(scores)[2])[None] < np.array(lengths)[:, None]
-    args = (np.asarray(scores, np.float32), allowed, np.array(quota, np.int32), np.array(beside, np.int32))
+    args = (np.asarray(scores, np.float32), allowed, np.array(quota, np.int32), np.array(num_always, np.int32))
     return np.asarray(jax.jit(rule.allocate_local)(*args))
 
 
 def test_the_example_by_hand():
     heads = [[9, 8, 7, 1], [3, 2, 1, 0]]
-    assert oracle.won(heads, 2) == [3, 1]
+    assert oracle.num_won(heads, 2) == [3, 1]
     for rule in (AdaKV(), AdaKV(normalise=True), AdaKV(rule="kvpress"), AdaKV(alpha=0)):
-        assert divided(rule, [heads], [4], [2], [0]).tolist() == [[3, 1]]
-    assert divided(AdaKV(alpha=1), [heads], [4], [2], [0]).tolist() == [[2, 2]]
+        assert allocate(rule, [heads], [4], [2], [0]).tolist() == [[3, 1]]
+    assert allocate(AdaKV(alpha=1), [heads], [4], [2], [0]).tolist() == [[2, 2]]
 
 
 @pytest.mark.parametrize("levels", [3, 10**6])
 @pytest.mark.parametrize("rule", ["adakv", "kvpress"])
 def test_budgets_are_the_oracles_in_ragged_batches_with_many_ties(rule, levels):
     rng = np.random.default_rng(levels)
-    lengths, quota, beside = [20, 1, 13, 20, 7], [6, 1, 0, 20, 3], [2, 0, 5, 1, 0]
+    lengths, quota, num_always = [20, 1, 13, 20, 7], [6, 1, 0, 20, 3], [2, 0, 5, 1, 0]
     scores = rng.integers(0, levels, (5, 3, 20)) * rng.integers(1, 4, (5, 3, 1))
     for fill in (0, np.inf, np.nan):
         padded = np.where(np.arange(20) < np.array(lengths)[:, None, None], scores, fill)
-        got = divided(AdaKV(rule=rule), padded, lengths, quota, beside).tolist()
+        actual = allocate(AdaKV(rule=rule), padded, lengths, quota, num_always).tolist()
         for b, n in enumerate(lengths):
-            row = scores[b, :, :n].tolist()
-            more = () if rule == "adakv" else (beside[b],)
-            assert got[b] == getattr(oracle, "budgets" if rule == "adakv" else "kvpress")(row, quota[b], *more)
-            assert sum(got[b]) == 3 * quota[b] and max(got[b]) <= n
+            head_scores = scores[b, :, :n].tolist()
+            extra = () if rule == "adakv" else (num_always[b],)
+            assert actual[b] == getattr(oracle, "budgets" if rule == "adakv" else "kvpress_budgets")(
+                head_scores, quota[b], *extra
+            )
+            assert sum(actual[b]) == 3 * quota[b] and max(actual[b]) <= n
 
 
 def test_equal_heads_get_equal_budgets():
     scores = np.random.default_rng(0).integers(0, 3, (4, 1, 11)).repeat(4, 1)
     for rule in (AdaKV(), AdaKV(alpha=0.37), AdaKV(rule="kvpress"), AdaKV(normalise=True)):
-        assert divided(rule, scores, [11] * 4, [0, 3, 5, 11], [0] * 4).tolist() == [[n] * 4 for n in (0, 3, 5, 11)]
+        assert allocate(rule, scores, [11] * 4, [0, 3, 5, 11], [0] * 4).tolist() == [[n] * 4 for n in (0, 3, 5, 11)]
 
 
 def test_normalised_heads_count_by_what_their_best_hold():
     flat, steep = [4, 4, 4, 4], [5, 3, 0, 0]  # their best two hold 1/2 and all: 2, 2, 2, 2 and 5, 3, 0, 0
-    assert divided(AdaKV(alpha=0), [[flat, steep]], [4], [2], [0]).tolist() == [[3, 1]]
-    assert divided(AdaKV(alpha=0, normalise=True), [[flat, steep]], [4], [2], [0]).tolist() == [[2, 2]]
+    assert allocate(AdaKV(alpha=0), [[flat, steep]], [4], [2], [0]).tolist() == [[3, 1]]
+    assert allocate(AdaKV(alpha=0, normalise=True), [[flat, steep]], [4], [2], [0]).tolist() == [[2, 2]]
 
 
-def kept_by_oracle(d: layer.Data, b: int, n: int, window: int | None) -> list[list[int]]:
-    """The tokens that each head of a row keeps, under SNAPKV + adakv."""
-    q, k = (np.asarray(x[b, ..., :n, :]) for x in (d.q, d.k))
-    scores = eviction.snapkv(eviction.attention(q, k, window), 2, 3, "max")[1]
-    always, units, quota = eviction.divide(n, 6, 0, 2, 1)
-    worth = [eviction.worth(row, units) for row in scores]
+def oracle_tokens(batch: layer.SequenceBatch, b: int, n: int, window: int | None) -> list[list[int]]:
+    """The tokens that each head of sequence b keeps under SNAPKV + adakv."""
+    q, k = (np.asarray(x[b, ..., :n, :]) for x in (batch.q, batch.k))
+    scores = eviction.snapkv_scores(eviction.attention_weights(q, k, window), 2, 3, "max")[1]
+    always, units, quota = eviction.split_units(n, 6, 0, 2, 1)
+    worth = [eviction.unit_scores(head_scores, units) for head_scores in scores]
     counts = oracle.budgets(worth, quota) if quota else [0] * layer.K
-    return [sorted(always + eviction.best(w, c)) for w, c in zip(worth, counts, strict=True)]
+    return [sorted(always + eviction.top_indices(values, c)) for values, c in zip(worth, counts, strict=True)]
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_unequal_heads_keep_and_attend_as_under_a_mask(window):
-    d = layer.data(5)
-    bound = layer.bound(SNAPKV + " + adakv:page=4", window)
-    state = layer.prefill(bound, d)
-    held, out, unequal = np.asarray(bound.positions(state)), layer.run(bound.method, d, window, state), 0
-    for b, n in enumerate(d.lengths.tolist()):
-        want = kept_by_oracle(d, b, n, window)
-        unequal += len({len(tokens) for tokens in want}) > 1
-        for head, tokens in enumerate(want):
-            assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
-            q, k, v = (np.asarray(x[b, head]) for x in (d.q, d.k, d.v))
+    batch = layer.random_batch(5)
+    bound = layer.bind(SNAPKV + " + adakv:page=4", window)
+    state = layer.prefill(bound, batch)
+    positions, out, unequal = np.asarray(bound.positions(state)), layer.decode(bound.method, batch, window, state), 0
+    for b, n in enumerate(batch.lengths.tolist()):
+        expected = oracle_tokens(batch, b, n, window)
+        unequal += len({len(tokens) for tokens in expected}) > 1
+        for head, tokens in enumerate(expected):
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == tokens
+            q, k, v = (np.asarray(x[b, head]) for x in (batch.q, batch.k, batch.v))
             for t in range(layer.STEPS):
                 dense = oracle.attend(q[:, n + t], k, v, tokens, n + t, n, window)
                 np.testing.assert_allclose(out[b, head, :, t], dense, atol=5e-6)
@@ -91,32 +93,32 @@ def test_unequal_heads_keep_and_attend_as_under_a_mask(window):
 def test_each_layer_keeps_its_budget_to_the_token_whole_and_in_chunks():
     model, prompts = toy_model(), [list(range(50)), [5], list(range(30, 70))]
     text = "snapkv:budget=12,window=4,kernel=3 + adakv:page=4"
-    whole = kvjax.read(model, prompts, text)
-    pieces = kvjax.read(model, prompts, text, chunk=8)
+    full = kvjax.read(model, prompts, text)
+    chunked = kvjax.read(model, prompts, text, chunk=8)
     unequal = 0
-    for a, b in zip(whole.kept_positions(), pieces.kept_positions(), strict=True):
-        for row, other, prompt in zip(a, b, prompts, strict=True):
+    for layer_heads, chunked_layer in zip(full.kept_positions(), chunked.kept_positions(), strict=True):
+        for heads, chunked_heads, prompt in zip(layer_heads, chunked_layer, prompts, strict=True):
             n = len(prompt)
-            assert [head.tolist() for head in row] == [head.tolist() for head in other]
-            assert sum(map(len, row)) == 2 * min(n, 12)
-            assert all(set(range(max(n - 4, 0), n)) <= set(head.tolist()) for head in row)
-            unequal += len(row[0]) != len(row[1])
+            assert [head.tolist() for head in heads] == [head.tolist() for head in chunked_heads]
+            assert sum(map(len, heads)) == 2 * min(n, 12)
+            assert all(set(range(max(n - 4, 0), n)) <= set(head.tolist()) for head in heads)
+            unequal += len(heads[0]) != len(heads[1])
     assert unequal
-    tokens = whole.generate(max_new_tokens=5).tokens
-    assert tokens == pieces.generate(max_new_tokens=5).tokens
+    tokens = full.generate(max_new_tokens=5).tokens
+    assert tokens == chunked.generate(max_new_tokens=5).tokens
     assert tokens[0] == kvjax.generate(model, prompts[:1], text, max_new_tokens=5).tokens[0]
 
 
 def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
     model, prompts = toy_model(kv_heads=4), [list(range(90))]
-    held = kvjax.read(model, prompts, "snapkv:budget=34,window=2,kernel=3 + adakv:page=8", room=16)
+    context = kvjax.read(model, prompts, "snapkv:budget=34,window=2,kernel=3 + adakv:page=8", room=16)
     pages = 4 * (34 + 7) // 8  # that all heads may need, in whole pages
-    slots = held.cache.layers[0].pos.shape[2]
-    a_slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
-    store = 4 * -(-pages // 4) * (8 * a_slot + 4)  # each page with its owner
-    assert held.bytes.total["device"] == 3 * (store + slots * (4 * 2 * 8 * 4 + 4) + 4) + 4
-    longest = max(len(head) for heads in held.kept_positions() for head in heads[0])
-    assert longest * 4 * a_slot > store
+    slots = context.cache.layers[0].pos.shape[2]
+    slot_bytes = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
+    store = 4 * -(-pages // 4) * (8 * slot_bytes + 4)  # each page with its owner
+    assert context.bytes.total["device"] == 3 * (store + slots * (4 * 2 * 8 * 4 + 4) + 4) + 4
+    longest = max(len(head) for heads in context.kept_positions() for head in heads[0])
+    assert longest * 4 * slot_bytes > store
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
 )
 def test_what_cannot_work_with_unequal_heads_says_why(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 def test_wrong_values_say_so():

@@ -21,15 +21,15 @@ unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isin
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.data(), layer.bound(SMALL)
-    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
-    want = [
+    batch, bound = layer.random_batch(), layer.bind(SMALL)
+    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    expected = [
         oracle.arkvale(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 2, 2, 2, 2)
-        for q, k, v, n in rows
+        for q, k, v, n in sequences
     ]
-    got = layer.run(SMALL, d)
-    np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
-    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    actual = layer.decode(SMALL, batch)
+    np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
+    np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
 
 
 def test_a_page_of_three_keys_by_hand():
@@ -38,32 +38,34 @@ def test_a_page_of_three_keys_by_hand():
     digests = unpacked(index.build(KVBlock(keys, keys, jnp.arange(3, dtype=jnp.int32)[None, None])))
     np.testing.assert_allclose([digests.box.low.item(), digests.box.high.item()], [2 - 4 / 3, 2 + 4 / 3], rtol=1e-6)
     np.testing.assert_allclose(index.score(digests, jnp.ones((1, 1, 1, 1, 1))).item(), 10 / 3, rtol=1e-6)
-    assert oracle.promise(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
+    assert oracle.max_product(np.ones(1), np.array([[0.0], [2.0], [4.0]])) == 2 + 4 / 3 < 4  # no bound
 
 
-def tokens(d: layer.Data, first, count, width: int, padding: float) -> KVBlock:
-    """Of each row `count` tokens from `first` on, and `padding` behind them."""
-    at = np.arange(width)[None]
-    pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
-    take = jnp.maximum(pos, 0)[:, None, :, None]
-    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (d.k, d.v))
+def token_block(batch: layer.SequenceBatch, first, counts, width: int, padding: float) -> KVBlock:
+    """A block of counts[b] tokens of each sequence from `first` on, followed by `padding`."""
+    offsets = np.arange(width)[None]
+    pos = jnp.asarray(
+        np.where(offsets < np.asarray(counts)[:, None], np.asarray(first)[:, None] + offsets, -1), jnp.int32
+    )
+    idx = jnp.maximum(pos, 0)[:, None, :, None]
+    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, idx, 2)) for x in (batch.k, batch.v))
     return KVBlock(k, v, pos[:, None])
 
 
 def test_pages_that_grow_have_the_digests_of_pages_at_once():
-    d, size, S = layer.data(), 4, 17
-    n = d.lengths
-    build, write = (jax.jit(f) for f in (TightBoxes(size).build, TightBoxes(size).append))
-    aux = build(tokens(d, 0 * n, n, S, np.inf))
-    for count in ([5, 2, 0], [0, 1, 1], [1, 3, 5]):
-        fresh = tokens(d, n, count, 5, np.nan)
-        aux, n = write(aux, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
-        got, want = unpacked(aux), unpacked(build(tokens(d, 0 * n, n, S, 1e4)))
+    batch, size, S = layer.random_batch(), 4, 17
+    n = batch.lengths
+    build, write = (jax.jit(method) for method in (TightBoxes(size).build, TightBoxes(size).append))
+    reader_state = build(token_block(batch, 0 * n, n, S, np.inf))
+    for counts in ([5, 2, 0], [0, 1, 1], [1, 3, 5]):
+        new = token_block(batch, n, counts, 5, np.nan)
+        reader_state, n = write(reader_state, new, jnp.asarray(n)[:, None]), n + np.array(counts, np.int32)
+        actual, expected = unpacked(reader_state), unpacked(build(token_block(batch, 0 * n, n, S, 1e4)))
         for b, pages in enumerate(n // size):  # an unfinished page is never scored
-            for x, y in zip(got.box, want.box, strict=True):
+            for x, y in zip(actual.box, expected.box, strict=True):
                 np.testing.assert_allclose(x[b, :, :pages], y[b, :, :pages], atol=1e-6)
             growing = int(n[b]) % size
-            np.testing.assert_array_equal(got.growing[b, :, :growing], want.growing[b, :, :growing])
+            np.testing.assert_array_equal(actual.growing[b, :, :growing], expected.growing[b, :, :growing])
 
 
 @pytest.mark.parametrize(

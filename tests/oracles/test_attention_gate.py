@@ -23,81 +23,83 @@ SPEC = layer.spec()
 TABLE = AttentionGateTable().example(SPEC, np.random.default_rng(3))
 
 
-def written(path, **changed: np.ndarray) -> str:
+def write_table(path, **changed: np.ndarray) -> str:
     return str(table_file.write(path / "table", "attention_gate", SPEC, [TABLE | changed]))
 
 
-def shown(d: layer.Data, padding: float = 0.0) -> tuple[KVBlock, Observation]:
-    """The prompts, and what the battery shows of them."""
-    q, block = layer.prompt(d, padding)
+def observe_prompts(batch: layer.SequenceBatch, padding: float = 0.0) -> tuple[KVBlock, Observation]:
+    """The prompts with the battery's observation of them."""
+    q, block = layer.prompt(batch, padding)
     hidden = np.where(np.isfinite(block.v[:, :1, :, : layer.D]), np.tanh(block.v[:, :1, :, : layer.D]), np.inf)
     return block, Observation(q, block.pos[:, 0], hidden_states=hidden.astype(np.float32))
 
 
-def by_oracle(d: layer.Data, b: int) -> np.ndarray:
-    x = shown(d)[1].hidden_states[b, 0, : d.lengths[b]].astype(np.float64)
-    return oracle.logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
+def oracle_logits(batch: layer.SequenceBatch, b: int) -> np.ndarray:
+    x = observe_prompts(batch)[1].hidden_states[b, 0, : batch.lengths[b]].astype(np.float64)
+    return oracle.gate_logits(x, *(TABLE[name] for name in ("query", "key", "value", "output", "bias")))
 
 
 def test_the_example_by_hand():
     """Hidden states 1 and 0, logits of the first ln 3 and 0: it mixes 3 parts to 1, the other token 1 to 1."""
     w = np.full((1, 1, 1), np.sqrt(np.log(3)))
-    got = oracle.logits(np.array([[1.0], [0.0]]), w, w, np.full((1, 1, 1), 4.0), np.ones((1, 1, 1)), np.array([-2.0]))
-    np.testing.assert_allclose(got, [[1.0, 0.0]])  # 3 / 4 of 4, and 1 / 2 of 4, less 2
-    assert oracle.kept(got, 0.5, 2, 0, 0) == [[0]]
+    actual = oracle.gate_logits(
+        np.array([[1.0], [0.0]]), w, w, np.full((1, 1, 1), 4.0), np.ones((1, 1, 1)), np.array([-2.0])
+    )
+    np.testing.assert_allclose(actual, [[1.0, 0.0]])  # 3 / 4 of 4, and 1 / 2 of 4, less 2
+    assert oracle.select_tokens(actual, 0.5, 2, 0, 0) == [[0]]
     hidden, pos = np.array([1.0, 0.0], np.float32).reshape(1, 1, 2, 1), np.arange(2, dtype=np.int32)[None]
     w = w.astype(np.float32)
     np.testing.assert_allclose(gate_attention(hidden, pos, w, w, np.full((1, 1, 1), 4, np.float32))[0, 0, :, 0], [3, 2])
 
 
 def test_gates_are_the_oracles_whatever_padding_holds(tmp_path):
-    d, gate = layer.data(2), Gate(TableFile(written(tmp_path), "attention_gate"))
-    scored = jax.jit(lambda block, seen: gate.scores(block, seen, SPEC).per_kv_head)
+    batch, gate = layer.random_batch(2), Gate(TableFile(write_table(tmp_path), "attention_gate"))
+    score = jax.jit(lambda block, observation: gate.scores(block, observation, SPEC).per_kv_head)
     for padding in (0.0, np.inf):
-        got = np.asarray(scored(*shown(d, padding)))
-        for b, n in enumerate(d.lengths):
-            np.testing.assert_allclose(got[b, :, :n], by_oracle(d, b), atol=1e-4)
-            assert (got[b, :, n:] == -np.inf).all()
+        actual = np.asarray(score(*observe_prompts(batch, padding)))
+        for b, n in enumerate(batch.lengths):
+            np.testing.assert_allclose(actual[b, :, :n], oracle_logits(batch, b), atol=1e-4)
+            assert (actual[b, :, n:] == -np.inf).all()
 
 
 @pytest.mark.parametrize(("budget", "threshold"), [(9, 0.5), (4, 0.2)])
 def test_heads_keep_what_is_flagged_up_to_the_budget_of_all(tmp_path, budget, threshold):
-    d = layer.data(2)
-    text = f"attention_gate:budget={budget},threshold={threshold},sinks=1,recent=1,page=4,table={written(tmp_path)}"
-    bound = layer.bound(text)
-    held = np.asarray(bound.positions(layer.prefill(bound, d)))
+    batch = layer.random_batch(2)
+    text = f"attention_gate:budget={budget},threshold={threshold},sinks=1,recent=1,page=4,table={write_table(tmp_path)}"
+    bound = layer.bind(text)
+    positions = np.asarray(bound.positions(layer.prefill(bound, batch)))
     numbers = set()
     for b in range(layer.B):
-        got = [sorted(p for p in head.tolist() if p >= 0) for head in held[b]]
-        assert got == oracle.kept(by_oracle(d, b), threshold, budget, 1, 1)
-        numbers |= {len(head) for head in got}
+        actual = [sorted(p for p in head.tolist() if p >= 0) for head in positions[b]]
+        assert actual == oracle.select_tokens(oracle_logits(batch, b), threshold, budget, 1, 1)
+        numbers |= {len(head) for head in actual}
     assert len(numbers) > 2
 
 
 def test_a_calibrated_gate_is_the_discriminant_of_what_later_queries_attend_to():
-    """Of two texts of nine tokens: the first five are asked, by the last four, and two of them stay."""
-    d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 9], np.int32))
-    kind, (block, seen) = AttentionGateTable(keep=40, channels=4, ridge=20), shown(d)
-    count = jax.jit(lambda block, seen: kind.count(block, seen, SPEC))
-    counted = jax.tree.map(lambda x: np.asarray(x, np.float64)[[0, 2]].sum(0), count(block, seen))
-    made = kind.arrays(counted, SPEC)
-    x, stays, scales = [], [[] for _ in range(layer.K)], []
+    """In two texts of nine tokens the last four attend to the first five, and two of these stay."""
+    batch = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 1, 9], np.int32))
+    kind, (block, observation) = AttentionGateTable(keep=40, channels=4, ridge=20), observe_prompts(batch)
+    count = jax.jit(lambda block, observation: kind.count(block, observation, SPEC))
+    counts = jax.tree.map(lambda x: np.asarray(x, np.float64)[[0, 2]].sum(0), count(block, observation))
+    arrays = kind.arrays(counts, SPEC)
+    x, is_kept, scales = [], [[] for _ in range(layer.K)], []
     for b in (0, 2):
-        q, k = (np.asarray(y[b, ..., :9, :], np.float64) for y in (d.q, d.k))
-        hidden = np.asarray(seen.hidden_states[b, 0, :9], np.float64)
+        q, k = (np.asarray(y[b, ..., :9, :], np.float64) for y in (batch.q, batch.k))
+        hidden = np.asarray(observation.hidden_states[b, 0, :9], np.float64)
         scales.append((32 * np.sqrt(4) / np.square(hidden).sum(1).mean()) ** 0.5)
-        near = hidden @ kind._projection(layer.D, SPEC) * scales[-1]
-        pays = np.exp(near @ near.T / np.sqrt(4))
-        x.append((pays / pays.sum(1, keepdims=True) @ hidden)[:5])
-        received = eviction.attention(q, k)[:, :, 5:, :5].sum((1, 2))
+        projected = hidden @ kind._projection(layer.D, SPEC) * scales[-1]
+        weights = np.exp(projected @ projected.T / np.sqrt(4))
+        x.append((weights / weights.sum(1, keepdims=True) @ hidden)[:5])
+        attention = eviction.attention_weights(q, k)[:, :, 5:, :5].sum((1, 2))
         for head in range(layer.K):
-            best = eviction.best(received[head].tolist(), 2)
-            stays[head] += [t in best for t in range(5)]
-    np.testing.assert_allclose(made["key"][0], kind._projection(layer.D, SPEC) * np.mean(scales), rtol=1e-4)
+            best = eviction.top_indices(attention[head].tolist(), 2)
+            is_kept[head] += [t in best for t in range(5)]
+    np.testing.assert_allclose(arrays["key"][0], kind._projection(layer.D, SPEC) * np.mean(scales), rtol=1e-4)
     for head in range(layer.K):
-        direction, offset = oracle.discriminant(np.concatenate(x), np.array(stays[head]), 20)
-        np.testing.assert_allclose(made["value"][0] @ made["output"][0][:, head], direction, rtol=2e-3, atol=1e-3)
-        np.testing.assert_allclose(made["bias"][head], offset, rtol=2e-3, atol=1e-3)
+        direction, offset = oracle.fit_discriminant(np.concatenate(x), np.array(is_kept[head]), 20)
+        np.testing.assert_allclose(arrays["value"][0] @ arrays["output"][0][:, head], direction, rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(arrays["bias"][head], offset, rtol=2e-3, atol=1e-3)
 
 
 def test_what_cannot_be_says_so(tmp_path):
@@ -105,11 +107,11 @@ def test_what_cannot_be_says_so(tmp_path):
         with pytest.raises(KvjaxError, match=f"0 <= threshold < 1, got {threshold}"):
             kvjax.methods.attention_gate(threshold=threshold)
     narrow = {name: TABLE[name][:, :5] for name in ("query", "key", "value")}
-    gate = Gate(TableFile(written(tmp_path, **narrow), "attention_gate"))
+    gate = Gate(TableFile(write_table(tmp_path, **narrow), "attention_gate"))
     with pytest.raises(
         KvjaxError, match="read hidden states of 5 channels, and the model has 8; make a table for this"
     ):
-        gate.scores(*shown(layer.data()), SPEC)
+        gate.scores(*observe_prompts(layer.random_batch()), SPEC)
     for wrong, says in (
         ({"keep": 100}, "keep is how many of a hundred"),
         ({"channels": 0}, "must be at least 1, got 0"),

@@ -16,12 +16,12 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.bfp import SortedChannels
 from tests.contract import layer
 from tests.oracles import bfp as oracle
-from tests.oracles.held import attended
+from tests.oracles.codec_attention import attend_decoded
 
 POS = jnp.arange(6, dtype=jnp.int32)[None, None]
 
 
-def through(quantizer: BlockFloat, x: np.ndarray) -> np.ndarray:
+def round_trip(quantizer: BlockFloat, x: np.ndarray) -> np.ndarray:
     run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
@@ -29,8 +29,8 @@ def through(quantizer: BlockFloat, x: np.ndarray) -> np.ndarray:
 def test_the_example_by_hand():
     """7 steps of 1 do not reach 8, so a step is 2, and 1 lies half-way between 0 and 2; the zeros share no exponent."""
     x = np.array([8.0, 1.0, -2.0, 0.4, 0.0, 0.0, 0.0, 0.0])
-    np.testing.assert_array_equal(through(BlockFloat(4, 4), x), [8.0, 0.0, -2.0, 0.0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(through(BlockFloat(4, 4), np.array([7.0, 1.0, -2.5, 0.4] * 2)), [7, 1, -2, 0] * 2)
+    np.testing.assert_array_equal(round_trip(BlockFloat(4, 4), x), [8.0, 0.0, -2.0, 0.0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(round_trip(BlockFloat(4, 4), np.array([7.0, 1.0, -2.5, 0.4] * 2)), [7, 1, -2, 0] * 2)
 
 
 @pytest.mark.parametrize(("bits", "block"), [(2, 8), (3, 32), (4, 8), (8, 16)])
@@ -38,30 +38,32 @@ def test_rows_are_their_oracles_and_largest_numbers_are_never_cut(bits, block):
     x = np.random.default_rng(bits).normal(size=(30, 32)).astype(np.float32)
     x *= np.exp(np.random.default_rng(0).uniform(-9, 9, size=(30, 1)))
     x[:5, 0] = (2 ** (bits - 1) - 1) * 2.0 ** np.arange(-2, 3)  # exactly what the largest mantissa reaches
-    got = through(BlockFloat(bits, block), x)
+    actual = round_trip(BlockFloat(bits, block), x)
     x = x.astype(np.float64)
-    np.testing.assert_array_equal(got, [oracle.row(row, bits, block) for row in x])
-    power = np.array([[2.0 ** oracle.exponent(np.abs(b).max(), bits) for b in row.reshape(-1, block)] for row in x])
-    assert (np.abs(got - x).reshape(30, -1, block) <= power[..., None] / 2).all()
+    np.testing.assert_array_equal(actual, [oracle.fake_quantize(vector, bits, block) for vector in x])
+    power = np.array(
+        [[2.0 ** oracle.exponent(np.abs(b).max(), bits) for b in vector.reshape(-1, block)] for vector in x]
+    )
+    assert (np.abs(actual - x).reshape(30, -1, block) <= power[..., None] / 2).all()
 
 
 def test_numbers_at_the_edges_of_float32_stay_finite():
     x = np.array([3e38, -3e38, 1.0, 0.0, 1e-38, 0.0, -1e-38, 0.0])
-    np.testing.assert_allclose(through(BlockFloat(8, 4), x), x, rtol=0.02, atol=2e36)
+    np.testing.assert_allclose(round_trip(BlockFloat(8, 4), x), x, rtol=0.02, atol=2e36)
 
 
 @pytest.mark.parametrize("sort", [True, False])
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(sort):
-    d, method = layer.data(), kvjax.methods.bfp(4, 8, sort)
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    batch, method = layer.random_batch(), kvjax.methods.bfp(4, 8, sort)
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
-    def rows(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.row(row, 4, 8) for row in x])
+    def values(x: np.ndarray, prompt: int) -> np.ndarray:
+        return np.stack([oracle.fake_quantize(vector, 4, 8) for vector in x])
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.keys(x, prompt, 4, 8) if sort else rows(x, prompt)
+        return oracle.fake_quantize_keys(x, prompt, 4, 8) if sort else values(x, prompt)
 
-    np.testing.assert_allclose(out, attended(d, keys, rows), atol=1e-5)
+    np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=1e-5)
 
 
 def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():
@@ -74,8 +76,8 @@ def test_sorted_outliers_share_blocks_and_no_longer_coarsen_the_others():
         run = jax.jit(lambda x: codec.decode(codec.encode(x, POS)))
         return np.abs(np.asarray(run(jnp.asarray(x, jnp.float32))) - x)[..., others].mean()
 
-    rows = PerTokenCodec(BlockFloat(4, 8))
-    assert error(SortedChannels(rows)) < 0.2 * error(rows)
+    values = PerTokenCodec(BlockFloat(4, 8))
+    assert error(SortedChannels(values)) < 0.2 * error(values)
 
 
 @pytest.mark.parametrize("place", [lambda c: c, Host])
@@ -102,10 +104,10 @@ def test_without_a_prompt_channels_stay_as_they_are():
 
 
 def test_what_has_no_meaning_is_refused():
-    for make, why in (
+    for make, says in (
         (lambda: kvjax.parse("bfp:bits=1"), "bits must be one of 2, 3, 4, 8, got 1"),
         (lambda: kvjax.parse("bfp:block=0"), "at least 1 channel"),
         (lambda: BlockFloat(4, 12).check(32), "block 12 does not divide the head size 32; the nearest that does is 8"),
     ):
-        with pytest.raises(KvjaxError, match=why):
+        with pytest.raises(KvjaxError, match=says):
             make()

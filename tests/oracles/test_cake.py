@@ -1,4 +1,4 @@
-"""CAKE against its oracle: what layers measure, how they divide the budget, and what heads keep of it."""
+"""CAKE against its oracle: the measures of layers, their division of the budget, and the kept tokens of heads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LENGTHS, S, W, L = (40, 3, 27, 12), 40, 6, 3
 
 
 @functools.cache
-def bound(text: str, index: int = 0, layers: int = L):
-    """A method in one of several layers."""
+def bind_layer(text: str, index: int = 0, layers: int = L):
+    """Binds a method to one of several layers."""
     return kvjax.parse(text).bind(dataclasses.replace(layer.spec(head_dim=8), index=index, num_layers=layers))
 
 
-def batch(seed: int, padding: float = 0.0) -> tuple[KVBlock, Observation]:
+def prompt_batch(seed: int, padding: float = 0.0) -> tuple[KVBlock, Observation]:
     """A layer's ragged prompts, and their last W queries."""
-    q, k, v, pos = eviction.prompts(LENGTHS, S, seed, padding)
+    q, k, v, pos = eviction.random_prompts(LENGTHS, S, seed, padding)
     at = np.array(LENGTHS)[:, None] - W + np.arange(W)[None]
     q = np.take_along_axis(q, np.clip(at, 0, S - 1)[:, None, None, :, None], 3)
     return KVBlock(*map(jnp.asarray, (k, v, pos[:, None]))), Observation(
@@ -41,33 +41,33 @@ def batch(seed: int, padding: float = 0.0) -> tuple[KVBlock, Observation]:
 
 
 @functools.cache
-def attention(seed: int, b: int) -> np.ndarray:
-    """Of row b's window to what lies before it, [K G W past]."""
-    q, k, _, _ = eviction.prompts(LENGTHS, S, seed)
+def window_attention(seed: int, b: int) -> np.ndarray:
+    """The attention [K G W past] of sequence b's window to the tokens before it."""
+    q, k, _, _ = eviction.random_prompts(LENGTHS, S, seed)
     n = LENGTHS[b]
-    return eviction.attention(q[b, :, :, :n], k[b, :, :n])[:, :, -W:, : n - W]
+    return eviction.attention_weights(q[b, :, :, :n], k[b, :, :n])[:, :, -W:, : n - W]
 
 
 def test_the_example_by_hand():
-    rows = np.array([[[0.8, 0.2], [0.2, 0.8]]])
-    assert -(rows * np.log(rows)).sum() == pytest.approx(1.0008, abs=1e-4)
-    assert rows.var(1, ddof=1).sum() == pytest.approx(0.36)
-    assert oracle.preference(rows) == pytest.approx(0.1823, abs=1e-4)
-    # The same attention from queries and keys: two tokens, and a window of two that nobody looks at.
+    attention = np.array([[[0.8, 0.2], [0.2, 0.8]]])
+    assert -(attention * np.log(attention)).sum() == pytest.approx(1.0008, abs=1e-4)
+    assert attention.var(1, ddof=1).sum() == pytest.approx(0.36)
+    assert oracle.preference(attention) == pytest.approx(0.1823, abs=1e-4)
+    # The same attention from queries and keys: two tokens, and a window of two that no query attends to.
     odds = 2 * np.log(4)
     q = jnp.array([[odds, 0, 1, 0], [0, odds, 1, 0]], jnp.float32)[None, None, None]
     k = jnp.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, -999, 0], [0, 0, -999, 0]], jnp.float32)[None, None]
-    block, seen = KVBlock(k, k, jnp.arange(4)[None, None]), Observation(q, jnp.array([[2, 3]]))
-    assert bound("cake:budget=3,window=2").measure(block, seen)[0] == pytest.approx(0.1823, abs=1e-4)
+    block, observation = KVBlock(k, k, jnp.arange(4)[None, None]), Observation(q, jnp.array([[2, 3]]))
+    assert bind_layer("cake:budget=3,window=2").measure(block, observation)[0] == pytest.approx(0.1823, abs=1e-4)
 
 
 def test_the_example_of_budgets():
     assert oracle.budgets([1, 3], 8, 100) == [2, 6]
     assert oracle.budgets([1, 3], 8, 5) == [3, 5]
-    kept = bound("cake:budget=6,window=2", layers=2).divide_budget(
+    num_kept = bind_layer("cake:budget=6,window=2", layers=2).divide_budget(
         jnp.array([[1.0] * 3, [3.0] * 3]), jnp.array([100, 7, 4])
     )
-    assert np.asarray(kept).T.tolist() == [[2 + 2, 6 + 2], [3 + 2, 5 + 2], [4, 4]]
+    assert np.asarray(num_kept).T.tolist() == [[2 + 2, 6 + 2], [3 + 2, 5 + 2], [4, 4]]
 
 
 @pytest.mark.parametrize("layers", [1, 7])
@@ -76,88 +76,91 @@ def test_budgets_are_the_oracles_row_by_row(layers):
     measures = rng.gamma(0.3, size=(layers, 40)).astype(np.float32)
     measures[:, :2] = 0
     lengths = rng.integers(1, 60, 40)
-    kept = np.asarray(
-        bound("cake:budget=20,window=4", layers=layers).divide_budget(measures, jnp.asarray(lengths, jnp.int32))
+    num_kept = np.asarray(
+        bind_layer("cake:budget=20,window=4", layers=layers).divide_budget(measures, jnp.asarray(lengths, jnp.int32))
     )
     for b, n in enumerate(lengths.tolist()):
-        assert kept[:, b].sum() == layers * min(n, 20)
-        assert kept[:, b].max() <= n and kept[:, b].min() >= min(n, 4 + 1)
+        assert num_kept[:, b].sum() == layers * min(n, 20)
+        assert num_kept[:, b].max() <= n and num_kept[:, b].min() >= min(n, 4 + 1)
         if n > 4:
-            want = oracle.budgets(measures[:, b].tolist(), layers * (min(n, 20) - 4), n - 4)
-            assert (kept[:, b] - 4).tolist() == want
+            expected = oracle.budgets(measures[:, b].tolist(), layers * (min(n, 20) - 4), n - 4)
+            assert (num_kept[:, b] - 4).tolist() == expected
     even = np.minimum(lengths[:2], 20)
-    np.testing.assert_array_equal(kept[:, :2], np.broadcast_to(even, (layers, 2)))
+    np.testing.assert_array_equal(num_kept[:, :2], np.broadcast_to(even, (layers, 2)))
 
 
 @pytest.mark.parametrize("padding", [0.0, 1e4, np.inf])
 def test_measures_and_scores_are_the_oracles_whatever_the_padding_holds(padding):
-    method = bound(f"cake:budget=16,window={W}")
-    block, seen = batch(0, padding)
-    measured = np.asarray(jax.jit(method.measure)(block, seen))
+    method = bind_layer(f"cake:budget=16,window={W}")
+    block, observation = prompt_batch(0, padding)
+    measures = np.asarray(jax.jit(method.measure)(block, observation))
     scored = np.asarray(
-        jax.jit(ShiftingAttention(W, 5, "avg").scores, static_argnums=2)(block, seen, method.spec).per_kv_head
+        jax.jit(ShiftingAttention(W, 5, "avg").scores, static_argnums=2)(block, observation, method.spec).per_kv_head
     )
     for b, n in enumerate(LENGTHS):
         if n <= W:
-            assert measured[b] == 0
+            assert measures[b] == 0
             continue
-        a = attention(0, b)
-        assert measured[b] == pytest.approx(oracle.preference(a.reshape(-1, *a.shape[2:])), rel=1e-4)
+        a = window_attention(0, b)
+        assert measures[b] == pytest.approx(oracle.preference(a.reshape(-1, *a.shape[2:])), rel=1e-4)
         for head in range(2):
             np.testing.assert_allclose(scored[b, head, : n - W], oracle.scores(a[head]), rtol=1e-4, atol=1e-5)
             assert (scored[b, head, n - W : n] >= 1).all() and (scored[b, head, n:] == -np.inf).all()
 
 
 def test_more_queries_than_the_window_change_nothing():
-    block, seen = batch(1)
+    block, observation = prompt_batch(1)
     longer = Observation(
-        jnp.pad(seen.q, [(0, 0)] * 3 + [(3, 0), (0, 0)], constant_values=9.0), jnp.pad(seen.pos, [(0, 0), (3, 0)])
+        jnp.pad(observation.q, [(0, 0)] * 3 + [(3, 0), (0, 0)], constant_values=9.0),
+        jnp.pad(observation.pos, [(0, 0), (3, 0)]),
     )
-    method = bound(f"cake:budget=16,window={W}")
-    np.testing.assert_allclose(method.measure(block, longer), method.measure(block, seen), rtol=1e-6)
+    method = bind_layer(f"cake:budget=16,window={W}")
+    np.testing.assert_allclose(method.measure(block, longer), method.measure(block, observation), rtol=1e-6)
     for few, all_at_once in zip(moments(block, longer, 9, 4), moments(block, longer, 9), strict=True):
         np.testing.assert_allclose(few, all_at_once, atol=1e-6)
 
 
 def test_layers_keep_what_the_oracle_keeps():
     text, per_layer = f"cake:budget=12,window={W}", []
-    blocks = [batch(seed) for seed in range(L)]
-    measures = jnp.stack([bound(text, i).measure(*blocks[i]) for i in range(L)])
-    kept = bound(text).divide_budget(measures, jnp.array(LENGTHS))
-    for i, (block, seen) in enumerate(blocks):
-        state = jax.jit(bound(text, i).prefill, static_argnums=2)(block, seen._replace(num_kept=kept[i]), S)
+    blocks = [prompt_batch(seed) for seed in range(L)]
+    measures = jnp.stack([bind_layer(text, i).measure(*blocks[i]) for i in range(L)])
+    num_kept = bind_layer(text).divide_budget(measures, jnp.array(LENGTHS))
+    for i, (block, observation) in enumerate(blocks):
+        state = jax.jit(bind_layer(text, i).prefill, static_argnums=2)(
+            block, observation._replace(num_kept=num_kept[i]), S
+        )
         per_layer.append(np.asarray(state.pos))
     for b, n in enumerate(LENGTHS):
         if n <= 12:
             assert all((pos[b, :, :n] == np.arange(n)).all() for pos in per_layer)
             continue
-        windows = [attention(seed, b) for seed in range(L)]
+        windows = [window_attention(seed, b) for seed in range(L)]
         preferences = [oracle.preference(a.reshape(-1, *a.shape[2:])) for a in windows]
         counts = oracle.budgets(preferences, L * (12 - W), n - W)
         assert len(set(counts)) > 1
         for pos, a, count in zip(per_layer, windows, counts, strict=True):
             for head in range(2):
-                want = eviction.best(oracle.scores(a[head]), count) + list(range(n - W, n))
-                assert pos[b, head][pos[b, head] >= 0].tolist() == want
+                expected = eviction.top_indices(oracle.scores(a[head]), count) + list(range(n - W, n))
+                assert pos[b, head][pos[b, head] >= 0].tolist() == expected
 
 
 def test_a_model_divides_the_budget_of_each_row_whole_and_in_chunks():
     model, prompts, text = toy_model(), [list(range(60)), [5], list(range(30, 70))], "cake:budget=12,window=4"
-    whole = kvjax.read(model, prompts, text, room=32)
-    pieces = kvjax.read(model, prompts, text, room=32, chunk=8)
-    alone = kvjax.read(model, prompts[2:], text, room=32)
-    counts = np.array([[len(row[0]) for row in held] for held in whole.kept_positions()])
+    full = kvjax.read(model, prompts, text, room=32)
+    chunks = kvjax.read(model, prompts, text, room=32, chunk=8)
+    single = kvjax.read(model, prompts[2:], text, room=32)
+    counts = np.array([[len(heads[0]) for heads in layer_heads] for layer_heads in full.kept_positions()])
     assert counts.sum(0).tolist() == [3 * 12, 3 * 1, 3 * 12]
     assert counts[:, [0, 2]].min() >= 5 and len(set(counts[:, 0])) > 1 and not (counts[:, 0] == counts[:, 2]).all()
-    for a, b, c in zip(whole.kept_positions(), pieces.kept_positions(), alone.kept_positions(), strict=True):
-        for row, other in [*zip(a, b, strict=True), (a[2], c[0])]:
-            assert [head.tolist() for head in row] == [head.tolist() for head in other]
-    room = whole.cache.capacity - 60
-    for held, state in zip(counts, whole.cache.layers, strict=True):  # slots follow the row that keeps most
-        assert 0 <= state.pos.shape[2] - held.max() - room < 16 + 16
-    tokens = whole.generate(max_new_tokens=5).tokens
+    for a, b, c in zip(full.kept_positions(), chunks.kept_positions(), single.kept_positions(), strict=True):
+        for heads, other in [*zip(a, b, strict=True), (a[2], c[0])]:
+            assert [head.tolist() for head in heads] == [head.tolist() for head in other]
+    room = full.cache.capacity - 60
+    for layer_heads, state in zip(counts, full.cache.layers, strict=True):  # slots follow the sequence that keeps most
+        assert 0 <= state.pos.shape[2] - layer_heads.max() - room < 16 + 16
+    tokens = full.generate(max_new_tokens=5).tokens
     assert (
-        tokens == pieces.generate(max_new_tokens=5).tokens and tokens[2] == alone.generate(max_new_tokens=5).tokens[0]
+        tokens == chunks.generate(max_new_tokens=5).tokens and tokens[2] == single.generate(max_new_tokens=5).tokens[0]
     )
 
 
@@ -166,12 +169,12 @@ def test_it_composes_with_codecs_places_representatives_and_policies():
     low = kvjax.read(
         model, prompts, "cake:budget=12,window=4 + kivi:bits=4,group=4,residual=4 + offload + kvcrush", room=32
     )
-    for row in range(2):
-        assert sum(len(held[row][0]) for held in low.kept_positions()) == 3 * 12
+    for heads in range(2):
+        assert sum(len(layer_heads[heads][0]) for layer_heads in low.kept_positions()) == 3 * 12
     assert low.bytes.total["pinned_host"] > 0 and len(low.generate(max_new_tokens=3).tokens[0]) == 3
     policy = kvjax.read(model, prompts, "cake:budget=12,window=4 + h2o:heavy=4,recent=3", room=32)
     assert [state.pos.shape[2] for state in policy.cache.layers] == [8] * 3
-    assert all(len(head) <= 7 for held in policy.kept_positions() for row in held for head in row)
+    assert all(len(head) <= 7 for layer_heads in policy.kept_positions() for heads in layer_heads for head in heads)
 
 
 def test_wrong_values_say_so():

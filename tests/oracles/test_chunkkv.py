@@ -1,4 +1,4 @@
-"""ChunkKV against its oracle, on ragged rows."""
+"""ChunkKV against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tests.oracles import chunkkv as oracle
 @pytest.mark.parametrize("padding", [0.0, np.inf])
 @pytest.mark.parametrize(("budget", "chunk", "window"), [(6, 2, 2), (7, 3, 1)])
 def test_all_heads_keep_the_same_best_chunks(padding, budget, chunk, window):
-    d = layer.data(3)
-    held = layer.prefill(layer.bound(f"chunkkv:budget={budget},chunk={chunk},window={window}"), d, padding).pos
-    assert held.shape[1] == 1
-    for b, n in enumerate(d.lengths.tolist()):
-        q, k = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k))
-        want = oracle.kept(oracle.received(q, k, window), budget, chunk, window)
-        assert sorted(p for p in held[b, 0].tolist() if p >= 0) == want
+    batch = layer.random_batch(3)
+    positions = layer.prefill(layer.bind(f"chunkkv:budget={budget},chunk={chunk},window={window}"), batch, padding).pos
+    assert positions.shape[1] == 1
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k))
+        expected = oracle.select_tokens(oracle.attention_received(q, k, window), budget, chunk, window)
+        assert sorted(p for p in positions[b, 0].tolist() if p >= 0) == expected
 
 
 def test_the_best_chunk_by_hand():
-    """Nine tokens, of which the last is window: sums 3, 5, 4 of whole chunks, and a remainder that always stays."""
+    """Nine tokens with a window of one: whole chunks sum to 3, 5 and 4, and the remainder always stays."""
     score = np.array([1.0, 2.0, 5.0, 0.0, 2.0, 2.0, 0.0, 9.0])
-    assert oracle.kept(score, 5, 2, 1) == [2, 3, 6, 7]
-    assert oracle.kept(score, 6, 2, 1) == [2, 3, 4, 5, 6, 7]
+    assert oracle.select_tokens(score, 5, 2, 1) == [2, 3, 6, 7]
+    assert oracle.select_tokens(score, 6, 2, 1) == [2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("text", "match"),
     [("chunk=0", "a chunk has at least 1 token, got 0"), ("window=0", "queries"), ("kernel=2", "odd.*use 3")],
 )
-def test_what_cannot_be_is_refused(given, match):
+def test_what_cannot_be_is_refused(text, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bound(f"chunkkv:{given}")
+        layer.bind(f"chunkkv:{text}")

@@ -21,64 +21,66 @@ SNAPKV = "snapkv:budget=7,window=2,kernel=3"
 
 def test_the_example_by_hand():
     score, c = [0.4, 0.3, 0.2, 0.1], [1, 1, 1, 4]
-    assert oracle.kept(score, c, 2) == [0, 3] and oracle.kept(score, [1] * 4, 2) == [0, 1]
-    own, new = (jnp.asarray(x, jnp.float32)[None, None] for x in (score, (np.array(score) + 1e-4) * c))
-    count, beside = jnp.array([2], jnp.int32), jnp.array([0], jnp.int32)
-    by = TwoStage(0.5, new).rank(own, jnp.ones((1, 1, 4), bool), count, beside)
-    assert sorted(np.argsort(-by[0, 0])[:2].tolist()) == [0, 3]
+    assert oracle.select_tokens(score, c, 2) == [0, 3] and oracle.select_tokens(score, [1] * 4, 2) == [0, 1]
+    scores, new = (jnp.asarray(x, jnp.float32)[None, None] for x in (score, (np.array(score) + 1e-4) * c))
+    count, num_always = jnp.array([2], jnp.int32), jnp.array([0], jnp.int32)
+    ranking = TwoStage(0.5, new).rank(scores, jnp.ones((1, 1, 4), bool), count, num_always)
+    assert sorted(np.argsort(-ranking[0, 0])[:2].tolist()) == [0, 3]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64])
 def test_what_values_add_is_counted_some_tokens_at_a_time(tokens):
     rng = np.random.default_rng(tokens)
     v, output = rng.normal(size=(2, 3, 9, 4)), rng.normal(size=(1, 3, 2, 4, 5))
-    got = output_norms(jnp.asarray(v, jnp.float32), jnp.asarray(output, jnp.float32), tokens)
-    want = [[oracle.reach(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    actual = output_norms(jnp.asarray(v, jnp.float32), jnp.asarray(output, jnp.float32), tokens)
+    expected = [[oracle.projected_norms(v[b, h], output[0, h]) for h in range(3)] for b in range(2)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-def kept_by_oracle(d: layer.Data, output: np.ndarray, b: int, n: int, over_adakv: bool) -> list[list[int]]:
-    """The tokens that each head of a row keeps."""
-    q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-    scores = eviction.snapkv(eviction.attention(q, k, None), 2, 3, "max")[1]
-    always, units, quota = eviction.divide(n, 7, 0, 2, 1)
+def oracle_tokens(batch: layer.SequenceBatch, output: np.ndarray, b: int, n: int, over_adakv: bool) -> list[list[int]]:
+    """The tokens that each head of sequence b keeps."""
+    q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
+    scores = eviction.snapkv_scores(eviction.attention_weights(q, k, None), 2, 3, "max")[1]
+    always, units, quota = eviction.split_units(n, 7, 0, 2, 1)
     budgets = [len(always) + quota] * layer.K
     if over_adakv and quota:
-        worth = [eviction.worth(row, units) for row in scores]
+        worth = [eviction.unit_scores(head_scores, units) for head_scores in scores]
         budgets = [len(always) + count for count in adakv.budgets(worth, quota)]
-    reach = [oracle.reach(v[h], output[0, h]) for h in range(layer.K)]
-    return [oracle.kept(scores[h], reach[h], budgets[h], always) for h in range(layer.K)]
+    reach = [oracle.projected_norms(v[h], output[0, h]) for h in range(layer.K)]
+    return [oracle.select_tokens(scores[h], reach[h], budgets[h], always) for h in range(layer.K)]
 
 
 @pytest.mark.parametrize("over_adakv", [False, True])
 def test_heads_keep_what_the_oracle_keeps_in_a_ragged_batch(over_adakv):
     changed = 0
     text = SNAPKV + (" + adakv:page=4" if over_adakv else "")
-    bound, plain = layer.bound(text + " + criticalkv"), layer.bound(text)
+    bound, plain = layer.bind(text + " + criticalkv"), layer.bind(text)
     for seed in range(3):
-        d = layer.data(seed)
-        output = np.asarray(layer._model_of(bound, *layer.prompt(d))[1], np.float64)
-        held, before = (np.asarray(m.positions(layer.prefill(m, d, padding=np.inf))) for m in (bound, plain))
-        changed += (held != before).any()
-        for b, n in enumerate(d.lengths.tolist()):
-            for head, tokens in enumerate(kept_by_oracle(d, output, b, n, over_adakv)):
-                assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
+        batch = layer.random_batch(seed)
+        output = np.asarray(layer.model_arrays(bound, *layer.prompt(batch))[1], np.float64)
+        positions, plain_positions = (
+            np.asarray(m.positions(layer.prefill(m, batch, padding=np.inf))) for m in (bound, plain)
+        )
+        changed += (positions != plain_positions).any()
+        for b, n in enumerate(batch.lengths.tolist()):
+            for head, tokens in enumerate(oracle_tokens(batch, output, b, n, over_adakv)):
+                assert sorted(p for p in positions[b, head].tolist() if p >= 0) == tokens
     assert changed
 
 
 def test_with_all_of_the_budget_by_the_scorer_it_is_the_scorers_choice():
-    d = layer.data(1)
-    alone, whole = (layer.bound(SNAPKV + more) for more in ("", " + criticalkv:share=1"))
-    np.testing.assert_array_equal(*(m.positions(layer.prefill(m, d)) for m in (alone, whole)))
+    batch = layer.random_batch(1)
+    single, whole = (layer.bind(SNAPKV + more) for more in ("", " + criticalkv:share=1"))
+    np.testing.assert_array_equal(*(m.positions(layer.prefill(m, batch)) for m in (single, whole)))
 
 
 def test_values_of_zero_and_equal_scores_give_no_nan():
-    d = layer.data(2)
-    d = dataclasses.replace(d, k=jnp.zeros_like(d.k), v=jnp.zeros_like(d.v))
-    bound = layer.bound(SNAPKV + " + criticalkv")
-    held = np.asarray(bound.positions(layer.prefill(bound, d)))
-    assert ((held >= 0).sum(-1) == np.minimum(layer.LENGTHS, 7)[:, None]).all()
-    assert np.isfinite(layer.run(SNAPKV + " + criticalkv", d)).all()
+    batch = layer.random_batch(2)
+    batch = dataclasses.replace(batch, k=jnp.zeros_like(batch.k), v=jnp.zeros_like(batch.v))
+    bound = layer.bind(SNAPKV + " + criticalkv")
+    positions = np.asarray(bound.positions(layer.prefill(bound, batch)))
+    assert ((positions >= 0).sum(-1) == np.minimum(layer.LENGTHS, 7)[:, None]).all()
+    assert np.isfinite(layer.decode(SNAPKV + " + criticalkv", batch)).all()
 
 
 def test_where_it_cannot_stand_it_says_why():
@@ -87,7 +89,7 @@ def test_where_it_cannot_stand_it_says_why():
         (SNAPKV + " + criticalkv + recompress", "component `second_stage`.*component `decode`.*leave one of them out"),
     ):
         with pytest.raises(IncompatibleMethod, match=says):
-            layer.bound(method)
+            layer.bind(method)
     with pytest.raises(KvjaxError, match="share must lie in"):
         kvjax.methods.criticalkv(share=1.5)
     assert OutputScores().needs_output

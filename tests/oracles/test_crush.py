@@ -1,4 +1,4 @@
-"""C7: KVCrush and k-means keep what the NumPy oracles keep, token by token, chunk by chunk, page by page."""
+"""KVCrush and k-means keep the tokens of the NumPy oracles, by tokens, chunks and pages (C7)."""
 
 from __future__ import annotations
 
@@ -18,80 +18,100 @@ from kvjax.methods.kmeans import KMeans
 from kvjax.methods.kvcrush import KVCrush, hamming_distance, pack_bits
 from tests.oracles import crush as oracle
 from tests.oracles import eviction as eviction_oracle
-from tests.oracles.test_eviction import LENGTHS, W, alone, batch, both, run, tokens
+from tests.oracles.test_eviction import (
+    LENGTHS,
+    W,
+    kept_positions,
+    oracle_scores,
+    random_block,
+    select_block,
+    single_block,
+)
 
 KEEP = np.array([22, 16, 18, 12], np.int32)
 ARGUMENTS = dict(slots=22, sinks=2, recent=W)
 
 
-def numbers(seed: int, count: int) -> np.ndarray:
+def random_numbers(seed: int, count: int) -> np.ndarray:
     return np.asarray(draw(seed, jnp.arange(count, dtype=jnp.int32)))
 
 
-def coins(seed: int, count: int) -> list[int]:
+def random_bits(seed: int, count: int) -> list[int]:
     i = jnp.arange(count, dtype=jnp.int32)
     return (np.asarray(draw(seed, jnp.zeros_like(i), i)) % 2).tolist()
 
 
-def choose(rest: KVCrush, heads):
-    """How the oracle picks representatives for a KVCrush."""
+def make_picker(chooser: KVCrush, heads):
+    """Makes the oracle's function that picks representatives for a KVCrush."""
 
-    def pick(units, candidates, m):
-        bits = oracle.votes(heads, units, rest.bits)
-        d = oracle.distances(bits, oracle.anchor(bits, rest.anchor, coins(rest.seed, len(bits[0]))))
-        if rest.rule == "stride":
-            return oracle.stride(d, candidates, m)
-        if rest.rule == "buckets":
-            return oracle.buckets(d, candidates, m, numbers(rest.seed, m))
-        return oracle.bins(d, candidates, m, len(bits[0]), numbers(rest.seed, len(units)))
+    def pick(units, candidates, num_representatives):
+        bits = oracle.vote_bits(heads, units, chooser.bits)
+        distances = oracle.distances(
+            bits, oracle.anchor_bits(bits, chooser.anchor, random_bits(chooser.seed, len(bits[0])))
+        )
+        if chooser.rule == "stride":
+            return oracle.pick_stride(distances, candidates, num_representatives)
+        if chooser.rule == "buckets":
+            return oracle.pick_buckets(
+                distances, candidates, num_representatives, random_numbers(chooser.seed, num_representatives)
+            )
+        return oracle.pick_bins(
+            distances, candidates, num_representatives, len(bits[0]), random_numbers(chooser.seed, len(units))
+        )
 
     return pick
 
 
-def wanted(scorer, b: int, rest, unit, per="head"):
-    heads, scores = both(scorer, b, LENGTHS[b])
+def oracle_tokens(scorer, b: int, chooser, unit, per="head"):
+    heads, scores = oracle_scores(scorer, b, LENGTHS[b])
     scores = scores.mean(0, keepdims=True) if per == "layer" else scores
     flat = heads.reshape(-1, LENGTHS[b])
-    return oracle.evicted(flat, scores, KEEP[b], 2, W, rest.share, choose(rest, flat), unit.size, unit.score)
+    return oracle.select_tokens(
+        flat, scores, KEEP[b], 2, W, chooser.share, make_picker(chooser, flat), unit.size, unit.score
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def representatives(rest, units, count, places):
-    return rest.choose(units, count, places)
+def choose_representatives(chooser, units, count, places):
+    return chooser.choose(units, count, places)
 
 
-def some_units(c: int, padding: float = 0.0, seed: int = 0):
-    """Units of three ragged rows, whatever lies beyond a row being `padding`, and how many representatives to find."""
+def random_units(unit_tokens: int, padding: float = 0.0, seed: int = 0):
+    """Units of three ragged sequences, padded with `padding`, and the number of representatives of each."""
     rng = np.random.default_rng(seed)
-    have, B, K, G, U, H = np.array([13, 4, 9]), 3, 2, 3, 13, 4
-    valid = np.arange(U)[None] < have[:, None]
-    scores = np.where(valid[:, None, None, :, None], rng.normal(size=(B, K, G, U, c)), padding).astype(np.float32)
-    keys = np.where(valid[:, None, :, None, None], rng.normal(size=(B, K, U, c, H)), padding).astype(np.float32)
+    num_units, B, K, G, U, H = np.array([13, 4, 9]), 3, 2, 3, 13, 4
+    valid = np.arange(U)[None] < num_units[:, None]
+    scores = np.where(valid[:, None, None, :, None], rng.normal(size=(B, K, G, U, unit_tokens)), padding).astype(
+        np.float32
+    )
+    keys = np.where(valid[:, None, :, None, None], rng.normal(size=(B, K, U, unit_tokens, H)), padding).astype(
+        np.float32
+    )
     candidates = valid & (rng.random((B, U)) < 0.8)
     return EvictableUnits(scores, keys, valid, candidates), np.array([7, 2, 20], np.int32)
 
 
-def found(rest, c: int):
-    """What the oracle picks from `some_units`, row by row."""
-    units, count = some_units(c)
+def oracle_representatives(chooser, unit_tokens: int):
+    """The representatives that the oracle picks from `random_units`, sequence by sequence."""
+    units, count = random_units(unit_tokens)
     for b in range(3):
         U = int(units.valid[b].sum())
-        spans = [(j * c, j * c + c) for j in range(U)]
+        spans = [(j * unit_tokens, j * unit_tokens + unit_tokens) for j in range(U)]
         heads = np.asarray(units.scores[b]).reshape(6, -1)
         candidates = np.flatnonzero(units.candidates[b]).tolist()
-        m = min(int(count[b]), len(candidates))
-        if isinstance(rest, KVCrush):
-            yield choose(rest, heads)(spans, candidates, m)
+        num_representatives = min(int(count[b]), len(candidates))
+        if isinstance(chooser, KVCrush):
+            yield make_picker(chooser, heads)(spans, candidates, num_representatives)
         else:
-            luck, bits = numbers(rest.seed, U), np.array(oracle.votes(heads, spans), float)
+            random_order, bits = random_numbers(chooser.seed, U), np.array(oracle.vote_bits(heads, spans), float)
             keys = np.asarray(units.keys[b]).swapaxes(0, 1).reshape(13, -1)
-            x = {j: bits[j] if rest.features == "bits" else keys[j] for j in candidates}
-            start = sorted(candidates, key=lambda j: (int(luck[j]), j))[:m]
-            yield oracle.kmeans(x, start, rest.iterations)
+            points = {j: bits[j] if chooser.features == "bits" else keys[j] for j in candidates}
+            start = sorted(candidates, key=lambda j: (int(random_order[j]), j))[:num_representatives]
+            yield oracle.pick_kmeans(points, start, chooser.iterations)
 
 
 @pytest.mark.parametrize(
-    ("c", "rest"),
+    ("unit_tokens", "chooser"),
     [
         (1, KVCrush()),
         (1, KVCrush(anchor="zeros", rule="bins", seed=3)),
@@ -105,14 +125,18 @@ def found(rest, c: int):
     ],
     ids=str,
 )
-def test_representatives_are_the_oracles(c, rest):
-    units, count = some_units(c)
-    got = np.asarray(representatives(rest, units, count, 11))
-    for row, want, n in zip(got, found(rest, c), (7, 2, 11), strict=True):
-        assert sorted(row[row >= 0].tolist()) == sorted(want)
-        assert (row[n:] == -1).all()
+def test_representatives_are_the_oracles(unit_tokens, chooser):
+    units, count = random_units(unit_tokens)
+    actual = np.asarray(choose_representatives(chooser, units, count, 11))
+    for representatives, expected, n in zip(
+        actual, oracle_representatives(chooser, unit_tokens), (7, 2, 11), strict=True
+    ):
+        assert sorted(representatives[representatives >= 0].tolist()) == sorted(expected)
+        assert (representatives[n:] == -1).all()
     for padding in (1e4, np.inf, np.nan):
-        np.testing.assert_array_equal(got, representatives(rest, some_units(c, padding)[0], count, 11))
+        np.testing.assert_array_equal(
+            actual, choose_representatives(chooser, random_units(unit_tokens, padding)[0], count, 11)
+        )
 
 
 CASES = [
@@ -122,48 +146,60 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("unit", "rest"), CASES, ids=str)
-def test_kvcrush_keeps_what_the_oracle_keeps(unit, rest):
-    out = run(*batch(), KEEP, scorer=AccumulatedAttention(), unit=unit, represent=rest, **ARGUMENTS)
+@pytest.mark.parametrize(("unit", "chooser"), CASES, ids=str)
+def test_kvcrush_keeps_what_the_oracle_keeps(unit, chooser):
+    out = select_block(*random_block(), KEEP, scorer=AccumulatedAttention(), unit=unit, represent=chooser, **ARGUMENTS)
     for b in range(len(LENGTHS)):
-        assert tokens(out, b) == wanted(AccumulatedAttention(), b, rest, unit)
+        assert kept_positions(out, b) == oracle_tokens(AccumulatedAttention(), b, chooser, unit)
 
 
 def test_kvcrush_over_snapkv_for_the_whole_layer():
-    scorer, rest = WindowAttention(W, 3), KVCrush(0.5, "ones")
-    out = run(*batch(queries=W), KEEP, scorer=scorer, unit=Token(), represent=rest, per="layer", **ARGUMENTS)
+    scorer, chooser = WindowAttention(W, 3), KVCrush(0.5, "ones")
+    out = select_block(
+        *random_block(queries=W), KEEP, scorer=scorer, unit=Token(), represent=chooser, per="layer", **ARGUMENTS
+    )
     for b in range(len(LENGTHS)):
-        assert tokens(out, b) == wanted(scorer, b, rest, Token(), "layer")
+        assert kept_positions(out, b) == oracle_tokens(scorer, b, chooser, Token(), "layer")
 
 
 @pytest.mark.parametrize(
-    ("c", "rest"), [(6, KVCrush(anchor="mean")), (6, KVCrush(anchor="alternate", rule="bins", seed=1)), (1, KMeans())]
+    ("unit_tokens", "chooser"),
+    [(6, KVCrush(anchor="mean")), (6, KVCrush(anchor="alternate", rule="bins", seed=1)), (1, KMeans())],
 )
-def test_a_row_has_the_same_representatives_alone(c, rest):
-    units, count = some_units(c)
+def test_a_row_has_the_same_representatives_alone(unit_tokens, chooser):
+    units, count = random_units(unit_tokens)
     scores, keys, valid, candidates = (x[2:] for x in units)
-    row = EvictableUnits(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
-    got = representatives(rest, row, count[2:], 11)
-    np.testing.assert_array_equal(got[0], np.asarray(representatives(rest, units, count, 11))[2])
+    representatives = EvictableUnits(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
+    actual = choose_representatives(chooser, representatives, count[2:], 11)
+    np.testing.assert_array_equal(actual[0], np.asarray(choose_representatives(chooser, units, count, 11))[2])
 
 
 def test_rows_are_the_same_alone_and_whatever_the_padding_holds():
     arguments = dict(scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
-    together = run(*batch(), KEEP, **arguments)
+    together = select_block(*random_block(), KEEP, **arguments)
     for padding in (1e4, np.inf):
-        np.testing.assert_array_equal(together.pos, run(*batch(padding=padding), KEEP, **arguments).pos)
-    np.testing.assert_array_equal(run(*alone(2), KEEP[2:3], **arguments).pos[0], np.asarray(together.pos)[2])
+        np.testing.assert_array_equal(together.pos, select_block(*random_block(padding=padding), KEEP, **arguments).pos)
+    np.testing.assert_array_equal(
+        select_block(*single_block(2), KEEP[2:3], **arguments).pos[0], np.asarray(together.pos)[2]
+    )
 
 
 def test_representatives_are_shared_and_the_count_stays():
-    plain = run(*batch(), KEEP, scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(0.0), **ARGUMENTS)
-    crushed = run(*batch(), KEEP, scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
+    plain = select_block(
+        *random_block(), KEEP, scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(0.0), **ARGUMENTS
+    )
+    crushed = select_block(
+        *random_block(), KEEP, scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(), **ARGUMENTS
+    )
     for b, n in enumerate(LENGTHS):
-        a, c = tokens(plain, b), tokens(crushed, b)
-        assert [len(x) for x in a] == [len(x) for x in c] == [min(n, KEEP[b])] * 2
-        scores = both(AccumulatedAttention(), b, n)[1]
-        assert a == eviction_oracle.kept(scores, int(KEEP[b]), 2, W)  # a share of 0 is none
-    new = [set(c) - set(a) for a, c in zip(tokens(plain, 0), tokens(crushed, 0), strict=True)]
+        a, unit_tokens = kept_positions(plain, b), kept_positions(crushed, b)
+        assert [len(x) for x in a] == [len(x) for x in unit_tokens] == [min(n, KEEP[b])] * 2
+        scores = oracle_scores(AccumulatedAttention(), b, n)[1]
+        assert a == eviction_oracle.select_tokens(scores, int(KEEP[b]), 2, W)  # a fraction of 0 picks none
+    new = [
+        set(unit_tokens) - set(a)
+        for a, unit_tokens in zip(kept_positions(plain, 0), kept_positions(crushed, 0), strict=True)
+    ]
     assert new[0] & new[1] and max(map(len, new)) <= 3  # a quarter of 14
 
 
@@ -171,27 +207,29 @@ def test_representatives_are_shared_and_the_count_stays():
 def test_packed_distances(n):
     rng = np.random.default_rng(n)
     a, b = rng.random((2, 3, 5, n)) < 0.5
-    got = hamming_distance(pack_bits(jnp.asarray(a)), pack_bits(jnp.asarray(b)))
-    np.testing.assert_array_equal(got, (a != b).sum(-1))
+    actual = hamming_distance(pack_bits(jnp.asarray(a)), pack_bits(jnp.asarray(b)))
+    np.testing.assert_array_equal(actual, (a != b).sum(-1))
 
 
 def test_of_equal_tokens_kmeans_keeps_one_and_its_empty_clusters_stay_where_they_are():
-    units, _ = some_units(1)
+    units, _ = random_units(1)
     values = np.array([5.0] * 8 + [-0.6, 0.1, 0.7, 2.0, 9.0])
-    rows = np.stack([np.random.default_rng(b).permutation(values) for b in range(3)]).astype(np.float32)
-    keys = np.broadcast_to(rows[:, None, :, None, None], units.keys.shape)
+    features = np.stack([np.random.default_rng(b).permutation(values) for b in range(3)]).astype(np.float32)
+    keys = np.broadcast_to(features[:, None, :, None, None], units.keys.shape)
     every = np.ones((3, 13), bool)
-    got = representatives(KMeans(), EvictableUnits(units.scores, keys, every, every), np.full(3, 7, np.int32), 11)
-    start = np.argsort(numbers(0, 13), kind="stable")[:7]
-    for row, x in zip(np.asarray(got), rows, strict=True):
-        want = oracle.kmeans(dict(enumerate(x[:, None])), start, 10)
-        assert sorted(row[row >= 0].tolist()) == sorted(want) and len(want) < 7
-        assert len(set(x[want])) == len(want)
+    actual = choose_representatives(
+        KMeans(), EvictableUnits(units.scores, keys, every, every), np.full(3, 7, np.int32), 11
+    )
+    start = np.argsort(random_numbers(0, 13), kind="stable")[:7]
+    for representatives, x in zip(np.asarray(actual), features, strict=True):
+        expected = oracle.pick_kmeans(dict(enumerate(x[:, None])), start, 10)
+        assert sorted(representatives[representatives >= 0].tolist()) == sorted(expected) and len(expected) < 7
+        assert len(set(x[expected])) == len(expected)
 
 
 def test_at_token_level_the_mean_anchor_is_zeros():
-    units, count = some_units(1)
-    mean, zeros = (representatives(KVCrush(anchor=a), units, count, 11) for a in ("mean", "zeros"))
+    units, count = random_units(1)
+    mean, zeros = (choose_representatives(KVCrush(anchor=a), units, count, 11) for a in ("mean", "zeros"))
     np.testing.assert_array_equal(mean, zeros)
 
 

@@ -1,4 +1,4 @@
-"""CUR against its oracle, on ragged rows."""
+"""CUR against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.contract import layer
 from tests.oracles import cur as oracle
 
 
-def scored(k, v, **more) -> np.ndarray:
+def score_tokens(k, v, **more) -> np.ndarray:
     block = KVBlock(jnp.asarray(k)[None, None], jnp.asarray(v)[None, None], jnp.arange(len(k))[None, None])
     return np.asarray(Cur(**more).scores(block, None, layer.spec()).per_kv_head)[0, 0]
 
@@ -21,37 +21,37 @@ def scored(k, v, **more) -> np.ndarray:
 def test_shares_of_a_window_by_hand():
     """Squared norms 1, 3 | 2 of keys and 1, 1 | 5 of values: products 1/8, 3/8 and, alone in its window, 1."""
     k, v = np.sqrt([[1.0], [3.0], [2.0]]), np.sqrt([[1.0], [1.0], [5.0]])
-    np.testing.assert_allclose(scored(k, v, window=2), np.array([1, 3, 8]) / 12, atol=1e-6)
-    np.testing.assert_allclose(scored(k, v, window=2, leverage="mean"), np.array([3, 5, 8]) / 16, atol=1e-6)
+    np.testing.assert_allclose(score_tokens(k, v, window=2), np.array([1, 3, 8]) / 12, atol=1e-6)
+    np.testing.assert_allclose(score_tokens(k, v, window=2, leverage="mean"), np.array([3, 5, 8]) / 16, atol=1e-6)
 
 
 @pytest.mark.parametrize("padding", [0.0, np.inf])
 @pytest.mark.parametrize("leverage", ["product", "mean", "key", "value"])
 def test_scores_are_those_of_real_tokens_alone(padding, leverage):
-    block = layer.prompt(layer.data(2), padding)[1]
-    got = np.asarray(Cur(4, leverage).scores(block, None, layer.spec()).per_kv_head)
+    block = layer.prompt(layer.random_batch(2), padding)[1]
+    actual = np.asarray(Cur(4, leverage).scores(block, None, layer.spec()).per_kv_head)
     for b, n in enumerate(layer.LENGTHS.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
-            np.testing.assert_allclose(got[b, head, :n], oracle.scores(k, v, 4, leverage), atol=1e-6)
-        assert (got[b, :, n:] == -np.inf).all()
+            np.testing.assert_allclose(actual[b, head, :n], oracle.scores(k, v, 4, leverage), atol=1e-6)
+        assert (actual[b, :, n:] == -np.inf).all()
 
 
 def test_each_head_keeps_its_sinks_and_its_highest_scores():
-    d = layer.data(1)
-    held = layer.prefill(layer.bound("cur:budget=5,window=4,sinks=1"), d).pos
-    for b, n in enumerate(d.lengths.tolist()):
+    batch = layer.random_batch(1)
+    positions = layer.prefill(layer.bind("cur:budget=5,window=4,sinks=1"), batch).pos
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            k, v = (np.asarray(x[b, head, :n], np.float64) for x in (d.k, d.v))
-            want = oracle.kept(oracle.scores(k, v, 4), 5, 1)
-            assert sorted(p for p in held[b, head].tolist() if p >= 0) == want
+            k, v = (np.asarray(x[b, head, :n], np.float64) for x in (batch.k, batch.v))
+            expected = oracle.select_tokens(oracle.scores(k, v, 4), 5, 1)
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
 
 
 def test_where_all_is_zero_the_score_is_zero():
-    assert scored(np.zeros((3, 2)), np.ones((3, 2))).tolist() == [0, 0, 0]
+    assert score_tokens(np.zeros((3, 2)), np.ones((3, 2))).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("given", "match"), [("window=0", "at least 1 token, got 0"), ("leverage=both", "'product'")])
-def test_what_cannot_be_is_refused(given, match):
+@pytest.mark.parametrize(("text", "match"), [("window=0", "at least 1 token, got 0"), ("leverage=both", "'product'")])
+def test_what_cannot_be_is_refused(text, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bound(f"cur:{given}")
+        layer.bind(f"cur:{text}")

@@ -18,34 +18,35 @@ from tests.oracles import double_sparsity as oracle
 SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
 
 
-def rows(d: layer.Data) -> list[tuple]:
-    """(q, k, v, prompt) of each row, float64."""
-    every = zip(d.q, d.k, d.v, d.lengths, strict=True)
+def sequences(batch: layer.SequenceBatch) -> list[tuple]:
+    """(q, k, v, prompt tokens) of each sequence, float64."""
+    sequences_of_batch = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     return [
-        (*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n)) for q, k, v, n in every
+        (*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n))
+        for q, k, v, n in sequences_of_batch
     ]
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.data(), layer.bound(SMALL)
-    got = layer.run(SMALL, d)
-    want = np.stack([oracle.double_sparsity(*row, heavy=3, factor=4) for row in rows(d)])
-    np.testing.assert_allclose(got, want, atol=5e-6)
-    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    batch, bound = layer.random_batch(), layer.bind(SMALL)
+    actual = layer.decode(SMALL, batch)
+    expected = np.stack([oracle.double_sparsity(*sequence, heavy=3, factor=4) for sequence in sequences(batch)])
+    np.testing.assert_allclose(actual, expected, atol=5e-6)
+    np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
 
 
 def test_channels_are_those_of_each_rows_and_heads_own_prompt():
-    d = layer.data()
-    found = layer.prefill(layer.bound(SMALL), d).reader_state.channels
-    for b, (q, k, _, n) in enumerate(rows(d)):
+    batch = layer.random_batch()
+    channels = layer.prefill(layer.bind(SMALL), batch).reader_state.channels
+    for b, (q, k, _, n) in enumerate(sequences(batch)):
         for h in range(layer.K):
-            np.testing.assert_array_equal(found[b, h], oracle.channels(q[h, :, :n], k[h, :n], 8))
+            np.testing.assert_array_equal(channels[b, h], oracle.label_channels(q[h, :, :n], k[h, :n], 8))
 
 
 def test_a_table_says_which_channels_labels_have(tmp_path):
     order = np.stack([np.random.default_rng(h).permutation(layer.H) for h in range(layer.K)]).astype(np.int32)
     table = table_file.write(tmp_path / "order", "channels", layer.spec(), [{"order": order}])
-    state = layer.prefill(layer.bound(f"{SMALL},table={table}"), layer.data())
+    state = layer.prefill(layer.bind(f"{SMALL},table={table}"), layer.random_batch())
     np.testing.assert_array_equal(state.reader_state.channels, np.broadcast_to(order[:, :8], (layer.B, layer.K, 8)))
     np.testing.assert_array_equal(
         memory.unpack(state.reader_state.k),
@@ -58,11 +59,11 @@ def test_a_table_says_which_channels_labels_have(tmp_path):
 def test_behind_a_selection_the_tokens_that_are_left_choose_the_channels():
     k = jnp.array([[9.0, 1], [1, 2], [1, 2]])[None, None]
     q = jnp.ones((1, 1, 1, 3, 2))
-    seen = Observation(q, jnp.arange(3, dtype=jnp.int32)[None])
-    for left, channel in ([0, 1, 2], 0), ([1, 2, -1], 1):
-        pos = jnp.array(left, jnp.int32)[None, None]
-        held = jnp.where((pos >= 0)[..., None], k[:, :, np.array(left)], jnp.inf)
-        assert LabelChannels(2).fit(KVBlock(held, held, pos), seen).channels.item() == channel
+    observation = Observation(q, jnp.arange(3, dtype=jnp.int32)[None])
+    for tokens, channel in ([0, 1, 2], 0), ([1, 2, -1], 1):
+        pos = jnp.array(tokens, jnp.int32)[None, None]
+        keys = jnp.where((pos >= 0)[..., None], k[:, :, np.array(tokens)], jnp.inf)
+        assert LabelChannels(2).fit(KVBlock(keys, keys, pos), observation).channels.item() == channel
 
 
 def test_by_hand_two_channels_of_four_find_the_token():
@@ -72,20 +73,20 @@ def test_by_hand_two_channels_of_four_find_the_token():
     index = LabelChannels(2)
     labels = index.fit(KVBlock(k, k, jnp.arange(2, dtype=jnp.int32)[None, None]), Observation(q, jnp.arange(2)[None]))
     assert sorted(labels.channels.ravel().tolist()) == [1, 3]
-    asked = jnp.array([1.0, 1, 1, 1]).reshape(1, 1, 1, 1, 4)
-    np.testing.assert_allclose(index.score(index.load(labels), asked).ravel() * np.sqrt(2), [2, 4], rtol=1e-6)
+    query = jnp.array([1.0, 1, 1, 1]).reshape(1, 1, 1, 1, 4)
+    np.testing.assert_allclose(index.score(index.load(labels), query).ravel() * np.sqrt(2), [2, 4], rtol=1e-6)
 
 
 def test_labels_in_eight_bits_score_nearly_alike():
-    d = layer.data()
-    states = [layer.prefill(layer.bound(f"{SMALL},bits={bits}"), d) for bits in (16, 8)]
-    q = d.q[:, :, :, :1]
-    exact, coded = (
+    batch = layer.random_batch()
+    states = [layer.prefill(layer.bind(f"{SMALL},bits={bits}"), batch) for bits in (16, 8)]
+    q = batch.q[:, :, :, :1]
+    exact, quantized = (
         LabelChannels(4, bits).score(LabelChannels(4, bits).load(state.reader_state), q)
         for bits, state in zip((16, 8), states, strict=True)
     )
-    np.testing.assert_allclose(coded[..., :1], exact[..., :1], atol=0.1)
-    assert not np.array_equal(coded[..., :1], exact[..., :1])
+    np.testing.assert_allclose(quantized[..., :1], exact[..., :1], atol=0.1)
+    assert not np.array_equal(quantized[..., :1], exact[..., :1])
 
 
 @pytest.mark.parametrize(
@@ -95,10 +96,13 @@ def test_labels_in_eight_bits_score_nearly_alike():
         (lambda: double_sparsity(factor=0), "factor of Double Sparsity must be at least 1, got 0"),
         (lambda: double_sparsity(bits=7), "got 7"),
         (
-            lambda: layer.prefill(layer.bound("double_sparsity:factor=5,device_layers=0"), layer.data()),
+            lambda: layer.prefill(layer.bind("double_sparsity:factor=5,device_layers=0"), layer.random_batch()),
             "another factor",
         ),
-        (lambda: layer.prefill(layer.bound("double_sparsity:bits=4,device_layers=0"), layer.data()), "or bits=16"),
+        (
+            lambda: layer.prefill(layer.bind("double_sparsity:bits=4,device_layers=0"), layer.random_batch()),
+            "or bits=16",
+        ),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(make, text):

@@ -1,4 +1,4 @@
-"""DuoAttention against its oracle: which heads stream, what they hold and read, and what that takes."""
+"""DuoAttention against its oracle: streaming heads, the tokens that they hold and read, and bytes."""
 
 from __future__ import annotations
 
@@ -28,90 +28,96 @@ from tests.oracles import duo_attention as oracle
 SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 
 
-def written(path, weights, spec=None) -> str:
-    """A table of weights [L K] in a file."""
+def write_table(path, weights, spec=None) -> str:
+    """Writes a table of weights [L K] and returns its path."""
     weights = np.asarray(weights, np.float32)
-    rows = [{"weights": row} for row in weights]
-    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
+    tables = [{"weights": layer_weights} for layer_weights in weights]
+    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), tables))
 
 
-def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
-    """[row][head]: the positions that a state holds, ascending."""
-    return [[sorted(p for p in head.tolist() if p >= 0) for head in row] for row in np.asarray(bound.positions(state))]
+def cached_positions(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
+    """The positions in a state, ascending, by sequence and head."""
+    return [
+        [sorted(p for p in head.tolist() if p >= 0) for head in heads] for heads in np.asarray(bound.positions(state))
+    ]
 
 
 def test_the_example_by_hand(tmp_path):
-    assert oracle.full_heads([[0.9, 0.1]], 0.5).tolist() == [[True, False]]
-    assert oracle.kept(10, True, 1, 2) == list(range(10)) and oracle.kept(10, False, 1, 2) == [0, 8, 9]
-    bound = layer.bound(f"duo_attention:sinks=1,recent=2,page=4,table={written(tmp_path, [[0.9, 0.1]])}")
-    d = dataclasses.replace(layer.data(), lengths=np.array([10, 1, 6], np.int32))
+    assert oracle.select_full_heads([[0.9, 0.1]], 0.5).tolist() == [[True, False]]
+    assert oracle.select_tokens(10, True, 1, 2) == list(range(10)) and oracle.select_tokens(10, False, 1, 2) == [
+        0,
+        8,
+        9,
+    ]
+    bound = layer.bind(f"duo_attention:sinks=1,recent=2,page=4,table={write_table(tmp_path, [[0.9, 0.1]])}")
+    batch = dataclasses.replace(layer.random_batch(), lengths=np.array([10, 1, 6], np.int32))
     prefill = jax.jit(lambda block: bound.prefill(block, None, 16))
-    state = prefill(layer.prompt(d, padding=np.inf, width=10)[1])
-    want = [[list(range(10)), [0, 8, 9]], [[0], [0]], [list(range(6)), [0, 4, 5]]]
-    assert held(bound, state) == want
+    state = prefill(layer.prompt(batch, padding=np.inf, width=10)[1])
+    expected = [[list(range(10)), [0, 8, 9]], [[0], [0]], [list(range(6)), [0, 4, 5]]]
+    assert cached_positions(bound, state) == expected
 
 
 def test_heads_stream_as_in_the_authors_code(tmp_path):
     weights = np.random.default_rng(0).permutation(12).reshape(3, 4) / 12
-    table = TableFile(written(tmp_path, weights, SPEC), "heads")
+    table = TableFile(write_table(tmp_path, weights, SPEC), "heads")
     for sparsity in (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1):
         rule = StreamingBudgets(table, sparsity, 5)
-        found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(3)]
-        np.testing.assert_array_equal(np.array(found) == ALL_TOKENS, oracle.full_heads(weights, sparsity))
-    equal = StreamingBudgets(TableFile(written(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
+        tokens = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(3)]
+        np.testing.assert_array_equal(np.array(tokens) == ALL_TOKENS, oracle.select_full_heads(weights, sparsity))
+    equal = StreamingBudgets(TableFile(write_table(tmp_path, np.ones((3, 4)), SPEC), "heads"), 0.5, 5)
     assert [equal.at(dataclasses.replace(SPEC, index=i)).tokens.count(ALL_TOKENS) for i in range(3)] == [0, 2, 4]
 
 
 def test_unequal_heads_are_read_as_under_a_mask(tmp_path):
-    d, table = layer.data(3), written(tmp_path, [[0.2, 0.7]])
-    bound = layer.bound(f"duo_attention:sinks=2,recent=1,page=4,table={table}")
-    state = layer.prefill(bound, d, padding=np.inf)
-    out = layer.run(bound.method, d, state=state)
-    for b, n in enumerate(d.lengths.tolist()):
+    batch, table = layer.random_batch(3), write_table(tmp_path, [[0.2, 0.7]])
+    bound = layer.bind(f"duo_attention:sinks=2,recent=1,page=4,table={table}")
+    state = layer.prefill(bound, batch, padding=np.inf)
+    out = layer.decode(bound.method, batch, state=state)
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            tokens = oracle.kept(n, head == 1, 2, 1)
-            assert held(bound, state)[b][head] == tokens
-            q, k, v = (np.asarray(x[b, head]) for x in (d.q, d.k, d.v))
+            tokens = oracle.select_tokens(n, head == 1, 2, 1)
+            assert cached_positions(bound, state)[b][head] == tokens
+            q, k, v = (np.asarray(x[b, head]) for x in (batch.q, batch.k, batch.v))
             for t in range(layer.STEPS):
-                want = adakv.attend(q[:, n + t], k, v, tokens, n + t, n)
-                np.testing.assert_allclose(out[b, head, :, t], want, atol=5e-6)
+                expected = adakv.attend(q[:, n + t], k, v, tokens, n + t, n)
+                np.testing.assert_allclose(out[b, head, :, t], expected, atol=5e-6)
 
 
 def test_where_all_heads_stream_they_hold_sinks_and_recent():
-    d = layer.data(1)
-    streaming = layer.bound("duo_attention:sparsity=1,sinks=2,recent=3,page=1")
-    both = layer.bound("sinks_and_recent:budget=5,sinks=2")
-    ours, theirs = (held(m, layer.prefill(m, d)) for m in (streaming, both))
-    assert ours == [[row[0]] * layer.K for row in theirs]
-    np.testing.assert_allclose(layer.run(streaming.method, d), layer.run(both.method, d), atol=2e-6)
+    batch = layer.random_batch(1)
+    streaming = layer.bind("duo_attention:sparsity=1,sinks=2,recent=3,page=1")
+    both = layer.bind("sinks_and_recent:budget=5,sinks=2")
+    batch_positions, positions = (cached_positions(m, layer.prefill(m, batch)) for m in (streaming, both))
+    assert batch_positions == [[row[0]] * layer.K for row in positions]
+    np.testing.assert_allclose(layer.decode(streaming.method, batch), layer.decode(both.method, batch), atol=2e-6)
 
 
 def test_each_layer_takes_the_bytes_of_its_own_heads(tmp_path):
     model = toy_model(kv_heads=4)
-    table = written(tmp_path, [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], specs(model.config)[0])
+    table = write_table(tmp_path, [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], specs(model.config)[0])
     text = f"duo_attention:sparsity=0.6,sinks=2,recent=4,page=8,table={table}"
     taken = kvjax.planned_bytes(text, model.config, 64, dtype=jnp.float32).total["device"]
-    want = 4  # the length of the cache's one sequence
+    expected = 4  # the length of the cache's one sequence
     for full in (4, 1, 0):
         tokens = -(-(full * 64 + (4 - full) * 6) // 4)
         shelf = -(-(4 * (tokens + 7) // 8) // 4)
-        want += 4 * shelf * (8 * (2 * 8 * 4 + 4) + 4) + 4
-    assert taken == want
+        expected += 4 * shelf * (8 * (2 * 8 * 4 + 4) + 4) + 4
+    assert taken == expected
 
 
 def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
     rng, rope, n = np.random.default_rng(0), Rope(8), [20, 7]
     q, k = rng.normal(size=(2, 2, 2, 20, 8)), rng.normal(size=(2, 2, 20, 8))
     pos = np.where(np.arange(20)[None] < np.array(n)[:, None], np.arange(20)[None], -1).astype(np.int32)
-    real = (pos >= 0)[:, None, :, None]
+    is_token = (pos >= 0)[:, None, :, None]
     spec = dataclasses.replace(layer.spec(), head_dim=8, rope=rope)
 
     def count(q, k, pos):
-        turned = rope.rotate_queries(q, pos), rope.rotate(k, pos[:, None])
-        q, k = (jnp.where(x, y, 1e4) for x, y in zip((real[:, :, None], real), turned, strict=True))
+        rotated = rope.rotate_queries(q, pos), rope.rotate(k, pos[:, None])
+        q, k = (jnp.where(x, y, 1e4) for x, y in zip((is_token[:, :, None], is_token), rotated, strict=True))
         return HeadWeights().count(KVBlock(k, k, pos[:, None]).clean(), Observation(q, pos), spec)
 
-    counted = jax.jit(count)(*(jnp.asarray(x, jnp.float32) for x in (q, k)), jnp.asarray(pos))
+    counts = jax.jit(count)(*(jnp.asarray(x, jnp.float32) for x in (q, k)), jnp.asarray(pos))
 
     def rotate(x: np.ndarray, at: int) -> np.ndarray:
         cos, sin = (np.asarray(a, np.float64) for a in rope.angles(jnp.asarray(at)))
@@ -119,8 +125,8 @@ def test_weights_without_training_are_the_oracles_for_rows_of_any_length():
 
     for b, length in enumerate(n):
         for h in range(2):
-            want = oracle.weight(q[b, h, :, :length], k[b, h, :length], rotate)
-            np.testing.assert_allclose(counted["weights"][b, h], want, rtol=2e-4)
+            expected = oracle.untrained_head_score(q[b, h, :, :length], k[b, h, :length], rotate)
+            np.testing.assert_allclose(counts["weights"][b, h], expected, rtol=2e-4)
 
 
 def test_wrong_values_say_so(tmp_path):
@@ -128,6 +134,6 @@ def test_wrong_values_say_so(tmp_path):
         kvjax.methods.duo_attention(sparsity=1.5)
     with pytest.raises(KvjaxError, match="no table of heads can be read from"):
         kvjax.methods.duo_attention(table=str(tmp_path / "none"))
-    table = written(tmp_path, np.zeros((3, 4)), SPEC)
+    table = write_table(tmp_path, np.zeros((3, 4)), SPEC)
     with pytest.raises(KvjaxError, match="layers=3, and this one has layers=1; make a table"):
-        layer.bound(f"duo_attention:table={table}")
+        layer.bind(f"duo_attention:table={table}")

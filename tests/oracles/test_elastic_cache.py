@@ -1,4 +1,4 @@
-"""Elastic Cache against its oracle: anchors, what is averaged into them, and who leaves while decoding."""
+"""Elastic Cache against its oracle: anchors, the tokens averaged into them, and evictions while decoding."""
 
 from __future__ import annotations
 
@@ -14,66 +14,69 @@ from kvjax.methods.elastic_cache import AnchorMerge
 from tests.contract import layer
 from tests.oracles import elastic_cache as oracle
 from tests.oracles import eviction
-from tests.oracles.slots import held
-from tests.oracles.test_merge import KEPT, LENGTHS, by_hand, merged, ragged
+from tests.oracles.slots import head_slots
+from tests.oracles.test_merge import KEPT, LENGTHS, make_prompt, ragged_prompts, run_rule
 
 SMALL = "elastic_cache:budget=6,sinks=1,distance=3"
 
 
 def test_merging_is_its_oracle_whatever_the_padding_holds():
-    block, choice = ragged()
-    got = merged(AnchorMerge(1), block, choice)
-    for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+    block, choice = ragged_prompts()
+    actual = run_rule(AnchorMerge(1), block, choice)
+    for b, (n, kept_tokens) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
-            for mine, x in ((got.k, block.k), (got.v, block.v)):
-                want = oracle.merged(np.asarray(x[b, head, :n], np.float64), slots[:stay].tolist(), 1)
-                np.testing.assert_allclose(mine[b, head, :stay], want, atol=2e-6)
-    jax.tree.map(np.testing.assert_array_equal, merged(AnchorMerge(1), *ragged(padding=np.inf)), got)
+            for merged, x in ((actual.k, block.k), (actual.v, block.v)):
+                expected = oracle.merge_tokens(np.asarray(x[b, head, :n], np.float64), slots[:kept_tokens].tolist(), 1)
+                np.testing.assert_allclose(merged[b, head, :kept_tokens], expected, atol=2e-6)
+    jax.tree.map(np.testing.assert_array_equal, run_rule(AnchorMerge(1), *ragged_prompts(padding=np.inf)), actual)
 
 
 @pytest.mark.parametrize(
-    ("stay", "want"),
+    ("kept_tokens", "expected"),
     [
         ([0, 2, 5, 6], [0, (1 + 2 + 3) / 3, (4 + 5) / 2, 6]),
         ([0, 2, 4, 6], [0, (1 + 2 + 3) / 3, (4 + 5) / 2, 6]),  # token 3 is as near to 4 as to 2
         ([0, 6], [0, 6]),  # no anchor between the first and the last
     ],
 )
-def test_by_hand_tokens_go_into_the_nearest_of_two_anchors(stay, want):
-    block, choice = by_hand([[1, 0]] * 7, [[t] for t in range(7)], stay)
-    np.testing.assert_allclose(merged(AnchorMerge(1), block, choice).v[0, 0, :, 0], want, atol=1e-6)
+def test_by_hand_tokens_go_into_the_nearest_of_two_anchors(kept_tokens, expected):
+    block, choice = make_prompt([[1, 0]] * 7, [[t] for t in range(7)], kept_tokens)
+    np.testing.assert_allclose(run_rule(AnchorMerge(1), block, choice).v[0, 0, :, 0], expected, atol=1e-6)
 
 
 def test_heads_share_their_tokens_and_one_at_a_fixed_distance_leaves():
-    d = layer.data()
-    bound = layer.bound(SMALL)
-    state = layer.prefill(bound, d)
+    batch = layer.random_batch()
+    bound = layer.bind(SMALL)
+    state = layer.prefill(bound, batch)
     after = state
     for step in range(layer.STEPS):
-        _, after = layer.extend(bound)(after, d.token(step))
+        _, after = layer.compile_extend(bound)(after, batch.token(step))
     assert state.pos.shape == (layer.B, 1, 7)
-    for b, n in enumerate(d.lengths.tolist()):
-        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        stay = oracle.kept(eviction.h2o(eviction.attention(q, k))[1].mean(0), 6, 1)
-        left = oracle.decoded(stay, n, layer.STEPS, 6, 3)
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
+        kept_tokens = oracle.select_tokens(
+            eviction.accumulated_scores(eviction.attention_weights(q, k))[1].mean(0), 6, 1
+        )
+        positions_left = oracle.positions_after_decode(kept_tokens, n, layer.STEPS, 6, 3)
         for head in range(layer.K):
-            positions, keys, values = held(state, b, head)
-            assert positions == stay
-            np.testing.assert_allclose(keys, oracle.merged(k[head], stay, 1), atol=2e-6)
-            np.testing.assert_allclose(values, oracle.merged(v[head], stay, 1), atol=2e-6)
-            assert held(after, b, head)[0] == left
-        assert left[-3:] == [n + layer.STEPS - 3, n + layer.STEPS - 2, n + layer.STEPS - 1]
+            positions, keys, values = head_slots(state, b, head)
+            assert positions == kept_tokens
+            np.testing.assert_allclose(keys, oracle.merge_tokens(k[head], kept_tokens, 1), atol=2e-6)
+            np.testing.assert_allclose(values, oracle.merge_tokens(v[head], kept_tokens, 1), atol=2e-6)
+            assert head_slots(after, b, head)[0] == positions_left
+        assert positions_left[-3:] == [n + layer.STEPS - 3, n + layer.STEPS - 2, n + layer.STEPS - 1]
 
 
 def test_a_budget_that_is_no_longer_than_the_distance_is_an_error_with_its_remedy():
     with pytest.raises(KvjaxError, match="more than distance=25, got 25 tokens; use budget=26 or more"):
-        layer.bound("elastic_cache:budget=25")
+        layer.bind("elastic_cache:budget=25")
     with pytest.raises(KvjaxError, match="distance of Elastic Cache must be at least 1, got 0; use distance=1"):
         parse("elastic_cache:distance=0")
 
 
 def test_its_policy_wants_a_selection_with_a_budget_in_tokens():
-    alone = dataclasses.replace(parse(SMALL), select=None, merge=None)
-    says = "component `decode`.*component `select`.*use a selection with a budget"
-    with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(alone)
+    single = dataclasses.replace(parse(SMALL), select=None, merge=None)
+    with pytest.raises(
+        IncompatibleMethod, match="component `decode`.*component `select`.*use a selection with a budget"
+    ):
+        layer.bind(single)

@@ -1,4 +1,4 @@
-"""C7: what is kept of ragged prompts is what the NumPy oracles keep."""
+"""Selections keep the tokens that the NumPy oracles keep, on ragged prompts (C7)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "represent", "win
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
-def run(block, obs, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
-    """The block that a selection leaves of another."""
+def select_block(block, observation, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
+    """Returns the block that a selection leaves of another."""
     select = Selection(scorer, Uniform(slots), sinks, recent, unit, per)
-    chosen = select.select_slots(block, obs, keep, slots, spec(window), representatives=represent)
+    chosen = select.select_slots(block, observation, keep, slots, spec(window), representatives=represent)
     return gather_tokens(block, chosen.slots)
 
 
-def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
-    """(block, obs) of random prompts; the observation holds all queries, or each row's last `queries`."""
-    q, k, v, pos = oracle.prompts(lengths, S, seed, padding)
+def random_block(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengths=LENGTHS, S: int = S):
+    """The block of random prompts, and an observation of all queries, or of each prompt's last `queries`."""
+    q, k, v, pos = oracle.random_prompts(lengths, S, seed, padding)
     at = pos
     if queries:
         at = np.array(lengths)[:, None] - queries + np.arange(queries)[None]
@@ -44,40 +44,40 @@ def batch(seed: int = 0, padding: float = 0.0, queries: int | None = None, lengt
     return block, Observation(jnp.asarray(q), jnp.asarray(at))
 
 
-def alone(b: int, queries: int | None = None):
-    """Row b of `batch`, without neighbours and padding."""
-    block, obs = jax.tree.map(np.asarray, batch(queries=queries))
-    n, row = LENGTHS[b], slice(b, b + 1)
+def single_block(b: int, queries: int | None = None):
+    """Sequence b of `random_block`, without neighbors and padding."""
+    block, observation = jax.tree.map(np.asarray, random_block(queries=queries))
+    n, index = LENGTHS[b], slice(b, b + 1)
     at = slice(None) if queries else slice(n)
-    return KVBlock(block.k[row, :, :n], block.v[row, :, :n], block.pos[row, :, :n]), Observation(
-        obs.q[row, :, :, at], obs.pos[row, at]
+    return KVBlock(block.k[index, :, :n], block.v[index, :, :n], block.pos[index, :, :n]), Observation(
+        observation.q[index, :, :, at], observation.pos[index, at]
     )
 
 
 @functools.cache
-def both(scorer, b: int, n: int, window=None, seed: int = 0):
-    """The oracle's scores of row b: per query head [K G T] and per key/value head [K T]."""
-    q, k, _, _ = oracle.prompts(LENGTHS, S, seed)
-    a = oracle.attention(q[b, :, :, :n], k[b, :, :n], window)
+def oracle_scores(scorer, b: int, n: int, window=None, seed: int = 0):
+    """The oracle's scores of sequence b: per query head [K G T] and per key/value head [K T]."""
+    q, k, _, _ = oracle.random_prompts(LENGTHS, S, seed)
+    attention = oracle.attention_weights(q[b, :, :, :n], k[b, :, :n], window)
     if isinstance(scorer, WindowAttention):
         s = scorer
-        return oracle.snapkv(a, s.num_queries, s.kernel, s.pool, s.reduce, s.reduce_first)
+        return oracle.snapkv_scores(attention, s.num_queries, s.kernel, s.pool, s.reduce, s.reduce_first)
     if isinstance(scorer, AccumulatedAttention):
-        return oracle.h2o(a, scorer.normalise, scorer.decay, window)
+        return oracle.accumulated_scores(attention, scorer.normalise, scorer.decay, window)
     kv = -np.sqrt((k[b, :, :n].astype(np.float64) ** 2).sum(-1))
     return kv[:, None], kv
 
 
-def expected(scorer, keep, sinks, recent, c=1, how="sum", per="head", window=None):
-    rows = (both(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
-    return [oracle.kept(s, int(m), sinks, recent, c, how, per) for s, m in zip(rows, keep, strict=True)]
+def oracle_tokens(scorer, keep, sinks, recent, c=1, reduce="sum", per="head", window=None):
+    scores = (oracle_scores(scorer, b, n, window)[1] for b, n in enumerate(LENGTHS))
+    return [oracle.select_tokens(s, int(m), sinks, recent, c, reduce, per) for s, m in zip(scores, keep, strict=True)]
 
 
-def tokens(block: KVBlock, b: int) -> list[list[int]]:
-    """The positions that each head of row b kept, in slot order; checks that unused slots come last."""
+def kept_positions(block: KVBlock, b: int) -> list[list[int]]:
+    """The positions that each head of sequence b keeps, in slot order; asserts that empty slots come last."""
     pos = np.asarray(block.pos)[b]
     out = [p[p >= 0].tolist() for p in pos]
-    assert all((p[len(kept) :] == -1).all() for p, kept in zip(pos, out, strict=True))
+    assert all((p[len(tokens) :] == -1).all() for p, tokens in zip(pos, out, strict=True))
     return out
 
 
@@ -92,15 +92,17 @@ KEEP = np.array([16, 16, 13, 12], np.int32)
 
 @pytest.mark.parametrize(("scorer", "window"), CASES, ids=str)
 def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
-    block, obs = batch(queries=scorer.num_queries or None)
-    out = run(block, obs, KEEP, slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
-    want = expected(scorer, KEEP, 2, W, window=window)
+    block, observation = random_block(queries=scorer.num_queries or None)
+    out = select_block(
+        block, observation, KEEP, slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window
+    )
+    expected = oracle_tokens(scorer, KEEP, 2, W, window=window)
     k, v, old_k, old_v = map(np.asarray, (out.k, out.v, block.k, block.v))
     for b in range(len(LENGTHS)):
-        assert tokens(out, b) == want[b]
-        for h, kept in enumerate(want[b]):  # the rows moved with their positions
-            np.testing.assert_array_equal(k[b, h, : len(kept)], old_k[b, h, kept])
-            np.testing.assert_array_equal(v[b, h, : len(kept)], old_v[b, h, kept])
+        assert kept_positions(out, b) == expected[b]
+        for h, tokens in enumerate(expected[b]):  # keys and values moved with their positions
+            np.testing.assert_array_equal(k[b, h, : len(tokens)], old_k[b, h, tokens])
+            np.testing.assert_array_equal(v[b, h, : len(tokens)], old_v[b, h, tokens])
 
 
 @pytest.mark.parametrize(
@@ -108,28 +110,28 @@ def test_each_scorer_keeps_what_the_oracle_keeps(scorer, window):
 )
 def test_whole_chunks_and_pages(unit, per):
     scorer, keep = AccumulatedAttention(), np.array([21, 9, 20, 11], np.int32)
-    out = run(*batch(), keep, slots=24, scorer=scorer, sinks=2, recent=3, unit=unit, per=per)
-    want = expected(scorer, keep, 2, 3, unit.size, unit.score, per)
+    out = select_block(*random_block(), keep, slots=24, scorer=scorer, sinks=2, recent=3, unit=unit, per=per)
+    expected = oracle_tokens(scorer, keep, 2, 3, unit.size, unit.score, per)
     for b in range(len(LENGTHS)):
-        assert tokens(out, b) == (want[b] if per == "head" else want[b][:1])
+        assert kept_positions(out, b) == (expected[b] if per == "head" else expected[b][:1])
     if per == "layer":
-        assert out.pos.shape == (4, 1, 24) and want[0][0] == want[0][1]
+        assert out.pos.shape == (4, 1, 24) and expected[0][0] == expected[0][1]
 
 
 @pytest.mark.parametrize(("scorer", "window"), [CASES[0], CASES[2], (Random(3), None)], ids=str)
 def test_rows_are_the_same_alone_and_whatever_the_padding_holds(scorer, window):
     arguments = dict(slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
     queries = scorer.num_queries or None
-    together = run(*batch(queries=queries), KEEP, **arguments)
+    together = select_block(*random_block(queries=queries), KEEP, **arguments)
     for padding in (1e4, np.inf):
-        other = run(*batch(padding=padding, queries=queries), KEEP, **arguments)
+        other = select_block(*random_block(padding=padding, queries=queries), KEEP, **arguments)
         np.testing.assert_array_equal(together.pos, other.pos)
-    out = run(*alone(2, queries), KEEP[2:3], **arguments)
+    out = select_block(*single_block(2, queries), KEEP[2:3], **arguments)
     np.testing.assert_array_equal(out.pos[0], np.asarray(together.pos)[2])
 
 
 def test_a_budget_of_the_whole_row_keeps_the_row():
     all_of_it = np.full(4, 50, np.int32)
-    out = run(*batch(), all_of_it, slots=50, scorer=KeyNorm(), sinks=2, recent=W, unit=Chunk(4))
+    out = select_block(*random_block(), all_of_it, slots=50, scorer=KeyNorm(), sinks=2, recent=W, unit=Chunk(4))
     for b, n in enumerate(LENGTHS):
-        assert tokens(out, b) == [list(range(n))] * 2
+        assert kept_positions(out, b) == [list(range(n))] * 2

@@ -1,4 +1,4 @@
-"""Expected Attention against its oracle, on ragged rows, and over unequal heads."""
+"""Expected Attention against its oracle, on ragged sequences, and over unequal heads."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 
 @functools.cache
-def compiled(scorer: ExpectedAttention, spec: LayerSpec):
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
+def compile_scores(scorer: ExpectedAttention, spec: LayerSpec):
+    return jax.jit(lambda block, observation: scorer.scores(block, observation, spec).per_kv_head)
 
 
-def by_oracle(scorer: ExpectedAttention, d: layer.Data, row: int, head: int) -> np.ndarray:
-    n = int(d.lengths[row])
-    q, k, v = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
+def oracle_scores(scorer: ExpectedAttention, batch: layer.SequenceBatch, b: int, head: int) -> np.ndarray:
+    n = int(batch.lengths[b])
+    q, k, v = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
     options = (scorer.sinks, scorer.future, scorer.covariance, scorer.value_norms, scorer.epsilon)
     return oracle.scores(q, k, v, FREQUENCIES, *options)
 
 
 @pytest.mark.parametrize("scorer", SETTINGS, ids=str)
 def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
-    d = layer.data(3)
+    batch = layer.random_batch(3)
     for padding in (0.0, np.inf):
-        q, block = layer.prompt(d, padding)
-        got = np.asarray(compiled(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
-        for row, n in enumerate(d.lengths):
+        q, block = layer.prompt(batch, padding)
+        actual = np.asarray(compile_scores(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
+        for b, n in enumerate(batch.lengths):
             for head in range(layer.K):
                 if n > scorer.sinks:
-                    want = by_oracle(scorer, d, row, head)
-                    np.testing.assert_allclose(got[row, head, scorer.sinks : n], want, rtol=2e-4)
-            assert (got[row, :, n:] == -np.inf).all() and np.isfinite(got[row, :, :n]).all()
+                    expected = oracle_scores(scorer, batch, b, head)
+                    np.testing.assert_allclose(actual[b, head, scorer.sinks : n], expected, rtol=2e-4)
+            assert (actual[b, :, n:] == -np.inf).all() and np.isfinite(actual[b, :, :n]).all()
 
 
 def test_one_position_ahead_by_hand():
@@ -61,8 +61,10 @@ def test_one_position_ahead_by_hand():
         for x in ([[[1, 0], [eighth, eighth]]], [[0, np.sqrt(2) * np.log(3)], [0, 0]], [[1, 0], [0, 2]])
     )
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
-    got = compiled(ExpectedAttention(sinks=0, future=1), spec)(KVBlock(k, v, pos[:, None]), Observation(q, pos))
-    np.testing.assert_allclose(got[0, 0], [0.75, 0.5], atol=1e-5)
+    actual = compile_scores(ExpectedAttention(sinks=0, future=1), spec)(
+        KVBlock(k, v, pos[:, None]), Observation(q, pos)
+    )
+    np.testing.assert_allclose(actual[0, 0], [0.75, 0.5], atol=1e-5)
 
 
 def test_the_spread_of_queries_is_read_a_block_of_keys_at_a_time():
@@ -70,28 +72,28 @@ def test_the_spread_of_queries_is_read_a_block_of_keys_at_a_time():
     k, mean, spread = (rng.normal(size=(1, 1, *shape)).astype(np.float32) for shape in ((7, 3), (2, 3), (2, 3, 3)))
     by_three = jax.jit(functools.partial(expected_logits, keys_at_once=3))
     x, m, c = (a[0, 0].astype(np.float64) for a in (k, mean, spread))
-    want = m @ x.T / np.sqrt(3) + np.einsum("si,gij,sj->gs", x, c, x) / 6
-    np.testing.assert_allclose(by_three(k, mean, spread)[0, 0], want, atol=1e-5)
+    expected = m @ x.T / np.sqrt(3) + np.einsum("si,gij,sj->gs", x, c, x) / 6
+    np.testing.assert_allclose(by_three(k, mean, spread)[0, 0], expected, atol=1e-5)
 
 
 def test_what_left_the_sliding_window_scores_zero():
-    q, block = layer.prompt(layer.data())
-    got = compiled(SETTINGS[0], layer.spec(window=5))(block, Observation(q, block.pos[:, 0]))
-    assert (np.asarray(got[0]) > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
+    q, block = layer.prompt(layer.random_batch())
+    actual = compile_scores(SETTINGS[0], layer.spec(window=5))(block, Observation(q, block.pos[:, 0]))
+    assert (np.asarray(actual[0]) > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
 
 
 def test_over_unequal_heads_the_best_of_all_heads_stay():
-    d, budget, scorer = layer.data(5), 5, ExpectedAttention(sinks=1, future=4)
-    bound = layer.bound(f"expected_attention:budget={budget},sinks=1,future=4 + adakv:alpha=0,rule=kvpress,page=4")
-    held = np.asarray(bound.positions(layer.prefill(bound, d)))
-    for row, n in enumerate(d.lengths.tolist()):
-        kept = [sorted(p for p in held[row, head].tolist() if p >= 0) for head in range(layer.K)]
+    batch, budget, scorer = layer.random_batch(5), 5, ExpectedAttention(sinks=1, future=4)
+    bound = layer.bind(f"expected_attention:budget={budget},sinks=1,future=4 + adakv:alpha=0,rule=kvpress,page=4")
+    positions = np.asarray(bound.positions(layer.prefill(bound, batch)))
+    for b, n in enumerate(batch.lengths.tolist()):
+        tokens = [sorted(p for p in positions[b, head].tolist() if p >= 0) for head in range(layer.K)]
         if n <= budget:
-            assert kept == [list(range(n))] * layer.K
+            assert tokens == [list(range(n))] * layer.K
             continue
-        every = np.stack([by_oracle(scorer, d, row, head) for head in range(layer.K)])
-        best = np.argsort(-every, None)[: layer.K * (budget - 1)]
-        assert kept == [[0, *sorted(1 + i % (n - 1) for i in best if i // (n - 1) == h)] for h in range(layer.K)]
+        all_scores = np.stack([oracle_scores(scorer, batch, b, head) for head in range(layer.K)])
+        best = np.argsort(-all_scores, None)[: layer.K * (budget - 1)]
+        assert tokens == [[0, *sorted(1 + i % (n - 1) for i in best if i // (n - 1) == h)] for h in range(layer.K)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""FP8 rows against the list of all numbers of their formats."""
+"""FP8 codes against the list of all numbers of their formats."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import fp8 as oracle
-from tests.oracles.held import attended
+from tests.oracles.codec_attention import attend_decoded
 
 
-def through(quantizer: Fp8, x: np.ndarray) -> np.ndarray:
+def round_trip(quantizer: Fp8, x: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))(jnp.asarray(x, jnp.float32)))
 
 
 def test_the_example_by_hand():
     """7 becomes 448, so the scale is 1/64: 0.1 is 6.4 there, and the format counts in halves between 4 and 8."""
     x = np.array([-7.0, 0.1, 0.0, 3.5])
-    np.testing.assert_array_equal(through(Fp8(), x), [-7.0, 6.5 / 64, 0.0, 3.5])
-    np.testing.assert_array_equal(oracle.row(x), [-7.0, 6.5 / 64, 0.0, 3.5])
-    np.testing.assert_array_equal(through(Fp8(scaled=False), np.array([3.3, 1e6, -1e6, 1.0])), [3.25, 448, -448, 1.0])
+    np.testing.assert_array_equal(round_trip(Fp8(), x), [-7.0, 6.5 / 64, 0.0, 3.5])
+    np.testing.assert_array_equal(oracle.fake_quantize(x), [-7.0, 6.5 / 64, 0.0, 3.5])
+    np.testing.assert_array_equal(
+        round_trip(Fp8(scaled=False), np.array([3.3, 1e6, -1e6, 1.0])), [3.25, 448, -448, 1.0]
+    )
 
 
 def test_the_oracles_formats_have_as_many_numbers_as_their_codes_allow():
@@ -37,23 +39,23 @@ def test_each_number_takes_the_nearest_of_its_format_ties_the_even_code(kind):
     listed = oracle.FORMATS[kind]
     ties = (listed[1:] + listed[:-1]) / 2
     x = np.concatenate([listed, -listed, ties, np.nextafter(ties.astype(np.float32), np.float32(0))]).astype(np.float32)
-    np.testing.assert_array_equal(through(Fp8(kind, scaled=False), x), [oracle.nearest(y, kind) for y in x])
+    np.testing.assert_array_equal(round_trip(Fp8(kind, scaled=False), x), [oracle.round_to_format(y, kind) for y in x])
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(kind):
-    d, method = layer.data(), kvjax.methods.fp8(kind)
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    batch, method = layer.random_batch(), kvjax.methods.fp8(kind)
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
-    def held(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.row(row, kind) for row in x])
+    def reconstruct(x: np.ndarray, prompt: int) -> np.ndarray:
+        return np.stack([oracle.fake_quantize(vector, kind) for vector in x])
 
-    np.testing.assert_allclose(out, attended(d, held, held), atol=1e-5)
+    np.testing.assert_allclose(out, attend_decoded(batch, reconstruct, reconstruct), atol=1e-5)
 
 
 @pytest.mark.parametrize("number", [0.0, 2.5, -1e30])
 def test_rows_of_one_number_come_back(number):
-    np.testing.assert_allclose(through(Fp8(), np.full(8, number)), np.full(8, number), rtol=1e-6)
+    np.testing.assert_allclose(round_trip(Fp8(), np.full(8, number)), np.full(8, number), rtol=1e-6)
 
 
 def test_a_format_that_there_is_not_is_refused():

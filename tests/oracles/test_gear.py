@@ -1,4 +1,4 @@
-"""GEAR against its oracle, and what must hold for codes with outliers and a low-rank residual."""
+"""GEAR against its oracle, and the properties of codes with outliers and a low-rank residual."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.gear import LowRankResidual
 from tests.contract import layer
 from tests.oracles import gear as oracle
-from tests.oracles.held import attended
+from tests.oracles.codec_attention import attend_decoded
 
 
 @pytest.mark.parametrize(("share", "every"), [(0.25, 3), (0.7, 4)])
 def test_it_is_its_oracle_where_padding_holds_infinity(share, every):
-    """A share of 0.25 leaves chunks of three tokens without outliers in channels; one of 0.7 finds two in four."""
+    """A fraction of 0.25 leaves chunks of three tokens without outliers in channels; 0.7 finds two in four."""
     text = f"gear:bits=2,rank=2,later=1,share={share},every={every}"
-    d, dirty = layer.data(), layer.data(padding=np.inf)
-    out = layer.run(text, d, state=layer.prefill(layer.bound(text), dirty, padding=np.inf))
+    batch, noisy = layer.random_batch(), layer.random_batch(padding=np.inf)
+    out = layer.decode(text, batch, state=layer.prefill(layer.bind(text), noisy, padding=np.inf))
 
-    def hold(axis):
-        return lambda x, n: oracle.held(x, n, axis, 2, (2, 1), share, every)
+    def make_reconstruct(axis):
+        return lambda x, n: oracle.reconstruct(x, n, axis, 2, (2, 1), share, every)
 
-    np.testing.assert_allclose(out, attended(d, hold("channel"), hold("token")), atol=2e-5)
+    np.testing.assert_allclose(
+        out, attend_decoded(batch, make_reconstruct("channel"), make_reconstruct("token")), atol=2e-5
+    )
 
 
-def codec_of(
+def make_codec(
     axis: str, bits: int = 2, every: int = 3, share: float = 0.5, rank: int = 2, later: int = 1
 ) -> LowRankResidual:
     if axis == "channel":
@@ -40,50 +42,50 @@ def codec_of(
     return LowRankResidual(Tokenwise(bits, every), TokenOutliers(share), rank, later)
 
 
-def tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
-    """Rows of six and of four tokens, and positions; behind the last one lies infinity."""
+def random_tokens(S: int = 12, H: int = 6) -> tuple[np.ndarray, jax.Array]:
+    """Sequences of six and of four tokens, padded with infinity, and their positions."""
     pos = np.where(np.arange(S)[None] < np.array([[6], [4]]), np.arange(S)[None], -1)
     x = np.random.default_rng(0).normal(size=(2, 2, S, H)).astype(np.float32)
     return np.where(pos[:, None, :, None] < 0, np.inf, x), jnp.asarray(pos, jnp.int32)[:, None]
 
 
 @functools.cache
-def encoded(codec: LowRankResidual) -> np.ndarray:
-    """What a prompt comes back as."""
-    x, pos = tokens()
+def round_trip(codec: LowRankResidual) -> np.ndarray:
+    """Encodes and decodes a prompt."""
+    x, pos = random_tokens()
     run = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))
     return np.asarray(run(jnp.asarray(x)))
 
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_outliers_come_back_bit_for_bit(axis):
-    x, back, exact = tokens()[0], encoded(codec_of(axis)), 0
+    x, decoded, exact = random_tokens()[0], round_trip(make_codec(axis)), 0
     for b, n in enumerate((6, 4)):
         for h in range(2):
-            vectors, found = (y[b, h, :n].T if axis == "channel" else y[b, h, :n] for y in (x, back))
-            for vector, got in zip(vectors, found, strict=True):
-                out = oracle.outliers(vector.astype(np.float64), 0.5)
-                np.testing.assert_array_equal(got[out], vector[out])
+            vectors, values = (y[b, h, :n].T if axis == "channel" else y[b, h, :n] for y in (x, decoded))
+            for vector, actual in zip(vectors, values, strict=True):
+                out = oracle.outlier_indices(vector.astype(np.float64), 0.5)
+                np.testing.assert_array_equal(actual[out], vector[out])
                 exact += len(out)
     assert exact >= 40
 
 
-def error(codec: LowRankResidual) -> float:
-    """The sum of squares of what a prompt loses."""
-    x, pos = tokens()
-    return float(np.square(encoded(codec) - x, where=np.asarray(pos)[..., None] >= 0, out=np.zeros_like(x)).sum())
+def squared_error(codec: LowRankResidual) -> float:
+    """The squared error of a prompt after encoding."""
+    x, pos = random_tokens()
+    return float(np.square(round_trip(codec) - x, where=np.asarray(pos)[..., None] >= 0, out=np.zeros_like(x)).sum())
 
 
 def test_the_error_falls_with_the_rank_and_is_none_where_all_are_directions_or_outliers():
-    errors = [error(codec_of("channel", share=0.0, rank=rank)) for rank in (1, 6)]
+    errors = [squared_error(make_codec("channel", share=0.0, rank=rank)) for rank in (1, 6)]
     assert errors[0] > 0.1 and errors[1] < 1e-9
-    assert error(codec_of("token", share=1.0)) == 0
+    assert squared_error(make_codec("token", share=1.0)) == 0
 
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
-    """Rows of six and of four tokens, and four more of each: a chunk of three, and one token over."""
-    codec, pos = Host(codec_of(axis, share=0.7)), tokens()[1]
+    """Sequences of six and of four tokens get four more each: a chunk of three, and one token over."""
+    codec, pos = Host(make_codec(axis, share=0.7)), random_tokens()[1]
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 12, 6)), jnp.float32)
     n = (pos >= 0).sum(2, dtype=jnp.int32)
 
@@ -97,33 +99,33 @@ def test_rows_on_the_host_are_those_of_all_that_is_decoded(axis):
         return codec.decode(stored), codec.gather(stored, idx)
 
     idx = jnp.asarray([[[9, 0, 4], [7, 7, 2]], [[7, 1, 0], [3, 5, 6]]], jnp.int32)
-    decoded, rows = run(x, idx)
-    np.testing.assert_array_equal(rows, jnp.take_along_axis(decoded, idx[..., None], 2))
+    decoded, gathered = run(x, idx)
+    np.testing.assert_array_equal(gathered, jnp.take_along_axis(decoded, idx[..., None], 2))
     for b, count in enumerate((6, 4)):
         for h in range(2):
             known = np.asarray(x[b, h, : count + 4], np.float64)
-            want = oracle.held(known, count, axis, 2, (2, 1), 0.7, 3)
-            np.testing.assert_allclose(decoded[b, h, : count + 4], want, atol=1e-5)
+            expected = oracle.reconstruct(known, count, axis, 2, (2, 1), 0.7, 3)
+            np.testing.assert_allclose(decoded[b, h, : count + 4], expected, atol=1e-5)
 
 
 def test_by_hand_an_outlier_widens_no_scale():
-    """Of 0, 1, 2 and 100 the ends are exact; in the codes the mean, 25.75, takes their place, and L has the error."""
+    """The ends of 0, 1, 2 and 100 are exact; the mean, 25.75, replaces them in the codes, and L has the error."""
     x, pos = jnp.asarray([[[[0.0, 1.0, 2.0, 100.0]]]]), jnp.zeros((1, 1, 1), jnp.int32)
-    codec = codec_of("token")
+    codec = make_codec("token")
 
     @jax.jit
     def run(x):
         return *TokenOutliers(0.5).find(x, pos >= 0), codec.decode(codec.encode(x, pos))
 
-    out, others, back = run(x)
+    out, others, decoded = run(x)
     assert out[0, 0, 0].tolist() == [True, False, False, True]
     np.testing.assert_allclose(others[0, 0, 0], [25.75, 1.0, 2.0, 25.75])
-    np.testing.assert_allclose(back[0, 0, 0], [0, 1, 2, 100], atol=1e-5)
+    np.testing.assert_allclose(decoded[0, 0, 0], [0, 1, 2, 100], atol=1e-5)
     assert ChannelOutliers(0.02).num_outliers(2048) == 40 and ChannelOutliers(0.02).num_outliers(20) == 0
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "gear:rank=0": "ranks must be 1 or more",
         "gear:share=2": "share must lie in",
         "gear:bits=5": "bits must be one of",
@@ -131,5 +133,5 @@ def test_what_has_no_meaning_is_refused():
         "gear + h2o": "component `k`",
         "gear + int4": "both fill the component `k`",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+        with pytest.raises(KvjaxError, match=says):
+            layer.bind(text)

@@ -1,4 +1,4 @@
-"""A budget divided by a calibrated table, against its oracle: numbers, tokens, bytes, programs, and what is refused."""
+"""A budget divided by a calibrated table, against its oracle: counts, tokens, bytes, programs, and errors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FRACTIONS = (0.125, 0.25, 0.5)
 PROMPTS = [list(range(60)), [5, 9, 5, 5, 1, 7, 3], list(range(30, 70))]
 
 
-def made_up(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, heads: int = HEADS) -> np.ndarray:
-    """Shares f32[L K R] of very unequal heads, whose mean is the fraction."""
+def random_shares(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, heads: int = HEADS) -> np.ndarray:
+    """Fractions f32[L K R] of very unequal heads with the given means."""
     rng = np.random.default_rng(seed)
     lean = rng.uniform(-1, 1, (layers, heads, 1))
     lean = (lean - lean.mean()) / np.abs(lean - lean.mean()).max()
@@ -35,11 +35,13 @@ def made_up(seed: int = 0, spread: float = 0.9, layers: int = LAYERS, heads: int
     return (at + spread * lean * np.minimum(at, 1 - at)).astype(np.float32)
 
 
-def written(path, shares, fractions=FRACTIONS, spec=None, **other) -> str:
-    """A table of shares [L K R] in a file."""
+def write_table(path, fractions_kept, fractions=FRACTIONS, spec=None, **other) -> str:
+    """Writes a table of fractions [L K R] and returns its path."""
     spec = specs(toy_model(kv_heads=HEADS).config)[0] if spec is None else spec
-    rows = [{"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in shares]
-    return str(table_file.write(path / "head_shares.safetensors", "head_shares", spec, [row | other for row in rows]))
+    tables = [
+        {"shares": np.asarray(s, np.float32), "fractions": np.asarray(fractions, np.float32)} for s in fractions_kept
+    ]
+    return str(table_file.write(path / "head_shares.safetensors", "head_shares", spec, [b | other for b in tables]))
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +51,28 @@ def model():
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory) -> str:
-    return written(tmp_path_factory.mktemp("table"), made_up())
+    return write_table(tmp_path_factory.mktemp("table"), random_shares())
 
 
-def lengths_of(context: kvjax.Context) -> np.ndarray:
-    """i64[B L K], tokens that each head keeps."""
-    counts = [[[len(head) for head in row] for row in heads] for heads in context.kept_positions()]
+def num_kept(context: kvjax.Context) -> np.ndarray:
+    """The number of tokens that each head keeps, i64[B L K]."""
+    counts = [[[len(head) for head in b] for b in heads] for heads in context.kept_positions()]
     return np.array(counts).transpose(1, 0, 2)
 
 
 def test_the_example_by_hand(tmp_path):
-    """One layer of two heads; a quarter of 40 tokens is 10 a head, of which the table gives 15 and 5."""
+    """A quarter of 40 tokens is 10 for each of a layer's two heads; the table gives them 15 and 5."""
     shares = [[[0.375], [0.125]]]
-    assert oracle.numbers(shares, [0.25], 40, 10).tolist() == [[15, 5]]
+    assert oracle.head_tokens(shares, [0.25], 40, 10).tolist() == [[15, 5]]
     # An eighth is half of a quarter; 5/8 is half way from a quarter to everything.
-    assert oracle.numbers(shares, [0.25], 40, 5).tolist() == [[8, 2]]  # 7.5 and 2.5: the lower head is rounded up
-    assert oracle.numbers(shares, [0.25], 40, 25).tolist() == [[28, 22]]  # 27.5 and 22.5
-    # Eight tokens stay in any case: the second head takes 3 more, which the first one has not.
-    assert oracle.numbers(shares, [0.25], 40, 10, sinks=4, recent=4).tolist() == [[12, 8]]
-    assert oracle.numbers(shares, [0.25], 8, 10).tolist() == [[8, 8]]
-    assert oracle.kept([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
+    assert oracle.head_tokens(shares, [0.25], 40, 5).tolist() == [[8, 2]]  # 7.5 and 2.5: the lower head is rounded up
+    assert oracle.head_tokens(shares, [0.25], 40, 25).tolist() == [[28, 22]]  # 27.5 and 22.5
+    # Eight tokens always stay, so the second head takes 3 more, and the first one has 3 fewer.
+    assert oracle.head_tokens(shares, [0.25], 40, 10, sinks=4, recent=4).tolist() == [[12, 8]]
+    assert oracle.head_tokens(shares, [0.25], 8, 10).tolist() == [[8, 8]]
+    assert oracle.select_tokens([0, 5, 1, 9, 5, 0], 4, 1, 1) == [0, 1, 3, 5]
     division = Division(
-        TableFile(written(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
+        TableFile(write_table(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
         shape(1, 2),
         Uniform(10),
         4,
@@ -91,14 +93,14 @@ def shape(layers: int, heads: int) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize(("sinks", "recent", "size"), [(0, 0, 1), (4, 8, 1), (1, 2, 4), (0, 3, 5)])
 @pytest.mark.parametrize("spread", [0.0, 0.9])
 def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, spread, tmp_path):
-    shares, spec = made_up(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS)
-    table = TableFile(written(tmp_path, shares, spec=spec), "head_shares")
+    shares, spec = random_shares(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS)
+    table = TableFile(write_table(tmp_path, shares, spec=spec), "head_shares")
     found = Division(table, shape(LAYERS, HEADS), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
         base = budget.num_kept(n)
-        want = oracle.numbers(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
-        np.testing.assert_array_equal(found[n], want, f"{n} tokens")
-        always, _, mean = oracle.always_and_units(n, base, sinks, recent, size)
+        expected = oracle.head_tokens(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)
+        np.testing.assert_array_equal(found[n], expected, f"{n} tokens")
+        always, _, mean = oracle.split_prompt(n, base, sinks, recent, size)
         assert found[n].sum() == LAYERS * HEADS * (always + size * mean)
     assert not found[0].any()
 
@@ -106,18 +108,18 @@ def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, s
 @pytest.mark.parametrize("budget", ["12", "30%"])
 def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
     """Keys are read off the exact cache; 3 recent tokens stay in every head."""
-    held = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent=3 + head_shares:page=4,table={table}")
+    context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent=3 + head_shares:page=4,table={table}")
     exact = kvjax.read(model, PROMPTS, "full").cache.layers
     unequal = 0
-    for row, prompt in enumerate(PROMPTS):
+    for b, prompt in enumerate(PROMPTS):
         n = len(prompt)
         mean = min(n, 12) if budget == "12" else max(1, int(n * 0.3))
-        numbers = oracle.numbers(made_up().tolist(), FRACTIONS, n, mean, recent=3)
-        for i, (state, heads) in enumerate(zip(exact, held.kept_positions(), strict=True)):
-            keys = np.asarray(state.k.data, np.float64)[row, :, :n]
+        numbers = oracle.head_tokens(random_shares().tolist(), FRACTIONS, n, mean, recent=3)
+        for i, (state, heads) in enumerate(zip(exact, context.kept_positions(), strict=True)):
+            keys = np.asarray(state.k.data, np.float64)[b, :, :n]
             for head in range(HEADS):
                 scores = keydiff.scores(keys[head]).tolist()
-                assert heads[row][head].tolist() == oracle.kept(scores, numbers[i, head], 0, 3)
+                assert heads[b][head].tolist() == oracle.select_tokens(scores, numbers[i, head], 0, 3)
                 unequal += numbers[i, head] != mean
     assert unequal > 5
 
@@ -125,8 +127,10 @@ def test_heads_keep_what_the_oracle_keeps_of_their_keys(budget, model, table):
 def test_layers_have_budgets_of_their_own_and_need_not_see_each_other(model, table):
     plan = bind(f"keydiff:budget=12 + head_shares:table={table}", model.config)
     assert not any(part.needs.global_budget for part in plan)
-    kept = [part.num_kept(60) for part in plan]
-    assert len(set(kept)) > 1 and sum(kept) - 12 * LAYERS < LAYERS  # each is rounded up by less than a token
+    layer_tokens = [part.num_kept(60) for part in plan]
+    assert (
+        len(set(layer_tokens)) > 1 and sum(layer_tokens) - 12 * LAYERS < LAYERS
+    )  # each is rounded up by less than a token
 
 
 @pytest.mark.parametrize(
@@ -150,22 +154,22 @@ def test_a_plan_says_exactly_what_is_held_and_allocated(method, length, model, t
     planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
     assert (planned.held, planned.reserved) == (context.bytes.held, context.bytes.reserved)
     known = [part.method.side_store.head_budgets.tokens_by_length(length)[length] for part in context.cache.plan]
-    np.testing.assert_array_equal(lengths_of(context)[0], known)
+    np.testing.assert_array_equal(num_kept(context)[0], known)
 
 
 def test_bytes_held_are_those_of_whole_pages(model, table):
     context = kvjax.read(model, PROMPTS[:1], f"keydiff:budget=12,recent=2 + head_shares:page=4,table={table}", room=16)
-    pages = (-(-lengths_of(context) // 4)).sum()
+    pages = (-(-num_kept(context) // 4)).sum()
     slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
     owners = sum(4 * state.side_store.owner.size for state in context.cache.layers)
-    beside = 4 + 4 * LAYERS  # lengths of the cache, and of each layer
-    assert context.bytes.held["device"] == pages * 4 * slot + owners + beside
+    length_bytes = 4 + 4 * LAYERS  # lengths of the cache, and of each layer
+    assert context.bytes.held["device"] == pages * 4 * slot + owners + length_bytes
 
 
 def test_a_budget_as_long_as_the_prompt_keeps_everything(model, table):
     for budget in ("100", "60", "100%"):
         context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget} + head_shares:page=4,table={table}", room=8)
-        assert (lengths_of(context) == np.array([60, 7, 40])[:, None, None]).all()
+        assert (num_kept(context) == np.array([60, 7, 40])[:, None, None]).all()
         full = kvjax.read(model, PROMPTS, "full", room=8)
         assert context.generate(max_new_tokens=6).tokens == full.generate(max_new_tokens=6).tokens
 
@@ -174,11 +178,11 @@ def test_a_budget_as_long_as_the_prompt_keeps_everything(model, table):
 def test_a_sequence_does_not_depend_on_its_neighbours(more, model, table):
     text = f"snapkv:budget=12,window=4,kernel=3 + head_shares:page=4,table={table}{more}"
     together = kvjax.read(model, PROMPTS, text, room=8)
-    for row, prompt in enumerate(PROMPTS):
-        alone = kvjax.read(model, [prompt], text, room=8)
-        for every, mine in zip(together.kept_positions(), alone.kept_positions(), strict=True):
-            assert [head.tolist() for head in every[row]] == [head.tolist() for head in mine[0]]
-        assert together.generate(max_new_tokens=5).tokens[row] == alone.generate(max_new_tokens=5).tokens[0]
+    for b, prompt in enumerate(PROMPTS):
+        single = kvjax.read(model, [prompt], text, room=8)
+        for batch_heads, heads in zip(together.kept_positions(), single.kept_positions(), strict=True):
+            assert [head.tolist() for head in batch_heads[b]] == [head.tolist() for head in heads[0]]
+        assert together.generate(max_new_tokens=5).tokens[b] == single.generate(max_new_tokens=5).tokens[0]
 
 
 def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
@@ -197,7 +201,7 @@ def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
 
 def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
     text = f"keydiff:budget=12,recent=2 + head_shares:page=4,table={table} + kvcrush:share=0.5"
-    lengths = lengths_of(kvjax.read(model, PROMPTS[:1], text))[0]
+    lengths = num_kept(kvjax.read(model, PROMPTS[:1], text))[0]
     means = -(-lengths.sum(1) // HEADS) - 2
     assert lengths.sum() == 12 * LAYERS * HEADS and (lengths.min(1) >= 2 + means // 2).all()
 
@@ -218,7 +222,7 @@ def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
 )
 def test_what_cannot_be_divided_says_why(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 def test_a_budget_that_differs_between_layers_is_not_divided_again(model, table):
@@ -235,24 +239,28 @@ def test_a_budget_below_what_always_stays_is_refused_as_without_a_table(model, t
 @pytest.mark.parametrize(
     ("shares", "fractions", "says"),
     [
-        (made_up(spread=0.5) * 1.1, FRACTIONS, r"at the fraction 0.125 the shares .* have the mean 0.1375, and it "),
-        (made_up()[..., ::-1], FRACTIONS[::-1], "must ascend between 0 and 1 and be the same in every layer"),
-        (made_up()[..., :0], (), "must ascend between 0 and 1"),
-        (made_up() + [[[0.5], [-0.5]]], FRACTIONS, r"lie in \[0, 1\], got -"),
-        (made_up()[..., :2], FRACTIONS, r"`0.shares` of .* has shape \(2, 2\), expected \(2, 3\)"),
+        (
+            random_shares(spread=0.5) * 1.1,
+            FRACTIONS,
+            r"at the fraction 0.125 the shares .* have the mean 0.1375, and it ",
+        ),
+        (random_shares()[..., ::-1], FRACTIONS[::-1], "must ascend between 0 and 1 and be the same in every layer"),
+        (random_shares()[..., :0], (), "must ascend between 0 and 1"),
+        (random_shares() + [[[0.5], [-0.5]]], FRACTIONS, r"lie in \[0, 1\], got -"),
+        (random_shares()[..., :2], FRACTIONS, r"`0.shares` of .* has shape \(2, 2\), expected \(2, 3\)"),
     ],
 )
 def test_a_table_that_cannot_be_says_why(shares, fractions, says, model, tmp_path):
     with pytest.raises(KvjaxError, match=says):
-        bind(f"keydiff:budget=12 + head_shares:table={written(tmp_path, shares, fractions)}", model.config)
+        bind(f"keydiff:budget=12 + head_shares:table={write_table(tmp_path, shares, fractions)}", model.config)
 
 
 def test_a_table_of_another_model_or_without_arrays_is_refused(model, tmp_path):
-    path = written(tmp_path, made_up(layers=1), spec=layer.spec())
+    path = write_table(tmp_path, random_shares(layers=1), spec=layer.spec())
     with pytest.raises(KvjaxError, match="was made for a model of layers=1, and this one has layers=3"):
         bind(f"keydiff:budget=12 + head_shares:table={path}", model.config)
-    rows = [{"shares": x} for x in made_up()]
-    path = table_file.write(tmp_path / "bare", "head_shares", specs(model.config)[0], rows)
+    tables = [{"shares": x} for x in random_shares()]
+    path = table_file.write(tmp_path / "bare", "head_shares", specs(model.config)[0], tables)
     with pytest.raises(KvjaxError, match="has no array `0.fractions`; make the table anew"):
         bind(f"keydiff:budget=12 + head_shares:table={path}", model.config)
     with pytest.raises(KvjaxError, match="kvjax ships no table of head_shares for a model of layers=3"):
@@ -265,30 +273,30 @@ DOCUMENTS = [np.random.default_rng(seed).integers(0, 60, 64).tolist() for seed i
 @pytest.mark.parametrize("method", ["turned_queries:sinks=1", "kvzip:sinks=1", "keydiff:unit=chunk2"])
 def test_calibrated_shares_are_what_a_ranking_of_each_text_keeps(method, model):
     """The same texts under `adakv:scope=model`, budget by budget: its counts, over the tokens of the texts."""
-    made = calibrate.count_arrays(model, f"head_shares:method={method}", DOCUMENTS, rows=2)
+    arrays = calibrate.count_arrays(model, f"head_shares:method={method}", DOCUMENTS, rows=2)
     budgets = [2, 4, 8, 16, 32, 48]
-    for layer_made in made:
-        np.testing.assert_allclose(layer_made["fractions"], np.array(budgets) / 64)
+    for layer_arrays in arrays:
+        np.testing.assert_allclose(layer_arrays["fractions"], np.array(budgets) / 64)
     for r, budget in enumerate(budgets):
         name = method.partition(":")[0]
         equal = f"{method},budget={budget}" + (",level=head" if name in ("turned_queries", "kvzip") else "")
         ranked = kvjax.read(model, DOCUMENTS, f"{equal} + adakv:alpha=0,scope=model,page=4")
-        want = lengths_of(ranked).sum(0) / (64 * len(DOCUMENTS))
-        np.testing.assert_allclose([layer_made["shares"][:, r] for layer_made in made], want, atol=1e-6)
-        assert np.std(want) > 0 or budget == 2
+        expected = num_kept(ranked).sum(0) / (64 * len(DOCUMENTS))
+        np.testing.assert_allclose([layer_arrays["shares"][:, r] for layer_arrays in arrays], expected, atol=1e-6)
+        assert np.std(expected) > 0 or budget == 2
 
 
 def test_texts_of_unequal_lengths_count_by_their_tokens(model):
-    """33 tokens of a text of 33, and of one of 64: budgets are whole numbers, and fractions those that were kept."""
+    """Budgets of 33 tokens in texts of 33 and 64: they are whole numbers, and fractions are those really kept."""
     texts = [DOCUMENTS[0], DOCUMENTS[1][:33]]
-    together, *alone = (
+    together, *single = (
         calibrate.count_arrays(model, "head_shares:method=keydiff", which) for which in (texts, *zip(texts))
     )
-    for i, made in enumerate(together):
+    for i, arrays in enumerate(together):
         for name in ("shares", "fractions"):
-            want = (alone[0][i][name] * 64 + alone[1][i][name] * 33) / 97
-            np.testing.assert_allclose(made[name], want, rtol=1e-5)
-    np.testing.assert_allclose(alone[1][0]["fractions"], np.array([1, 2, 4, 8, 16, 24]) / 33)
+            expected = (single[0][i][name] * 64 + single[1][i][name] * 33) / 97
+            np.testing.assert_allclose(arrays[name], expected, rtol=1e-5)
+    np.testing.assert_allclose(single[1][0]["fractions"], np.array([1, 2, 4, 8, 16, 24]) / 33)
 
 
 def test_texts_too_short_for_a_budget_are_refused(model):
@@ -313,6 +321,6 @@ def test_from_the_command_line_to_a_method(tmp_path, capsys):
 
 def test_an_example_is_a_table():
     spec = layer.spec()
-    made = CalibratedShares().example(spec, np.random.default_rng(1))
-    np.testing.assert_allclose(made["shares"].mean(0), made["fractions"], atol=1e-6)
-    assert jnp.asarray(made["shares"]).shape == (layer.K, 6)
+    arrays = CalibratedShares().example(spec, np.random.default_rng(1))
+    np.testing.assert_allclose(arrays["shares"].mean(0), arrays["fractions"], atol=1e-6)
+    assert jnp.asarray(arrays["shares"]).shape == (layer.K, 6)

@@ -1,4 +1,4 @@
-"""HeadKV against its oracle: numbers of tokens by head and layer, and which tokens these are."""
+"""HeadKV against its oracle: the number of tokens of each head and layer, and the tokens themselves."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ from tests.oracles import headkv as oracle
 SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
 
 
-def written(path, weights, spec=None) -> str:
-    """A table of weights [L K] in a file."""
-    rows = [{"weights": np.asarray(row, np.float32)} for row in weights]
-    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), rows))
+def write_table(path, weights, spec=None) -> str:
+    """Writes a table of weights [L K] and returns its path."""
+    tables = [{"weights": np.asarray(heads, np.float32)} for heads in weights]
+    return str(table_file.write(path / "heads.safetensors", "heads", spec or layer.spec(), tables))
 
 
 def test_the_example_by_hand(tmp_path):
     assert oracle.capacities([[0.75, 0.25]], 128, 0, 1.01) == [[191, 65]]
-    rule = HeadWeightBudgets(TableFile(written(tmp_path, [[0.75, 0.25]]), "heads"), 160, 32, 1.01)
+    rule = HeadWeightBudgets(TableFile(write_table(tmp_path, [[0.75, 0.25]]), "heads"), 160, 32, 1.01)
     assert rule.at(layer.spec()).tokens == (32 + 191, 32 + 65)
 
 
 @pytest.mark.parametrize(("budget", "window", "beta"), [(128, 32, 1.01), (40, 8, 2), (9, 0, 5), (300, 1, 1)])
 def test_numbers_are_the_oracles(tmp_path, budget, window, beta):
     weights = np.random.default_rng(budget).uniform(size=(3, 4)).astype(np.float32)
-    rule = HeadWeightBudgets(TableFile(written(tmp_path, weights, SPEC), "heads"), budget, window, beta)
-    found = [list(rule.at(dataclasses.replace(SPEC, index=i)).tokens) for i in range(3)]
-    assert found == oracle.capacities(weights.astype(np.float64).tolist(), budget, window, beta)
+    rule = HeadWeightBudgets(TableFile(write_table(tmp_path, weights, SPEC), "heads"), budget, window, beta)
+    tokens = [list(rule.at(dataclasses.replace(SPEC, index=i)).tokens) for i in range(3)]
+    assert tokens == oracle.capacities(weights.astype(np.float64).tolist(), budget, window, beta)
 
 
 def test_heads_keep_their_best_and_read_them_as_under_a_mask(tmp_path):
-    d, table = layer.data(5), written(tmp_path, [[0.2, 0.8]])
-    bound = layer.bound(f"headkv:budget=5,window=2,kernel=3,beta=1.5,page=4,table={table}")
-    state = layer.prefill(bound, d, padding=np.inf)
-    held, out = np.asarray(bound.positions(state)), layer.run(bound.method, d, state=state)
+    batch, table = layer.random_batch(5), write_table(tmp_path, [[0.2, 0.8]])
+    bound = layer.bind(f"headkv:budget=5,window=2,kernel=3,beta=1.5,page=4,table={table}")
+    state = layer.prefill(bound, batch, padding=np.inf)
+    positions, out = np.asarray(bound.positions(state)), layer.decode(bound.method, batch, state=state)
     capacities = oracle.capacities([[0.2, 0.8]], 5, 2, 1.5)[0]
     assert capacities == [4, 6]
-    for b, n in enumerate(d.lengths.tolist()):
-        q, k, v = (np.asarray(x[b]) for x in (d.q, d.k, d.v))
-        scores = eviction.snapkv(eviction.attention(q[..., :n, :], k[:, :n]), 2, 3, "max")[1]
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k, v = (np.asarray(x[b]) for x in (batch.q, batch.k, batch.v))
+        scores = eviction.snapkv_scores(eviction.attention_weights(q[..., :n, :], k[:, :n]), 2, 3, "max")[1]
         for head, keep in enumerate(capacities):
-            tokens = eviction.kept(scores[head : head + 1], keep, 0, 2)[0]
-            assert sorted(p for p in held[b, head].tolist() if p >= 0) == tokens
+            tokens = eviction.select_tokens(scores[head : head + 1], keep, 0, 2)[0]
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == tokens
             for t in range(layer.STEPS):
-                want = adakv.attend(q[head, :, n + t], k[head], v[head], tokens, n + t, n)
-                np.testing.assert_allclose(out[b, head, :, t], want, atol=5e-6)
+                expected = adakv.attend(q[head, :, n + t], k[head], v[head], tokens, n + t, n)
+                np.testing.assert_allclose(out[b, head, :, t], expected, atol=5e-6)
 
 
 def test_tokens_move_between_layers(tmp_path):
     model, prompts = toy_model(kv_heads=2), [list(range(30)), [5]]
     weights = [[1, 3], [0, 0], [6, 2]]
-    text = f"headkv:budget=12,window=4,kernel=3,page=4,table={written(tmp_path, weights, specs(model.config)[0])}"
+    text = f"headkv:budget=12,window=4,kernel=3,page=4,table={write_table(tmp_path, weights, specs(model.config)[0])}"
     capacities = oracle.capacities(weights, 12, 4, 1.01)
     assert sum(map(sum, capacities)) == 3 * 2 * 12
     for layers, numbers in zip(kvjax.read(model, prompts, text).kept_positions(), capacities, strict=True):
-        for row, prompt in zip(layers, prompts, strict=True):
-            assert [len(head) for head in row] == [min(len(prompt), number) for number in numbers]
+        for heads, prompt in zip(layers, prompts, strict=True):
+            assert [len(head) for head in heads] == [min(len(prompt), number) for number in numbers]
 
 
 def test_wrong_values_say_so(tmp_path):
@@ -76,4 +76,4 @@ def test_wrong_values_say_so(tmp_path):
             kvjax.methods.headkv(**fields)
     for weights in ([[-1, 2]], [[0, 0]]):
         with pytest.raises(KvjaxError, match="weights of heads must be 0 or more and not all 0, got"):
-            layer.bound(f"headkv:table={written(tmp_path, weights)}")
+            layer.bind(f"headkv:table={write_table(tmp_path, weights)}")

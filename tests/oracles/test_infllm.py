@@ -1,4 +1,4 @@
-"""C7 and the layer contract for InfLLM, on ragged rows, the prompt chunk by chunk."""
+"""C7 and the layer contract for InfLLM, on ragged sequences, the prompt chunk by chunk."""
 
 from __future__ import annotations
 
@@ -34,68 +34,68 @@ SLOTS = 48
 SMALL = {"block": 4, "sinks": 3, "local": 6, "topk": 2, "representatives": 2, "chunk": 5}
 
 
-def bound(method: Method, window: int | None = None) -> MethodLayer:
-    """The method in the only layer of a model."""
+def bind_method(method: Method, window: int | None = None) -> MethodLayer:
+    """Binds a method to the only layer of a model."""
     return method.bind(
         LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=window, rope=Rope(H))
     )
 
 
-def planned(window: int | None = None, **changes) -> MethodLayer:
-    return bound(infllm(**{**SMALL, **changes}), window)
+def bind_infllm(window: int | None = None, **changes) -> MethodLayer:
+    return bind_method(infllm(**{**SMALL, **changes}), window)
 
 
-METHOD = planned()
+METHOD = bind_infllm()
 
 
-def empty(method: MethodLayer, batch: int, slots: int, dtype):
-    """A state with room for so many tokens per row, before the first."""
-    rows = jnp.zeros((batch, K, 0, H), dtype)
-    return method.prefill(KVBlock(rows, rows, jnp.zeros((batch, 1, 0), jnp.int32)), None, slots)
+def empty_state(method: MethodLayer, num_sequences: int, slots: int, dtype):
+    """An empty state with this number of slots for each sequence."""
+    no_tokens = jnp.zeros((num_sequences, K, 0, H), dtype)
+    return method.prefill(KVBlock(no_tokens, no_tokens, jnp.zeros((num_sequences, 1, 0), jnp.int32)), None, slots)
 
 
-def make(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
-    """Per row: q [K G S H], k, v [K S H] before RoPE, S = prompt + steps."""
+def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS):
+    """Per sequence q [K G S H], k, v [K S H] before RoPE, with S = prompt + steps."""
     rng = np.random.default_rng(seed)
     sizes = [n + steps for n in lengths]
     return [tuple(rng.normal(size=shape) * 1.5 for shape in ((K, G, S, H), (K, S, H), (K, S, H))) for S in sizes]
 
 
-def cut(rows, first, count, padding: float = 0.0):
-    """Of row b the tokens first[b].. of count[b], as `extend` takes them: rotated, `padding` and -1 at the right."""
+def token_chunk(sequences, first, count, padding: float = 0.0):
+    """The count[b] tokens of each sequence from first[b] on, as `extend` takes them: rotated and padded."""
     T = int(max(count))
-    out = [np.full((len(rows), *shape, T, H), padding, np.float32) for shape in ((K, G), (K,), (K,))]
-    pos = np.full((len(rows), T), -1, np.int32)
-    for b, row in enumerate(rows):
-        n, at = count[b], first[b] + np.arange(count[b])
-        pos[b, :n] = at
-        for i, x in enumerate(row):
-            out[i][b, ..., :n, :] = rope(x[..., at, :], at) if i < 2 else x[..., at, :]
+    out = [np.full((len(sequences), *shape, T, H), padding, np.float32) for shape in ((K, G), (K,), (K,))]
+    pos = np.full((len(sequences), T), -1, np.int32)
+    for b, sequence in enumerate(sequences):
+        num_tokens, token_pos = count[b], first[b] + np.arange(count[b])
+        pos[b, :num_tokens] = token_pos
+        for i, x in enumerate(sequence):
+            out[i][b, ..., :num_tokens, :] = rope(x[..., token_pos, :], token_pos) if i < 2 else x[..., token_pos, :]
     return *out, pos
 
 
-def step(method, state, fresh, commit):
-    """`extend` of fresh tokens (q, k, v, positions) -> (out, state)."""
-    q, k, v, pos = fresh
+def extend_layer(method, state, new, commit):
+    """Extends a state with new tokens (q, k, v, positions) -> (out, state)."""
+    q, k, v, pos = new
     return method.extend(state, q, KVBlock(k, v, pos[:, None]), commit, None)[:2]
 
 
-extend = functools.partial(jax.jit, static_argnums=(0, 3))(step)
+extend = functools.partial(jax.jit, static_argnums=(0, 3))(extend_layer)
 
 
-def run(method, rows, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0):
-    """The prompt in one call, then single steps -> (the outputs of each row [K G S H], the last state)."""
-    state = empty(method, len(rows), SLOTS, jnp.float32)
-    out, state = extend(method, state, cut(rows, 0 * lengths, lengths, padding), int(lengths.max()))
-    outs = [[o[:, :, :n]] for o, n in zip(np.asarray(out), lengths, strict=True)]
+def decode(method, sequences, lengths=LENGTHS, steps: int = STEPS, padding: float = 0.0):
+    """Runs the prompt in one call, then single steps -> (outputs of each sequence [K G S H], the last state)."""
+    state = empty_state(method, len(sequences), SLOTS, jnp.float32)
+    out, state = extend(method, state, token_chunk(sequences, 0 * lengths, lengths, padding), int(lengths.max()))
+    outs = [[sequence_outs[:, :, :n]] for sequence_outs, n in zip(np.asarray(out), lengths, strict=True)]
     for t in range(steps):
-        out, state = extend(method, state, cut(rows, lengths + t, np.ones_like(lengths)), 1)
-        for o, x in zip(outs, np.asarray(out), strict=True):
-            o.append(x)
-    return [np.concatenate(o, 2) for o in outs], state
+        out, state = extend(method, state, token_chunk(sequences, lengths + t, np.ones_like(lengths)), 1)
+        for sequence_outs, x in zip(outs, np.asarray(out), strict=True):
+            sequence_outs.append(x)
+    return [np.concatenate(sequence_outs, 2) for sequence_outs in outs], state
 
 
-def chunks(n: int, chunk: int, steps: int = STEPS) -> list[int]:
+def chunk_lengths(n: int, chunk: int, steps: int = STEPS) -> list[int]:
     return [chunk] * int(n // chunk) + ([int(n % chunk)] if n % chunk else []) + [1] * steps
 
 
@@ -105,78 +105,78 @@ def chunks(n: int, chunk: int, steps: int = STEPS) -> list[int]:
     ids=str,
 )
 def test_infllm_equals_the_paper(changes):
-    args, rows = {**SMALL, **changes}, make(len(changes))
-    out, state = run(planned(**changes), rows)
+    args, sequences = {**SMALL, **changes}, random_sequences(len(changes))
+    out, state = decode(bind_infllm(**changes), sequences)
     chunk = args.pop("chunk")
     for b, n in enumerate(LENGTHS):
-        want, blocks = oracle.infllm(*rows[b], chunks(n, chunk), **args)
-        np.testing.assert_allclose(out[b], want, atol=2e-5)
+        expected, blocks = oracle.infllm(*sequences[b], chunk_lengths(n, chunk), **args)
+        np.testing.assert_allclose(out[b], expected, atol=2e-5)
         assert int(state.reader_state.num_blocks[b]) == blocks
 
 
 def test_chunks_of_more_queries_than_are_attended_at_once():
     lengths, args = np.array([150]), {"block": 8, "sinks": 5, "local": 80, "topk": 3, "representatives": 2}
-    rows = make(3, lengths, 0)
-    method = bound(infllm(**args, chunk=70))
-    state = empty(method, 1, 150, jnp.float32)
-    out, _ = extend(method, state, cut(rows, [0], lengths), 150)
-    np.testing.assert_allclose(out[0], oracle.infllm(*rows[0], [70, 70, 10], **args)[0], atol=2e-5)
+    sequences = random_sequences(3, lengths, 0)
+    method = bind_method(infllm(**args, chunk=70))
+    state = empty_state(method, 1, 150, jnp.float32)
+    out, _ = extend(method, state, token_chunk(sequences, [0], lengths), 150)
+    np.testing.assert_allclose(out[0], oracle.infllm(*sequences[0], [70, 70, 10], **args)[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("changes, window", [({"local": 60}, None), ({}, 4)], ids=str)
 def test_c1_with_a_window_for_all_it_is_dense_attention(changes, window):
-    rows = make()
-    out, _ = run(planned(window, **changes), rows, steps=0)
+    sequences = random_sequences()
+    out, _ = decode(bind_infllm(window, **changes), sequences, steps=0)
     for b, S in enumerate(LENGTHS):
-        v = rows[b][2][:, :S]
-        q, k, _, _ = cut(rows[b : b + 1], [0], [S])
-        want = dense_attention(q[0].reshape(-1, S, H), k[0], v, np.arange(S), window)
-        np.testing.assert_allclose(out[b].reshape(want.shape), want, atol=2e-5)
+        v = sequences[b][2][:, :S]
+        q, k, _, _ = token_chunk(sequences[b : b + 1], [0], [S])
+        expected = dense_attention(q[0].reshape(-1, S, H), k[0], v, np.arange(S), window)
+        np.testing.assert_allclose(out[b].reshape(expected.shape), expected, atol=2e-5)
 
 
 def test_c2_when_all_blocks_are_taken_chunks_do_not_matter():
-    rows, method = make(), planned(topk=99, chunk=3)
+    sequences, method = random_sequences(), bind_infllm(topk=99, chunk=3)
     args = {**SMALL, "topk": 99}
     args.pop("chunk")
-    out, state = run(method, rows, steps=0)
-    more, _ = extend(method, state, cut(rows, LENGTHS, [7, 4, 1]), 7)
+    out, state = decode(method, sequences, steps=0)
+    chunk_out, _ = extend(method, state, token_chunk(sequences, LENGTHS, [7, 4, 1]), 7)
     for b, n in enumerate([7, 4, 1]):
-        got = np.concatenate([out[b], more[b, :, :, :n]], 2)
-        want, _ = oracle.infllm(*rows[b], [1] * rows[b][1].shape[1], **args)
-        np.testing.assert_allclose(got, want[:, :, : got.shape[2]], atol=2e-5)
+        actual = np.concatenate([out[b], chunk_out[b, :, :, :n]], 2)
+        expected, _ = oracle.infllm(*sequences[b], [1] * sequences[b][1].shape[1], **args)
+        np.testing.assert_allclose(actual, expected[:, :, : actual.shape[2]], atol=2e-5)
 
 
 def test_c3_rows_are_independent_of_neighbours_and_padding():
-    rows = make()
-    want, _ = run(METHOD, rows)
+    sequences = random_sequences()
+    expected, _ = decode(METHOD, sequences)
     for padding in (1e4, np.inf, np.nan):
-        for out, x in zip(run(METHOD, rows, padding=padding)[0], want, strict=True):
+        for out, x in zip(decode(METHOD, sequences, padding=padding)[0], expected, strict=True):
             np.testing.assert_array_equal(out, x)
-    alone, _ = run(METHOD, rows[:1], LENGTHS[:1], steps=0)
-    np.testing.assert_allclose(alone[0], want[0][:, :, :33], atol=2e-5)
+    single, _ = decode(METHOD, sequences[:1], LENGTHS[:1], steps=0)
+    np.testing.assert_allclose(single[0], expected[0][:, :, :33], atol=2e-5)
 
 
 def test_c3_only_committed_tokens_are_kept_and_guesses_see_them():
-    rows = make()
-    want, _ = run(METHOD, rows)
-    _, state = run(METHOD, rows, steps=2)
-    one, after = extend(METHOD, state, cut(rows, LENGTHS + 2, [1, 1, 1]), 1)
-    two, ahead = extend(METHOD, state, cut(rows, LENGTHS + 2, [2, 2, 2]), 1)
-    np.testing.assert_allclose(two[:, :, :, :1], one, atol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, ahead)
-    for b, n in enumerate(LENGTHS):  # no row forms a block between the two
-        np.testing.assert_allclose(two[b, :, :, 1], want[b][:, :, n + 3], atol=2e-5)
+    sequences = random_sequences()
+    expected, _ = decode(METHOD, sequences)
+    _, state = decode(METHOD, sequences, steps=2)
+    single_out, after = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [1, 1, 1]), 1)
+    pair_out, drafted = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [2, 2, 2]), 1)
+    np.testing.assert_allclose(pair_out[:, :, :, :1], single_out, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, drafted)
+    for b, n in enumerate(LENGTHS):  # no sequence completes a block between the two
+        np.testing.assert_allclose(pair_out[b, :, :, 1], expected[b][:, :, n + 3], atol=2e-5)
 
 
 def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
-    rows = make()
-    _, state = run(METHOD, rows, steps=0)
-    fresh = jax.tree.map(lambda *x: np.stack(x), *[cut(rows, LENGTHS + t, [1, 1, 1]) for t in range(STEPS)])
+    sequences = random_sequences()
+    _, state = decode(METHOD, sequences, steps=0)
+    new = jax.tree.map(lambda *x: np.stack(x), *[token_chunk(sequences, LENGTHS + t, [1, 1, 1]) for t in range(STEPS)])
 
-    def loop(state, fresh):
-        return lax.scan(lambda s, x: step(METHOD, s, x, 1)[::-1], state, fresh)
+    def loop(state, new):
+        return lax.scan(lambda s, x: extend_layer(METHOD, s, x, 1)[::-1], state, new)
 
-    compiled = jax.jit(loop, donate_argnums=0).lower(state, fresh).compile()
+    compiled = jax.jit(loop, donate_argnums=0).lower(state, new).compile()
     for x in (state.k.data, state.v.data, state.reader_state.k.data):
         assert full_copies(compiled.as_text(), x.shape) == []
 
@@ -184,91 +184,93 @@ def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
         return jax.tree.map(lambda x: (jax.typeof(x), x.sharding.memory_kind), state)
 
     before = kinds(state)
-    after, out = compiled(state, fresh)
+    after, out = compiled(state, new)
     assert kinds(after) == before and before.k.data[1] == "pinned_host"
-    want, _ = run(METHOD, rows)
+    expected, _ = decode(METHOD, sequences)
     for b, n in enumerate(LENGTHS):
-        np.testing.assert_allclose(np.asarray(out)[:, b, :, :, 0], np.moveaxis(want[b][:, :, n:], 2, 0), atol=2e-5)
+        np.testing.assert_allclose(np.asarray(out)[:, b, :, :, 0], np.moveaxis(expected[b][:, :, n:], 2, 0), atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_c6_bytes_are_the_recipes(dtype):
     size = jnp.dtype(dtype).itemsize
-    state = empty(METHOD, B, SLOTS, dtype)
+    state = empty_state(METHOD, B, SLOTS, dtype)
     ring, blocks = 20, (SLOTS - 3 - 6) // 4  # 6 + 4 - 1 + 2 x 5 tokens, in whole blocks of 4
     P = 3 + ring
     recent = 2 * K * P * H * size + 4 * K * G * P + K * G * blocks * H * size
-    device = B * (recent + 4 * SLOTS + 2 * 4)  # positions of all tokens; how many, and how many blocks
+    device = B * (recent + 4 * SLOTS + 2 * 4)  # positions of all tokens, their number, and the number of blocks
     assert array_bytes(state) == {"device": device, "pinned_host": 2 * B * K * SLOTS * H * size}
-    assert empty(METHOD, B, 12, dtype).reader_state.keys is None
+    assert empty_state(METHOD, B, 12, dtype).reader_state.keys is None
 
 
-def left_by_a_selection(rows, kept: int):
-    """Of each row `kept` prompt tokens per head, unlike from head to head, in order, as a block."""
-    chosen = np.full((B, K, kept), -1, np.int32)
+def selected_block(sequences, num_kept: int):
+    """A block of `num_kept` prompt tokens of each head and sequence, in order, with other tokens in other heads."""
+    chosen = np.full((B, K, num_kept), -1, np.int32)
     for b, n in enumerate(LENGTHS):
         for head in range(K):
-            some = np.random.default_rng(head).permutation(n)[:kept]
-            chosen[b, head, : len(some)] = np.sort(some)
-    k, v = (np.full((B, K, kept, H), np.inf, np.float32) for _ in range(2))
+            idx = np.random.default_rng(head).permutation(n)[:num_kept]
+            chosen[b, head, : len(idx)] = np.sort(idx)
+    k, v = (np.full((B, K, num_kept, H), np.inf, np.float32) for _ in range(2))
     for b, head, i in np.argwhere(chosen >= 0):
         s = chosen[b, head, i]
-        k[b, head, i] = rope(rows[b][1][head, s : s + 1], [s])[0]
-        v[b, head, i] = rows[b][2][head, s]
+        k[b, head, i] = rope(sequences[b][1][head, s : s + 1], [s])[0]
+        v[b, head, i] = sequences[b][2][head, s]
     return KVBlock(*map(jnp.asarray, (k, v, chosen)))
 
 
 def test_behind_a_selection_its_blocks_are_those_of_the_tokens_that_are_left():
-    rows, kept = make(), 16
-    block = left_by_a_selection(rows, kept)
-    state = METHOD.prefill(block, None, kept + STEPS)
+    sequences, num_kept = random_sequences(), 16
+    block = selected_block(sequences, num_kept)
+    state = METHOD.prefill(block, None, num_kept + STEPS)
     np.testing.assert_array_equal(state.reader_state.num_blocks, [1, 0, 1])  # (16 - 3 sinks - 6) // 4
     for b, head in ((0, 0), (2, 1)):
         pos = np.asarray(block.pos[b, head, 3:7])
         for group in range(G):
             np.testing.assert_allclose(
-                state.reader_state.keys[b, head, group, 0], rows[b][1][head, pos].mean(0), atol=1e-5
+                state.reader_state.keys[b, head, group, 0], sequences[b][1][head, pos].mean(0), atol=1e-5
             )
-    out, _ = extend(METHOD, state, cut(rows, LENGTHS, [1, 1, 1]), 1)
+    out, _ = extend(METHOD, state, token_chunk(sequences, LENGTHS, [1, 1, 1]), 1)
     for b, n in enumerate(LENGTHS):
         for head in range(K):
-            held = np.asarray(block.pos[b, head])
-            held = [*held[held >= 0], n]
-            near, far = held[-6:], held[:-6]
-            q, k, v = rows[b]
+            without_selection = np.asarray(block.pos[b, head])
+            without_selection = [*without_selection[without_selection >= 0], n]
+            near, far = without_selection[-6:], without_selection[:-6]
+            q, k, v = sequences[b]
             for group in range(G):
                 near_q = rope(q[head, group, [n]], [n])[0]
                 far_q = rope(q[head, group, [n]], [5])[0]
                 logits = np.concatenate([rope(k[head, near], near) @ near_q, k[head, far] @ far_q])
-                want = oracle.softmax(logits / np.sqrt(H)) @ v[head, near + far]
-                np.testing.assert_allclose(out[b, head, group, 0], want, atol=2e-5)
+                expected = oracle.softmax(logits / np.sqrt(H)) @ v[head, near + far]
+                np.testing.assert_allclose(out[b, head, group, 0], expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("selection", ["snapkv:budget=9,window=2,kernel=3", "keynorm:budget=9"])
 def test_behind_a_selection_with_a_window_for_all_it_reads_what_is_left(selection):
-    rows = make()
+    sequences = random_sequences()
     limit = infllm(**{**SMALL, "local": 60})
-    method, plain = (bound(compose(parse(selection), x)) for x in (limit, Method()))
+    method, plain = (bind_method(compose(parse(selection), x)) for x in (limit, Method()))
     assert method.needs.prompt_chunk == 0  # the prompt's attention is exact
-    block = left_by_a_selection(rows, 9)
+    block = selected_block(sequences, 9)
     bias = jnp.where(block.pos >= 0, (block.pos % 3).astype(jnp.float32), 0.0)
     outs = []
-    for each in (method, plain):
-        held = dataclasses.replace(each, method=dataclasses.replace(each.method, select=None))
-        state = held.prefill(dataclasses.replace(block, bias=bias).clean(), None, 9 + STEPS)
-        outs.append(extend(held, state, cut(rows, LENGTHS, [4, 4, 4]), 4)[0])
+    for bound_layer in (method, plain):
+        without_selection = dataclasses.replace(
+            bound_layer, method=dataclasses.replace(bound_layer.method, select=None)
+        )
+        state = without_selection.prefill(dataclasses.replace(block, bias=bias).clean(), None, 9 + STEPS)
+        outs.append(extend(without_selection, state, token_chunk(sequences, LENGTHS, [4, 4, 4]), 4)[0])
     np.testing.assert_allclose(*outs, atol=2e-5)
 
 
 def test_rows_held_in_low_bits_are_fetched_from_there():
-    rows = make()
-    method = bound(compose(infllm(**SMALL), parse("kivi:bits=8,group=4,residual=4")))
-    out, _ = run(method, rows, steps=0)
+    sequences = random_sequences()
+    method = bind_method(compose(infllm(**SMALL), parse("kivi:bits=8,group=4,residual=4")))
+    out, _ = decode(method, sequences, steps=0)
     for b, n in enumerate(LENGTHS):  # single steps
-        want, _ = oracle.infllm(
-            *(x[..., :n, :] for x in rows[b]), [1] * n, **{k: v for k, v in SMALL.items() if k != "chunk"}
+        expected, _ = oracle.infllm(
+            *(x[..., :n, :] for x in sequences[b]), [1] * n, **{k: v for k, v in SMALL.items() if k != "chunk"}
         )
-        np.testing.assert_allclose(out[b], want, atol=0.05)
+        np.testing.assert_allclose(out[b], expected, atol=0.05)
 
 
 def test_a_whole_model_reads_its_prompt_through_it():
@@ -279,45 +281,55 @@ def test_a_whole_model_reads_its_prompt_through_it():
     assert planned.total == array_bytes(cache)
     at_once, _ = kvjax.extend(model, [[1, 2, 3, 4, 5], [7, 8]], cache)
     for t in range(5):
-        one, cache = kvjax.extend(model, [[1 + t], [(7, 8)[t % 2]]], cache)
-        np.testing.assert_allclose(one[0, 0], at_once[0, t], atol=1e-4)
+        single_out, cache = kvjax.extend(model, [[1 + t], [(7, 8)[t % 2]]], cache)
+        np.testing.assert_allclose(single_out[0, 0], at_once[0, t], atol=1e-4)
         if t < 2:
-            np.testing.assert_allclose(one[1, 0], at_once[1, t], atol=1e-4)
+            np.testing.assert_allclose(single_out[1, 0], at_once[1, t], atol=1e-4)
 
 
 def test_a_prompt_that_fills_its_cache_is_held_whole():
     """Its last chunk must not be padded beyond the last slot."""
     model, prompts = toy_model(layers=1), [[t % 90 for t in range(63)], [4, 1, 2]]
-    held = [kvjax.prefill(model, prompts, method, capacity=64)[1].layers[0] for method in (infllm(**SMALL), Method())]
-    got, want = (memory.unpack(state.k) for state in held)
-    np.testing.assert_array_equal(held[0].pos, held[1].pos)
+    tokens = [kvjax.prefill(model, prompts, method, capacity=64)[1].layers[0] for method in (infllm(**SMALL), Method())]
+    actual, expected = (memory.unpack(state.k) for state in tokens)
+    np.testing.assert_array_equal(tokens[0].pos, tokens[1].pos)
     for b, n in enumerate(map(len, prompts)):
-        np.testing.assert_allclose(got[b, :, :n], want[b, :, :n], atol=1e-5)
+        np.testing.assert_allclose(actual[b, :, :n], expected[b, :, :n], atol=1e-5)
 
 
 def test_bfloat16_stays_close_to_the_paper():
-    rows = [tuple(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in row) for row in make(5)]
-    state = empty(METHOD, B, SLOTS, jnp.bfloat16)
+    sequences = [
+        tuple(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in sequence)
+        for sequence in random_sequences(5)
+    ]
+    state = empty_state(METHOD, B, SLOTS, jnp.bfloat16)
 
     def half(tokens):
         q, k, v, pos = tokens
         return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), pos
 
-    out, state = extend(METHOD, state, half(cut(rows, 0 * LENGTHS, LENGTHS)), int(LENGTHS.max()))
-    want, _ = oracle.infllm(
-        *(x[..., :19, :] for x in rows[2]), chunks(19, 5, 0), **{k: v for k, v in SMALL.items() if k != "chunk"}
+    out, state = extend(METHOD, state, half(token_chunk(sequences, 0 * LENGTHS, LENGTHS)), int(LENGTHS.max()))
+    expected, _ = oracle.infllm(
+        *(x[..., :19, :] for x in sequences[2]),
+        chunk_lengths(19, 5, 0),
+        **{k: v for k, v in SMALL.items() if k != "chunk"},
     )
-    np.testing.assert_allclose(out[2, :, :, :19], want, atol=0.08)
+    np.testing.assert_allclose(out[2, :, :, :19], expected, atol=0.08)
 
 
 @pytest.mark.parametrize(
     "wrong, text",
     [
-        (lambda: planned(chunk=7), "must not exceed local=6, got 7; use 6"),
-        (lambda: planned(representatives=5), "must not exceed block=4, got 5"),
-        (lambda: planned(topk=0), "topk of InfLLM must be at least 1, got 0"),
+        (lambda: bind_infllm(chunk=7), "must not exceed local=6, got 7; use 6"),
+        (lambda: bind_infllm(representatives=5), "must not exceed block=4, got 5"),
+        (lambda: bind_infllm(topk=0), "topk of InfLLM must be at least 1, got 0"),
         (lambda: BlockReader(sinks=-1), "sinks of InfLLM must be at least 0, got -1"),
-        (lambda: extend(METHOD, empty(METHOD, 1, 9, jnp.float32), cut(make()[:1], [0], [7]), 1), "got commit=1 of 7"),
+        (
+            lambda: extend(
+                METHOD, empty_state(METHOD, 1, 9, jnp.float32), token_chunk(random_sequences()[:1], [0], [7]), 1
+            ),
+            "got commit=1 of 7",
+        ),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(wrong, text):

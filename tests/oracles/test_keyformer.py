@@ -1,4 +1,4 @@
-"""Keyformer against its oracle, on ragged rows, and its noise."""
+"""Keyformer against its oracle, on ragged sequences, and its noise."""
 
 from __future__ import annotations
 
@@ -19,70 +19,72 @@ SETTINGS = {"budget": 5, "recent": 2, "tau": 0.5, "tau_end": 3.0, "steps": 4}
 STRING = "keyformer:" + ",".join(f"{name}={value}" for name, value in SETTINGS.items())
 
 
-def noise(count: int, seed: int = 0, spec=None, first: int = 0, rows: int = 1) -> np.ndarray:
-    """[rows K G count count] of consecutive positions."""
-    pos = jnp.arange(first, first + count, dtype=jnp.int32)[None].repeat(rows, 0)
+def noise(count: int, seed: int = 0, spec=None, first: int = 0, num_sequences: int = 1) -> np.ndarray:
+    """The noise [B K G count count] of consecutive positions."""
+    pos = jnp.arange(first, first + count, dtype=jnp.int32)[None].repeat(num_sequences, 0)
     spec = spec or layer.spec()
     draw = functools.partial(Keyformer(**SETTINGS, seed=seed).at(spec).noise, spec.without_index, layer.K)
     return np.asarray(jax.jit(draw)(pos, pos[:, None]))
 
 
-def run(d: layer.Data, window: int | None = None, padding: float = 0.0):
-    """(f32[B K G STEPS H], the tokens held at the end by each head of each row)."""
-    bound = layer.bound(STRING, window)
-    state = layer.prefill(bound, d, padding)
-    out, state = jax.jit(functools.partial(layer.stepped, bound))(state, layer.stack(d))
-    return np.asarray(out), [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(state.pos)]
+def decode(batch: layer.SequenceBatch, window: int | None = None, padding: float = 0.0):
+    """Decodes -> (f32[B K G STEPS H], the tokens cached at the end by each head of each sequence)."""
+    bound = layer.bind(STRING, window)
+    state = layer.prefill(bound, batch, padding)
+    out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(batch))
+    return np.asarray(out), [[sorted(head[head >= 0].tolist()) for head in heads] for heads in np.asarray(state.pos)]
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_each_step_loses_the_lowest_score_outside_the_recent_ones(window):
-    d = layer.data(3)
-    out, held = run(d, window)
-    drawn = noise(int(layer.TOTAL.max()))[0].astype(np.float64)
-    for b, n in enumerate(d.lengths.tolist()):
+    batch = layer.random_batch(3)
+    out, cached = decode(batch, window)
+    random_noise = noise(int(layer.TOTAL.max()))[0].astype(np.float64)
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            q, k, v = (np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-            want, want_held = oracle.keyformer(q, k, v, drawn[head], n, **SETTINGS, window=window)
-            np.testing.assert_allclose(out[b, head], want, atol=2e-5)
-            assert held[b][head] == want_held
+            q, k, v = (
+                np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v)
+            )
+            expected, want_held = oracle.keyformer(q, k, v, random_noise[head], n, **SETTINGS, window=window)
+            np.testing.assert_allclose(out[b, head], expected, atol=2e-5)
+            assert cached[b][head] == want_held
 
 
 def test_padding_is_never_seen():
-    d = layer.data()
-    clean, padded = run(d), run(d, padding=np.inf)
+    batch = layer.random_batch()
+    clean, padded = decode(batch), decode(batch, padding=np.inf)
     np.testing.assert_array_equal(clean[0], padded[0])
     assert clean[1] == padded[1]
 
 
 def test_a_temperature_of_two_takes_roots_by_hand():
-    got = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.zeros(3), jnp.array(2.0))
-    np.testing.assert_allclose(got, [1 / 3, 2 / 3, 0], atol=1e-6)
+    actual = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.zeros(3), jnp.array(2.0))
+    np.testing.assert_allclose(actual, [1 / 3, 2 / 3, 0], atol=1e-6)
     doubled = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.array([np.log(4.0), 0.0, 9.0]), jnp.array(1.0))
     np.testing.assert_allclose(doubled, [0.5, 0.5, 0], atol=1e-6)
     assert not np.any(temper_weights(jnp.zeros(3), jnp.zeros(3), jnp.array(1.0)))
 
 
 def test_noise_is_gumbels():
-    drawn = noise(100)
-    assert np.isfinite(drawn).all()
-    np.testing.assert_allclose([drawn.mean(), drawn.std()], [0.5772, np.pi / np.sqrt(6)], atol=0.03)
-    below = [(drawn < x).mean() for x in (-1.0, 0.0, 1.0, 3.0)]
+    random_noise = noise(100)
+    assert np.isfinite(random_noise).all()
+    np.testing.assert_allclose([random_noise.mean(), random_noise.std()], [0.5772, np.pi / np.sqrt(6)], atol=0.03)
+    below = [(random_noise < x).mean() for x in (-1.0, 0.0, 1.0, 3.0)]
     np.testing.assert_allclose(below, np.exp(-np.exp([1.0, 0.0, -1.0, -3.0])), atol=0.01)
 
 
 def test_noise_depends_on_seed_layer_head_and_positions_alone():
-    drawn = noise(6)
-    np.testing.assert_array_equal(noise(6, rows=3), drawn.repeat(3, 0))
-    np.testing.assert_array_equal(noise(4, first=2), drawn[:, :, :, 2:, 2:])
-    flat = [drawn, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2))]
+    random_noise = noise(6)
+    np.testing.assert_array_equal(noise(6, num_sequences=3), random_noise.repeat(3, 0))
+    np.testing.assert_array_equal(noise(4, first=2), random_noise[:, :, :, 2:, 2:])
+    flat = [random_noise, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2))]
     assert len(np.unique(np.concatenate(flat))) > 0.99 * sum(x.size for x in flat)  # nothing is drawn twice
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("text", "match"),
     [("recent=0", "recent of Keyformer must be at least 1"), ("budget=3,recent=4", "at least 4"), ("tau=0", "above 0")],
 )
-def test_what_cannot_be_is_refused(given, match):
+def test_what_cannot_be_is_refused(text, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bound(f"keyformer:{given}")
+        layer.bind(f"keyformer:{text}")

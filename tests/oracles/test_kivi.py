@@ -1,4 +1,4 @@
-"""C7: kivi equals the NumPy oracle step by step, on ragged rows around whole blocks, and takes the bytes it should."""
+"""KIVI equals its NumPy oracle step by step, on ragged sequences around whole blocks, and takes its bytes (C7)."""
 
 from __future__ import annotations
 
@@ -25,56 +25,60 @@ STEPS, CAPACITY = 11, 40
 SPECS = [(1, 8, "improved"), (1, 8, "original"), (2, 8, "improved"), (4, 4, "improved"), (8, 8, "improved")]
 
 
-def batch(seed: int = 0, padding: float = 0.0, fresh: int = STEPS, dtype=np.float32) -> layer.Data:
-    """Random rows: prompts of LENGTHS and `fresh` tokens after each; what is beyond a row's end is `padding`."""
+def random_batch(seed: int = 0, padding: float = 0.0, num_new: int = STEPS, dtype=np.float32) -> layer.SequenceBatch:
+    """Random prompts of LENGTHS with `num_new` tokens after each, followed by `padding`."""
     rng = np.random.default_rng(seed)
-    S = int(LENGTHS.max()) + fresh
+    S = int(LENGTHS.max()) + num_new
     shape = (B, K, S, H)
     q = 2 * rng.normal(size=(*shape[:2], G, *shape[2:]))
     k, v = rng.normal(size=(2, *shape))
-    real = np.arange(S)[None] < (LENGTHS + fresh)[:, None]
-    real = real[:, None, :, None]
+    is_token = np.arange(S)[None] < (LENGTHS + num_new)[:, None]
+    is_token = is_token[:, None, :, None]
 
-    def fill(x, real):
-        return jnp.asarray(np.where(real, x, padding).astype(dtype))
+    def pad(x, is_token):
+        return jnp.asarray(np.where(is_token, x, padding).astype(dtype))
 
-    return layer.Data(fill(q, real[:, :, None]), fill(k, real), fill(v, real), LENGTHS)
-
-
-def bound(method, window: int | None = None):
-    return layer.bound(method, window, H)
+    return layer.SequenceBatch(pad(q, is_token[:, :, None]), pad(k, is_token), pad(v, is_token), LENGTHS)
 
 
-@functools.cache
-def _prefill(method):
-    return jax.jit(lambda block: bound(method).prefill(block, None, CAPACITY))
-
-
-def prefill(method, d: layer.Data, padding: float = 0.0):
-    """The state after the prompts; beyond each prompt the block holds `padding`."""
-    return _prefill(method)(layer.prompt(d, padding, int(LENGTHS.max()))[1])
+def bind(method, window: int | None = None):
+    return layer.bind(method, window, H)
 
 
 @functools.cache
-def _decoder(method, window: int | None):
-    return jax.jit(functools.partial(layer.stepped, bound(method, window)))
+def _compile_prefill(method):
+    return jax.jit(lambda block: bind(method).prefill(block, None, CAPACITY))
 
 
-def decode(method, d: layer.Data, padding: float = 0.0, window: int | None = None) -> np.ndarray:
-    """One token at a time -> f32[B K G STEPS H]."""
-    return np.asarray(_decoder(method, window)(prefill(method, d, padding), layer.stack(d, STEPS))[0])
+def prefill(method, batch: layer.SequenceBatch, padding: float = 0.0):
+    """Returns the state after the prompts; after each prompt the block holds `padding`."""
+    return _compile_prefill(method)(layer.prompt(batch, padding, int(LENGTHS.max()))[1])
 
 
-def oracle(d: layer.Data, bits: int, group: int, one_bit="improved", window=None, residual=R) -> np.ndarray:
-    """The same from the paper -> f64[B K G STEPS H]."""
-    q, k, v = (np.asarray(x) for x in (d.q, d.k, d.v))
+@functools.cache
+def _compile_decode(method, window: int | None):
+    return jax.jit(functools.partial(layer.scan_steps, bind(method, window)))
+
+
+def decode(method, batch: layer.SequenceBatch, padding: float = 0.0, window: int | None = None) -> np.ndarray:
+    """Decodes one token at a time -> f32[B K G STEPS H]."""
+    return np.asarray(
+        _compile_decode(method, window)(prefill(method, batch, padding), layer.stack_steps(batch, STEPS))[0]
+    )
+
+
+def oracle_outputs(
+    batch: layer.SequenceBatch, bits: int, group: int, one_bit="improved", window=None, residual=R
+) -> np.ndarray:
+    """The oracle's outputs, f64[B K G STEPS H]."""
+    q, k, v = (np.asarray(x) for x in (batch.q, batch.k, batch.v))
     out = np.zeros((*q.shape[:3], STEPS, H))
-    for b, n in enumerate(d.lengths):
+    for b, n in enumerate(batch.lengths):
         for h in range(K):
-            row = kivi.Row(k[b, h, :n], v[b, h, :n], bits, group, residual, one_bit)
+            cache = kivi.KiviCache(k[b, h, :n], v[b, h, :n], bits, group, residual, one_bit)
             for t in range(STEPS):
-                at = n + t
-                out[b, h, :, t] = row.step(q[b, h, :, at], k[b, h, at], v[b, h, at], window)
+                pos = n + t
+                out[b, h, :, t] = cache.step(q[b, h, :, pos], k[b, h, pos], v[b, h, pos], window)
     return out
 
 
@@ -82,123 +86,125 @@ def oracle(d: layer.Data, bits: int, group: int, one_bit="improved", window=None
 def test_the_oracle_quantises_blocks_of_keys_and_single_values(T0):
     """Its order is the code's: append, attend, flush; in closed form, with n tokens in a step, the new one included."""
     x = np.random.default_rng(T0).normal(size=(T0 + 20, H)).astype(np.float32)
-    row = kivi.Row(x[:T0], x[:T0], 2, 4, R)
-    assert (len(row.low_k), len(row.low_v)) == (T0 - T0 % R, max(T0 - R, 0))
+    cache = kivi.KiviCache(x[:T0], x[:T0], 2, 4, R)
+    assert (len(cache.low_k), len(cache.low_v)) == (T0 - T0 % R, max(T0 - R, 0))
     for n in range(T0 + 1, T0 + 21):
-        row.append(x[n - 1], x[n - 1])
-        assert sorted(row.low_k) == list(range(max(T0 - T0 % R, (n - 1) // R * R)))
-        assert sorted(row.low_v) == list(range(max(n - 1 - R, 0)))
-        exact = row.seen_keys()[len(row.low_k) :], row.seen_values()[len(row.low_v) :]
-        np.testing.assert_array_equal(exact[0], x[len(row.low_k) : n])
-        np.testing.assert_array_equal(exact[1], x[len(row.low_v) : n])
-        row.flush()
+        cache.append(x[n - 1], x[n - 1])
+        assert sorted(cache.low_k) == list(range(max(T0 - T0 % R, (n - 1) // R * R)))
+        assert sorted(cache.low_v) == list(range(max(n - 1 - R, 0)))
+        exact = cache.visible_keys()[len(cache.low_k) :], cache.visible_values()[len(cache.low_v) :]
+        np.testing.assert_array_equal(exact[0], x[len(cache.low_k) : n])
+        np.testing.assert_array_equal(exact[1], x[len(cache.low_v) : n])
+        cache.flush()
 
 
 def test_the_oracle_by_hand():
     """Two tokens make a group of keys per channel, two channels a group of values per token; R = 2, 1 bit."""
     k = np.array([[0, 8], [4, 0]], np.float32)
-    row = kivi.Row(k, k, 1, 2, 2)
-    np.testing.assert_array_equal(row.seen_keys(), [[1, 6], [3, 2]])
-    np.testing.assert_array_equal(row.seen_values(), k)
-    out = row.step(np.zeros((1, 2), np.float32), np.array([5, 5], np.float32), np.array([3, 1], np.float32))
+    cache = kivi.KiviCache(k, k, 1, 2, 2)
+    np.testing.assert_array_equal(cache.visible_keys(), [[1, 6], [3, 2]])
+    np.testing.assert_array_equal(cache.visible_values(), k)
+    out = cache.step(np.zeros((1, 2), np.float32), np.array([5, 5], np.float32), np.array([3, 1], np.float32))
     np.testing.assert_allclose(out, [[7 / 3, 9 / 3]])
-    np.testing.assert_array_equal(row.seen_values(), [[2, 6], [4, 0], [3, 1]])
-    original = kivi.Row(k, k, 1, 2, 2, "original")
-    np.testing.assert_array_equal(original.seen_keys(), k)
-    two = kivi.Row(np.array([[0.0], [3], [1.4], [1.5]], np.float32), np.zeros((4, 1), np.float32), 2, 4, 4)
-    np.testing.assert_array_equal(two.seen_keys(), [[0], [3], [1], [2]])
+    np.testing.assert_array_equal(cache.visible_values(), [[2, 6], [4, 0], [3, 1]])
+    original = kivi.KiviCache(k, k, 1, 2, 2, "original")
+    np.testing.assert_array_equal(original.visible_keys(), k)
+    two = kivi.KiviCache(np.array([[0.0], [3], [1.4], [1.5]], np.float32), np.zeros((4, 1), np.float32), 2, 4, 4)
+    np.testing.assert_array_equal(two.visible_keys(), [[0], [3], [1], [2]])
 
 
 @pytest.mark.parametrize(("bits", "group", "one_bit"), SPECS)
 def test_kivi_equals_the_paper(bits, group, one_bit):
-    d = batch(seed=bits + group)
-    out = decode(methods.kivi(bits, group, R, one_bit), d)
-    np.testing.assert_allclose(out, oracle(d, bits, group, one_bit), atol=3e-6)
+    batch = random_batch(seed=bits + group)
+    out = decode(methods.kivi(bits, group, R, one_bit), batch)
+    np.testing.assert_allclose(out, oracle_outputs(batch, bits, group, one_bit), atol=3e-6)
 
 
 def test_kivi_equals_the_paper_in_a_sliding_window():
-    d = batch(seed=5)
-    out = decode(methods.kivi(2, 8, R), d, window=11)
-    np.testing.assert_allclose(out, oracle(d, 2, 8, window=11), atol=3e-6)
+    batch = random_batch(seed=5)
+    out = decode(methods.kivi(2, 8, R), batch, window=11)
+    np.testing.assert_allclose(out, oracle_outputs(batch, 2, 8, window=11), atol=3e-6)
 
 
 def test_kivi_in_bfloat16_is_the_papers_up_to_rounding_in_the_attention():
-    d = batch(seed=6, dtype=ml_dtypes.bfloat16)
-    np.testing.assert_allclose(decode(methods.kivi(2, 8, R), d), oracle(d, 2, 8), atol=0.02)
+    batch = random_batch(seed=6, dtype=ml_dtypes.bfloat16)
+    np.testing.assert_allclose(decode(methods.kivi(2, 8, R), batch), oracle_outputs(batch, 2, 8), atol=0.02)
 
 
 def test_ragged_chunks_over_several_flushes_are_single_steps():
-    """Row b brings counts[b] tokens in one call and then the others; padding tokens neither count nor flush."""
-    d, method, T = batch(seed=7), methods.kivi(2, 8, R), 9
-    extend = layer.extend(bound(method), T)
-    state, want = prefill(method, d, padding=np.inf), oracle(d, 2, 8)
+    """Sequence b gets counts[b] tokens in one call, then the rest; padding tokens neither count nor flush."""
+    batch, method, T = random_batch(seed=7), methods.kivi(2, 8, R), 9
+    extend = layer.compile_extend(bind(method), T)
+    state, expected = prefill(method, batch, padding=np.inf), oracle_outputs(batch, 2, 8)
     done = np.zeros(B, np.int32)
     for counts in ([9, 0, 2, 9, 1, 8, 0], [2, 9, 9, 1, 9, 0, 8]):
-        fresh = layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, T)
-        out, state = extend(state, layer.cut_short(fresh, counts))
+        new = layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + done).tokens(0, T)
+        out, state = extend(state, layer.truncate_chunk(new, counts))
         for b, (first, count) in enumerate(zip(done, counts, strict=True)):
-            np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, first : first + count], atol=3e-6)
+            np.testing.assert_allclose(out[b, :, :, :count], expected[b, :, :, first : first + count], atol=3e-6)
         done += np.array(counts, np.int32)
 
 
 def test_what_padding_holds_sets_no_scale():
-    method, clean = methods.kivi(2, 8, R), batch(seed=8)
+    method, clean = methods.kivi(2, 8, R), random_batch(seed=8)
     together = decode(method, clean)
     for padding in (1e4, np.inf):
-        np.testing.assert_array_equal(decode(method, batch(seed=8, padding=padding), padding), together)
+        np.testing.assert_array_equal(decode(method, random_batch(seed=8, padding=padding), padding), together)
     for b in (2, 4):  # not yet a block, and one token more than one
-        np.testing.assert_allclose(decode(method, layer.rows(clean, [b]))[0], together[b], atol=1e-6)
+        np.testing.assert_allclose(decode(method, layer.take_sequences(clean, [b]))[0], together[b], atol=1e-6)
 
 
 def test_the_improved_bit_errs_less_than_the_original():
-    d = batch(seed=9)
-    exact = oracle(d, 1, 8, residual=1000)
-    improved, original = (np.abs(decode(methods.kivi(1, 8, R, x), d) - exact).mean() for x in ("improved", "original"))
+    batch = random_batch(seed=9)
+    exact = oracle_outputs(batch, 1, 8, residual=1000)
+    improved, original = (
+        np.abs(decode(methods.kivi(1, 8, R, x), batch) - exact).mean() for x in ("improved", "original")
+    )
     assert 0 < improved < 0.8 * original
 
 
 def test_more_bits_err_less():
-    d = batch(seed=10)
-    exact = oracle(d, 1, 8, residual=1000)
-    errors = [np.abs(decode(methods.kivi(b, g, R), d) - exact).mean() for b, g in [(1, 8), (2, 8), (4, 4), (8, 8)]]
+    batch = random_batch(seed=10)
+    exact = oracle_outputs(batch, 1, 8, residual=1000)
+    errors = [np.abs(decode(methods.kivi(b, g, R), batch) - exact).mean() for b, g in [(1, 8), (2, 8), (4, 4), (8, 8)]]
     assert all(b < 0.7 * a for a, b in zip(errors, errors[1:], strict=False)) and errors[-1] > 0
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(1, np.float32), (4, np.float16), (8, ml_dtypes.bfloat16)])
 def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
-    d = batch(seed=12, dtype=dtype)
-    some = np.array([0, 1, 5, 8, 11], np.int32)  # of every row, the newest of the shortest included
+    batch = random_batch(seed=12, dtype=dtype)
+    slots = np.array([0, 1, 5, 8, 11], np.int32)  # the newest token of the shortest sequence included
     slot = np.arange(64)[None]  # whole words, whole blocks
-    x = jnp.pad(d.k, [(0, 0), (0, 0), (0, 64 - d.k.shape[2]), (0, 0)])
+    x = jnp.pad(batch.k, [(0, 0), (0, 0), (0, 64 - batch.k.shape[2]), (0, 0)])
     pos = jnp.asarray(np.where(slot < LENGTHS[:, None], slot, -1), jnp.int32)[:, None]
 
-    def run(codec, fresh):
+    def run(codec, new):
         def write(stored, token):
             x, at = token
             return codec.append(stored, x[:, :, None], at), None
 
         at = jnp.asarray(LENGTHS[None] + np.arange(STEPS)[:, None], jnp.int32)[..., None]
-        stored = jax.lax.scan(write, codec.encode(x, pos), (jnp.moveaxis(fresh, 2, 0), at))[0]
-        return codec.decode(stored), codec.gather(stored, jnp.broadcast_to(some, (B, K, len(some))))
+        stored = jax.lax.scan(write, codec.encode(x, pos), (jnp.moveaxis(new, 2, 0), at))[0]
+        return codec.decode(stored), codec.gather(stored, jnp.broadcast_to(slots, (B, K, len(slots))))
 
     both = [Kivi(bits, 4, axis, R) for axis in ("channel", "token")]
-    got = jax.jit(lambda fresh: [run(codec, fresh) for codec in both])(d.tokens(0, STEPS)[1].k)
-    assert all(y.dtype == dtype for y in jax.tree.leaves(got))
+    actual = jax.jit(lambda new: [run(codec, new) for codec in both])(batch.tokens(0, STEPS)[1].k)
+    assert all(y.dtype == dtype for y in jax.tree.leaves(actual))
     for b, n in enumerate(LENGTHS):
-        k = np.asarray(d.k[b, 0])
-        row = kivi.Row(k[:n], k[:n], bits, 4, R)
-        for t in range(STEPS):  # what the last step reads: what it makes due leaves later
-            row.flush()
-            row.append(k[n + t], k[n + t])
-        for (all_of, rows), want in zip(got, (row.seen_keys(), row.seen_values()), strict=True):
-            np.testing.assert_array_equal(np.asarray(all_of[b, 0, : n + STEPS]).astype(np.float64), want)
-            np.testing.assert_array_equal(np.asarray(rows[b, 0]).astype(np.float64), want[some])
+        k = np.asarray(batch.k[b, 0])
+        cache = kivi.KiviCache(k[:n], k[:n], bits, 4, R)
+        for t in range(STEPS):  # the last step quantizes after it has read
+            cache.flush()
+            cache.append(k[n + t], k[n + t])
+        for (decoded, gathered), expected in zip(actual, (cache.visible_keys(), cache.visible_values()), strict=True):
+            np.testing.assert_array_equal(np.asarray(decoded[b, 0, : n + STEPS]).astype(np.float64), expected)
+            np.testing.assert_array_equal(np.asarray(gathered[b, 0]).astype(np.float64), expected[slots])
 
 
-def state_of(method, S: int, H: int, dtype) -> dict[str, int]:
+def held_bytes(method, S: int, H: int, dtype) -> dict[str, int]:
     x = jax.ShapeDtypeStruct((3, 2, 64, H), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
-    layer_ = layer.bound(method, head_dim=H)
+    layer_ = layer.bind(method, head_dim=H)
     return array_bytes(jax.eval_shape(lambda k, p: layer_.prefill(KVBlock(k, k, p), None, S), x, pos))
 
 
@@ -206,15 +212,15 @@ def state_of(method, S: int, H: int, dtype) -> dict[str, int]:
 @pytest.mark.parametrize("group", [16, 32, 64])
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_bytes_are_the_papers(bits, group, dtype):
-    """Each element takes its bits and its share of a scale and a minimum; each residual token is whole."""
+    """Each element takes its bits and a part of a scale and a minimum; each residual token is whole."""
     wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
     per_element = bits + 2 * 8 * size / group
     method = functools.partial(methods.kivi, bits, group)
-    small, large = (state_of(method(128), S, wide, dtype) for S in (512, 1024))
+    small, large = (held_bytes(method(128), S, wide, dtype) for S in (512, 1024))
     assert small["pinned_host"] == large["pinned_host"] == 0
     positions = 4 * 3 * 512
     assert large["device"] - small["device"] == 2 * heads * 512 * wide * per_element / 8 + positions
-    longer = state_of(method(256), 512, wide, dtype)
+    longer = held_bytes(method(256), 512, wide, dtype)
     assert longer["device"] - small["device"] == 2 * heads * 128 * wide * size
     rest = small["device"] - 2 * heads * 512 * wide * per_element / 8 - positions
     residual = (128 + 129) * heads * wide * size  # a value waits for its successor
@@ -237,8 +243,8 @@ def test_the_string_is_the_recipe():
         (lambda: methods.kivi(group=0, residual=8), r"\b0\b"),
         (lambda: methods.kivi(group=8, residual=0), r"\b0\b.*\b8\b"),
         (lambda: methods.kivi(bits=1, group=8, residual=8, one_bit="better"), "better.*|improved"),
-        (lambda: prefill(methods.kivi(2, 16, 16), batch()), r"(?=.*\b16\b).*\b8\b"),
-        (lambda: prefill(methods.kivi(2, 3, 6), batch()), r"(?=.*\b3\b)(?=.*\b8\b).*\b[24]\b"),
+        (lambda: prefill(methods.kivi(2, 16, 16), random_batch()), r"(?=.*\b16\b).*\b8\b"),
+        (lambda: prefill(methods.kivi(2, 3, 6), random_batch()), r"(?=.*\b3\b)(?=.*\b8\b).*\b[24]\b"),
     ],
 )
 def test_an_impossible_value_is_an_error_with_its_remedy(make, words):

@@ -1,4 +1,4 @@
-"""KIVI where heads keep unequal numbers of tokens: pages against the oracle, their bytes, and what cannot be."""
+"""KIVI with heads of unequal length: pages against the oracle, their bytes, and errors."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ SNAPKV = "snapkv:budget=6,window=2,kernel=3"
 SPECS = [(8, 4, "improved"), (4, 2, "improved"), (2, 4, "improved"), (1, 4, "improved"), (1, 4, "original")]
 
 
-def text(bits: int, group: int, one_bit: str = "improved", page: int = 4, more: str = "") -> str:
+def method_string(bits: int, group: int, one_bit: str = "improved", page: int = 4, more: str = "") -> str:
     return f"{SNAPKV} + adakv:alpha=0,page={page}{more} + kivi:bits={bits},group={group},residual=4,one_bit={one_bit}"
 
 
-def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndarray:
-    """q [G H] over k, v [n H], of which those from `first` on are seen."""
+def attend_visible(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndarray:
+    """Attends with q [G H] to the tokens of k, v [n H] from `first` on."""
     s = (q @ k[first:].T).astype(np.float64) / np.sqrt(q.shape[1])
-    return np.stack([oracle.softmax(row) for row in s]) @ v[first:].astype(np.float64)
+    return np.stack([oracle.softmax(weights) for weights in s]) @ v[first:].astype(np.float64)
 
 
 @pytest.mark.parametrize(("bits", "group", "one_bit"), SPECS)
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, scope):
-    d, method = layer.data(5), text(bits, group, one_bit, more=f",scope={scope}")
-    bound = layer.bound(method)
-    state, unequal = layer.prefill(bound, d, padding=np.inf), 0
-    out, held = layer.run(bound.method, d, state=state), np.asarray(bound.positions(state))
-    for b, n in enumerate(d.lengths.tolist()):
-        kept = [sorted(p for p in head.tolist() if p >= 0) for head in held[b]]
-        unequal += len({len(tokens) for tokens in kept}) > 1
-        for head, tokens in enumerate(kept):
-            q, k, v = (np.asarray(x[b, head]) for x in (d.q, d.k, d.v))
-            keys, values = oracle.in_pages(k[tokens], v[tokens], bits, group, one_bit)
-            decoded = oracle.Row(k[:0], v[:0], bits, group, 4, one_bit)
+    batch, method = layer.random_batch(5), method_string(bits, group, one_bit, more=f",scope={scope}")
+    bound = layer.bind(method)
+    state, unequal = layer.prefill(bound, batch, padding=np.inf), 0
+    out, positions = layer.decode(bound.method, batch, state=state), np.asarray(bound.positions(state))
+    for b, n in enumerate(batch.lengths.tolist()):
+        tokens_of_heads = [sorted(p for p in head.tolist() if p >= 0) for head in positions[b]]
+        unequal += len({len(tokens) for tokens in tokens_of_heads}) > 1
+        for head, tokens in enumerate(tokens_of_heads):
+            q, k, v = (np.asarray(x[b, head]) for x in (batch.q, batch.k, batch.v))
+            keys, values = oracle.fake_quantize_pages(k[tokens], v[tokens], bits, group, one_bit)
+            decoded = oracle.KiviCache(k[:0], v[:0], bits, group, 4, one_bit)
             for t in range(layer.STEPS):
                 decoded.append(k[n + t], v[n + t])
-                every = [np.concatenate(x) for x in ((keys, decoded.seen_keys()), (values, decoded.seen_values()))]
-                np.testing.assert_allclose(out[b, head, :, t], attended(q[:, n + t], *every, 0), atol=5e-6)
+                pages = [
+                    np.concatenate(x) for x in ((keys, decoded.visible_keys()), (values, decoded.visible_values()))
+                ]
+                np.testing.assert_allclose(out[b, head, :, t], attend_visible(q[:, n + t], *pages, 0), atol=5e-6)
                 decoded.flush()
     assert unequal
 
@@ -56,46 +58,50 @@ def test_steps_are_the_oracles_over_what_each_head_keeps(bits, group, one_bit, s
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize(("bits", "H"), [(1, 8), (2, 12), (4, 8), (8, 4)])
 def test_a_group_that_is_filled_in_part_is_made_of_its_own_tokens(bits, H, axis, dtype):
-    """Of pages of 12 slots in groups of 4; words hold the codes of a page, whether these fill them or not."""
+    """Pages of 12 slots in groups of 4 restore their tokens, whether or not a page's codes fill their words."""
     rng, page = np.random.default_rng(bits), 12
     lengths = np.array([[[12, 7], [0, 1]], [[12, 12], [4, 0]]])  # tokens of each page [B K P]
     real = (np.arange(page) < lengths[..., None]).reshape(2, 2, -1)
     x = np.where(real[..., None], rng.normal(size=(2, 2, 2 * page, H)), np.nan).astype(dtype)
     codec = Kivi(bits, 4, axis, 8).in_pages(page)
     stored = codec.encode(jnp.asarray(x), jnp.where(real, 5, -1))
-    found = np.asarray(codec.decode(stored))
-    assert found.dtype == dtype and np.isfinite(found.astype(np.float32)).all()
+    decoded = np.asarray(codec.decode(stored))
+    assert decoded.dtype == dtype and np.isfinite(decoded.astype(np.float32)).all()
     pages = x.reshape(-1, page, H)
-    for got, tokens, n in zip(found.reshape(-1, page, H), pages, lengths.ravel(), strict=True):
-        keys, values = oracle.in_pages(tokens[:n], tokens[:n], bits, 4)
-        np.testing.assert_array_equal(got[:n], keys if axis == "channel" else values)
+    for actual, tokens, n in zip(decoded.reshape(-1, page, H), pages, lengths.ravel(), strict=True):
+        keys, values = oracle.fake_quantize_pages(tokens[:n], tokens[:n], bits, 4)
+        np.testing.assert_array_equal(actual[:n], keys if axis == "channel" else values)
     words = 2 * 2 * 2 * -(-page * H * bits // 32) * 4
     assert array_bytes(stored)["device"] == words + 2 * x.size // 4 * np.dtype(dtype).itemsize
 
 
 def test_other_rows_and_padding_change_nothing():
-    method, clean, dirty = text(2, 4), layer.data(1), layer.data(1, padding=1e4)
-    want = layer.run(method, clean)
-    np.testing.assert_array_equal(layer.run(method, dirty, state=layer.prefill(layer.bound(method), dirty, 1e4)), want)
-    for row in layer.run(method, layer.rows(clean, [2] * layer.B)):
-        np.testing.assert_allclose(row, want[2], atol=1e-6)
+    method, clean, noisy = method_string(2, 4), layer.random_batch(1), layer.random_batch(1, padding=1e4)
+    expected = layer.decode(method, clean)
+    np.testing.assert_array_equal(
+        layer.decode(method, noisy, state=layer.prefill(layer.bind(method), noisy, 1e4)), expected
+    )
+    for weights in layer.decode(method, layer.take_sequences(clean, [2] * layer.B)):
+        np.testing.assert_allclose(weights, expected[2], atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [3, 5])
 def test_a_sliding_window_sees_the_same_tokens_as_of_exact_pages(window):
     """Eight bits are all but exact, so the tokens that a query sees decide."""
-    d = layer.data(3)
-    exact = layer.run(f"{SNAPKV} + adakv:alpha=0,page=4", d, window)
-    np.testing.assert_allclose(layer.run(text(8, 4), d, window), exact, atol=0.06)
-    assert np.abs(exact - layer.run(f"{SNAPKV} + adakv:alpha=0,page=4", d)).max() > 0.5
+    batch = layer.random_batch(3)
+    exact = layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", batch, window)
+    np.testing.assert_allclose(layer.decode(method_string(8, 4), batch, window), exact, atol=0.06)
+    assert np.abs(exact - layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", batch)).max() > 0.5
 
 
 def test_from_the_host_the_same_comes_back():
-    d = layer.data(2)
-    method = f"{text(4, 4)} + offload"
-    there = layer.prefill(layer.bound(method), d)
-    np.testing.assert_allclose(layer.run(method, d, state=there), layer.run(text(4, 4), d), atol=1e-6)
-    assert array_bytes(there.side_store.k)["device"] == array_bytes(there.side_store.v)["device"] == 0
+    batch = layer.random_batch(2)
+    method = f"{method_string(4, 4)} + offload"
+    state = layer.prefill(layer.bind(method), batch)
+    np.testing.assert_allclose(
+        layer.decode(method, batch, state=state), layer.decode(method_string(4, 4), batch), atol=1e-6
+    )
+    assert array_bytes(state.side_store.k)["device"] == array_bytes(state.side_store.v)["device"] == 0
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])
@@ -103,14 +109,14 @@ def test_a_model_reads_whole_and_in_chunks_alike_in_fewer_bytes(scope):
     model, prompts = toy_model(), [list(range(50)), [5], list(range(30, 70))]
     adakv = f"snapkv:budget=12,window=4,kernel=3 + adakv:page=4,scope={scope}"
     method = f"{adakv} + kivi:bits=4,group=4,residual=4"
-    whole = kvjax.read(model, prompts, method)
-    pieces = kvjax.read(model, prompts, method, chunk=8)
-    assert whole.generate(max_new_tokens=7).tokens == pieces.generate(max_new_tokens=7).tokens
+    full = kvjax.read(model, prompts, method)
+    chunks = kvjax.read(model, prompts, method, chunk=8)
+    assert full.generate(max_new_tokens=7).tokens == chunks.generate(max_new_tokens=7).tokens
     exact = kvjax.read(model, prompts, adakv)
-    for codes, plain in zip(whole.kept_positions(), exact.kept_positions(), strict=True):
-        for mine, theirs in zip(codes, plain, strict=True):
-            assert [head.tolist() for head in mine] == [head.tolist() for head in theirs]
-    assert whole.bytes.held["device"] < exact.bytes.held["device"]
+    for codes, plain in zip(full.kept_positions(), exact.kept_positions(), strict=True):
+        for heads, plain_heads in zip(codes, plain, strict=True):
+            assert [head.tolist() for head in heads] == [head.tolist() for head in plain_heads]
+    assert full.bytes.held["device"] < exact.bytes.held["device"]
 
 
 def test_what_pages_hold_is_counted_by_their_codes():
@@ -142,4 +148,4 @@ def test_what_pages_hold_is_counted_by_their_codes():
 )
 def test_what_does_not_fit_says_which_numbers_do(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)

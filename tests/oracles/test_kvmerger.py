@@ -1,4 +1,4 @@
-"""KVMerger against its oracle: which neighbours become one token, around which of them, and with what weights."""
+"""KVMerger against its oracle: the merging sets of neighbors, their pivots and weights."""
 
 from __future__ import annotations
 
@@ -13,78 +13,82 @@ from kvjax.methods.kvmerger import GaussianMerge, MergeSets
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import kvmerger as oracle
-from tests.oracles.slots import held
-from tests.oracles.test_merge import by_hand, merged, ragged
+from tests.oracles.slots import head_slots
+from tests.oracles.test_merge import make_prompt, ragged_prompts, run_rule
 
 SMALL = "kvmerger:budget=6,heavy=1,recent=2,count=true"
 ONE_SET = MergeSets(1, 0, 0)
 
 
 def test_each_head_joins_its_most_similar_neighbours():
-    d = layer.data()
-    state = layer.prefill(layer.bound(SMALL), d)
-    joined = 0
-    for b, n in enumerate(d.lengths.tolist()):
-        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        received = eviction.h2o(eviction.attention(q, k))[1]
+    batch = layer.random_batch()
+    state = layer.prefill(layer.bind(SMALL), batch)
+    num_merged = 0
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
+        received = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            found = oracle.sets(k[head], received[head], 6, 1, 2)
-            stay = oracle.pivots(found, received[head])
-            joined += len(found) < n
-            positions, *got = held(state, b, head)
-            assert positions == stay
-            keys, values, number = oracle.merged(k[head], v[head], found, stay)
-            for x, want in zip(got, (keys, values), strict=True):
-                np.testing.assert_allclose(x, want, atol=2e-6)
-            np.testing.assert_allclose(state.bias[b, head, : len(stay)], np.log(number), atol=1e-6)
-    assert joined == layer.K  # the row of nine tokens
+            sets = oracle.merge_sets(k[head], received[head], 6, 1, 2)
+            pivots = oracle.pivots(sets, received[head])
+            num_merged += len(sets) < n
+            positions, *actual = head_slots(state, b, head)
+            assert positions == pivots
+            keys, values, counts = oracle.merge_tokens(k[head], v[head], sets, pivots)
+            for x, expected in zip(actual, (keys, values), strict=True):
+                np.testing.assert_allclose(x, expected, atol=2e-6)
+            np.testing.assert_allclose(state.bias[b, head, : len(pivots)], np.log(counts), atol=1e-6)
+    assert num_merged == layer.K  # the sequence of nine tokens
 
 
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
 def test_another_selection_may_have_lost_pivots_or_keep_two_of_a_set(sigma):
-    """Lost tokens of a set of which nothing was kept are gone; those of a set with two go into the first."""
+    """Evicted tokens of a set without a kept token are lost; those of a set with two go into the first."""
     sets = MergeSets(4, 0, 1)
-    block, choice = ragged(3)
-    got = merged(GaussianMerge(sets, sigma, count=True), block, choice)
+    block, choice = ragged_prompts(3)
+    actual = run_rule(GaussianMerge(sets, sigma, count=True), block, choice)
     k, v = (np.asarray(x[0, 0], np.float64) for x in (block.k, block.v))
-    found = oracle.sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
+    groups = oracle.merge_sets(k, np.asarray(choice.scores.per_kv_head[0, 0]), 4, 0, 1)
     slots = np.asarray(choice.slots[0, 0]).tolist()
-    first = [min(set(slots) & set(one)) for one in found if set(slots) & set(one)]
-    assert len(first) < len(found) or len(first) < len(slots)
-    keys, values, number = oracle.merged(k, v, [sorted({*one} - ({*slots} - {*first})) for one in found], first, sigma)
+    first = [min(set(slots) & set(one)) for one in groups if set(slots) & set(one)]
+    assert len(first) < len(groups) or len(first) < len(slots)
+    keys, values, counts = oracle.merge_tokens(
+        k, v, [sorted({*one} - ({*slots} - {*first})) for one in groups], first, sigma
+    )
     at = [slots.index(t) for t in first]
-    np.testing.assert_allclose(got.k[0, 0, at], keys, atol=2e-6)
-    np.testing.assert_allclose(got.v[0, 0, at], values, atol=2e-6)
-    np.testing.assert_allclose(got.bias[0, 0, at], np.log(number), atol=1e-6)
+    np.testing.assert_allclose(actual.k[0, 0, at], keys, atol=2e-6)
+    np.testing.assert_allclose(actual.v[0, 0, at], values, atol=2e-6)
+    np.testing.assert_allclose(actual.bias[0, 0, at], np.log(counts), atol=1e-6)
     jax.tree.map(
-        np.testing.assert_array_equal, merged(GaussianMerge(sets, sigma, count=True), *ragged(3, padding=np.inf)), got
+        np.testing.assert_array_equal,
+        run_rule(GaussianMerge(sets, sigma, count=True), *ragged_prompts(3, padding=np.inf)),
+        actual,
     )
 
 
 def test_by_hand_two_neighbours_at_distance_one():
     """The mean square distance is 1/2, so the Gaussian is exp(-1)."""
-    block, choice = by_hand([[1, 0], [1, 1]], [[1], [5]], [0])
-    got = merged(GaussianMerge(ONE_SET), block, choice)
-    np.testing.assert_allclose(got.k[0, 0], [[1, 0.2689]], atol=5e-5)
-    np.testing.assert_allclose(got.v[0, 0], [[2.0758]], atol=5e-5)
+    block, choice = make_prompt([[1, 0], [1, 1]], [[1], [5]], [0])
+    actual = run_rule(GaussianMerge(ONE_SET), block, choice)
+    np.testing.assert_allclose(actual.k[0, 0], [[1, 0.2689]], atol=5e-5)
+    np.testing.assert_allclose(actual.v[0, 0], [[2.0758]], atol=5e-5)
 
 
 @pytest.mark.parametrize("key", [[1, 2], [0, 0]], ids=["equal keys", "keys of zeros"])
 def test_equal_tokens_that_are_counted_become_one_that_stands_for_all(key):
-    block, choice = by_hand([key] * 3, [[2], [4], [6]], [1])
-    got = merged(GaussianMerge(ONE_SET, count=True), block, choice)
-    np.testing.assert_array_equal(got.k[0, 0, 0], key)
-    np.testing.assert_allclose(got.v[0, 0], [[4]], atol=1e-6)
-    np.testing.assert_allclose(got.bias[0, 0], [np.log(3)], atol=1e-6)
+    block, choice = make_prompt([key] * 3, [[2], [4], [6]], [1])
+    actual = run_rule(GaussianMerge(ONE_SET, count=True), block, choice)
+    np.testing.assert_array_equal(actual.k[0, 0, 0], key)
+    np.testing.assert_allclose(actual.v[0, 0], [[4]], atol=1e-6)
+    np.testing.assert_allclose(actual.bias[0, 0], [np.log(3)], atol=1e-6)
 
 
 def test_nothing_is_joined_across_a_heavy_hitter_or_with_a_recent_token():
-    """Of equal keys the earliest neighbours are joined first; token 3 is heavy, 6 and 7 are recent."""
-    block, _ = by_hand([[1, 1]] * 8, [[1]] * 8, [0])
+    """Among equal keys the earliest neighbors are joined first; token 3 is heavy, 6 and 7 are recent."""
+    block, _ = make_prompt([[1, 1]] * 8, [[1]] * 8, [0])
     received = jnp.asarray([[[1, 3, 2, 9, 5, 5, 8, 8]]], jnp.float32)
     rules = (MergeSets(5, 1, 2), MergeSets(6, 1, 2))
-    found = jax.jit(lambda *args: [(rule.assign(*args), rule.pivots(*args)) for rule in rules])(block, received)
-    (five, of_five), (six, of_six) = found
+    sets = jax.jit(lambda *args: [(rule.assign(*args), rule.pivots(*args)) for rule in rules])(block, received)
+    (five, of_five), (six, of_six) = sets
     assert five[0, 0].tolist() == [0, 0, 0, 1, 2, 2, 3, 4]
     assert six[0, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
     assert np.flatnonzero(of_five[0, 0]).tolist() == [1, 3, 4, 6, 7]

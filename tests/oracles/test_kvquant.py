@@ -23,7 +23,7 @@ from kvjax.methods.kvquant import (
 )
 from tests.contract import layer
 from tests.oracles import kvquant as oracle
-from tests.oracles.held import attended
+from tests.oracles.codec_attention import attend_decoded
 from tests.oracles.online import rope
 
 
@@ -36,54 +36,54 @@ def test_the_levels_of_four_bits_are_nf4():
 
 
 def test_the_example_by_hand():
-    """Of 0, 1, 2, 3, 4, 100 both ends are exact; the others lie at -1, -1/3, 1/3 and 1 of 2.5 -+ 1.5."""
+    """Both ends of 0, 1, 2, 3, 4, 100 are exact; the others lie at -1, -1/3, 1/3 and 1 of 2.5 -+ 1.5."""
     x = np.array([0.0, 1, 2, 3, 4, 100])
-    np.testing.assert_allclose(oracle.vector(x, np.array([-1.0, 0, 0.5, 1]), 0.01), [0, 1, 2.5, 3.25, 4, 100])
+    np.testing.assert_allclose(oracle.fake_quantize(x, np.array([-1.0, 0, 0.5, 1]), 0.01), [0, 1, 2.5, 3.25, 4, 100])
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method, levels = layer.data(), kvjax.parse("kvquant:every=4"), np.array(oracle.NF4)
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    batch, method, levels = layer.random_batch(), kvjax.parse("kvquant:every=4"), np.array(oracle.NF4)
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
         at = np.arange(len(x))
-        return rope(oracle.held(rope(x, -at), prompt, "channel", levels, 0.01, 4, 1), at)
+        return rope(oracle.reconstruct(rope(x, -at), prompt, "channel", levels, 0.01, 4, 1), at)
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.held(x, prompt, "token", levels, 0.01, 4, 1)
+        return oracle.reconstruct(x, prompt, "token", levels, 0.01, 4, 1)
 
-    np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
+    np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("axis", "outliers", "share"), [("channel", ChannelQuantileOutliers, 0.5), ("token", TokenQuantileOutliers, 0.0)]
 )
 def test_what_is_held_is_the_oracles(axis, outliers, share):
-    """Prompts of 13, 2 and 0 tokens and nine more of each, in 3 bits; a row may hold any finite number."""
+    """Prompts of 13, 2 and 0 tokens and nine more of each, in 3 bits; padding may hold any finite number."""
     codec, lengths, S, H = DenseAndSparse(NonUniformCodec(3, 4, axis), outliers(share)), np.array([13, 2, 0]), 22, 32
     x = np.random.default_rng(0).normal(size=(3, 2, S, H))
     x[0, 0, 3], x[0, 1, :, 5], x[1, 1] = 1e30, 0.0, 7.0
     x = x.astype(np.float32)
     slot = np.arange(S)[None]
     pos = jnp.asarray(np.where(slot < lengths[:, None], slot, -1), jnp.int32)[:, None]
-    dirty = jnp.where(pos[..., None] >= 0, x, jnp.inf)
+    noisy = jnp.where(pos[..., None] >= 0, x, jnp.inf)
 
     def step(stored, t):
         at = jnp.asarray(lengths, jnp.int32)[:, None] + t
         return codec.append(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
 
-    def run(dirty):
-        last = jax.lax.scan(step, codec.encode(dirty, pos), jnp.arange(9, dtype=jnp.int32))[0]
-        some = jnp.broadcast_to(jnp.asarray([8, 0, 3], jnp.int32), (3, 2, 3))
-        return codec.decode(last), codec.gather(last, some)
+    def run(noisy):
+        last = jax.lax.scan(step, codec.encode(noisy, pos), jnp.arange(9, dtype=jnp.int32))[0]
+        gathered = jnp.broadcast_to(jnp.asarray([8, 0, 3], jnp.int32), (3, 2, 3))
+        return codec.decode(last), codec.gather(last, gathered)
 
-    every, some = map(np.asarray, jax.jit(run)(dirty))
-    np.testing.assert_array_equal(some, every[:, :, [8, 0, 3]])
+    decoded, gathered = map(np.asarray, jax.jit(run)(noisy))
+    np.testing.assert_array_equal(gathered, decoded[:, :, [8, 0, 3]])
     levels = normal_float_levels(3).astype(float)
     for b, n in enumerate(map(int, lengths)):
         for h in range(2):
-            want = oracle.held(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
-            np.testing.assert_allclose(every[b, h, : n + 9], want, rtol=1e-5, atol=1e-6)
+            expected = oracle.reconstruct(x[b, h, : n + 9].astype(float), n, axis, levels, share, 4, 0)
+            np.testing.assert_allclose(decoded[b, h, : n + 9], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_levels_are_fitted_by_weight_and_normed():
@@ -91,8 +91,8 @@ def test_levels_are_fitted_by_weight_and_normed():
     x, weight = np.array([-1.0, -0.8, 0.0, 0.1, 0.2, 1.0]), np.array([1.0, 3, 0, 1, 1, 2])
     levels = fit_levels(x, weight, 1)
     np.testing.assert_allclose(levels, [-0.85, 2.3 / 4])
-    held = normalize_levels(x, levels)[[0, 0, 0, 1, 1, 1] if x[2] < levels.mean() else [0, 0, 1, 1, 1, 1]]
-    np.testing.assert_allclose([held.mean(), held.std()], [x.mean(), x.std()])
+    normalized = normalize_levels(x, levels)[[0, 0, 0, 1, 1, 1] if x[2] < levels.mean() else [0, 0, 1, 1, 1, 1]]
+    np.testing.assert_allclose([normalized.mean(), normalized.std()], [x.mean(), x.std()])
 
 
 def test_a_table_gives_each_layers_levels(tmp_path):
@@ -104,12 +104,12 @@ def test_a_table_gives_each_layers_levels(tmp_path):
     read = codec.decode(codec.encode(x, jnp.zeros((1, 1, 1), jnp.int32)))[0, 0, 0, :5]
     np.testing.assert_allclose(read, [-5, 3, 3, 9, 15], rtol=1e-6)  # 5 + 5 * 2 * (-1, -0.2, -0.2, 0.4, 1)
     with pytest.raises(KvjaxError, match=r"`0.keys` of .* has shape \(2, 4\), expected \(2, 8\)"):
-        layer.bound(f"kvquant:bits=3,table={path}")
+        layer.bind(f"kvquant:bits=3,table={path}")
 
 
 def test_bytes_are_the_papers_and_the_ranges():
-    """Of 256 tokens in a head of 128 channels: 3 bits a number, and 1 % of outliers on each vector's two sides."""
-    bound = layer.bound("kvquant:bits=3,every=128", head_dim=128)
+    """Bytes of 256 tokens in a head of 128 channels: 3 bits a number, and 1 % of outliers on a vector's two sides."""
+    bound = layer.bind("kvquant:bits=3,every=128", head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 256, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 256), jnp.int32)
     k, v = (array_bytes(jax.eval_shape(codec.encode, x, pos))["device"] for codec in (bound.k, bound.v))
     codes, recent, first, lengths = 256 * 128 * 3 // 8, 128 * 128 * 2, 128 * 2, 8
@@ -118,7 +118,7 @@ def test_bytes_are_the_papers_and_the_ranges():
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "says"),
     [
         ("kvquant:bits=1", "bits must be one of 2, 3, 4, 8, got 1"),
         ("kvquant:first=-1", "must be 0 or more, got -1"),
@@ -127,6 +127,6 @@ def test_bytes_are_the_papers_and_the_ranges():
         ("kvquant + h2o", "component `decode`"),
     ],
 )
-def test_what_has_no_meaning_is_refused(text, why):
-    with pytest.raises(KvjaxError, match=why):
-        layer.bound(text)
+def test_what_has_no_meaning_is_refused(text, says):
+    with pytest.raises(KvjaxError, match=says):
+        layer.bind(text)

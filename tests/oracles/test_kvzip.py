@@ -30,17 +30,17 @@ CHUNK, LEAD, SINKS = 4, 2, 1
 def test_a_query_that_favours_one_key_twice_gives_it_half():
     k = jnp.array([[np.log(2.0) * np.sqrt(2.0), 0.0], [0.0, 0.0]], jnp.float32)[None, None]
     block = KVBlock(k, k, jnp.arange(2)[None, None])
-    q, fresh = jnp.array([1.0, 0.0])[None, None, None, None], jnp.zeros((1, 1, 1, 2))
-    seen, own = Observation(q, jnp.array([[2]])), KVBlock(fresh, fresh, jnp.array([[[2]]]))
-    got = ReplayAttention(sinks=0).update_scores(
-        block, jnp.int32(0), seen, own, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2)
+    q, new = jnp.array([1.0, 0.0])[None, None, None, None], jnp.zeros((1, 1, 1, 2))
+    observation, replay = Observation(q, jnp.array([[2]])), KVBlock(new, new, jnp.array([[[2]]]))
+    actual = ReplayAttention(sinks=0).update_scores(
+        block, jnp.int32(0), observation, replay, jnp.zeros((1, 1, 2)), layer.spec(head_dim=2)
     )
-    np.testing.assert_allclose(got[0, 0], [0.5, 0.25], atol=1e-6)
+    np.testing.assert_allclose(actual[0, 0], [0.5, 0.25], atol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
 class Everything:
-    """A method whose state is the prompt, with all of its queries, and what else a layer may see."""
+    """A method whose state is the prompt with all its queries and all that a layer may observe."""
 
     traits: ClassVar[Traits] = Traits()
     needs: ClassVar[Needs] = Needs(observed_queries=None, output_projection=True, hidden_states=True)
@@ -60,44 +60,48 @@ def model():
     return toy_model(layers=2)
 
 
-def asked(model: kvjax.Model, row: list[int], plus: bool) -> list[np.ndarray]:
-    """What each layer's tokens are worth, [K S], with each repetition run as one long prompt of its own."""
-    n, scores = len(row), [np.zeros((model.config.kv_heads, len(row))) for _ in range(model.config.layers)]
+def oracle_scores(model: kvjax.Model, tokens: list[int], plus: bool) -> list[np.ndarray]:
+    """The scores [K S] of each layer's tokens, with each replay run as one long prompt of its own."""
+    n, scores = len(tokens), [np.zeros((model.config.kv_heads, len(tokens))) for _ in range(model.config.layers)]
     for start in range(0, n, CHUNK):
         end = min(start + CHUNK, n)
-        text = [*row, *row[max(0, start - LEAD) : end]]
-        for found, (block, seen) in zip(scores, kvjax.prefill(model, [text], Everything())[1].layers, strict=True):
-            k, v, q = (np.asarray(x[0], np.float64) for x in (block.k, block.v, seen.q))
+        text = [*tokens, *tokens[max(0, start - LEAD) : end]]
+        for layer_scores, (block, observation) in zip(
+            scores, kvjax.prefill(model, [text], Everything())[1].layers, strict=True
+        ):
+            k, v, q = (np.asarray(x[0], np.float64) for x in (block.k, block.v, observation.q))
             hidden, output = (
-                np.asarray(seen.hidden_states[0, 0], np.float64),
-                np.asarray(seen.output_projection[0], np.float64),
+                np.asarray(observation.hidden_states[0, 0], np.float64),
+                np.asarray(observation.output_projection[0], np.float64),
             )
             for head in range(model.config.kv_heads):
                 more = []
                 if plus:
                     added = np.einsum("sh,ghd->gsd", v[head, start:end], output[head])
                     more = [np.linalg.norm(added, axis=-1), np.linalg.norm(hidden[n : len(text)], axis=-1)]
-                rows = q[head, :, n : len(text)], k[head, :n], k[head, n : len(text)]
-                found[head, start:end] = oracle.piece(*rows, start, end, SINKS, *more)
+                arrays = q[head, :, n : len(text)], k[head, :n], k[head, n : len(text)]
+                layer_scores[head, start:end] = oracle.chunk_scores(*arrays, start, end, SINKS, *more)
     return scores
 
 
 @pytest.mark.parametrize("plus", [False, True])
 def test_a_ragged_batch_keeps_what_each_row_attends_to_while_it_repeats_itself(model, plus):
     method = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level="head")
-    kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
-    for b, row in enumerate(PROMPTS):
-        for i, scores in enumerate(asked(model, row, plus)):
-            for head, of_head in enumerate(scores):
-                of_head[:SINKS] = np.inf
-                want = np.argsort(-of_head, kind="stable")[:6]
-                assert kept[i][b][head].tolist() == sorted(want.tolist())
+    positions = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
+    for b, tokens in enumerate(PROMPTS):
+        for i, scores in enumerate(oracle_scores(model, tokens, plus)):
+            for head, head_scores in enumerate(scores):
+                head_scores[:SINKS] = np.inf
+                expected = np.argsort(-head_scores, kind="stable")[:6]
+                assert positions[i][b][head].tolist() == sorted(expected.tolist())
 
 
 def test_the_logits_and_the_length_are_those_of_the_prompt(model):
-    (got, cache), (want, _) = (kvjax.prefill(model, PROMPTS, m) for m in ("kvzip:budget=6,chunk=4,lead=2", "full"))
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    assert cache.length.tolist() == [len(row) for row in PROMPTS]
+    (actual, cache), (expected, _) = (
+        kvjax.prefill(model, PROMPTS, m) for m in ("kvzip:budget=6,chunk=4,lead=2", "full")
+    )
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert cache.length.tolist() == [len(tokens) for tokens in PROMPTS]
 
 
 def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it():
@@ -115,29 +119,29 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
     assert replay_prompts(dataclasses.replace(model, tokenizer=None), (Repeats(),)) == ([], [])
     tokens, lengths = pad(PROMPTS)
 
-    def copies(start: int, first: int) -> list[list[int]]:
-        copied, text = tokens[:, first : start + 4], np.array(texts[min(start, 1)], np.int32)
-        copy, count = _copy_chunk(copied, lengths, text, np.int32(start), np.int32(first), width=9)
-        return [row[:n] for row, n in zip(copy.tolist(), count.tolist(), strict=True)]
+    def copy_chunk(start: int, first: int) -> list[list[int]]:
+        source, text = tokens[:, first : start + 4], np.array(texts[min(start, 1)], np.int32)
+        copy, count = _copy_chunk(source, lengths, text, np.int32(start), np.int32(first), width=9)
+        return [tokens_of_copy[:n] for tokens_of_copy, n in zip(copy.tolist(), count.tolist(), strict=True)]
 
-    assert copies(0, 0) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
-    assert copies(4, 2) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
+    assert copy_chunk(0, 0) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
+    assert copy_chunk(4, 2) == [[91, 92, 3, 4, 5, 6, 7, 8], [], [91, 92, 1, 60, 61, 62, 63]]
 
 
 @pytest.mark.parametrize("level", ["layer", "model"])
 @pytest.mark.parametrize("plus", [False, True])
 def test_heads_share_a_budget_by_one_ranking_of_their_level(model, level, plus):
     method, budget = kvjax.methods.kvzip(6, CHUNK, LEAD, SINKS, plus, level, page=1), 6
-    kept = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
+    positions = kvjax.kept_positions(kvjax.prefill(model, PROMPTS, method)[1])
     unequal = 0
-    for b, row in enumerate(PROMPTS):
-        scores = [layer[:, SINKS:].tolist() for layer in asked(model, row, plus)]
-        quota = min(budget, len(row)) - SINKS
+    for b, tokens in enumerate(PROMPTS):
+        scores = [layer[:, SINKS:].tolist() for layer in oracle_scores(model, tokens, plus)]
+        quota = min(budget, len(tokens)) - SINKS
         groups = [scores] if level == "model" else [[layer] for layer in scores]
-        want = [heads for group in groups for heads in model_ranking.kept(group, [quota] * len(group))]
-        for i, heads in enumerate(want):
+        expected = [heads for group in groups for heads in model_ranking.select_units(group, [quota] * len(group))]
+        for i, heads in enumerate(expected):
             for head, units in enumerate(heads):
-                assert kept[i][b][head].tolist() == [*range(SINKS), *(SINKS + unit for unit in units)]
+                assert positions[i][b][head].tolist() == [*range(SINKS), *(SINKS + unit for unit in units)]
                 unequal += len(units) != quota
     assert unequal
 

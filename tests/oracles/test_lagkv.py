@@ -1,4 +1,4 @@
-"""LagKV against its oracle, on ragged rows."""
+"""LagKV against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.contract import layer
 from tests.oracles import lagkv as oracle
 
 
-def scored(scorer: LagKV, block: KVBlock) -> np.ndarray:
-    """f32[B K S]."""
+def score_tokens(scorer: LagKV, block: KVBlock) -> np.ndarray:
+    """The scores f32[B K S] of a block."""
     return np.asarray(jax.jit(lambda x: scorer.scores(x, None, layer.spec()).per_kv_head)(block))
 
 
@@ -27,43 +27,43 @@ def test_a_partition_measured_by_the_next_by_hand():
 @pytest.mark.parametrize("padding", [0.0, np.inf])
 @pytest.mark.parametrize("cross", [False, True])
 def test_scores_are_those_of_real_tokens_alone(padding, cross):
-    block = layer.prompt(layer.data(2), padding)[1]
-    got = scored(LagKV(2, 1, cross), block)
+    block = layer.prompt(layer.random_batch(2), padding)[1]
+    actual = score_tokens(LagKV(2, 1, cross), block)
     for b, n in enumerate(layer.LENGTHS.tolist()):
         for head in range(layer.K):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
-            want = oracle.scores(k, v, 2, 1, cross)
-            has = ~np.isnan(want)
-            np.testing.assert_allclose(got[b, head, :n][has], want[has], atol=1e-6)
-            above = got[b, head, 1:n][~has[1:]]  # later tokens outrank earlier ones, and all that have a score
-            assert (np.diff(above) > 0).all() and (above >= 1).all() and got[b, head, 0] > above.max(initial=1)
-        assert (got[b, :, n:] == -np.inf).all()
+            expected = oracle.scores(k, v, 2, 1, cross)
+            has = ~np.isnan(expected)
+            np.testing.assert_allclose(actual[b, head, :n][has], expected[has], atol=1e-6)
+            above = actual[b, head, 1:n][~has[1:]]  # later tokens outrank earlier ones, and all that have a score
+            assert (np.diff(above) > 0).all() and (above >= 1).all() and actual[b, head, 0] > above.max(initial=1)
+        assert (actual[b, :, n:] == -np.inf).all()
 
 
 @pytest.mark.parametrize("budget", [2, 6])
 def test_each_head_keeps_its_highest_and_its_latest(budget):
-    d = layer.data(1)
-    held = layer.prefill(layer.bound(f"lagkv:budget={budget},lag=2,sinks=1"), d).pos
-    for b, n in enumerate(d.lengths.tolist()):
+    batch = layer.random_batch(1)
+    positions = layer.prefill(layer.bind(f"lagkv:budget={budget},lag=2,sinks=1"), batch).pos
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            k, v = (np.asarray(x[b, head, :n], np.float64) for x in (d.k, d.v))
-            want = oracle.kept(oracle.scores(k, v, 2, 1), budget, 1)
-            assert sorted(p for p in held[b, head].tolist() if p >= 0) == want
+            k, v = (np.asarray(x[b, head, :n], np.float64) for x in (batch.k, batch.v))
+            expected = oracle.select_tokens(oracle.scores(k, v, 2, 1), budget, 1)
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
 
 
 def test_where_nothing_varies_the_later_stay():
     same = jnp.full((1, 1, 9, 4), 3.0)
-    got = scored(LagKV(2, 1), KVBlock(same, same, jnp.arange(9)[None, None]))
-    np.testing.assert_allclose(got[0, 0, :7], [2, 0, 0.5, 0, 0.5, 0, 0.5])
+    actual = score_tokens(LagKV(2, 1), KVBlock(same, same, jnp.arange(9)[None, None]))
+    np.testing.assert_allclose(actual[0, 0, :7], [2, 0, 0.5, 0, 0.5, 0, 0.5])
 
 
 def test_one_channel_and_a_row_shorter_than_its_sinks_have_finite_scores():
     x = jnp.arange(3.0)[None, None, :, None]
     for sinks, lag in ((0, 1), (5, 2)):
-        got = scored(LagKV(lag, sinks), KVBlock(x, x, jnp.arange(3)[None, None]))
-        assert np.isfinite(got).all()
+        actual = score_tokens(LagKV(lag, sinks), KVBlock(x, x, jnp.arange(3)[None, None]))
+        assert np.isfinite(actual).all()
 
 
 def test_a_partition_has_a_token():
     with pytest.raises(KvjaxError, match="lag must be at least 1 token, got 0; kvpress uses 128"):
-        layer.bound("lagkv:lag=0")
+        layer.bind("lagkv:lag=0")

@@ -1,4 +1,4 @@
-"""LoCoCo against its oracle: what is mixed into which slots, and how a table is calibrated."""
+"""LoCoCo against its oracle: the tokens mixed into each slot, and the calibration of a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvjax.methods.lococo import Convolution, ConvolutionTable, relative_error, 
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lococo as oracle
-from tests.oracles.slots import held
+from tests.oracles.slots import head_slots
 
 SPEC = layer.spec()
 TABLE = {
@@ -26,72 +26,76 @@ TABLE = {
 }
 
 
-def written(path, **changed: np.ndarray) -> str:
+def write_table(path, **changed: np.ndarray) -> str:
     return str(table_file.write(path / "-".join(["table", *changed]), "lococo", SPEC, [TABLE | changed]))
 
 
 def test_the_example_by_hand():
-    """Tokens 1 to 4, of which the last is heavy: their mean goes into the best of the others, beside half of itself."""
+    """Token 4 is heavy; the mean of tokens 1 to 4 goes into the best of the others, together with half of itself."""
     x = np.array([[1.0], [2.0], [3.0], [4.0]])
-    stays, k, v = oracle.compressed(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
-    assert (stays, k.tolist(), v.tolist()) == ([1, 3], [[2], [4]], [[20], [40]])
-    by = np.zeros((1, 2, 3))
-    by[0, 0, 0] = np.log(3)  # the key of the token before is the logit: 0, ln 3 and 2 ln 3
-    np.testing.assert_allclose(oracle.mixing(np.concatenate([x, x], 1)[:3], by, [0.0]), [[1 / 13, 3 / 13, 9 / 13]])
+    tokens, k, v = oracle.compress(x, 10 * x, np.array([1, 3, 2, 9]), 2, 0, np.zeros((1, 2, 3)), [0.0], 0.5)
+    assert (tokens, k.tolist(), v.tolist()) == ([1, 3], [[2], [4]], [[20], [40]])
+    kernels = np.zeros((1, 2, 3))
+    kernels[0, 0, 0] = np.log(3)  # the key of the token before is the logit: 0, ln 3 and 2 ln 3
+    np.testing.assert_allclose(
+        oracle.mixing_weights(np.concatenate([x, x], 1)[:3], kernels, [0.0]), [[1 / 13, 3 / 13, 9 / 13]]
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("budget", "recent"), [(6, 2), (3, 0)])
 def test_slots_are_the_oracles_whatever_padding_holds(tmp_path, dtype, budget, recent):
-    d = layer.data(6, dtype=dtype)
-    bound = layer.bound(f"lococo:budget={budget},recent={recent},table={written(tmp_path)}")
-    state = layer.prefill(bound, d, padding=np.inf)
+    batch = layer.random_batch(6, dtype=dtype)
+    bound = layer.bind(f"lococo:budget={budget},recent={recent},table={write_table(tmp_path)}")
+    state = layer.prefill(bound, batch, padding=np.inf)
     numbers = (TABLE["weight"], TABLE["bias"], TABLE["normalizer"][0])
-    for b, n in enumerate(d.lengths):
-        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        scores = eviction.h2o(eviction.attention(q, k))[1]
+    for b, n in enumerate(batch.lengths):
+        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
+        scores = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            pos, keys, values = held(state, b, head)
-            want = oracle.compressed(k[head], v[head], scores[head], budget, recent, *numbers)
-            assert pos == want[0]
+            pos, keys, values = head_slots(state, b, head)
+            expected = oracle.compress(k[head], v[head], scores[head], budget, recent, *numbers)
+            assert pos == expected[0]
             tolerance = {"atol": 2e-5} if dtype == jnp.float32 else {"rtol": 1e-2, "atol": 1e-2}
-            np.testing.assert_allclose(keys.astype(np.float64), want[1], **tolerance)
-            np.testing.assert_allclose(values.astype(np.float64), want[2], **tolerance)
+            np.testing.assert_allclose(keys.astype(np.float64), expected[1], **tolerance)
+            np.testing.assert_allclose(values.astype(np.float64), expected[2], **tolerance)
 
 
 def test_a_calibrated_table_makes_later_queries_miss_less():
     kind = ConvolutionTable(slots=1, kernel=3, length=9, steps=40)
-    d = dataclasses.replace(layer.data(4), lengths=np.array([9, 1, 7], np.int32))
-    q, block = layer.prompt(d, padding=np.inf)
+    batch = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 1, 7], np.int32))
+    q, block = layer.prompt(batch, padding=np.inf)
     count = jax.jit(lambda block, q: kind.count(block.clean(), Observation(q, block.pos[:, 0]), SPEC))
     counted = count(block, q)
-    rows = [jax.tree.map(lambda x, row=row: np.asarray(x[row], np.float64), counted) for row in range(layer.B)]
-    joined = jax.tree.map(lambda *x: kind.join(kind.join(x[0], x[1]), x[2]), *rows)
-    for name, x in (("q", d.q), ("k", d.k), ("v", d.v)):
-        np.testing.assert_array_equal(joined[name][:, 2, ..., :7, :], x[2][..., :7, :])
-    made = kind.arrays(joined, SPEC)
-    assert {name: x.shape for name, x in made.items()} == {"weight": (1, 64, 3), "bias": (1,), "normalizer": (1,)}
+    counts = [
+        jax.tree.map(lambda x, cache=cache: np.asarray(x[cache], np.float64), counted) for cache in range(layer.B)
+    ]
+    totals = jax.tree.map(lambda *x: kind.join(kind.join(x[0], x[1]), x[2]), *counts)
+    for name, x in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
+        np.testing.assert_array_equal(totals[name][:, 2, ..., :7, :], x[2][..., :7, :])
+    arrays = kind.arrays(totals, SPEC)
+    assert {name: x.shape for name, x in arrays.items()} == {"weight": (1, 64, 3), "bias": (1,), "normalizer": (1,)}
     texts = split_texts(block.clean(), jnp.nan_to_num(q, posinf=0.0), 2, SPEC)
-    share = jax.jit(lambda by: relative_error(by, texts, 1, None))
-    after = share(Convolution(*(jnp.asarray(x, jnp.float32) for x in made.values())))
+    share = jax.jit(lambda kernels: relative_error(kernels, texts, 1, None))
+    after = share(Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays.values())))
     assert float(after) < 0.97 * float(share(kind._initial_weights(SPEC)))
 
 
 def test_what_cannot_be_says_so(tmp_path):
-    d = layer.data()
+    batch = layer.random_batch()
     for text, says in (
-        (f"lococo:budget=4,recent=2,table={written(tmp_path)}", "mixes 3 slots, .* use a budget of at least 5"),
-        (f"lococo:budget=6,table={written(tmp_path, bias=np.zeros(2, np.float32))}", "3 slots with 2 biases"),
-        (f"lococo:budget=6,table={written(tmp_path, weight=TABLE['weight'][..., :4])}", "a kernel of 4 tokens"),
+        (f"lococo:budget=4,recent=2,table={write_table(tmp_path)}", "mixes 3 slots, .* use a budget of at least 5"),
+        (f"lococo:budget=6,table={write_table(tmp_path, bias=np.zeros(2, np.float32))}", "3 slots with 2 biases"),
+        (f"lococo:budget=6,table={write_table(tmp_path, weight=TABLE['weight'][..., :4])}", "a kernel of 4 tokens"),
     ):
         with pytest.raises(KvjaxError, match=says):
             jax.eval_shape(
-                lambda q, block, text=text: layer.after_prompt(layer.bound(text), q, block, 22), *layer.prompt(d)
+                lambda q, block, text=text: layer.make_state(layer.bind(text), q, block, 22), *layer.prompt(batch)
             )
     with pytest.raises(KvjaxError, match="needs an odd kernel and all others at least 1"):
         ConvolutionTable(kernel=4)
     kind = ConvolutionTable(slots=8, length=9)
-    q, block = layer.prompt(d)
+    q, block = layer.prompt(batch)
     counted = kind.count(block, Observation(q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="no text loses a token; give texts of 33 tokens or more, as `length`"):
         kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counted), SPEC)

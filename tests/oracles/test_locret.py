@@ -1,4 +1,4 @@
-"""Locret against its oracle: scores, what stays, and the calibrated heads."""
+"""Locret against its oracle: scores, kept tokens, and the calibrated heads."""
 
 from __future__ import annotations
 
@@ -26,91 +26,93 @@ COLUMNS = (layer.K * layer.G + 2 * layer.K) * layer.H
 
 
 @functools.cache
-def weights(hidden: int = 5) -> tuple[np.ndarray, np.ndarray]:
+def random_weights(hidden: int = 5) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(1)
     return tuple(rng.normal(size=s).astype(np.float32) / 4 for s in ((hidden, COLUMNS), (layer.K, hidden)))
 
 
-def written(path, fc1, fc2, spec=SPEC) -> str:
+def write_table(path, fc1, fc2, spec=SPEC) -> str:
     return str(table_file.write(path / "table", "locret", spec, [{"fc1": fc1, "fc2": fc2}]))
 
 
 @functools.cache
-def compiled(table: str, spec: LayerSpec = SPEC):
-    """The scorer with a table as a program."""
+def compile_scores(table: str, spec: LayerSpec = SPEC):
+    """Compiles the scorer with a table."""
     scorer = RetainingScorer(TableFile(table, "locret"))
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
+    return jax.jit(lambda block, observation: scorer.scores(block, observation, spec).per_kv_head)
 
 
-def row(d: layer.Data, b: int) -> tuple[np.ndarray, ...]:
+def prompt_arrays(batch: layer.SequenceBatch, b: int) -> tuple[np.ndarray, ...]:
     """Queries, keys and values of one prompt."""
-    n = int(d.lengths[b])
-    return tuple(np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
+    n = int(batch.lengths[b])
+    return tuple(np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
 
 
 def test_the_example_by_hand(tmp_path):
     """One token at position 0: its query (1, 0), key (0, 2) and value (3, 0) give 1 + 2 and 3 to the hidden units."""
     fc1, fc2 = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0]], np.float32), np.array([[2, -1]], np.float32)
-    want = 2 * 3 / (1 + np.exp(-3)) - 3 / (1 + np.exp(-3))
-    np.testing.assert_allclose(oracle.network(np.array([1, 0, 0, 2, 3, 0]), fc1, fc2), [want])
+    expected = 2 * 3 / (1 + np.exp(-3)) - 3 / (1 + np.exp(-3))
+    np.testing.assert_allclose(oracle.apply_network(np.array([1, 0, 0, 2, 3, 0]), fc1, fc2), [expected])
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=Rope(2))
     q, k, v = (np.array(x, np.float32).reshape(1, 1, 1, 2) for x in ((1, 0), (0, 2), (3, 0)))
     pos = np.zeros((1, 1), np.int32)
-    got = compiled(written(tmp_path, fc1, fc2, spec), spec)(
+    actual = compile_scores(write_table(tmp_path, fc1, fc2, spec), spec)(
         KVBlock(k, v, pos[:, None]), Observation(q[:, :, None], pos)
     )
-    np.testing.assert_allclose(got, [[[want]]], rtol=1e-6)
+    np.testing.assert_allclose(actual, [[[expected]]], rtol=1e-6)
 
 
 def test_scores_are_the_oracles_and_each_head_keeps_its_best_and_the_local_tokens(tmp_path):
-    d, (fc1, fc2) = layer.data(3), weights()
-    table = written(tmp_path, fc1, fc2)
+    batch, (fc1, fc2) = layer.random_batch(3), random_weights()
+    table = write_table(tmp_path, fc1, fc2)
     for padding in (0.0, np.inf):
-        q, block = layer.prompt(d, padding)
-        got = np.asarray(compiled(table)(block, Observation(q, block.pos[:, 0])))
-        for b, n in enumerate(d.lengths):
-            np.testing.assert_allclose(got[b, :, :n], oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), atol=2e-5)
-            assert (got[b, :, n:] == -np.inf).all()
-    held = layer.prefill(layer.bound(f"locret:budget=5,recent=2,table={table}"), d, padding=np.inf).pos
+        q, block = layer.prompt(batch, padding)
+        actual = np.asarray(compile_scores(table)(block, Observation(q, block.pos[:, 0])))
+        for b, n in enumerate(batch.lengths):
+            np.testing.assert_allclose(
+                actual[b, :, :n], oracle.scores(*prompt_arrays(batch, b), fc1, fc2, FREQUENCIES), atol=2e-5
+            )
+            assert (actual[b, :, n:] == -np.inf).all()
+    positions = layer.prefill(layer.bind(f"locret:budget=5,recent=2,table={table}"), batch, padding=np.inf).pos
     for b in range(layer.B):
-        want = eviction.kept(oracle.scores(*row(d, b), fc1, fc2, FREQUENCIES), 5, 0, 2)
-        assert [sorted(p for p in head.tolist() if p >= 0) for head in held[b]] == want
+        expected = eviction.select_tokens(oracle.scores(*prompt_arrays(batch, b), fc1, fc2, FREQUENCIES), 5, 0, 2)
+        assert [sorted(p for p in head.tolist() if p >= 0) for head in positions[b]] == expected
 
 
 def test_released_weights_come_back_as_they_were():
-    fc1 = weights()[0]
+    fc1 = random_weights()[0]
     np.testing.assert_array_equal(ungroup_heads(group_by_head(fc1, SPEC), SPEC), fc1)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
-    d, spec, kind = layer.data(4), layer.spec(window), RetainingHeads(ridge=50)
-    q, block = layer.prompt(d)
-    # As in `kvjax calibrate`, of each row by itself, and added up; a text of one token has none that is asked.
-    count = jax.jit(lambda block, seen: kind.count(block, seen, spec))
+    batch, spec, kind = layer.random_batch(4), layer.spec(window), RetainingHeads(ridge=50)
+    q, block = layer.prompt(batch)
+    # As in `kvjax calibrate`, each sequence counts by itself, and sums add up; a text of one token has no targets.
+    count = jax.jit(lambda block, observation: kind.count(block, observation, spec))
     counted = count(block, Observation(q, block.pos[:, 0]))
-    made = kind.arrays(jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counted), spec)
+    arrays = kind.arrays(jax.tree.map(lambda x: np.asarray(x, np.float64).sum(0), counted), spec)
     x, y = [], []
     for b in range(layer.B):
-        target = oracle.targets(*row(d, b)[:2], window)
+        target = oracle.targets(*prompt_arrays(batch, b)[:2], window)
         asked = np.isfinite(target).all(0)
-        x.append(oracle.inputs(*row(d, b), FREQUENCIES)[: len(asked)][asked])
+        x.append(oracle.network_inputs(*prompt_arrays(batch, b), FREQUENCIES)[: len(asked)][asked])
         y.append(target[:, asked])
     assert [len(part) for part in x] == [5 if window is None else 4, 0, 3]  # token 0 has left the window
-    linear = oracle.regression(np.concatenate(x), np.concatenate(y, 1), 50)
+    linear = oracle.fit_regression(np.concatenate(x), np.concatenate(y, 1), 50)
     for token in np.concatenate(x):
-        got = oracle.network(token, made["fc1"].astype(np.float64), made["fc2"])
-        np.testing.assert_allclose(got, linear @ token, rtol=1e-3, atol=1e-3)
+        actual = oracle.apply_network(token, arrays["fc1"].astype(np.float64), arrays["fc2"])
+        np.testing.assert_allclose(actual, linear @ token, rtol=1e-3, atol=1e-3)
 
 
 def test_what_cannot_be_says_so(tmp_path):
-    fc1, fc2 = weights()
-    block = layer.prompt(layer.data())[1]
+    fc1, fc2 = random_weights()
+    block = layer.prompt(layer.random_batch())[1]
     with pytest.raises(KvjaxError, match="scores by queries, got none; observe all of each row"):
-        RetainingScorer(TableFile(written(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
-    wrong = RetainingScorer(TableFile(written(tmp_path, fc1[:, 1:], fc2), "locret"))
+        RetainingScorer(TableFile(write_table(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
+    wrong = RetainingScorer(TableFile(write_table(tmp_path, fc1[:, 1:], fc2), "locret"))
     with pytest.raises(KvjaxError, match=r"`0.fc1` of .* has shape \(5, 255\), expected \(any, 256\)"):
-        wrong.scores(block, Observation(layer.data().q, block.pos[:, 0]), SPEC)
+        wrong.scores(block, Observation(layer.random_batch().q, block.pos[:, 0]), SPEC)
     with pytest.raises(KvjaxError, match="ridge must be at least 1, got 0"):
         RetainingHeads(ridge=0)
     with pytest.raises(KvjaxError, match="no token of these texts is asked by a later one; give texts of at least 2"):

@@ -1,4 +1,4 @@
-"""LOOK-M against its oracle: which tokens stay, and what is merged into them."""
+"""LOOK-M against its oracle: the kept tokens, and the tokens merged into them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvjax.methods.lookm import RULES, NearestMerge
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lookm as oracle
-from tests.oracles.slots import held
-from tests.oracles.test_merge import KEPT, LENGTHS, by_hand, merged, ragged
+from tests.oracles.slots import head_slots
+from tests.oracles.test_merge import KEPT, LENGTHS, make_prompt, ragged_prompts, run_rule
 
 SMALL = "lookm:budget=6,recent=2,sinks=1,images=1-4"
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_is_its_oracle_whatever_the_padding_holds(rule):
-    block, choice = ragged()
-    got = merged(NearestMerge(rule), block, choice)
-    for b, (n, stay) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+    block, choice = ragged_prompts()
+    actual = run_rule(NearestMerge(rule), block, choice)
+    for b, (n, kept_tokens) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         for head, slots in enumerate(np.asarray(choice.slots[b])):
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (block.k, block.v))
-            keys, values = oracle.merged(k, v, slots[:stay].tolist(), rule)
-            np.testing.assert_allclose(got.k[b, head, :stay], keys, atol=2e-6)
-            np.testing.assert_allclose(got.v[b, head, :stay], values, atol=2e-6)
-    jax.tree.map(np.testing.assert_array_equal, merged(NearestMerge(rule), *ragged(padding=np.inf)), got)
+            keys, values = oracle.merge_tokens(k, v, slots[:kept_tokens].tolist(), rule)
+            np.testing.assert_allclose(actual.k[b, head, :kept_tokens], keys, atol=2e-6)
+            np.testing.assert_allclose(actual.v[b, head, :kept_tokens], values, atol=2e-6)
+    jax.tree.map(np.testing.assert_array_equal, run_rule(NearestMerge(rule), *ragged_prompts(padding=np.inf)), actual)
 
 
 @pytest.mark.parametrize(
@@ -41,26 +41,26 @@ def test_every_rule_is_its_oracle_whatever_the_padding_holds(rule):
     ],
 )
 def test_by_hand_the_lost_token_lies_between_two_and_goes_into_the_first(rule, key, value):
-    block, choice = by_hand([[1, 0], [0, 1], [1, 1]], [[2, 0], [0, 1], [0, 2]], [0, 1])
-    got = merged(NearestMerge(rule), block, choice)
-    np.testing.assert_allclose(got.k[0, 0], [key, [0, 1]], atol=5e-5)
-    np.testing.assert_allclose(got.v[0, 0], [value, [0, 1]], atol=5e-5)
+    block, choice = make_prompt([[1, 0], [0, 1], [1, 1]], [[2, 0], [0, 1], [0, 2]], [0, 1])
+    actual = run_rule(NearestMerge(rule), block, choice)
+    np.testing.assert_allclose(actual.k[0, 0], [key, [0, 1]], atol=5e-5)
+    np.testing.assert_allclose(actual.v[0, 0], [value, [0, 1]], atol=5e-5)
 
 
 def test_text_stays_before_images_and_all_that_leaves_is_merged():
-    """A row's positions 1 to 4 are images: of nine tokens two of them stay, of six tokens all."""
-    d = layer.data()
-    state = layer.prefill(layer.bound(SMALL), d)
-    for b, n in enumerate(d.lengths.tolist()):
-        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (d.q, d.k, d.v))
-        received = eviction.h2o(eviction.attention(q, k))[1]
+    """Positions 1 to 4 of a sequence are images: two of them stay of nine tokens, all of six tokens."""
+    batch = layer.random_batch()
+    state = layer.prefill(layer.bind(SMALL), batch)
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k, v = (np.asarray(x[b, ..., :n, :], np.float64) for x in (batch.q, batch.k, batch.v))
+        received = eviction.accumulated_scores(eviction.attention_weights(q, k))[1]
         for head in range(layer.K):
-            stay = oracle.kept(received[head], 6, 2, 1, [1, 2, 3, 4])
-            assert {t for t in range(n) if not 1 <= t <= 4} <= set(stay)
-            positions, *got = held(state, b, head)
-            assert positions == stay
-            for x, want in zip(got, oracle.merged(k[head], v[head], stay, "pivot"), strict=True):
-                np.testing.assert_allclose(x, want, atol=2e-6)
+            kept_tokens = oracle.select_tokens(received[head], 6, 2, 1, [1, 2, 3, 4])
+            assert {t for t in range(n) if not 1 <= t <= 4} <= set(kept_tokens)
+            positions, *actual = head_slots(state, b, head)
+            assert positions == kept_tokens
+            for x, expected in zip(actual, oracle.merge_tokens(k[head], v[head], kept_tokens, "pivot"), strict=True):
+                np.testing.assert_allclose(x, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("images", ["5", "9-4", "1-x", "-3", "1-2-3"])

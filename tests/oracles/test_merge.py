@@ -1,4 +1,4 @@
-"""Merging against its oracle, its hand-made examples, and what must hold for every rule."""
+"""Merging against its oracle, its hand-made examples, and the properties of every rule."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ RULES = [D2O(), D2O("paper", count=True), ValueMerge(), ValueMerge(0.1, 0.4), Va
 SPEC = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=None, rope=Rope(H))
 
 
-def ragged(seed=0, padding=0.0) -> tuple[KVBlock, SelectedSlots]:
-    """Rows of 12, 1 and 9 tokens, of which each head keeps 5, 1 and 4 by chance, and scores that are positive."""
+def ragged_prompts(seed=0, padding=0.0) -> tuple[KVBlock, SelectedSlots]:
+    """Prompts of 12, 1 and 9 tokens with positive scores; each head keeps a random choice of 5, 1 and 4."""
     rng = np.random.default_rng(seed)
     k, v = rng.normal(size=(2, B, K, T, H))
     received = rng.uniform(0.1, 1.0, size=(B, K, T))
@@ -49,100 +49,100 @@ def ragged(seed=0, padding=0.0) -> tuple[KVBlock, SelectedSlots]:
     return block, SelectedSlots(jnp.asarray(slots, jnp.int32), Scores(kv[:, :, None], kv))
 
 
-def plain(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
-    """The slots after the rule has merged into them."""
+def apply_rule(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
+    """Merges evicted tokens into the selected slots by a rule."""
     return rule(block, gather_tokens(block, choice.slots), choice, SPEC)
 
 
 @functools.cache
-def compiled(rule):
-    """The same as a program."""
-    return jax.jit(functools.partial(plain, rule))
+def compile_rule(rule):
+    """Compiles `apply_rule` for a rule."""
+    return jax.jit(functools.partial(apply_rule, rule))
 
 
-def merged(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
-    """The same, compiled once for all tests."""
-    return compiled(rule)(block, choice)
+def run_rule(rule, block: KVBlock, choice: SelectedSlots) -> KVBlock:
+    """Runs `apply_rule`, compiled once for all tests."""
+    return compile_rule(rule)(block, choice)
 
 
-def by_oracle(rule, k, v, kept, received):
-    """One row by its oracle: keys, values [K n H], and how many tokens each slot stands for [K n], if it says."""
+def oracle_merge(rule, k, v, selected, received):
+    """The oracle's keys and values [K n H] of a sequence, and the tokens in each slot [K n] if the rule counts them."""
     if isinstance(rule, D2O):
-        keys, values, number = oracle.d2o(k, v, kept, rule.rule)
-        return keys, values, number if rule.count else None
-    keys = np.stack([k[h][kept[h]] for h in range(K)])
+        keys, values, counts = oracle.d2o(k, v, selected, rule.rule)
+        return keys, values, counts if rule.count else None
+    keys = np.stack([k[h][selected[h]] for h in range(K)])
     if isinstance(rule, ValueMerge):
-        values = [oracle.merging(k[h], v[h], kept[h], rule.threshold, rule.fraction) for h in range(K)]
+        values = [oracle.merging(k[h], v[h], selected[h], rule.threshold, rule.fraction) for h in range(K)]
         return keys, np.stack(values), None
     index = np.broadcast_arrays(0, np.arange(K)[:, None], np.arange(k.shape[1])[None])
-    chance = (np.asarray(draw(rule.seed, *(jnp.asarray(i, jnp.int32) for i in index))) >> 8) / 2**24
-    values = [oracle.cam(v[h], kept[h], received[h], rule.window, chance[h]) for h in range(K)]
+    uniform = (np.asarray(draw(rule.seed, *(jnp.asarray(i, jnp.int32) for i in index))) >> 8) / 2**24
+    values = [oracle.cam(v[h], selected[h], received[h], rule.window, uniform[h]) for h in range(K)]
     return keys, np.stack(values), None
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_it_is_its_oracle(rule):
-    block, choice = ragged(padding=1e4)
-    got = merged(rule, block, choice)
-    for b, (n, kept) in enumerate(zip(LENGTHS, KEPT, strict=True)):
+    block, choice = ragged_prompts(padding=1e4)
+    actual = run_rule(rule, block, choice)
+    for b, (n, num_kept) in enumerate(zip(LENGTHS, KEPT, strict=True)):
         k, v, received = (np.asarray(x[b, :, :n], np.float64) for x in (block.k, block.v, choice.scores.per_kv_head))
-        slots = [list(map(int, head[:kept])) for head in np.asarray(choice.slots[b])]
-        keys, values, number = by_oracle(rule, k, v, slots, received)
-        np.testing.assert_allclose(got.k[b, :, :kept], keys, atol=2e-6)
-        np.testing.assert_allclose(got.v[b, :, :kept], values, atol=2e-6)
-        assert (got.bias is None) == (number is None)
-        if number is not None:
-            np.testing.assert_allclose(got.bias[b, :, :kept], np.log(number), atol=1e-6)
-    kept = gather_tokens(block, choice.slots).clean()
-    assert (np.abs(got.v - kept.v).max((1, 2, 3)) > 0).tolist() == [True, False, True]
+        slots = [list(map(int, head[:num_kept])) for head in np.asarray(choice.slots[b])]
+        keys, values, counts = oracle_merge(rule, k, v, slots, received)
+        np.testing.assert_allclose(actual.k[b, :, :num_kept], keys, atol=2e-6)
+        np.testing.assert_allclose(actual.v[b, :, :num_kept], values, atol=2e-6)
+        assert (actual.bias is None) == (counts is None)
+        if counts is not None:
+            np.testing.assert_allclose(actual.bias[b, :, :num_kept], np.log(counts), atol=1e-6)
+    selected = gather_tokens(block, choice.slots).clean()
+    assert (np.abs(actual.v - selected.v).max((1, 2, 3)) > 0).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_padding_and_compiling_change_nothing_and_positions_stay(rule):
-    want = merged(rule, *ragged())
-    np.testing.assert_array_equal(want.pos, gather_tokens(ragged()[0], ragged()[1].slots).pos)
+    expected = run_rule(rule, *ragged_prompts())
+    np.testing.assert_array_equal(expected.pos, gather_tokens(ragged_prompts()[0], ragged_prompts()[1].slots).pos)
     for padding in (1e4, np.inf, np.nan):
-        jax.tree.map(np.testing.assert_array_equal, merged(rule, *ragged(padding=padding)), want)
-    eager = plain(rule, *ragged())
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), eager, want)
+        jax.tree.map(np.testing.assert_array_equal, run_rule(rule, *ragged_prompts(padding=padding)), expected)
+    eager = apply_rule(rule, *ragged_prompts())
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), eager, expected)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_where_nothing_is_lost_all_stays_bit_for_bit(rule):
-    block, choice = ragged()
-    every = dataclasses.replace(block, pos=jnp.broadcast_to(block.pos, (B, K, T)))
-    got = merged(rule, block, choice._replace(slots=every.pos))
-    np.testing.assert_array_equal(got.pos, every.pos)
-    np.testing.assert_array_equal(got.k, every.k)
-    np.testing.assert_array_equal(got.v, every.v)
-    assert got.bias is None or not np.any(got.bias)
+    block, choice = ragged_prompts()
+    per_head = dataclasses.replace(block, pos=jnp.broadcast_to(block.pos, (B, K, T)))
+    actual = run_rule(rule, block, choice._replace(slots=per_head.pos))
+    np.testing.assert_array_equal(actual.pos, per_head.pos)
+    np.testing.assert_array_equal(actual.k, per_head.k)
+    np.testing.assert_array_equal(actual.v, per_head.v)
+    assert actual.bias is None or not np.any(actual.bias)
 
 
 @pytest.mark.parametrize("rule", [D2O("paper", count=True), ValueMerge(), ValueMerge(0.1, 0.4)], ids=str)
 def test_the_order_of_lost_tokens_does_not_matter(rule):
-    block, choice = ragged()
+    block, choice = ragged_prompts()
     block, choice = jax.tree.map(lambda x: x[:1], (block, choice))
-    kept = gather_tokens(block, choice.slots)
+    selected = gather_tokens(block, choice.slots)
     order = np.arange(T)
     lost = sorted(set(range(T)) - set(np.asarray(choice.slots[0]).ravel().tolist()))
     order[lost] = lost[::-1]
     assert len(lost) > 1
-    turned = dataclasses.replace(block, k=block.k[:, :, order], v=block.v[:, :, order])
-    got = rule(turned, kept, choice, SPEC)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, rule(block, kept, choice, SPEC))
+    reversed_block = dataclasses.replace(block, k=block.k[:, :, order], v=block.v[:, :, order])
+    actual = rule(reversed_block, selected, choice, SPEC)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), actual, rule(block, selected, choice, SPEC))
 
 
 def test_many_tokens_are_compared_a_block_at_a_time():
-    block, choice = ragged(padding=np.nan)
-    kept = gather_tokens(block, choice.slots)
-    at_once, by_five = (match_evicted(block, kept, choice, n) for n in (256, 5))
+    block, choice = ragged_prompts(padding=np.nan)
+    selected = gather_tokens(block, choice.slots)
+    at_once, by_five = (match_evicted(block, selected, choice, n) for n in (256, 5))
     np.testing.assert_array_equal(by_five.mask, at_once.mask)
     np.testing.assert_array_equal(by_five.slot, at_once.slot)
     np.testing.assert_allclose(by_five.cosine, at_once.cosine, atol=1e-6)
 
 
-def by_hand(k, v, slots) -> tuple[KVBlock, SelectedSlots]:
-    """One row with one head."""
+def make_prompt(k, v, slots) -> tuple[KVBlock, SelectedSlots]:
+    """Makes a prompt of one sequence with one head."""
     k, v = (jnp.asarray(x, jnp.float32)[None, None] for x in (k, v))
     pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
     same = jnp.ones(pos.shape)
@@ -150,26 +150,26 @@ def by_hand(k, v, slots) -> tuple[KVBlock, SelectedSlots]:
 
 
 def test_merging_by_hand():
-    block, choice = by_hand([[1, 0], [0, 1], [1, 1]], [[2, 0], [0, 1], [0, 2]], [0, 1])
-    got = merged(ValueMerge(), block, choice)
-    np.testing.assert_allclose(got.v[0, 0], [[1.4776, 0.5224], [0, 1]], atol=5e-5)
-    np.testing.assert_array_equal(got.k, block.k[:, :, :2])
+    block, choice = make_prompt([[1, 0], [0, 1], [1, 1]], [[2, 0], [0, 1], [0, 2]], [0, 1])
+    actual = run_rule(ValueMerge(), block, choice)
+    np.testing.assert_allclose(actual.v[0, 0], [[1.4776, 0.5224], [0, 1]], atol=5e-5)
+    np.testing.assert_array_equal(actual.k, block.k[:, :, :2])
 
 
 @pytest.mark.parametrize("rule", ["authors", "paper"])
 def test_two_equal_keys_by_hand(rule):
-    block, choice = by_hand([[1, 2], [1, 2]], [[2], [4]], [0])
-    got = merged(D2O(rule, count=True), block, choice)
-    np.testing.assert_allclose(got.v[0, 0], [[3]], atol=1e-6)
-    np.testing.assert_allclose(got.bias[0, 0], [np.log(2)], atol=1e-6)
+    block, choice = make_prompt([[1, 2], [1, 2]], [[2], [4]], [0])
+    actual = run_rule(D2O(rule, count=True), block, choice)
+    np.testing.assert_allclose(actual.v[0, 0], [[3]], atol=1e-6)
+    np.testing.assert_allclose(actual.bias[0, 0], [np.log(2)], atol=1e-6)
 
 
 def test_cam_by_hand():
-    """All scores are equal, so the lost token's value goes for sure, half into each of the next two."""
-    block, choice = by_hand([[1]] * 5, [[1], [10], [2], [3], [4]], [0, 2, 3, 4])
-    np.testing.assert_allclose(merged(ValueSpread(2), block, choice).v[0, 0, :, 0], [1, 7, 8, 4])
+    """All scores are equal, so the evicted token's value is always merged, half into each of the next two."""
+    block, choice = make_prompt([[1]] * 5, [[1], [10], [2], [3], [4]], [0, 2, 3, 4])
+    np.testing.assert_allclose(run_rule(ValueSpread(2), block, choice).v[0, 0, :, 0], [1, 7, 8, 4])
     np.testing.assert_allclose(
-        merged(ValueSpread(9), block, choice).v[0, 0, :, 0], [1, 2 + 10 / 3, 3 + 10 / 3, 4 + 10 / 3]
+        run_rule(ValueSpread(9), block, choice).v[0, 0, :, 0], [1, 2 + 10 / 3, 3 + 10 / 3, 4 + 10 / 3]
     )
 
 
@@ -186,7 +186,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(name):
-    """Ten tokens, of which each has one or two twins: kept are five, which weigh as many times as they stand for."""
+    """Ten tokens have one or two twins each; five are kept and weigh as many times as they represent tokens."""
     rng = np.random.default_rng(0)
     twins = np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 0])
     k, v = (jnp.asarray(x[:, :, twins], jnp.float32) for x in rng.normal(size=(2, B, K, 5, H)))
@@ -201,6 +201,6 @@ def test_equal_tokens_merged_and_counted_give_exact_attention_in_every_reader(na
         pos = jnp.full((B, 1, 1), 10 + t, jnp.int32)
         new = KVBlock(fresh[0, :, :, t : t + 1], fresh[1, :, :, t : t + 1], pos)
         block = jax.tree.map(lambda x, y: jnp.concatenate([x, y], 2), block, new)
-        out, state = layer.extend(bound)(state, (q[:, :, :, t : t + 1], new))
-        want = merge([attend_dense(q[:, :, :, t : t + 1], block, pos[:, 0])])
-        np.testing.assert_allclose(out, want, atol=2e-2 if "specache" in name else 1e-5)
+        out, state = layer.compile_extend(bound)(state, (q[:, :, :, t : t + 1], new))
+        expected = merge([attend_dense(q[:, :, :, t : t + 1], block, pos[:, 0])])
+        np.testing.assert_allclose(out, expected, atol=2e-2 if "specache" in name else 1e-5)

@@ -1,4 +1,4 @@
-"""MiKV against its oracle, and what must hold for channels in balance and for codes by token."""
+"""MiKV against its oracle, and the properties of balanced channels and of codes per token."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvjax.methods.mikv import ChannelBalancer
 from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import mikv as oracle
-from tests.oracles.eviction import attention as causal
-from tests.oracles.eviction import h2o
+from tests.oracles.eviction import accumulated_scores
+from tests.oracles.eviction import attention_weights as causal
 
 
 @pytest.mark.parametrize(
@@ -26,56 +26,56 @@ from tests.oracles.eviction import h2o
     [("mikv:share=0.6,low=3", 3, 32, True), ("mikv:share=0.6,low=2,group=8,balance=false", 2, 8, False)],
 )
 def test_it_is_its_oracle_where_padding_holds_infinity(text, bits, group, balance):
-    d, dirty = layer.data(), layer.data(padding=np.inf)
-    out = layer.run(text, d, state=layer.prefill(layer.bound(text), dirty, padding=np.inf))
+    batch, noisy = layer.random_batch(), layer.random_batch(padding=np.inf)
+    out = layer.decode(text, batch, state=layer.prefill(layer.bind(text), noisy, padding=np.inf))
     for b, n in enumerate(map(int, layer.LENGTHS)):
-        prompts = np.asarray(d.q[b, :, :, :n], np.float64), np.asarray(d.k[b, :, :n], np.float64)
-        received = h2o(causal(*prompts))[1]
+        prompts = np.asarray(batch.q[b, :, :, :n], np.float64), np.asarray(batch.k[b, :, :n], np.float64)
+        received = accumulated_scores(causal(*prompts))[1]
         for h in range(layer.K):
-            tokens = oracle.low(received[h], 0.6, 0.5)
-            weight = oracle.weights(prompts[0][h], prompts[1][h]) if balance else np.ones(layer.H)
+            tokens = oracle.low_tier_tokens(received[h], 0.6, 0.5)
+            weight = oracle.channel_balance(prompts[0][h], prompts[1][h]) if balance else np.ones(layer.H)
             for t in range(layer.STEPS):
-                k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (d.k, d.v))
-                keys, values = oracle.held(k, v, tokens, weight, bits, group)
-                q = np.asarray(d.q[b, h, :, n + t : n + t + 1])
-                want = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
-                np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
+                k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (batch.k, batch.v))
+                keys, values = oracle.reconstruct(k, v, tokens, weight, bits, group)
+                q = np.asarray(batch.q[b, h, :, n + t : n + t + 1])
+                expected = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
+                np.testing.assert_allclose(out[b, h, :, t], expected, atol=1e-5)
 
 
 def test_the_newest_of_the_high_tier_stay_whatever_they_receive():
     """Eight of ten tokens are low; one of the others is the newest, the other the most attended."""
-    assert oracle.low(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
-    low = layer.prefill(layer.bound("mikv:share=0.5,recent=1"), layer.data()).side_store.pos[0]
+    assert oracle.low_tier_tokens(np.array([9, 1, 8, 7, 6, 5, 4, 3, 2, 0.0]), 0.8, 0.5) == [1, 2, 3, 4, 5, 6, 7, 8]
+    low = layer.prefill(layer.bind("mikv:share=0.5,recent=1"), layer.random_batch()).side_store.pos[0]
     assert np.asarray(low).tolist() == [[0, 1, 2, 3]] * layer.K
 
 
 def test_the_high_tier_in_eight_bits():
-    d = layer.data()
-    exact, coded = (layer.run(f"mikv:share=0.6{more}", d) for more in ("", ",high=8"))
+    batch = layer.random_batch()
+    exact, coded = (layer.decode(f"mikv:share=0.6{more}", batch) for more in ("", ",high=8"))
     assert 0 < np.abs(coded - exact).max() < 0.05
-    sizes = [array_bytes(layer.prefill(layer.bound(f"mikv:share=0.6{more}"), d)) for more in ("", ",high=8")]
-    slots = 4 + 16  # four of nine prompt tokens, and room for what follows
+    sizes = [array_bytes(layer.prefill(layer.bind(f"mikv:share=0.6{more}"), batch)) for more in ("", ",high=8")]
+    slots = 4 + 16  # four of nine prompt tokens, and headroom
     rows = 2 * layer.B * layer.K * slots
     assert sizes[0]["device"] - sizes[1]["device"] == rows * (4 * layer.H - (layer.H + 4))
 
 
-def weights_of(q, k) -> np.ndarray:
-    """The weights of one head with queries q [n H] and keys k [n H]."""
+def channel_balance(q, k) -> np.ndarray:
+    """The balance of one head's channels with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
     return np.asarray(ChannelBalancer(Plain()).fit_prompt(k, pos[:, None], Observation(q[:, :, None], pos)))[0, 0, 0]
 
 
 def test_weights_by_hand():
-    np.testing.assert_allclose(weights_of([[8, -1], [1, 0]], [[1, 4], [-2, 3]]), [2.0, 0.5])
-    np.testing.assert_allclose(weights_of([[0, 3, 1e30]], [[2, 0, 1e-30]]), [1.0, 1.0, 1e30], rtol=1e-5)
+    np.testing.assert_allclose(channel_balance([[8, -1], [1, 0]], [[1, 4], [-2, 3]]), [2.0, 0.5])
+    np.testing.assert_allclose(channel_balance([[0, 3, 1e30]], [[2, 0, 1e-30]]), [1.0, 1.0, 1e30], rtol=1e-5)
 
 
 def test_balance_alone_changes_no_product_and_gives_keys_back():
     rng = np.random.default_rng(0)
     x, q = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 2, 6, 8), (2, 2, 3, 6, 8)))
     pos = jnp.asarray([np.arange(6), [0, 1, -1, -1, -1, -1]], jnp.int32)
-    dirty = jnp.where(pos[:, None, :, None] < 0, jnp.inf, x)
+    noisy = jnp.where(pos[:, None, :, None] < 0, jnp.inf, x)
     codec, at = ChannelBalancer(Plain()), jnp.asarray([[5], [2]], jnp.int32)
 
     @jax.jit
@@ -85,16 +85,16 @@ def test_balance_alone_changes_no_product_and_gives_keys_back():
         rows = codec.gather(stored, jnp.broadcast_to(at[:, :, None], (2, 2, 1)))
         return stored, codec.decode(stored), codec.scores(q[:, :, :, :1], stored), rows
 
-    stored, back, scores, rows = run(dirty, q)
-    assert not np.allclose(stored.keys.data[0], x[0]) and np.isfinite(back).all()
-    np.testing.assert_allclose(back[0, :, :5], x[0, :, :5], rtol=1e-5)
+    stored, decoded, scores, rows = run(noisy, q)
+    assert not np.allclose(stored.keys.data[0], x[0]) and np.isfinite(decoded).all()
+    np.testing.assert_allclose(decoded[0, :, :5], x[0, :, :5], rtol=1e-5)
     np.testing.assert_allclose(rows, x[:, :, :1], rtol=1e-5)
-    np.testing.assert_allclose(scores, attention.scores(q[:, :, :, :1], back), atol=1e-5)
+    np.testing.assert_allclose(scores, attention.scores(q[:, :, :, :1], decoded), atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_codes_by_token_are_the_oracles_and_really_packed(bits):
-    """Groups of 16 channels; a zero row and a constant one come back exactly."""
+    """Groups of 16 channels restore a vector of zeros and a constant one exactly."""
     x = np.random.default_rng(bits).normal(size=(1, 2, 5, 32)).astype(np.float32)
     x[0, 0, 1], x[0, 1, 2] = 0.0, -7.5
     pos = jnp.asarray([[[0, 1, 2, 3, -1]]], jnp.int32)
@@ -106,16 +106,16 @@ def test_codes_by_token_are_the_oracles_and_really_packed(bits):
         stored = codec.encode(x, pos)
         return stored, codec.decode(stored), codec.gather(stored, idx)
 
-    stored, back, rows = run(jnp.where(pos[..., None] >= 0, x, jnp.inf))
-    want = np.array([[oracle.levels(row, bits, 16) for row in head[:4]] for head in x[0]])
-    np.testing.assert_allclose(back[0, :, :4], want, atol=1e-5)
-    np.testing.assert_array_equal(back[0, 1, 2], x[0, 1, 2])
-    np.testing.assert_array_equal(rows, jnp.take_along_axis(back, idx[..., None], 2))
+    stored, decoded, rows = run(jnp.where(pos[..., None] >= 0, x, jnp.inf))
+    expected = np.array([[oracle.round_to_levels(row, bits, 16) for row in head[:4]] for head in x[0]])
+    np.testing.assert_allclose(decoded[0, :, :4], expected, atol=1e-5)
+    np.testing.assert_array_equal(decoded[0, 1, 2], x[0, 1, 2])
+    np.testing.assert_array_equal(rows, jnp.take_along_axis(decoded, idx[..., None], 2))
     assert array_bytes(stored)["device"] == 2 * 5 * (32 * bits // 8 + 2 * 2 * 4) + 2 * 4
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "mikv:share=1": "share of the low tier",
         "mikv:recent=2": "recent must lie in",
         "mikv:low=5": "bits must be one of",
@@ -123,9 +123,9 @@ def test_what_has_no_meaning_is_refused():
         "mikv:group=-1": "group must be 1 or more",
         "mikv + h2o": "component `decode`",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+        with pytest.raises(KvjaxError, match=says):
+            layer.bind(text)
     with pytest.raises(KvjaxError, match="group 12 does not divide the head size 32; the nearest that does is 8"):
-        layer.prefill(layer.bound("mikv:group=12"), layer.data())
+        layer.prefill(layer.bind("mikv:group=12"), layer.random_batch())
     with pytest.raises(KvjaxError, match="has seen none"):
         ChannelBalancer(Plain()).encode_prompt(jnp.ones((1, 1, 2, 4)), jnp.zeros((1, 1, 2), jnp.int32), None)

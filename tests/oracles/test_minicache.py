@@ -35,91 +35,91 @@ CAPACITY, STEPS = 64, 3
 
 
 @functools.cache
-def exactly() -> FullKV:
+def full_kv() -> FullKV:
     return read_exactly(MODEL, PROMPTS)
 
 
 @functools.cache
-def context_under(method: str) -> kvjax.Context:
-    return exactly().compress(method, CAPACITY)
+def read_context(method: str) -> kvjax.Context:
+    return full_kv().compress(method, CAPACITY)
 
 
-def cache_under(method: str) -> Cache:
-    return context_under(method).cache
+def prefill_cache(method: str) -> Cache:
+    return read_context(method).cache
 
 
 @functools.cache
-def decoded() -> list[tuple[jax.Array, KVBlock]]:
-    """Queries, keys and values of the tokens that follow, of each layer."""
+def decoded_tokens() -> list[tuple[jax.Array, KVBlock]]:
+    """Queries, keys and values of the decoded tokens, by layer."""
     rng, c = np.random.default_rng(0), MODEL.config
     pos = jnp.asarray(LENGTHS[:, None] + np.arange(STEPS)[None], jnp.int32)[:, None]
-    found = []
+    tokens = []
     for _ in range(c.layers):
         q = jnp.asarray(rng.normal(size=(3, c.kv_heads, c.groups, STEPS, c.head_dim)) * 2, jnp.float32)
         k, v = (jnp.asarray(rng.normal(size=(3, c.kv_heads, STEPS, c.head_dim)), jnp.float32) for _ in range(2))
-        found.append((q, KVBlock(k, v, pos)))
-    return found
+        tokens.append((q, KVBlock(k, v, pos)))
+    return tokens
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def through(plan: tuple[BoundLayer, BoundLayer], states, fresh) -> tuple[list[jax.Array], list]:
-    """Tokens through both layers of a pair: (what each gives, their states)."""
+def run_pair(plan: tuple[BoundLayer, BoundLayer], states, new) -> tuple[list[jax.Array], list]:
+    """Extends both layers of a pair with new tokens -> (their outputs, their states)."""
     outs, after, carry = [], [], None
-    for bound, state, (q, block) in zip(plan, states, fresh, strict=True):
+    for bound, state, (q, block) in zip(plan, states, new, strict=True):
         out, state, carry = bound.extend(state, q, block, q.shape[3], carry)
         outs.append(out)
         after.append(state)
     return outs, after
 
 
-def rows(i: int, b: int, head: int) -> tuple[np.ndarray, np.ndarray]:
+def head_tokens(i: int, b: int, head: int) -> tuple[np.ndarray, np.ndarray]:
     """Exact keys and values [T H] of one head of a prompt."""
-    prompt = exactly().prompts[i]
+    prompt = full_kv().prompts[i]
     return tuple(np.asarray(x[b, head, : LENGTHS[b]], np.float64) for x in (prompt.k, prompt.v))
 
 
 @pytest.mark.parametrize("share", [0.2, 1.0])
 def test_both_layers_of_a_pair_read_what_the_oracle_holds(share):
-    """With all tokens exact that is full attention; a chunk gives what single steps give."""
+    """With all tokens exact the outputs are those of full attention; a chunk equals single steps."""
     method = f"minicache:share={share}"
-    cache, fresh = cache_under(method), decoded()[LOWER:]
+    cache, new = prefill_cache(method), decoded_tokens()[LOWER:]
     plan, states = cache.plan[LOWER:], list(cache.layers[LOWER:])
-    chunk, _ = through(plan, states, fresh)
+    chunk, _ = run_pair(plan, states, new)
     singles = []
     for t in range(STEPS):
-        one = [(q[:, :, :, t : t + 1], jax.tree.map(lambda x, t=t: x[:, :, t : t + 1], block)) for q, block in fresh]
+        one = [(q[:, :, :, t : t + 1], jax.tree.map(lambda x, t=t: x[:, :, t : t + 1], block)) for q, block in new]
         types = jax.tree.map(jax.typeof, states)
-        out, states = through(plan, states, one)
+        out, states = run_pair(plan, states, one)
         assert jax.tree.map(jax.typeof, states) == types
         singles.append(out)
-    for i, (q, block) in enumerate(fresh):
+    for i, (q, block) in enumerate(new):
         np.testing.assert_allclose(np.concatenate([out[i] for out in singles], 3), chunk[i], atol=2e-6)
         for b, n in enumerate(LENGTHS):
             for head in range(MODEL.config.kv_heads):
-                held = oracle.pair(rows(LOWER, b, head), rows(UPPER, b, head), share, 0.6)[i]
-                k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(held, (block.k, block.v), strict=True))
-                want = dense_attention(np.asarray(q[b, head]), k[None], v[None], n + np.arange(STEPS))
-                np.testing.assert_allclose(chunk[i][b, head], want, atol=2e-5)
+                merged = oracle.merge_layers(head_tokens(LOWER, b, head), head_tokens(UPPER, b, head), share, 0.6)[i]
+                k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(merged, (block.k, block.v), strict=True))
+                expected = dense_attention(np.asarray(q[b, head]), k[None], v[None], n + np.arange(STEPS))
+                np.testing.assert_allclose(chunk[i][b, head], expected, atol=2e-5)
 
 
 def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
-    cache = cache_under("minicache:share=0.2")
+    cache = prefill_cache("minicache:share=0.2")
     lower, upper = cache.layers[LOWER:]
     np.testing.assert_array_equal(lower.pos, upper.pos)
     np.testing.assert_array_equal(lower.side_store.pos, upper.side_store.pos)
     assert upper.side_store.k is None and upper.side_store.v is None
-    every = np.asarray(cache.plan[LOWER].positions(lower))
+    positions = np.asarray(cache.plan[LOWER].positions(lower))
     for b, n in enumerate(LENGTHS):
         for head in range(MODEL.config.kv_heads):
-            stay = oracle.exact(rows(LOWER, b, head)[0], rows(UPPER, b, head)[0], 0.2)
-            assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == stay
-            assert sorted(p for p in every[b, head].tolist() if p >= 0) == list(range(n))
+            retained = oracle.retained_tokens(head_tokens(LOWER, b, head)[0], head_tokens(UPPER, b, head)[0], 0.2)
+            assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == retained
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == list(range(n))
 
 
 def test_prompts_that_were_read_once_in_full_make_the_same_cache_as_those_read_under_it():
     method = "minicache:share=0.2"
     read = kvjax.read(MODEL, PROMPTS, method, capacity=CAPACITY).cache
-    jax.tree.map(np.testing.assert_array_equal, cache_under(method), read)
+    jax.tree.map(np.testing.assert_array_equal, prefill_cache(method), read)
 
 
 def spec(index: int, layers: int) -> LayerSpec:
@@ -139,9 +139,9 @@ def test_pairs_begin_in_the_middle_and_a_last_layer_may_be_alone():
 
 @pytest.mark.parametrize("index", [LOWER, UPPER])
 def test_padding_counts_for_nothing(index):
-    """Whatever lies beyond a row's end, here and in the other layer."""
+    """Padding has no effect, in this layer and in the other one."""
     bound = kvjax.parse("minicache:share=0.2").bind(spec(index, 4))
-    prompt, other = (exactly().prompts[i] for i in (index, LOWER + UPPER - index))
+    prompt, other = (full_kv().prompts[i] for i in (index, LOWER + UPPER - index))
     pos = np.arange(prompt.k.shape[2])[None] < LENGTHS[:, None]
     block_pos = jnp.asarray(np.where(pos, np.arange(pos.shape[1])[None], -1), jnp.int32)[:, None]
 
@@ -150,17 +150,19 @@ def test_padding_counts_for_nothing(index):
 
     @jax.jit
     def state(padding: float):
-        seen = Observation(prompt.q, jnp.zeros((3, 0), jnp.int32), paired_block=block(other, padding))
-        return bound.prefill(block(prompt, padding), seen, 24)
+        observation = Observation(prompt.q, jnp.zeros((3, 0), jnp.int32), paired_block=block(other, padding))
+        return bound.prefill(block(prompt, padding), observation, 24)
 
     jax.tree.map(np.testing.assert_array_equal, state(np.inf), state(0.0))
 
 
 def test_a_quarter_turn_by_hand():
     """Six tenths of it are 54 degrees."""
-    got = slerp(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
-    np.testing.assert_allclose(got[0], [0.587785, 0.809017], atol=1e-6)
-    np.testing.assert_allclose(oracle.between(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), got[0], atol=1e-6)
+    actual = slerp(jnp.array([[3.0, 0.0]]), jnp.array([[0.0, 5.0]]), 0.6)
+    np.testing.assert_allclose(actual[0], [0.587785, 0.809017], atol=1e-6)
+    np.testing.assert_allclose(
+        oracle.interpolate_directions(np.array([3.0, 0.0]), np.array([0.0, 5.0]), 0.6), actual[0], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e3])
@@ -168,8 +170,8 @@ def test_where_no_plane_is_given_the_direction_is_one_of_both(scale):
     a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)) * scale, jnp.float32)
     unit = split_length(a)[1]
     np.testing.assert_allclose(np.linalg.norm(unit, axis=-1), 1.0, atol=1e-6)
-    for b, t, want in ((a, 0.6, unit), (-a, 0.6, -unit), (-a, 0.3, unit), (0 * a, 0.6, unit), (a * 2, 0.0, unit)):
-        np.testing.assert_allclose(slerp(a, b, t), want, atol=1e-5)
+    for b, t, expected in ((a, 0.6, unit), (-a, 0.6, -unit), (-a, 0.3, unit), (0 * a, 0.6, unit), (a * 2, 0.0, unit)):
+        np.testing.assert_allclose(slerp(a, b, t), expected, atol=1e-5)
     for b in (-a, 0 * a):
         assert np.isfinite(slerp(0 * a, b, 0.6)).all() and np.isfinite(slerp(a, b, 0.5)).all()
 
@@ -183,7 +185,7 @@ def test_the_angle_is_the_same_whichever_layer_asks():
 
 
 def test_bytes_are_the_planned_ones_and_below_those_of_full():
-    cache = cache_under("minicache:share=0.2")
+    cache = prefill_cache("minicache:share=0.2")
     sizes = {"capacity": CAPACITY, "batch": 3, "dtype": MODEL.dtype}
     planned = kvjax.planned_bytes("minicache:share=0.2", MODEL.config, int(LENGTHS.max()), **sizes)
     assert array_bytes(cache) == planned.total
@@ -194,24 +196,24 @@ def test_bytes_are_the_planned_ones_and_below_those_of_full():
 
 
 def test_directions_are_held_in_few_bits_and_on_the_host():
-    """And come back: what the pair reads is next to what it reads without a codec."""
-    cache, fresh = cache_under("minicache:share=0.2 + int4 + offload"), decoded()[LOWER:]
-    got, _ = through(cache.plan[LOWER:], list(cache.layers[LOWER:]), fresh)
-    cache = cache_under("minicache:share=0.2")
-    want, _ = through(cache.plan[LOWER:], list(cache.layers[LOWER:]), fresh)
-    for mine, other in zip(got, want, strict=True):
-        assert 0 < np.linalg.norm(mine - other) < 0.3 * np.linalg.norm(other)
+    """A pair's outputs with a codec are close to those without one."""
+    cache, new = prefill_cache("minicache:share=0.2 + int4 + offload"), decoded_tokens()[LOWER:]
+    actual, _ = run_pair(cache.plan[LOWER:], list(cache.layers[LOWER:]), new)
+    cache = prefill_cache("minicache:share=0.2")
+    expected, _ = run_pair(cache.plan[LOWER:], list(cache.layers[LOWER:]), new)
+    for own, other in zip(actual, expected, strict=True):
+        assert 0 < np.linalg.norm(own - other) < 0.3 * np.linalg.norm(other)
 
 
 def test_two_devices_that_divide_the_heads_give_what_one_gives():
-    cache, exact = cache_under("minicache:share=0.2"), exactly()
-    plan, fresh, mesh = cache.plan[LOWER:], decoded()[LOWER:], Mesh(np.array(jax.devices()[:2]), ("model",))
+    cache, exact = prefill_cache("minicache:share=0.2"), full_kv()
+    plan, new, mesh = cache.plan[LOWER:], decoded_tokens()[LOWER:], Mesh(np.array(jax.devices()[:2]), ("model",))
 
     @jax.jit
-    def run(prompts, fresh):
+    def run(prompts, new):
         outs, states, carry = [], [], None
-        for bound, mine, other, (q, block) in zip(plan, prompts, prompts[::-1], fresh, strict=True):
-            prompt = LayerPrompt(mine.k, mine.v, mine.q[:, :, :, :0], paired=(other.k, other.v))
+        for bound, own, other, (q, block) in zip(plan, prompts, prompts[::-1], new, strict=True):
+            prompt = LayerPrompt(own.k, own.v, own.q[:, :, :, :0], paired=(other.k, other.v))
             call = LayerCall(bound, None, cache.layers[LOWER].pos.shape[2])
             state = encode_prompt(call, prompt, exact.lengths, CAPACITY, mesh)
             out, state, carry = extend_layer(bound, state, q, block, STEPS, carry, mesh=mesh)
@@ -219,26 +221,26 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
             states.append(state)
         return outs, states
 
-    given = list(exact.prompts[LOWER:]), fresh
+    text = list(exact.prompts[LOWER:]), new
     two = run(
-        *jax.tree.map(lambda x: jax.device_put(x, named_sharding(axes_of_layer_array(x.shape, 3, 2), mesh)), given)
+        *jax.tree.map(lambda x: jax.device_put(x, named_sharding(axes_of_layer_array(x.shape, 3, 2), mesh)), text)
     )
     for state in two[1]:
         parts = [shard.data.shape for shard in state.side_store.k_length.addressable_shards]
         assert [shape[:2] for shape in parts] == [(3, 1), (3, 1)]
-    one = through(plan, list(cache.layers[LOWER:]), fresh)
+    one = run_pair(plan, list(cache.layers[LOWER:]), new)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), two, one)
 
 
 def test_a_context_comes_back_from_a_file(tmp_path):
     method = "minicache:share=0.2"
-    context = context_under(method)
+    context = read_context(method)
     resumed = kvjax.resume(MODEL, context.save(tmp_path / "context"), method)
     jax.tree.map(np.testing.assert_array_equal, resumed.cache, context.cache)
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "minicache + h2o": "component `decode`",
         "minicache + snapkv": "component `select`",
         "minicache + tidal_decode": "component `read`",
@@ -248,7 +250,7 @@ def test_what_has_no_meaning_is_refused():
         "minicache:t=2": "t lies between",
         "minicache:start=2": "start, a fraction of the layers",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+        with pytest.raises(KvjaxError, match=says):
+            layer.bind(text)
     with pytest.raises(KvjaxError, match="component `side_store`, SharedDirections"):
-        context_under("minicache:share=0.2").extend_prefix([[1, 2]], "full", of=[0])
+        read_context("minicache:share=0.2").extend_prefix([[1, 2]], "full", of=[0])

@@ -1,4 +1,4 @@
-"""A budget over the whole model against its oracle: what heads keep, their bytes, and what cannot be ranked."""
+"""A budget over the whole model against its oracle: kept tokens, their bytes, and scores that cannot be ranked."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ OVER_THE_MODEL = "adakv:scope=model,alpha=0,page=4"
 PROMPTS = [list(range(60)), [5, 9, 5, 5, 1, 7, 3], list(range(30, 70))]
 
 
-def counts(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: list[list[int]]) -> np.ndarray:
-    """Tokens of rows of scores [L B K U] with so many units; quotas [L][B]. Units are tokens; 2 more are sinks."""
+def count_tokens(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quotas: list[list[int]]) -> np.ndarray:
+    """The tokens of each head by scores [L B K U] of sequences of these lengths and quotas [L][B]; 2 more are sinks."""
     bound = kvjax.parse(f"keydiff:budget=9,sinks=2 + {OVER_THE_MODEL}").bind(layer.spec())
     inside = np.arange(scores.shape[3]) < np.array(lengths)[None, :, None, None]
-    every = Candidates(
+    batch_heads = Candidates(
         jnp.asarray(np.where(inside, scores, -np.inf), jnp.float32),
         jnp.asarray(quotas, jnp.int32),
         jnp.full(scores.shape[:2], 2, jnp.int32),
     )
-    return np.asarray(jax.jit(lambda x: rule.allocate_tokens(bound, x, jnp.asarray(lengths, jnp.int32)))(every))
+    return np.asarray(jax.jit(lambda x: rule.allocate_tokens(bound, x, jnp.asarray(lengths, jnp.int32)))(batch_heads))
 
 
 def test_the_example_by_hand():
-    """Two layers of two heads of four tokens, of which two stay in the mean: 9 8 7 6 5 4 | 3 3 are the best eight."""
+    """Two layers of two heads keep two of four tokens in the mean: 9 8 7 6 5 4 | 3 3 are the best eight."""
     scores = np.array([[[[9, 8, 7, 1], [3, 2, 1, 0]]], [[[6, 5, 4, 0], [3, 0, 0, 0]]]])
-    assert counts(ModelRanking(), scores, [4], [[2], [2]]).tolist() == [[[5, 3]], [[5, 3]]]
-    # Half of the budget is safe: each head's best token, whatever it scores.
+    assert count_tokens(ModelRanking(), scores, [4], [[2], [2]]).tolist() == [[[5, 3]], [[5, 3]]]
+    # Half of the budget is safe: each head keeps its best token.
     low = np.array([[[[9, 8, 7, 6], [9, 8, 7, 6]]], [[[1, 0, 0, 0], [1, 0, 0, 0]]]])
-    assert counts(ModelRanking(), low, [4], [[2], [2]]).tolist() == [[[6, 6]], [[2, 2]]]
-    assert counts(ModelRanking(safe=0.5), low, [4], [[2], [2]]).tolist() == [[[5, 5]], [[3, 3]]]
+    assert count_tokens(ModelRanking(), low, [4], [[2], [2]]).tolist() == [[[6, 6]], [[2, 2]]]
+    assert count_tokens(ModelRanking(safe=0.5), low, [4], [[2], [2]]).tolist() == [[[5, 5]], [[3, 3]]]
 
 
 def test_normalised_scores_of_a_layer_sum_to_one():
     """The layer's two heads together, of each sequence; the recent token takes no part."""
-    bound = layer.bound(f"random:budget=4,recent=1 + {OVER_THE_MODEL}")
-    block = layer.prompt(layer.data())[1]
+    bound = layer.bind(f"random:budget=4,recent=1 + {OVER_THE_MODEL}")
+    block = layer.prompt(layer.random_batch())[1]
     plain = bound.measure(block, None).scores
     scaled = ModelRanking(normalise=True).measure(bound, block, None).scores
     inside = np.isfinite(plain)
-    whole = np.where(inside, plain, 0).sum((1, 2), keepdims=True)
+    total = np.where(inside, plain, 0).sum((1, 2), keepdims=True)
     np.testing.assert_array_equal(np.isfinite(scaled), inside)
-    np.testing.assert_allclose(np.where(inside, scaled, 0), np.where(inside, plain, 0) / np.maximum(whole, 1e-30), 1e-6)
+    np.testing.assert_allclose(np.where(inside, scaled, 0), np.where(inside, plain, 0) / np.maximum(total, 1e-30), 1e-6)
 
 
 @pytest.mark.parametrize(("method", "negative"), [("keynorm", True), ("keydiff", True), ("random", False)])
 def test_normalised_scores_keep_their_order_whatever_their_sign(method, negative):
-    bound = layer.bound(f"{method}:budget=4 + {OVER_THE_MODEL},normalise=true")
-    block = layer.prompt(layer.data())[1]
+    bound = layer.bind(f"{method}:budget=4 + {OVER_THE_MODEL},normalise=true")
+    block = layer.prompt(layer.random_batch())[1]
     plain = np.asarray(bound.method.select.candidates(block, None, bound.spec).scores)
     scaled = np.asarray(bound.measure(block, None).scores)
     assert (plain[np.isfinite(plain)] < 0).any() == negative
@@ -69,11 +69,11 @@ def test_normalised_scores_keep_their_order_whatever_their_sign(method, negative
 def test_norms_of_keys_are_ranked_beside_the_mean_norm_of_their_layer():
     """Keys are read off the exact cache. Without the division they would be refused."""
     model, prompt = toy_model(kv_heads=2), PROMPTS[0]
-    held = kvjax.read(model, [prompt], f"keynorm:budget=12 + {OVER_THE_MODEL},normalise=true")
+    context = kvjax.read(model, [prompt], f"keynorm:budget=12 + {OVER_THE_MODEL},normalise=true")
     exact = kvjax.read(model, [prompt], "full").cache.layers
     norms = [np.linalg.norm(np.asarray(state.k.data, np.float64)[0, :, : len(prompt)], axis=-1) for state in exact]
-    want = oracle.kept([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
-    for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
+    expected = oracle.select_units([(-norm / norm.sum()).tolist() for norm in norms], [12] * len(norms))
+    for layer_kept, layer_want in zip(context.kept_positions(), expected, strict=True):
         assert [head.tolist() for head in layer_kept[0]] == layer_want
 
 
@@ -88,9 +88,9 @@ def test_norms_of_keys_are_ranked_beside_the_mean_norm_of_their_layer():
 )
 def test_a_budget_that_leaves_nothing_to_rank_names_the_least_that_does(method):
     with pytest.raises(KvjaxError, match="nothing is left to rank over the model; raise the budget to at least") as e:
-        layer.bound(method)
+        layer.bind(method)
     least = re.search(r"at least (\d+) tokens", str(e.value))[1]
-    layer.bound(re.sub(r"budget=\d+", f"budget={least}", method))
+    layer.bind(re.sub(r"budget=\d+", f"budget={least}", method))
 
 
 @pytest.mark.parametrize("levels", [3, 10**6])
@@ -99,29 +99,29 @@ def test_counts_are_the_oracles_in_ragged_batches_with_many_ties(levels, safe):
     rng = np.random.default_rng(levels)
     lengths, quotas = [20, 1, 13, 20], [[6, 1, 4, 20], [2, 0, 8, 20], [4, 1, 0, 20]]
     scores = rng.integers(0, levels, (3, 4, 2, 20)) * rng.integers(1, 4, (3, 4, 2, 1))
-    found = counts(ModelRanking(safe=safe), scores, lengths, quotas)
+    counts = count_tokens(ModelRanking(safe=safe), scores, lengths, quotas)
     for b, n in enumerate(lengths):
-        mine = [quota[b] for quota in quotas]
-        want = oracle.kept(scores[:, b, :, :n].tolist(), mine, safe)
-        assert (found[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in want]
-        assert (found[:, b] - 2).sum() == 2 * sum(mine)
+        sequence_quotas = [quota[b] for quota in quotas]
+        expected = oracle.select_units(scores[:, b, :, :n].tolist(), sequence_quotas, safe)
+        assert (counts[:, b] - 2).tolist() == [[len(units) for units in heads] for heads in expected]
+        assert (counts[:, b] - 2).sum() == 2 * sum(sequence_quotas)
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_all_heads_keep_what_the_oracle_keeps_of_their_keys(chunk):
     """Keys are read off the exact cache; 3 recent tokens stay in every head."""
     model, budget, recent = toy_model(kv_heads=2), 12, 3
-    held = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent={recent} + {OVER_THE_MODEL}", chunk=chunk)
+    context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget},recent={recent} + {OVER_THE_MODEL}", chunk=chunk)
     exact = kvjax.read(model, PROMPTS, "full").cache.layers
     unequal = 0
-    for row, prompt in enumerate(PROMPTS):
+    for b, prompt in enumerate(PROMPTS):
         n = len(prompt)
-        keys = [np.asarray(state.k.data, np.float64)[row, :, :n] for state in exact]
+        keys = [np.asarray(state.k.data, np.float64)[b, :, :n] for state in exact]
         scores = [[keydiff.scores(head)[: n - min(recent, n)].tolist() for head in heads] for heads in keys]
-        want = oracle.kept(scores, [min(budget, n) - min(recent, n)] * len(scores))
+        expected = oracle.select_units(scores, [min(budget, n) - min(recent, n)] * len(scores))
         newest = list(range(n - min(recent, n), n))
-        for layer_kept, layer_want in zip(held.kept_positions(), want, strict=True):
-            for head, units in zip(layer_kept[row], layer_want, strict=True):
+        for layer_kept, layer_want in zip(context.kept_positions(), expected, strict=True):
+            for head, units in zip(layer_kept[b], layer_want, strict=True):
                 assert head.tolist() == units + newest
                 unequal += len(head) != budget
     assert unequal > 3
@@ -131,18 +131,18 @@ def test_a_sequence_does_not_depend_on_its_neighbours():
     model = toy_model(kv_heads=2)
     text = f"snapkv:budget=12,window=4,kernel=3 + {OVER_THE_MODEL} + kvcrush + int8"
     together = kvjax.read(model, PROMPTS, text, room=8)
-    for row, prompt in enumerate(PROMPTS):
-        alone = kvjax.read(model, [prompt], text, room=8)
-        for every, mine in zip(together.kept_positions(), alone.kept_positions(), strict=True):
-            assert [head.tolist() for head in every[row]] == [head.tolist() for head in mine[0]]
-        assert together.generate(max_new_tokens=5).tokens[row] == alone.generate(max_new_tokens=5).tokens[0]
+    for b, prompt in enumerate(PROMPTS):
+        single = kvjax.read(model, [prompt], text, room=8)
+        for batch_heads, single_heads in zip(together.kept_positions(), single.kept_positions(), strict=True):
+            assert [head.tolist() for head in batch_heads[b]] == [head.tolist() for head in single_heads[0]]
+        assert together.generate(max_new_tokens=5).tokens[b] == single.generate(max_new_tokens=5).tokens[0]
 
 
 def test_representatives_leave_no_head_without_tokens_of_its_own():
-    """KVCrush's places are the same in all heads, a quarter of the mean budget; ranked heads have at least as many."""
+    """KVCrush's slots are the same in all heads, a quarter of the mean budget; ranked heads have at least as many."""
     text = f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL} + kvcrush:share=0.5"
-    held = kvjax.read(toy_model(kv_heads=2), PROMPTS[:1], text)
-    lengths = [len(head) for heads in held.kept_positions() for head in heads[0]]
+    context = kvjax.read(toy_model(kv_heads=2), PROMPTS[:1], text)
+    lengths = [len(head) for heads in context.kept_positions() for head in heads[0]]
     assert sum(lengths) == 12 * len(lengths) and min(lengths) >= 2 + 5
 
 
@@ -184,13 +184,15 @@ def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
     over_the_model = f"{method}:budget=12,level=head + adakv:alpha=0,scope=model"
     assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(f"{method}:budget=12,level=model")
     assert kvjax.parse(f"{method}:budget=12") == kvjax.parse(over_the_model)
-    ours, adakv = (
+    ranked, adakv = (
         kvjax.read(toy_model(kv_heads=2), PROMPTS, f"{method}:budget=12,{how}")
         for how in ("level=layer,page=4", "level=head + adakv:alpha=0,page=4")
     )
-    for mine, theirs in zip(ours.kept_positions(), adakv.kept_positions(), strict=True):
-        assert [[x.tolist() for x in heads] for heads in mine] == [[x.tolist() for x in heads] for heads in theirs]
-    assert ours.bytes == adakv.bytes
+    for ranked_heads, plain_heads in zip(ranked.kept_positions(), adakv.kept_positions(), strict=True):
+        assert [[x.tolist() for x in heads] for heads in ranked_heads] == [
+            [x.tolist() for x in heads] for heads in plain_heads
+        ]
+    assert ranked.bytes == adakv.bytes
 
 
 @pytest.mark.parametrize("more", ["kvcrush", "criticalkv", "int8", "int4", "merging"])
@@ -225,7 +227,7 @@ def test_the_model_level_composes_with_what_works_on_single_tokens(more):
 )
 def test_what_needs_equal_heads_names_the_level(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_what_needs_equal_heads_names_the_level(method, says):
 )
 def test_what_cannot_be_ranked_over_the_model_says_why(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""C7 and the layer contract for StreamingLLM, H2O and Scissorhands, on ragged rows."""
+"""C7 and the layer contract for StreamingLLM, H2O and Scissorhands, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.core.types import KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods import h2o, scissorhands, streaming_llm
 from kvjax.testing import dense_attention, full_copies
-from tests.contract.layer import bound, spec
+from tests.contract.layer import bind, spec
 from tests.oracles import online as oracle
 
 B, K, G, H = 3, 2, 2, 8
@@ -26,29 +26,29 @@ LENGTHS = np.array([9, 1, 14])
 STEPS = 12
 
 
-def planned(method, window=None):
-    return bound(method, window, H)
+def bind_method(method, window=None):
+    return bind(method, window, H)
 
 
-def make(seed: int = 0, lengths=LENGTHS, steps: int = STEPS, dtype=jnp.float32):
-    """Per row: q [K G S H], k, v [K S H] before RoPE, S = prompt + steps."""
+def random_sequences(seed: int = 0, lengths=LENGTHS, steps: int = STEPS, dtype=jnp.float32):
+    """Per sequence q [K G S H], k, v [K S H] before RoPE, with S = prompt + steps."""
     rng = np.random.default_rng(seed)
-    rows = []
+    sequences = []
     for n in lengths:
         S = n + steps
         shapes = ((K, G, S, H), (K, S, H), (K, S, H))
-        rows.append(tuple(np.asarray(jnp.asarray(rng.normal(size=s) * 1.5, dtype), np.float64) for s in shapes))
-    return rows
+        sequences.append(tuple(np.asarray(jnp.asarray(rng.normal(size=s) * 1.5, dtype), np.float64) for s in shapes))
+    return sequences
 
 
-def batch(rows, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, turn: bool = True):
-    """Rows as the library takes them: rotated to true positions, left-aligned, `padding` beyond their end."""
-    S = max(r[1].shape[1] for r in rows)
+def rotated_batch(sequences, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, apply_rope: bool = True):
+    """Sequences as the library takes them: rotated to true positions, left-aligned, followed by `padding`."""
+    S = max(sequence[1].shape[1] for sequence in sequences)
 
     def stack(i):
         out = []
-        for r in rows:
-            x = oracle.rope(r[i], np.arange(r[i].shape[-2])) if turn and i < 2 else r[i]
+        for sequence in sequences:
+            x = oracle.rope(sequence[i], np.arange(sequence[i].shape[-2])) if apply_rope and i < 2 else sequence[i]
             fill = [(0, 0)] * (x.ndim - 2) + [(0, S - x.shape[-2]), (0, 0)]
             out.append(np.pad(x, fill, constant_values=padding))
         return np.asarray(jnp.asarray(np.stack(out), dtype))
@@ -57,32 +57,34 @@ def batch(rows, lengths=LENGTHS, padding: float = 0.0, dtype=jnp.float32, turn: 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def fill(method, q, k, v, pos):
+def prefill_state(method, q, k, v, pos):
     return method.prefill(KVBlock(k, v, pos[:, None]), Observation(q, pos), method.num_slots(99, 0))
 
 
-def start(method, d, padding: float = 0.0):
-    q, k, v, lengths = d
+def prefill_batch(method, batch, padding: float = 0.0):
+    q, k, v, lengths = batch
     T = int(lengths.max())
     pos = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1).astype(np.int32)
-    inside = (pos >= 0)[:, None, :, None]
+    is_token = (pos >= 0)[:, None, :, None]
 
-    def cut(x, inside):
-        return np.where(inside, x[..., :T, :], np.asarray(padding, x.dtype))
+    def pad_prompt(x, is_token):
+        return np.where(is_token, x[..., :T, :], np.asarray(padding, x.dtype))
 
-    return fill(method, cut(q, inside[:, None]), cut(k, inside), cut(v, inside), pos)
+    return prefill_state(
+        method, pad_prompt(q, is_token[:, None]), pad_prompt(k, is_token), pad_prompt(v, is_token), pos
+    )
 
 
-def tokens(d, step: int, count: int = 1):
-    """The next `count` tokens of each row, as `extend` takes them."""
-    q, k, v, lengths = d
-    at = (lengths[:, None] + step + np.arange(count)).astype(np.int32)
-    inside = np.minimum(at, k.shape[2] - 1)
+def next_tokens(batch, step: int, count: int = 1):
+    """The next `count` tokens of each sequence, as `extend` takes them."""
+    q, k, v, lengths = batch
+    pos = (lengths[:, None] + step + np.arange(count)).astype(np.int32)
+    idx = np.minimum(pos, k.shape[2] - 1)
 
     def take(x):
-        return np.take_along_axis(x, inside.reshape(len(x), *(1,) * (x.ndim - 3), -1, 1), -2)
+        return np.take_along_axis(x, idx.reshape(len(x), *(1,) * (x.ndim - 3), -1, 1), -2)
 
-    return take(q), take(k), take(v), at
+    return take(q), take(k), take(v), pos
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
@@ -90,88 +92,90 @@ def extend(method, state, q, k, v, q_pos, commit):
     return method.extend(state, q, KVBlock(k, v, q_pos[:, None]), commit, None)[:2]
 
 
-def run(method, d, steps: int = STEPS, state=None):
-    """Single steps -> (f32[B K G steps H], the last state)."""
-    state = start(method, d) if state is None else state
+def decode(method, batch, steps: int = STEPS, state=None):
+    """Decodes in single steps -> (f32[B K G steps H], the last state)."""
+    state = prefill_batch(method, batch) if state is None else state
     outs = []
     for t in range(steps):
-        out, state = extend(method, state, *tokens(d, t), 1)
+        out, state = extend(method, state, *next_tokens(batch, t), 1)
         outs.append(out)
     return np.concatenate(outs, 3), state
 
 
 METHODS = {
-    "streaming": planned(streaming_llm(recent=5, sinks=2)),
-    "h2o": planned(h2o(heavy=3, recent=4)),
-    "scissorhands": planned(scissorhands(budget=8, history=4, recent=2, drop=0.4)),
+    "streaming": bind_method(streaming_llm(recent=5, sinks=2)),
+    "h2o": bind_method(h2o(heavy=3, recent=4)),
+    "scissorhands": bind_method(scissorhands(budget=8, history=4, recent=2, drop=0.4)),
 }
-every = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 
 
 @pytest.mark.parametrize(
     "sinks, recent, reindex", [(2, 5, True), (2, 5, False), (0, 3, True), (4, 0, True), (3, 40, True)]
 )
 def test_streaming_equals_the_paper(sinks, recent, reindex):
-    rows = make(sinks)
-    out, _ = run(planned(streaming_llm(recent, sinks, reindex)), batch(rows))
-    for b, (q, k, v) in enumerate(rows):
+    sequences = random_sequences(sinks)
+    out, _ = decode(bind_method(streaming_llm(recent, sinks, reindex)), rotated_batch(sequences))
+    for b, (q, k, v) in enumerate(sequences):
         for h in range(K):
-            want = oracle.streaming(q[h], k[h], v[h], LENGTHS[b], sinks, recent, reindex)
-            np.testing.assert_allclose(out[b, h], want, atol=5e-6)
+            expected = oracle.streaming_llm(q[h], k[h], v[h], LENGTHS[b], sinks, recent, reindex)
+            np.testing.assert_allclose(out[b, h], expected, atol=5e-6)
 
 
 def test_reindexing_changes_what_a_long_text_sees():
-    d = batch(make())
-    a, b = (run(planned(streaming_llm(recent=5, sinks=2, reindex=r)), d)[0] for r in (True, False))
+    batch = rotated_batch(random_sequences())
+    a, b = (
+        decode(bind_method(streaming_llm(recent=5, sinks=2, reindex=sequence)), batch)[0] for sequence in (True, False)
+    )
     assert np.abs(a - b).max() > 0.01
 
 
 def test_streaming_runs_on_in_constant_memory():
     n, lengths = 2500, np.array([3])
-    rows = make(1, lengths, n)
-    q, k, v, _ = batch(rows, lengths, turn=False)
-    angles = spec(head_dim=H).rope.angles(jnp.arange(n + 3)[None])  # as the decoder turns them
+    sequences = random_sequences(1, lengths, n)
+    q, k, v, _ = rotated_batch(sequences, lengths, apply_rope=False)
+    angles = spec(head_dim=H).rope.angles(jnp.arange(n + 3)[None])  # as the decoder rotates them
     angles = [a.reshape(n + 3, -1) for a in angles]
-    turned = (rotate(x, *(jnp.expand_dims(a, range(x.ndim - 2)) for a in angles)) for x in (q, k))
-    d = (*map(np.asarray, turned), v, lengths)
-    method = planned(streaming_llm(recent=6, sinks=2))
-    state = start(method, d)
+    rotated = (rotate(x, *(jnp.expand_dims(a, range(x.ndim - 2)) for a in angles)) for x in (q, k))
+    batch = (*map(np.asarray, rotated), v, lengths)
+    method = bind_method(streaming_llm(recent=6, sinks=2))
+    state = prefill_batch(method, batch)
 
     def step(state, xs):
         q, k, v, pos = xs
         out, state, _ = method.extend(state, q, KVBlock(k, v, pos[:, None]), 1, None)
         return state, out[:, :, :, 0]
 
-    q, k, v, pos = tokens(d, 0, n)
+    q, k, v, pos = next_tokens(batch, 0, n)
     xs = (np.moveaxis(q, 3, 0)[:, :, :, :, None], np.moveaxis(k, 2, 0)[:, :, :, None])
     xs += (np.moveaxis(v, 2, 0)[:, :, :, None], pos.T[:, :, None])
     after, out = jax.jit(lambda s, x: lax.scan(step, s, x))(state, xs)
     assert array_bytes(after) == array_bytes(state) == {"device": 2 * K * 9 * H * 4 + 4 * 9, "pinned_host": 0}
     assert set(np.asarray(after.pos).ravel().tolist()) == {-1, 0, 1, *range(n + 3 - 6, n + 3)}
-    q, k, v = rows[0]
-    want = np.stack([oracle.streaming(q[h], k[h], v[h], 3, 2, 6, True) for h in range(K)])
-    np.testing.assert_allclose(np.moveaxis(np.asarray(out), 0, 3)[0], want, atol=2e-5)
+    q, k, v = sequences[0]
+    expected = np.stack([oracle.streaming_llm(q[h], k[h], v[h], 3, 2, 6, True) for h in range(K)])
+    np.testing.assert_allclose(np.moveaxis(np.asarray(out), 0, 3)[0], expected, atol=2e-5)
 
 
 def test_streaming_in_bfloat16_loses_one_rounding_per_key():
-    rows = make(3, dtype=jnp.bfloat16)
-    d = batch(rows, dtype=jnp.bfloat16)
-    method = planned(streaming_llm(recent=5, sinks=2))
-    out, state = run(method, d)
+    sequences = random_sequences(3, dtype=jnp.bfloat16)
+    batch = rotated_batch(sequences, dtype=jnp.bfloat16)
+    method = bind_method(streaming_llm(recent=5, sinks=2))
+    out, state = decode(method, batch)
     assert state.k.dtype == "bfloat16"
-    for b, (q, k, v) in enumerate(rows):
-        want = np.stack([oracle.streaming(q[h], k[h], v[h], LENGTHS[b], 2, 5, True) for h in range(K)])
-        np.testing.assert_allclose(out[b], want, atol=0.05)
+    for b, (q, k, v) in enumerate(sequences):
+        expected = np.stack([oracle.streaming_llm(q[h], k[h], v[h], LENGTHS[b], 2, 5, True) for h in range(K)])
+        np.testing.assert_allclose(out[b], expected, atol=0.05)
 
 
-@every
+@each_method
 def test_a_decode_loop_copies_no_buffer(method):
-    d = batch(make())
-    state = start(method, d)
-    fresh = jax.tree.map(lambda *x: jnp.stack(x), *[tokens(d, t) for t in range(4)])
+    batch = rotated_batch(random_sequences())
+    state = prefill_batch(method, batch)
+    new = jax.tree.map(lambda *x: jnp.stack(x), *[next_tokens(batch, t) for t in range(4)])
     one = functools.partial(extend.__wrapped__, method)
     loop = jax.jit(lambda s, f: lax.scan(lambda s, x: one(s, *x, 1)[::-1], s, f), donate_argnums=0)
-    text = loop.lower(state, fresh).compile().as_text()
+    text = loop.lower(state, new).compile().as_text()
     assert full_copies(text, state.k.data.shape) == []
 
 
@@ -186,50 +190,52 @@ def test_a_decode_loop_copies_no_buffer(method):
     ids=str,
 )
 def test_h2o_equals_the_paper(heavy, recent, more):
-    rows = make(heavy + recent)
-    out, state = run(planned(h2o(heavy, recent, **more)), batch(rows, turn=False))
+    sequences = random_sequences(heavy + recent)
+    out, state = decode(bind_method(h2o(heavy, recent, **more)), rotated_batch(sequences, apply_rope=False))
     args = {**more, "layer": more.get("granularity") == "layer"}
     args.pop("granularity", None)
-    for b, (q, k, v) in enumerate(rows):
-        want, kept = oracle.h2o(q, k, v, int(LENGTHS[b]), heavy, recent, **args)
-        assert [set(np.asarray(x)) - {-1} for x in state.pos[b]] == kept
-        np.testing.assert_allclose(out[b], want, atol=5e-6)
+    for b, (q, k, v) in enumerate(sequences):
+        expected, cached = oracle.h2o(q, k, v, int(LENGTHS[b]), heavy, recent, **args)
+        assert [set(np.asarray(x)) - {-1} for x in state.pos[b]] == cached
+        np.testing.assert_allclose(out[b], expected, atol=5e-6)
 
 
 def test_h2o_evicts_the_older_of_equals():
-    rows = [(q, 0 * k, v) for q, k, v in make()]
-    method = planned(h2o(2, 2, decay=0.0))
-    d = batch(rows, turn=False)
-    assert set(np.asarray(start(method, d).pos[2, 0])) == {-1, 10, 11, 12, 13}
-    _, state = run(method, d, 3)
+    sequences = [(q, 0 * k, v) for q, k, v in random_sequences()]
+    method = bind_method(h2o(2, 2, decay=0.0))
+    batch = rotated_batch(sequences, apply_rope=False)
+    assert set(np.asarray(prefill_batch(method, batch).pos[2, 0])) == {-1, 10, 11, 12, 13}
+    _, state = decode(method, batch, 3)
     assert set(np.asarray(state.pos[2, 0])) == {-1, 13, 14, 15, 16}
 
 
 @pytest.mark.parametrize("budget, history, recent, drop", [(8, 4, 2, 0.4), (6, 400, 1, 0.5), (5, 3, 5, 0.0)])
 def test_scissorhands_equals_the_paper(budget, history, recent, drop):
-    rows = make(budget)
-    method = planned(scissorhands(budget, history, recent, drop))
-    out, state = run(method, batch(rows, turn=False))
+    sequences = random_sequences(budget)
+    method = bind_method(scissorhands(budget, history, recent, drop))
+    out, state = decode(method, rotated_batch(sequences, apply_rope=False))
     assert (np.asarray((state.pos >= 0).sum(2)) <= budget).all()
-    for b, (q, k, v) in enumerate(rows):
+    for b, (q, k, v) in enumerate(sequences):
         for h in range(K):
-            want, sizes = oracle.scissorhands(q[h], k[h], v[h], int(LENGTHS[b]), budget, history, recent, drop)
+            expected, sizes = oracle.scissorhands(q[h], k[h], v[h], int(LENGTHS[b]), budget, history, recent, drop)
             assert int((state.pos[b, h] >= 0).sum()) == sizes[-1]
-            np.testing.assert_allclose(out[b, h], want, atol=5e-6)
+            np.testing.assert_allclose(out[b, h], expected, atol=5e-6)
 
 
 def test_scissorhands_needs_no_more_than_its_last_queries():
-    method, d = METHODS["scissorhands"], batch(make())
-    q, k, v, lengths = d
+    method, batch = METHODS["scissorhands"], rotated_batch(random_sequences())
+    q, k, v, lengths = batch
     T = int(lengths.max())
     at = lengths[:, None] - method.needs.observed_queries + np.arange(method.needs.observed_queries)
     pos = np.where(np.arange(T) < lengths[:, None], np.arange(T), -1).astype(np.int32)[:, None]
     few = np.take_along_axis(q, np.maximum(at, 0)[:, None, None, :, None], 3)
-    obs = Observation(few, np.maximum(at, -1).astype(np.int32))
+    observation = Observation(few, np.maximum(at, -1).astype(np.int32))
     assert method.needs.observed_queries == 4
-    state = jax.jit(lambda *x: method.prefill(KVBlock(*x), obs, method.num_slots(99, 0)))(k[:, :, :T], v[:, :, :T], pos)
-    np.testing.assert_array_equal(state.pos, start(method, d).pos)
-    np.testing.assert_array_equal(state.policy_state, start(method, d).policy_state)
+    state = jax.jit(lambda *x: method.prefill(KVBlock(*x), observation, method.num_slots(99, 0)))(
+        k[:, :, :T], v[:, :, :T], pos
+    )
+    np.testing.assert_array_equal(state.pos, prefill_batch(method, batch).pos)
+    np.testing.assert_array_equal(state.policy_state, prefill_batch(method, batch).policy_state)
 
 
 LIMITS = [(streaming_llm(50), None), (streaming_llm(50), 5), (h2o(20, 20), 5), (scissorhands(60), None)]
@@ -237,77 +243,77 @@ LIMITS = [(streaming_llm(50), None), (streaming_llm(50), 5), (h2o(20, 20), 5), (
 
 @pytest.mark.parametrize("method, window", LIMITS, ids=str)
 def test_c1_with_room_for_all_it_is_dense_attention(method, window):
-    d = batch(make())
-    out, _ = run(planned(method, window), d)
+    batch = rotated_batch(random_sequences())
+    out, _ = decode(bind_method(method, window), batch)
     for b, n in enumerate(LENGTHS):
-        q, k, v = (np.asarray(x[b])[..., : n + STEPS, :] for x in d[:3])
-        want = dense_attention(q[:, :, n:].reshape(-1, STEPS, H), k, v, n + np.arange(STEPS), window)
-        np.testing.assert_allclose(out[b].reshape(want.shape), want, atol=5e-6)
+        q, k, v = (np.asarray(x[b])[..., : n + STEPS, :] for x in batch[:3])
+        expected = dense_attention(q[:, :, n:].reshape(-1, STEPS, H), k, v, n + np.arange(STEPS), window)
+        np.testing.assert_allclose(out[b].reshape(expected.shape), expected, atol=5e-6)
 
 
-@every
+@each_method
 def test_c2_a_chunk_gives_what_single_steps_give(method):
-    d = batch(make())
-    want, after = run(method, d)
-    out, state = extend(method, start(method, d), *tokens(d, 0, STEPS), STEPS)
-    np.testing.assert_allclose(out, want, atol=3e-6)
+    batch = rotated_batch(random_sequences())
+    expected, after = decode(method, batch)
+    out, state = extend(method, prefill_batch(method, batch), *next_tokens(batch, 0, STEPS), STEPS)
+    np.testing.assert_allclose(out, expected, atol=3e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), state, after)
 
 
-@every
+@each_method
 def test_c3_only_committed_tokens_are_kept_and_guesses_see_them(method):
-    d = batch(make())
-    want, _ = run(method, d, 5)
-    _, after = run(method, d, 2)
-    out, state = extend(method, start(method, d), *tokens(d, 0, 5), 2)
-    np.testing.assert_allclose(out, want, atol=3e-6)
+    batch = rotated_batch(random_sequences())
+    expected, _ = decode(method, batch, 5)
+    _, after = decode(method, batch, 2)
+    out, state = extend(method, prefill_batch(method, batch), *next_tokens(batch, 0, 5), 2)
+    np.testing.assert_allclose(out, expected, atol=3e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), state, after)
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o"])
 def test_c3_without_commit_nothing_changes(name):
-    method, d = METHODS[name], batch(make())
-    state = start(method, d)
-    _, same = extend(method, state, *tokens(d, 0, 2), 0)
+    method, batch = METHODS[name], rotated_batch(random_sequences())
+    state = prefill_batch(method, batch)
+    _, same = extend(method, state, *next_tokens(batch, 0, 2), 0)
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
-@every
+@each_method
 def test_c3_rows_are_independent_of_neighbours_and_padding(method):
-    rows = make()
-    d = batch(rows)
-    want, _ = run(method, d)
+    sequences = random_sequences()
+    batch = rotated_batch(sequences)
+    expected, _ = decode(method, batch)
     for padding in (1e4, np.inf, np.nan):
-        dirty = batch(rows, padding=padding)
-        out, _ = run(method, dirty, state=start(method, dirty, padding))
-        np.testing.assert_array_equal(out, want)
-    alone, _ = run(method, batch(rows[:1], LENGTHS[:1]))
-    np.testing.assert_allclose(alone[0], want[0], atol=3e-6)
+        noisy = rotated_batch(sequences, padding=padding)
+        out, _ = decode(method, noisy, state=prefill_batch(method, noisy, padding))
+        np.testing.assert_array_equal(out, expected)
+    single, _ = decode(method, rotated_batch(sequences[:1], LENGTHS[:1]))
+    np.testing.assert_allclose(single[0], expected[0], atol=3e-6)
 
 
-@every
+@each_method
 def test_c3_a_chunk_may_end_at_different_tokens(method):
-    rows, count = make(), np.array([5, 0, 12])
-    d = batch(rows)
-    want, _ = run(method, d)
-    q, k, v, pos = tokens(d, 0, STEPS)
+    sequences, count = random_sequences(), np.array([5, 0, 12])
+    batch = rotated_batch(sequences)
+    expected, _ = decode(method, batch)
+    q, k, v, pos = next_tokens(batch, 0, STEPS)
     real = np.arange(STEPS) < count[:, None]
     q = np.where(real[:, None, None, :, None], q, np.float32(np.inf))
     k, v = (np.where(real[:, None, :, None], x, np.float32(np.inf)) for x in (k, v))
-    out, state = extend(method, start(method, d), q, k, v, np.where(real, pos, -1), STEPS)
+    out, state = extend(method, prefill_batch(method, batch), q, k, v, np.where(real, pos, -1), STEPS)
     for b, n in enumerate(count):
-        np.testing.assert_allclose(out[b, :, :, :n], want[b, :, :, :n], atol=3e-6)
-    more, _ = run(method, (*d[:3], LENGTHS + count), 3, state)
+        np.testing.assert_allclose(out[b, :, :, :n], expected[b, :, :, :n], atol=3e-6)
+    more, _ = decode(method, (*batch[:3], LENGTHS + count), 3, state)
     for b in range(2):
-        np.testing.assert_allclose(more[b], want[b, :, :, count[b] : count[b] + 3], atol=3e-6)
+        np.testing.assert_allclose(more[b], expected[b, :, :, count[b] : count[b] + 3], atol=3e-6)
 
 
 @pytest.mark.parametrize(("name", "slots"), [("streaming", 8), ("h2o", 8), ("scissorhands", 9)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_c4_extend_is_a_fixed_point_and_c6_bytes(name, slots, dtype):
-    method, d = METHODS[name], batch(make(), dtype=dtype)
-    state = jax.eval_shape(lambda: start(method, d))
-    after = jax.eval_shape(lambda s, x: extend(method, s, *x, 1), state, tokens(d, 0))[1]
+    method, batch = METHODS[name], rotated_batch(random_sequences(), dtype=dtype)
+    state = jax.eval_shape(lambda: prefill_batch(method, batch))
+    after = jax.eval_shape(lambda s, x: extend(method, s, *x, 1), state, next_tokens(batch, 0))[1]
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
     scored = 4 if name == "streaming" else 8 * K  # a position, or a position and a score per head
     assert array_bytes(state)["device"] == B * slots * (2 * K * H * jnp.dtype(dtype).itemsize + scored)
@@ -326,7 +332,10 @@ ONE = KVBlock(np.ones((1, 1, 1, 8), np.float32), np.ones((1, 1, 1, 8), np.float3
         (lambda: h2o(3, 2, granularity="query"), "'kv' or 'layer', got 'query'"),
         (lambda: scissorhands(10, recent=6), "use recent=5 or less"),
         (lambda: scissorhands(10, drop=1.0), r"fraction of the budget in \[0, 1\), got 1.0"),
-        (lambda: planned(h2o(3, 2)).prefill(ONE, None, 6), "H2O needs all queries of the prompt in obs, got None"),
+        (
+            lambda: bind_method(h2o(3, 2)).prefill(ONE, None, 6),
+            "H2O needs all queries of the prompt in `observation`, got None",
+        ),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(wrong, text):
@@ -336,4 +345,4 @@ def test_errors_name_the_value_and_the_remedy(wrong, text):
 
 def test_positions_in_the_cache_need_a_policy_to_count_them():
     with pytest.raises(IncompatibleMethod, match="need a policy .component `decode`., as `streaming_llm` has"):
-        planned(Method(positions="cache"))
+        bind_method(Method(positions="cache"))

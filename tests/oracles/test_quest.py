@@ -1,4 +1,4 @@
-"""Quest, and retrieval by units on which it stands: against the paper, at its limit, and slot by slot."""
+"""Quest, and the retrieval of units that it is built on: against the paper, at its limit, and slot by slot."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Boxes, quest
 from kvjax.methods.strings import method_of
 from tests.contract import layer
-from tests.oracles.quest import bound, read_by_pages
+from tests.oracles.quest import attend_pages, page_bound
 
 unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isinstance(x, memory.Buffer))
 
 
-def oracle(d: layer.Data, **arguments) -> np.ndarray:
-    """f32[B K G STEPS H]."""
-    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
+def oracle_outputs(batch: layer.SequenceBatch, **arguments) -> np.ndarray:
+    """The oracle's outputs, f32[B K G STEPS H]."""
+    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
     return np.stack([
-        read_by_pages(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
-        for q, k, v, n in rows
+        attend_pages(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
+        for q, k, v, n in sequences
     ])  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "reader, arguments",
     [
-        (Retrieve(Boxes(2), 2), {"page": 2, "pages": 2}),
-        (Retrieve(Boxes(3), 1, per="head"), {"page": 3, "pages": 1, "shared": True}),
-        (Retrieve(Boxes(2), 1, sinks=3, recent=4), {"page": 2, "pages": 1, "sinks": 3, "recent": 4}),
-        (Retrieve(Boxes(2), 1), {"page": 2, "pages": 1, "window": 7}),
-        (Retrieve(Boxes(1), 3, sinks=1), {"page": 1, "pages": 3, "sinks": 1}),
+        (Retrieve(Boxes(2), 2), {"page": 2, "num_pages": 2}),
+        (Retrieve(Boxes(3), 1, per="head"), {"page": 3, "num_pages": 1, "shared": True}),
+        (Retrieve(Boxes(2), 1, sinks=3, recent=4), {"page": 2, "num_pages": 1, "sinks": 3, "recent": 4}),
+        (Retrieve(Boxes(2), 1), {"page": 2, "num_pages": 1, "window": 7}),
+        (Retrieve(Boxes(1), 3, sinks=1), {"page": 1, "num_pages": 3, "sinks": 1}),
     ],
     ids=str,
 )
 def test_it_equals_the_paper(reader, arguments):
-    d = layer.data()
-    got = layer.run(Method(read=reader), d, arguments.get("window"))
-    np.testing.assert_allclose(got, oracle(d, **arguments), atol=5e-6)
+    batch = layer.random_batch()
+    actual = layer.decode(Method(read=reader), batch, arguments.get("window"))
+    np.testing.assert_allclose(actual, oracle_outputs(batch, **arguments), atol=5e-6)
 
 
 def test_the_string_reads_whole_pages_and_three_at_least():
@@ -63,12 +63,12 @@ def test_a_page_of_two_keys_by_hand():
     np.testing.assert_array_equal(box.high[0, 0], [[3, 0]])
     q = jnp.array([2.0, -1.0]).reshape(1, 1, 1, 1, 2)
     np.testing.assert_allclose(Boxes(2).score(box, q).squeeze() * np.sqrt(2), 8, rtol=1e-6)
-    assert bound(np.array([2, -1]), np.asarray(keys[0, 0])) == 8
+    assert page_bound(np.array([2, -1]), np.asarray(keys[0, 0])) == 8
 
 
 def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():
-    d = layer.data(2)
-    k, q = d.k[:, :, :7], d.q[:, :, :, :3]
+    batch = layer.random_batch(2)
+    k, q = batch.k[:, :, :7], batch.q[:, :, :, :3]
     pos = jnp.where(jnp.arange(7, dtype=jnp.int32) < 6, jnp.arange(7, dtype=jnp.int32), -1)
     block = KVBlock(k, k, jnp.broadcast_to(pos, (layer.B, 1, 7)))
     promised = Boxes(4).score(unpacked(Boxes(4).build(block)), q)
@@ -76,25 +76,25 @@ def test_a_page_promises_at_least_the_logit_of_each_of_its_keys():
     assert (np.repeat(promised, 4, -1)[..., :6] >= np.asarray(s) - 1e-5).all()
 
 
-def tokens(d: layer.Data, first, count, width: int, padding: float = np.nan) -> KVBlock:
-    """Takes `count` tokens of each row from `first` on; after them comes `padding`."""
+def token_block(batch: layer.SequenceBatch, first, count, width: int, padding: float = np.nan) -> KVBlock:
+    """Takes `count` tokens of each sequence from `first` on; after them comes `padding`."""
     at = np.arange(width)[None]
     pos = jnp.asarray(np.where(at < np.asarray(count)[:, None], np.asarray(first)[:, None] + at, -1), jnp.int32)
     take = jnp.maximum(pos, 0)[:, None, :, None]
-    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (d.k, d.v))
+    k, v = (jnp.where(pos[:, None, :, None] < 0, padding, jnp.take_along_axis(x, take, 2)) for x in (batch.k, batch.v))
     return KVBlock(k, v, pos[:, None])
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_what_comes_later_leaves_the_index_that_all_at_once_gives(size):
-    d, index, S = layer.data(), Boxes(size), 17
-    n = d.lengths
-    stored = index.build(tokens(d, 0 * n, n, S))
+    batch, index, S = layer.random_batch(), Boxes(size), 17
+    n = batch.lengths
+    stored = index.build(token_block(batch, 0 * n, n, S))
     for count in ([5, 2, 0], [1, 1, 1], [0, 3, 1]):
-        fresh = tokens(d, n, count, max(count))
-        stored, n = index.append(stored, fresh, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
-        want = index.build(tokens(d, 0 * n, n, S, 1e4))
-        jax.tree.map(np.testing.assert_array_equal, stored, want)
+        new = token_block(batch, n, count, max(count))
+        stored, n = index.append(stored, new, jnp.asarray(n)[:, None]), n + np.array(count, np.int32)
+        expected = index.build(token_block(batch, 0 * n, n, S, 1e4))
+        jax.tree.map(np.testing.assert_array_equal, stored, expected)
 
 
 HELD = {
@@ -105,41 +105,41 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("held", HELD.values(), ids=HELD.keys())
-def test_all_pages_are_all_slots_whatever_holds_them(held):
-    d = layer.data()
-    k, v = held
-    got = layer.run(Method(k=k, v=v, read=Retrieve(Boxes(4), 99, sinks=1)), d)
-    np.testing.assert_allclose(got, layer.run(Method(k=k, v=v), d), atol=5e-6)
+@pytest.mark.parametrize("codecs", HELD.values(), ids=HELD.keys())
+def test_all_pages_are_all_slots_whatever_holds_them(codecs):
+    batch = layer.random_batch()
+    k, v = codecs
+    actual = layer.decode(Method(k=k, v=v, read=Retrieve(Boxes(4), 99, sinks=1)), batch)
+    np.testing.assert_allclose(actual, layer.decode(Method(k=k, v=v), batch), atol=5e-6)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_all_pages_are_all_slots_behind_a_selection_with_a_bias(window):
-    d = layer.data()
+    batch = layer.random_batch()
     method = method_of("snapkv:budget=5,window=2,kernel=3")
-    full, paged = (layer.bound(m, window) for m in (method, dataclasses.replace(method, read=Retrieve(Boxes(2), 99))))
+    full, paged = (layer.bind(m, window) for m in (method, dataclasses.replace(method, read=Retrieve(Boxes(2), 99))))
     outs = []
     for bound_layer in (full, paged):
-        state = layer.prefill(bound_layer, d)
+        state = layer.prefill(bound_layer, batch)
         bias = jnp.where(state.pos >= 0, (state.pos % 3).astype(jnp.float32), 0.0)
-        outs.append(layer._stepped(bound_layer)(dataclasses.replace(state, bias=bias), layer.stack(d))[0])
+        outs.append(layer.compile_scan(bound_layer)(dataclasses.replace(state, bias=bias), layer.stack_steps(batch))[0])
     np.testing.assert_allclose(outs[1], outs[0], atol=5e-6)
 
 
 def test_a_chunk_reads_what_single_steps_read_kept_or_not():
-    d, bound_layer = layer.data(), layer.bound(Method(read=Retrieve(Boxes(2), 1, recent=1)))
-    state, steps = layer.prefill(bound_layer, d), layer.run(bound_layer.method, d)
+    batch, bound_layer = layer.random_batch(), layer.bind(Method(read=Retrieve(Boxes(2), 1, recent=1)))
+    state, steps = layer.prefill(bound_layer, batch), layer.decode(bound_layer.method, batch)
     for commit in (layer.STEPS, 1, 0):
-        out, _ = layer.extend(bound_layer, commit)(state, d.tokens(0, layer.STEPS))
+        out, _ = layer.compile_extend(bound_layer, commit)(state, batch.tokens(0, layer.STEPS))
         count = layer.STEPS if commit == layer.STEPS else 2 - (commit == 0)
         np.testing.assert_allclose(out[:, :, :, :count], steps[:, :, :, :count], atol=2e-6)
 
 
 def test_what_lies_in_empty_slots_does_not_matter():
-    d, bound_layer = layer.data(), layer.bound(Method(read=Retrieve(Boxes(4), 2)))
-    want = layer.run(bound_layer.method, d)
-    got = layer.run(bound_layer.method, d, state=layer.prefill(bound_layer, d, np.inf))
-    np.testing.assert_array_equal(got, want)
+    batch, bound_layer = layer.random_batch(), layer.bind(Method(read=Retrieve(Boxes(4), 2)))
+    expected = layer.decode(bound_layer.method, batch)
+    actual = layer.decode(bound_layer.method, batch, state=layer.prefill(bound_layer, batch, np.inf))
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""RazorAttention against its oracle: which heads are retrieval heads, and what the others make of what they lose."""
+"""RazorAttention against its oracle: the retrieval heads, and the compensation tokens of the others."""
 
 from __future__ import annotations
 
@@ -29,56 +29,58 @@ from tests.oracles import razor_attention as oracle
 SPEC = dataclasses.replace(layer.spec(), num_layers=5, num_kv_heads=4)
 
 
-def written(path, echo, induction, spec=None) -> str:
-    """A table of scores [L K] in a file."""
-    rows = [
+def write_table(path, echo, induction, spec=None) -> str:
+    """Writes a table of scores [L K] and returns its path."""
+    tables = [
         {"echo": np.asarray(e, np.float32), "induction": np.asarray(i, np.float32)}
         for e, i in zip(echo, induction, strict=True)
     ]
-    return str(table_file.write(path / "retrieval_heads.safetensors", "retrieval_heads", spec or layer.spec(), rows))
+    return str(table_file.write(path / "retrieval_heads.safetensors", "retrieval_heads", spec or layer.spec(), tables))
 
 
 @pytest.mark.parametrize(("echo", "induction"), [(0.01, 0.14), (0.1, 0.3), (0, 0), (1, 0)])
 def test_the_highest_of_either_score_are_retrieval_heads(tmp_path, echo, induction):
     scores = np.random.default_rng(0).permutation(40).reshape(2, 5, 4)
-    rule = RazorBudgets(TableFile(written(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
-    found = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(5)]
-    want = oracle.retrieval_heads(*scores, echo, induction)
-    np.testing.assert_array_equal(found, np.where(want, ALL_TOKENS, 1 + 2 + 1))
+    rule = RazorBudgets(TableFile(write_table(tmp_path, *scores, SPEC), "retrieval_heads"), echo, induction, 1, 2, 0)
+    arrays = [rule.at(dataclasses.replace(SPEC, index=i)).tokens for i in range(5)]
+    expected = oracle.select_retrieval_heads(*scores, echo, induction)
+    np.testing.assert_array_equal(arrays, np.where(expected, ALL_TOKENS, 1 + 2 + 1))
 
 
 @pytest.mark.parametrize("part", [0, 2])
 def test_what_is_lost_is_read_as_its_mean_so_many_times(tmp_path, part):
-    d, table = layer.data(4), written(tmp_path, [[0.1, 0.2]], [[0.4, 0.3]])
+    batch, table = layer.random_batch(4), write_table(tmp_path, [[0.1, 0.2]], [[0.4, 0.3]])
     text = f"razor_attention:sinks=2,recent=2,part={part},echo=0,induction=0.5,page=2,table={table}"
-    bound = layer.bound(text)
-    state = layer.prefill(bound, d, padding=np.inf)
-    out, folded = layer.run(bound.method, d, state=state), 0
-    for b, n in enumerate(d.lengths.tolist()):
-        q, k, v = (np.asarray(x[b], np.float64) for x in (d.q, d.k, d.v))
+    bound = layer.bind(text)
+    state = layer.prefill(bound, batch, padding=np.inf)
+    out, folded = layer.decode(bound.method, batch, state=state), 0
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k, v = (np.asarray(x[b], np.float64) for x in (batch.q, batch.k, batch.v))
         for head in range(layer.K):
-            held, between = oracle.ends(n, 2, 2, part) if head else (list(range(n)), [])
+            exact, between = oracle.split_prompt(n, 2, 2, part) if head else (list(range(n)), [])
             folded = max(folded, len(between))
             for t in range(layer.STEPS):
-                later = range(n, n + t + 1)
-                want = oracle.attend(q[head, :, n + t], k[head], v[head], held, between, later)
-                np.testing.assert_allclose(out[b, head, :, t], want, atol=5e-6)
+                new_tokens = range(n, n + t + 1)
+                expected = oracle.attend(q[head, :, n + t], k[head], v[head], exact, between, new_tokens)
+                np.testing.assert_allclose(out[b, head, :, t], expected, atol=5e-6)
     assert folded == (5 if part == 0 else 3)
     np.testing.assert_allclose(state.side_store.bias.max(), np.log(folded), rtol=1e-6)
 
 
 def test_one_lost_token_stays_and_where_none_is_lost_nothing_changes():
-    d = layer.data(5)
+    batch = layer.random_batch(5)
     text = "razor_attention:sinks=4,recent={},part=0,induction=0,echo=0,page=4"
-    np.testing.assert_allclose(layer.run(text.format(4), d), layer.dense(d), atol=5e-6)
-    assert np.abs(layer.run(text.format(3), d)[0] - layer.dense(d)[0]).max() > 1e-3
+    np.testing.assert_allclose(layer.decode(text.format(4), batch), layer.dense_outputs(batch), atol=5e-6)
+    assert np.abs(layer.decode(text.format(3), batch)[0] - layer.dense_outputs(batch)[0]).max() > 1e-3
 
 
 def test_equal_tokens_in_one_give_exact_attention():
-    d = layer.data(6)
-    d = dataclasses.replace(d, **{x: getattr(d, x).at[:, :, 1:5].set(getattr(d, x)[:, :, 1:2]) for x in ("k", "v")})
+    batch = layer.random_batch(6)
+    batch = dataclasses.replace(
+        batch, **{x: getattr(batch, x).at[:, :, 1:5].set(getattr(batch, x)[:, :, 1:2]) for x in ("k", "v")}
+    )
     text = "razor_attention:sinks=1,recent=4,part=0,induction=0,echo=0,page=4"
-    np.testing.assert_allclose(layer.run(text, d)[0], layer.dense(d)[0], atol=5e-6)
+    np.testing.assert_allclose(layer.decode(text, batch)[0], layer.dense_outputs(batch)[0], atol=5e-6)
 
 
 def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
@@ -88,14 +90,14 @@ def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
     pos = jnp.asarray(np.where(np.arange(T + 3) < T, np.arange(T + 3), -1), jnp.int32)[None]
     q32, k32 = (jnp.asarray(x, jnp.float32)[None] for x in wide)
     kind, spec = RetrievalHeads(), dataclasses.replace(layer.spec(), head_dim=8)
-    counted = jax.jit(lambda block, seen: kind.count(block.clean(), seen, spec))(
+    counts = jax.jit(lambda block, observation: kind.count(block.clean(), observation, spec))(
         KVBlock(k32, k32, pos[:, None]), Observation(q32, pos)
     )
-    found = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counted), spec)
-    attention = eviction.attention(q, k)
+    arrays = kind.arrays(jax.tree.map(lambda x: np.asarray(x[0], np.float64), counts), spec)
+    attention = eviction.attention_weights(q, k)
     for head in range(2):
-        want = [oracle.looked_back(a, period) for a in attention[head]]
-        np.testing.assert_allclose([found["echo"][head], found["induction"][head]], np.max(want, 0), rtol=1e-5)
+        expected = [oracle.echo_and_induction(a, period) for a in attention[head]]
+        np.testing.assert_allclose([arrays["echo"][head], arrays["induction"][head]], np.max(expected, 0), rtol=1e-5)
     ids = kind.documents(50, 1000)[0]
     assert len(ids) == 1000 and ids[:250] * NUM_COPIES == ids and max(ids) < 50
 
@@ -103,13 +105,13 @@ def test_scores_of_a_repeated_text_are_the_oracles(tmp_path):
 def test_merging_alone_leaves_heads_without_loss_bit_for_bit():
     rng = np.random.default_rng(2)
     k, v = jnp.asarray(rng.normal(size=(2, 1, 2, 6, 4)), jnp.float32)
-    every = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (1, 2, 6))
-    block = KVBlock(k, v, every[:, :1])
-    choice = SelectedSlots(every, None)
-    got = Compensation(1)(block, KVBlock(k, v, every), choice, layer.spec())
-    np.testing.assert_array_equal(got.k, k)
-    np.testing.assert_array_equal(got.v, v)
-    assert not got.bias.any()
+    positions = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (1, 2, 6))
+    block = KVBlock(k, v, positions[:, :1])
+    choice = SelectedSlots(positions, None)
+    actual = Compensation(1)(block, KVBlock(k, v, positions), choice, layer.spec())
+    np.testing.assert_array_equal(actual.k, k)
+    np.testing.assert_array_equal(actual.v, v)
+    assert not actual.bias.any()
 
 
 def test_a_table_is_made_without_any_text_and_serves_the_model(tmp_path):

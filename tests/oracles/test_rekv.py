@@ -1,4 +1,4 @@
-"""ReKV against its paper, its lookup by hand, and what becomes of a question."""
+"""ReKV against its paper, its lookup by hand, and the state of a question."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SMALL = "rekv:topk=1,block=2,sinks=1,recent=2"
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    d, bound = layer.data(), layer.bound(SMALL)
-    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
-    want = [
+    batch, bound = layer.random_batch(), layer.bind(SMALL)
+    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    expected = [
         oracle.rekv(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 1, 2, 1, 2)
-        for q, k, v, n in rows
+        for q, k, v, n in sequences
     ]
-    got = layer.run(SMALL, d)
-    np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
-    np.testing.assert_array_equal(layer.run(SMALL, d, state=layer.prefill(bound, d, np.inf)), got)
+    actual = layer.decode(SMALL, batch)
+    np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
+    np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
 
 
 def test_the_cosine_is_over_all_heads_as_one_vector():
@@ -36,22 +36,24 @@ def test_the_cosine_is_over_all_heads_as_one_vector():
 
 
 def test_only_kept_tokens_go_on_asking():
-    d, bound = layer.data(), layer.bound(SMALL)
-    state = layer.prefill(bound, d)
-    chunk, fresh = d.tokens(0, 2), None
+    batch, bound = layer.random_batch(), layer.bind(SMALL)
+    state = layer.prefill(bound, batch)
+    chunk, new = batch.tokens(0, 2), None
     for commit, count in ((0, 0), (1, 1)):
-        out, after = layer.extend(bound, commit)(state, chunk)
-        for b, n in enumerate(d.lengths):
-            asked = rope(np.asarray(d.q[b, :, :, n : n + 2], np.float64), -np.arange(n, n + 2))[:, :, :count].sum(2)
-            np.testing.assert_allclose(after.reader_state.question[b], asked, atol=1e-5)
-        fresh = out if fresh is None else fresh
-        np.testing.assert_allclose(out, fresh, atol=2e-6)  # what is asked does not depend on what is kept
+        out, next_state = layer.compile_extend(bound, commit)(state, chunk)
+        for b, n in enumerate(batch.lengths):
+            question = rope(np.asarray(batch.q[b, :, :, n : n + 2], np.float64), -np.arange(n, n + 2))[
+                :, :, :count
+            ].sum(2)
+            np.testing.assert_allclose(next_state.reader_state.question[b], question, atol=1e-5)
+        new = out if new is None else new
+        np.testing.assert_allclose(out, new, atol=2e-6)  # the question's outputs do not depend on the stored tokens
 
 
 def test_tokens_that_asked_cannot_be_taken_back():
-    bound = layer.bound(SMALL)
+    bound = layer.bind(SMALL)
     with pytest.raises(IncompatibleMethod, match="component `read`, QuestionRetrieval, keeps something of all tokens"):
-        bound.method.read.crop(bound, layer.prefill(bound, layer.data()))
+        bound.method.read.crop(bound, layer.prefill(bound, layer.random_batch()))
 
 
 @pytest.mark.parametrize(

@@ -23,47 +23,48 @@ SMALL = "retrieval_attention:topk=2,sinks=1,recent=2"
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_it_equals_the_paper_whatever_lies_in_empty_slots(window):
-    d, bound = layer.data(), layer.bound(SMALL, window)
+    batch, bound = layer.random_batch(), layer.bind(SMALL, window)
     find = functools.partial(oracle.retrieval_attention, topk=2, sinks=1, recent=2, window=window)
-    rows = zip(d.q, d.k, d.v, d.lengths, strict=True)
-    want = [
-        find(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n)) for q, k, v, n in rows
+    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
+    expected = [
+        find(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n))
+        for q, k, v, n in sequences
     ]
-    got = layer.run(SMALL, d, window)
-    np.testing.assert_allclose(got, np.stack(want), atol=5e-6)
-    np.testing.assert_array_equal(layer.run(SMALL, d, window, layer.prefill(bound, d, np.inf)), got)
+    actual = layer.decode(SMALL, batch, window)
+    np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
+    np.testing.assert_array_equal(layer.decode(SMALL, batch, window, layer.prefill(bound, batch, np.inf)), actual)
 
 
 def test_first_and_last_tokens_lie_on_the_device_and_all_rows_on_the_host():
-    d, bound = layer.data(), layer.bound(SMALL)
-    state = layer.prefill(bound, d)
+    batch, bound = layer.random_batch(), layer.bind(SMALL)
+    state = layer.prefill(bound, batch)
     for t in range(2):
-        _, state = layer.extend(bound)(state, d.token(t))
+        _, state = layer.compile_extend(bound)(state, batch.token(t))
     assert state.k.host and state.v.host and not state.reader_state.k.host
-    for b, n in enumerate(d.lengths):
-        held = np.asarray(memory.unpack(state.reader_state.k))[b, 0]
-        want = np.asarray(d.k[b, 0, [0, n, n + 1]])
-        np.testing.assert_array_equal(held[np.lexsort(held.T)], want[np.lexsort(want.T)])
+    for b, n in enumerate(batch.lengths):
+        keys = np.asarray(memory.unpack(state.reader_state.k))[b, 0]
+        expected = np.asarray(batch.k[b, 0, [0, n, n + 1]])
+        np.testing.assert_array_equal(keys[np.lexsort(keys.T)], expected[np.lexsort(expected.T)])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_host_computes_the_products_that_the_device_would(dtype):
-    d = layer.data(dtype=dtype)
-    q, rows = d.q[:, :, :, :2], memory.pack(d.k)
-    want = jnp.einsum("bkgth,bksh->bkgts", q, d.k, preferred_element_type=jnp.float32)
+    batch = layer.random_batch(dtype=dtype)
+    q, sequences = batch.q[:, :, :, :2], memory.pack(batch.k)
+    expected = jnp.einsum("bkgth,bksh->bkgts", q, batch.k, preferred_element_type=jnp.float32)
     run = jax.jit(memory.dot_products)
-    for held in (rows, memory.to_host(rows)):
-        found = run(held, q)
-        assert memory.memory_kind(found) == "device" and found.dtype == jnp.float32
-        np.testing.assert_allclose(found, want, atol=1e-4)
+    for keys in (sequences, memory.to_host(sequences)):
+        indices = run(keys, q)
+        assert memory.memory_kind(indices) == "device" and indices.dtype == jnp.float32
+        np.testing.assert_allclose(indices, expected, atol=1e-4)
 
 
 def test_keys_in_codes_are_searched_on_the_device():
-    d, codec = layer.data(), Host(PerTokenCodec(Absmax()))
-    stored = codec.encode(d.k, jnp.zeros((layer.B, 1, d.k.shape[2]), jnp.int32))
-    found = jax.jit(codec.score_in_place)(d.q[:, :, :, :2], stored)
-    want = jnp.einsum("bkgth,bksh->bkgts", d.q[:, :, :, :2], codec.decode(stored)) / np.sqrt(layer.H)
-    np.testing.assert_allclose(found, want, atol=1e-4)
+    batch, codec = layer.random_batch(), Host(PerTokenCodec(Absmax()))
+    stored = codec.encode(batch.k, jnp.zeros((layer.B, 1, batch.k.shape[2]), jnp.int32))
+    indices = jax.jit(codec.score_in_place)(batch.q[:, :, :, :2], stored)
+    expected = jnp.einsum("bkgth,bksh->bkgts", batch.q[:, :, :, :2], codec.decode(stored)) / np.sqrt(layer.H)
+    np.testing.assert_allclose(indices, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

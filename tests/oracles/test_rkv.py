@@ -1,4 +1,4 @@
-"""R-KV against its oracle, on ragged rows and keys that nearly repeat one another."""
+"""R-KV against its oracle, on ragged sequences and keys that nearly repeat one another."""
 
 from __future__ import annotations
 
@@ -19,65 +19,67 @@ from tests.oracles import rkv as oracle
 SETTINGS = {"window": 2, "kernel": 3, "mix": 0.3, "threshold": 0.5}
 
 
-def scored(scorer: RKV, block: KVBlock, observation: Observation) -> np.ndarray:
-    """f32[B K S]."""
+def score_tokens(scorer: RKV, block: KVBlock, observation: Observation) -> np.ndarray:
+    """The scores f32[B K S] of a block."""
     return np.asarray(jax.jit(lambda *x: scorer.scores(*x, layer.spec()).per_kv_head)(block, observation))
 
 
-def alike(seed: int) -> layer.Data:
-    """Rows whose keys have two channels, so that many point nearly the same way."""
-    d = layer.data(seed)
-    return dataclasses.replace(d, k=d.k.at[..., 2:].set(0.0))
+def similar_keys(seed: int) -> layer.SequenceBatch:
+    """Sequences whose keys have two channels, so that many point in nearly the same direction."""
+    batch = layer.random_batch(seed)
+    return dataclasses.replace(batch, k=batch.k.at[..., 2:].set(0.0))
 
 
 def test_three_equal_keys_by_hand():
     k = jnp.ones((1, 1, 3, 2))
-    got = redundancy(KVBlock(k, k, jnp.arange(3)[None, None]), 0.5)
-    np.testing.assert_allclose(got[0, 0], [0.4484, 0.3213, 0.2302], atol=5e-5)
+    actual = redundancy(KVBlock(k, k, jnp.arange(3)[None, None]), 0.5)
+    np.testing.assert_allclose(actual[0, 0], [0.4484, 0.3213, 0.2302], atol=5e-5)
 
 
 def test_redundancy_is_counted_a_block_at_a_time():
     rng = np.random.default_rng(0)
     k = jnp.asarray(rng.normal(size=(2, 2, 9, 3)), jnp.float32)
     block = KVBlock(k, k, jnp.arange(9)[None, None].repeat(2, 0))
-    got = redundancy(block, 0.5, at_once=4)
-    for keys, found in zip(np.asarray(k, np.float64).reshape(4, 9, 3), got.reshape(4, 9), strict=True):
-        np.testing.assert_allclose(found, oracle.redundancy(keys), atol=1e-6)
+    actual = redundancy(block, 0.5, at_once=4)
+    for keys, row_scores in zip(np.asarray(k, np.float64).reshape(4, 9, 3), actual.reshape(4, 9), strict=True):
+        np.testing.assert_allclose(row_scores, oracle.redundancy(keys), atol=1e-6)
 
 
 @pytest.mark.parametrize("padding", [0.0, np.inf])
 def test_scores_are_those_of_real_tokens_alone(padding):
-    q, block = layer.prompt(alike(2), padding)
+    q, block = layer.prompt(similar_keys(2), padding)
     scorer = RKV(SETTINGS["window"], *(SETTINGS[name] for name in ("kernel", "mix", "threshold")))
-    got = scored(scorer, block, Observation(q, block.pos[:, 0]))
+    actual = score_tokens(scorer, block, Observation(q, block.pos[:, 0]))
     for b, n in enumerate(layer.LENGTHS.tolist()):
         past = max(n - 2, 0)
-        assert (got[b, :, past:n] == 1).all() and (got[b, :, n:] == -np.inf).all()
+        assert (actual[b, :, past:n] == 1).all() and (actual[b, :, n:] == -np.inf).all()
         for head in range(layer.K) if past else ():
             queries, keys = np.asarray(q[b, head, :, past:n], np.float64), np.asarray(block.k[b, head, :n], np.float64)
-            np.testing.assert_allclose(got[b, head, :past], oracle.scores(queries, keys, **SETTINGS), atol=1e-6)
+            np.testing.assert_allclose(actual[b, head, :past], oracle.scores(queries, keys, **SETTINGS), atol=1e-6)
 
 
 def test_a_full_buffer_is_compressed_by_the_latest_queries():
-    d = alike(4)
-    out = layer.run("rkv:budget=5,every=2,window=2,kernel=3,mix=0.3", d)
-    for b, n in enumerate(d.lengths.tolist()):
+    batch = similar_keys(4)
+    out = layer.decode("rkv:budget=5,every=2,window=2,kernel=3,mix=0.3", batch)
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            q, k, v = (np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-            np.testing.assert_allclose(out[b, head], oracle.every_step(q, k, v, n, 2, 5, **SETTINGS), atol=2e-5)
+            q, k, v = (
+                np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v)
+            )
+            np.testing.assert_allclose(out[b, head], oracle.decode(q, k, v, n, 2, 5, **SETTINGS), atol=2e-5)
 
 
 def test_keys_of_zeros_and_rows_without_a_past_have_finite_scores():
     k = jnp.zeros((2, 1, 4, 3))
     pos = jnp.array([[0, 1, 2, 3], [0, -1, -1, -1]])[:, None]
-    obs = Observation(jnp.ones((2, 1, 2, 2, 3)), jnp.array([[2, 3], [-1, 0]]))
-    got = scored(RKV(2, 3), KVBlock(k, k, pos), obs)
-    np.testing.assert_allclose(got[0, 0], [0.1 / 2 - 0.9 / 4] * 2 + [1, 1], atol=1e-6)
-    assert got[1, 0].tolist() == [1] + [-np.inf] * 3
+    observation = Observation(jnp.ones((2, 1, 2, 2, 3)), jnp.array([[2, 3], [-1, 0]]))
+    actual = score_tokens(RKV(2, 3), KVBlock(k, k, pos), observation)
+    np.testing.assert_allclose(actual[0, 0], [0.1 / 2 - 0.9 / 4] * 2 + [1, 1], atol=1e-6)
+    assert actual[1, 0].tolist() == [1] + [-np.inf] * 3
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("text", "match"),
     [
         ("window=0", "window.*at least 1"),
         ("mix=2", "weight of attention"),
@@ -86,6 +88,6 @@ def test_keys_of_zeros_and_rows_without_a_past_have_finite_scores():
         ("every=0", "every"),
     ],
 )
-def test_what_cannot_be_is_refused(given, match):
+def test_what_cannot_be_is_refused(text, match):
     with pytest.raises(KvjaxError, match=match):
-        layer.bound(f"rkv:{given}")
+        layer.bind(f"rkv:{text}")

@@ -22,13 +22,13 @@ from tests.oracles.online import rope
 
 
 def test_the_codes_by_hand():
-    """Steps of 0.2, in bfloat16 205 / 1024, and a zero point of 5; of a row of one sign it lies outside the codes."""
-    assert oracle.coded(np.array([-1.0, 0, 0.5, 2]), 4, 1) == ([0, 5, 7, 15], 5, 205 / 1024)
-    assert oracle.coded(np.array([4.0, 5, 6, 7]), 2, 1) == ([0, 1, 2, 3], -4, 1.0)
-    assert oracle.coded(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0
+    """Steps are 0.2, in bfloat16 205 / 1024, and the zero point is 5; it may lie outside the codes for one sign."""
+    assert oracle.quantize(np.array([-1.0, 0, 0.5, 2]), 4, 1) == ([0, 5, 7, 15], 5, 205 / 1024)
+    assert oracle.quantize(np.array([4.0, 5, 6, 7]), 2, 1) == ([0, 1, 2, 3], -4, 1.0)
+    assert oracle.quantize(np.array([-5.0, 1, 2, 5]), 2, 0.6)[:2] == ([0, 2, 3, 3], 2)  # 1.5 rounds to 2, 0.5 to 0
 
 
-def through(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
+def round_trip(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
     run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
@@ -37,26 +37,28 @@ def through(quantizer: ZeroPointQuantizer, x: np.ndarray) -> np.ndarray:
 def test_rows_of_any_sign_and_size_are_their_oracles(bits, clip):
     x = np.random.default_rng(bits).normal(size=(12, 32)) + np.array([0, 5, -40, 0.5])[np.arange(12) % 4, None]
     x[8:] *= np.array([[1e4], [1e-20], [0], [1]])
-    got = through(ZeroPointQuantizer(bits, clip), x)
-    np.testing.assert_allclose(got, [oracle.read(*oracle.coded(row, bits, clip)) for row in x], rtol=1e-5)
-    alike = through(ZeroPointQuantizer(bits), np.full((1, 32), -3.0))
+    actual = round_trip(ZeroPointQuantizer(bits, clip), x)
+    np.testing.assert_allclose(
+        actual, [oracle.dequantize(*oracle.quantize(vector, bits, clip)) for vector in x], rtol=1e-5
+    )
+    alike = round_trip(ZeroPointQuantizer(bits), np.full((1, 32), -3.0))
     np.testing.assert_allclose(alike, -3.0, rtol=1e-4)
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method = layer.data(), kvjax.parse("rotatekv:heads=2,sinks=2")
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
-    for b, n in enumerate(map(int, d.lengths)):
+    batch, method = layer.random_batch(), kvjax.parse("rotatekv:heads=2,sinks=2")
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
+    for b, n in enumerate(map(int, batch.lengths)):
         at = np.arange(n + layer.STEPS)
-        k, v = (np.asarray(x[b, :, at], np.float64).swapaxes(0, 1) for x in (d.k, d.v))
+        k, v = (np.asarray(x[b, :, at], np.float64).swapaxes(0, 1) for x in (batch.k, batch.v))
         bare = rope(k, -at)
-        order = oracle.order_of(bare[:, :n].sum(1), 2)
-        keys = np.stack([oracle.key(bare[:, t], order, 2, 2, 0.8) for t in at], 1)
-        values = np.array([[oracle.value(row, 2, 0.8) for row in head] for head in v])
+        order = oracle.channel_order(bare[:, :n].sum(1), 2)
+        keys = np.stack([oracle.fake_quantize_key(bare[:, t], order, 2, 2, 0.8) for t in at], 1)
+        values = np.array([[oracle.fake_quantize_value(vector, 2, 0.8) for vector in head] for head in v])
         keys[:, :2], values[:, :2] = bare[:, :2], v[:, :2]
-        q = np.asarray(d.q[b])[:, :, n:][:, :, : layer.STEPS].reshape(-1, layer.STEPS, layer.H)
-        want = dense_attention(q, rope(keys, at), values, at[n:])
-        np.testing.assert_allclose(out[b], want.reshape(out[b].shape), atol=2e-5)
+        q = np.asarray(batch.q[b])[:, :, n:][:, :, : layer.STEPS].reshape(-1, layer.STEPS, layer.H)
+        expected = dense_attention(q, rope(keys, at), values, at[n:])
+        np.testing.assert_allclose(out[b], expected.reshape(out[b].shape), atol=2e-5)
 
 
 def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
@@ -65,20 +67,20 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
     path = table_file.write(tmp_path / "means", "bases", spec, [{"bare_keys_mean": mean}])
     codec = CrossHeadRotation(PerTokenCodec(ZeroPointQuantizer(8)), 2, Bases.table_file(str(path))).at(spec)
     x, pos = jnp.asarray(rng.normal(size=(3, 2, 4, 32)), jnp.float32), jnp.zeros((3, 1, 4), jnp.int32)
-    some = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)
+    idx = jnp.asarray([[[0, 3], [2, 1]]] * 3, jnp.int32)
 
     def run(x):
         stored = codec.encode(x, pos)
-        return stored.order, codec.decode(stored), codec.gather(stored, some)
+        return stored.order, codec.decode(stored), codec.gather(stored, idx)
 
-    order, held, rows = jax.jit(run)(x)
-    np.testing.assert_array_equal(order[0].ravel(), oracle.order_of(mean.astype(float), 2))
-    np.testing.assert_allclose(held, x, atol=0.03)
-    np.testing.assert_array_equal(rows, np.take_along_axis(np.asarray(held), np.asarray(some)[..., None], 2))
+    order, decoded, gathered = jax.jit(run)(x)
+    np.testing.assert_array_equal(order[0].ravel(), oracle.channel_order(mean.astype(float), 2))
+    np.testing.assert_allclose(decoded, x, atol=0.03)
+    np.testing.assert_array_equal(gathered, np.take_along_axis(np.asarray(decoded), np.asarray(idx)[..., None], 2))
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "says"),
     [
         ("rotatekv:bits=5", "bits must be one of 1, 2, 3, 4, 8, got 5"),
         ("rotatekv:clip=1.5", "clip must lie in"),
@@ -87,9 +89,9 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
         ("rotatekv:heads=2 + h2o", "component `decode`"),
     ],
 )
-def test_what_has_no_meaning_is_refused(text, why):
-    with pytest.raises(KvjaxError, match=why):
-        layer.bound(text)
+def test_what_has_no_meaning_is_refused(text, says):
+    with pytest.raises(KvjaxError, match=says):
+        layer.bind(text)
 
 
 def test_a_size_without_hadamards_matrix_is_refused():

@@ -16,30 +16,32 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.saq import StaircaseQuantizer
 from tests.contract import layer
 from tests.oracles import saq as oracle
-from tests.oracles.held import attended
+from tests.oracles.codec_attention import attend_decoded
 
 
 def test_the_oracle_by_hand():
     """Blocks of one token in groups of four channels, 2 bits and then 1, whose levels are the quarter points."""
     x = np.array([[0, 1, 2, 3.3], [0, 0, 0, 8], [1, 1, 1, 1], [5, 5, 5, 5]], np.float32)
-    at = [oracle.held(x[:n], 1, (2, 1), 4, 1, "token") for n in (1, 2, 3, 4)]
-    np.testing.assert_allclose(at[0][0], [0, 1.1, 2.2, 3.3], rtol=1e-6)  # of a prompt, on its first step at once
+    at = [oracle.reconstruct(x[:n], 1, (2, 1), 4, 1, "token") for n in (1, 2, 3, 4)]
+    np.testing.assert_allclose(
+        at[0][0], [0, 1.1, 2.2, 3.3], rtol=1e-6
+    )  # a prompt's block is at its first level at once
     np.testing.assert_allclose(at[1], [[0, 1.1, 2.2, 3.3], [0, 0, 0, 8]], rtol=1e-6)
     np.testing.assert_allclose(at[2][:2], [[0.825, 0.825, 2.475, 2.475], [0, 0, 0, 8]], rtol=1e-6)
     np.testing.assert_allclose(at[3][:2], [[0.825, 0.825, 2.475, 2.475], [2, 2, 2, 6]], rtol=1e-6)
 
 
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
-    d, method = layer.data(), kvjax.parse("saq:group=4,every=4")
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    batch, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.held(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "channel")
+        return oracle.reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "channel")
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return oracle.held(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "token")
+        return oracle.reconstruct(x.astype(np.float32), prompt, (8, 4, 2), 4, 4, "token")
 
-    np.testing.assert_allclose(out, attended(d, keys, values), atol=5e-6)
+    np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=5e-6)
 
 
 @pytest.mark.parametrize(
@@ -51,65 +53,67 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity():
     ],
 )
 def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
-    """Prompts of 13, 3 and 0 tokens, and fifteen more of each: every block goes all the way down."""
+    """Prompts of 13, 3 and 0 tokens get fifteen more each, so every block reaches the lowest level."""
     codec, lengths, steps, S, H = place(StaircaseQuantizer(bits, 4, axis, 4)), np.array([13, 3, 0]), 15, 28, 16
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 2, S, H)).astype(dtype)
     slot = np.arange(S)[None]
     pos = jnp.asarray(np.where(slot < lengths[:, None], slot, -1), jnp.int32)[:, None]
-    dirty = jnp.where(pos[..., None] >= 0, x, jnp.asarray(np.inf, dtype))
+    noisy = jnp.where(pos[..., None] >= 0, x, jnp.asarray(np.inf, dtype))
 
     def step(stored, t):
         at = jnp.asarray(lengths, jnp.int32)[:, None] + t
         return codec.append(stored, jnp.take_along_axis(jnp.asarray(x), at[:, None, :, None], 2), at), None
 
-    def run(dirty):
-        first = codec.encode(dirty, pos)
+    def run(noisy):
+        first = codec.encode(noisy, pos)
         last = jax.lax.scan(step, first, jnp.arange(steps, dtype=jnp.int32))[0]
-        some = jnp.broadcast_to(jnp.asarray([0, 4, 9, 12, 14], jnp.int32), (3, 2, 5))
-        return first, last, codec.decode(last), codec.gather(last, some)
+        gathered = jnp.broadcast_to(jnp.asarray([0, 4, 9, 12, 14], jnp.int32), (3, 2, 5))
+        return first, last, codec.decode(last), codec.gather(last, gathered)
 
-    first, last, all_of, some = jax.jit(run)(dirty)
+    first, last, decoded, gathered = jax.jit(run)(noisy)
     assert jax.tree.map(memory.memory_kind, last) == jax.tree.map(memory.memory_kind, first)
-    assert all_of.dtype == some.dtype == dtype
+    assert decoded.dtype == gathered.dtype == dtype
     for b, n in enumerate(lengths):
         for h in range(2):
-            want = oracle.held(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
-            np.testing.assert_array_equal(np.asarray(all_of[b, h, : n + steps]), want)
-            np.testing.assert_array_equal(np.asarray(some[b, h]), want[[0, 4, 9, 12, 14]])
+            expected = oracle.reconstruct(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
+            np.testing.assert_array_equal(np.asarray(decoded[b, h, : n + steps]), expected)
+            np.testing.assert_array_equal(np.asarray(gathered[b, h]), expected[[0, 4, 9, 12, 14]])
 
 
 def test_ragged_chunks_are_single_steps():
-    """Row b brings counts[b] tokens in one call and then the others; padding tokens move nothing."""
-    d, method = layer.data(), kvjax.parse("saq:group=4,every=4")
-    bound, want = layer.bound(method), layer.run(method, d)
-    state, done = layer.prefill(bound, d), np.zeros(3, np.int32)
+    """Sequence b gets counts[b] tokens in one call, then the rest; padding tokens move nothing."""
+    batch, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
+    bound, expected = layer.bind(method), layer.decode(method, batch)
+    state, done = layer.prefill(bound, batch), np.zeros(3, np.int32)
     for counts in ([4, 0, 2], [3, 4, 4]):
-        fresh = layer.cut_short(layer.Data(d.q, d.k, d.v, d.lengths + done).tokens(0, 4), counts)
-        out, state = layer.extend(bound, 4)(state, fresh)
+        new = layer.truncate_chunk(
+            layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + done).tokens(0, 4), counts
+        )
+        out, state = layer.compile_extend(bound, 4)(state, new)
         for b, (start, count) in enumerate(zip(done, counts, strict=True)):
-            np.testing.assert_allclose(out[b, :, :, :count], want[b, :, :, start : start + count], atol=3e-6)
+            np.testing.assert_allclose(out[b, :, :, :count], expected[b, :, :, start : start + count], atol=3e-6)
         done += np.array(counts, np.int32)
 
 
 def test_bits_fall_and_are_really_packed():
-    """The bytes of 64 tokens in one head of 32 channels: 16 exact, 16 in 8 bits, 16 in 4, and room for 32 in 2."""
+    """The bytes of 64 tokens in one head of 32 channels: 16 exact, 16 in 8 bits, 16 in 4, and capacity for 32 in 2."""
     x, pos = jax.ShapeDtypeStruct((1, 1, 64, 32), jnp.float32), jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
     codes = 32 * (16 * 8 + 16 * 4 + 32 * 2) // 8
     scales = 2 * 4 * 32 * (64 // 16)
-    held = array_bytes(jax.eval_shape(StaircaseQuantizer((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
-    assert held == codes + scales + 16 * 32 * 4 + 4
+    num_bytes = array_bytes(jax.eval_shape(StaircaseQuantizer((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
+    assert num_bytes == codes + scales + 16 * 32 * 4 + 4
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "saq:bits=2-4": "bits must fall from step to step",
         "saq:bits=8-3": "bits must be 1, 2, 4 or 8, got 3",
         "saq:bits=8/4": "numbers with '-' between them, got '8/4'",
         "saq:every=20": "no multiple of group 32",
         "saq + h2o": "component `decode`",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+        with pytest.raises(KvjaxError, match=says):
+            layer.bind(text)
     with pytest.raises(KvjaxError, match="does not divide the head size"):
         StaircaseQuantizer((8, 4), 4, "channel", 4).encode(jnp.ones((1, 1, 4, 6)), jnp.zeros((1, 1, 4), jnp.int32))

@@ -1,4 +1,4 @@
-"""ShadowKV against its oracle: what stays exact, which chunks are read, and keys rebuilt from few numbers."""
+"""ShadowKV against its oracle: exact tokens, fetched chunks, and keys reconstructed from few numbers."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def test_by_hand():
 
 
 def test_it_is_the_oracle_on_ragged_rows():
-    """Beyond the prompts lies infinity; one of them has no chunk at all."""
-    d = layer.data()
-    got = layer.run(METHOD, d, state=layer.prefill(layer.bound(METHOD), d, padding=np.inf))
-    for b, n in enumerate(map(int, d.lengths)):
+    """The prompts are padded with infinity; one of them has no chunk at all."""
+    batch = layer.random_batch()
+    actual = layer.decode(METHOD, batch, state=layer.prefill(layer.bind(METHOD), batch, padding=np.inf))
+    for b, n in enumerate(map(int, batch.lengths)):
         for t in range(layer.STEPS):
-            q = np.asarray(d.q[b, :, :, n + t], np.float64)
-            k, v = (np.asarray(x[b, :, : n + t + 1], np.float64) for x in (d.k, d.v))
-            np.testing.assert_allclose(got[b, :, :, t], oracle.attended(q, k, v, n, **SIZES), atol=1e-5)
+            q = np.asarray(batch.q[b, :, :, n + t], np.float64)
+            k, v = (np.asarray(x[b, :, : n + t + 1], np.float64) for x in (batch.k, batch.v))
+            np.testing.assert_allclose(actual[b, :, :, t], oracle.attend(q, k, v, n, **SIZES), atol=1e-5)
 
 
 def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_the_host():
-    bound, d = layer.bound(METHOD), layer.data()
-    state = layer.prefill(bound, d)
+    bound, batch = layer.bind(METHOD), layer.random_batch()
+    state = layer.prefill(bound, batch)
     store = state.side_store.tokens
     assert memory.memory_kind(store.v.data) == "pinned_host" and memory.memory_kind(store.k.rows.data) == "device"
-    for b, n in enumerate(map(int, d.lengths)):
+    for b, n in enumerate(map(int, batch.lengths)):
         for h in range(layer.K):
-            held, exact = oracle.divided(np.asarray(d.k[b, h, :n], np.float64), 2, 1, 1)
-            here, there = (np.asarray(x.pos)[b, h] for x in (state, store))
+            low_rank, exact = oracle.split_prompt(np.asarray(batch.k[b, h, :n], np.float64), 2, 1, 1)
+            here, positions = (np.asarray(x.pos)[b, h] for x in (state, store))
             assert here[here >= 0].tolist() == exact
-            assert there[there >= 0].tolist() == [t for c in held for t in (2 * c, 2 * c + 1)]
+            assert positions[positions >= 0].tolist() == [t for c in low_rank for t in (2 * c, 2 * c + 1)]
     assert np.asarray(state.n).tolist() == [5, 1, 4]
 
 
@@ -62,15 +62,15 @@ def test_a_chunk_with_a_token_unlike_its_mean_stays_exact():
 
 
 def test_it_divides_what_a_selection_leaves():
-    """Each token that the selection keeps is somewhere, and no other."""
-    selection, d = "snapkv:budget=6,window=2,kernel=3", layer.data()
+    """The state holds each token that the selection keeps, and no other."""
+    selection, batch = "snapkv:budget=6,window=2,kernel=3", layer.random_batch()
 
-    def kept(method: str) -> list[list[int]]:
-        bound = layer.bound(method)
-        positions = np.asarray(bound.positions(layer.prefill(bound, d)))
+    def kept_positions(method: str) -> list[list[int]]:
+        bound = layer.bind(method)
+        positions = np.asarray(bound.positions(layer.prefill(bound, batch)))
         return [sorted(row[row >= 0].tolist()) for row in positions.reshape(-1, positions.shape[2])]
 
-    assert kept(f"{selection} + {METHOD}") == kept(selection)
+    assert kept_positions(f"{selection} + {METHOD}") == kept_positions(selection)
 
 
 def test_it_says_that_it_needs_host_memory():
@@ -96,11 +96,11 @@ def test_it_says_that_it_needs_host_memory():
 )
 def test_what_cannot_be_says_why(method, error, says):
     with pytest.raises(error, match=says):
-        layer.bound(method)
+        layer.bind(method)
 
 
 def test_prompts_of_equal_tokens_have_finite_answers():
-    d = layer.data()
-    alike = layer.Data(d.q, 0 * d.k + d.k[:, :, :1], d.v, d.lengths)
-    assert np.isfinite(layer.run(METHOD, alike)).all()
-    assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), layer.prefill(layer.bound(METHOD), alike)))
+    batch = layer.random_batch()
+    alike = layer.SequenceBatch(batch.q, 0 * batch.k + batch.k[:, :, :1], batch.v, batch.lengths)
+    assert np.isfinite(layer.decode(METHOD, alike)).all()
+    assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), layer.prefill(layer.bind(METHOD), alike)))

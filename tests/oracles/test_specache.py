@@ -1,4 +1,4 @@
-"""C7: specache equals the NumPy oracle step by step, guessing or not, on ragged rows and over flushes of keys."""
+"""SpeCache equals its NumPy oracle step by step, with drafts and without, on ragged sequences (C7)."""
 
 from __future__ import annotations
 
@@ -15,141 +15,153 @@ from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import specache
-from tests.oracles.test_kivi import STEPS, B, G, H, K, R, batch, bound, oracle, prefill
+from tests.oracles.test_kivi import STEPS, B, G, H, K, R, bind, oracle_outputs, prefill, random_batch
 
 SPECS = [(1, 8, 1, "improved", "mean"), (1, 8, 3, "original", "max"), (2, 4, 5, "improved", "mean")]
 
 
-def later(d: layer.Data, tokens) -> layer.Data:
-    return layer.Data(d.q, d.k, d.v, d.lengths + np.asarray(tokens, np.int32))
+def shift_batch(batch: layer.SequenceBatch, tokens) -> layer.SequenceBatch:
+    return layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + np.asarray(tokens, np.int32))
 
 
-def pair(d: layer.Data, guesses: layer.Data) -> tuple:
+def pair_with_drafts(batch: layer.SequenceBatch, drafts: layer.SequenceBatch) -> tuple:
     """The tokens of STEPS steps: each true token with a draft of the next one, which is always wrong."""
-    true, guessed = layer.stack(d, STEPS), layer.stack(later(guesses, 1), STEPS)
-    q = jnp.concatenate([true[0], guessed[0]], 4)
-    return q, jax.tree.map(lambda x, y: jnp.concatenate([x, y], 3), true[1], guessed[1])
+    true_token, drafted = layer.stack_steps(batch, STEPS), layer.stack_steps(shift_batch(drafts, 1), STEPS)
+    q = jnp.concatenate([true_token[0], drafted[0]], 4)
+    return q, jax.tree.map(lambda x, y: jnp.concatenate([x, y], 3), true_token[1], drafted[1])
 
 
 @functools.cache
-def _speculate(method):
-    def step(state, fresh):
-        out, state, _ = bound(method).extend(state, *fresh, 1, None)
+def _compile_speculation(method):
+    def step(state, new):
+        out, state, _ = bind(method).extend(state, *new, 1, None)
         return state, out
 
-    def run(state, first, fresh):
-        out, state, _ = bound(method).extend(state, *first, 0, None)
-        state, outs = jax.lax.scan(step, state, fresh)
+    def run(state, first, new):
+        out, state, _ = bind(method).extend(state, *first, 0, None)
+        state, outs = jax.lax.scan(step, state, new)
         return out, jnp.moveaxis(outs, 0, 3), state
 
     return jax.jit(run)
 
 
-def speculate(method, d: layer.Data, guesses: layer.Data, state=None):
-    """Pre-decode and steps -> f32[B K G 1 H], f32[B K G STEPS 2 H], state."""
-    state = prefill(method, d) if state is None else state
-    return _speculate(method)(state, d.token(0), pair(d, guesses))
+def speculate(method, batch: layer.SequenceBatch, drafts: layer.SequenceBatch, state=None):
+    """Runs the pre-decode step and all steps -> f32[B K G 1 H], f32[B K G STEPS 2 H], state."""
+    state = prefill(method, batch) if state is None else state
+    return _compile_speculation(method)(state, batch.token(0), pair_with_drafts(batch, drafts))
 
 
-def specache_row(d: layer.Data, b: int, h: int, spec: tuple) -> tuple:
-    """The oracle after the prompt, and q, k, v of row b and head h by position."""
+def oracle_cache(batch: layer.SequenceBatch, b: int, h: int, spec: tuple) -> tuple:
+    """The oracle after the prompt, and a function from a position to q, k, v of sequence b and head h."""
     bits, group, topk, one_bit, reduce = spec
-    q, k, v = (np.asarray(x[b, h]) for x in (d.q, d.k, d.v))
-    n = d.lengths[b]
-    return specache.Row(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), lambda at: (q[:, at], k[at], v[at])
+    q, k, v = (np.asarray(x[b, h]) for x in (batch.q, batch.k, batch.v))
+    n = batch.lengths[b]
+
+    def token(pos):
+        return q[:, pos], k[pos], v[pos]
+
+    return specache.SpeCache(k[:n], v[:n], bits, group, topk, R, one_bit, reduce), token
 
 
-def specache_of(spec: tuple, **more):
+def make_specache(spec: tuple, **more):
     bits, group, topk, one_bit, reduce = spec
     return methods.specache(bits, group, topk, R, one_bit=one_bit, reduce=reduce, **more)
 
 
-def wanted(d: layer.Data, guesses: layer.Data, spec: tuple, turns: int = 1) -> tuple:
-    """The speculative loop of the paper -> pre-decode f64[turns B K G H], steps f64[turns B K G STEPS 2 H]."""
-    first, out = np.zeros((turns, B, K, G, H)), np.zeros((turns, B, K, G, STEPS, 2, H))
+def speculative_outputs(
+    batch: layer.SequenceBatch, drafts: layer.SequenceBatch, spec: tuple, num_rounds: int = 1
+) -> tuple:
+    """Runs the paper's speculative loop -> pre-decode f64[rounds B K G H], steps f64[rounds B K G STEPS 2 H]."""
+    first, out = np.zeros((num_rounds, B, K, G, H)), np.zeros((num_rounds, B, K, G, STEPS, 2, H))
     for b, h in np.ndindex(B, K):
-        row, true = specache_row(d, b, h, spec)
-        _, guess = specache_row(guesses, b, h, spec)
-        for i in range(turns):
-            at = d.lengths[b] + i * STEPS
-            first[i, b, h] = row.pre_decode(*true(at))
+        cache, true_token = oracle_cache(batch, b, h, spec)
+        _, draft_token = oracle_cache(drafts, b, h, spec)
+        for i in range(num_rounds):
+            pos = batch.lengths[b] + i * STEPS
+            first[i, b, h] = cache.pre_decode(*true_token(pos))
             for t in range(STEPS):
-                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = row.step(*true(at + t), guess(at + t + 1))
+                out[i, b, h, :, t, 0], out[i, b, h, :, t, 1] = cache.step(
+                    *true_token(pos + t), draft_token(pos + t + 1)
+                )
     return first, out
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_speculative_loop_equals_the_paper(spec):
-    d, guesses = batch(seed=1), batch(seed=2, fresh=STEPS + 1)
-    first, out, _ = speculate(specache_of(spec), d, guesses)
-    want_first, want = wanted(d, guesses, spec)
-    np.testing.assert_allclose(first[:, :, :, 0], want_first[0], atol=3e-6)
-    np.testing.assert_allclose(out, want[0], atol=3e-6)
+    batch, drafts = random_batch(seed=1), random_batch(seed=2, num_new=STEPS + 1)
+    first, out, _ = speculate(make_specache(spec), batch, drafts)
+    expected_first, expected = speculative_outputs(batch, drafts, spec)
+    np.testing.assert_allclose(first[:, :, :, 0], expected_first[0], atol=3e-6)
+    np.testing.assert_allclose(out, expected[0], atol=3e-6)
 
 
 def test_a_second_turn_goes_on_from_the_first():
-    """It begins with a pre-decode step of its own; one row stands at the end of a block of keys."""
+    """It begins with a pre-decode step of its own; one sequence is at the end of a block of keys."""
     spec = SPECS[1]
-    d, guesses, method = batch(seed=3, fresh=2 * STEPS), batch(seed=4, fresh=2 * STEPS + 1), specache_of(spec)
-    want_first, want = wanted(d, guesses, spec, 2)
-    state = speculate(method, d, guesses)[2]
-    first, out, _ = speculate(method, later(d, STEPS), later(guesses, STEPS), state)
-    np.testing.assert_allclose(first[:, :, :, 0], want_first[1], atol=3e-6)
-    np.testing.assert_allclose(out, want[1], atol=3e-6)
+    batch, drafts, method = (
+        random_batch(seed=3, num_new=2 * STEPS),
+        random_batch(seed=4, num_new=2 * STEPS + 1),
+        make_specache(spec),
+    )
+    expected_first, expected = speculative_outputs(batch, drafts, spec, 2)
+    state = speculate(method, batch, drafts)[2]
+    first, out, _ = speculate(method, shift_batch(batch, STEPS), shift_batch(drafts, STEPS), state)
+    np.testing.assert_allclose(first[:, :, :, 0], expected_first[1], atol=3e-6)
+    np.testing.assert_allclose(out, expected[1], atol=3e-6)
 
 
 @functools.cache
-def _chunk(method):
-    return layer.extend(bound(method), STEPS)
+def _compile_chunk(method):
+    return layer.compile_extend(bind(method), STEPS)
 
 
 def test_without_speculation_it_equals_the_paper():
-    spec, d = SPECS[1], batch(seed=5)
-    method = specache_of(spec, speculative=False)
-    out, _ = _chunk(method)(prefill(method, d), d.tokens(0, STEPS))
-    want = np.zeros((B, K, G, STEPS, H))
+    spec, batch = SPECS[1], random_batch(seed=5)
+    method = make_specache(spec, speculative=False)
+    out, _ = _compile_chunk(method)(prefill(method, batch), batch.tokens(0, STEPS))
+    expected = np.zeros((B, K, G, STEPS, H))
     for b, h in np.ndindex(B, K):
-        row, true = specache_row(d, b, h, spec)
+        cache, true_token = oracle_cache(batch, b, h, spec)
         for t in range(STEPS):
-            want[b, h, :, t] = row.step_without_guessing(*true(d.lengths[b] + t))
-    np.testing.assert_allclose(out, want, atol=3e-6)
+            expected[b, h, :, t] = cache.step_without_draft(*true_token(batch.lengths[b] + t))
+    np.testing.assert_allclose(out, expected, atol=3e-6)
 
 
 def test_without_a_guess_the_token_itself_chooses_the_next_fetch():
-    """A plain ragged chunk: row b brings counts[b] tokens; padding neither counts nor fetches."""
+    """A plain ragged chunk has counts[b] tokens of sequence b; padding neither counts nor fetches."""
     spec = SPECS[1]
-    d, method = batch(seed=6), specache_of(spec)
-    state = prefill(method, d, padding=np.inf)
+    batch, method = random_batch(seed=6), make_specache(spec)
+    state = prefill(method, batch, padding=np.inf)
     counts, done = [2, 0, 9, 8, STEPS, 1, 7], np.zeros(B, np.int32)
-    rows = {(b, h): specache_row(d, b, h, spec) for b, h in np.ndindex(B, K)}
+    caches = {(b, h): oracle_cache(batch, b, h, spec) for b, h in np.ndindex(B, K)}
     for part in (counts, [STEPS - c for c in counts]):
-        now = later(d, done)
-        out, state = _chunk(method)(state, layer.cut_short(now.tokens(0, STEPS), part))
-        for (b, h), (row, true) in rows.items():
+        rest = shift_batch(batch, done)
+        out, state = _compile_chunk(method)(state, layer.truncate_chunk(rest.tokens(0, STEPS), part))
+        for (b, h), (cache, true_token) in caches.items():
             for t in range(part[b]):
-                want, _ = row.step(*true(now.lengths[b] + t))
-                np.testing.assert_allclose(out[b, h, :, t], want, atol=3e-6)
+                expected, _ = cache.step(*true_token(rest.lengths[b] + t))
+                np.testing.assert_allclose(out[b, h, :, t], expected, atol=3e-6)
         done += np.array(part, np.int32)
 
 
 def test_when_all_rows_are_fetched_it_is_exact_attention():
-    d, guesses = batch(seed=7), batch(seed=8, fresh=STEPS + 1)
-    exact = oracle(d, 1, 8, residual=1000)
-    _, out, _ = speculate(methods.specache(1, 8, 50, R), d, guesses)
+    batch, drafts = random_batch(seed=7), random_batch(seed=8, num_new=STEPS + 1)
+    exact = oracle_outputs(batch, 1, 8, residual=1000)
+    _, out, _ = speculate(methods.specache(1, 8, 50, R), batch, drafts)
     np.testing.assert_allclose(out[:, :, :, :, 0], exact, atol=3e-6)
 
 
 def test_what_padding_holds_changes_nothing():
-    d, guesses, method = batch(seed=9), batch(seed=10, fresh=STEPS + 1), specache_of(SPECS[0])
-    _, clean, _ = speculate(method, d, guesses)
+    batch, drafts, method = random_batch(seed=9), random_batch(seed=10, num_new=STEPS + 1), make_specache(SPECS[0])
+    _, clean, _ = speculate(method, batch, drafts)
     for padding in (1e4, np.inf):
-        dirty = batch(seed=9, padding=padding)
-        _, out, _ = speculate(method, dirty, guesses, prefill(method, dirty, padding))
+        noisy = random_batch(seed=9, padding=padding)
+        _, out, _ = speculate(method, noisy, drafts, prefill(method, noisy, padding))
         np.testing.assert_array_equal(out, clean)
 
 
 def test_the_oracle_by_hand():
-    """Keys 0 and 4 (in the first channel) are 1 and 3 in one bit; what a guess likes best is then read exactly."""
+    """Keys 0 and 4 (in the first channel) are 1 and 3 in one bit; the token that a draft prefers is read exactly."""
 
     def ask(x):
         return np.array([[x * 2**0.5, 0]])
@@ -161,39 +173,44 @@ def test_the_oracle_by_hand():
         return np.array([x, x])
 
     e, close = np.exp, functools.partial(np.testing.assert_allclose, rtol=1e-12)
-    row = specache.Row(np.stack([key(0.0), key(4.0)]), np.stack([value(10.0), value(20.0)]), 1, 2, 1, 2)
-    out = row.pre_decode(ask(1), key(0.0), value(0.0))
+    cache = specache.SpeCache(np.stack([key(0.0), key(4.0)]), np.stack([value(10.0), value(20.0)]), 1, 2, 1, 2)
+    out = cache.pre_decode(ask(1), key(0.0), value(0.0))
     close(out[0], (e(1) * 10 + e(3) * 20) / (e(1) + e(3) + 1))
-    assert row.fetched == [1] and len(row.low.k) == 2, "the token is not kept yet"
-    out, ahead = row.step(ask(1), key(0.0), value(0.0), (ask(-1), key(2.0), value(5.0)))
+    assert cache.fetched == [1] and len(cache.low.k) == 2, "the token is not kept yet"
+    out, ahead = cache.step(ask(1), key(0.0), value(0.0), (ask(-1), key(2.0), value(5.0)))
     close(out[0], (e(1) * 10 + e(4) * 20) / (e(1) + e(4) + 1))
     close(ahead[0], (e(-1) * 10 + e(-4) * 20 + e(-2) * 5) / (e(-1) + e(-4) + 1 + e(-2)))
-    assert row.fetched == [0] and len(row.low.k) == 3, "the guess is not kept"
-    row.step(ask(1), key(9.0), value(0.0), (ask(1), key(0.0), value(0.0)))
-    assert row.fetched == [3], "the block that this step completed is a candidate"
-    row.step(ask(1), key(10.0), value(0.0), (ask(1), key(0.0), value(0.0)))
-    assert row.fetched == [3], "what stays exact is not"
+    assert cache.fetched == [0] and len(cache.low.k) == 3, "the guess is not kept"
+    cache.step(ask(1), key(9.0), value(0.0), (ask(1), key(0.0), value(0.0)))
+    assert cache.fetched == [3], "the block that this step completed is a candidate"
+    cache.step(ask(1), key(10.0), value(0.0), (ask(1), key(0.0), value(0.0)))
+    assert cache.fetched == [3], "what stays exact is not"
 
 
 def test_the_oracle_sees_each_choice():
-    """Every parameter changes what the oracle computes on this data: equality with it means something."""
-    d, guesses = batch(seed=1), batch(seed=2, fresh=STEPS + 1)
+    """Every parameter changes the oracle's outputs on this data, so equality with them means something."""
+    batch, drafts = random_batch(seed=1), random_batch(seed=2, num_new=STEPS + 1)
     base = (1, 8, 2, "improved", "mean")
     others = [(2, *base[1:]), (1, 4, *base[2:]), (1, 8, 3, *base[3:])]
     others += [(*base[:3], "original", "mean"), (*base[:4], "max")]
-    out = wanted(d, guesses, base)[1][0]
+    out = speculative_outputs(batch, drafts, base)[1][0]
     for other in others:
-        assert np.abs(wanted(d, guesses, other)[1][0] - out).max() > 1e-3
-    assert np.abs(out[..., 0, :] - oracle(d, 1, 8)).max() > 1e-3, "and so does fetching"
-    assert np.abs(wanted(d, batch(seed=20, fresh=STEPS + 1), base)[1][0][..., 0, :] - out[..., 0, :]).max() > 1e-3
+        assert np.abs(speculative_outputs(batch, drafts, other)[1][0] - out).max() > 1e-3
+    assert np.abs(out[..., 0, :] - oracle_outputs(batch, 1, 8)).max() > 1e-3, "and so does fetching"
+    assert (
+        np.abs(
+            speculative_outputs(batch, random_batch(seed=20, num_new=STEPS + 1), base)[1][0][..., 0, :] - out[..., 0, :]
+        ).max()
+        > 1e-3
+    )
 
 
-def sizes(method, S: int, wide: int, dtype) -> dict[bool, int]:
-    """Bytes of the state, {on the host: bytes}; nothing is compiled."""
+def bytes_by_memory(method, S: int, wide: int, dtype) -> dict[bool, int]:
+    """Bytes of the state as {on the host: bytes}; nothing is compiled."""
     x = jax.ShapeDtypeStruct((3, 2, 64, wide), dtype)
     pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
     total = {True: 0, False: 0}
-    prefill = layer.bound(method, head_dim=wide).prefill
+    prefill = layer.bind(method, head_dim=wide).prefill
     for leaf in jax.make_jaxpr(lambda k, p: prefill(KVBlock(k, k, p), None, S))(x, pos).out_avals:
         total[leaf.memory_space == jax.memory.Space.Host] += leaf.size * leaf.dtype.itemsize
     return total
@@ -205,12 +222,12 @@ def test_bytes_are_the_papers(bits, group, dtype):
     """All exact tokens are on the host, the low-bit copy and topk fetched tokens on the device."""
     wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
     method = functools.partial(methods.specache, bits, group)
-    small, large = (sizes(method(64, 64), S, wide, dtype) for S in (512, 1024))
+    small, large = (bytes_by_memory(method(64, 64), S, wide, dtype) for S in (512, 1024))
     assert small[True] == 2 * heads * 512 * wide * size
     assert large[True] == 2 * heads * 1024 * wide * size
     low = 2 * heads * 512 * wide * (bits + 16 * size / group) / 8
     assert large[False] - small[False] == low + 4 * 3 * 512
-    fewer = sizes(method(16, 64), 512, wide, dtype)
+    fewer = bytes_by_memory(method(16, 64), 512, wide, dtype)
     assert small[False] - fewer[False] == heads * 48 * (2 * wide * size + 4)
 
 
@@ -227,7 +244,7 @@ def test_the_string_is_the_call():
         (lambda: methods.specache(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
         (lambda: methods.specache(group=8, residual=8, topk=0), r"topk.*\b0\b"),
         (lambda: methods.specache(group=8, residual=8, reduce="sum"), r"reduce.*sum"),
-        (lambda: prefill(methods.specache(group=16, residual=16), batch()), r"(?=.*\b16\b).*\b8\b"),
+        (lambda: prefill(methods.specache(group=16, residual=16), random_batch()), r"(?=.*\b16\b).*\b8\b"),
     ],
 )
 def test_an_impossible_value_is_an_error_with_its_remedy(make, words):

@@ -1,4 +1,4 @@
-"""ThinK against its oracle, and what must hold for keys of few channels."""
+"""ThinK against its oracle, and the properties of keys with few channels."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ from tests.contract import layer
 from tests.oracles import think as oracle
 
 
-def of_prompt(d: layer.Data, b: int, h: int, queries: int = 4) -> list[int]:
-    """The oracle's channels of a head."""
-    n = int(d.lengths[b])
-    q, k = np.asarray(d.q[b, h, :, :n], np.float64), np.asarray(d.k[b, h, :n], np.float64)
-    return oracle.channels(q, k, 0.4, queries)
+def oracle_channels(batch: layer.SequenceBatch, b: int, h: int, queries: int = 4) -> list[int]:
+    """The channels that the oracle keeps of a head."""
+    n = int(batch.lengths[b])
+    q, k = np.asarray(batch.q[b, h, :, :n], np.float64), np.asarray(batch.k[b, h, :n], np.float64)
+    return oracle.select_channels(q, k, 0.4, queries)
 
 
 def test_it_is_its_oracle_where_padding_holds_infinity():
-    d, dirty = layer.data(), layer.data(padding=np.inf)
-    bound = layer.bound("think:recent=3,queries=4")
-    out = layer.run("think:recent=3,queries=4", d, state=layer.prefill(bound, dirty, padding=np.inf))
+    batch, noisy = layer.random_batch(), layer.random_batch(padding=np.inf)
+    bound = layer.bind("think:recent=3,queries=4")
+    out = layer.decode("think:recent=3,queries=4", batch, state=layer.prefill(bound, noisy, padding=np.inf))
     for b, n in enumerate(map(int, layer.LENGTHS)):
         for h in range(layer.K):
-            stay = of_prompt(d, b, h)
+            channels = oracle_channels(batch, b, h)
             for t in range(layer.STEPS):
-                k, v = (np.asarray(x[b, h, : n + t + 1], np.float64) for x in (d.k, d.v))
-                keys, q = oracle.held(k, max(n - 3, 0), stay), np.asarray(d.q[b, h, :, n + t : n + t + 1])
-                want = dense_attention(q, keys[None], v[None], np.array([n + t]))[:, 0]
-                np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
+                k, v = (np.asarray(x[b, h, : n + t + 1], np.float64) for x in (batch.k, batch.v))
+                keys, q = (
+                    oracle.reconstruct(k, max(n - 3, 0), channels),
+                    np.asarray(batch.q[b, h, :, n + t : n + t + 1]),
+                )
+                expected = dense_attention(q, keys[None], v[None], np.array([n + t]))[:, 0]
+                np.testing.assert_allclose(out[b, h, :, t], expected, atol=1e-5)
 
 
-def found(q, k, **parameters) -> list[int]:
-    """The channels of a head with queries q [n H] and keys k [n H]."""
+def select_channels(q, k, **parameters) -> list[int]:
+    """The channels that the pruner keeps of a head with queries q [n H] and keys k [n H]."""
     q, k = (jnp.asarray(x, jnp.float32)[None, None] for x in (q, k))
     pos = jnp.arange(q.shape[2], dtype=jnp.int32)[None]
     run = jax.jit(ChannelPruner(**parameters).fit_prompt)
@@ -49,13 +52,13 @@ def found(q, k, **parameters) -> list[int]:
 
 def test_by_hand_a_channel_goes_although_its_queries_are_larger():
     """Mean squares 4 and 1 of queries, 1 and 9 of keys: 4 against 9."""
-    assert found([[2, 1], [-2, 1]], [[1, 3], [1, -3]], share=0.5) == [1]
-    assert found([[0, 9], [2, 0], [-2, 1]], [[1, 1], [1, 1], [1, 1]], share=0.5, num_queries=2) == [0]
-    assert found([[0, 0]], [[0, 0]], share=0.5) == [0]
+    assert select_channels([[2, 1], [-2, 1]], [[1, 3], [1, -3]], share=0.5) == [1]
+    assert select_channels([[0, 9], [2, 0], [-2, 1]], [[1, 1], [1, 1], [1, 1]], share=0.5, num_queries=2) == [0]
+    assert select_channels([[0, 0]], [[0, 0]], share=0.5) == [0]
 
 
-def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, Observation]:
-    """Rows of six and of two tokens: keys with infinity behind the last one, positions, and queries."""
+def random_prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.Array, Observation]:
+    """Prompts of six and of two tokens: keys padded with infinity, positions, and queries."""
     rng = np.random.default_rng(0)
     pos = np.where(np.arange(S)[None] < np.array([[S], [2]]), np.arange(S)[None], -1)
     x = np.where(pos[:, None, :, None] < 0, np.inf, rng.normal(size=(2, 2, S, H)))
@@ -67,51 +70,51 @@ def prompt(S: int = 6, H: int = 10, dtype=jnp.float32) -> tuple[jax.Array, jax.A
 @pytest.mark.parametrize("codec", [ChannelPruner(0.4), Host(ChannelPruner(0.4))])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_channels_that_stay_are_bit_equal_and_a_query_reads_no_others(codec, dtype):
-    x, pos, seen = prompt(dtype=dtype)
+    x, pos, observation = random_prompt(dtype=dtype)
 
     @jax.jit
-    def run(x, pos, seen, at, idx):
-        stored = codec.encode_prompt(x, pos, seen)
-        back, loaded, q = codec.decode(stored), codec.load(stored), seen.q[:, :, :, :1]
-        again = codec.append(stored, x[:, :, :1], at)
-        scores = codec.scores(q, loaded), attention.scores(q, back)
-        return stored, back, scores, codec.gather(again, idx), codec.decode(again)
+    def run(x, pos, observation, at, idx):
+        stored = codec.encode_prompt(x, pos, observation)
+        restored, loaded, q = codec.decode(stored), codec.load(stored), observation.q[:, :, :, :1]
+        decoded = codec.append(stored, x[:, :, :1], at)
+        scores = codec.scores(q, loaded), attention.scores(q, restored)
+        return stored, restored, scores, codec.gather(decoded, idx), codec.decode(decoded)
 
     at, idx = jnp.asarray([[5], [2]], jnp.int32), jnp.asarray([[[0, 1, 5], [1, 1, 2]]] * 2, jnp.int32)
-    stored, back, scores, rows, again = run(x, pos, seen, at, idx)
-    stays = np.zeros((2, 2, 1, 10), bool)
-    np.put_along_axis(stays, np.asarray(stored.channels), True, 3)
-    assert memory.unpack(stored.kept).shape == (2, 2, 6, 6) and back.dtype == dtype and stays.sum() == 4 * 6
-    real = np.where(np.asarray(pos)[..., None] >= 0, np.asarray(x, np.float32), 0)
-    np.testing.assert_array_equal(np.asarray(back, np.float32), np.where(stays, real, 0))
+    stored, restored, scores, gathered, decoded = run(x, pos, observation, at, idx)
+    is_kept = np.zeros((2, 2, 1, 10), bool)
+    np.put_along_axis(is_kept, np.asarray(stored.channels), True, 3)
+    assert memory.unpack(stored.kept).shape == (2, 2, 6, 6) and restored.dtype == dtype and is_kept.sum() == 4 * 6
+    expected_keys = np.where(np.asarray(pos)[..., None] >= 0, np.asarray(x, np.float32), 0)
+    np.testing.assert_array_equal(np.asarray(restored, np.float32), np.where(is_kept, expected_keys, 0))
     np.testing.assert_allclose(*scores, atol=1e-5 if dtype == jnp.float32 else 0.1)
-    np.testing.assert_array_equal(rows, jnp.take_along_axis(again, idx[..., None], 2))
-    np.testing.assert_array_equal(again[1, :, 2], back[1, :, 0])
+    np.testing.assert_array_equal(gathered, jnp.take_along_axis(decoded, idx[..., None], 2))
+    np.testing.assert_array_equal(decoded[1, :, 2], restored[1, :, 0])
 
 
 def test_over_a_selection_older_tokens_are_those_that_it_leaves():
     """Four of the six tokens that stay in each head lose channels, which are chosen by all six."""
-    d, text = layer.data(), "snapkv:budget=6,window=2,kernel=3"
-    state, alone = (layer.prefill(layer.bound(t), d) for t in (f"{text} + think:recent=2,queries=4", text))
-    kept = np.asarray(alone.pos[0, :, :6])
-    np.testing.assert_array_equal(np.asarray(state.side_store.pos[0])[:, :4], kept[:, :4])
-    np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], kept[:, 4:])
+    batch, text = layer.random_batch(), "snapkv:budget=6,window=2,kernel=3"
+    state, single = (layer.prefill(layer.bind(t), batch) for t in (f"{text} + think:recent=2,queries=4", text))
+    pos = np.asarray(single.pos[0, :, :6])
+    np.testing.assert_array_equal(np.asarray(state.side_store.pos[0])[:, :4], pos[:, :4])
+    np.testing.assert_array_equal(np.asarray(state.pos[0])[:, :2], pos[:, 4:])
     for h in range(layer.K):
-        q, k = np.asarray(d.q[0, h, :, :9], np.float64), np.asarray(d.k[0, h], np.float64)[kept[h]]
-        assert state.side_store.k.channels[0, h, 0].tolist() == oracle.channels(q, k, 0.4, 4)
+        q, k = np.asarray(batch.q[0, h, :, :9], np.float64), np.asarray(batch.k[0, h], np.float64)[pos[h]]
+        assert state.side_store.k.channels[0, h, 0].tolist() == oracle.select_channels(q, k, 0.4, 4)
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "think:share=1": "share of channels",
         "think:recent=-1": "recent must be 0 or more",
         "think:queries=0": "at least 1 query",
         "think + h2o": "component `decode`",
         "think + zipcache": "both fill the component `side_store`",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
-    x, pos, _ = prompt()
+        with pytest.raises(KvjaxError, match=says):
+            layer.bind(text)
+    x, pos, _ = random_prompt()
     with pytest.raises(KvjaxError, match="has seen none"):
         ChannelPruner().encode_prompt(x, pos, None)
     with pytest.raises(KvjaxError, match="observe 32 of them"):

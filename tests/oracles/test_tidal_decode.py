@@ -1,4 +1,4 @@
-"""TidalDecode over several layers: against the paper, and how choices travel from layer to layer."""
+"""TidalDecode over several layers: against the paper, and the selection passed from layer to layer."""
 
 from __future__ import annotations
 
@@ -23,151 +23,152 @@ from tests.oracles import tidal_decode as oracle
 
 LAYERS = 5
 SMALL = "tidal_decode:topk=4,dense=1,reselect=3"
-DATA = [layer.data(seed) for seed in range(LAYERS)]
+DATA = [layer.random_batch(seed) for seed in range(LAYERS)]
 
 
-def bound(method=SMALL, windows=(None,) * LAYERS) -> tuple:
-    """The method in each layer of a model with five."""
+def bind_layers(method=SMALL, windows=(None,) * LAYERS) -> tuple:
+    """Binds a method to each layer of a model with five."""
     method, rope = method_of(method), Rope(layer.H)
     return tuple(method.bind(LayerSpec(i, LAYERS, layer.K, layer.G, layer.H, windows[i], rope)) for i in range(LAYERS))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def through(plan, states, fresh, commit):
-    """One call of every layer, bottom to top -> (their outputs, their states, the last cross-layer value)."""
-    outs, after, carry = [], [], None
-    for bound_layer, state, (q, block) in zip(plan, states, fresh, strict=True):
-        out, state, carry = bound_layer.extend(state, q, block, commit, carry)
+def run_layers(plan, states, new, commit):
+    """Calls every layer once, bottom to top -> (their outputs, their states, the last cross-layer value)."""
+    outs, after, cross_layer = [], [], None
+    for bound_layer, state, (q, block) in zip(plan, states, new, strict=True):
+        out, state, cross_layer = bound_layer.extend(state, q, block, commit, cross_layer)
         outs.append(out)
         after.append(state)
-    return outs, after, carry
+    return outs, after, cross_layer
 
 
-def prompts(plan) -> list:
-    return [layer.prefill(each, d) for each, d in zip(plan, DATA, strict=True)]
+def prefill_layers(plan) -> list:
+    return [layer.prefill(each, batch) for each, batch in zip(plan, DATA, strict=True)]
 
 
-def run(plan) -> tuple[list[np.ndarray], list]:
-    """Single steps -> (per layer f32[B K G STEPS H], the cross-layer values)."""
-    states, outs, carries = prompts(plan), [], []
+def decode(plan) -> tuple[list[np.ndarray], list]:
+    """Decodes in single steps -> (per layer f32[B K G STEPS H], the cross-layer values)."""
+    states, outs, cross_layer_values = prefill_layers(plan), [], []
     for t in range(layer.STEPS):
-        out, states, carry = through(plan, states, [d.token(t) for d in DATA], 1)
+        out, states, cross_layer = run_layers(plan, states, [batch.token(t) for batch in DATA], 1)
         outs.append(out)
-        carries.append(carry)
-    return [np.concatenate(x, 3) for x in zip(*outs, strict=True)], carries
+        cross_layer_values.append(cross_layer)
+    return [np.concatenate(x, 3) for x in zip(*outs, strict=True)], cross_layer_values
 
 
-def wanted(b: int, windows=None):
+def oracle_outputs(b: int, windows=None):
     n = int(DATA[0].lengths[b])
-    rows = [tuple(np.asarray(x[b, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v)) for d in DATA]
-    return oracle.tidal_decode(rows, n, 4, 1, 3, windows)
+    layers = [
+        tuple(np.asarray(x[b, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v))
+        for batch in DATA
+    ]
+    return oracle.tidal_decode(layers, n, 4, 1, 3, windows)
 
 
 @pytest.mark.parametrize("windows", [(None,) * LAYERS, (None, None, 4, 6, None)], ids=str)
 def test_it_equals_the_paper(windows):
-    outs, _ = run(bound(windows=windows))
+    outs, _ = decode(bind_layers(windows=windows))
     for b in range(layer.B):
-        for got, want in zip(outs, wanted(b, windows)[0], strict=True):
-            np.testing.assert_allclose(got[b], want, atol=5e-6)
+        for actual, expected in zip(outs, oracle_outputs(b, windows)[0], strict=True):
+            np.testing.assert_allclose(actual[b], expected, atol=5e-6)
 
 
 def test_what_one_layer_chooses_is_what_the_next_one_reads():
-    plan = bound()
-    for t, carry in enumerate(run(plan)[1]):
-        assert carry.shape == (layer.B, layer.K, 1, layer.G, 3)
+    plan = bind_layers()
+    for t, cross_layer in enumerate(decode(plan)[1]):
+        assert cross_layer.shape == (layer.B, layer.K, 1, layer.G, 3)
         for b in range(layer.B):
-            reads = wanted(b)[1]
+            reads = oracle_outputs(b)[1]
             for head in range(layer.K):
                 for g in range(layer.G):
-                    chosen = {int(s) for s in carry[b, head, 0, g] if s >= 0}
+                    chosen = {int(s) for s in cross_layer[b, head, 0, g] if s >= 0}
                     assert chosen == reads[4][head][g][t] - {int(DATA[0].lengths[b]) + t}
 
 
 def test_tokens_0_and_3_by_hand():
-    """Keys of which tokens 0 and 3 suit the query: the layer above reads these two and the query's own."""
-    base, chooser, reader = bound("tidal_decode:topk=3,dense=1")[:3]
+    """The keys of tokens 0 and 3 match the query, so the layer above reads these two and the query's own."""
+    base, chooser, reader = bind_layers("tidal_decode:topk=3,dense=1")[:3]
     k = jnp.array([[3.0, 0], [0, 1], [-1, 0], [2, 0], [0, 0]])[None, None]
     pos = jnp.arange(5, dtype=jnp.int32)[None, None]
     block = KVBlock(k, jnp.ones_like(k), pos)
     q = jnp.array([1.0, 0]).reshape(1, 1, 1, 1, 2)
-    fresh = block.without_first(4)
+    new = block.without_first(4)
     v = jnp.broadcast_to(jnp.array([1.0, 10, 100, 1000, 10000])[None, None, :, None], k.shape)
     values = KVBlock(jnp.zeros_like(k), v, pos)
 
-    def prefilled(bound_layer, block):
+    def prefill_layer(bound_layer, block):
         spec = dataclasses.replace(bound_layer.spec, num_kv_heads=1, num_groups=1, head_dim=2, rope=Rope(2))
         bound_layer = dataclasses.replace(bound_layer, spec=spec)
         return bound_layer, bound_layer.prefill(block.first(4), None, 5)
 
-    carry = None
+    cross_layer = None
     for bound_layer in (base, chooser):
-        bound_layer, state = prefilled(bound_layer, block)
-        _, _, carry = bound_layer.extend(state, q, fresh, 1, carry)
-    np.testing.assert_array_equal(carry[0, 0, 0, 0], [0, 3])
-    bound_layer, state = prefilled(reader, values)
-    out, _, _ = bound_layer.extend(state, q, values.without_first(4), 1, carry)
+        bound_layer, state = prefill_layer(bound_layer, block)
+        _, _, cross_layer = bound_layer.extend(state, q, new, 1, cross_layer)
+    np.testing.assert_array_equal(cross_layer[0, 0, 0, 0], [0, 3])
+    bound_layer, state = prefill_layer(reader, values)
+    out, _, _ = bound_layer.extend(state, q, values.without_first(4), 1, cross_layer)
     np.testing.assert_allclose(out[0, 0, 0, 0], (1 + 1000 + 10000) / 3, rtol=1e-6)
 
 
 def test_a_chunk_gives_what_single_steps_give_kept_or_not():
-    plan = bound()
-    steps, carries = run(plan)
-    fresh = [d.tokens(0, layer.STEPS) for d in DATA]
-    outs, _, carry = through(plan, prompts(plan), fresh, layer.STEPS)
-    for got, want in zip(outs, steps, strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-6)
-    np.testing.assert_array_equal(carry, jnp.concatenate(carries, 2))
-    outs, _, _ = through(plan, prompts(plan), [d.tokens(0, 2) for d in DATA], 1)
-    for got, want in zip(outs, steps, strict=True):
-        np.testing.assert_allclose(got, want[:, :, :, :2], atol=2e-6)
+    plan = bind_layers()
+    steps, cross_layer_values = decode(plan)
+    new = [batch.tokens(0, layer.STEPS) for batch in DATA]
+    outs, _, cross_layer = run_layers(plan, prefill_layers(plan), new, layer.STEPS)
+    for actual, expected in zip(outs, steps, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-6)
+    np.testing.assert_array_equal(cross_layer, jnp.concatenate(cross_layer_values, 2))
+    outs, _, _ = run_layers(plan, prefill_layers(plan), [batch.tokens(0, 2) for batch in DATA], 1)
+    for actual, expected in zip(outs, steps, strict=True):
+        np.testing.assert_allclose(actual, expected[:, :, :, :2], atol=2e-6)
 
 
 def test_layers_that_hold_different_tokens_understand_each_other():
-    """Under a selection per head, what is chosen is read where it is held, at its own position."""
-    held = "snapkv:budget=5,window=2,kernel=3"
-    plan, full = bound(f"{held} + tidal_decode:topk=99,dense=1,reselect=3"), bound(held)
-    states = prompts(full)
+    """Under a selection per head, the chosen tokens are read from their slots, at their own positions."""
+    selection = "snapkv:budget=5,window=2,kernel=3"
+    plan, full = bind_layers(f"{selection} + tidal_decode:topk=99,dense=1,reselect=3"), bind_layers(selection)
+    states = prefill_layers(full)
     common = [dataclasses.replace(states[0], k=s.k, v=s.v) for s in states]  # every layer holds the same tokens
-    fresh = [d.token(0) for d in DATA]
-    for got, want in zip(through(plan, common, fresh, 1)[0], through(full, common, fresh, 1)[0], strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-6)
-    outs, _ = run(plan)
+    new = [batch.token(0) for batch in DATA]
+    for actual, expected in zip(run_layers(plan, common, new, 1)[0], run_layers(full, common, new, 1)[0], strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-6)
+    outs, _ = decode(plan)
     assert all(np.isfinite(out).all() for out in outs)
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsOnly(Plain):
-    """A codec that gives single rows and nothing else."""
+class GatherOnly(Plain):
+    """A codec that gathers single tokens and cannot decode all of them."""
 
     def decode(self, stored):
         raise AssertionError("all rows were asked for")
 
 
 def test_the_layers_above_fetch_single_rows():
-    plan = bound()
+    plan = bind_layers()
     chooser, reader = (
         plan[1],
-        dataclasses.replace(plan[2], method=dataclasses.replace(plan[2].method, k=RowsOnly(), v=RowsOnly())),
+        dataclasses.replace(plan[2], method=dataclasses.replace(plan[2].method, k=GatherOnly(), v=GatherOnly())),
     )
-    state, fresh = layer.prefill(chooser, DATA[0]), DATA[0].token(0)
-    carry = jax.eval_shape(lambda state, fresh: chooser.extend(state, *fresh, 1, None), state, fresh)[2]
-    step = functools.partial(
-        jax.eval_shape, lambda state, fresh, cross_layer: reader.extend(state, *fresh, 1, cross_layer)
-    )
-    assert step(state, fresh, carry)[2] == carry
+    state, new = layer.prefill(chooser, DATA[0]), DATA[0].token(0)
+    carry = jax.eval_shape(lambda state, new: chooser.extend(state, *new, 1, None), state, new)[2]
+    step = functools.partial(jax.eval_shape, lambda state, new, cross_layer: reader.extend(state, *new, 1, cross_layer))
+    assert step(state, new, carry)[2] == carry
     with pytest.raises(AssertionError, match="all rows"):
-        step(state, fresh, None)  # without a value from below it must read everything
+        step(state, new, None)  # without a value from below it must read everything
 
 
 def test_on_the_host_and_in_a_whole_model():
-    on_host = bound(f"{SMALL} + offload")
+    on_host = bind_layers(f"{SMALL} + offload")
     assert on_host[2].k == Host(Plain())
-    for got, want in zip(run(on_host)[0], run(bound())[0], strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-6)
+    for actual, expected in zip(decode(on_host)[0], decode(bind_layers())[0], strict=True):
+        np.testing.assert_allclose(actual, expected, atol=2e-6)
     model, prompt = toy_model(layers=4), [[5, 6, 7, 8, 9, 3, 2], [4, 1, 2]]
-    want = kvjax.generate(model, prompt, "full", max_new_tokens=6).tokens
-    assert kvjax.generate(model, prompt, "tidal_decode:topk=99,dense=1", max_new_tokens=6).tokens == want
-    assert kvjax.generate(model, prompt, "tidal_decode:topk=2,dense=1", max_new_tokens=6).tokens != want
+    expected = kvjax.generate(model, prompt, "full", max_new_tokens=6).tokens
+    assert kvjax.generate(model, prompt, "tidal_decode:topk=99,dense=1", max_new_tokens=6).tokens == expected
+    assert kvjax.generate(model, prompt, "tidal_decode:topk=2,dense=1", max_new_tokens=6).tokens != expected
 
 
 def test_errors_name_the_value_and_the_remedy():

@@ -1,4 +1,4 @@
-"""TOVA against its oracle, on ragged rows."""
+"""TOVA against its oracle, on ragged sequences."""
 
 from __future__ import annotations
 
@@ -15,65 +15,67 @@ from tests.contract import layer
 from tests.oracles import tova as oracle
 
 
-def run(method: str, d: layer.Data, padding: float = 0.0, window: int | None = None):
-    """(f32[B K G STEPS H], the tokens held at the end of each row)."""
-    bound = layer.bound(method, window)
-    state = layer.prefill(bound, d, padding)
-    out, state = jax.jit(functools.partial(layer.stepped, bound))(state, layer.stack(d))
+def decode(method: str, batch: layer.SequenceBatch, padding: float = 0.0, window: int | None = None):
+    """Decodes -> (f32[B K G STEPS H], the tokens cached at the end of each sequence)."""
+    bound = layer.bind(method, window)
+    state = layer.prefill(bound, batch, padding)
+    out, state = jax.jit(functools.partial(layer.scan_steps, bound))(state, layer.stack_steps(batch))
     assert state.pos.shape[1] == 1  # one set for all heads
-    return np.asarray(out), [sorted(row[row >= 0].tolist()) for row in np.asarray(state.pos[:, 0])]
+    return np.asarray(out), [sorted(pos[pos >= 0].tolist()) for pos in np.asarray(state.pos[:, 0])]
 
 
-def expected(d: layer.Data, **more):
-    found = []
-    for b, n in enumerate(d.lengths.tolist()):
-        q, k, v = (np.asarray(x[b, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-        found.append(oracle.tova(q, k, v, n, **more))
-    return np.stack([out for out, _ in found]), [held for _, held in found]
+def oracle_outputs(batch: layer.SequenceBatch, **more):
+    results = []
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k, v = (np.asarray(x[b, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v))
+        results.append(oracle.tova(q, k, v, n, **more))
+    return np.stack([out for out, _ in results]), [cached for _, cached in results]
 
 
 @pytest.mark.parametrize(
     ("budget", "keep_newest", "window"), [(4, False, None), (4, True, None), (1, False, None), (6, False, 5)]
 )
 def test_each_step_loses_the_token_of_the_lowest_mean_weight(budget, keep_newest, window):
-    d = layer.data(3)
-    out, held = run(f"tova:budget={budget},keep_newest={keep_newest}", d, window=window)
-    want, want_held = expected(d, budget=budget, keep_newest=keep_newest, window=window)
-    np.testing.assert_allclose(out, want, atol=2e-5)
-    assert held == want_held
+    batch = layer.random_batch(3)
+    out, cached = decode(f"tova:budget={budget},keep_newest={keep_newest}", batch, window=window)
+    expected, want_held = oracle_outputs(batch, budget=budget, keep_newest=keep_newest, window=window)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    assert cached == want_held
 
 
 @pytest.mark.parametrize("padding", [1e4, np.inf])
 def test_padding_is_never_seen(padding):
-    d = layer.data()
-    clean, padded = run("tova:budget=4", d), run("tova:budget=4", d, padding)
+    batch = layer.random_batch()
+    clean, padded = decode("tova:budget=4", batch), decode("tova:budget=4", batch, padding)
     np.testing.assert_array_equal(clean[0], padded[0])
     assert clean[1] == padded[1]
 
 
 def test_the_newest_token_may_leave_unless_it_is_kept():
-    d = layer.data()
-    k = d.k.at[:].set(0.0).at[:, :, :, 0].set(-jnp.arange(d.k.shape[2], dtype=jnp.float32))
-    falling = layer.Data(jnp.ones_like(d.q), k, d.v, d.lengths)  # each key is read less than the one before
-    assert run("tova:budget=3", falling)[1] == [[0, 1, 2]] * layer.B
-    assert run("tova:budget=3,keep_newest=true", falling)[1] == [[0, 1, n + layer.STEPS - 1] for n in layer.LENGTHS]
+    batch = layer.random_batch()
+    k = batch.k.at[:].set(0.0).at[:, :, :, 0].set(-jnp.arange(batch.k.shape[2], dtype=jnp.float32))
+    falling = layer.SequenceBatch(
+        jnp.ones_like(batch.q), k, batch.v, batch.lengths
+    )  # each key has less attention than the one before
+    assert decode("tova:budget=3", falling)[1] == [[0, 1, 2]] * layer.B
+    assert decode("tova:budget=3,keep_newest=true", falling)[1] == [[0, 1, n + layer.STEPS - 1] for n in layer.LENGTHS]
 
 
 def test_over_budget_the_oldest_of_the_lowest_leaves_and_only_where_there_is_no_empty_slot():
     pos = jnp.array([[[7, 2, 5, 3]], [[7, 2, -1, 3]], [[7, 2, 5, 3]]])
     rank = jnp.array([[[0.1, 0.2, 0.1, 0.1]]] * 3)
     real = jnp.array([True, True, False])[:, None, None]
-    left = evict_lowest(rank, pos, pos >= 0, real)
-    assert left.tolist() == [[[7, 2, 5, -1]], [[7, 2, -1, 3]], [[7, 2, 5, 3]]]
+    remaining = evict_lowest(rank, pos, pos >= 0, real)
+    assert remaining.tolist() == [[[7, 2, 5, -1]], [[7, 2, -1, 3]], [[7, 2, 5, 3]]]
     assert evict_lowest(rank, pos, pos > 5, real)[0].tolist() == [[-1, 2, 5, 3]]
 
 
 def test_under_a_selection_all_heads_must_hold_the_same():
     with pytest.raises(IncompatibleMethod, match="per=layer"):
-        layer.bound("snapkv:budget=6,window=2,kernel=3 + tova:budget=4")
-    run("snapkv:budget=6,window=2,kernel=3,per=layer + tova:budget=4", layer.data())
+        layer.bind("snapkv:budget=6,window=2,kernel=3 + tova:budget=4")
+    decode("snapkv:budget=6,window=2,kernel=3,per=layer + tova:budget=4", layer.random_batch())
 
 
 def test_a_budget_has_at_least_one_token():
     with pytest.raises(KvjaxError, match="budget"):
-        layer.bound("tova:budget=0")
+        layer.bind("tova:budget=0")

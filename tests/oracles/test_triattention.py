@@ -1,4 +1,4 @@
-"""TriAttention against its oracle, on ragged rows, after the prompt and while decoding."""
+"""TriAttention against its oracle, on ragged sequences, after the prompt and while decoding."""
 
 from __future__ import annotations
 
@@ -23,38 +23,40 @@ FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 
 @functools.cache
-def compiled(scorer: TriAttention, spec: LayerSpec):
-    return jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)
+def compile_scores(scorer: TriAttention, spec: LayerSpec):
+    return jax.jit(lambda block, observation: scorer.scores(block, observation, spec).per_kv_head)
 
 
 @pytest.mark.parametrize("scorer", [TriAttention(100), TriAttention(1, normalise=False)], ids=str)
 def test_scores_are_those_of_its_oracle_whatever_padding_holds(scorer):
-    d = layer.data(3)
+    batch = layer.random_batch(3)
     for padding in (0.0, np.inf):
-        q, block = layer.prompt(d, padding)
-        got = np.asarray(compiled(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
-        for row, n in enumerate(d.lengths.tolist()):
+        q, block = layer.prompt(batch, padding)
+        actual = np.asarray(compile_scores(scorer, layer.spec())(block, Observation(q, block.pos[:, 0])))
+        for b, n in enumerate(batch.lengths.tolist()):
             for head in range(layer.K):
-                queries, keys = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
+                queries, keys = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
                 at = np.arange(n)
-                want = oracle.scores(queries, at, keys, at, FREQUENCIES, scorer.furthest, scorer.normalise)
-                np.testing.assert_allclose(got[row, head, :n], want, atol=1e-4)
-            assert (got[row, :, n:] == -np.inf).all()
+                expected = oracle.scores(queries, at, keys, at, FREQUENCIES, scorer.furthest, scorer.normalise)
+                np.testing.assert_allclose(actual[b, head, :n], expected, atol=1e-4)
+            assert (actual[b, :, n:] == -np.inf).all()
 
 
 def test_the_mean_is_that_of_the_counted_queries_a_block_at_a_time():
-    d = layer.data(2)
-    q, block = layer.prompt(d, np.inf)
-    seen = Observation(q, block.pos[:, 0])
+    batch = layer.random_batch(2)
+    q, block = layer.prompt(batch, np.inf)
+    observation = Observation(q, block.pos[:, 0])
     of_row = jax.jit(
-        lambda seen: mean_over_pre_rope(seen, seen.pos >= 1, Rope(layer.H), sum_queries, queries_at_once=4),
+        lambda observation: mean_over_pre_rope(
+            observation, observation.pos >= 1, Rope(layer.H), sum_queries, queries_at_once=4
+        ),
     )
-    got = np.asarray(of_row(seen))
-    for row, n in enumerate(d.lengths.tolist()):
+    actual = np.asarray(of_row(observation))
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in np.ndindex(layer.K, layer.G):
-            queries = np.asarray(d.q[row][head][1:n], np.float64)
-            pairs = oracle.bare_pairs(queries, np.arange(1, n), FREQUENCIES).sum(0) / max(n - 1, 1)
-            np.testing.assert_allclose(got[row][head], np.concatenate([pairs.real, pairs.imag]), atol=1e-5)
+            queries = np.asarray(batch.q[b][head][1:n], np.float64)
+            pairs = oracle.unrotate_pairs(queries, np.arange(1, n), FREQUENCIES).sum(0) / max(n - 1, 1)
+            np.testing.assert_allclose(actual[b][head], np.concatenate([pairs.real, pairs.imag]), atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "score"), [(1, 1.0), (2, -1.0)])
@@ -65,34 +67,40 @@ def test_half_a_turn_per_position_by_hand(tokens, score):
     x = np.array([[1, 0], [-1, 0]], np.float32)[None, None]  # (1, 0) at both positions, after rotation
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
     scorer = TriAttention(furthest=1, normalise=False)
-    got = compiled(scorer, spec)(KVBlock(x, x, pos[:, None]), Observation(x[:, :, None], pos))
-    np.testing.assert_allclose(got[0, 0, 0], score, atol=1e-5)
+    actual = compile_scores(scorer, spec)(KVBlock(x, x, pos[:, None]), Observation(x[:, :, None], pos))
+    np.testing.assert_allclose(actual[0, 0, 0], score, atol=1e-5)
 
 
 def test_what_left_the_sliding_window_scores_below_all_others():
-    q, block = layer.prompt(layer.data())
-    got = np.asarray(compiled(TriAttention(100), layer.spec(window=5))(block, Observation(q, block.pos[:, 0])))
-    assert (got[0] < -1e29).tolist() == [[True] * 5 + [False] * 4] * layer.K  # the next query is at 9
+    q, block = layer.prompt(layer.random_batch())
+    actual = np.asarray(compile_scores(TriAttention(100), layer.spec(window=5))(block, Observation(q, block.pos[:, 0])))
+    assert (actual[0] < -1e29).tolist() == [[True] * 5 + [False] * 4] * layer.K  # the next query is at 9
 
 
 def test_each_head_keeps_the_tokens_that_suit_the_prompts_mean_query():
-    d = layer.data(1)
-    held = layer.prefill(layer.bound("triattention:budget=5,recent=2,furthest=8"), d).pos
-    for row, n in enumerate(d.lengths.tolist()):
+    batch = layer.random_batch(1)
+    positions = layer.prefill(layer.bind("triattention:budget=5,recent=2,furthest=8"), batch).pos
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            q, k = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
-            want = oracle.kept(q, np.arange(n), k, list(range(n)), FREQUENCIES, 8, 5, 2) if n > 5 else list(range(n))
-            assert sorted(p for p in held[row, head].tolist() if p >= 0) == want
+            q, k = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
+            expected = (
+                oracle.select_tokens(q, np.arange(n), k, list(range(n)), FREQUENCIES, 8, 5, 2)
+                if n > 5
+                else list(range(n))
+            )
+            assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
 
 
 def test_with_recompress_it_chooses_again_by_the_latest_queries():
-    d = layer.data(4)
-    out = layer.run("triattention:budget=5,recent=1,furthest=8 + recompress:every=1", d)
-    for row, n in enumerate(d.lengths.tolist()):
+    batch = layer.random_batch(4)
+    out = layer.decode("triattention:budget=5,recent=1,furthest=8 + recompress:every=1", batch)
+    for b, n in enumerate(batch.lengths.tolist()):
         for head in range(layer.K):
-            q, k, v = (np.asarray(x[row, head, ..., : n + layer.STEPS, :], np.float64) for x in (d.q, d.k, d.v))
-            want = oracle.every_step(q, k, v, n, FREQUENCIES, 8, 5, 1)
-            np.testing.assert_allclose(out[row, head], want, atol=2e-5)
+            q, k, v = (
+                np.asarray(x[b, head, ..., : n + layer.STEPS, :], np.float64) for x in (batch.q, batch.k, batch.v)
+            )
+            expected = oracle.decode(q, k, v, n, FREQUENCIES, 8, 5, 1)
+            np.testing.assert_allclose(out[b, head], expected, atol=2e-5)
 
 
 def test_bad_input_is_an_error_with_its_remedy():

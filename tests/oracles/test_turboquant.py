@@ -18,38 +18,38 @@ from kvjax.methods.turboquant import LloydMax, UniformQuantizer, lloyd_max_level
 from kvjax.models import Config
 from tests.contract import layer
 from tests.oracles import turboquant as oracle
-from tests.oracles.held import attended
-from tests.oracles.rows import sylvester
+from tests.oracles.codec_attention import attend_decoded
+from tests.oracles.token_codes import hadamard
 
 
 @pytest.mark.parametrize(
-    ("d", "bits", "upper"),
+    ("head_dim", "bits", "upper"),
     [(4, 2, [0.22629, 0.75478]), (128, 3, [0.02165, 0.06679, 0.11872, 0.19007])],
 )
-def test_the_levels_are_the_published_ones(d, bits, upper):
-    np.testing.assert_allclose(lloyd_max_levels(d, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
-    np.testing.assert_allclose(lloyd_max_levels(d, bits), oracle.levels(d, bits), atol=1e-7)
+def test_the_levels_are_the_published_ones(head_dim, bits, upper):
+    np.testing.assert_allclose(lloyd_max_levels(head_dim, bits), [-x for x in reversed(upper)] + upper, atol=6e-6)
+    np.testing.assert_allclose(lloyd_max_levels(head_dim, bits), oracle.lloyd_max_levels(head_dim, bits), atol=1e-7)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4])
 def test_each_level_is_the_mean_of_a_normal_number_in_its_cell(bits):
     level = lloyd_max_levels(64, bits).astype(float) * 8
     edges = [-np.inf, *(level[1:] + level[:-1]) / 2, np.inf]
-    want = [oracle.exact_mean(a, b) for a, b in zip(edges, edges[1:], strict=False)]
-    np.testing.assert_allclose(level, want, rtol=2e-3)
+    expected = [oracle.exact_cell_mean(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    np.testing.assert_allclose(level, expected, rtol=2e-3)
     np.testing.assert_allclose(level, -level[::-1], atol=1e-6)
 
 
 def test_the_example_by_hand():
     """A key of length root 12 in 2 bits: the logit of (1, 0, 0, 0) is near its exact 1.5, and is not uncorrected."""
     k, q = np.array([3.0, 1, 1, 1]), np.array([1.0, 0, 0, 0])
-    codes, held = oracle.key(k, 2)
+    codes, decoded = oracle.fake_quantize_key(k, 2)
     assert codes == [3, 2, 2, 2]
-    np.testing.assert_allclose(q @ held / 2, 1.45985, rtol=1e-3)
-    np.testing.assert_allclose(q @ oracle.key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
+    np.testing.assert_allclose(q @ decoded / 2, 1.45985, rtol=1e-3)
+    np.testing.assert_allclose(q @ oracle.fake_quantize_key(k, 2, correct=False)[1] / 2, 1.24157, rtol=1e-3)
 
 
-def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
+def round_trip(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
     run = jax.jit(lambda x: quantizer.decode(quantizer.encode(x)))
     return np.asarray(run(jnp.asarray(x, jnp.float32)))
 
@@ -57,29 +57,31 @@ def through(quantizer: Quantizer, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("bits", [3, 4])
 def test_keys_and_values_are_their_oracles(bits):
     x = np.random.default_rng(bits).normal(size=(20, 32)) * 5
-    got = through(LloydMax(bits), x @ sylvester(32)) @ sylvester(32)
-    np.testing.assert_allclose(got, [oracle.key(row, bits)[1] for row in x], atol=1e-4)
-    np.testing.assert_allclose(np.linalg.norm(got, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
-    np.testing.assert_allclose(through(UniformQuantizer(bits), x), [oracle.value(row, bits) for row in x], atol=1e-5)
+    actual = round_trip(LloydMax(bits), x @ hadamard(32)) @ hadamard(32)
+    np.testing.assert_allclose(actual, [oracle.fake_quantize_key(vector, bits)[1] for vector in x], atol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(actual, axis=1), np.linalg.norm(x, axis=1), rtol=1e-3)
+    np.testing.assert_allclose(
+        round_trip(UniformQuantizer(bits), x), [oracle.fake_quantize_value(vector, bits) for vector in x], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("k_bits", "v_bits", "correct"), [(4, 4, True), (3, 4, False)])
 def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(k_bits, v_bits, correct):
-    d, method = layer.data(), kvjax.methods.turboquant(k_bits, v_bits, correct)
-    out = layer.run(method, d, state=layer.prefill(layer.bound(method), d, padding=np.inf))
+    batch, method = layer.random_batch(), kvjax.methods.turboquant(k_bits, v_bits, correct)
+    out = layer.decode(method, batch, state=layer.prefill(layer.bind(method), batch, padding=np.inf))
 
     def keys(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.key(row, k_bits, correct)[1] for row in x])
+        return np.stack([oracle.fake_quantize_key(vector, k_bits, correct)[1] for vector in x])
 
     def values(x: np.ndarray, prompt: int) -> np.ndarray:
-        return np.stack([oracle.value(row, v_bits) for row in x])
+        return np.stack([oracle.fake_quantize_value(vector, v_bits) for vector in x])
 
-    np.testing.assert_allclose(out, attended(d, keys, values), atol=2e-5)
+    np.testing.assert_allclose(out, attend_decoded(batch, keys, values), atol=2e-5)
 
 
 @pytest.mark.parametrize("quantizer", [LloydMax(3), LloydMax(4, False), UniformQuantizer(3)])
 def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
-    read = through(quantizer, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
+    read = round_trip(quantizer, np.array([[0.0], [2.5], [1e6], [-1e6]]) * np.ones((4, 32)))
     assert np.isfinite(read).all() and not read[0].any()
     if isinstance(quantizer, UniformQuantizer):
         np.testing.assert_array_equal(read[1:, 0], [2.5, 65504, -65504])  # the largest that float16 has
@@ -88,19 +90,19 @@ def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
 @pytest.mark.parametrize(("k_bits", "v_bits", "each"), [(4, 4, 134), (3, 4, 118), (3, 3, 102), (8, 4, 128 + 68)])
 def test_bytes_are_vllms(k_bits, v_bits, each):
     """The bytes of a token and a head of 128 channels, which take 512 in bfloat16."""
-    bound = layer.bound(kvjax.methods.turboquant(k_bits, v_bits), head_dim=128)
+    bound = layer.bind(kvjax.methods.turboquant(k_bits, v_bits), head_dim=128)
     x, pos = jax.ShapeDtypeStruct((1, 1, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 4), jnp.int32)
-    held = array_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])
-    assert held == {"device": 4 * each, "pinned_host": 0}
+    decoded = array_bytes([jax.eval_shape(codec.encode, x, pos) for codec in (bound.k, bound.v)])
+    assert decoded == {"device": 4 * each, "pinned_host": 0}
 
 
 @pytest.mark.parametrize(
-    ("layers", "ends", "exact"),
+    ("layers", "num_exact_layers", "exact"),
     [(8, 2, [0, 1, 6, 7]), (5, 2, [0, 1, 3, 4]), (4, 2, [0, 1, 2, 3]), (3, 0, []), (1, 2, [])],
 )
-def test_so_many_layers_at_each_end_are_exact(layers, ends, exact):
+def test_so_many_layers_at_each_end_are_exact(layers, num_exact_layers, exact):
     for text in ("turboquant", "turboquant + offload"):
-        method = kvjax.parse(text.replace("turboquant", f"turboquant:ends={ends}"))
+        method = kvjax.parse(text.replace("turboquant", f"turboquant:ends={num_exact_layers}"))
         bound = [method.bind(LayerSpec(i, layers, 2, 2, 32, None, Rope(32))) for i in range(layers)]
         plain = Plain() if text == "turboquant" else Host(Plain())
         assert [i for i in range(layers) if bound[i].k == plain] == exact
@@ -110,24 +112,24 @@ def test_so_many_layers_at_each_end_are_exact(layers, ends, exact):
 def test_the_ends_of_a_model_take_the_bytes_of_the_full_cache():
     config = Config(2, 64, layers=6, heads=4, kv_heads=2, head_dim=32, mlp_width=8)
 
-    def planned(method: str) -> int:
+    def device_bytes(method: str) -> int:
         return kvjax.planned_bytes(method, config, 16, dtype="bfloat16").held["device"] - 4  # the cache's own length
 
-    full, coded, both = (planned(m) for m in ("full", "turboquant:ends=0", "turboquant:ends=2"))
+    full, coded, both = (device_bytes(m) for m in ("full", "turboquant:ends=0", "turboquant:ends=2"))
     assert coded < full / 3 and 3 * both == 2 * full + coded
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "turboquant:k_bits=5": "bits must be one of 1, 2, 3, 4, 8, got 5; the nearest is 4",
         "turboquant:v_bits=16": "the nearest is 8",
         "turboquant:ends=-1": "must be 0 or more, got -1",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
+        with pytest.raises(KvjaxError, match=says):
             kvjax.parse(text)
-    for method, H, why in (
+    for method, H, says in (
         (kvjax.methods.turboquant(3), 16, "32 at a time.*more bits"),
         (kvjax.methods.turboquant(), 24, "rotate"),
     ):
-        with pytest.raises(KvjaxError, match=why):
-            layer.bound(method).k.encode(jnp.ones((1, 1, 2, H)), jnp.zeros((1, 1, 2), jnp.int32))
+        with pytest.raises(KvjaxError, match=says):
+            layer.bind(method).k.encode(jnp.ones((1, 1, 2, H)), jnp.zeros((1, 1, 2), jnp.int32))

@@ -20,7 +20,7 @@ from tests.oracles import turned_queries as oracle
 FREQUENCIES = 1 / 10_000 ** (np.arange(layer.H // 2) / (layer.H // 2))
 
 
-def found(scorer: TurnedQueries, block: KVBlock, observation: Observation, spec: LayerSpec) -> np.ndarray:
+def score_tokens(scorer: TurnedQueries, block: KVBlock, observation: Observation, spec: LayerSpec) -> np.ndarray:
     return np.asarray(jax.jit(lambda block, seen: scorer.scores(block, seen, spec).per_kv_head)(block, observation))
 
 
@@ -29,16 +29,18 @@ def found(scorer: TurnedQueries, block: KVBlock, observation: Observation, spec:
     ("ahead", "stride", "last"), [(0, 1, 1.0), (32, 1, 1.0), (32, 3, 1.0), (4, 1, 0.5), (4, 2, 0.7)]
 )
 def test_scores_are_those_of_the_oracle_whatever_padding_holds(ahead, stride, last, reduce):
-    d = layer.data(3)
+    batch = layer.random_batch(3)
     for padding in (0.0, np.inf):
-        q, block = layer.prompt(d, padding)
-        got = found(TurnedQueries(ahead, reduce, stride, last), block, Observation(q, block.pos[:, 0]), layer.spec())
-        for row, n in enumerate(d.lengths):
+        q, block = layer.prompt(batch, padding)
+        actual = score_tokens(
+            TurnedQueries(ahead, reduce, stride, last), block, Observation(q, block.pos[:, 0]), layer.spec()
+        )
+        for b, n in enumerate(batch.lengths):
             for head in range(layer.K):
-                q_row, k_row = (np.asarray(x[row, head, ..., :n, :], np.float64) for x in (d.q, d.k))
-                want = oracle.scores(q_row, k_row, FREQUENCIES, ahead, reduce, stride, last)
-                np.testing.assert_allclose(got[row, head, :n], want, rtol=2e-4)
-            assert (got[row, :, n:] == -np.inf).all()
+                q_row, k_row = (np.asarray(x[b, head, ..., :n, :], np.float64) for x in (batch.q, batch.k))
+                expected = oracle.scores(q_row, k_row, FREQUENCIES, ahead, reduce, stride, last)
+                np.testing.assert_allclose(actual[b, head, :n], expected, rtol=2e-4)
+            assert (actual[b, :, n:] == -np.inf).all()
 
 
 def test_a_token_behind_a_query_counts_by_hand():
@@ -49,14 +51,14 @@ def test_a_token_behind_a_query_counts_by_hand():
     q = np.array([[1, 0], [0, 1]], np.float32)[None, None, None]  # both (1, 0) without their rotation
     k = np.array([[three, 0], [-three, 0]], np.float32)[None, None]
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
-    got = found(TurnedQueries(ahead=0), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
-    np.testing.assert_allclose(got[0, 0], [0.25, 0.75], atol=1e-5)
+    actual = score_tokens(TurnedQueries(ahead=0), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
+    np.testing.assert_allclose(actual[0, 0], [0.25, 0.75], atol=1e-5)
 
 
 def test_what_left_the_sliding_window_scores_zero():
-    q, block = layer.prompt(layer.data())
-    got = found(TurnedQueries(), block, Observation(q, block.pos[:, 0]), layer.spec(window=5))
-    assert (got[0] > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
+    q, block = layer.prompt(layer.random_batch())
+    actual = score_tokens(TurnedQueries(), block, Observation(q, block.pos[:, 0]), layer.spec(window=5))
+    assert (actual[0] > 0).tolist() == [[False] * 5 + [True] * 4] * layer.K  # the next query is at 9
 
 
 def test_all_queries_of_a_longer_prompt_ask_block_by_block():
@@ -65,37 +67,44 @@ def test_all_queries_of_a_longer_prompt_ask_block_by_block():
     pos = np.arange(T, dtype=np.int32)[None]
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, window=None, rope=Rope(8))
     for how in (("max",), ("mean",), ("max", 4), ("mean", 1, 0.5), ("max", 3, 0.7)):
-        got = found(TurnedQueries(7, *how), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
-        want = oracle.scores(q[0, 0].astype(float), k[0, 0].astype(float), 1 / 10_000 ** (np.arange(4) / 4), 7, *how)
-        np.testing.assert_allclose(got[0, 0], want, rtol=1e-3, atol=1e-7)
+        actual = score_tokens(TurnedQueries(7, *how), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
+        expected = oracle.scores(
+            q[0, 0].astype(float), k[0, 0].astype(float), 1 / 10_000 ** (np.arange(4) / 4), 7, *how
+        )
+        np.testing.assert_allclose(actual[0, 0], expected, rtol=1e-3, atol=1e-7)
 
 
 def test_a_sample_of_a_ring_is_that_of_the_same_queries_in_order():
     """A cache that is compressed again holds its latest queries at their positions modulo their number."""
-    rng, held, W = np.random.default_rng(1), 20, 8
-    q, k = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 1, 2, W, 8), (1, 1, held, 8)))
+    rng, num_cached, W = np.random.default_rng(1), 20, 8
+    q, k = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 1, 2, W, 8), (1, 1, num_cached, 8)))
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, window=None, rope=Rope(8))
-    block, pos = KVBlock(k, k, np.arange(held, dtype=np.int32)[None, None]), np.arange(held - W, held, dtype=np.int32)
+    block, pos = (
+        KVBlock(k, k, np.arange(num_cached, dtype=np.int32)[None, None]),
+        np.arange(num_cached - W, num_cached, dtype=np.int32),
+    )
     scorer = TurnedQueries(4, "mean", stride=3)
     ring = np.argsort(pos % W)
-    got = found(scorer, block, Observation(q[:, :, :, ring], pos[None, ring]), spec)
-    few = found(TurnedQueries(4, "mean"), block, Observation(q[:, :, :, 1::3], pos[None, 1::3]), spec)
-    np.testing.assert_allclose(got, few, rtol=1e-5)
+    actual = score_tokens(scorer, block, Observation(q[:, :, :, ring], pos[None, ring]), spec)
+    sampled = score_tokens(TurnedQueries(4, "mean"), block, Observation(q[:, :, :, 1::3], pos[None, 1::3]), spec)
+    np.testing.assert_allclose(actual, sampled, rtol=1e-5)
 
 
 def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
     """A cache that is compressed again has lost tokens between those it holds; all of them stay readable."""
     rng = np.random.default_rng(2)
-    held = np.array([0, 1, 2, 3, 100, 200, 300, 400, 496, 497, 498, 499], np.int32)
-    asking = np.arange(492, 500, dtype=np.int32)
-    q, k = rng.normal(size=(len(asking), 8)), rng.normal(size=(len(held), 8))
+    cached_pos = np.array([0, 1, 2, 3, 100, 200, 300, 400, 496, 497, 498, 499], np.int32)
+    query_pos = np.arange(492, 500, dtype=np.int32)
+    q, k = rng.normal(size=(len(query_pos), 8)), rng.normal(size=(len(cached_pos), 8))
     spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=8, window=None, rope=Rope(8))
-    block = KVBlock(*(k[None, None].astype(np.float32),) * 2, held[None, None])
-    got = found(TurnedQueries(4), block, Observation(q[None, None, None].astype(np.float32), asking[None]), spec)
+    block = KVBlock(*(k[None, None].astype(np.float32),) * 2, cached_pos[None, None])
+    actual = score_tokens(
+        TurnedQueries(4), block, Observation(q[None, None, None].astype(np.float32), query_pos[None]), spec
+    )
     frequencies = 1 / 10_000 ** (np.arange(4) / 4)
-    there = oracle.rotated(oracle.rotated(q, -asking, frequencies), np.full(8, 504), frequencies)
-    p = np.exp(there @ k.T / np.sqrt(8))
-    np.testing.assert_allclose(got[0, 0], (p / p.sum(1, keepdims=True)).max(0), rtol=1e-3)
+    moved = oracle.rotate(oracle.rotate(q, -query_pos, frequencies), np.full(8, 504), frequencies)
+    p = np.exp(moved @ k.T / np.sqrt(8))
+    np.testing.assert_allclose(actual[0, 0], (p / p.sum(1, keepdims=True)).max(0), rtol=1e-3)
 
 
 @pytest.mark.parametrize("sample", ["", ",stride=4,last=0.5"])
@@ -104,9 +113,9 @@ def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours(sampl
     text = f"turned_queries:budget=12,sinks=1,page=4{sample}"
     together = kvjax.read(model, prompts, text, room=8)
     assert sum(len(head) for heads in together.kept_positions() for head in heads[0]) == 12 * 2 * 3
-    for row, prompt in enumerate(prompts):
-        alone = kvjax.read(model, [prompt], text, room=8, chunk=8)
-        assert together.generate(max_new_tokens=4).tokens[row] == alone.generate(max_new_tokens=4).tokens[0]
+    for b, prompt in enumerate(prompts):
+        single = kvjax.read(model, [prompt], text, room=8, chunk=8)
+        assert together.generate(max_new_tokens=4).tokens[b] == single.generate(max_new_tokens=4).tokens[0]
 
 
 @pytest.mark.parametrize(

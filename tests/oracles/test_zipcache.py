@@ -1,4 +1,4 @@
-"""ZipCache against its oracle, and what must hold for any second tier of precision."""
+"""ZipCache against its oracle, and the properties of any second tier of precision."""
 
 from __future__ import annotations
 
@@ -24,44 +24,49 @@ from kvjax.methods.zipcache import ProbeAttention
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import zipcache as oracle
-from tests.oracles.eviction import attention
+from tests.oracles.eviction import attention_weights
 
 
-def lows(d: layer.Data, b: int, share: float, probes: float, normalise: str, window=None) -> list[list[int]]:
-    """The oracle's low tier of each head of a row."""
-    n = int(d.lengths[b])
-    q, k = np.asarray(d.q[b, :, :, :n]), np.asarray(d.k[b, :, :n])
-    asked = oracle.probes(n, probes, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
-    return [oracle.lowest(s, share) for s in oracle.saliency(attention(q, k, window), asked, normalise, window)]
+def oracle_low_tier(
+    batch: layer.SequenceBatch, b: int, share: float, probes: float, normalise: str, window=None
+) -> list[list[int]]:
+    """The oracle's low tier of each head of sequence b."""
+    n = int(batch.lengths[b])
+    q, k = np.asarray(batch.q[b, :, :, :n]), np.asarray(batch.k[b, :, :n])
+    probe_pos = oracle.probe_queries(n, probes, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
+    return [
+        oracle.low_tier_tokens(s, share)
+        for s in oracle.saliency(attention_weights(q, k, window), probe_pos, normalise, window)
+    ]
 
 
 @pytest.mark.parametrize("normalise", ["queries", "probes"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_it_is_its_oracle_over_chunks_of_three_decoded_tokens(normalise, window):
-    d = layer.data()
-    out = layer.run(f"zipcache:every=3,probes=0.3,normalise={normalise}", d, window)
+    batch = layer.random_batch()
+    out = layer.decode(f"zipcache:every=3,probes=0.3,normalise={normalise}", batch, window)
     for b, n in enumerate(layer.LENGTHS):
-        low = lows(d, b, 0.4, 0.3, normalise, window)
+        low = oracle_low_tier(batch, b, 0.4, 0.3, normalise, window)
         for t in range(layer.STEPS):
-            k, v = np.asarray(d.k[b, :, : n + t + 1]), np.asarray(d.v[b, :, : n + t + 1])
+            k, v = np.asarray(batch.k[b, :, : n + t + 1]), np.asarray(batch.v[b, :, : n + t + 1])
             for h in range(layer.K):
-                q = np.asarray(d.q[b, h, :, n + t : n + t + 1])
-                keys, values = oracle.held(k[h], v[h], n, low[h], every=3)
-                want = dense_attention(q, keys[None], values[None], np.array([n + t]), window)
-                np.testing.assert_allclose(out[b, h, :, t], want[:, 0], atol=1e-5)
+                q = np.asarray(batch.q[b, h, :, n + t : n + t + 1])
+                keys, values = oracle.reconstruct(k[h], v[h], n, low[h], chunk_tokens=3)
+                expected = dense_attention(q, keys[None], values[None], np.array([n + t]), window)
+                np.testing.assert_allclose(out[b, h, :, t], expected[:, 0], atol=1e-5)
 
 
 def test_the_low_tier_holds_the_least_salient_tokens_of_each_head():
-    d = layer.data(padding=np.inf)
-    bound = layer.bound("zipcache:probes=0.3")
-    state = layer.prefill(bound, d, padding=np.inf)
+    batch = layer.random_batch(padding=np.inf)
+    bound = layer.bind("zipcache:probes=0.3")
+    state = layer.prefill(bound, batch, padding=np.inf)
     for b in range(layer.B):
-        for h, want in enumerate(lows(d, b, 0.4, 0.3, "queries")):
-            got = np.asarray(state.side_store.pos[b, h])
-            assert got[got >= 0].tolist() == want
-    every = np.asarray(bound.positions(state))
+        for h, expected in enumerate(oracle_low_tier(batch, b, 0.4, 0.3, "queries")):
+            actual = np.asarray(state.side_store.pos[b, h])
+            assert actual[actual >= 0].tolist() == expected
+    positions = np.asarray(bound.positions(state))
     for b, n in enumerate(layer.LENGTHS):
-        for head in every[b]:
+        for head in positions[b]:
             assert sorted(head[head >= 0].tolist()) == list(range(n))
 
 
@@ -73,44 +78,44 @@ def test_saliency_by_hand():
     q = np.log(np.maximum(a, 1e-9)) * np.sqrt(3)
     pos = jnp.arange(3, dtype=jnp.int32)[None]
     block = KVBlock(jnp.eye(3)[None, None], jnp.zeros((1, 1, 3, 3)), pos[:, None])
-    seen = Observation(jnp.asarray(q, jnp.float32)[None, None, None], pos)
-    scores = ProbeAttention(share=1.0).scores(block, seen, layer.spec(head_dim=3)).per_kv_head
+    observation = Observation(jnp.asarray(q, jnp.float32)[None, None, None], pos)
+    scores = ProbeAttention(share=1.0).scores(block, observation, layer.spec(head_dim=3)).per_kv_head
     np.testing.assert_allclose(scores[0, 0], [0.5667, 0.4, 0.5], atol=1e-4)
 
 
 def test_a_draw_depends_on_the_position_alone():
-    """Four of 40 queries are probes, two of them by chance; another seed draws others, a longer row's padding none."""
+    """Four of 40 queries are probes, two of them random; another seed draws others, and padding draws none."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(1, 1, 1, 64, 4)), jnp.float32)
 
     def positions(probes: ProbeAttention, width: int) -> list[int]:
         pos = np.where(np.arange(width) < 40, np.arange(width), -1)
-        found = probes._take_probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
-        return [int(p) for p in found if p >= 0]
+        query_pos = probes._take_probes(Observation(q[:, :, :, :width], jnp.asarray(pos, jnp.int32)[None])).pos[0]
+        return [int(p) for p in query_pos if p >= 0]
 
-    alone = positions(ProbeAttention(), 40)
-    assert len(alone) == 4 and alone[2:] == [38, 39]
-    assert positions(ProbeAttention(), 64) == alone != positions(ProbeAttention(seed=1), 40)
+    single = positions(ProbeAttention(), 40)
+    assert len(single) == 4 and single[2:] == [38, 39]
+    assert positions(ProbeAttention(), 64) == single != positions(ProbeAttention(seed=1), 40)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("reader", ["full", "kcache:n=100,device_layers=0"])
 def test_two_exact_tiers_are_the_full_cache(reader, window):
-    d = layer.data()
+    batch = layer.random_batch()
     exact = dataclasses.replace(kvjax.parse(reader), side_store=ScoredTiers(AccumulatedAttention(), 0.4))
-    np.testing.assert_allclose(layer.run(exact, d, window), layer.run("full", d, window), atol=5e-6)
+    np.testing.assert_allclose(layer.decode(exact, batch, window), layer.decode("full", batch, window), atol=5e-6)
 
 
 def test_without_a_low_tier_it_is_the_high_codec_alone():
-    d = layer.data()
-    alone = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
-    got = layer.run(
+    batch = layer.random_batch()
+    single = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
+    actual = layer.decode(
         dataclasses.replace(
-            alone, side_store=ScoredTiers(ProbeAttention(), 0.0, Channelwise(2), SeparableTokenwise(2))
+            single, side_store=ScoredTiers(ProbeAttention(), 0.0, Channelwise(2), SeparableTokenwise(2))
         ),
-        d,
+        batch,
     )
-    np.testing.assert_allclose(got, layer.run(alone, d), atol=1e-6)
+    np.testing.assert_allclose(actual, layer.decode(single, batch), atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", [Channelwise, SeparableTokenwise])
@@ -120,20 +125,22 @@ def test_zero_channels_and_constant_tokens_come_back(codec, dtype):
     x[:, :, :, 2] = 0.0
     x[1] = 3.0 if codec is Channelwise else 0.0
     x, pos = jnp.asarray(x, dtype), jnp.asarray([[[0, 1, 2, 3, -1, -1]], [[0, 1, -1, -1, -1, -1]]], jnp.int32)
-    dirty = jnp.where(pos[..., None] >= 0, x, jnp.inf)
+    noisy = jnp.where(pos[..., None] >= 0, x, jnp.inf)
     codec = codec(8)
-    back = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))(dirty)
-    assert back.dtype == dtype and np.isfinite(np.asarray(back, np.float32)).all()
-    np.testing.assert_array_equal(back[1, :, :2], x[1, :, :2])
-    np.testing.assert_array_equal(back[0, :, :4, 2], jnp.zeros((1, 4), dtype))
-    np.testing.assert_allclose(np.asarray(back[0, :, :4], np.float32), np.asarray(x[0, :, :4], np.float32), atol=0.05)
+    decoded = jax.jit(lambda x: codec.decode(codec.encode(x, pos)))(noisy)
+    assert decoded.dtype == dtype and np.isfinite(np.asarray(decoded, np.float32)).all()
+    np.testing.assert_array_equal(decoded[1, :, :2], x[1, :, :2])
+    np.testing.assert_array_equal(decoded[0, :, :4, 2], jnp.zeros((1, 4), dtype))
+    np.testing.assert_allclose(
+        np.asarray(decoded[0, :, :4], np.float32), np.asarray(x[0, :, :4], np.float32), atol=0.05
+    )
 
 
 @pytest.mark.parametrize(
     "codec", [Channelwise(2, 3), SeparableTokenwise(4, 3), Host(Channelwise(4, 3)), Host(SeparableTokenwise(2, 3))]
 )
 def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_codes(codec):
-    """Rows of 5 and of 2 tokens, and seven more of each; channels that do not fill a word."""
+    """Prompts of 5 and of 2 tokens get seven more each; their channels do not fill a word."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 12, 5)), jnp.float32)
     lengths = jnp.asarray([5, 2], jnp.int32)
     slot = jnp.arange(12, dtype=jnp.int32)[None]
@@ -149,13 +156,13 @@ def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_code
     idx = jnp.asarray([[[11, 0, 4], [7, 7, 2]], [[8, 1, 0], [3, 5, 6]]], jnp.int32)
     np.testing.assert_array_equal(codec.gather(stored, idx), jnp.take_along_axis(decoded, idx[..., None], 2))
     inner = codec.on_device()
-    rule = oracle.channels if isinstance(inner, Channelwise) else oracle.separable
+    rule = oracle.quantize_channels if isinstance(inner, Channelwise) else oracle.quantize_separable
     for b, n in enumerate((5, 2)):
         for h in range(2):
-            want = np.asarray(x[b, h, : n + 7], np.float64)
+            expected = np.asarray(x[b, h, : n + 7], np.float64)
             for part in (slice(0, n), slice(n, n + 3), slice(n + 3, n + 6)):
-                want[part] = rule(want[part], inner.bits)
-            np.testing.assert_allclose(decoded[b, h, : n + 7], want, atol=2e-6)
+                expected[part] = rule(expected[part], inner.bits)
+            np.testing.assert_allclose(decoded[b, h, : n + 7], expected, atol=2e-6)
 
 
 def test_bits_are_really_packed():
@@ -168,16 +175,16 @@ def test_bits_are_really_packed():
 
 
 def test_a_row_of_a_ragged_batch_generates_what_it_generates_alone():
-    """Over a selection with merging too, and from the host."""
+    """The tiers compose with a selection with merging, and with the host."""
     model, rng = toy_model(layers=1), np.random.default_rng(0)
     prompts = [rng.integers(0, 97, n).tolist() for n in (21, 14)]
     method = "accumulated:budget=12,recent=4 + d2o:count=true + zipcache:every=4,probes=0.2 + offload"
-    together, alone = (kvjax.generate(model, p, method, max_new_tokens=10).tokens for p in (prompts, prompts[1:]))
-    assert together[1:] == alone
+    together, single = (kvjax.generate(model, p, method, max_new_tokens=10).tokens for p in (prompts, prompts[1:]))
+    assert together[1:] == single
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "zipcache + h2o": "component `decode`",
         "zipcache + infllm": "takes it in chunks",
         "zipcache + kivi": "both fill the component `k`",
@@ -186,8 +193,8 @@ def test_what_has_no_meaning_is_refused():
         "zipcache:probes=0": "fraction of probes",
         "zipcache:normalise=all": "normalise must be",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+        with pytest.raises(KvjaxError, match=says):
+            layer.bind(text)
     with pytest.raises(KvjaxError, match="holds a prompt and nothing after it"):
         codec = Channelwise(4)
         x, at = jnp.ones((1, 1, 4, 8)), jnp.zeros((1, 1), jnp.int32)

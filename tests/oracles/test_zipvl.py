@@ -21,50 +21,50 @@ from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import zipcache
 from tests.oracles import zipvl as oracle
-from tests.oracles.eviction import attention
+from tests.oracles.eviction import attention_weights
 
 
-def lows(d: layer.Data, b: int, tau: float, least: float, most: float) -> list[list[int]]:
-    """The oracle's low tier of each head of a row, with three tenths of the queries as probes."""
-    n = int(d.lengths[b])
-    a = attention(np.asarray(d.q[b, :, :, :n]), np.asarray(d.k[b, :, :n]))
-    probes = zipcache.probes(n, 0.3, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
-    low = n - oracle.important(a, probes, tau, least, most)
-    return [sorted(np.argsort(s, kind="stable")[:low].tolist()) for s in zipcache.saliency(a, probes)]
+def oracle_low_tier(batch: layer.SequenceBatch, b: int, tau: float, least: float, most: float) -> list[list[int]]:
+    """The oracle's low tier of each head of sequence b, with three tenths of the queries as probes."""
+    n = int(batch.lengths[b])
+    a = attention_weights(np.asarray(batch.q[b, :, :, :n]), np.asarray(batch.k[b, :, :n]))
+    probes = zipcache.probe_queries(n, 0.3, np.asarray(draw(0, jnp.arange(n, dtype=jnp.int32)) >> 8).tolist())
+    low_tier = n - oracle.num_important(a, probes, tau, least, most)
+    return [sorted(np.argsort(s, kind="stable")[:low_tier].tolist()) for s in zipcache.saliency(a, probes)]
 
 
 @pytest.mark.parametrize(("tau", "least", "most"), [(0.8, 0.0, 1.0), (0.8, 0.5, 0.6)])
 def test_it_is_its_oracle_where_padding_holds_infinity(tau, least, most):
     text = f"zipvl:every=3,probes=0.3,tau={tau},least={least},most={most}"
-    d, dirty = layer.data(), layer.data(padding=np.inf)
-    state, counts = layer.prefill(layer.bound(text), dirty, padding=np.inf), []
-    out = layer.run(text, d, state=state)
+    batch, noisy = layer.random_batch(), layer.random_batch(padding=np.inf)
+    state, counts = layer.prefill(layer.bind(text), noisy, padding=np.inf), []
+    out = layer.decode(text, batch, state=state)
     for b, n in enumerate(map(int, layer.LENGTHS)):
-        low = lows(d, b, tau, least, most)
-        counts.append(n - len(low[0]))
+        low_tier = oracle_low_tier(batch, b, tau, least, most)
+        counts.append(n - len(low_tier[0]))
         for h in range(layer.K):
-            held = np.asarray(state.side_store.pos[b, h])
-            assert held[held >= 0].tolist() == low[h]
+            positions = np.asarray(state.side_store.pos[b, h])
+            assert positions[positions >= 0].tolist() == low_tier[h]
             for t in range(layer.STEPS):
-                k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (d.k, d.v))
-                keys, values = zipcache.held(k, v, n, low[h], every=3)
-                q = np.asarray(d.q[b, h, :, n + t : n + t + 1])
-                want = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
-                np.testing.assert_allclose(out[b, h, :, t], want, atol=1e-5)
+                k, v = (np.asarray(x[b, h, : n + t + 1]) for x in (batch.k, batch.v))
+                keys, values = zipcache.reconstruct(k, v, n, low_tier[h], chunk_tokens=3)
+                q = np.asarray(batch.q[b, h, :, n + t : n + t + 1])
+                expected = dense_attention(q, keys[None], values[None], np.array([n + t]))[:, 0]
+                np.testing.assert_allclose(out[b, h, :, t], expected, atol=1e-5)
     # The second bounds round to 4..6 of nine tokens, to 0..1 of one and to 3..4 of six.
     assert counts[1] == 1 and 1 < counts[0] < 9
 
 
-def counted(received: list[float], tau: float) -> int:
-    """Counts the important tokens where a single probe pays this attention to the tokens of a row, in five slots."""
+def count_important(received: list[float], tau: float) -> int:
+    """The number of important tokens when a single probe pays this attention to a sequence's tokens, in five slots."""
     n, H = len(received), 5
     pos = np.where(np.arange(5) < n, np.arange(5), -1)[None]
     k = np.where(pos[0, :, None] >= 0, np.eye(5), np.inf)[None, None]
     q = np.zeros((1, 1, 1, 1, H))
     q[..., :n] = np.log(received) * np.sqrt(H)
     block = KVBlock(*(jnp.asarray(k, jnp.float32),) * 2, jnp.asarray(pos, jnp.int32)[:, None])
-    seen = Observation(jnp.asarray(q, jnp.float32), jnp.full((1, 1), n - 1, jnp.int32))
-    return int(important(tau)(block.clean(), seen)[0])
+    observation = Observation(jnp.asarray(q, jnp.float32), jnp.full((1, 1), n - 1, jnp.int32))
+    return int(important(tau)(block.clean(), observation)[0])
 
 
 @functools.cache
@@ -75,19 +75,19 @@ def important(tau: float):
 
 def test_by_hand_of_six_three_and_one_tenth():
     shares = [0.1, 0.6, 0.3]
-    for tau, want in {0.5: 1, 0.85: 2, 0.95: 3}.items():
-        assert counted(shares, tau) == oracle.fewest(np.array(shares), tau) == want
-    assert counted([0.25] * 4, 0.85) == 4 and counted([1.0], 0.95) == 1
+    for tau, expected in {0.5: 1, 0.85: 2, 0.95: 3}.items():
+        assert count_important(shares, tau) == oracle.num_covering_tokens(np.array(shares), tau) == expected
+    assert count_important([0.25] * 4, 0.85) == 4 and count_important([1.0], 0.95) == 1
 
 
 def test_all_of_the_attention_is_that_of_all_tokens():
-    d = layer.data()
-    alone = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
-    np.testing.assert_allclose(layer.run("zipvl:tau=1,every=3", d), layer.run(alone, d), atol=1e-6)
+    batch = layer.random_batch()
+    single = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
+    np.testing.assert_allclose(layer.decode("zipvl:tau=1,every=3", batch), layer.decode(single, batch), atol=1e-6)
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, why in {
+    for text, says in {
         "zipvl:tau=0": "tau must lie in",
         "zipvl:least=0.5,most=0.4": "0 <= least <= most <= 1",
         "zipvl:most=0": "most > 0",
@@ -95,5 +95,5 @@ def test_what_has_no_meaning_is_refused():
         "zipvl + h2o": "component `decode`",
         "zipvl + kivi": "both fill the component `k`",
     }.items():
-        with pytest.raises(KvjaxError, match=why):
-            layer.bound(text)
+        with pytest.raises(KvjaxError, match=says):
+            layer.bind(text)

@@ -1,4 +1,4 @@
-"""TOVA in NumPy, float64, from its paper (2401.06104, section 3.2): one row, one token at a time."""
+"""TOVA in NumPy, float64, from its paper (arXiv 2401.06104, section 3.2): one sequence, one token at a time."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from tests.oracles.online import softmax
 
 
 def tova(q, k, v, n: int, budget: int, keep_newest: bool = False, window: int | None = None):
-    """q [K G S H], k, v [K S H], a prompt of n tokens -> (outputs [K G S-n H] of the rest, tokens held at the end).
+    """Decodes q [K G S H], k, v [K S H], a prompt of n tokens -> (outputs [K G S-n H] of the rest, cached tokens).
 
-    Over budget the token leaves whose weight, mean over all K * G query heads, is lowest; the prompt is cut at once.
+    Over budget the token with the lowest weight, in the mean over all K * G query heads, is evicted; a prompt is cut at
+    once.
     """
     K, G, S, H = q.shape
-    held: list[int] = []
+    cached: list[int] = []
     out = np.empty((K, G, S - n, H))
     for t in range(S):
-        held.append(t)
+        cached.append(t)
         if t < n - 1:
             continue
-        keys = np.array(held)
-        hidden = np.zeros(len(held), bool) if window is None else keys <= t - window
-        weight = np.zeros(len(held))
+        keys = np.array(cached)
+        hidden = np.zeros(len(cached), bool) if window is None else keys <= t - window
+        weight = np.zeros(len(cached))
         for head in range(K):
             p = softmax(np.where(hidden, -np.inf, q[head, :, t] @ k[head, keys].T / np.sqrt(H)))
             weight += p.sum(0) / (K * G)
@@ -29,6 +30,6 @@ def tova(q, k, v, n: int, budget: int, keep_newest: bool = False, window: int | 
                 out[head, :, t - n] = p @ v[head, keys]
         if keep_newest:
             weight[-1] = np.inf
-        order = sorted(range(len(held)), key=lambda i: (weight[i], held[i]))
-        held = sorted(held[i] for i in order[max(len(held) - budget, 0) :])
-    return out, held
+        order = sorted(range(len(cached)), key=lambda i: (weight[i], cached[i]))
+        cached = sorted(cached[i] for i in order[max(len(cached) - budget, 0) :])
+    return out, cached

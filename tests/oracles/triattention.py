@@ -1,4 +1,4 @@
-"""TriAttention in NumPy, float64, from its formula (arXiv 2604.04921): one row of one key/value head.
+"""TriAttention in NumPy, float64, from its paper (arXiv 2604.04921): one key/value head of one sequence.
 
 Queries q [G Q H] at positions q_pos [Q] and keys k [S H] at positions pos [S], after rotation by RoPE; `frequencies`
 [H / 2] in radians per position.
@@ -9,53 +9,53 @@ from __future__ import annotations
 import numpy as np
 
 
-def bare_pairs(x: np.ndarray, pos: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """x [n H] as complex numbers [n H/2], without the rotation of their positions."""
+def unrotate_pairs(x: np.ndarray, pos: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """The channel pairs of x [n H] as complex numbers [n H/2], without the rotation to their positions."""
     half = len(frequencies)
     return (x[:, :half] + 1j * x[:, half:]) * np.exp(-1j * np.outer(pos, frequencies))
 
 
 def scores(q, q_pos, k, pos, frequencies, furthest, normalise=True) -> np.ndarray:
-    """[S]: for a reader at the position after the newest key, at distances that double."""
-    keys, now, of_heads = bare_pairs(k, pos, frequencies), max(pos) + 1, []
+    """The scores [S] for a query after the newest key, at distances that double."""
+    keys, now, head_scores = unrotate_pairs(k, pos, frequencies), max(pos) + 1, []
     for queries in q:
-        pairs = bare_pairs(queries, q_pos, frequencies)
+        pairs = unrotate_pairs(queries, q_pos, frequencies)
         mean, modulus = pairs.mean(0), np.abs(pairs).mean(0)
-        found = []
+        key_scores = []
         for key, p in zip(keys, pos, strict=True):
             phase, total, ahead = np.angle(mean * key.conj()), [], 1
             while ahead <= furthest:
                 trig = np.abs(mean) * np.abs(key) * np.cos((now - p + ahead) * frequencies + phase)
                 total.append(np.sum(trig + (modulus - np.abs(mean)) * np.abs(key)))
                 ahead *= 2
-            found.append(np.mean(total))
-        found = np.array(found)
-        of_heads.append((found - found.mean()) / max(found.std(), 1e-6) if normalise else found)
-    return np.max(of_heads, 0)
+            key_scores.append(np.mean(total))
+        key_scores = np.array(key_scores)
+        head_scores.append((key_scores - key_scores.mean()) / max(key_scores.std(), 1e-6) if normalise else key_scores)
+    return np.max(head_scores, 0)
 
 
-def kept(q, q_pos, k, tokens, frequencies, furthest, budget, recent) -> list[int]:
-    """The tokens of k [S H] that stay: the last `recent` and the best of the others, ascending."""
-    found = scores(q, q_pos, k[tokens], np.array(tokens), frequencies, furthest)
-    older = sorted(range(len(tokens) - recent), key=lambda i: -found[i])[: max(budget - recent, 0)]
-    return sorted([tokens[i] for i in older] + tokens[len(tokens) - recent :])
+def select_tokens(q, q_pos, k, tokens, frequencies, furthest, budget, recent) -> list[int]:
+    """Selects the last `recent` tokens of k [S H] and the best of the others, ascending."""
+    token_scores = scores(q, q_pos, k[tokens], np.array(tokens), frequencies, furthest)
+    best = sorted(range(len(tokens) - recent), key=lambda i: -token_scores[i])[: max(budget - recent, 0)]
+    return sorted([tokens[i] for i in best] + tokens[len(tokens) - recent :])
 
 
-def every_step(q, k, v, n: int, frequencies, furthest, budget, recent) -> np.ndarray:
-    """q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]: before each token back to the budget.
+def decode(q, k, v, n: int, frequencies, furthest, budget, recent) -> np.ndarray:
+    """Decodes q [G S H], k, v [S H], a prompt of n tokens -> outputs [G S-n H]; evicts to the budget before each token.
 
-    Statistics are those of one query: before each token of that token's own.
+    Before a token its own query gives the statistics.
     """
     G, S, H = q.shape
     out = np.empty((G, S - n, H))
-    held = list(range(n))
+    cached = list(range(n))
     if n > budget:
-        held = kept(q[:, :n], np.arange(n), k, held, frequencies, furthest, budget, recent)
+        cached = select_tokens(q[:, :n], np.arange(n), k, cached, frequencies, furthest, budget, recent)
     for t in range(n, S):
-        if len(held) > budget:
-            held = kept(q[:, t : t + 1], np.array([t]), k, held, frequencies, furthest, budget, recent)
-        held = [*held, t]
-        s = q[:, t] @ k[held].T / np.sqrt(H)
-        p = np.exp(s - s.max(-1, keepdims=True))
-        out[:, t - n] = p / p.sum(-1, keepdims=True) @ v[held]
+        if len(cached) > budget:
+            cached = select_tokens(q[:, t : t + 1], np.array([t]), k, cached, frequencies, furthest, budget, recent)
+        cached = [*cached, t]
+        logits = q[:, t] @ k[cached].T / np.sqrt(H)
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        out[:, t - n] = weights / weights.sum(-1, keepdims=True) @ v[cached]
     return out

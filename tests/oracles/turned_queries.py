@@ -1,15 +1,15 @@
-"""Turned queries in NumPy, one sequence and key/value head at a time, float64, from the formula on its page."""
+"""Turned queries in NumPy, float64, from kvjax's own formula (`kvjax/methods/turned_queries.py`)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """x [n H] with the pairs (i, i + H/2) as complex numbers, turned by positions [n] times frequencies [H/2]."""
+def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """Rotates the pairs (i, i + H/2) of x [n H] by positions [n] times frequencies [H/2]."""
     half = x.shape[1] // 2
-    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * positions[:, None] * frequencies)
-    return np.concatenate([turned.real, turned.imag], 1)
+    pairs = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * positions[:, None] * frequencies)
+    return np.concatenate([pairs.real, pairs.imag], 1)
 
 
 def scores(
@@ -21,15 +21,15 @@ def scores(
     stride: int = 1,
     last: float = 1.0,
 ) -> np.ndarray:
-    """Queries q [G T H] and keys k [T H] as a model holds them, rotated to 0..T-1 -> [T]."""
+    """The scores [T] of keys k [T H] by queries q [G T H], both after RoPE at positions 0..T-1."""
     T = k.shape[0]
-    asking = [t for t in range(T - 1, -1, -stride) if t >= T - max(int(T * last), 1)]
-    found = []
+    query_tokens = [t for t in range(T - 1, -1, -stride) if t >= T - max(int(T * last), 1)]
+    head_scores = []
     for head in q:
-        bare = rotated(head, -np.arange(T), frequencies)[asking]
-        there = rotated(bare, np.full(len(asking), T + ahead), frequencies)
-        logits = there @ k.T / np.sqrt(k.shape[1])
-        p = np.exp(logits - logits.max(1, keepdims=True))
-        p /= p.sum(1, keepdims=True)
-        found.append(p.max(0) if reduce == "max" else p.mean(0))
-    return np.max(found, 0)
+        unrotated = rotate(head, -np.arange(T), frequencies)[query_tokens]
+        moved = rotate(unrotated, np.full(len(query_tokens), T + ahead), frequencies)
+        logits = moved @ k.T / np.sqrt(k.shape[1])
+        weights = np.exp(logits - logits.max(1, keepdims=True))
+        weights /= weights.sum(1, keepdims=True)
+        head_scores.append(weights.max(0) if reduce == "max" else weights.mean(0))
+    return np.max(head_scores, 0)

@@ -1,4 +1,4 @@
-"""ZipVL in NumPy, float64, from its paper (2410.08584): how many tokens of a row are important in a layer."""
+"""ZipVL's number of important tokens in NumPy, float64, from its paper (arXiv 2410.08584, version 1, section 3)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from math import ceil, floor
 import numpy as np
 
 
-def fewest(received: np.ndarray, tau: float) -> int:
-    """Attention received [n] -> the fewest tokens that have tau of it."""
+def num_covering_tokens(received: np.ndarray, tau: float) -> int:
+    """The fewest tokens that receive the fraction tau of the attention [n]."""
     total, count = 0.0, 0
     for x in sorted(received, reverse=True):
         if total >= tau * received.sum():
@@ -17,7 +17,7 @@ def fewest(received: np.ndarray, tau: float) -> int:
     return count
 
 
-def important(a: np.ndarray, probes: list[int], tau: float, least: float = 0.0, most: float = 1.0) -> int:
-    """Attention [K G T T] of all prompt queries, and the probes among them."""
-    count, n = fewest(a[:, :, probes].sum(2).mean((0, 1)), tau), a.shape[3]
+def num_important(attention: np.ndarray, probes: list[int], tau: float, least: float = 0.0, most: float = 1.0) -> int:
+    """The number of important tokens, by the probes' part of the attention [K G T T] of all prompt queries."""
+    count, n = num_covering_tokens(attention[:, :, probes].sum(2).mean((0, 1)), tau), attention.shape[3]
     return min(max(count, floor(least * n + 1e-9)), ceil(most * n - 1e-9))

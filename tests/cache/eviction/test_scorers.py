@@ -17,7 +17,7 @@ from kvjax.errors import KvjaxError
 from kvjax.methods.keynorm import KeyNorm
 from kvjax.methods.random import Random
 from tests.contract.layer import spec
-from tests.oracles.test_eviction import LENGTHS, S, W, batch, both
+from tests.oracles.test_eviction import LENGTHS, S, W, oracle_scores, random_block
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -42,24 +42,24 @@ CASES = [
 @pytest.mark.parametrize(("scorer", "window"), CASES, ids=str)
 @pytest.mark.parametrize("padding", [0.0, 1e4, np.inf])
 def test_scores_are_the_oracles(scorer, window, padding):
-    heads, kv = map(np.asarray, run(scorer, *batch(padding=padding, queries=scorer.num_queries or None), window))
+    heads, kv = map(np.asarray, run(scorer, *random_block(padding=padding, queries=scorer.num_queries or None), window))
     assert kv.dtype == heads.dtype == jnp.float32 and kv.shape == (4, 2, S)
     for b, n in enumerate(LENGTHS):
-        want_heads, want = both(scorer, b, n, window)
+        want_heads, want = oracle_scores(scorer, b, n, window)
         np.testing.assert_allclose(kv[b, :, :n], want, atol=1e-5)
         np.testing.assert_allclose(heads[b].reshape(-1, S)[:, :n], want_heads.reshape(-1, n), atol=1e-5)
         assert (kv[b, :, n:] == -np.inf).all() and (heads[b, ..., n:] == -np.inf).all()
 
 
 def test_a_window_takes_its_queries_from_all_of_them():
-    block, few = batch(queries=W)
+    block, few = random_block(queries=W)
     np.testing.assert_allclose(
-        run(WindowAttention(W, 3), block, few)[1], run(WindowAttention(W, 3), *batch())[1], atol=1e-6
+        run(WindowAttention(W, 3), block, few)[1], run(WindowAttention(W, 3), *random_block())[1], atol=1e-6
     )
 
 
 def test_only_positions_say_which_queries_are_real():
-    block, obs = batch(queries=W)
+    block, obs = random_block(queries=W)
     turned = Observation(np.roll(obs.q, 2, 3), np.roll(obs.pos, 2, 1))
     np.testing.assert_allclose(
         run(WindowAttention(W, 3), block, obs)[1], run(WindowAttention(W, 3), block, turned)[1], atol=1e-6
@@ -67,7 +67,7 @@ def test_only_positions_say_which_queries_are_real():
 
 
 def test_the_window_outranks_the_past_and_a_short_row_is_all_window():
-    block, obs = batch(queries=W)
+    block, obs = random_block(queries=W)
     scores = np.asarray(run(WindowAttention(W, 3), block, obs)[1])
     for b, n in enumerate(LENGTHS):
         assert scores[b, :, max(n - W, 0) : n].min() >= 1
@@ -76,7 +76,7 @@ def test_the_window_outranks_the_past_and_a_short_row_is_all_window():
 
 
 def test_queries_are_read_a_few_at_a_time():
-    block, obs = batch()
+    block, obs = random_block()
     by = np.ones(obs.pos.shape, np.float32)
     for window in (None, 9):
         whole, parts = (jax.jit(functools.partial(attention_mass, window=window, block_size=n)) for n in (64, 7))
@@ -86,7 +86,7 @@ def test_queries_are_read_a_few_at_a_time():
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_sums_that_are_known_change_nothing(window):
-    block, obs = batch()
+    block, obs = random_block()
     _, sums = causal_attention_with_lse(obs.q, block.k, block.v, window=window)
     summed = jax.jit(functools.partial(attention_mass, window=window, block_size=7))
     by = np.ones(obs.pos.shape, np.float32)
@@ -97,7 +97,7 @@ def test_sums_that_are_known_change_nothing(window):
 
 
 def test_random_scores_belong_to_seed_head_and_position():
-    block, obs = batch()
+    block, obs = random_block()
     a, b = (np.asarray(run(Random(s), block, None)[1]) for s in (0, 1))
     n = LENGTHS[2]
     np.testing.assert_array_equal(a[0, :, :n], a[2, :, :n])
@@ -118,7 +118,7 @@ def test_draws_are_spread_evenly_and_never_repeat():
 
 @pytest.mark.parametrize("scorer", [WindowAttention(8), AccumulatedAttention("visible"), KeyNorm(), Random()], ids=str)
 def test_no_array_has_queries_times_slots_and_scores_are_float32(scorer):
-    block, obs = batch(lengths=(500, 17), S=512)
+    block, obs = random_block(lengths=(500, 17), S=512)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 3 else x, (block, obs))
     program = jax.make_jaxpr(lambda *xs: run(scorer, *xs, 300))(*half)
     assert "512,512" not in str(program) and "2,512,8" in str(program)
@@ -135,8 +135,14 @@ def test_no_array_has_queries_times_slots_and_scores_are_float32(scorer):
         (lambda: WindowAttention(reduce="sum"), "reduce must be one of 'mean', 'max', got 'sum'"),
         (lambda: AccumulatedAttention("mean"), "normalise must be one of 'none', 'visible', got 'mean'"),
         (lambda: AccumulatedAttention(decay=0.0), r"decay must lie in \(0, 1\], got 0.0"),
-        (lambda: WindowAttention(7).scores(batch()[0], None, spec()), "got none; observe the last 7 of each sequence"),
-        (lambda: AccumulatedAttention().scores(batch()[0], None, spec()), "got none; observe all of each sequence"),
+        (
+            lambda: WindowAttention(7).scores(random_block()[0], None, spec()),
+            "got none; observe the last 7 of each sequence",
+        ),
+        (
+            lambda: AccumulatedAttention().scores(random_block()[0], None, spec()),
+            "got none; observe all of each sequence",
+        ),
     ],
 )
 def test_wrong_settings_are_named(make, says):

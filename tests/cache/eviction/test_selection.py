@@ -45,7 +45,7 @@ def data(fill: float = -np.inf, levels: int = 4):
 def expected(keep, sinks, recent, unit, per="head"):
     scores = data()[0].astype(np.float64)
     rows = [
-        oracle.kept(scores[b, :, :n], m, sinks, recent, unit.size, unit.score, per)
+        oracle.select_tokens(scores[b, :, :n], m, sinks, recent, unit.size, unit.score, per)
         for b, (n, m) in enumerate(zip(LENGTHS, keep, strict=True))
     ]
     return [[kept + [-1] * (12 - len(kept)) for kept in row] for row in rows]

@@ -52,7 +52,7 @@ def test_the_kernel_reads_what_the_plain_form_reads(bits, window):
     pos = jnp.asarray(np.where(np.arange(48)[None] < lengths[:, None], np.arange(48)[None], -1), jnp.int32)
     outs = []
     for kernel in ("xla", "pallas"):
-        method = layer.bound(kvjax.methods.kivi(bits, group=16, residual=32, kernel=kernel), window, 16)
+        method = layer.bind(kvjax.methods.kivi(bits, group=16, residual=32, kernel=kernel), window, 16)
 
         def run(k, v, q, method=method):
             state = method.prefill(KVBlock(k, v, pos[:, None]), None, 96)

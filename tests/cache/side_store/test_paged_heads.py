@@ -49,11 +49,11 @@ def held(bound: layer.BoundLayer, state) -> list[list[list[int]]]:
 
 
 def check_reads_as_under_a_mask(
-    bound: layer.BoundLayer, d: layer.Data, k: np.ndarray, v: np.ndarray, atol: float
+    bound: layer.BoundLayer, d: layer.SequenceBatch, k: np.ndarray, v: np.ndarray, atol: float
 ) -> None:
     """Steps are those of dense attention over the tokens that are held and the decoded ones."""
     state = layer.prefill(bound, d)
-    out = layer.run(bound.method, d, state=state)
+    out = layer.decode(bound.method, d, state=state)
     for b, n in enumerate(d.lengths.tolist()):
         for head, kept in enumerate(held(bound, state)[b]):
             for t in range(layer.STEPS):
@@ -64,7 +64,7 @@ def check_reads_as_under_a_mask(
 
 @pytest.mark.parametrize("page", [1, 3, 16])
 def test_every_token_has_one_slot_whoever_gets_them(page):
-    d, bound = layer.data(), paged(SNAPKV, page=page)
+    d, bound = layer.random_batch(), paged(SNAPKV, page=page)
     state = layer.prefill(bound, d, padding=1e4)
     assert [[len(head) for head in row] for row in held(bound, state)] == [[3, 9], [1, 1], [6, 6]]
     assert held(bound, state)[0][0][1:] == [7, 8] and held(bound, state)[0][1] == list(range(9))
@@ -90,25 +90,25 @@ def test_every_token_has_one_slot_whoever_gets_them(page):
     ],
 )
 def test_what_is_held_is_read_as_under_a_mask(text):
-    d, bound = layer.data(1), paged(text)
+    d, bound = layer.random_batch(1), paged(text)
     every = jnp.broadcast_to(jnp.arange(d.k.shape[2])[None, None], (layer.B, 1, d.k.shape[2]))
     k, v = (np.asarray(codec.decode(codec.encode(x, every))) for codec, x in ((bound.k, d.k), (bound.v, d.v)))
     check_reads_as_under_a_mask(bound, d, k, v, 5e-6)
-    on_host = 2 * layer.B * layer.K * (layer.slots(bound) + 2 * 4) * layer.H * 4  # two pages of four in a pool
+    on_host = 2 * layer.B * layer.K * (layer.num_slots(bound) + 2 * 4) * layer.H * 4  # two pages of four in a pool
     assert array_bytes(layer.prefill(bound, d))["pinned_host"] == ("offload" in text) * on_host
 
 
 def test_representatives_are_the_same_for_all_heads_and_the_rest_is_shared():
-    d = layer.data(1)
+    d = layer.random_batch(1)
     bound = paged("snapkv:budget=7,window=2,kernel=3 + kvcrush:share=0.5")
     first, second = held(bound, layer.prefill(bound, d))[0]
     assert len(first) + len(second) == 2 * 7 and len(set(first) & set(second) - {7, 8}) >= 2
 
 
 def test_a_bias_is_read_with_its_slot():
-    d, bound = layer.data(2), paged(SNAPKV, merge=Twofold())
+    d, bound = layer.random_batch(2), paged(SNAPKV, merge=Twofold())
     state = layer.prefill(bound, d)
-    out = layer.run(bound.method, d, state=state)
+    out = layer.decode(bound.method, d, state=state)
     for b, n in enumerate(d.lengths.tolist()):
         for head, kept in enumerate(held(bound, state)[b]):
             tokens = [*kept, *kept, n]  # each twice, and the decoded one
@@ -119,7 +119,7 @@ def test_a_bias_is_read_with_its_slot():
 
 @pytest.mark.parametrize("count", [35, 7])  # of 7, pages are read with their logits side by side
 def test_many_queries_at_once_are_read_as_few(count):
-    d, bound = layer.data(3), paged(SNAPKV)
+    d, bound = layer.random_batch(3), paged(SNAPKV)
     state = layer.prefill(bound, d)
     q = jnp.asarray(np.random.default_rng(0).normal(size=(layer.B, layer.K, layer.G, 70, layer.H)), jnp.float32)
     q_pos = jnp.broadcast_to(jnp.arange(20, 90)[None], (layer.B, 70))
@@ -132,5 +132,5 @@ def test_many_queries_at_once_are_read_as_few(count):
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_long_pages_are_read_as_short_ones(window):
-    d, short, long = layer.data(4), paged(SNAPKV, merge=Twofold()), paged(SNAPKV, page=64, merge=Twofold())
-    np.testing.assert_allclose(layer.run(long.method, d, window), layer.run(short.method, d, window), atol=1e-6)
+    d, short, long = layer.random_batch(4), paged(SNAPKV, merge=Twofold()), paged(SNAPKV, page=64, merge=Twofold())
+    np.testing.assert_allclose(layer.decode(long.method, d, window), layer.decode(short.method, d, window), atol=1e-6)

@@ -29,13 +29,13 @@ def test_impact_is_the_formula(chunks):
     read = chunks.read
     mean = np.mean(
         [
-            oracle.attention(np.asarray(p.q[0, :, :, :32]).reshape(4, 32, 8), np.asarray(p.k[0, :, :32]))
+            oracle.attention_weights(np.asarray(p.q[0, :, :, :32]).reshape(4, 32, 8), np.asarray(p.k[0, :, :32]))
             for p in read.prompts
         ],
         0,
     )
     for i in range(3):
-        assert chunks.chunks[i].impact == pytest.approx(oracle.impact(mean, [9, 14, 6], i), abs=1e-5)
+        assert chunks.chunks[i].impact == pytest.approx(oracle.context_impact(mean, [9, 14, 6], i), abs=1e-5)
         assert chunks.chunks[i].tokens == (A, B, C)[i] and chunks.chunks[i].preceding == (A, B, C)[:i]
     assert chunks.chunks[0].impact == 0.5  # nothing before it
     np.testing.assert_allclose(chunks.chunks[2].attention_to_context, mean[23:29, :23].sum(1), atol=1e-5)

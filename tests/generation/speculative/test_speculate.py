@@ -113,7 +113,7 @@ def one_place(z: np.ndarray, y: np.ndarray, m: float = 0.0) -> tuple[np.ndarray,
 @pytest.mark.parametrize("m", [0.0, 3.0])
 def test_a_place_is_judged_as_the_oracle_judges_it(m):
     for z, y in LOGITS.swapaxes(0, 1):
-        for mine, yours in zip(one_place(z, y, m), oracle.outcome(z, y, m), strict=True):
+        for mine, yours in zip(one_place(z, y, m), oracle.acceptance_and_residual(z, y, m), strict=True):
             np.testing.assert_allclose(mine, yours, atol=2e-6)
 
 

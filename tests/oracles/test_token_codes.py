@@ -1,4 +1,4 @@
-"""Rows in few bits against their oracle: each row by itself, packed, rotated, on the host, and under other methods."""
+"""Codes per token against their oracle: alone, packed, rotated, on the host, and under other methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.core import attention, memory
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer
-from tests.oracles import rows as oracle
+from tests.oracles import token_codes as oracle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Exact(Quantizer):
     def encode(self, x):
         return x[..., :4], x[..., 4:]
 
-    def decode(self, coded):
-        return jnp.concatenate(coded, -1)
+    def decode(self, codes):
+        return jnp.concatenate(codes, -1)
 
 
 CODECS = (
@@ -41,8 +41,8 @@ CODECS = (
 )
 
 
-def data(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
-    """x [2 2 S H] and queries [2 2 2 1 H]; the second row has four tokens, and nonsense behind them."""
+def random_vectors(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
+    """Vectors [2 2 S H], positions and queries [2 2 2 1 H]; the second sequence has four tokens, then infinity."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(2, 2, S, H)) * rng.uniform(0.1, 30, size=(2, 2, S, 1))
     pos = np.where(np.arange(S)[None] < np.array([[S], [4]]), np.arange(S), -1)
@@ -51,16 +51,16 @@ def data(S: int = 9, H: int = 16, dtype=jnp.float32, seed: int = 0):
     return jnp.asarray(x, dtype), jnp.asarray(pos, jnp.int32)[:, None], q
 
 
-def real(x, pos):
+def mask_padding(x, pos):
     return np.asarray(x)[np.broadcast_to(np.asarray(pos) >= 0, x.shape[:3])]
 
 
 def test_the_example_by_hand():
-    row = jnp.array([-1.0, 0.0, 0.5, 2.0] * 2)
-    coded = MinMax(4).encode(row)
-    assert bit_packing.unpack(coded.codes, 4, -1).tolist() == [0, 5, 8, 15] * 2
-    assert int(coded.scale[0]) & 15 == 5
-    np.testing.assert_allclose(MinMax(4).decode(coded), [-1.0, 0.0, 0.6, 2.0] * 2, rtol=2**-18)
+    vector = jnp.array([-1.0, 0.0, 0.5, 2.0] * 2)
+    codes = MinMax(4).encode(vector)
+    assert bit_packing.unpack(codes.codes, 4, -1).tolist() == [0, 5, 8, 15] * 2
+    assert int(codes.scale[0]) & 15 == 5
+    np.testing.assert_allclose(MinMax(4).decode(codes), [-1.0, 0.0, 0.6, 2.0] * 2, rtol=2**-18)
 
 
 def test_what_lies_outside_a_clipped_range_takes_the_nearest_code():
@@ -76,85 +76,87 @@ def test_codes_are_those_of_the_formula(bits, shift):
     x = np.asarray(np.random.default_rng(bits).normal(size=(40, 32)) + shift, np.float32)
     coded = MinMax(bits).encode(jnp.asarray(x))
     codes, scales = np.asarray(bit_packing.unpack(coded.codes, bits, -1)), np.asarray(coded.scale)
-    for row, got, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
-        want, zero, scale = oracle.min_max(row, bits)
+    for vector, actual, word in zip(x.astype(np.float64), codes, scales[:, 0], strict=True):
+        expected, zero, scale = oracle.quantize_min_max(vector, bits)
         assert word & (2**bits - 1) == zero
-        near_tie = np.abs((row / scale) % 1 - 0.5) < 1e-3
-        assert ((got == want) | near_tie).all() and np.abs(got.astype(int) - want).max() <= 1
+        near_tie = np.abs((vector / scale) % 1 - 0.5) < 1e-3
+        assert ((actual == expected) | near_tie).all() and np.abs(actual.astype(int) - expected).max() <= 1
         stored = (word & ~np.uint32(2**bits - 1)).view(np.float32)
         assert abs(stored / scale - 1) <= 2.0 ** (bits - 23) + 1e-6
     read = MinMax(bits).decode(coded)
-    np.testing.assert_allclose(read[-1], oracle.read_min_max(codes[-1].tolist(), zero, scale), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(
+        read[-1], oracle.dequantize_min_max(codes[-1].tolist(), zero, scale), rtol=1e-3, atol=1e-6
+    )
 
 
 def test_eight_bits_on_either_side_of_zero():
     x = np.asarray(np.random.default_rng(0).normal(size=(20, 8)), np.float32)
-    got = np.asarray(Absmax().decode(Absmax().encode(jnp.asarray(x))))
-    for row, read in zip(x.astype(np.float64), got, strict=True):
-        np.testing.assert_allclose(read, oracle.absmax(row), atol=1e-6)
+    actual = np.asarray(Absmax().decode(Absmax().encode(jnp.asarray(x))))
+    for vector, read in zip(x.astype(np.float64), actual, strict=True):
+        np.testing.assert_allclose(read, oracle.fake_quantize_absmax(vector), atol=1e-6)
 
 
 @pytest.mark.parametrize("quantizer", [MinMax(1), MinMax(4), Absmax()])
-@pytest.mark.parametrize("row", [0.0, 2.5, -7.0])
-def test_rows_of_one_number(quantizer, row):
-    x = jnp.full((32,), row)
+@pytest.mark.parametrize("vector", [0.0, 2.5, -7.0])
+def test_rows_of_one_number(quantizer, vector):
+    x = jnp.full((32,), vector)
     np.testing.assert_allclose(quantizer.decode(quantizer.encode(x)), x, rtol=1e-5)
 
 
 @pytest.mark.parametrize("H", [1, 2, 8, 64])
 def test_hadamards_matrix(H):
-    np.testing.assert_allclose(hadamard(H), oracle.sylvester(H), atol=1e-7)
+    np.testing.assert_allclose(hadamard(H), oracle.hadamard(H), atol=1e-7)
     np.testing.assert_allclose(hadamard(H) @ hadamard(H), np.eye(H), atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_is_read_is_what_the_codes_say(codec):
-    x, pos, q = data()
+    x, pos, q = random_vectors()
     stored = codec.encode(x, pos)
-    held = codec.decode(stored)
-    assert np.isfinite(held).all() and held.dtype == x.dtype
-    turn = oracle.sylvester(16) if codec.rotate else np.eye(16)
-    for row, got in zip(real(x, pos).astype(np.float64), real(held, pos), strict=True):
+    decoded = codec.decode(stored)
+    assert np.isfinite(decoded).all() and decoded.dtype == x.dtype
+    turn = oracle.hadamard(16) if codec.rotate else np.eye(16)
+    for vector, actual in zip(mask_padding(x, pos).astype(np.float64), mask_padding(decoded, pos), strict=True):
         if isinstance(codec.quantizer, Absmax):
-            want = oracle.absmax(row)
+            expected = oracle.fake_quantize_absmax(vector)
         else:
-            want = turn @ oracle.read_min_max(*oracle.min_max(turn @ row, codec.quantizer.bits))
-        step = np.ptp(row) / (2 ** getattr(codec.quantizer, "bits", 8) - 1)
-        assert np.abs(got - want).max() <= 2 * step  # a tie may fall the other way, by one step
-        assert np.median(np.abs(got - want)) <= 1e-3 * np.abs(row).max()
-    p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, held), 0.0)
-    np.testing.assert_allclose(codec.scores(q, stored), attention.scores(q, held), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(codec.mix(p, stored), attention.mix(p, held), rtol=1e-4, atol=5e-3)
+            expected = turn @ oracle.dequantize_min_max(*oracle.quantize_min_max(turn @ vector, codec.quantizer.bits))
+        step = np.ptp(vector) / (2 ** getattr(codec.quantizer, "bits", 8) - 1)
+        assert np.abs(actual - expected).max() <= 2 * step  # a tie may fall the other way, by one step
+        assert np.median(np.abs(actual - expected)) <= 1e-3 * np.abs(vector).max()
+    p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, decoded), 0.0)
+    np.testing.assert_allclose(codec.scores(q, stored), attention.scores(q, decoded), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(codec.mix(p, stored), attention.mix(p, decoded), rtol=1e-4, atol=5e-3)
     idx = jnp.array([[[3, 0, 3]]]).repeat(2, 0).repeat(2, 1)
-    np.testing.assert_array_equal(codec.gather(stored, idx), held[:, :, jnp.array([3, 0, 3])])
+    np.testing.assert_array_equal(codec.gather(stored, idx), decoded[:, :, jnp.array([3, 0, 3])])
 
 
 @pytest.mark.parametrize("S", [6, 8])
 def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
     codec = PerTokenCodec(MinMax(4), "hadamard")
-    x, pos, q = data(S)
+    x, pos, q = random_vectors(S)
     stored = codec.encode(x, pos)
     p = jnp.where(pos[:, :, None, None] >= 0, attention.scores(q, x), 0.0)
-    whole = codec.scores(q, stored), codec.mix(p, stored)
+    untiled = codec.scores(q, stored), codec.mix(p, stored)
     monkeypatch.setattr(blockwise, "MAX_TILE_SLOTS", 3)
     monkeypatch.setattr(blockwise, "MAX_TILE_NUMBERS", 2 * 3 * 16)
     assert blockwise.tile_size(4, S, 16) == (2, 3)
-    np.testing.assert_allclose(codec.scores(q, stored), whole[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(codec.mix(p, stored), whole[1], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(codec.scores(q, stored), untiled[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(codec.mix(p, stored), untiled[1], rtol=1e-5, atol=1e-4)
 
 
 def test_a_rotation_alone_loses_nothing():
-    x, pos, q = data()
-    turned, plain = PerTokenCodec(Exact(), "hadamard"), Plain()
-    a, b = turned.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
-    assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are held as they are turned
+    x, pos, q = random_vectors()
+    rotated_codec, plain = PerTokenCodec(Exact(), "hadamard"), Plain()
+    a, b = rotated_codec.encode(x, pos), plain.encode(jnp.where(pos[..., None] < 0, 0.0, x), pos)
+    assert not np.allclose(memory.unpack(a.parts[0]), x[..., :4])  # they are stored rotated
     p = jax.nn.softmax(jnp.where(pos[:, :, None, None] >= 0, plain.scores(q, b), -jnp.inf))
-    for got, want in (
-        (turned.decode(a), plain.decode(b)),
-        (turned.scores(q, a), plain.scores(q, b)),
-        (turned.mix(p, a), plain.mix(p, b)),
+    for actual, expected in (
+        (rotated_codec.decode(a), plain.decode(b)),
+        (rotated_codec.scores(q, a), plain.scores(q, b)),
+        (rotated_codec.mix(p, a), plain.mix(p, b)),
     ):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("codec", CODECS[1::2])
@@ -162,23 +164,23 @@ def test_a_rotation_alone_loses_nothing():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_is_coded_once_wherever_it_goes(codec, place, dtype):
     codec = place(codec)
-    x, pos, _ = data(dtype=dtype)
+    x, pos, _ = random_vectors(dtype=dtype)
     x = jnp.where(pos[..., None] < 0, jnp.zeros((), dtype), x)
-    whole = codec.decode(codec.encode(x, pos))
+    decoded = codec.decode(codec.encode(x, pos))
     empty = codec.encode(jnp.zeros_like(x), jnp.full_like(pos, -1))
-    at = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
-    one = jax.jit(codec.append)(empty, x[:, :, 2:3], at)
-    assert jax.tree.map(memory.memory_kind, one) == jax.tree.map(memory.memory_kind, empty)
-    got = jax.jit(codec.gather)(one, at[:, :, None])
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(whole[:, :, 2:3], np.float32))
-    assert got.dtype == dtype
-    rest = jnp.asarray(codec.decode(one)).at[jnp.arange(2)[:, None], jnp.arange(2)[None], at].set(0)
+    slots = jnp.array([[5, 1], [0, 7]], jnp.int32)  # another slot in each head
+    appended = jax.jit(codec.append)(empty, x[:, :, 2:3], slots)
+    assert jax.tree.map(memory.memory_kind, appended) == jax.tree.map(memory.memory_kind, empty)
+    actual = jax.jit(codec.gather)(appended, slots[:, :, None])
+    np.testing.assert_array_equal(np.asarray(actual, np.float32), np.asarray(decoded[:, :, 2:3], np.float32))
+    assert actual.dtype == dtype
+    rest = jnp.asarray(codec.decode(appended)).at[jnp.arange(2)[:, None], jnp.arange(2)[None], slots].set(0)
     assert not np.asarray(rest, np.float32).any()
 
 
 @pytest.mark.parametrize(("codec", "each"), [(CODECS[0], 16 // 2 + 4), (CODECS[2], 16 // 4 + 4), (CODECS[3], 16 + 4)])
 def test_the_bits_are_really_packed(codec, each):
-    x, pos, _ = data()
+    x, pos, _ = random_vectors()
     stored = codec.encode(x, pos)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(stored)) == 2 * 2 * 9 * each
 
@@ -206,8 +208,8 @@ COMPOSED = (
 
 @pytest.mark.parametrize("method", COMPOSED)
 def test_under_other_methods_eight_bits_change_little(method):
-    d = layer.data(5)
-    error = np.abs(layer.run(f"{method} + int8", d) - layer.run(method, d))
+    batch = layer.random_batch(5)
+    error = np.abs(layer.decode(f"{method} + int8", batch) - layer.decode(method, batch))
     assert 0 < np.median(error) < 0.01 and error.mean() < 0.02  # a near tie may fall the other way
 
 
@@ -216,10 +218,10 @@ def test_on_a_model_with_eviction_and_on_the_host():
     more = [[1, 2, 3], [4, 5, 6]]
     outs, sizes = {}, {}
     evicting = "snapkv:budget=4,window=2,kernel=3"
-    for held in ("", " + int4", " + int4 + offload"):
-        _, cache = kvjax.prefill(model, prompts, evicting + held, capacity=16)
-        outs[held], cache = kvjax.extend(model, more, cache)
-        sizes[held] = array_bytes(cache)
+    for suffix in ("", " + int4", " + int4 + offload"):
+        _, cache = kvjax.prefill(model, prompts, evicting + suffix, capacity=16)
+        outs[suffix], cache = kvjax.extend(model, more, cache)
+        sizes[suffix] = array_bytes(cache)
     np.testing.assert_allclose(outs[" + int4"], outs[" + int4 + offload"], atol=1e-5)
     error = np.asarray(outs[" + int4"] - outs[""])
     assert 0 < error.std() < 0.2 * np.asarray(outs[""]).std()
