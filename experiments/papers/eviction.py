@@ -264,7 +264,7 @@ def measure(
                 log_progress(f"{task}, contexts from {start}: {name}")
                 outcomes, context = prompts.outcomes(method)
                 # Bytes are of one sequence's stored tokens: --batch and the room for answers are no part of a method.
-                size = context.bytes.per_sequence(context.rows)
+                size = context.bytes.per_sequence(context.num_sequences)
                 found.bytes.setdefault(name, size.held)
                 found.dtype = size.dtype
                 for when, o in outcomes.items():

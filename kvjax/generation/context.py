@@ -59,12 +59,12 @@ class Context:
         if self.cache.is_donated:
             return None  # a notebook then shows the line
         held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
-        rows = zip(range(self.rows), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
+        rows = zip(range(self.num_sequences), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
         title = f"{name_of(self.method)}: {self.bytes}"
         return table(title, ("sequence", "tokens read", "tokens held by a head"), rows)
 
     @property
-    def rows(self) -> int:
+    def num_sequences(self) -> int:
         """Number of documents in the batch."""
         return self.last.shape[0]
 
@@ -211,7 +211,7 @@ class Context:
         ids = token_ids(self.model, questions)
         params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
-        if self.rows == 1 < len(ids):
+        if self.num_sequences == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
             return concat_results(
                 [self.ask([q], max_new_tokens=max_new_tokens, width=width, first_row=i, **options) for i, q in each]
@@ -233,8 +233,8 @@ class Context:
           For each sequence the natural-log probability of each token f32[T], and the likeliest token in its place.
         """
         ids = token_ids(self.model, continuations)
-        if len(ids) != self.rows:
-            raise KvjaxError(f"{len(ids)} continuations for {self.rows} sequences; give one per sequence")
+        if len(ids) != self.num_sequences:
+            raise KvjaxError(f"{len(ids)} continuations for {self.num_sequences} sequences; give one per sequence")
         self._check_known()
         return teacher_force(self.model, self.last, self.cache, ids, decoded, width)
 
@@ -264,7 +264,7 @@ class Context:
 
     def fork(self, times: int) -> Context:
         """Copies each sequence `times` times, to continue in several ways; its copies are adjacent."""
-        return self.take(np.repeat(np.arange(self.rows), arguments.integer("times", times)).tolist())
+        return self.take(np.repeat(np.arange(self.num_sequences), arguments.integer("times", times)).tolist())
 
     def join(self, *others: Context) -> Context:
         """Joins the sequences of several contexts of one model, method and capacity into one batch."""

@@ -22,7 +22,7 @@ class Result:
     decode_seconds: float
     compile_seconds: float
     decode_steps: int  # after the first token, which the prefill yields
-    rows: int  # sequences that each step decodes
+    num_sequences: int  # that each step decodes
 
     def __repr__(self) -> str:
         first = shorten(self.text[0]) if self.text else f"{len(self.tokens[0])} ids"
@@ -46,7 +46,7 @@ class Result:
     @property
     def tokens_per_second(self) -> float:
         """Decoded tokens of all sequences per second of the decode loop; 0 when no step was run."""
-        return self.decode_steps * self.rows / self.decode_seconds if self.decode_steps else 0.0
+        return self.decode_steps * self.num_sequences / self.decode_seconds if self.decode_steps else 0.0
 
 
 def concat_results(results: Sequence[Result]) -> Result:

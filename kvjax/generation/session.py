@@ -154,7 +154,7 @@ class DecodeSession:
             decode_seconds=self.decode_seconds,
             compile_seconds=self.timer.compile_seconds,
             decode_steps=int(self.state.i) - 1,
-            rows=len(tokens),
+            num_sequences=len(tokens),
         )
 
     def columns(self, count: int) -> Iterator[list[int | None]]:

@@ -104,4 +104,4 @@ def test_the_code_runs_from_top_to_bottom(monkeypatch, tmp_path, clean_registry)
     assert kept == [[length // 4]] * 4
     assert [len(layer[0][0]) for layer in values["layers"].kept_positions()] == [96, 96, 48, 48]
     assert {row["method"] for row in values["rows"]} == {"full", "snapkv:budget=128", "kivi:bits=2"}
-    assert values["answer"].text and values["own"].rows == 1
+    assert values["answer"].text and values["own"].num_sequences == 1

@@ -191,7 +191,7 @@ def _to_result(model: Model, state: SpeculationState, prefill_seconds: float, ti
         decode_seconds=timer.run_seconds - prefill_seconds,
         compile_seconds=timer.compile_seconds,
         decode_steps=int(state.count),
-        rows=len(tokens),
+        num_sequences=len(tokens),
         accepted=np.asarray(state.accepted).tolist(),
         drafted=np.asarray(state.drafted).tolist(),
         draft_bytes=state_bytes(state.draft),

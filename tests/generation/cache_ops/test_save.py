@@ -63,7 +63,7 @@ def test_another_model_or_method_is_refused(tmp_path):
         kvjax.resume(toy_model(seed=1, layers=2), path)
     with pytest.raises(KvjaxError, match="saved under snapkv:budget=16,window=4 and not under full"):
         kvjax.resume(MODEL, path, "full")
-    assert kvjax.resume(MODEL, path, kvjax.methods.snapkv(budget=16, window=4)).rows == 2
+    assert kvjax.resume(MODEL, path, kvjax.methods.snapkv(budget=16, window=4)).num_sequences == 2
 
 
 def test_a_method_without_a_string_has_to_be_passed(tmp_path):
@@ -101,7 +101,7 @@ def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_
     file.write_text(OWN.format(sign="+"))
     load_methods(file)
     path = kvjax.read(MODEL, DOCUMENTS, "own", room=32).save(tmp_path / "context")
-    assert kvjax.resume(MODEL, path).rows == len(DOCUMENTS)
+    assert kvjax.resume(MODEL, path).num_sequences == len(DOCUMENTS)
     file.write_text(OWN.format(sign="-"))
     load_methods(file)
     with pytest.raises(KvjaxError, match="when its code or values were others; read the documents again"):
@@ -134,7 +134,7 @@ def test_a_link_stays_and_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "target").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     context.save(tmp_path / "link")
-    assert (tmp_path / "link").is_symlink() and kvjax.resume(MODEL, tmp_path / "target").rows == len(DOCUMENTS)
+    assert (tmp_path / "link").is_symlink() and kvjax.resume(MODEL, tmp_path / "target").num_sequences == len(DOCUMENTS)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(KvjaxError, match="pipe, which is a device or pipe; give the path of a file"):
         context.save(tmp_path / "pipe")

@@ -94,7 +94,7 @@ def test_after_a_crop_something_must_be_fed(tmp_path):
 def test_branches_and_joined_rows_are_the_rows(method):
     context = kvjax.read(MODEL, DOCUMENTS[:2], method, room=40)
     branched = context.fork(2)
-    assert branched.rows == 4 and branched.cache.length.tolist() == [40, 40, 23, 23]
+    assert branched.num_sequences == 4 and branched.cache.length.tolist() == [40, 40, 23, 23]
     for x, y in zip(jax.tree.leaves(branched.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y)[[0, 0, 1, 1]])
         assert memory.memory_kind(x) == memory.memory_kind(y) and x.dtype == y.dtype

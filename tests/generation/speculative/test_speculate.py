@@ -33,7 +33,7 @@ verify = jax.jit(acceptance.verify)
 def test_greedy_is_what_generate_gives():
     out = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **FREE)
     assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
-    assert out.finish_reasons == ["length"] * 3 and out.text is None and out.rows == 3
+    assert out.finish_reasons == ["length"] * 3 and out.text is None and out.num_sequences == 3
     assert max(out.drafted) == 3 * out.verifier_calls and 0 < out.acceptance < 1
     for tokens, accepted, drafted in zip(out.tokens, out.accepted, out.drafted, strict=True):
         rounds = drafted // 3
