@@ -476,8 +476,7 @@ RULES = (
         "independence",
         "a sequence does not depend on its neighbours, on padding, or on how many tokens these are fed",
         "Usual cause: something is computed over the whole batch or over padding: mask empty slots "
-        "(`block.pos >= 0`) and compute per sequence and head, with no mean, maximum or sort over axis 0. In "
-        "`after_token`, a sequence with `q_pos` -1 keeps its positions and its policy state.",
+        "(`block.pos >= 0`) and compute per sequence and head, with no mean, maximum or sort over axis 0.",
         find_dependence,
     ),
     Rule(

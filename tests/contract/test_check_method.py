@@ -109,6 +109,21 @@ class RecentWindow(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
+class RecentWindowWithAges(RecentWindow):
+    """Keeps only the last tokens, and notes how many steps each has been there, with an optional `fault`."""
+
+    def init(self, layer, block, observation, slots):
+        chosen, _ = super().init(layer, block, observation, slots)
+        return chosen, jnp.zeros((*block.k.shape[:2], slots))
+
+    def after_token(self, layer, state, weights, q_pos):
+        pos, _ = super().after_token(layer, state, weights, q_pos)
+        stepped = (q_pos >= 0)[:, None] | (self.fault == "ages of a neighbour's step")
+        ages = jnp.where(stepped & (pos >= 0), state.policy_state + 1, state.policy_state)
+        return pos, jnp.where(pos >= 0, ages, 0.0) + (jnp.nan if self.fault == "ages that are no numbers" else 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Periodic(Policy):
     """Evicts all but the last 4 tokens whenever 2 more are stored, before the next token is written."""
 
@@ -135,6 +150,7 @@ class Periodic(Policy):
     [
         LastTokens(5),
         Method(decode=RecentWindow(4)),
+        Method(decode=RecentWindowWithAges(4)),
         Method(decode=Periodic()),
         Method(select=make_selection(Norms(), 6)),
         Method(select=make_selection(BoundFirstLayer(), 6)),
@@ -305,6 +321,14 @@ FAULTY = {
         Method(decode=RecentWindow(4, "nothing leaves")),
         "in layer 0, sequence 0, after step 1, head 0 has no empty slot for the next token",
     ),
+    "ages of a neighbour's step": (
+        Method(decode=RecentWindowWithAges(4, "ages of a neighbour's step")),
+        "the policy's state of sequence . is another in layer 0",
+    ),
+    "ages that are no numbers": (
+        Method(decode=RecentWindowWithAges(4, "ages that are no numbers")),
+        "the policy's state of sequence 0 has NaN in layer 0, after step 1",
+    ),
     "positions of the future": (
         Method(decode=RecentWindow(4, "positions of the future")),
         "head 0 says that it holds position 1.. of a text of 21 tokens",
@@ -326,6 +350,8 @@ MENDS = {
     "one token twice": ("positions", "take the window out of what is scored"),
     "nothing leaves": ("positions", "In `after_token`, give one slot of each full head the position -1"),
     "the newest of one head": ("positions", "never let the slot with the greatest position go"),
+    "ages of a neighbour's step": ("independence", "as in `jnp.where(q_pos >= 0, new, old)`"),
+    "ages that are no numbers": ("finite", ""),
     "positions of the future": ("positions", "Take positions from `block.pos`"),
     "tokens that are lost": ("positions", "Set `evicts=True`"),
     "rows of other tokens": ("codecs", "jnp.take_along_axis"),
