@@ -127,7 +127,8 @@ def extend(
 ) -> tuple[Array, Cache]:
     """Runs further tokens of every sequence.
 
-    A method that drafts (SpeCache) is fed one token at a time, each with the next one as its draft.
+    The caller keeps each sequence within the cache's capacity; nothing is checked, and results beyond mean nothing. A
+    method that drafts (SpeCache) is fed one token at a time, each with the next one as its draft.
 
     Args:
       params: of the model.
@@ -157,6 +158,8 @@ def decode(
     key: Array | None = None,
 ) -> tuple[Array, Cache]:
     """Generates tokens in one `lax.scan`, without looking for an end of sequence.
+
+    As in `extend`, the caller keeps each sequence within the cache's capacity.
 
     Args:
       params: of the model.

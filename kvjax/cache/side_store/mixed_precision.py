@@ -134,6 +134,11 @@ class ScoredTiers(PrecisionTiers):
             raise KvjaxError(f"share of the low tier must lie in [0, 1), got {self.share}; ZipCache uses 0.4")
         if not 0 <= self.recent <= 1:
             raise KvjaxError(f"recent must lie in [0, 1], got {self.recent}; H2O's recent half is 0.5")
+        if self.scorer.needs_hidden or self.scorer.needs_output or self.scorer.replay is not None:
+            raise KvjaxError(
+                f"a tier is scored by keys, values and queries alone, and {type(self.scorer).__name__} needs more; use "
+                "it in the component `select`"
+            )
 
     @property
     def num_queries(self) -> int | None:

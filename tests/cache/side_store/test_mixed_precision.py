@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import functional
+from kvjax import KvjaxError, functional
+from kvjax.cache.side_store.mixed_precision import ScoredTiers
+from kvjax.methods.kvzip import ReplayAttention
 from kvjax.testing import toy_model
 
 MODEL = toy_model()
@@ -27,3 +29,8 @@ def test_the_tiers_of_a_selection_are_those_of_a_prompt_in_chunks(method):
     more = jnp.ones((2, 1), jnp.int32)
     whole, chunked = (functional.extend(MODEL.params, more, cache)[0] for cache in caches)
     np.testing.assert_allclose(whole, chunked, atol=1e-5)
+
+
+def test_a_scorer_that_needs_more_than_a_tier_gets_is_refused():
+    with pytest.raises(KvjaxError, match="ReplayAttention needs more; use it in the component `select`"):
+        ScoredTiers(ReplayAttention(), 0.4)
