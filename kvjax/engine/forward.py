@@ -102,7 +102,7 @@ def apply_layer(
             output_projection=params["attention"]["o"]["kernel"][None],
         )
         out, *rest = mode.attend(call, state, inputs, cross_layer, target.mesh)
-        return out, rest  # the decoder passes on what comes with the attention's result, and does not look at it
+        return out, rest  # the decoder returns `rest` as it is
 
     # The layer is not told its index in the model: that would give each one a compiled program of its own.
     layer = decoder.Layer(target.config, 0, hidden.dtype)

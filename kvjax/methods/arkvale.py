@@ -105,7 +105,7 @@ def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2,
     if recalled < 1:
         least = (sinks + window) * page
         raise KvjaxError(
-            f"budget={budget} of ArkVale leaves no page of {page} tokens to recall beside {sinks} sink pages and a "
+            f"budget={budget} of ArkVale leaves no page of {page} tokens to recall after {sinks} sink pages and a "
             f"window of {window}; use budget={least} or more"
         )
     read = Retrieve(TightBoxes(page), recalled, sinks * page, window * page)

@@ -40,7 +40,7 @@ class HeadWeightBudgets(HeadTableBudgets):
     def __post_init__(self):
         if self.budget <= self.window:
             raise KvjaxError(
-                f"a budget of {self.budget} tokens leaves nothing beside the window of {self.window}; use more"
+                f"a budget of {self.budget} tokens leaves nothing before the window of {self.window}; use more"
             )
         if self.beta < 1:
             raise KvjaxError(f"beta must be at least 1, got {self.beta}; 1 puts everything into the pool")

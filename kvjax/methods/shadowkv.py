@@ -87,7 +87,8 @@ class ShadowStore(SideStore):
         # The basis is fitted to the keys of the whole prompt, so all are encoded, and the chunks' coordinates stay.
         inner, pos = self._side_layer(layer), jnp.where(leaves, front.pos, -1)
         k = inner.k.encode(inner.keys_to_store(block), block.pos)
-        k = dataclasses.replace(k, rows=jax.tree.map(lambda rows: rows[:, :, : pos.shape[2]], k.rows))
+        coordinates = jax.tree.map(lambda x: x[:, :, : pos.shape[2]], k.coordinates)
+        k = dataclasses.replace(k, coordinates=coordinates)
         tokens = LayerState(k, inner.v.encode(front.v, pos), pos, bias=front.bias)
         return main, ShadowState(tokens, memory.pack(landmarks.astype(block.k.dtype)))
 

@@ -56,7 +56,7 @@ def test_by_hand(tmp_path):
     codec = CalibratedLowRank(table=Bases.table_file(str(path)), share=0.5).at(spec)
     x, pos = jnp.array([3.0, 0.0]).reshape(1, 1, 1, 2), jnp.zeros((1, 1, 1), jnp.int32)
     stored = codec.encode(x, pos)
-    np.testing.assert_allclose(stored.rows.data.ravel(), [2**0.5], rtol=1e-6)
+    np.testing.assert_allclose(stored.coordinates.data.ravel(), [2**0.5], rtol=1e-6)
     np.testing.assert_allclose(codec.decode(stored).ravel(), [2, 1], rtol=1e-6)
     np.testing.assert_allclose(codec.mix(jnp.full((1, 1, 1, 1, 1), 2.0), stored).ravel(), [4, 2], rtol=1e-6)
 
@@ -124,7 +124,7 @@ def test_groups_of_heads_have_their_coordinates_in_common(heads):
     def read(x, q, p, idx):
         reconstruct = codec.encode(x, pos)
         return (
-            reconstruct.rows.data,
+            reconstruct.coordinates.data,
             codec.decode(reconstruct),
             codec.gather(reconstruct, idx),
             codec.scores(q, reconstruct),

@@ -24,8 +24,8 @@ def test_by_hand():
     spec = layer.LayerSpec(0, 1, 1, 1, 2, None, layer.Rope(2))
     codec, x = PromptLowRank(0, rank=1).at(spec), jnp.array([[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]])[None, None]
     stored = codec.encode(x, jnp.arange(3, dtype=jnp.int32)[None, None])
-    assert stored.rows.data.shape == (1, 1, 3, 1)
-    np.testing.assert_allclose(jnp.linalg.norm(stored.rows.data), 5, rtol=1e-6)
+    assert stored.coordinates.data.shape == (1, 1, 3, 1)
+    np.testing.assert_allclose(jnp.linalg.norm(stored.coordinates.data), 5, rtol=1e-6)
     np.testing.assert_allclose(codec.decode(stored), x, atol=1e-6)
 
 
@@ -44,7 +44,9 @@ def test_every_token_is_in_the_slots_or_in_a_chunk_and_values_of_chunks_are_on_t
     bound, batch = layer.bind(METHOD), layer.random_batch()
     state = layer.prefill(bound, batch)
     store = state.side_store.tokens
-    assert memory.memory_kind(store.v.data) == "pinned_host" and memory.memory_kind(store.k.rows.data) == "device"
+    assert (
+        memory.memory_kind(store.v.data) == "pinned_host" and memory.memory_kind(store.k.coordinates.data) == "device"
+    )
     for b, n in enumerate(map(int, batch.lengths)):
         for h in range(layer.K):
             low_rank, exact = oracle.split_prompt(np.asarray(batch.k[b, h, :n], np.float64), 2, 1, 1)

@@ -20,7 +20,7 @@ from kvjax.errors import KvjaxError
 class ChunkCodes(NamedTuple):
     """A prompt, or a chunk of decoded tokens, as codes, with the numbers that restore it.
 
-    A counts the numbers of a token, C those that its tokens share, and U, below, the prompt and all chunks.
+    A token has A numbers of its own, its chunk has C; U, below, counts the prompt and all chunks.
     """
 
     codes: Array  # uint32[B K T H]

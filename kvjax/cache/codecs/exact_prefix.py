@@ -18,7 +18,7 @@ from kvjax.errors import KvjaxError
 class PrefixState:
     """All slots by the inner codec, and the first ones exactly as well."""
 
-    rows: Any
+    inner: Any
     first: Array  # [B K P H]
 
 
@@ -46,31 +46,31 @@ class ExactPrefix(CodecWrapper):
 
     def append(self, stored: PrefixState, x: Array, at: Array) -> PrefixState:
         # `put` drops the tokens that lie after the prefix.
-        return PrefixState(self.inner.append(stored.rows, x, at), memory.put(stored.first, x, at))
+        return PrefixState(self.inner.append(stored.inner, x, at), memory.put(stored.first, x, at))
 
     def decode(self, stored: PrefixState) -> Array:
-        others = self.inner.decode(stored.rows)[:, :, stored.first.shape[2] :]
+        others = self.inner.decode(stored.inner)[:, :, stored.first.shape[2] :]
         return jnp.concatenate([stored.first, others], 2)
 
     def gather(self, stored: PrefixState, idx: Array) -> Array:
-        others, num_exact = self.inner.gather(stored.rows, idx), stored.first.shape[2]
+        others, num_exact = self.inner.gather(stored.inner, idx), stored.first.shape[2]
         if not num_exact:
             return others
         exact = memory.take(stored.first, jnp.clip(idx, 0, num_exact - 1))
         return jnp.where((idx < num_exact)[..., None], exact, others)
 
     def load(self, stored: PrefixState) -> PrefixState:
-        return dataclasses.replace(stored, rows=self.inner.load(stored.rows))
+        return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
 
     def scores(self, q: Array, stored: PrefixState) -> Array:
-        others = self.inner.scores(q, stored.rows)[..., stored.first.shape[2] :]
+        others = self.inner.scores(q, stored.inner)[..., stored.first.shape[2] :]
         return jnp.concatenate([attention.scores(q, stored.first), others], 4)
 
     def mix(self, p: Array, stored: PrefixState) -> Array:
         num_exact = stored.first.shape[2]
         is_exact = jnp.arange(p.shape[4], dtype=jnp.int32) < num_exact
-        others = self.inner.mix(jnp.where(is_exact[None, None, None, None], 0.0, p), stored.rows)
+        others = self.inner.mix(jnp.where(is_exact[None, None, None, None], 0.0, p), stored.inner)
         return others + attention.mix(p[..., :num_exact], stored.first)
 
     def num_committed(self, stored: PrefixState, n: Array) -> Array:
-        return self.inner.num_committed(stored.rows, n)
+        return self.inner.num_committed(stored.inner, n)

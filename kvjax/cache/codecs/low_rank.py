@@ -26,7 +26,7 @@ from kvjax.errors import KvjaxError
 class LowRankState:
     """The coordinates of all slots, and the directions that they belong to."""
 
-    rows: memory.Buffer  # [B K S w], of a group's r coordinates the w that each of its heads stores
+    coordinates: memory.Buffer  # [B K S w], of the r coordinates of a group the w that each of its heads stores
     basis: Array  # f32[1|B K H r], of the group's directions the part in the channels of each head
     mean: Array | None  # f32[1 K 1 H]
 
@@ -69,26 +69,26 @@ class LowRank(Codec):
 
     def append(self, stored: LowRankState, x: Array, at: Array) -> LowRankState:
         new = self._project(x, stored.basis, stored.mean)
-        return dataclasses.replace(stored, rows=memory.append(stored.rows, new, at))
+        return dataclasses.replace(stored, coordinates=memory.append(stored.coordinates, new, at))
 
     def decode(self, stored: LowRankState) -> Array:
-        return self._expand(self._coordinates(memory.unpack(stored.rows), stored), stored)
+        return self._expand(self._coordinates(memory.unpack(stored.coordinates), stored), stored)
 
     def gather(self, stored: LowRankState, idx: Array) -> Array:
         if self.heads == 1:
-            return self._expand(memory.gather_tokens(stored.rows, idx), stored)
+            return self._expand(memory.gather_tokens(stored.coordinates, idx), stored)
         # Each head stores a part of every other head's coordinates, so all heads gather the slots that any asks for.
         K, all_idx = idx.shape[1], over_heads.gather(idx)
         B, _, n = all_idx.shape
         asked = jnp.broadcast_to(all_idx.reshape(B, 1, -1), (B, K, all_idx.shape[1] * n))
-        coordinates = self._coordinates(memory.gather_tokens(stored.rows, asked), stored)
+        coordinates = self._coordinates(memory.gather_tokens(stored.coordinates, asked), stored)
         by_asking_head = jnp.broadcast_to(coordinates, (B, K, *coordinates.shape[2:]))
         by_asking_head = by_asking_head.reshape(B, K, all_idx.shape[1], n, -1)
         own = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
         return self._expand(jnp.take_along_axis(by_asking_head, own, 2)[:, :, 0], stored)
 
     def scores(self, q: Array, stored: LowRankState) -> Array:
-        coordinates, q = self._coordinates(memory.unpack(stored.rows), stored), q.astype(jnp.float32)
+        coordinates, q = self._coordinates(memory.unpack(stored.coordinates), stored), q.astype(jnp.float32)
         projected = _matmul(q, stored.basis[:, :, None]).astype(coordinates.dtype)
         s = attention.scores(_as_queries_of(projected, coordinates), coordinates).reshape(*q.shape[:4], -1)
         s = s * (coordinates.shape[3] / q.shape[4]) ** 0.5  # `attention.scores` divides by sqrt(r), keys need sqrt(H)
@@ -97,7 +97,7 @@ class LowRank(Codec):
         return s + _matmul(q, stored.mean[:, :, None].swapaxes(3, 4)) * q.shape[4] ** -0.5
 
     def mix(self, p: Array, stored: LowRankState) -> Array:
-        coordinates = self._coordinates(memory.unpack(stored.rows), stored)
+        coordinates = self._coordinates(memory.unpack(stored.coordinates), stored)
         mixed = attention.mix(_as_queries_of(p, coordinates), coordinates).reshape(*p.shape[:4], -1)
         out = _matmul(mixed, stored.basis[:, :, None].swapaxes(3, 4))
         return out if stored.mean is None else out + p.sum(-1, keepdims=True) * stored.mean[:, :, None]
