@@ -130,6 +130,10 @@ def test_sampling_and_ends():
     warm = (CONTEXT, {"do_sample": True, "top_k": 50})
     both = [lm.generate_until(requests("generate_until", warm, warm), disable_tqdm=True) for _ in range(2)]
     assert both[0] == both[1] and both[0][0] != both[0][1]  # drawn apart, and the same in every run
+    # The copy that fills a batch draws for itself, and its text is no answer.
+    single = [KvjaxLM(TOY, batch_size=n, max_gen_toks=10) for n in (1, 2)]
+    alone, filled = (x.generate_until(requests("generate_until", warm), disable_tqdm=True) for x in single)
+    assert alone == filled
     assert lm.generate_until(requests("generate_until", ("", {})), disable_tqdm=True) != [""]
     assert lm._parse_options({"max_new_tokens": 3, "until": "x", "top_p": 0.5}) == (["x"], 3, {})
     assert lm._parse_options({"temperature": 0.5, "top_p": 0.5}) == ([], 10, {"temperature": 0.5, "top_p": 0.5})
@@ -158,6 +162,8 @@ def test_arguments():
     )
     with pytest.raises(KvjaxError, match="'device_layers' of the model kvjax; .*method=kcache:n=64/device_layers=1"):
         make("model=testbed,method=kcache:n=64,device_layers=1")
+    with pytest.raises(KvjaxError, match="tables/bases.npz"):  # JSON keeps commas, so that "/" belongs to the path
+        KvjaxLM(TOY, "cskv:window=8,table=tables/bases.npz")
     with pytest.raises(KvjaxError, match="number of prompts, got 'auto'"):
         KvjaxLM(TOY, batch_size="auto")
     nameless = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=()))
