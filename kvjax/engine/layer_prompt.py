@@ -118,7 +118,7 @@ def observed_block(
     )
 
 
-def encode_prompt(
+def compress_prompt(
     call: LayerCall,
     prompt: LayerPrompt,
     lengths: Array,

@@ -16,7 +16,7 @@ from kvjax.core.attention import attend_dense, causal_attention, causal_attentio
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock, pytree
-from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block, prompt_of_inputs, select_queries
+from kvjax.engine.layer_prompt import LayerPrompt, compress_prompt, observed_block, prompt_of_inputs, select_queries
 from kvjax.engine.positions import token_positions
 
 QUERY_BLOCK_TOKENS = 128
@@ -100,7 +100,7 @@ class FullPrefill(ForwardMode):
             if needs.observed_queries is None and needs.prompt_pattern is None:
                 softmax_lse = sums
         prompt = prompt_of_inputs(call.layer, inputs, self.lengths, first_query, softmax_lse)
-        return out, encode_prompt(call, prompt, self.lengths, self.capacity, mesh), cross_layer
+        return out, compress_prompt(call, prompt, self.lengths, self.capacity, mesh), cross_layer
 
 
 @pytree

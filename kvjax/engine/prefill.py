@@ -27,7 +27,7 @@ from kvjax.engine.forward import (
     run_layers,
     scan_if_traced,
 )
-from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt, observed_block, prefill_layer
+from kvjax.engine.layer_prompt import LayerPrompt, compress_prompt, observed_block, prefill_layer
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, LayerCall, PromptReplay
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import take_tokens
@@ -330,7 +330,7 @@ def compress(
     prompt: LayerPrompt, lengths: Array, num_kept: Array | None, call: LayerCall, capacity: int, target: Target
 ) -> Any:
     """Turns one layer's exact prompt into its cache state, as a program of its own."""
-    return encode_prompt(call, prompt, lengths, capacity, target.mesh, num_kept)
+    return compress_prompt(call, prompt, lengths, capacity, target.mesh, num_kept)
 
 
 @functools.partial(jax.jit, static_argnames="width")

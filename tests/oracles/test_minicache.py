@@ -17,7 +17,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
-from kvjax.engine.layer_prompt import LayerPrompt, encode_prompt
+from kvjax.engine.layer_prompt import LayerPrompt, compress_prompt
 from kvjax.engine.modes import LayerCall, extend_layer
 from kvjax.errors import KvjaxError
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
@@ -215,7 +215,7 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
         for bound, own, other, (q, block) in zip(plan, prompts, prompts[::-1], new, strict=True):
             prompt = LayerPrompt(own.k, own.v, own.q[:, :, :, :0], paired=(other.k, other.v))
             call = LayerCall(bound, None, cache.layers[LOWER].pos.shape[2])
-            state = encode_prompt(call, prompt, exact.lengths, CAPACITY, mesh)
+            state = compress_prompt(call, prompt, exact.lengths, CAPACITY, mesh)
             out, state, carry = extend_layer(bound, state, q, block, STEPS, carry, mesh=mesh)
             outs.append(out)
             states.append(state)
