@@ -74,6 +74,7 @@ def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers:
     """
     if budget < 1:
         raise KvjaxError(f"budget must be at least 1 token, got {budget}; the paper uses 256 to 4096")
+    index = Boxes(page)
     # The reader adds the current page. At least three pages, as in the authors' code, leave two to choose.
     num_chosen = max(3, budget // page) - 1
-    return Method(read=Retrieve(Boxes(page), num_chosen, per=per), device_layers=device_layers)
+    return Method(read=Retrieve(index, num_chosen, per=per), device_layers=device_layers)

@@ -30,6 +30,7 @@ RUN_ELSEWHERE = {"docs/coming_from.md": "test_coming_from.py", "docs/states.md":
 
 OWN_METHODS = {
     "value_norm": "value_norm:budget=40% + kvcrush + kivi:bits=4,group=4,residual=4",
+    "received_attention": "received_attention:budget=8 + adakv:page=4 + int8",
     "last_tokens": "last_tokens:recent=6 + offload",
     "half": "half + kcache:n=4",
 }

@@ -108,7 +108,7 @@ def test_calibrated_heads_are_the_regression_of_the_greatest_logits(window):
 def test_what_cannot_be_says_so(tmp_path):
     fc1, fc2 = random_weights()
     block = layer.prompt(layer.random_batch())[1]
-    with pytest.raises(KvjaxError, match="scores by queries, got none; observe all of each row"):
+    with pytest.raises(KvjaxError, match="scores by queries, got none; observe all of each sequence"):
         RetainingScorer(TableFile(write_table(tmp_path, fc1, fc2), "locret")).scores(block, None, SPEC)
     wrong = RetainingScorer(TableFile(write_table(tmp_path, fc1[:, 1:], fc2), "locret"))
     with pytest.raises(KvjaxError, match=r"`0.fc1` of .* has shape \(5, 255\), expected \(any, 256\)"):
