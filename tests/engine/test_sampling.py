@@ -52,20 +52,28 @@ def test_filters_keep_what_they_define(fields, first, second):
     assert kept_tokens(**fields) == [first, second]
 
 
+NUM_DRAWS = 20_000
+FIVE_SIGMA = 5 * np.sqrt(0.25 / NUM_DRAWS)
+
+
+def draw_frequencies(temperature: float, seed: int) -> np.ndarray:
+    """The frequencies of the tokens in many draws from the first sequence's logits."""
+    sampler = SamplingParams(temperature=temperature).sampler()
+
+    def draw(key):
+        return sample(sampler, LOGITS[:1], key[None])[0]
+
+    tokens = jax.vmap(draw)(jax.random.split(jax.random.key(seed), NUM_DRAWS))
+    return np.bincount(np.asarray(tokens), minlength=5) / NUM_DRAWS
+
+
 def test_draws_follow_the_probabilities():
-    n = 20_000
-    draw = jax.vmap(lambda k: sample(SamplingParams(temperature=1.0).sampler(), LOGITS[:1], k[None])[0])
-    frequencies = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(0), n))), minlength=5) / n
-    np.testing.assert_allclose(frequencies, PROBABILITIES[0], atol=5 * np.sqrt(0.25 / n))
+    np.testing.assert_allclose(draw_frequencies(1.0, seed=0), PROBABILITIES[0], atol=FIVE_SIGMA)
 
 
 def test_temperature_divides_the_logits():
-    n = 20_000
-    draw = jax.vmap(lambda k: sample(SamplingParams(temperature=2.0).sampler(), LOGITS[:1], k[None])[0])
-    frequencies = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(1), n))), minlength=5) / n
-    np.testing.assert_allclose(
-        frequencies, np.sqrt(PROBABILITIES[0]) / np.sqrt(PROBABILITIES[0]).sum(), atol=5 * np.sqrt(0.25 / n)
-    )
+    roots = np.sqrt(PROBABILITIES[0])
+    np.testing.assert_allclose(draw_frequencies(2.0, seed=1), roots / roots.sum(), atol=FIVE_SIGMA)
 
 
 def test_a_rows_draw_does_not_depend_on_its_neighbours():

@@ -323,10 +323,9 @@ def test_checkpoint_changes_no_gradient():
     jax.tree.map(functools.partial(assert_close, atol=1e-6), gradients, expected)
 
 
-@pytest.mark.parametrize(
-    "name", ("snapkv", "offload", "cskv")
-)  # on the device, on the host, with an array that all sequences share
+@pytest.mark.parametrize("name", ("snapkv", "offload", "cskv"))
 def test_a_beam_search_in_a_scan(name: str):
+    """The caches lie on the device, on the host, and hold an array that all sequences share."""
     case = Case(name)
     logits, cache, _ = case.convenient_results
     width = len(LENGTHS)
