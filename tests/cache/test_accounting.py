@@ -94,7 +94,7 @@ def test_decoded_tokens_are_held_and_no_longer_reserved(method):
     before, now = kvjax.state_bytes(cache), kvjax.state_bytes(next_cache)
     assert before.total == now.total
     c = MODEL.config
-    heads = 1 if method == "full" else c.kv_heads  # each of which chooses its own tokens
+    heads = 1 if method == "full" else c.kv_heads  # under a selection each head has its own tokens
     token_bytes = c.layers * (2 * c.kv_heads * c.head_dim * 4 + 4 * heads)
     growth = now.held["device"] - before.held["device"]
     assert growth == (0 if kvjax.parse(method).traits.constant else 3 * token_bytes)

@@ -105,7 +105,7 @@ def test_methods_that_select_share_a_decode_program(traced_calls):
 
 @dataclasses.dataclass(frozen=True)
 class SpecScorer(Scorer):
-    """A scorer that keeps the whole spec of its layer: later tokens matter, in the first layer earlier ones."""
+    """A scorer that stores its layer's spec and prefers late tokens, but early ones in the first layer."""
 
     spec: LayerSpec | None = None
 

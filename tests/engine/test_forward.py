@@ -32,7 +32,7 @@ def test_a_deep_model_compiles_as_many_programs_as_a_shallow_one(traced_calls, m
     counts = []
     for layers in (4, 9):
         traced_calls.clear()
-        # No other test has this head size: a program that one of them compiled would be used again.
+        # No other test has this head size, so that no program exists before.
         kvjax.generate(toy_model(layers=layers, head_dim=40), PROMPTS, method, max_new_tokens=4, loop="layers")
         counts.append(len(traced_calls))
     assert counts == [2, 2]  # one for a prompt's layers, one for a step's

@@ -119,8 +119,8 @@ def test_going_on_from_a_state_is_one_long_prompt(model, method):
         _, state = kvjax.prefill(model, PROMPTS, exact, capacity=64)
         parsed = exact
     turns = kvjax.generate(model, more, parsed, max_new_tokens=5, cache=state)
-    whole = kvjax.generate(model, [p + m for p, m in zip(PROMPTS, more, strict=True)], exact, max_new_tokens=5)
-    assert turns.tokens == whole.tokens
+    long_prompts = [p + m for p, m in zip(PROMPTS, more, strict=True)]
+    assert turns.tokens == kvjax.generate(model, long_prompts, exact, max_new_tokens=5).tokens
     repeated = kvjax.generate(model, more, parsed, max_new_tokens=5, cache=state)  # the state is still usable
     assert repeated.tokens == turns.tokens
 

@@ -85,9 +85,9 @@ def test_a_rows_count_is_known_before_its_scores():
         slots = jitted_select(*random_scores(), np.full(3, keep, np.int32), 12, 2, 3, Chunk(4))
         counts = (np.asarray(slots) >= 0).sum(-1)
         for b, n in enumerate(LENGTHS):
-            rest = (n - 5) % 4
-            whole = 5 + min(rest, keep - 5) + max(0, keep - 5 - rest) // 4 * 4
-            assert (counts[b] == (n if n <= keep else whole)).all()
+            first_chunk_tokens = (n - 5) % 4
+            num_selected = 5 + min(first_chunk_tokens, keep - 5) + max(0, keep - 5 - first_chunk_tokens) // 4 * 4
+            assert (counts[b] == (n if n <= keep else num_selected)).all()
 
 
 def test_all_tokens_of_a_short_prompt_stay_when_there_are_more_slots_than_tokens():

@@ -36,10 +36,10 @@ def test_a_chunk_longer_than_a_block_is_the_chunk_in_pieces(method):
     model, parsed = toy_model(), kvjax.parse(method)
     tokens = np.random.default_rng(0).integers(0, 97, 140).tolist()
     _, state = kvjax.prefill(model, [[1, 2, 3]], parsed, capacity=192)
-    whole, _ = kvjax.extend(model, [tokens], state, parsed)
+    expected, _ = kvjax.extend(model, [tokens], state, parsed)
     first, state = kvjax.extend(model, [tokens[:50]], state, parsed)
     rest, _ = kvjax.extend(model, [tokens[50:]], state, parsed)
-    np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, atol=1e-4)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])

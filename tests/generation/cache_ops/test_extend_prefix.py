@@ -51,7 +51,7 @@ def test_the_micro_example():
     ],
 )
 def test_shared_is_repeated(prefix, own):
-    """All of these keep every token exactly, except that `int8` rounds."""
+    """These methods keep every token exactly, except that `int8` rounds."""
     shared = kvjax.read(MODEL, PREFIX, prefix, room=0).extend_prefix(DOCUMENTS, own, room=40)
     repeated = kvjax.read(MODEL, WHOLE, "full", room=40)
     tolerance = {"atol": 0.02 if "int8" in own else 2e-5}
@@ -69,7 +69,7 @@ def test_the_prefix_is_held_once():
 
 
 def test_a_method_chooses_among_a_rows_own_tokens():
-    """Under snapkv a sequence keeps 4 of its own tokens and the whole prefix, whatever the batch is."""
+    """A sequence keeps 4 of its own tokens under snapkv, and the whole prefix, whatever the batch is."""
     prefix = kvjax.read(MODEL, PREFIX, "int4", room=0)
     together = prefix.extend_prefix(DOCUMENTS, "snapkv:budget=4,window=2", room=40)
     positions = together.kept_positions()[0]

@@ -58,8 +58,8 @@ def test_groups_that_are_coded_stay_coded():
     fed = before.feed([[1, 2], [3, 4]])
     with pytest.raises(IncompatibleMethod, match="sequence 0 of layer 0 cannot give back its last 2 tokens, 1 at most"):
         fed.crop(20)
-    cropped, once = fed.crop(21), before.feed([[1], [3]])
-    np.testing.assert_allclose(cropped.feed(MORE[:2]).last, once.feed(MORE[:2]).last, atol=1e-6)
+    cropped, fed_one_token = fed.crop(21), before.feed([[1], [3]])
+    np.testing.assert_allclose(cropped.feed(MORE[:2]).last, fed_one_token.feed(MORE[:2]).last, atol=1e-6)
     assert cropped.crop([21, 21]).cache.length.tolist() == [21, 21]
 
 
