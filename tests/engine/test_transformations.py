@@ -164,7 +164,7 @@ def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(c
     mapped = jax.shard_map(mapped, mesh=mesh, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=rows)
     first, case.steps = jax.jit(mapped)(case.params, inputs().tokens, inputs().lengths, following[:, :-1])
     assert_close(first, logits)
-    if num_draft_tokens(case.plan):  # each call drafts anew, where `generate` goes on with the draft that it has
+    if num_draft_tokens(case.plan):  # each call drafts anew, while `generate` continues its draft
         one_by_one = []
         for t in range(NEW):
             logits, cache = functional.extend(case.params, following[:, t : t + 1], cache)

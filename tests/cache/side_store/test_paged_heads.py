@@ -118,7 +118,7 @@ def test_a_bias_is_read_with_its_slot():
             np.testing.assert_allclose(out[b, head, :, 0], p / p.sum(-1, keepdims=True) @ v[tokens], atol=5e-6)
 
 
-@pytest.mark.parametrize("count", [35, 7])  # of 7, pages are read with their logits side by side
+@pytest.mark.parametrize("count", [35, 7])  # below FEW_QUERIES, the logits of a head's pages lie side by side
 def test_many_queries_at_once_are_read_as_few(count):
     d, bound = layer.random_batch(3), bind_paged(SNAPKV)
     state = layer.prefill(bound, d)

@@ -1,4 +1,4 @@
-"""A saved context goes on as if it had never left memory, and is refused where it does not belong."""
+"""A saved context continues as if it had never left memory; another model or method is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed prompts are the prompts."""
+"""Packed prompts have the keys, values, queries and logits of separate ones."""
 
 from __future__ import annotations
 
