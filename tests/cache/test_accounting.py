@@ -1,4 +1,4 @@
-"""Bytes of caches: what tokens hold, what is reserved, and what the exact cache of the same tokens takes."""
+"""Bytes of caches: held by tokens, reserved for more, and taken by the exact cache of the same tokens."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ PLANNED_AS_AN_UPPER_BOUND = (
 )
 
 
-def bytes_after(prompts, method: str, capacity: int, model=MODEL) -> CacheBytes:
+def prefill_bytes(prompts, method: str, capacity: int, model=MODEL) -> CacheBytes:
     return kvjax.state_bytes(kvjax.prefill(model, prompts, method, capacity=capacity)[1])
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_held_bytes_do_not_depend_on_the_room_and_are_the_planned_ones(method):
-    tight, roomy = (bytes_after(PROMPTS[:1], method, capacity) for capacity in (70, 200))
+    tight, roomy = (prefill_bytes(PROMPTS[:1], method, capacity) for capacity in (70, 200))
     assert tight.held == roomy.held
     if not kvjax.parse(method).traits.constant:
         assert sum(roomy.reserved.values()) > sum(tight.reserved.values())
-    for found, capacity in ((tight, 128), (roomy, 256)):
+    for measured, capacity in ((tight, 128), (roomy, 256)):
         planned = kvjax.planned_bytes(method, MODEL, 70, capacity=capacity)
-        assert planned == found
+        assert planned == measured
 
 
 @pytest.mark.parametrize("method", PLANNED_AS_AN_UPPER_BOUND)
 @pytest.mark.parametrize("length", [70, 41])
 def test_a_plan_is_never_below_what_is_held(method, length):
-    found = bytes_after([PROMPTS[0][:length]], method, 128)
+    measured = prefill_bytes([PROMPTS[0][:length]], method, 128)
     planned = kvjax.planned_bytes(method, MODEL, length, capacity=128)
     for kind in ("device", "pinned_host"):
-        assert planned.held[kind] >= found.held[kind]
-        assert planned.total[kind] >= found.total[kind]
+        assert planned.held[kind] >= measured.held[kind]
+        assert planned.total[kind] >= measured.total[kind]
 
 
 @pytest.mark.parametrize("method", [*METHODS, *PLANNED_AS_AN_UPPER_BOUND])
 def test_each_sequence_counts_as_if_it_were_alone(method):
-    together = bytes_after(PROMPTS, method, 128)
-    first, second = (bytes_after([prompt], method, 128) for prompt in PROMPTS)
+    together = prefill_bytes(PROMPTS, method, 128)
+    first, second = (prefill_bytes([prompt], method, 128) for prompt in PROMPTS)
     assert together.held == (first + second).held and together.full == first.full + second.full
     assert together.total == array_bytes(kvjax.prefill(MODEL, PROMPTS, method, capacity=128)[1])
 
@@ -76,47 +76,50 @@ def test_each_sequence_counts_as_if_it_were_alone(method):
 def test_the_exact_cache_by_hand():
     c = MODEL.config
     for model, itemsize in ((MODEL, 4), (kvjax.random_model(MODEL.config, dtype="bfloat16"), 2)):
-        found = bytes_after(PROMPTS, "full", 128, model)
+        measured = prefill_bytes(PROMPTS, "full", 128, model)
         tokens = sum(map(len, PROMPTS))
-        keys_and_values = c.layers * tokens * 2 * c.kv_heads * c.head_dim * itemsize
+        token_bytes = 2 * c.kv_heads * c.head_dim * itemsize  # in one layer
+        keys_and_values = c.layers * tokens * token_bytes
         positions, lengths = c.layers * tokens * 4, c.layers * 2 * 4 + 2 * 4
-        assert found.held == {"device": keys_and_values + positions + lengths, "pinned_host": 0}
-        assert found.full == full_bytes(c, [70, 41], found.dtype) == found.held["device"]
-        assert found.fraction_of_full == 1 and found.dtype == model.dtype.name
-        assert found.reserved["device"] == c.layers * (2 * 128 - tokens) * (2 * c.kv_heads * c.head_dim * itemsize + 4)
+        assert measured.held == {"device": keys_and_values + positions + lengths, "pinned_host": 0}
+        assert measured.full == full_bytes(c, [70, 41], measured.dtype) == measured.held["device"]
+        assert measured.fraction_of_full == 1 and measured.dtype == model.dtype.name
+        assert measured.reserved["device"] == c.layers * (2 * 128 - tokens) * (token_bytes + 4)
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv:budget=16,window=4", "h2o:heavy=8,recent=8"])
 def test_decoded_tokens_are_held_and_no_longer_reserved(method):
     _, cache = kvjax.prefill(MODEL, PROMPTS[:1], method, capacity=128)
-    _, after = kvjax.extend(MODEL, [[5, 6, 7]], cache)
-    before, now = kvjax.state_bytes(cache), kvjax.state_bytes(after)
+    _, next_cache = kvjax.extend(MODEL, [[5, 6, 7]], cache)
+    before, now = kvjax.state_bytes(cache), kvjax.state_bytes(next_cache)
     assert before.total == now.total
     c = MODEL.config
-    heads = 1 if method == "full" else c.kv_heads  # which choose their tokens each for itself
-    a_token = c.layers * (2 * c.kv_heads * c.head_dim * 4 + 4 * heads)
-    grown = now.held["device"] - before.held["device"]
-    assert grown == (0 if kvjax.parse(method).traits.constant else 3 * a_token)
+    heads = 1 if method == "full" else c.kv_heads  # under a selection each head has its own tokens
+    token_bytes = c.layers * (2 * c.kv_heads * c.head_dim * 4 + 4 * heads)
+    growth = now.held["device"] - before.held["device"]
+    assert growth == (0 if kvjax.parse(method).traits.constant else 3 * token_bytes)
     assert now.full - before.full == 3 * c.layers * (2 * c.kv_heads * c.head_dim * 4 + 4)
 
 
 def test_a_prefix_that_sequences_share_is_held_once():
     shared = kvjax.read(MODEL, PROMPTS[:1], "full", room=0).extend_prefix([[1, 2, 3]] * 4, room=8)
-    found = shared.bytes
-    alone = bytes_after(PROMPTS[:1], "full", 128)
-    assert found.full == full_bytes(MODEL.config, [73] * 4, "float32")
-    assert alone.held["device"] < found.held["device"] < 0.4 * found.full
+    measured = shared.bytes
+    alone = prefill_bytes(PROMPTS[:1], "full", 128)
+    assert measured.full == full_bytes(MODEL.config, [73] * 4, "float32")
+    assert alone.held["device"] < measured.held["device"] < 0.4 * measured.full
 
 
 def test_bytes_say_what_is_held_first_and_add_up():
-    found = bytes_after(PROMPTS[:1], "kcache:n=8", 128)
-    held, host = found.held["device"], found.held["pinned_host"]
-    assert str(found).startswith(f"{held:,} bytes held ({found.fraction_of_full:.1%} of the exact float32 cache)")
-    assert f" and {host:,} on the host ({found.host_fraction_of_full:.1%}), " in str(found)
-    assert str(found).endswith(f"{sum(found.reserved.values()):,} reserved")
-    assert found.to_json()["fraction_of_full"] == held / found.full
-    double = found + found
-    assert double.per_sequence(2) == found and double.fraction_of_full == found.fraction_of_full
+    measured = prefill_bytes(PROMPTS[:1], "kcache:n=8", 128)
+    device_bytes, host_bytes = measured.held["device"], measured.held["pinned_host"]
+    assert str(measured).startswith(
+        f"{device_bytes:,} bytes held ({measured.fraction_of_full:.1%} of the exact float32 cache)"
+    )
+    assert f" and {host_bytes:,} on the host ({measured.host_fraction_of_full:.1%}), " in str(measured)
+    assert str(measured).endswith(f"{sum(measured.reserved.values()):,} reserved")
+    assert measured.to_json()["fraction_of_full"] == device_bytes / measured.full
+    double = measured + measured
+    assert double.per_sequence(2) == measured and double.fraction_of_full == measured.fraction_of_full
 
 
 def test_a_configuration_alone_is_asked_for_its_dtype():
@@ -139,12 +142,12 @@ def test_a_method_that_saves_nothing_says_so_once(monkeypatch):
     short = [[1, 2, 3]]
     with pytest.warns(
         KvjaxWarning, match="^snapkv:budget=256 saves nothing on this prompt: .* a longer prompt"
-    ) as told:
+    ) as warned:
         kvjax.generate(MODEL, short, "snapkv:budget=256", max_new_tokens=2)
-    assert len(told) == 1 and "\n" not in str(told[0].message)
+    assert len(warned) == 1 and "\n" not in str(warned[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kvjax.read(MODEL, short, "snapkv:budget=256")  # it has been said
+        kvjax.read(MODEL, short, "snapkv:budget=256")  # the warning came before
         kvjax.read(MODEL, short, "full")
         kvjax.read(MODEL, short, "offload")  # saves on the device
         kvjax.read(MODEL, PROMPTS[:1], "snapkv:budget=16,window=4 + int4")
@@ -162,15 +165,15 @@ def test_a_layer_that_does_not_tell_counts_all_its_arrays_as_held():
 
     _, cache = kvjax.prefill(MODEL, PROMPTS[:1], "full", capacity=128)
     silent = dataclasses.replace(cache, plan=tuple(map(Silent, cache.plan)))
-    found = kvjax.state_bytes(silent)
-    assert found.held == array_bytes(cache) and not any(found.reserved.values())
-    assert np.isclose(found.held["device"], sum(x.nbytes for x in jax.tree.leaves(cache)))
+    measured = kvjax.state_bytes(silent)
+    assert measured.held == array_bytes(cache) and not any(measured.reserved.values())
+    assert np.isclose(measured.held["device"], sum(x.nbytes for x in jax.tree.leaves(cache)))
 
 
 @pytest.mark.parametrize("method", ["kivi:bits=2", "saq", "specache:bits=2,speculative=false"])
 def test_a_window_that_is_not_full_holds_its_tokens_and_reserves_the_rest(method):
     model = toy_model(layers=2, head_dim=32)
-    short = bytes_after(PROMPTS[:1], method, 128, model)
+    short = prefill_bytes(PROMPTS[:1], method, 128, model)
     assert 1 <= short.fraction_of_full < 1.05
     long = kvjax.planned_bytes(method, model, 1024)
     windows = kvjax.planned_bytes("full", model, 256).full  # of keys and values, 128 tokens each at most

@@ -1,4 +1,4 @@
-"""Bound layers: those that do the same are equal values, wherever they stand, and so share compiled programs."""
+"""Bound layers that do the same are equal values, wherever they stand, and so share compiled programs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ DIFFERENT = {
     "minicache": (3, 3, "below the pairs, and the lower and the upper layer of a pair"),
     "pyramidkv": (4, 1, OWN_BUDGET),
     "razor_attention": (3, 1, OWN_BUDGET),
-    "tidal_decode": (2, 2, "layers that choose tokens, and those that read what was chosen"),
+    "tidal_decode": (2, 2, "layers that choose tokens, and layers that read the tokens chosen below"),
 }
-"""Of four layers, how many differ when they read a prompt, and how many in a decode step; all others are alike."""
+"""Numbers of unequal layers among four, when they read a prompt and in a decode step, and why they differ."""
 
 SELECTING = (
     "snapkv:budget=8,window=4",
@@ -57,7 +57,7 @@ SELECTING = (
     "kvzip:budget=8,level=head",
     "pyramidkv:budget=9,window=4",
 )
-"""Methods that only select: what is left of a prompt is then held and read as under `full`."""
+"""Methods that only select: they store and read the selected tokens as `full` does."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -67,7 +67,7 @@ def test_layers_that_do_the_same_are_equal_values(case):
     assert len(plan) == 4 and len(set(plan)) == prompt
     assert len({layer.after_prompt for layer in plan}) == decode
     assert all(layer.spec.index is None for layer in plan)
-    assert len({id(layer) for layer in plan}) == prompt  # and one object, so that comparing them is nothing
+    assert len({id(layer) for layer in plan}) == prompt  # one object each, so that comparing them is cheap
 
 
 def test_layers_of_unequal_windows_differ():
@@ -77,11 +77,11 @@ def test_layers_of_unequal_windows_differ():
 
 def test_after_the_prompt_methods_that_select_are_one():
     config = toy_model(layers=2).config
-    every = {layer.after_prompt for method in SELECTING for layer in bind(method, config)}
-    assert every == set(bind("full", config))
-    rules = "adakv:page=4", "adakv:page=4,alpha=0.5", "adakv:page=4,scope=model"
-    in_pages = {layer.after_prompt for x in rules for layer in bind(f"{SELECTING[0]} + {x}", config)}
-    assert len(in_pages) == 1 and not in_pages & every  # whatever rule it was that filled the pages
+    token_layers = {layer.after_prompt for method in SELECTING for layer in bind(method, config)}
+    assert token_layers == set(bind("full", config))
+    allocations = "adakv:page=4", "adakv:page=4,alpha=0.5", "adakv:page=4,scope=model"
+    page_layers = {layer.after_prompt for x in allocations for layer in bind(f"{SELECTING[0]} + {x}", config)}
+    assert len(page_layers) == 1 and not page_layers & token_layers  # whichever rule filled the pages
 
 
 def test_a_policy_keeps_its_selection():
@@ -92,39 +92,43 @@ def test_a_policy_keeps_its_selection():
 def test_methods_that_select_share_a_decode_program(traced_calls):
     model = toy_model(layers=3, head_dim=24)  # a head size that no other test has
     methods = "snapkv:budget=8,window=4", "keydiff:budget=8", "snapkv:budget=8,window=4 + kvcrush:share=0.5"
-    found = []
+    outputs = []
     for method in methods:
         _, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
-        logits, after = kvjax.extend(model, [[7], [8]], cache)
-        assert after.plan == cache.plan == bind(method, model.config)
-        found.append(np.asarray(logits))
-    in_steps = {call for call in traced_calls if not call.num_slots}
-    assert [call.layer.method for call in in_steps] == [Method()]
-    assert not np.allclose(found[0], found[1]) and not np.allclose(found[0], found[2])  # what they hold differs
+        logits, next_cache = kvjax.extend(model, [[7], [8]], cache)
+        assert next_cache.plan == cache.plan == bind(method, model.config)
+        outputs.append(np.asarray(logits))
+    decode_calls = {call for call in traced_calls if not call.num_slots}
+    assert [call.layer.method for call in decode_calls] == [Method()]
+    assert not np.allclose(outputs[0], outputs[1]) and not np.allclose(outputs[0], outputs[2])  # their tokens differ
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole(Scorer):
-    """A scorer that keeps the whole spec of its layer: later tokens matter, in the first layer earlier ones."""
+class SpecScorer(Scorer):
+    """A scorer that stores its layer's spec and prefers late tokens, but early ones in the first layer."""
 
     spec: LayerSpec | None = None
 
     def at(self, spec):
-        return Whole(spec)
+        return SpecScorer(spec)
 
     def scores(self, block, observation, spec):
-        place = jnp.arange(block.pos.shape[2], dtype=jnp.float32)
+        positions = jnp.arange(block.pos.shape[2], dtype=jnp.float32)
         sign = -1.0 if self.spec.index == 0 else 1.0
-        return token_scores(jnp.broadcast_to(sign * place, block.k.shape[:3]), block)
+        return token_scores(jnp.broadcast_to(sign * positions, block.k.shape[:3]), block)
 
 
 def test_a_component_that_keeps_the_whole_spec_is_right_with_programs_of_its_own():
     model = toy_model(layers=3)
-    method = Method(select=make_selection(Whole(), 2))
+    method = Method(select=make_selection(SpecScorer(), 2))
     assert len(set(bind(method, model.config))) == 3
     _, cache = kvjax.prefill(model, PROMPTS, method)
-    kept = kvjax.kept_positions(cache)
-    assert [[head.tolist() for head in layer[0]] for layer in kept] == [[[0, 1]] * 2, [[14, 15]] * 2, [[14, 15]] * 2]
+    positions = kvjax.kept_positions(cache)
+    assert [[head.tolist() for head in layer[0]] for layer in positions] == [
+        [[0, 1]] * 2,
+        [[14, 15]] * 2,
+        [[14, 15]] * 2,
+    ]
 
 
 def test_what_depends_on_a_place_is_found_in_whatever_holds_it():
@@ -135,9 +139,9 @@ def test_what_depends_on_a_place_is_found_in_whatever_holds_it():
         both: tuple
         name: str = "pair"
 
-    bound = bind_component(Pair((Whole(), Pair((Pyramid(16, 4),)))), spec)
-    assert bound == Pair((Whole(spec), Pair((Pyramid(16, 4, layer=2, layers=3),))))
-    untouched = Pair((Plain(), Uniform(3), Whole))  # a class is no component
+    bound_pair = bind_component(Pair((SpecScorer(), Pair((Pyramid(16, 4),)))), spec)
+    assert bound_pair == Pair((SpecScorer(spec), Pair((Pyramid(16, 4, layer=2, layers=3),))))
+    untouched = Pair((Plain(), Uniform(3), SpecScorer))  # a class is no component
     assert bind_component(untouched, spec) is untouched
 
 
@@ -155,21 +159,21 @@ def test_what_is_asked_of_a_cache_is_asked_of_the_layers_as_bound():
     model = toy_model(layers=2)
     method = "snapkv:budget=8,window=4 + adakv:page=4"
     _, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
-    _, after = kvjax.extend(model, [[7, 3], [8, 5]], cache)
-    jitted = jax.jit(lambda cache: cache)(after)
-    for found in (after, jitted):
-        assert found.plan == bind(method, model.config) and found.plan[0].method.select is not None
-        assert kvjax.state_bytes(found).held["device"] > kvjax.state_bytes(cache).held["device"]
+    _, next_cache = kvjax.extend(model, [[7, 3], [8, 5]], cache)
+    jitted = jax.jit(lambda cache: cache)(next_cache)
+    for other in (next_cache, jitted):
+        assert other.plan == bind(method, model.config) and other.plan[0].method.select is not None
+        assert kvjax.state_bytes(other).held["device"] > kvjax.state_bytes(cache).held["device"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Halves(Policy):
-    """A policy with another number of slots in every layer, told by the layer's number."""
+class LayerSizedPolicy(Policy):
+    """A policy with another number of slots in every layer, computed from the layer's index."""
 
     count: int = 0
 
     def at(self, spec):
-        return Halves(4 + spec.index)
+        return LayerSizedPolicy(4 + spec.index)
 
     def num_slots(self, layer):
         return self.count + 1
@@ -187,5 +191,5 @@ class Halves(Policy):
 
 def test_any_component_may_be_one_of_its_place():
     model = toy_model(layers=3)
-    _, cache = kvjax.prefill(model, PROMPTS, Method(decode=Halves()))
+    _, cache = kvjax.prefill(model, PROMPTS, Method(decode=LayerSizedPolicy()))
     assert [len(layer[0][0]) for layer in kvjax.kept_positions(cache)] == [4, 5, 6]

@@ -1,4 +1,4 @@
-"""The layer interface: what `extend` returns, and how the optional abilities of a layer are asked for."""
+"""The layer interface: a layer has an optional ability if it has the members."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ ABILITIES = [
 
 
 class Bare:
-    """A bound layer of somebody else's, without any ability."""
+    """A bound layer from outside kvjax, without any optional ability."""
 
     def bind(self, spec: LayerSpec) -> Any:
         return self
@@ -31,7 +31,7 @@ class Bare:
 
 
 class Rewindable(Bare):
-    """The same with the members of one ability, of which it inherits nothing."""
+    """The same with the members of one ability, but without inheriting from its protocol."""
 
     def max_rollback(self, state: Any) -> Any:
         return state

@@ -22,30 +22,30 @@ from kvjax.testing import dense_attention
 B, K, G, H = 2, 2, 3, 4
 
 
-def qkv(T: int, S: int, seed: int = 0):
+def random_qkv(T: int, S: int, seed: int = 0):
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, K, G, T, H), (B, K, S, H), (B, K, S, H)))
 
 
-def expected(q, k, v, q_pos, window=None) -> np.ndarray:
-    rows = [
+def dense_outputs(q, k, v, q_pos, window=None) -> np.ndarray:
+    outputs = [
         dense_attention(np.asarray(q[b]).reshape(K * G, -1, H), np.asarray(k[b]), np.asarray(v[b]), q_pos, window)
         for b in range(B)
     ]
-    return np.stack(rows).reshape(q.shape)
+    return np.stack(outputs).reshape(q.shape)
 
 
 @pytest.mark.parametrize("cuts", [[], [3], [1, 2, 9]])
 def test_any_partition_of_the_slots_merges_to_dense_attention(cuts):
-    q, k, v = qkv(2, 10)
+    q, k, v = random_qkv(2, 10)
     q_pos = jnp.full((B, 2), 9)
     edges = [0, *cuts, 10]
     parts = [attend_scores(scores(q, k[:, :, a:b]), v[:, :, a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-    np.testing.assert_allclose(merge(parts), expected(q, k, v, np.asarray(q_pos[0])), atol=1e-6)
+    np.testing.assert_allclose(merge(parts), dense_outputs(q, k, v, np.asarray(q_pos[0])), atol=1e-6)
 
 
 def test_slots_that_nothing_sees_change_nothing():
-    q, k, v = qkv(1, 6)
+    q, k, v = random_qkv(1, 6)
     part = attend_scores(scores(q, k), v)
     hidden = attend_scores(jnp.full((B, K, G, 1, 5), MASKED_LOGIT), jnp.full((B, K, 5, H), 1e3))
     np.testing.assert_array_equal(merge([part, hidden]), merge([part]))
@@ -63,14 +63,14 @@ def test_logits_of_thousands_do_not_overflow():
 def test_scores_are_scaled_dot_products(groups):
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(1, 2, groups, 1, H)), rng.normal(size=(1, 2, 5, H))
-    want = np.einsum("bkgth,bksh->bkgts", q, k) / 2
-    np.testing.assert_allclose(scores(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)), want, atol=1e-6)
+    expected = np.einsum("bkgth,bksh->bkgts", q, k) / 2
+    np.testing.assert_allclose(scores(jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32)), expected, atol=1e-6)
 
 
 def test_visible_is_filled_past_and_inside_the_window():
     pos = jnp.array([[[0, 3, -1, 7, 8]]])
-    seen = visible(pos, jnp.array([[7]]))[0, 0, 0, 0].tolist()
-    assert seen == [True, True, False, True, False]
+    without_window = visible(pos, jnp.array([[7]]))[0, 0, 0, 0].tolist()
+    assert without_window == [True, True, False, True, False]
     assert visible(pos, jnp.array([[7]]), 4)[0, 0, 0, 0].tolist() == [False, False, False, True, False]
     assert visible(pos, jnp.array([[7]]), 5)[0, 0, 0, 0].tolist() == [False, True, False, True, False]
 
@@ -78,27 +78,27 @@ def test_visible_is_filled_past_and_inside_the_window():
 @pytest.mark.parametrize("block", [1, 4, 5, 64])
 @pytest.mark.parametrize("window", [None, 1, 6])
 def test_blockwise_causal_attention_is_dense(block, window):
-    q, k, v = qkv(13, 13)
+    q, k, v = random_qkv(13, 13)
     np.testing.assert_allclose(
-        causal_attention(q, k, v, window=window, block=block), expected(q, k, v, np.arange(13), window), atol=1e-6
+        causal_attention(q, k, v, window=window, block=block), dense_outputs(q, k, v, np.arange(13), window), atol=1e-6
     )
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_the_sums_of_softmaxes_are_those_of_all_logits(window):
-    q, k, v = qkv(13, 13)
+    q, k, v = random_qkv(13, 13)
     sums = causal_attention_with_lse(q, k, v, window=window, block=4)[1]
     s, t = np.arange(13)[None], np.arange(13)[:, None]
-    seen = (s <= t) & (s > t - (window or 13))
-    want = np.log(np.where(seen, np.exp(np.einsum("bkgth,bksh->bkgts", q, k) * H**-0.5), 0).sum(-1))
-    np.testing.assert_allclose(sums, want, atol=1e-5)
+    is_visible = (s <= t) & (s > t - (window or 13))
+    expected = np.log(np.where(is_visible, np.exp(np.einsum("bkgth,bksh->bkgts", q, k) * H**-0.5), 0).sum(-1))
+    np.testing.assert_allclose(sums, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("start", [0, 3, 8])
 def test_a_chunk_at_an_offset_sees_all_before_it_and_nothing_after(start):
-    q, k, v = qkv(4, 16)
+    q, k, v = random_qkv(4, 16)
     out = jax.jit(lambda s: causal_attention(q, k, v, s, block=4))(start)
-    np.testing.assert_allclose(out, expected(q, k, v, start + np.arange(4)), atol=1e-6)
+    np.testing.assert_allclose(out, dense_outputs(q, k, v, start + np.arange(4)), atol=1e-6)
 
 
 def test_memory_of_blockwise_attention_has_no_square_array():
@@ -110,7 +110,7 @@ def test_memory_of_blockwise_attention_has_no_square_array():
 
 
 def test_it_is_differentiable():
-    q, k, v = qkv(9, 9)
+    q, k, v = random_qkv(9, 9)
 
     def loss(q):
         return jnp.sum(causal_attention(q, k, v, block=4) ** 2)

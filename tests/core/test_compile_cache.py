@@ -1,4 +1,4 @@
-"""Compiled programs, and what the compiler is told for them."""
+"""Compiled programs: the options that the compiler gets, and when programs are dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.testing import toy_model
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "dtype", "tied", "told"),
+    ("rows", "width", "dtype", "tied", "options"),
     [
         (4, 768, jnp.float32, False, NO_PACKING),
         (32, 2048, jnp.float32, False, NO_PACKING),
@@ -27,9 +27,18 @@ from kvjax.testing import toy_model
         (64, 768, jnp.float32, False, {}),
         (4, 768, jnp.bfloat16, False, {}),
     ],
+    ids=[
+        "4-768-float32-False-told0",
+        "32-2048-float32-False-told1",
+        "8-768-float32-True-told2",
+        "4-576-float32-False-told3",
+        "1-768-float32-False-told4",
+        "64-768-float32-False-told5",
+        "4-768-bfloat16-False-told6",
+    ],
 )
-def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, width, dtype, tied, told):
-    assert matmul.compiler_options(rows, width, dtype, tied) == told
+def test_few_rows_of_large_float32_weights_are_multiplied_without_packing(rows, width, dtype, tied, options):
+    assert matmul.compiler_options(rows, width, dtype, tied) == options
 
 
 def test_the_options_reach_the_compiler(monkeypatch):
@@ -46,15 +55,17 @@ def test_what_a_version_of_the_compiler_does_not_know_is_left_out(monkeypatch):
 
 def test_a_process_with_many_mappings_drops_its_programs_and_goes_on(monkeypatch):
     model = toy_model(layers=1)
-    want = kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens
-    dropped = []
+    expected = kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens
+    clear_compiled, calls = compile_cache.clear_compiled, []
+
+    def clear_and_record():
+        calls.append(clear_compiled())
+
     monkeypatch.setattr(compile_cache, "MAX_MAPPINGS", 0)
     monkeypatch.setattr(timing, "_MANY_PROGRAMS", 0)  # every call then drops what was compiled before it
-    monkeypatch.setattr(
-        compile_cache, "clear_compiled", lambda drop=compile_cache.clear_compiled: dropped.append(drop())
-    )
-    assert kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens == want
-    assert dropped
+    monkeypatch.setattr(compile_cache, "clear_compiled", clear_and_record)
+    assert kvjax.generate(model, [[5, 3, 8]], "snapkv:budget=4,window=2", max_new_tokens=4).tokens == expected
+    assert calls
 
 
 def test_compilation_is_told_apart_from_running():
@@ -66,19 +77,21 @@ def test_compilation_is_told_apart_from_running():
 
 def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alone(monkeypatch):
     model, prompts = toy_model(width=768, layers=1), [[5, 3, 8], [7], [1, 2], [9, 9, 4]]
-    texts, jitted = [], jit_with(forward.apply_layer, ("call", "target"), ("state",), tuple(NO_PACKING.items()))
+    texts, run_layer = [], jit_with(forward.apply_layer, ("call", "target"), ("state",), tuple(NO_PACKING.items()))
 
-    def lowered(*args, **static):
-        texts.append(jitted.lower(*args, **static).compile().as_text())
-        return jitted(*args, **static)
+    def run_and_record_program(*args, **static):
+        texts.append(run_layer.lower(*args, **static).compile().as_text())
+        return run_layer(*args, **static)
 
     compiled_for = compile_options.compiled_for
 
-    def watched(model, num_tokens, **more):
-        found = compiled_for(model, num_tokens, **more)
-        return forward.Compiled(lowered, found.unembed) if found.run_layer is jitted else found
+    def compiled_with_records(model, num_tokens, **more):
+        compiled = compiled_for(model, num_tokens, **more)
+        if compiled.run_layer is run_layer:
+            return forward.Compiled(run_and_record_program, compiled.unembed)
+        return compiled
 
-    monkeypatch.setattr("kvjax.generation.session.compiled_for", watched)
+    monkeypatch.setattr("kvjax.generation.session.compiled_for", compiled_with_records)
     together = kvjax.generate(model, prompts, "full", max_new_tokens=4)
     assert len(texts) == 3 and "f32[4,768]" in texts[0]
     assert all("dot(" in text and "ynn" not in text for text in texts)

@@ -1,4 +1,4 @@
-"""Buffers: bits survive, host stays host through jit, loops and donation, and nothing copies the whole buffer."""
+"""Buffers keep every bit and stay in their memory through jit, loops and donation, and are never copied whole."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvjax.errors import KvjaxError
 from kvjax.testing import full_copies, toy_model
 
 B, K, S, W = 2, 2, 16, 8
-both = pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
-dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+each_memory = pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 
 
-def values(n: int = S, dtype=jnp.float32, seed: int = 0) -> jax.Array:
+def random_vectors(n: int = S, dtype=jnp.float32, seed: int = 0) -> jax.Array:
     x = np.random.default_rng(seed).normal(size=(B, K, n, W)).astype(np.float32)
     x[0, 0, 0, :4] = [np.inf, -0.0, np.nan, 1e-40]  # bits, not values, must survive
     return jnp.asarray(x, dtype)
@@ -28,10 +28,10 @@ def bits(x) -> np.ndarray:
     return np.asarray(x).view(np.uint8)
 
 
-@both
-@dtypes
+@each_memory
+@each_dtype
 def test_packing_keeps_every_bit(host, dtype):
-    x = values(dtype=dtype)
+    x = random_vectors(dtype=dtype)
     buf = jax.jit(lambda x: memory.pack(x, host))(x)
     assert buf.host == host
     assert buf.data.sharding.memory_kind == ("pinned_host" if host else jax.devices()[0].default_memory().kind)
@@ -49,33 +49,35 @@ def test_two_halves_are_a_word_on_the_host(slots, width):
     np.testing.assert_array_equal(bits(memory.unpack(buf)), bits(x))
 
 
-@both
-@dtypes
+@each_memory
+@each_dtype
 def test_append_writes_each_row_at_its_own_slot(host, dtype):
-    x, new = values(dtype=dtype), values(3, dtype, seed=1)
-    at = jnp.array([[13], [4]])
-    buf = jax.jit(memory.append)(memory.pack(x, host), new, at)
-    want = np.array(x)
+    x, new = random_vectors(dtype=dtype), random_vectors(3, dtype, seed=1)
+    slots = jnp.array([[13], [4]])
+    buf = jax.jit(memory.append)(memory.pack(x, host), new, slots)
+    expected = np.array(x)
     for b, i in enumerate([13, 4]):
-        want[b, :, i : i + 3] = np.asarray(new)[b]
-    np.testing.assert_array_equal(bits(memory.unpack(buf)), bits(want))
+        expected[b, :, i : i + 3] = np.asarray(new)[b]
+    np.testing.assert_array_equal(bits(memory.unpack(buf)), bits(expected))
     assert buf.host == host
 
 
-@both
-@dtypes
+@each_memory
+@each_dtype
 def test_rows_are_the_rows_asked_for(host, dtype):
-    x = values(dtype=dtype)
+    x = random_vectors(dtype=dtype)
     idx = jnp.array([[[0, 5, 5], [15, 2, 0]], [[1, 1, 1], [7, 8, 99]]])
-    got = jax.jit(memory.gather_tokens)(memory.pack(x, host), idx)
-    want = np.take_along_axis(np.asarray(x), np.clip(np.asarray(idx), 0, S - 1)[..., None], 2)
-    np.testing.assert_array_equal(bits(got), bits(want))
-    assert not memory.is_host(got)
+    vectors = jax.jit(memory.gather_tokens)(memory.pack(x, host), idx)
+    expected = np.take_along_axis(np.asarray(x), np.clip(np.asarray(idx), 0, S - 1)[..., None], 2)
+    np.testing.assert_array_equal(bits(vectors), bits(expected))
+    assert not memory.is_host(vectors)
 
 
-def loop(carry, steps: int):
-    def step(c, _):
-        buf, q, n = c
+def decode_loop(carry, steps: int):
+    """Appends a vector and reads it back, step by step; the carry is (buffer, vector, lengths)."""
+
+    def step(carry, _):
+        buf, q, n = carry
         buf = memory.append(buf, q, n[:, None])
         idx = jnp.broadcast_to(n[:, None, None], (B, K, 1))
         return (buf, q + memory.gather_tokens(buf, idx), n + 1), None
@@ -83,12 +85,12 @@ def loop(carry, steps: int):
     return lax.scan(step, carry, length=steps)[0]
 
 
-@both
+@each_memory
 def test_a_donated_decode_loop_is_in_place(host):
     S = 512
     x = jnp.zeros((B, K, S, W))
     carry = (memory.pack(x, host), jnp.ones((B, K, 1, W)), jnp.zeros(B, jnp.int32))
-    compiled = jax.jit(loop, static_argnums=1, donate_argnums=0).lower(carry, 5).compile()
+    compiled = jax.jit(decode_loop, static_argnums=1, donate_argnums=0).lower(carry, 5).compile()
     assert full_copies(compiled.as_text(), (B, K, S, W)) == []
     assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 4
     pointer = carry[0].data.unsafe_buffer_pointer()
@@ -101,13 +103,17 @@ def test_a_donated_decode_loop_is_in_place(host):
 def test_the_copy_detector_detects_recall_before_append():
     S = 512
 
-    def wrong(c, _):  # the order that copies: this is the positive control
-        buf, q, n = c
-        got = memory.gather_tokens(buf, jnp.broadcast_to(n[:, None, None], (B, K, 1)))
-        return (memory.append(buf, q, n[:, None]), q + got, n + 1), None
+    def read_then_append(carry, _):  # the order that copies: this is the positive control
+        buf, q, n = carry
+        vectors = memory.gather_tokens(buf, jnp.broadcast_to(n[:, None, None], (B, K, 1)))
+        return (memory.append(buf, q, n[:, None]), q + vectors, n + 1), None
 
     carry = (memory.pack(jnp.zeros((B, K, S, W)), True), jnp.ones((B, K, 1, W)), jnp.zeros(B, jnp.int32))
-    compiled = jax.jit(lambda c: lax.scan(wrong, c, length=5)[0], donate_argnums=0).lower(carry).compile()
+
+    def run(carry):
+        return lax.scan(read_then_append, carry, length=5)[0]
+
+    compiled = jax.jit(run, donate_argnums=0).lower(carry).compile()
     copies = full_copies(compiled.as_text(), (B, K, S, W))
     assert copies or compiled.memory_analysis().temp_size_in_bytes >= B * K * S * W * 4
 
@@ -115,11 +121,14 @@ def test_the_copy_detector_detects_recall_before_append():
 def test_while_loops_keep_host_memory_too():
     buf = memory.pack(jnp.zeros((B, K, S, W)), True)
 
-    def body(c):
-        buf, n = c
+    def append_ones(carry):
+        buf, n = carry
         return memory.append(buf, jnp.ones((B, K, 1, W)), jnp.full((B, 1), n)), n + 1
 
-    out, _ = jax.jit(lambda b: lax.while_loop(lambda c: c[1] < 3, body, (b, jnp.int32(0))))(buf)
+    def run(buf):
+        return lax.while_loop(lambda carry: carry[1] < 3, append_ones, (buf, jnp.int32(0)))
+
+    out, _ = jax.jit(run)(buf)
     assert out.host and float(memory.unpack(out).sum()) == 3 * B * K * W
 
 
@@ -128,14 +137,14 @@ def test_while_loops_keep_host_memory_too():
 def test_the_compiled_decode_step_keeps_host_values_in_place(method, dtype):
     model = kvjax.random_model(toy_model().config, dtype=dtype)
     context = kvjax.read(model, [[1, 2, 3], [4]], method, capacity=640)
-    run = context.start(max_new_tokens=4, eos_ids=(), use_up=True)
-    host = [x for x in jax.tree.leaves(run.cache) if memory.is_host(x)]
-    assert len(host) == (2 * 3 if method == "offload" else 2)
-    if method != "offload":  # which is there to bring everything back
-        assert full_copies(run.program(), host[0].shape) == []
-    pointers = [x.unsafe_buffer_pointer() for x in host]
-    run.advance(4)
-    after = [x for x in jax.tree.leaves(run.cache) if memory.is_host(x)]
+    session = context.start(max_new_tokens=4, eos_ids=(), use_up=True)
+    host_arrays = [x for x in jax.tree.leaves(session.cache) if memory.is_host(x)]
+    assert len(host_arrays) == (2 * 3 if method == "offload" else 2)
+    if method != "offload":  # `offload` brings whole buffers back by design
+        assert full_copies(session.program(), host_arrays[0].shape) == []
+    pointers = [x.unsafe_buffer_pointer() for x in host_arrays]
+    session.advance(4)
+    after = [x for x in jax.tree.leaves(session.cache) if memory.is_host(x)]
     assert [x.unsafe_buffer_pointer() for x in after] == pointers
 
 

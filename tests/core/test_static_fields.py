@@ -1,4 +1,4 @@
-"""Static fields as JSON: what comes back, and what a foreign file cannot do."""
+"""Static fields survive JSON, and a foreign file neither imports nor calls anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.contract.cases import CASES
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A static field of a user's own."""
+    """A static field that a user defines."""
 
     sizes: tuple[int | float | None, ...]
     name: str = "a"
@@ -29,7 +29,7 @@ class Setting:
 
 @exportable
 class Pair(NamedTuple):
-    """A part of a state of a user's own."""
+    """A part of a state that a user defines."""
 
     a: Array
     b: Array
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 
 @pytree
 class State:
-    """A state of a user's own."""
+    """A state that a user defines."""
 
     pair: Pair
     setting: Setting = dataclasses.field(metadata={"static": True})
@@ -45,7 +45,7 @@ class State:
 
 @dataclasses.dataclass
 class Mutable:
-    """No value."""
+    """A class whose instances are no values."""
 
     x: int = 0
 
@@ -63,9 +63,9 @@ def test_a_state_of_ones_own_is_exported():
 
     state = State(Pair(jnp.ones(2), jnp.zeros(3)), Setting((1, 2.5, None)))
     exported = jax.export.export(jax.jit(double))(state)
-    found = jax.export.deserialize(exported.serialize()).call(state)
-    assert found.setting == state.setting
-    assert (found.pair.a == 2).all()
+    doubled = jax.export.deserialize(exported.serialize()).call(state)
+    assert doubled.setting == state.setting
+    assert (doubled.pair.a == 2).all()
 
 
 def test_two_classes_of_one_name_are_told_apart():
@@ -78,23 +78,23 @@ def test_two_classes_of_one_name_are_told_apart():
 
     first, second = make(1), make(2)
     exported = jax.export.export(jax.jit(lambda x, y: (x, y)))(first, second)
-    found = jax.export.deserialize(exported.serialize())
-    assert found.in_tree == exported.in_tree
+    loaded = jax.export.deserialize(exported.serialize())
+    assert loaded.in_tree == exported.in_tree
 
 
-def said(**changes: Any) -> bytes:
+def setting_json(**changes: Any) -> bytes:
     fields = {"sizes": [1], "name": "b"}
     return json.dumps({"module": __name__, "class": "Setting", "fields": fields} | changes).encode()
 
 
 def test_what_a_foreign_file_names_is_neither_imported_nor_called():
-    assert static_fields.loads(said()) == Setting((1,), "b")
+    assert static_fields.loads(setting_json()) == Setting((1,), "b")
     with pytest.raises(KvjaxError, match=r"antigravity\.Setting is needed .* not imported; import it first"):
-        static_fields.loads(said(module="antigravity"))
+        static_fields.loads(setting_json(module="antigravity"))
     for module, name in (("os", "system"), ("subprocess", "Popen"), (__name__, "Mutable"), (__name__, "pytest")):
         with pytest.raises(KvjaxError, match="neither a frozen dataclass nor a named tuple"):
             static_fields.loads(json.dumps({"module": module, "class": name, "fields": {}}).encode())
-    for damaged in (b"\xff", b"{", b"{}", said(fields={"other": 1}), said(**{"class": "Nobody"})):
+    for damaged in (b"\xff", b"{", b"{}", setting_json(fields={"other": 1}), setting_json(**{"class": "Nobody"})):
         with pytest.raises(KvjaxError, match="export it again"):
             static_fields.loads(damaged)
 
@@ -108,6 +108,6 @@ def test_a_value_that_is_no_plain_one_is_refused():
 def test_a_table_is_known_by_its_content_and_not_read():
     config = toy_model(layers=1, width=8, head_dim=32, mlp_width=16).config
     plan = functional.bind("matryoshka:keys=0.25,values=0.5", config)
-    written = static_fields.dumps(plan)
-    assert static_fields.loads(written.replace(b'"path": "shipped"', b'"path": "/nowhere"')) == plan
-    assert static_fields.loads(re.sub(rb'"digest": "\w+"', b'"digest": "other"', written)) != plan
+    plan_json = static_fields.dumps(plan)
+    assert static_fields.loads(plan_json.replace(b'"path": "shipped"', b'"path": "/nowhere"')) == plan
+    assert static_fields.loads(re.sub(rb'"digest": "\w+"', b'"digest": "other"', plan_json)) != plan

@@ -9,13 +9,13 @@ from kvjax.core.top_k import mask_to_slots, top_k_mask
 
 
 def test_exactly_k_entries_are_marked_and_ties_go_to_the_lower_index():
-    s = np.array([[3, 1, 3, 3, 2], [-np.inf, 0, -0.0, 0, 5]], np.float32)
+    scores = np.array([[3, 1, 3, 3, 2], [-np.inf, 0, -0.0, 0, 5]], np.float32)
     allowed = np.array([[True, True, False, True, True], [True] * 5])
-    f = jax.jit(top_k_mask)
+    select = jax.jit(top_k_mask)
     for n in range(6):
-        got = np.asarray(f(s, allowed, np.array([n, n], np.int32)))
-        assert np.flatnonzero(got[0]).tolist() == sorted([0, 3, 4, 1][:n])
-        assert np.flatnonzero(got[1]).tolist() == sorted([4, 1, 2, 3, 0][:n])
+        mask = np.asarray(select(scores, allowed, np.array([n, n], np.int32)))
+        assert np.flatnonzero(mask[0]).tolist() == sorted([0, 3, 4, 1][:n])
+        assert np.flatnonzero(mask[1]).tolist() == sorted([4, 1, 2, 3, 0][:n])
 
 
 def test_a_mask_lists_its_slots_in_order():

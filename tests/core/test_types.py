@@ -1,4 +1,4 @@
-"""Blocks of keys and values: tokens taken out of them."""
+"""Tokens gathered from blocks of keys and values."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_gathered_tokens_keep_their_positions():
     shared = gather(KVBlock(k, k, pos), idx[:, :1])
     assert shared.pos.shape == (2, 1, 2) and shared.k.shape == (2, 2, 2, 3)
     np.testing.assert_array_equal(np.asarray(shared.k)[0, 1], k[0, 1, [1, 4]])
-    again = gather(KVBlock(k, k, np.repeat(pos, 2, 1)), idx[:, :1])
-    np.testing.assert_array_equal(again.pos, np.repeat(shared.pos, 2, 1))
+    per_head = gather(KVBlock(k, k, np.repeat(pos, 2, 1)), idx[:, :1])
+    np.testing.assert_array_equal(per_head.pos, np.repeat(shared.pos, 2, 1))

@@ -19,13 +19,14 @@ from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 from tests.models.test_chat import CHATML
 
-P = np.array([[0.5, 0.05, 0.25, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]])
-LOGITS = jnp.asarray(np.log(P), jnp.float32)
+PROBABILITIES = np.array([[0.5, 0.05, 0.25, 0.15, 0.05], [0.2, 0.2, 0.2, 0.2, 0.2]])
+LOGITS = jnp.asarray(np.log(PROBABILITIES), jnp.float32)
 
 
-def kept(**fields) -> list[list[int]]:
-    out = apply_filters(SamplingParams(temperature=1.0, **fields).sampler(), LOGITS)
-    return [np.flatnonzero(row > MASKED_LOGIT / 2).tolist() for row in np.asarray(out)]
+def kept_tokens(**fields) -> list[list[int]]:
+    """The token ids that the filters leave in each sequence."""
+    logits = apply_filters(SamplingParams(temperature=1.0, **fields).sampler(), LOGITS)
+    return [np.flatnonzero(row > MASKED_LOGIT / 2).tolist() for row in np.asarray(logits)]
 
 
 def test_greedy_takes_the_first_of_the_likeliest():
@@ -48,21 +49,31 @@ def test_greedy_takes_the_first_of_the_likeliest():
     ],
 )
 def test_filters_keep_what_they_define(fields, first, second):
-    assert kept(**fields) == [first, second]
+    assert kept_tokens(**fields) == [first, second]
+
+
+NUM_DRAWS = 20_000
+FIVE_SIGMA = 5 * np.sqrt(0.25 / NUM_DRAWS)
+
+
+def draw_frequencies(temperature: float, seed: int) -> np.ndarray:
+    """The frequencies of the tokens in many draws from the first sequence's logits."""
+    sampler = SamplingParams(temperature=temperature).sampler()
+
+    def draw(key):
+        return sample(sampler, LOGITS[:1], key[None])[0]
+
+    tokens = jax.vmap(draw)(jax.random.split(jax.random.key(seed), NUM_DRAWS))
+    return np.bincount(np.asarray(tokens), minlength=5) / NUM_DRAWS
 
 
 def test_draws_follow_the_probabilities():
-    n = 20_000
-    draw = jax.vmap(lambda k: sample(SamplingParams(temperature=1.0).sampler(), LOGITS[:1], k[None])[0])
-    got = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(0), n))), minlength=5) / n
-    np.testing.assert_allclose(got, P[0], atol=5 * np.sqrt(0.25 / n))
+    np.testing.assert_allclose(draw_frequencies(1.0, seed=0), PROBABILITIES[0], atol=FIVE_SIGMA)
 
 
 def test_temperature_divides_the_logits():
-    n = 20_000
-    draw = jax.vmap(lambda k: sample(SamplingParams(temperature=2.0).sampler(), LOGITS[:1], k[None])[0])
-    got = np.bincount(np.asarray(draw(jax.random.split(jax.random.key(1), n))), minlength=5) / n
-    np.testing.assert_allclose(got, np.sqrt(P[0]) / np.sqrt(P[0]).sum(), atol=5 * np.sqrt(0.25 / n))
+    roots = np.sqrt(PROBABILITIES[0])
+    np.testing.assert_allclose(draw_frequencies(2.0, seed=1), roots / roots.sum(), atol=FIVE_SIGMA)
 
 
 def test_a_rows_draw_does_not_depend_on_its_neighbours():
@@ -83,7 +94,7 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours():
         ({"temperature": "1"}, "temperature must be a number"),
         ({"temperature": 1.0, "top_k": 1.5}, "top_k must be an integer"),
         ({"temperature": 1.0, "top_k": 2**31}, "top_k must be an integer"),
-        ({"temperature": 1.0, "top_p": 1e-40}, "top_p must be a number"),  # float32 has no such share
+        ({"temperature": 1.0, "top_p": 1e-40}, "top_p must be a number"),  # float32 has no such number
         ({"top_k": 5}, "need temperature > 0"),
     ],
 )
@@ -93,7 +104,7 @@ def test_values_out_of_range_are_refused(fields, says):
 
 
 def test_params_are_plain_and_hash():
-    """They may be static in a compiled program, whatever kind of number they were given as."""
+    """A value is static in a compiled program, from whatever kind of numbers it was made."""
     params = kvjax.SamplingParams(jnp.float32(0.5), np.int64(3), np.float32(0.75), jnp.float32(0.25), np.uint8(7))
     assert params == kvjax.SamplingParams(0.5, 3, 0.75, 0.25, 7) and hash(params) == hash((0.5, 3, 0.75, 0.25, 7))
     assert {type(x) for x in dataclasses.astuple(params)} == {int, float}
@@ -115,8 +126,8 @@ def model():
     )
 
 
-def every_call(model):
-    """Each call that draws tokens, with what it made of keywords."""
+def sampling_calls(model):
+    """The calls that draw tokens, as functions of the sampling keywords."""
     context = kvjax.read(model, ["a b", "c"], "full", room=16)
     more = {"max_new_tokens": 4, "eos_ids": ()}
     draft = {"draft": "full", "num_draft_tokens": 1}
@@ -136,9 +147,9 @@ def every_call(model):
 def test_all_calls_take_params_or_their_fields_and_not_both(model):
     fields = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3}
     params = kvjax.SamplingParams(**fields)
-    for name, call in every_call(model).items():
-        drawn = call(sampling=params)
-        assert drawn == call(**fields) != call(), name
+    for name, call in sampling_calls(model).items():
+        tokens = call(sampling=params)
+        assert tokens == call(**fields) != call(), name
         says = "sampling and temperature, seed are both given.*replace\\(sampling, temperature=0.0, seed=1\\)"
         with pytest.raises(KvjaxError, match=says):
             call(sampling=params, temperature=0.0, seed=1)

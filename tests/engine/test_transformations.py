@@ -1,8 +1,8 @@
 """Every method under every transformation of JAX, on the smallest model that can fail.
 
-Programs are shared: what is traced alone is traced for every case, and one program per method, a scan inside `vmap`
-inside the caller's own `shard_map` inside `jit`, is compared with `kvjax.prefill` and `kvjax.generate`, and its logits
-with those of an exported `extend` of several tokens.
+Tests that only trace run on every case. One program per method is compiled, a scan inside `vmap` inside the caller's
+own `shard_map` inside `jit`; it is compared with `kvjax.prefill` and `kvjax.generate`, and its logits with those of an
+exported `extend` of several tokens.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from kvjax.testing import toy_model
 from tests.contract.cases import CASES, FIRST_CASES
 
 SMALL = {case.id: case.small for case in CASES}
-KINDS = ("full", "offload", "kivi", "h2o", "adakv", "quest", "minicache")
-"""Methods whose states are unlike each other, for what concerns a state as a whole."""
+STATE_KINDS = ("full", "offload", "kivi", "h2o", "adakv", "quest", "minicache")
+"""Methods with states of different structure, for tests of a state as a whole."""
 
 SEVERAL_LAYERS = ("a2ats", "adakv, scope=model", "cake", "kcache", "kvzip", "minicache", "specache", "tidal_decode")
-"""Methods of which a layer hands something to others, or shares a budget with them: others run on one layer."""
+"""Methods with layers that pass values to each other or share a budget; all others run on one layer."""
 
 LENGTHS, NEW, CAPACITY = (12, 9), 4, 32
 
 
 @functools.cache
-def toy(layers: int) -> Model:
+def tiny_model(layers: int) -> Model:
     """A model of the shape for which example tables ship."""
     return toy_model(layers=layers, width=8, head_dim=32, mlp_width=16)
 
@@ -65,11 +65,11 @@ def inputs() -> Inputs:
 
 
 class Case:
-    """A method on a model, and what the convenient calls give."""
+    """A method on a model, and the results of the convenient calls."""
 
     def __init__(self, name: str):
         self.name, self.method = name, SMALL[name]
-        self.model = toy(2 if name in SEVERAL_LAYERS else 1)
+        self.model = tiny_model(2 if name in SEVERAL_LAYERS else 1)
         self.config, self.params = self.model.config, self.model.params
         self.plan = functional.bind(self.method, self.config)
         self.steps: Array | None = None  # logits of the tokens that follow, one by one
@@ -78,7 +78,7 @@ class Case:
         return functional.prefill(params, tokens, lengths, self.plan, self.config, CAPACITY)
 
     @functools.cached_property
-    def expected(self) -> tuple[Array, Cache, Array]:
+    def convenient_results(self) -> tuple[Array, Cache, Array]:
         """Logits and cache of the prompts, and the tokens i32[B NEW + 1] that follow."""
         logits, cache = kvjax.prefill(self.model, inputs().ids, self.method, capacity=CAPACITY)
         options = {"max_new_tokens": NEW + 1, "capacity": CAPACITY, "eos_ids": ()}
@@ -88,18 +88,18 @@ class Case:
 
 @pytest.fixture(scope="module", params=SMALL)
 def every_case(request: pytest.FixtureRequest) -> Case:
-    """Every case of every method: for what is only traced."""
+    """Every case of every method, for tests that only trace."""
     return Case(request.param)
 
 
 @pytest.fixture(scope="module", params=[case.id for case in FIRST_CASES.values()])
 def case(request: pytest.FixtureRequest) -> Case:
-    """The first case of every method: for what is compiled and run."""
+    """The first case of every method, for tests that compile and run."""
     return Case(request.param)
 
 
 def extend_one_by_one(params: Any, tokens: Array, cache: Cache) -> tuple[Cache, Array]:
-    """A caller's own scan over `extend`: the cache, and logits f32[B T V]."""
+    """Scans over `extend` as a caller may do it -> (the cache, logits f32[B T V])."""
 
     def step(cache: Cache, token: Array) -> tuple[Cache, Array]:
         logits, cache = functional.extend(params, token[:, None], cache)
@@ -110,7 +110,7 @@ def extend_one_by_one(params: Any, tokens: Array, cache: Cache) -> tuple[Cache, 
 
 
 def types_of(cache: Cache) -> Any:
-    """Its structure, static fields included, and the type of each array: what the carry of a loop must keep."""
+    """The structure, static fields included, and the type of each array: a loop requires that its carry keeps both."""
     return jax.tree.structure(cache), [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(cache)]
 
 
@@ -130,7 +130,7 @@ def test_eval_shape_gives_the_planned_bytes_and_one_type_of_cache(every_case: Ca
     cache, (tokens, decoded), (extended, logits) = jax.eval_shape(run, *prompts)
     assert tokens.shape == (len(LENGTHS), NEW) and logits.shape == (len(LENGTHS), NEW, case.config.vocab_size)
     assert types_of(cache) == types_of(decoded) == types_of(extended)
-    if not any(layer.needs.global_budget for layer in case.plan):  # whose slots depend on values
+    if not any(layer.needs.global_budget for layer in case.plan):  # its number of slots depends on values
         sizes = {"capacity": CAPACITY, "batch": len(LENGTHS), "width": max(LENGTHS)}
         planned = kvjax.planned_bytes(case.method, case.model, max(LENGTHS), **sizes)
         assert sum(planned.total.values()) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
@@ -151,7 +151,7 @@ def test_an_empty_cache_takes_tokens(every_case: Case):
 
 
 def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(case: Case):
-    logits, cache, following = case.expected
+    logits, cache, following = case.convenient_results
 
     def run_one(params: Any, tokens: Array, length: Array, fed: Array) -> tuple[Array, Array]:
         first, cache = case.prefill(params, tokens[None], length[None])
@@ -164,7 +164,7 @@ def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(c
     mapped = jax.shard_map(mapped, mesh=mesh, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=rows)
     first, case.steps = jax.jit(mapped)(case.params, inputs().tokens, inputs().lengths, following[:, :-1])
     assert_close(first, logits)
-    if num_draft_tokens(case.plan):  # each call drafts anew, where `generate` goes on with the draft that it has
+    if num_draft_tokens(case.plan):  # each call drafts anew, while `generate` continues its draft
         one_by_one = []
         for t in range(NEW):
             logits, cache = functional.extend(case.params, following[:, t : t + 1], cache)
@@ -175,21 +175,21 @@ def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(c
 
 
 def test_an_exported_extend_gives_the_same(case: Case):
-    _, cache, following = case.expected
+    _, cache, following = case.convenient_results
     exported = jax.export.export(jax.jit(functional.extend))(case.params, following[:, :-1], cache)
-    found = jax.export.deserialize(exported.serialize())
-    assert (found.in_tree, found.out_tree) == (exported.in_tree, exported.out_tree)
-    logits, after = found.call(case.params, following[:, :-1], cache)
-    assert types_of(after) == types_of(cache)
+    loaded = jax.export.deserialize(exported.serialize())
+    assert (loaded.in_tree, loaded.out_tree) == (exported.in_tree, exported.out_tree)
+    logits, next_cache = loaded.call(case.params, following[:, :-1], cache)
+    assert types_of(next_cache) == types_of(cache)
     if num_draft_tokens(case.plan):
         assert_close(logits, functional.extend(case.params, following[:, :-1], cache)[0])
     else:
         np.testing.assert_array_equal(logits.argmax(-1), following[:, 1:])
-        if case.steps is not None:  # otherwise another process ran that test
+        if case.steps is not None:  # None if another process ran that test
             assert_close(logits, case.steps)
 
 
-@pytest.mark.parametrize("name", (*KINDS, "int4, on the host", "specache", "kvzip"))
+@pytest.mark.parametrize("name", (*STATE_KINDS, "int4, on the host", "specache", "kvzip"))
 def test_jitted_prefill_and_decode_give_what_the_convenient_calls_give(name: str):
     case = Case(name)
 
@@ -200,76 +200,76 @@ def test_jitted_prefill_and_decode_give_what_the_convenient_calls_give(name: str
         return logits, jnp.concatenate([first[:, None], new], 1)
 
     logits, tokens = jax.jit(run)(case.params, inputs().tokens, inputs().lengths)
-    assert_close(logits, case.expected[0])
-    np.testing.assert_array_equal(tokens, case.expected[2])
+    assert_close(logits, case.convenient_results[0])
+    np.testing.assert_array_equal(tokens, case.convenient_results[2])
 
 
-def floats_of(tree: Any) -> tuple[list[Array], Any]:
-    """The float arrays of a tree, and the function that puts others in their place."""
+def split_floats(tree: Any) -> tuple[list[Array], Any]:
+    """The float arrays of a tree, and the function that replaces them."""
     leaves, structure = jax.tree.flatten(tree)
-    where = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+    indices = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def replace(floats: list[Array]) -> Any:
         changed = list(leaves)
-        for i, x in zip(where, floats, strict=True):
+        for i, x in zip(indices, floats, strict=True):
             changed[i] = x
         return jax.tree.unflatten(structure, changed)
 
-    return [leaves[i] for i in where], replace
+    return [leaves[i] for i in indices], replace
 
 
 def holds_floats(cache: Cache) -> bool:
-    """Whether keys and values lie in device memory as the model made them, so that gradients pass through."""
+    """Whether keys and values are float32 in device memory, so that gradients pass through."""
     buffers = [x for x in jax.tree.leaves(cache, is_leaf=lambda x: isinstance(x, memory.Buffer))]
     buffers = [x for x in buffers if isinstance(x, memory.Buffer)]
     return all(x.dtype == "float32" and not x.host for x in buffers)
 
 
 def test_gradients_reach_the_parameters_and_what_the_cache_holds(case: Case):
-    cache, fed = case.expected[1], case.expected[2][:, :-1]
+    cache, fed = case.convenient_results[1], case.convenient_results[2][:, :-1]
     if not holds_floats(cache):
         pytest.skip("gradients through codes and host memory are refused, or those of the exact values")
-    floats, replace = floats_of(cache)
+    floats, replace = split_floats(cache)
 
     def loss(params: Any, floats: list[Array]) -> Array:
         extend = jax.checkpoint(functional.extend)
         return extend(params, fed, replace(floats))[0].var()
 
-    # Through the prefill too, and against finite differences: see `test_gradients`.
+    # `test_gradients` compares with finite differences, through the prefill too.
     gradients = jax.jit(jax.grad(loss, (0, 1)))(case.params, floats)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients[0]["layer_0"]))
     assert any(np.abs(x).max() > 0 for x in gradients[1])
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", STATE_KINDS)
 def test_tokens_on_an_empty_cache_are_those_of_a_text(name: str):
     case, fed = Case(name), inputs().tokens[:, :NEW]
     cache = functional.empty(case.plan, case.config, len(LENGTHS), CAPACITY)
-    after, logits = jax.jit(extend_one_by_one)(case.params, fed, cache)
+    next_cache, logits = jax.jit(extend_one_by_one)(case.params, fed, cache)
     assert np.isfinite(logits).all()
-    np.testing.assert_array_equal(after.length, [NEW] * len(LENGTHS))
-    if name in ("full", "offload", "adakv"):  # which lose nothing of what is decoded
+    np.testing.assert_array_equal(next_cache.length, [NEW] * len(LENGTHS))
+    if name in ("full", "offload", "adakv"):  # these keep every decoded token exactly
         assert_close(logits, functional.logits(case.params, fed, case.config))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", STATE_KINDS)
 def test_a_cache_is_an_ordinary_pytree(name: str, tmp_path):
     case = Case(name)
-    _, cache, following = case.expected
+    _, cache, following = case.convenient_results
     extend = jax.jit(functional.extend)
     expected = extend(case.params, following[:, :1], cache)[0]
 
-    doubled = jax.tree.map(lambda x: x, cache)
+    mapped = jax.tree.map(lambda x: x, cache)
     moved = jax.device_put(cache, jax.tree.map(lambda x: x.sharding, cache))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "cache", cache)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "cache", jax.tree.map(ocp.utils.to_shape_dtype_struct, cache))
-    for other in (doubled, moved, restored):
+    for other in (mapped, moved, restored):
         assert jax.tree.structure(other) == jax.tree.structure(cache)
         assert_close(extend(case.params, following[:, :1], other)[0], expected)
-    # Whoever moves a cache out of host memory has it on the device, and it still works.
+    # A cache that a caller moves from host memory to the device still works.
     on_device = jax.device_put(cache, memory.DEVICE)
     assert_close(jax.jit(functional.extend)(case.params, following[:, :1], on_device)[0], expected)
 
@@ -305,35 +305,37 @@ def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
         exported = jax.export.export(step)(case.params, fed, cache)
         (tmp_path / f"{i}.bin").write_bytes(exported.serialize())
         logits = step(case.params, fed, cache)[0]
-        given = {"tokens": inputs().tokens, "lengths": inputs().lengths, "fed": fed, "logits": logits}
-        np.savez(tmp_path / f"{i}.npz", **given)
+        arrays = {"tokens": inputs().tokens, "lengths": inputs().lengths, "fed": fed, "logits": logits}
+        np.savez(tmp_path / f"{i}.npz", **arrays)
         arguments += [case.method, str(case.config.layers), str(tmp_path / f"{i}.bin"), str(tmp_path / f"{i}.npz")]
     subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, *arguments], check=True)
 
 
 def test_checkpoint_changes_no_gradient():
-    case = Case("tidal_decode")  # of two layers, the first of which hands something to the second
-    cache, fed = case.expected[1], case.expected[2][:, :-1]
+    case = Case("tidal_decode")  # the first of its two layers passes a value to the second
+    cache, fed = case.convenient_results[1], case.convenient_results[2][:, :-1]
 
     def loss(params: Any, extend: Any) -> Array:
         return extend(params, fed, cache)[0].var()
 
-    plain, again = (jax.grad(loss)(case.params, f) for f in (functional.extend, jax.checkpoint(functional.extend)))
-    jax.tree.map(functools.partial(assert_close, atol=1e-6), again, plain)
+    expected = jax.grad(loss)(case.params, functional.extend)
+    gradients = jax.grad(loss)(case.params, jax.checkpoint(functional.extend))
+    jax.tree.map(functools.partial(assert_close, atol=1e-6), gradients, expected)
 
 
-@pytest.mark.parametrize("name", ("snapkv", "offload", "cskv"))  # on the device, on the host, with a part for all
+@pytest.mark.parametrize("name", ("snapkv", "offload", "cskv"))
 def test_a_beam_search_in_a_scan(name: str):
+    """The caches lie on the device, on the host, and hold an array that all sequences share."""
     case = Case(name)
-    logits, cache, _ = case.expected
+    logits, cache, _ = case.convenient_results
     width = len(LENGTHS)
 
     def step(beams: tuple[Cache, Array, Array], _: None) -> tuple[tuple[Cache, Array, Array], Array]:
-        cache, tokens, total = beams
+        cache, tokens, log_probs = beams
         out, cache = functional.extend(case.params, tokens[:, None], cache)
-        total = total[:, None] + jax.nn.log_softmax(out[:, 0])
-        best, at = lax.top_k(total.reshape(-1), width)
-        parent, tokens = at // total.shape[1], (at % total.shape[1]).astype(jnp.int32)
+        log_probs = log_probs[:, None] + jax.nn.log_softmax(out[:, 0])
+        best, flat_indices = lax.top_k(log_probs.reshape(-1), width)
+        parent, tokens = flat_indices // log_probs.shape[1], (flat_indices % log_probs.shape[1]).astype(jnp.int32)
         return (functional.take(cache, parent), tokens, best), tokens
 
     start = cache, logits.argmax(-1).astype(jnp.int32), jnp.zeros(width)
@@ -346,7 +348,7 @@ def test_a_beam_search_in_a_scan(name: str):
 def test_wrong_static_arguments_are_named_with_the_remedy():
     case, (_, tokens, lengths) = Case("full"), dataclasses.astuple(inputs())
     plan, config, params = case.plan, case.config, case.params
-    cache = case.expected[1]
+    cache = case.convenient_results[1]
     with pytest.raises(kvjax.KvjaxError, match="capacity=5 is less than the 12 tokens.*raise it"):
         functional.prefill(params, tokens, lengths, plan, config, 5)
     with pytest.raises(kvjax.KvjaxError, match=r"capacity .*is traced here.*static_argnames='capacity'"):

@@ -1,4 +1,4 @@
-"""A cache that no memory holds is refused before it is made, and positions beyond the model's are warned of."""
+"""A cache that fits in no memory is refused before it is made, and positions beyond the model's give a warning."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ MODEL = toy_model(layers=1, max_positions=64)
 INFLLM = "infllm:local=32,sinks=4,block=8,chunk=8"
 
 
-def ids(count):
-    return [np.arange(count) % 97]
+def one_prompt(num_tokens):
+    return [np.arange(num_tokens) % 97]
 
 
-def small(monkeypatch, **sizes):
-    """As if the machine had so little memory."""
-    there = memory.InstalledMemory(**({"device": 50_000, "host": 50_000, "shared": True} | sizes))
-    monkeypatch.setattr(memory, "installed_memory", lambda devices: there)
+def limit_memory(monkeypatch, **sizes):
+    """Makes the machine's memory look small."""
+    installed = memory.InstalledMemory(**({"device": 50_000, "host": 50_000, "shared": True} | sizes))
+    monkeypatch.setattr(memory, "installed_memory", lambda devices: installed)
 
 
 def test_what_is_installed_is_known():
-    found = memory.installed_memory(jax.devices())
-    assert found.shared and (found.host is None or found.host > 2**28) and found.device == found.host
+    sizes = memory.installed_memory(jax.devices())
+    assert sizes.shared and (sizes.host is None or sizes.host > 2**28) and sizes.device == sizes.host
 
 
 def test_a_cache_beyond_32_bits_is_refused():
     with pytest.raises(KvjaxError, match="positions are 32-bit integers; ask for fewer new tokens"):
-        kvjax.generate(MODEL, ids(4), "full", max_new_tokens=2**31 - 1)
+        kvjax.generate(MODEL, one_prompt(4), "full", max_new_tokens=2**31 - 1)
     for new in (2**31, 10**12, 10**20):
         with pytest.raises(KvjaxError, match="max_new_tokens must be an integer from 1 to 2147483647, got"):
-            kvjax.generate(MODEL, ids(4), "full", max_new_tokens=new)
+            kvjax.generate(MODEL, one_prompt(4), "full", max_new_tokens=new)
 
 
 def test_a_cache_that_cannot_fit_says_what_it_needs(monkeypatch):
-    small(monkeypatch)
+    limit_memory(monkeypatch)
     with pytest.raises(KvjaxError, match=r"1 sequences of up to 4 tokens in a cache for 1,024 take at least 0\.\d GB"):
-        kvjax.generate(MODEL, ids(4), "full", max_new_tokens=1000)
+        kvjax.generate(MODEL, one_prompt(4), "full", max_new_tokens=1000)
     with pytest.raises(KvjaxError, match="in a cache for 1,024 take at least"):
-        kvjax.prefill(MODEL, ids(4), "offload", capacity=1024)
+        kvjax.prefill(MODEL, one_prompt(4), "offload", capacity=1024)
     with pytest.raises(KvjaxError, match="the logits of 1 sequences of 192 tokens take at least"):
-        kvjax.logits(MODEL, ids(140))
-    kvjax.prefill(MODEL, ids(4), "streaming_llm:recent=20", capacity=1024)  # which holds 24 tokens
+        kvjax.logits(MODEL, one_prompt(140))
+    kvjax.prefill(MODEL, one_prompt(4), "streaming_llm:recent=20", capacity=1024)  # this method holds 24 tokens
 
 
 def test_host_memory_counts_apart_where_it_is_another(monkeypatch):
-    small(monkeypatch, shared=False, host=None)
+    limit_memory(monkeypatch, shared=False, host=None)
     with pytest.raises(KvjaxError, match="take at least"):
-        kvjax.prefill(MODEL, ids(4), "full", capacity=1024)
-    kvjax.prefill(MODEL, ids(4), "offload", capacity=1024)
+        kvjax.prefill(MODEL, one_prompt(4), "full", capacity=1024)
+    kvjax.prefill(MODEL, one_prompt(4), "offload", capacity=1024)
 
 
 def test_running_out_of_memory_is_an_error_with_a_remedy():
@@ -71,34 +71,36 @@ def test_running_out_of_memory_is_an_error_with_a_remedy():
     [("full", True, True), ("streaming_llm:recent=20", True, False), (INFLLM, False, False)],
 )
 def test_positions_that_the_model_does_not_know(method, prompt, fed):
-    """streaming_llm reads a prompt in full, and only then counts positions inside its cache."""
+    """streaming_llm reads a prompt at its own positions; only decoded tokens have positions inside the cache."""
 
-    def warns(wanted):
-        return pytest.warns(KvjaxWarning, match="beyond the 64 positions") if wanted else warnings.catch_warnings()
+    def expect_warning(is_expected):
+        if is_expected:
+            return pytest.warns(KvjaxWarning, match="beyond the 64 positions")
+        return warnings.catch_warnings()
 
-    with warns(False):
-        context = kvjax.read(MODEL, ids(60), method)
-    with warns(fed):
-        context.feed(ids(8))
-    with warns(fed):
+    with expect_warning(False):
+        context = kvjax.read(MODEL, one_prompt(60), method)
+    with expect_warning(fed):
+        context.feed(one_prompt(8))
+    with expect_warning(fed):
         checks.check_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 5)
     checks.check_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 4)
-    with warns(prompt):
-        kvjax.prefill(MODEL, ids(65), method)
+    with expect_warning(prompt):
+        kvjax.prefill(MODEL, one_prompt(65), method)
 
 
 def test_a_share_of_a_short_prompt_keeps_what_is_protected():
-    """A budget in tokens below the protected ones is a mistake; a share of a short text is not."""
-    context = kvjax.read(MODEL, ids(11), "snapkv:budget=25%,window=8")
-    assert {len(head) for layer in context.kept_positions() for row in layer for head in row} == {8}
+    """A budget of fewer tokens than are protected is an error; a fraction of a short prompt is not."""
+    context = kvjax.read(MODEL, one_prompt(11), "snapkv:budget=25%,window=8")
+    assert {len(head) for layer in context.kept_positions() for sequence in layer for head in sequence} == {8}
     with pytest.raises(KvjaxError, match="fewer than the 8 sinks and recents"):
-        kvjax.read(MODEL, ids(11), "snapkv:budget=2,window=8")
+        kvjax.read(MODEL, one_prompt(11), "snapkv:budget=2,window=8")
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv:budget=48", "kivi:bits=2,group=8,residual=16", "kcache:n=8"])
 def test_what_is_planned_for_a_capacity_is_what_is_held(method):
     for tokens, capacity in ((33, 70), (64, 64), (20, 203)):
-        _, cache = kvjax.prefill(MODEL, ids(tokens), method, capacity=capacity)
-        assert cache.capacity == -(-capacity // 64) * 64  # what is asked for, in whole steps
+        _, cache = kvjax.prefill(MODEL, one_prompt(tokens), method, capacity=capacity)
+        assert cache.capacity == -(-capacity // 64) * 64  # the requested capacity, in multiples of 64
         planned = kvjax.planned_bytes(method, MODEL.config, tokens, capacity=cache.capacity, dtype=MODEL.dtype)
         assert planned == kvjax.state_bytes(cache)

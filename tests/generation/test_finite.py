@@ -1,4 +1,4 @@
-"""Logits that are no numbers end in an error with a remedy."""
+"""Non-finite logits raise an error with a remedy."""
 
 from __future__ import annotations
 

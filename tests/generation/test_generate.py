@@ -1,4 +1,4 @@
-"""Generation against the uncached forward pass, and its forms against each other."""
+"""Generation equals the uncached forward pass, and its forms equal each other."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def model():
     return toy_model(windows=(None, 5, None))
 
 
-def greedy(model, prompt: list[int], count: int) -> list[int]:
-    """Token by token through the uncached forward pass."""
+def greedy_tokens(model, prompt: list[int], count: int) -> list[int]:
+    """Decodes token by token through the uncached forward pass."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(np.argmax(kvjax.logits(model, [ids])[0, -1])))
@@ -47,7 +47,7 @@ def greedy(model, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("method", METHODS)
 def test_cached_greedy_is_uncached_greedy(model, method):
     out = kvjax.generate(model, PROMPTS, kvjax.parse(method), max_new_tokens=6)
-    assert out.tokens == [greedy(model, p, 6) for p in PROMPTS]
+    assert out.tokens == [greedy_tokens(model, p, 6) for p in PROMPTS]
     assert out.finish_reasons == ["length"] * 3
     assert out.decode_steps == 5 and out.decode_seconds > 0 and out.prefill_seconds > 0 and out.tokens_per_second > 0
 
@@ -62,17 +62,17 @@ def test_every_loop_and_stream_make_the_same_tokens(model, method, temperature):
     first, *others = (kvjax.generate(model, PROMPTS, parsed, loop=loop, **options) for loop in LOOPS)
     assert [other.tokens for other in others] == [first.tokens] * 2
     for loop in ("layers", "while"):
-        streamed = list(kvjax.stream(model, PROMPTS, parsed, loop=loop, **options))
-        assert [list(row) for row in zip(*streamed, strict=True)] == first.tokens
+        columns = list(kvjax.stream(model, PROMPTS, parsed, loop=loop, **options))
+        assert [list(sequence) for sequence in zip(*columns, strict=True)] == first.tokens
 
 
 def test_offload_is_full_bit_for_bit(model):
-    out = []
+    logits = []
     for method in (kvjax.methods.full(), kvjax.methods.offload()):
-        last, state = kvjax.prefill(model, PROMPTS, method)
-        logits, _ = kvjax.extend(model, [[5, 6, 7, 8], [1, 2, 3, 4], [3, 3, 3, 3]], state, method)
-        out.append((np.asarray(last), np.asarray(logits)))
-    chex.assert_trees_all_equal(*out)
+        prompt_logits, cache = kvjax.prefill(model, PROMPTS, method)
+        new_logits, _ = kvjax.extend(model, [[5, 6, 7, 8], [1, 2, 3, 4], [3, 3, 3, 3]], cache, method)
+        logits.append((np.asarray(prompt_logits), np.asarray(new_logits)))
+    chex.assert_trees_all_equal(*logits)
 
 
 def test_rows_end_on_any_end_of_sequence_id_and_all_ended_stops_the_loop(model):
@@ -80,13 +80,13 @@ def test_rows_end_on_any_end_of_sequence_id_and_all_ended_stops_the_loop(model):
     free = kvjax.generate(model, PROMPTS, method, max_new_tokens=12, eos_ids=()).tokens
     ends = (free[0][2], free[1][4])
     out = kvjax.generate(model, PROMPTS[:2], method, max_new_tokens=12, eos_ids=ends)
-    cut = [next((i + 1 for i, t in enumerate(row) if t in ends), 12) for row in free[:2]]
-    assert out.tokens == [row[:n] for row, n in zip(free, cut, strict=False)]
-    assert out.finish_reasons == ["stop" if n < 12 or free[i][-1] in ends else "length" for i, n in enumerate(cut)]
-    assert out.decode_steps == max(cut) - 1
-    shown = list(kvjax.stream(model, PROMPTS[:2], method, max_new_tokens=12, eos_ids=ends))
-    assert len(shown) == max(cut)
-    assert [[t for t in row if t is not None] for row in zip(*shown, strict=True)] == out.tokens
+    lengths = [next((i + 1 for i, t in enumerate(tokens) if t in ends), 12) for tokens in free[:2]]
+    assert out.tokens == [tokens[:n] for tokens, n in zip(free, lengths, strict=False)]
+    assert out.finish_reasons == ["stop" if n < 12 or free[i][-1] in ends else "length" for i, n in enumerate(lengths)]
+    assert out.decode_steps == max(lengths) - 1
+    columns = list(kvjax.stream(model, PROMPTS[:2], method, max_new_tokens=12, eos_ids=ends))
+    assert len(columns) == max(lengths)
+    assert [[t for t in tokens if t is not None] for tokens in zip(*columns, strict=True)] == out.tokens
 
 
 def test_a_row_samples_the_same_alone_and_in_company(model):
@@ -101,11 +101,11 @@ def test_several_questions_draw_as_the_rows_of_a_batch(model):
     document, question = PROMPTS[0], [5, 6]
     one, batch = (kvjax.read(model, [document] * n, "full", room=32) for n in (1, 3))
     options = {"max_new_tokens": 8, "seed": 3, "eos_ids": ()}
-    drawn = one.ask([question] * 3, temperature=1.0, **options).tokens
-    assert drawn == batch.ask([question] * 3, temperature=1.0, **options).tokens
-    assert len(set(map(tuple, drawn))) == 3
-    assert one.ask([question], temperature=1.0, **options).tokens == drawn[:1]
-    assert one.ask([question] * 2, temperature=1.0, first_row=1, **options).tokens == drawn[1:]
+    tokens = one.ask([question] * 3, temperature=1.0, **options).tokens
+    assert tokens == batch.ask([question] * 3, temperature=1.0, **options).tokens
+    assert len(set(map(tuple, tokens))) == 3
+    assert one.ask([question], temperature=1.0, **options).tokens == tokens[:1]
+    assert one.ask([question] * 2, temperature=1.0, first_row=1, **options).tokens == tokens[1:]
     assert one.ask([question] * 3, **options).tokens == batch.ask([question] * 3, **options).tokens
 
 
@@ -115,47 +115,50 @@ def test_going_on_from_a_state_is_one_long_prompt(model, method):
     _, state = kvjax.prefill(model, PROMPTS, kvjax.parse(method), capacity=64)
     more = [[20, 21], [22], [23, 24, 25]]
     exact = parsed if method != "kcache:n=3" else kvjax.parse("kcache:n=99")
-    if method == "kcache:n=3":  # further tokens are read as decoded ones are: only then is it inexact
+    if method == "kcache:n=3":  # it reads further tokens as decoded ones, which is exact only if n covers them all
         _, state = kvjax.prefill(model, PROMPTS, exact, capacity=64)
         parsed = exact
     turns = kvjax.generate(model, more, parsed, max_new_tokens=5, cache=state)
-    whole = kvjax.generate(model, [p + m for p, m in zip(PROMPTS, more, strict=True)], exact, max_new_tokens=5)
-    assert turns.tokens == whole.tokens
-    again = kvjax.generate(model, more, parsed, max_new_tokens=5, cache=state)  # the state is still usable
-    assert again.tokens == turns.tokens
+    long_prompts = [p + m for p, m in zip(PROMPTS, more, strict=True)]
+    assert turns.tokens == kvjax.generate(model, long_prompts, exact, max_new_tokens=5).tokens
+    repeated = kvjax.generate(model, more, parsed, max_new_tokens=5, cache=state)  # the state is still usable
+    assert repeated.tokens == turns.tokens
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 @pytest.mark.parametrize("method", ["full", "offload", "kcache:n=2"])
 def test_prefill_in_chunks_is_prefill(model, method, chunk):
     parsed = kvjax.parse(method)
-    whole, a = kvjax.prefill(model, PROMPTS, parsed)
-    parts, b = kvjax.prefill(model, PROMPTS, parsed, chunk=chunk)
-    np.testing.assert_allclose(parts, whole, atol=1e-5)
-    assert jax.tree.map(jax.typeof, a) == jax.tree.map(jax.typeof, b)
-    fresh = [[5], [6], [7]]
-    np.testing.assert_allclose(
-        kvjax.extend(model, fresh, b, parsed)[0], kvjax.extend(model, fresh, a, parsed)[0], atol=1e-5
-    )
+    expected, whole_cache = kvjax.prefill(model, PROMPTS, parsed)
+    logits, chunked_cache = kvjax.prefill(model, PROMPTS, parsed, chunk=chunk)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    assert jax.tree.map(jax.typeof, whole_cache) == jax.tree.map(jax.typeof, chunked_cache)
+    new = [[5], [6], [7]]
+    logits, expected = (kvjax.extend(model, new, cache, parsed)[0] for cache in (chunked_cache, whole_cache))
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["full", "kcache:n=99"])
 def test_scores_are_the_uncached_log_probabilities(model, method):
     continuations = [[3, 1, 4], [1], [5, 9]]
-    got = kvjax.score(model, PROMPTS, continuations, kvjax.parse(method))
-    for prompt, continuation, row in zip(PROMPTS, continuations, got, strict=True):
+    scores = kvjax.score(model, PROMPTS, continuations, kvjax.parse(method))
+    for prompt, continuation, token_scores in zip(PROMPTS, continuations, scores, strict=True):
         logp = jax.nn.log_softmax(kvjax.logits(model, [prompt + continuation])[0], -1)
-        want = [float(logp[len(prompt) - 1 + i, t]) for i, t in enumerate(continuation)]
-        np.testing.assert_allclose(row, want, atol=1e-5)
+        expected = [float(logp[len(prompt) - 1 + i, t]) for i, t in enumerate(continuation)]
+        np.testing.assert_allclose(token_scores, expected, atol=1e-5)
 
 
 def test_one_trace_serves_prompts_of_one_size():
     model = toy_model(seed=1)
     chex.clear_trace_counter()
-    traced = chex.assert_max_traces(lambda p, t, c: functional.logits(p, t, c), n=1)
-    f = jax.jit(traced, static_argnums=2)
+
+    @chex.assert_max_traces(n=1)
+    def logits(params, tokens, config):
+        return functional.logits(params, tokens, config)
+
+    jitted = jax.jit(logits, static_argnums=2)
     for seed in range(3):
-        f(model.params, jax.numpy.full((2, 8), seed), model.config)
+        jitted(model.params, jax.numpy.full((2, 8), seed), model.config)
     kvjax.prefill(model, [[1, 2, 3]], kvjax.methods.full(), capacity=64)
     run_layer = jit_with(forward.apply_layer, ("call", "target"), ("state",), ())
     before = run_layer._cache_size()
@@ -177,11 +180,12 @@ def test_sampling_numbers_do_not_recompile(model, loop):
 
 def test_bytes_of_the_result_are_the_states(model):
     c, B, S = model.config, len(PROMPTS), 64
-    kv = B * c.kv_heads * S * c.head_dim * 4
-    book = c.layers * (4 * B * S + 4 * B) + 4 * B
+    keys = B * c.kv_heads * S * c.head_dim * 4  # of one layer, as many bytes as its values
+    positions_and_lengths = c.layers * (4 * B * S + 4 * B) + 4 * B
     out = kvjax.generate(model, PROMPTS, kvjax.parse("kcache:device_layers=1"), max_new_tokens=4)
-    assert out.bytes.total == {"device": 4 * kv + book, "pinned_host": 2 * kv}
-    assert kvjax.generate(model, PROMPTS, kvjax.methods.full(), max_new_tokens=4).bytes.total["device"] == 6 * kv + book
+    assert out.bytes.total == {"device": 4 * keys + positions_and_lengths, "pinned_host": 2 * keys}
+    full = kvjax.generate(model, PROMPTS, kvjax.methods.full(), max_new_tokens=4)
+    assert full.bytes.total["device"] == 6 * keys + positions_and_lengths
 
 
 @pytest.mark.parametrize(

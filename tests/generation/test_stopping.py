@@ -19,13 +19,13 @@ COUNT = 24
 
 
 @pytest.fixture(scope="module")
-def whole():
-    """Both texts without a stop string."""
+def unstopped_output():
+    """The output for both prompts without a stop string."""
     return kvjax.generate(MODEL, PROMPTS, "full", max_new_tokens=COUNT)
 
 
-def test_a_text_ends_before_the_first_string_and_its_tokens_with_the_one_that_completes_it(whole):
-    text, other = whole.text
+def test_a_text_ends_before_the_first_string_and_its_tokens_with_the_one_that_completes_it(unstopped_output):
+    text, other = unstopped_output.text
     late, early = text[30:33], text[20:24]
     out = kvjax.generate(MODEL, PROMPTS, "full", max_new_tokens=COUNT, stop=[late, early])
     assert out.text[0] == text[: text.index(early)] and out.finish_reasons[0] == "stop"
@@ -35,17 +35,17 @@ def test_a_text_ends_before_the_first_string_and_its_tokens_with_the_one_that_co
         assert out.text[1] == other and out.finish_reasons[1] == "length"
 
 
-def test_no_step_is_run_after_all_rows_have_ended(whole):
-    first = whole.text[0][:1]
+def test_no_step_is_run_after_all_rows_have_ended(unstopped_output):
+    first = unstopped_output.text[0][:1]
     out = kvjax.generate(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=first)
     assert out.text == [""] and out.decode_steps < stopping.STOP_CHECK_INTERVAL
 
 
-def test_a_context_knows_stop_strings_too(whole):
-    stop = whole.text[0][10:13]
+def test_a_context_knows_stop_strings_too(unstopped_output):
+    stop = unstopped_output.text[0][10:13]
     context = kvjax.read(MODEL, PROMPTS[:1], "full", room=COUNT)
     out = context.generate(max_new_tokens=COUNT, stop=stop)
-    assert out.text == [whole.text[0].split(stop)[0]]
+    assert out.text == [unstopped_output.text[0].split(stop)[0]]
 
 
 @pytest.mark.parametrize("stop", [(), "e", ("no such text", "th")])
@@ -55,8 +55,8 @@ def test_streamed_pieces_are_the_text_of_generate(stop):
         assert "".join(pieces) == kvjax.generate(MODEL, [prompt], "full", max_new_tokens=COUNT, stop=stop).text[0]
 
 
-def test_streamed_columns_end_at_the_string(whole):
-    stop = whole.text[0][10:13]
+def test_streamed_columns_end_at_the_string(unstopped_output):
+    stop = unstopped_output.text[0][10:13]
     columns = list(kvjax.stream(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=stop))
     out = kvjax.generate(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=stop)
     assert [c[0] for c in columns if c[0] is not None] == out.tokens[0]
@@ -68,8 +68,8 @@ def test_streamed_columns_end_at_the_string(whole):
         ("abc", (), "abc"),
         ("abc", ("cd",), "ab"),  # a string may have begun
         ("abcd", ("cd",), "ab"),
-        ("ab\n", ("\n\nQ", "b\nx"), "a"),  # the longest beginning is held back
-        ("é\ufffd", (), "é"),  # half a character
+        ("ab\n", ("\n\nQ", "b\nx"), "a"),  # the longest possible beginning of a string is not final
+        ("é\ufffd", (), "é"),  # an incomplete character
     ],
 )
 def test_the_final_prefix_of_a_streamed_text(text, stop, final):

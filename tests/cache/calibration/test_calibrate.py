@@ -24,31 +24,31 @@ def model():
 
 @pytest.fixture(scope="module")
 def exact(model):
-    """[layer]: q [K G n H], k, v [K n H] of each document, float64."""
-    found = read_exactly(model, DOCUMENTS)
+    """[layer][document]: q [K G n H], k, v [K n H], float64."""
+    read = read_exactly(model, DOCUMENTS)
 
-    def document(layer, b: int) -> tuple[np.ndarray, ...]:
+    def document_arrays(layer, b: int) -> tuple[np.ndarray, ...]:
         return tuple(np.asarray(x[b, ..., : len(DOCUMENTS[b]), :], np.float64) for x in (layer.q, layer.k, layer.v))
 
-    return [[document(layer, b) for b in range(len(DOCUMENTS))] for layer in found.prompts]
+    return [[document_arrays(layer, b) for b in range(len(DOCUMENTS))] for layer in read.prompts]
 
 
-def concat_documents(documents, which: int) -> np.ndarray:
-    """Token vectors of all documents, one document after the other: [K n H]."""
-    return np.concatenate([document[which] for document in documents], 1)
+def concat_documents(documents, index: int) -> np.ndarray:
+    """Concatenates the token vectors of all documents: [K n H]."""
+    return np.concatenate([document[index] for document in documents], 1)
 
 
 def test_bases_are_the_principal_directions_of_each_head(model, exact):
-    made = calibrate.count_arrays(model, "bases", DOCUMENTS, rows=2)
-    for arrays, documents in zip(made, exact, strict=True):
-        for name, which in (("keys", 1), ("values", 2)):
-            rows = concat_documents(documents, which)
-            mean = rows.mean(1)
+    tables = calibrate.count_arrays(model, "bases", DOCUMENTS, rows=2)
+    for arrays, documents in zip(tables, exact, strict=True):
+        for name, index in (("keys", 1), ("values", 2)):
+            vectors = concat_documents(documents, index)
+            mean = vectors.mean(1)
             np.testing.assert_allclose(arrays[f"{name}_mean"], mean, atol=1e-6)
-            for head in range(len(rows)):
-                centered = rows[head] - mean[head]
+            for head in range(len(vectors)):
+                centered = vectors[head] - mean[head]
                 _, s, vh = np.linalg.svd(centered, full_matrices=True)
-                deviation = np.zeros(rows.shape[2])
+                deviation = np.zeros(vectors.shape[2])
                 deviation[: len(s)] = s / np.sqrt(len(centered))
                 np.testing.assert_allclose(arrays[f"{name}_deviation"][head], deviation, atol=1e-4)
                 alike = np.abs((arrays[name][head] * vh.T).sum(0))  # directions have no sign
@@ -56,26 +56,26 @@ def test_bases_are_the_principal_directions_of_each_head(model, exact):
 
 
 def test_joint_bases_are_those_of_all_heads_without_rotation(model, exact):
-    made = calibrate.count_arrays(model, "joint_bases", DOCUMENTS)
+    tables = calibrate.count_arrays(model, "joint_bases", DOCUMENTS)
     spec = specs(model.config)[0]
-    for arrays, documents in zip(made, exact, strict=True):
-        pre_rope = [_unrotate(k, spec) for _, k, _ in documents]
-        rows = np.concatenate([np.concatenate(list(k), -1) for k in pre_rope])
+    for arrays, documents in zip(tables, exact, strict=True):
+        pre_rope = [unrotate(k, spec) for _, k, _ in documents]
+        vectors = np.concatenate([np.concatenate(list(k), -1) for k in pre_rope])
         basis = arrays["bare_keys"][0]
         np.testing.assert_allclose(basis.T @ basis, np.eye(len(basis)), atol=1e-5)
-        along = (rows - arrays["bare_keys_mean"][0]) @ basis
-        np.testing.assert_allclose(along.std(0), arrays["bare_keys_deviation"][0], atol=1e-3)
-        np.testing.assert_allclose(along.mean(0), 0, atol=1e-5)
+        coordinates = (vectors - arrays["bare_keys_mean"][0]) @ basis
+        np.testing.assert_allclose(coordinates.std(0), arrays["bare_keys_deviation"][0], atol=1e-3)
+        np.testing.assert_allclose(coordinates.mean(0), 0, atol=1e-5)
 
 
-def _unrotate(k: np.ndarray, spec) -> np.ndarray:
+def unrotate(k: np.ndarray, spec) -> np.ndarray:
     pos = np.arange(k.shape[1], dtype=np.int32)[None, None]
     return np.asarray(spec.rope.unrotate(k[None].astype(np.float32), pos)[0], np.float64)
 
 
 def test_channels_are_ordered_by_the_mean_product_of_each_tokens_query_and_key(model, exact):
-    made = calibrate.count_arrays(model, "channels", DOCUMENTS, rows=3)
-    for arrays, documents in zip(made, exact, strict=True):
+    tables = calibrate.count_arrays(model, "channels", DOCUMENTS, rows=3)
+    for arrays, documents in zip(tables, exact, strict=True):
         q, k = (np.concatenate([document[i] for document in documents], -2) for i in (0, 1))
         means = np.abs(q * k[:, None]).mean((1, 2))
         np.testing.assert_allclose(arrays["means"], means, rtol=1e-5)

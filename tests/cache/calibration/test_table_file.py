@@ -1,4 +1,4 @@
-"""Tables in files: what is written comes back, and what does not fit says so."""
+"""Tables are read from files as they were written, and a table that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def path(tmp_path):
 
 def test_each_layer_finds_its_own_arrays(path):
     second = dataclasses.replace(SPEC, index=1)
-    for spec, want in ((SPEC, 0.5), (second, 1.5)):
-        np.testing.assert_array_equal(
-            TableFile(path, "heads").layer_arrays(spec, weights=(layer.K,))["weights"], [want] * layer.K
-        )
+    for spec, expected in ((SPEC, 0.5), (second, 1.5)):
+        arrays = TableFile(path, "heads").layer_arrays(spec, weights=(layer.K,))
+        np.testing.assert_array_equal(arrays["weights"], [expected] * layer.K)
         assert TableFile(path, "heads").layer_arrays(spec, weights=(None,))
 
 

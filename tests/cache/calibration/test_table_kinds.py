@@ -1,4 +1,4 @@
-"""Kinds of tables: those that ship with kvjax, and what a new kind needs."""
+"""Kinds of tables: every kind ships example tables, and a new kind is one class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ load_all()
 
 @pytest.mark.parametrize("kind", sorted(TABLE_KINDS))
 def test_a_table_ships_for_the_tests_layers_and_for_the_shipped_model(kind):
-    """Made by `python -m experiments.tables.build`."""
+    """`python -m experiments.tables.build` makes these tables."""
     devices = dataclasses.replace(layer.spec(), num_kv_heads=test_devices.K)
     for spec in (layer.spec(), devices, *specs(kvjax.load("testbed").config)):
         assert TableFile("shipped", kind).layer_arrays(spec) == {}  # it is found, and no array was asked for
@@ -39,8 +39,8 @@ def test_a_kind_of_learned_arrays_is_one_class(monkeypatch):
         def example(self, spec, rng):
             return {"gates": rng.random(spec.num_kv_heads)}
 
-    made = table_kinds.TABLE_KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
-    assert made["gates"].shape == (layer.K,)
+    arrays = table_kinds.TABLE_KINDS["gates"].example(layer.spec(), np.random.default_rng(0))
+    assert arrays["gates"].shape == (layer.K,)
     with pytest.raises(KvjaxError, match="of gates holds what no statistics of a text give; train it"):
         table_kinds.TABLE_KINDS["gates"].count(None, None, layer.spec())
     with pytest.raises(KvjaxError, match="no table of gates can be read from 'nowhere'"):

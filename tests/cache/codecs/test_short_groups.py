@@ -1,4 +1,4 @@
-"""A cache shorter than the window that a codec keeps exact, where nothing is ever coded."""
+"""A cache shorter than the exact window of a codec stays exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 @pytest.mark.parametrize("rest", ["", " + offload"])
 @pytest.mark.parametrize("first", ["", "snapkv:budget=4,window=2,kernel=3 + "])
 def test_a_cache_shorter_than_the_window_is_exact(first, rest):
-    """128 tokens become codes at once; on the host the place for them was smaller than that, and nothing compiled."""
+    """A flush quantizes 128 tokens; host buffers were once smaller than a flush, and the program did not compile."""
     method = f"{first}kivi:bits=4,group=8,residual=128{rest}"
     exact = kvjax.generate(MODEL, PROMPTS, (first + "full") if first else "full", max_new_tokens=5)
     assert kvjax.generate(MODEL, PROMPTS, method, max_new_tokens=5).tokens == exact.tokens

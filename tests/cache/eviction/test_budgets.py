@@ -1,4 +1,4 @@
-"""Budgets: the published integers, in every branch."""
+"""Budgets give the published integers, in every branch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvjax.testing import toy_model
 from tests.contract import layer
 
 
-def at(budget, index: int, layers: int):
-    """A budget in one of `layers` layers."""
+def layer_budget(budget, index: int, layers: int):
+    """The budget of one of `layers` layers."""
     spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers)
     return budgets_by_layer(budget, spec)[index]
 
@@ -36,9 +36,9 @@ def test_uniform_and_fraction():
 
 
 def test_a_table_has_one_number_per_layer():
-    assert [at(PerLayer((3, 1)), i, 2).num_kept(2) for i in range(2)] == [2, 1]
+    assert [layer_budget(PerLayer((3, 1)), i, 2).num_kept(2) for i in range(2)] == [2, 1]
     with pytest.raises(KvjaxError, match="the table has 2 layers, the model has 3: give 3 numbers"):
-        at(PerLayer((3, 1)), 0, 3)
+        layer_budget(PerLayer((3, 1)), 0, 3)
 
 
 def test_a_table_of_all_lengths_never_undercuts_what_is_protected():
@@ -73,10 +73,10 @@ def test_a_fraction_of_each_prompt_in_a_string(more):
     model = toy_model()
     prompts = [[1 + i % 50 for i in range(n)] for n in (80, 40)]
     _, cache = kvjax.prefill(model, prompts, "snapkv:budget=25%,window=4" + more)
-    held = kvjax.kept_positions(cache)
-    for row, tokens in enumerate((20, 10)):
-        heads = [len(head) for layer in held for head in layer[row]]
-        assert np.mean(heads) == pytest.approx(tokens, abs=0.5)  # AdaKV's heads share the places
+    positions = kvjax.kept_positions(cache)
+    for sequence, tokens in enumerate((20, 10)):
+        counts = [len(head) for layer in positions for head in layer[sequence]]
+        assert np.mean(counts) == pytest.approx(tokens, abs=0.5)  # AdaKV's heads share the slots of a layer
 
 
 def test_a_fraction_is_written_as_it_was_given():

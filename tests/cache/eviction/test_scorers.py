@@ -21,7 +21,7 @@ from tests.oracles.test_eviction import LENGTHS, S, W, oracle_scores, random_blo
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def run(scorer, block, obs, window=None):
+def score(scorer, block, obs, window=None):
     return scorer.scores(block, obs, spec(window))
 
 
@@ -42,33 +42,32 @@ CASES = [
 @pytest.mark.parametrize(("scorer", "window"), CASES, ids=str)
 @pytest.mark.parametrize("padding", [0.0, 1e4, np.inf])
 def test_scores_are_the_oracles(scorer, window, padding):
-    heads, kv = map(np.asarray, run(scorer, *random_block(padding=padding, queries=scorer.num_queries or None), window))
+    block, obs = random_block(padding=padding, queries=scorer.num_queries or None)
+    heads, kv = map(np.asarray, score(scorer, block, obs, window))
     assert kv.dtype == heads.dtype == jnp.float32 and kv.shape == (4, 2, S)
     for b, n in enumerate(LENGTHS):
-        want_heads, want = oracle_scores(scorer, b, n, window)
-        np.testing.assert_allclose(kv[b, :, :n], want, atol=1e-5)
-        np.testing.assert_allclose(heads[b].reshape(-1, S)[:, :n], want_heads.reshape(-1, n), atol=1e-5)
+        expected_heads, expected = oracle_scores(scorer, b, n, window)
+        np.testing.assert_allclose(kv[b, :, :n], expected, atol=1e-5)
+        np.testing.assert_allclose(heads[b].reshape(-1, S)[:, :n], expected_heads.reshape(-1, n), atol=1e-5)
         assert (kv[b, :, n:] == -np.inf).all() and (heads[b, ..., n:] == -np.inf).all()
 
 
 def test_a_window_takes_its_queries_from_all_of_them():
     block, few = random_block(queries=W)
-    np.testing.assert_allclose(
-        run(WindowAttention(W, 3), block, few)[1], run(WindowAttention(W, 3), *random_block())[1], atol=1e-6
-    )
+    scorer = WindowAttention(W, 3)
+    np.testing.assert_allclose(score(scorer, block, few)[1], score(scorer, *random_block())[1], atol=1e-6)
 
 
 def test_only_positions_say_which_queries_are_real():
     block, obs = random_block(queries=W)
-    turned = Observation(np.roll(obs.q, 2, 3), np.roll(obs.pos, 2, 1))
-    np.testing.assert_allclose(
-        run(WindowAttention(W, 3), block, obs)[1], run(WindowAttention(W, 3), block, turned)[1], atol=1e-6
-    )
+    rolled = Observation(np.roll(obs.q, 2, 3), np.roll(obs.pos, 2, 1))
+    scorer = WindowAttention(W, 3)
+    np.testing.assert_allclose(score(scorer, block, obs)[1], score(scorer, block, rolled)[1], atol=1e-6)
 
 
 def test_the_window_outranks_the_past_and_a_short_row_is_all_window():
     block, obs = random_block(queries=W)
-    scores = np.asarray(run(WindowAttention(W, 3), block, obs)[1])
+    scores = np.asarray(score(WindowAttention(W, 3), block, obs)[1])
     for b, n in enumerate(LENGTHS):
         assert scores[b, :, max(n - W, 0) : n].min() >= 1
         assert n <= W or scores[b, :, : n - W].max() < 1
@@ -77,10 +76,11 @@ def test_the_window_outranks_the_past_and_a_short_row_is_all_window():
 
 def test_queries_are_read_a_few_at_a_time():
     block, obs = random_block()
-    by = np.ones(obs.pos.shape, np.float32)
+    weights = np.ones(obs.pos.shape, np.float32)
     for window in (None, 9):
-        whole, parts = (jax.jit(functools.partial(attention_mass, window=window, block_size=n)) for n in (64, 7))
-        for x, y in zip(whole(block, obs, by), parts(block, obs, by), strict=True):
+        run = functools.partial(attention_mass, window=window)
+        at_once, in_blocks = (jax.jit(functools.partial(run, block_size=n)) for n in (64, 7))
+        for x, y in zip(at_once(block, obs, weights), in_blocks(block, obs, weights), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
 
@@ -88,17 +88,17 @@ def test_queries_are_read_a_few_at_a_time():
 def test_sums_that_are_known_change_nothing(window):
     block, obs = random_block()
     _, sums = causal_attention_with_lse(obs.q, block.k, block.v, window=window)
-    summed = jax.jit(functools.partial(attention_mass, window=window, block_size=7))
-    by = np.ones(obs.pos.shape, np.float32)
-    for x, y in zip(summed(block, obs, by), summed(block, obs._replace(softmax_lse=sums), by), strict=True):
+    mass = jax.jit(functools.partial(attention_mass, window=window, block_size=7))
+    weights = np.ones(obs.pos.shape, np.float32)
+    for x, y in zip(mass(block, obs, weights), mass(block, obs._replace(softmax_lse=sums), weights), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
-    twice = summed(block, obs._replace(softmax_lse=sums - np.float32(np.log(2))), by)[0]
-    np.testing.assert_allclose(twice, 2 * summed(block, obs, by)[0], atol=1e-5)  # they are what it divides by
+    twice = mass(block, obs._replace(softmax_lse=sums - np.float32(np.log(2))), weights)[0]
+    np.testing.assert_allclose(twice, 2 * mass(block, obs, weights)[0], atol=1e-5)  # the mass is divided by them
 
 
 def test_random_scores_belong_to_seed_head_and_position():
     block, obs = random_block()
-    a, b = (np.asarray(run(Random(s), block, None)[1]) for s in (0, 1))
+    a, b = (np.asarray(score(Random(s), block, None)[1]) for s in (0, 1))
     n = LENGTHS[2]
     np.testing.assert_array_equal(a[0, :, :n], a[2, :, :n])
     assert (a[0] >= 0).all() and (a[0] < 1).all()
@@ -107,20 +107,20 @@ def test_random_scores_belong_to_seed_head_and_position():
 
 def test_draws_are_spread_evenly_and_never_repeat():
     i = jnp.arange(20000, dtype=jnp.int32)
-    rows = np.stack([np.asarray(draw(seed, i)) for seed in (0, 1, 2**31)] + [np.asarray(draw(0, i * 0 + 1, i))])
-    assert all(len(np.unique(r)) == len(r) for r in rows)
-    u = rows / 2**32
+    streams = np.stack([np.asarray(draw(seed, i)) for seed in (0, 1, 2**31)] + [np.asarray(draw(0, i * 0 + 1, i))])
+    assert all(len(np.unique(draws)) == len(draws) for draws in streams)
+    u = streams / 2**32
     np.testing.assert_allclose(u.mean(1), 0.5, atol=0.01)
-    np.testing.assert_allclose([np.histogram(r, 16, (0, 1))[0] for r in u], 1250, atol=200)
+    np.testing.assert_allclose([np.histogram(draws, 16, (0, 1))[0] for draws in u], 1250, atol=200)
     np.testing.assert_allclose(np.corrcoef(np.concatenate([u, u[:1, ::-1]])), np.eye(5), atol=0.03)
-    assert abs(np.corrcoef(u[0, 1:], u[0, :-1])[0, 1]) < 0.03 and abs((rows[0] % 2).mean() - 0.5) < 0.02
+    assert abs(np.corrcoef(u[0, 1:], u[0, :-1])[0, 1]) < 0.03 and abs((streams[0] % 2).mean() - 0.5) < 0.02
 
 
 @pytest.mark.parametrize("scorer", [WindowAttention(8), AccumulatedAttention("visible"), KeyNorm(), Random()], ids=str)
 def test_no_array_has_queries_times_slots_and_scores_are_float32(scorer):
     block, obs = random_block(lengths=(500, 17), S=512)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 3 else x, (block, obs))
-    program = jax.make_jaxpr(lambda *xs: run(scorer, *xs, 300))(*half)
+    program = jax.make_jaxpr(lambda *xs: score(scorer, *xs, 300))(*half)
     assert "512,512" not in str(program) and "2,512,8" in str(program)
     assert {x.dtype for x in program.out_avals} == {jnp.dtype("float32")}
 

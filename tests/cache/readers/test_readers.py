@@ -24,10 +24,11 @@ def test_blocks_of_queries_give_what_all_at_once_give(n):
     k, v = (jnp.asarray(rng.normal(size=(2, 2, 12, 4)), jnp.float32) for _ in range(2))
     block = KVBlock(k, v, jnp.arange(12, dtype=jnp.int32)[None, None].repeat(2, 0))
     q_pos = jnp.asarray([np.arange(2, 12), np.arange(10)], jnp.int32)
-    whole = attend_dense(q, block, q_pos)
-    chex.assert_trees_all_close(
-        map_query_blocks(lambda *a: attend_dense(a[0], block, a[1]), q, q_pos, n), whole, atol=1e-6
-    )
+
+    def attend(q, q_pos):
+        return attend_dense(q, block, q_pos)
+
+    chex.assert_trees_all_close(map_query_blocks(attend, q, q_pos, n), attend(q, q_pos), atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["full", "kcache:n=5,device_layers=0"])
@@ -35,39 +36,39 @@ def test_a_chunk_longer_than_a_block_is_the_chunk_in_pieces(method):
     model, parsed = toy_model(), kvjax.parse(method)
     tokens = np.random.default_rng(0).integers(0, 97, 140).tolist()
     _, state = kvjax.prefill(model, [[1, 2, 3]], parsed, capacity=192)
-    whole, _ = kvjax.extend(model, [tokens], state, parsed)
+    expected, _ = kvjax.extend(model, [tokens], state, parsed)
     first, state = kvjax.extend(model, [tokens[:50]], state, parsed)
     rest, _ = kvjax.extend(model, [tokens[50:]], state, parsed)
-    np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, atol=1e-4)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 12])
 def test_the_kernel_reads_what_the_plain_form_reads(bits, window):
-    """Ragged rows, some without any codes yet, over several flushes; interpreted here."""
+    """Ragged sequences, some without any codes yet, decode over several flushes; the kernel is interpreted."""
     rng = np.random.default_rng(bits)
     shape, lengths = (3, 2, 48, 16), np.array([40, 3, 33])
     k, v = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     q = jnp.asarray(rng.normal(size=(3, 2, 2, 1, 16)), jnp.float32)
     pos = jnp.asarray(np.where(np.arange(48)[None] < lengths[:, None], np.arange(48)[None], -1), jnp.int32)
-    outs = []
+    outputs = []
     for kernel in ("xla", "pallas"):
-        method = layer.bind(kvjax.methods.kivi(bits, group=16, residual=32, kernel=kernel), window, 16)
+        bound = layer.bind(kvjax.methods.kivi(bits, group=16, residual=32, kernel=kernel), window, 16)
 
-        def run(k, v, q, method=method):
-            state = method.prefill(KVBlock(k, v, pos[:, None]), None, 96)
+        def run(k, v, q, bound=bound):
+            state = bound.prefill(KVBlock(k, v, pos[:, None]), None, 96)
 
             def step(state, i):
-                at = (lengths[:, None] + i).astype(jnp.int32)
-                f = i.astype(jnp.float32)
-                fresh = KVBlock(k[:, :, :1] + f, v[:, :, :1] - f, at[:, None])
-                out, state, _ = method.extend(state, q, fresh, 1, None)
+                new_pos = (lengths[:, None] + i).astype(jnp.int32)
+                offset = i.astype(jnp.float32)
+                new = KVBlock(k[:, :, :1] + offset, v[:, :, :1] - offset, new_pos[:, None])
+                out, state, _ = bound.extend(state, q, new, 1, None)
                 return state, out
 
             return jax.lax.scan(step, state, jnp.arange(34))[1]
 
-        outs.append(jax.jit(run)(k, v, q))
-    np.testing.assert_allclose(outs[1], outs[0], atol=2e-5)
+        outputs.append(jax.jit(run)(k, v, q))
+    np.testing.assert_allclose(outputs[1], outputs[0], atol=2e-5)
 
 
 def test_the_kernel_wants_codes_on_the_device():

@@ -1,4 +1,4 @@
-"""Tiers of a selection: they do not depend on how the prompt was run."""
+"""The tiers of a selection do not depend on how the prompt was run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = toy_model()
 
 @pytest.mark.parametrize("method", ("snapkv:budget=24,window=4,kernel=3 + mikv", "keydiff:budget=24 + mikv"))
 def test_the_tiers_of_a_selection_are_those_of_a_prompt_in_chunks(method):
-    """A prompt that is run whole brings its softmax sums; they count evicted tokens, and must not rank those kept."""
+    """A prompt that is run whole brings softmax sums over evicted tokens too; they must not rank the kept ones."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(1, 50, (2, 48)), jnp.int32)
     lengths, plan = jnp.asarray([48, 41], jnp.int32), functional.bind(kvjax.parse(method), MODEL.config)
     caches = [

@@ -15,11 +15,11 @@ from kvjax.core.kernels import packed_attention
 from kvjax.core.kernels.packed_attention import PackedCodes
 from kvjax.errors import KvjaxError
 
-EMPTY = -1e29  # below this, a maximum is that of no scores at all
+EMPTY = -1e29  # a maximum below this stands for no scores at all
 
 
 class Case(NamedTuple):
-    """Sizes of a test; axis letters as everywhere."""
+    """Sizes of a test; the axis letters are those of the library."""
 
     bits: int
     group: int  # slots of keys
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What `attend` takes, and the codes as plain numbers."""
+    """The arguments of `attend`, and the codes as plain numbers."""
 
     args: tuple
     k_codes: np.ndarray  # [B K S H]
@@ -45,20 +45,21 @@ class Data(NamedTuple):
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [B K S H] -> words, token by token."""
+    """Packs codes [B K S H] into words, token by token."""
     B, K, S, H = codes.shape
-    per = 32 // bits
-    words = np.zeros((B, K, S // per, H), np.uint32)
+    codes_per_word = 32 // bits
+    words = np.zeros((B, K, S // codes_per_word, H), np.uint32)
     for s in range(S):
-        words[:, :, s // per] |= codes[:, :, s].astype(np.uint32) << np.uint32(bits * (s % per))
+        words[:, :, s // codes_per_word] |= codes[:, :, s].astype(np.uint32) << np.uint32(bits * (s % codes_per_word))
     return words
 
 
 @functools.cache
 def make(c: Case, B: int = 4) -> Data:
-    """Random numbers; nothing is quantized in the first row, everything in the second, the third ends within a word.
+    """Draws random inputs.
 
-    Values of slots that nobody may see hold infinities and NaN, and so do keys of groups that are not quantized.
+    Nothing is quantized in the first sequence, everything in the second, and the third ends within a word. The values
+    of invisible slots hold infinities and NaN, and so do the keys of groups that are not quantized.
     """
     rng = np.random.default_rng(c.bits * 1000 + c.H)
     codes = [rng.integers(0, 2**c.bits, (B, c.K, c.S, c.H)) for _ in "kv"]
@@ -68,15 +69,15 @@ def make(c: Case, B: int = 4) -> Data:
     q_pos = (np.array([c.S, c.S // 2, c.S, c.S])[:B, None] + np.arange(c.T)).astype(np.int32)
     step = 3.0 / (2**c.bits - 1)  # numbers between about -1.5 and 1.5
 
-    def affine(*shape):
+    def draw_scale_and_lo(*shape):
         scale = rng.uniform(0.5, 1.0, shape) * step
         return [np.array(jnp.asarray(x, c.scales)) for x in (scale, rng.uniform(-1.5, -0.5, shape))]
 
-    k = affine(B, c.K, c.S // c.group, c.H)
-    v = affine(B, c.K, c.S, c.H // c.v_group)
-    dead = (pos < 0) | (np.arange(c.S) >= num_quantized[:, None, None])
-    dead = np.broadcast_to(dead, (B, c.K, c.S))
-    v[0][dead], v[1][dead] = np.inf, np.nan
+    k = draw_scale_and_lo(B, c.K, c.S // c.group, c.H)
+    v = draw_scale_and_lo(B, c.K, c.S, c.H // c.v_group)
+    is_invisible = (pos < 0) | (np.arange(c.S) >= num_quantized[:, None, None])
+    is_invisible = np.broadcast_to(is_invisible, (B, c.K, c.S))
+    v[0][is_invisible], v[1][is_invisible] = np.inf, np.nan
     for b in range(B):
         k[0][b, :, -(-num_quantized[b] // c.group) :], k[1][b, :, -(-num_quantized[b] // c.group) :] = np.inf, np.nan
     q = jnp.asarray(rng.normal(size=(B, c.K, c.G, c.T, c.H)), c.dtype)
@@ -86,48 +87,48 @@ def make(c: Case, B: int = 4) -> Data:
 
 @functools.cache
 def oracle(c: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(o, m, l) in float64, query by query and slot by slot."""
+    """Computes (o, m, l) in float64, query by query and slot by slot."""
     data = make(c)
     q, k, v, pos, q_pos, num_quantized = jax.tree.map(lambda x: np.asarray(x).astype(np.float64), data.args)
     B, K, G, T, H = q.shape
     o, m, l = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf), np.zeros(q.shape[:-1])
     for b, n, g, t in np.ndindex(B, K, G, T):
-        scores, rows = [], []
+        scores, values = [], []
         for s in range(int(num_quantized[b])):
-            at, now = pos[b, n if c.heads else 0, s], q_pos[b, t]
-            if at < 0 or at > now or (c.window is not None and at <= now - c.window):
+            key_pos, query_pos = pos[b, n if c.heads else 0, s], q_pos[b, t]
+            if key_pos < 0 or key_pos > query_pos or (c.window is not None and key_pos <= query_pos - c.window):
                 continue
             key = data.k_codes[b, n, s] * k.scale[b, n, s // c.group] + k.lo[b, n, s // c.group]
-            of = np.arange(H) // c.v_group
-            rows.append(data.v_codes[b, n, s] * v.scale[b, n, s, of] + v.lo[b, n, s, of])
+            groups = np.arange(H) // c.v_group
+            values.append(data.v_codes[b, n, s] * v.scale[b, n, s, groups] + v.lo[b, n, s, groups])
             scores.append(q[b, n, g, t] @ key / np.sqrt(H))
         if scores:
             m[b, n, g, t] = max(scores)
             p = np.exp(np.array(scores) - m[b, n, g, t])
-            o[b, n, g, t], l[b, n, g, t] = p @ np.array(rows), p.sum()
+            o[b, n, g, t], l[b, n, g, t] = p @ np.array(values), p.sum()
     return o, m, l
 
 
 @functools.cache
 def program(c: Case, B: int = 4, attend=packed_attention.attend):
-    """What runs a case, compiled."""
+    """The compiled program of a case."""
     run = functools.partial(attend, bits=c.bits, window=c.window, splits=c.splits, interpret=True)
     return jax.jit(run).lower(*make(c, B).args).compile()
 
 
-def check(partial, wanted, tolerance: float) -> None:
-    """The partial is finite and gives the wanted output, maximum and sum."""
+def check_partial(partial, expected, tolerance: float) -> None:
+    """Asserts that the partial is finite and gives the expected output, maximum and sum."""
     o, m, l = (np.asarray(x, np.float64) for x in partial)
     assert all(np.isfinite(x).all() for x in (o, m, l))
-    none = np.isneginf(wanted[1])
-    assert (m[none] < EMPTY).all() and (l[none] == 0).all() and (o[none] == 0).all()
-    some = ~none
-    assert some.any() and none.any()
-    np.testing.assert_allclose(m[some], wanted[1][some], atol=4 * tolerance)
-    scale = np.exp(m[some] - wanted[1][some])  # another maximum is as good, if o and l go with it
-    np.testing.assert_allclose(l[some] * scale, wanted[2][some], rtol=4 * tolerance)
-    exact = wanted[0][some] / wanted[2][some][:, None]
-    np.testing.assert_allclose(o[some] / l[some][:, None], exact, atol=tolerance)
+    is_empty = np.isneginf(expected[1])
+    assert (m[is_empty] < EMPTY).all() and (l[is_empty] == 0).all() and (o[is_empty] == 0).all()
+    has_scores = ~is_empty
+    assert has_scores.any() and is_empty.any()
+    np.testing.assert_allclose(m[has_scores], expected[1][has_scores], atol=4 * tolerance)
+    scale = np.exp(m[has_scores] - expected[1][has_scores])  # another maximum is as good, if o and l go with it
+    np.testing.assert_allclose(l[has_scores] * scale, expected[2][has_scores], rtol=4 * tolerance)
+    exact = expected[0][has_scores] / expected[2][has_scores][:, None]
+    np.testing.assert_allclose(o[has_scores] / l[has_scores][:, None], exact, atol=tolerance)
 
 
 CASES = {
@@ -149,14 +150,14 @@ TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
 def test_kernel_equals_loops(name):
     c = CASES[name]
     data = make(c)
-    check(program(c)(*data.args), oracle(c), TOLERANCE[jnp.dtype(c.dtype).name])
+    check_partial(program(c)(*data.args), oracle(c), TOLERANCE[jnp.dtype(c.dtype).name])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_reference_equals_loops(name):
     c = CASES[name]
     data = make(c)
-    check(program(c, attend=packed_attention.attend_reference)(*data.args), oracle(c), 1e-5)
+    check_partial(program(c, attend=packed_attention.attend_reference)(*data.args), oracle(c), 1e-5)
 
 
 SMALL = Case(8, 16, 16, S=160, H=16, dtype=jnp.bfloat16)
@@ -164,9 +165,9 @@ SMALL = Case(8, 16, 16, S=160, H=16, dtype=jnp.bfloat16)
 
 def test_splits_share_the_slots():
     data = make(SMALL)
-    wanted = oracle(SMALL)
+    expected = oracle(SMALL)
     for splits in (1, 3, 9):  # all blocks; some; more programs than blocks
-        check(program(SMALL._replace(splits=splits))(*data.args), wanted, TOLERANCE["bfloat16"])
+        check_partial(program(SMALL._replace(splits=splits))(*data.args), expected, TOLERANCE["bfloat16"])
 
 
 def test_a_row_is_the_same_alone():
@@ -198,14 +199,14 @@ def test_packing_holds_tokens_of_one_channel_from_the_lowest_bit():
     )
 
 
-def changed(**changes):
+def small_arguments(**changes):
     """The arguments of the small case with some of them replaced."""
     q, k, v, pos, q_pos, num_quantized = make(SMALL).args
     return {"q": q, "k": k, "v": v, "pos": pos, "q_pos": q_pos, "num_quantized": num_quantized, "bits": 8, **changes}
 
 
 def test_errors_name_the_value():
-    args = changed()
+    args = small_arguments()
     k, v = args["k"], args["v"]
     wrong = {
         "bits must be 1, 2, 4 or 8, got 3": {"bits": 3},
@@ -220,13 +221,13 @@ def test_errors_name_the_value():
     for message, changes in wrong.items():
         for attend in (packed_attention.attend, packed_attention.attend_reference):
             with pytest.raises(KvjaxError, match=message):
-                attend(**changed(**changes))
+                attend(**small_arguments(**changes))
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_lowers_for_cuda_without_a_device(dtype):
-    """Into a Triton program; whether that compiles is seen on a GPU only."""
+    """The result is a Triton program, which only a GPU can compile."""
     gpu = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     run = jax.jit(functools.partial(packed_attention.attend, bits=2))
     args = make(Case(2, 64, 40, S=320, H=80, G=4, K=2, dtype=dtype)).args

@@ -1,4 +1,4 @@
-"""An edited text: exact where keys and values depend on a token and its position alone, and the rule above that."""
+"""Edited texts: exact in the first layer; above it later keys are rotated and later values stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EDITED = [d[:a] + n + d[b:] for d, a, b, n in zip(DOCUMENTS, START, STOP, NEW, s
     [("full", 2e-5), ("offload", 2e-5), ("int8 + offload", 0.03), ("quest:budget=12,page=4,device_layers=0", 2e-5)],
 )
 def test_one_layer_knows_no_difference(method, atol):
-    """In the first layer keys and values are those of the token and its position: an edit is the text read anew."""
+    """Keys and values of the first layer depend on the token and its position alone: an edit equals reading anew."""
     edited = kvjax.read(ONE, DOCUMENTS, method, room=40).edit(START, STOP, NEW)
     anew = kvjax.read(ONE, EDITED, method, capacity=edited.cache.capacity)
     np.testing.assert_allclose(edited.feed(QUESTIONS).last, anew.feed(QUESTIONS).last, atol=atol)
@@ -41,8 +41,8 @@ def test_later_keys_are_turned_and_later_values_stay():
         k, v, k_new, v_new = (np.asarray(memory.unpack(x))[0] for x in (old.k, old.v, new.k, new.v))
         np.testing.assert_array_equal(v_new[:, 16:42], v[:, 14:40])
         pos = jnp.arange(40, dtype=jnp.int32)[None, None]
-        turned = rope.rotate(rope.unrotate(jnp.asarray(k)[None, :, :40], pos), pos + 2)[0]
-        np.testing.assert_allclose(k_new[:, 16:42], turned[:, 14:40], atol=1e-5)
+        rotated = rope.rotate(rope.unrotate(jnp.asarray(k)[None, :, :40], pos), pos + 2)[0]
+        np.testing.assert_allclose(k_new[:, 16:42], rotated[:, 14:40], atol=1e-5)
         np.testing.assert_array_equal(k_new[:, :10], k[:, :10])
     np.testing.assert_array_equal(after.cache.layers[1].pos[0, 0, :43], [*range(42), -1])
 
@@ -50,18 +50,18 @@ def test_later_keys_are_turned_and_later_values_stay():
 @pytest.mark.parametrize("method", ["full", "offload"])
 def test_the_same_tokens_at_the_same_place_change_nothing(method):
     context = kvjax.read(TWO, DOCUMENTS, method, room=40)
-    same = [d[a:b] for d, a, b in zip(DOCUMENTS, START, STOP, strict=True)]
-    again = context.edit(START, STOP, same)
-    np.testing.assert_allclose(again.feed(QUESTIONS).last, context.feed(QUESTIONS).last, atol=1e-5)
+    replaced_tokens = [d[a:b] for d, a, b in zip(DOCUMENTS, START, STOP, strict=True)]
+    edited = context.edit(START, STOP, replaced_tokens)
+    np.testing.assert_allclose(edited.feed(QUESTIONS).last, context.feed(QUESTIONS).last, atol=1e-5)
 
 
 def test_an_edit_at_the_end_is_a_crop_and_a_feed():
     context = kvjax.read(TWO, DOCUMENTS, "full", room=40)
     ends = [len(d) for d in DOCUMENTS]
-    fed = context.edit(ends, ends, QUESTIONS).feed(QUESTIONS).last
-    np.testing.assert_allclose(fed, context.feed(QUESTIONS).feed(QUESTIONS).last, atol=1e-5)
-    cut = context.edit(4, ends, [[], [], []])
-    np.testing.assert_allclose(cut.feed(QUESTIONS).last, context.crop(4).feed(QUESTIONS).last, atol=1e-6)
+    edited = context.edit(ends, ends, QUESTIONS).feed(QUESTIONS)
+    np.testing.assert_allclose(edited.last, context.feed(QUESTIONS).feed(QUESTIONS).last, atol=1e-5)
+    emptied = context.edit(4, ends, [[], [], []])
+    np.testing.assert_allclose(emptied.feed(QUESTIONS).last, context.crop(4).feed(QUESTIONS).last, atol=1e-6)
 
 
 def test_own_tokens_behind_a_shared_prefix_are_edited():

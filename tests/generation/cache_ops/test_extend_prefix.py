@@ -1,4 +1,4 @@
-"""A prefix that is held once gives what a prefix in every row gives."""
+"""A prefix that is stored once gives the results of a prefix in every sequence."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from kvjax.core.types import Partial
 from kvjax.models.sharding import param_shardings
 from kvjax.testing import toy_model
 
-MODEL = toy_model(layers=1, windows=(25,))  # reaches from most rows into the prefix
+MODEL = toy_model(layers=1, windows=(25,))  # the window reaches from most documents into the prefix
 RNG = np.random.default_rng(0)
 
 
-def ids(*lengths: int) -> list[list[int]]:
+def random_texts(*lengths: int) -> list[list[int]]:
     return [RNG.integers(0, 97, n).tolist() for n in lengths]
 
 
-PREFIX, DOCUMENTS, QUESTIONS = ids(30), ids(12, 1, 7), ids(3, 5, 4)
+PREFIX, DOCUMENTS, QUESTIONS = random_texts(30), random_texts(12, 1, 7), random_texts(3, 5, 4)
 WHOLE = [PREFIX[0] + d for d in DOCUMENTS]
 
 
 def test_the_micro_example():
-    """Output 1 with log-sum-exp 0, and 3 with ln 3: together (1 + 3 * 3) / 4 = 2.5."""
+    """Output 1 with log-sum-exp 0 and output 3 with ln 3 combine to (1 + 3 * 3) / 4 = 2.5."""
     one, three = (jnp.full((1, 1, 1, 1, 1), x) for x in (1.0, 9.0))
-    part = combine(
+    combined = combine(
         Partial(one, jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1, 1, 1))),
         Partial(three, jnp.zeros((1, 1, 1, 1)), jnp.full((1, 1, 1, 1), 3.0)),
     )
-    assert float((part.o / part.l[..., None]).squeeze()) == 2.5
+    assert float((combined.o / combined.l[..., None]).squeeze()) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -51,72 +51,74 @@ def test_the_micro_example():
     ],
 )
 def test_shared_is_repeated(prefix, own):
-    """All of these keep every token; `int8` does so nearly."""
-    once = kvjax.read(MODEL, PREFIX, prefix, room=0).extend_prefix(DOCUMENTS, own, room=40)
-    every = kvjax.read(MODEL, WHOLE, "full", room=40)
-    near = {"atol": 0.02 if "int8" in own else 2e-5}
-    np.testing.assert_allclose(once.last, every.last, **near)
-    np.testing.assert_allclose(once.feed(QUESTIONS).last, every.feed(QUESTIONS).last, **near)
-    assert once.cache.length.tolist() == [len(w) for w in WHOLE]
-    assert [[len(head) for head in row] for row in once.kept_positions()[0]] == [[len(w)] * 2 for w in WHOLE]
+    """These methods keep every token exactly, except that `int8` rounds."""
+    shared = kvjax.read(MODEL, PREFIX, prefix, room=0).extend_prefix(DOCUMENTS, own, room=40)
+    repeated = kvjax.read(MODEL, WHOLE, "full", room=40)
+    tolerance = {"atol": 0.02 if "int8" in own else 2e-5}
+    np.testing.assert_allclose(shared.last, repeated.last, **tolerance)
+    np.testing.assert_allclose(shared.feed(QUESTIONS).last, repeated.feed(QUESTIONS).last, **tolerance)
+    assert shared.cache.length.tolist() == [len(text) for text in WHOLE]
+    positions = shared.kept_positions()[0]
+    assert [[len(head) for head in sequence] for sequence in positions] == [[len(text)] * 2 for text in WHOLE]
 
 
 def test_the_prefix_is_held_once():
-    once = kvjax.read(MODEL, [[7] * 1000], "full", room=0).extend_prefix([[1]] * 8, room=16)
+    shared = kvjax.read(MODEL, [[7] * 1000], "full", room=0).extend_prefix([[1]] * 8, room=16)
     per_token = 2 * 2 * 8 * 4  # keys and values, heads, numbers, bytes
-    assert once.bytes.total["device"] < (1024 + 8 * 100) * per_token < 8 * 1000 * per_token
+    assert shared.bytes.total["device"] < (1024 + 8 * 100) * per_token < 8 * 1000 * per_token
 
 
 def test_a_method_chooses_among_a_rows_own_tokens():
-    """Under snapkv a row keeps 4 of its own tokens and the whole prefix, whatever its neighbours are."""
+    """A sequence keeps 4 of its own tokens under snapkv, and the whole prefix, whatever the batch is."""
     prefix = kvjax.read(MODEL, PREFIX, "int4", room=0)
     together = prefix.extend_prefix(DOCUMENTS, "snapkv:budget=4,window=2", room=40)
-    kept = together.kept_positions()[0]
-    assert [[len(head) for head in row] for row in kept] == [[30 + n] * 2 for n in (4, 1, 4)]
-    assert all((head[:30] == np.arange(30)).all() for row in kept for head in row)
+    positions = together.kept_positions()[0]
+    assert [[len(head) for head in sequence] for sequence in positions] == [[30 + n] * 2 for n in (4, 1, 4)]
+    assert all((head[:30] == np.arange(30)).all() for sequence in positions for head in sequence)
     alone = prefix.extend_prefix(DOCUMENTS[2:], "snapkv:budget=4,window=2", room=40)
     np.testing.assert_allclose(together.feed(QUESTIONS).last[2], alone.feed(QUESTIONS[2:]).last[0], atol=1e-5)
 
 
 def test_levels_nest_and_rows_follow_several_prefixes(tmp_path):
-    """A root, two branches behind it, and four rows behind these, one of which follows none."""
-    branches, leaves = ids(5, 8), ids(4, 1, 6, 3)
+    """The tree has a root, two branches that extend it, and four leaves: three extend a branch, one stands alone."""
+    branches, leaves = random_texts(5, 8), random_texts(4, 1, 6, 3)
     root = kvjax.read(MODEL, PREFIX, "full", room=0)
     tree = root.extend_prefix(branches, room=0).extend_prefix(leaves, of=[1, 0, 1, -1], room=40)
     texts = [PREFIX[0] + branches[p] + d for p, d in zip((1, 0, 1), leaves, strict=False)] + leaves[3:]
-    every = kvjax.read(MODEL, texts, "full", room=40)
-    more = ids(2, 3, 1, 5)
-    np.testing.assert_allclose(tree.feed(more).last, every.feed(more).last, atol=2e-5)
-    np.testing.assert_allclose(tree.take([3, 0]).feed(more[:2]).last, every.take([3, 0]).feed(more[:2]).last, atol=2e-5)
-    back = tree.feed(more).crop([len(t) for t in texts])
-    np.testing.assert_allclose(back.feed(more).last, every.feed(more).last, atol=2e-5)
-    again = kvjax.resume(MODEL, tree.save(tmp_path / "tree"), tree.method)
-    assert jax.tree.structure(again.cache) == jax.tree.structure(tree.cache)
-    assert again.ask(more, max_new_tokens=3).tokens == tree.ask(more, max_new_tokens=3).tokens
+    repeated = kvjax.read(MODEL, texts, "full", room=40)
+    more = random_texts(2, 3, 1, 5)
+    np.testing.assert_allclose(tree.feed(more).last, repeated.feed(more).last, atol=2e-5)
+    taken, expected = (context.take([3, 0]).feed(more[:2]).last for context in (tree, repeated))
+    np.testing.assert_allclose(taken, expected, atol=2e-5)
+    cropped = tree.feed(more).crop([len(t) for t in texts])
+    np.testing.assert_allclose(cropped.feed(more).last, repeated.feed(more).last, atol=2e-5)
+    resumed = kvjax.resume(MODEL, tree.save(tmp_path / "tree"), tree.method)
+    assert jax.tree.structure(resumed.cache) == jax.tree.structure(tree.cache)
+    assert resumed.ask(more, max_new_tokens=3).tokens == tree.ask(more, max_new_tokens=3).tokens
 
 
 def test_rows_behind_one_prefix_branch_and_join():
-    once = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(DOCUMENTS, room=40)
-    branched = once.fork(2)
-    np.testing.assert_array_equal(branched.last[::2], once.last)
-    assert branched.bytes.total["device"] < 2 * once.bytes.total["device"]
-    again = once.feed(QUESTIONS).join(once.feed(QUESTIONS).take([1]))
-    answers = again.feed([*QUESTIONS, QUESTIONS[1]]).last
+    shared = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(DOCUMENTS, room=40)
+    branched = shared.fork(2)
+    np.testing.assert_array_equal(branched.last[::2], shared.last)
+    assert branched.bytes.total["device"] < 2 * shared.bytes.total["device"]
+    joined = shared.feed(QUESTIONS).join(shared.feed(QUESTIONS).take([1]))
+    answers = joined.feed([*QUESTIONS, QUESTIONS[1]]).last
     np.testing.assert_allclose(answers[3], answers[1], atol=1e-6)
     with pytest.raises(IncompatibleMethod, match="last 13 tokens, 12 at most.*or in a shared prefix"):
-        once.crop([29, 31, 31])
-    other = kvjax.read(MODEL, ids(30), "full", room=0).extend_prefix(DOCUMENTS, room=40)
+        shared.crop([29, 31, 31])
+    other = kvjax.read(MODEL, random_texts(30), "full", room=0).extend_prefix(DOCUMENTS, room=40)
     with pytest.raises(KvjaxError, match="shared prefixes that are not the same one"):
-        once.join(other)
+        shared.join(other)
 
 
 def test_a_guessing_method_works_behind_a_prefix():
-    once = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(
+    shared = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(
         DOCUMENTS, "specache:group=8,residual=8,topk=99", room=40
     )
-    every = kvjax.read(MODEL, WHOLE, "full", room=40)
-    got, want = (c.generate(max_new_tokens=6, eos_ids=()).tokens for c in (once, every))
-    assert got == want
+    repeated = kvjax.read(MODEL, WHOLE, "full", room=40)
+    tokens, expected = (c.generate(max_new_tokens=6, eos_ids=()).tokens for c in (shared, repeated))
+    assert tokens == expected
 
 
 def test_a_mesh_shares_one_prefix():

@@ -1,4 +1,4 @@
-"""A saved context goes on as if it had never left memory, and is refused where it does not belong."""
+"""A saved context continues as if it had never left memory; another model or method is refused."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ METHODS = (
 @pytest.mark.parametrize("method", METHODS)
 def test_it_answers_as_before(tmp_path, method):
     context = kvjax.read(MODEL, DOCUMENTS, method, room=32)
-    again = kvjax.resume(MODEL, context.save(tmp_path / "context"))
-    assert jax.tree.structure(again.cache) == jax.tree.structure(context.cache)
-    for x, y in zip(jax.tree.leaves(again.cache), jax.tree.leaves(context.cache), strict=True):
+    resumed = kvjax.resume(MODEL, context.save(tmp_path / "context"))
+    assert jax.tree.structure(resumed.cache) == jax.tree.structure(context.cache)
+    for x, y in zip(jax.tree.leaves(resumed.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(x, y)
         assert x.dtype == y.dtype and memory.memory_kind(x) == memory.memory_kind(y)
-    assert again.bytes == context.bytes and again.method == context.method
-    answers = (c.ask(QUESTIONS, max_new_tokens=4).tokens for c in (context, again))
+    assert resumed.bytes == context.bytes and resumed.method == context.method
+    answers = (c.ask(QUESTIONS, max_new_tokens=4).tokens for c in (context, resumed))
     assert next(answers) == next(answers)
     assert [p.name for p in tmp_path.iterdir()] == ["context"]
 
@@ -49,10 +49,10 @@ def test_it_answers_as_before(tmp_path, method):
 def test_sixteen_bits_come_back_bit_by_bit(tmp_path):
     half = kvjax.random_model(MODEL.config, dtype=jnp.bfloat16)
     context = kvjax.read(half, DOCUMENTS, "offload", room=32).feed(QUESTIONS)
-    again = kvjax.resume(half, context.save(tmp_path / "context"))
-    for x, y in zip(jax.tree.leaves(again.cache), jax.tree.leaves(context.cache), strict=True):
+    resumed = kvjax.resume(half, context.save(tmp_path / "context"))
+    for x, y in zip(jax.tree.leaves(resumed.cache), jax.tree.leaves(context.cache), strict=True):
         np.testing.assert_array_equal(x, y)
-    np.testing.assert_array_equal(again.last, context.last)
+    np.testing.assert_array_equal(resumed.last, context.last)
 
 
 def test_another_model_or_method_is_refused(tmp_path):
@@ -76,7 +76,7 @@ def test_a_method_without_a_string_has_to_be_passed(tmp_path):
     assert kvjax.resume(MODEL, path, own).method == own
 
 
-OWN = """
+OWN_METHOD_SOURCE = """
 import dataclasses
 
 import jax.numpy as jnp
@@ -98,11 +98,11 @@ def own(budget: int = 16) -> Method:
 
 def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_registry):
     file = tmp_path / "own_of_a_saved_context.py"
-    file.write_text(OWN.format(sign="+"))
+    file.write_text(OWN_METHOD_SOURCE.format(sign="+"))
     load_methods(file)
     path = kvjax.read(MODEL, DOCUMENTS, "own", room=32).save(tmp_path / "context")
     assert kvjax.resume(MODEL, path).num_sequences == len(DOCUMENTS)
-    file.write_text(OWN.format(sign="-"))
+    file.write_text(OWN_METHOD_SOURCE.format(sign="-"))
     load_methods(file)
     with pytest.raises(KvjaxError, match="when its code or values were others; read the documents again"):
         kvjax.resume(MODEL, path)
@@ -110,8 +110,8 @@ def test_a_method_of_ones_own_whose_code_has_changed_is_refused(tmp_path, clean_
 
 def test_what_is_no_saved_context_says_so(tmp_path):
     path = kvjax.read(MODEL, DOCUMENTS, "full", room=32).save(tmp_path / "context")
-    whole = path.read_bytes()
-    for damaged in (b"", b"no archive", whole[: len(whole) // 2]):
+    content = path.read_bytes()
+    for damaged in (b"", b"no archive", content[: len(content) // 2]):
         path.write_bytes(damaged)
         with pytest.raises(KvjaxError, match=r"a damaged one \(not an archive of arrays\); save it again"):
             kvjax.resume(MODEL, path)

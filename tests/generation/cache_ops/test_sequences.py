@@ -1,4 +1,4 @@
-"""Caches as values: going back, branching and joining change nothing that comes after."""
+"""Caches as values: crop, fork, take and join change no later result."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ QUESTIONS = [RNG.integers(0, 97, n).tolist() for n in (3, 5, 4)]
 APPEND_ONLY = ("full", "int4 + offload", "quest:budget=12,page=4,device_layers=0")
 
 
-def same(a: kvjax.Context, b: kvjax.Context, atol: float = 1e-6) -> None:
-    """Both answer the same, from the same tokens."""
-    for mine, yours in zip(a.kept_positions(), b.kept_positions(), strict=True):
-        for x, y in zip(mine, yours, strict=True):
-            np.testing.assert_array_equal(np.stack(x), np.stack(y))
+def assert_same_context(a: kvjax.Context, b: kvjax.Context, atol: float = 1e-6) -> None:
+    """Asserts that both contexts hold the same tokens and give the same logits."""
+    for layer_a, layer_b in zip(a.kept_positions(), b.kept_positions(), strict=True):
+        for heads_a, heads_b in zip(layer_a, layer_b, strict=True):
+            np.testing.assert_array_equal(np.stack(heads_a), np.stack(heads_b))
     assert a.bytes == b.bytes
     np.testing.assert_allclose(a.feed(QUESTIONS).last, b.feed(QUESTIONS).last, atol=atol)
 
@@ -37,7 +37,7 @@ def same(a: kvjax.Context, b: kvjax.Context, atol: float = 1e-6) -> None:
 def test_cropping_takes_back_what_was_fed(method):
     before = kvjax.read(MODEL, DOCUMENTS, method, room=40)
     after = before.feed(MORE).crop([len(d) for d in DOCUMENTS])
-    same(after, before)
+    assert_same_context(after, before)
     kinds = [[memory.memory_kind(x) for x in jax.tree.leaves(c.cache)] for c in (before, after)]
     assert kinds[0] == kinds[1]
 
@@ -45,12 +45,11 @@ def test_cropping_takes_back_what_was_fed(method):
 def test_cropping_goes_back_into_the_prompt():
     lengths = [30, 20, 1]
     short = [d[:n] for d, n in zip(DOCUMENTS, lengths, strict=True)]
-    whole = kvjax.read(MODEL, DOCUMENTS, "full", capacity=64).crop(lengths)
-    same(whole, kvjax.read(MODEL, short, "full", capacity=64), atol=2e-5)
-    nothing = whole.crop(0)
-    np.testing.assert_allclose(
-        nothing.feed(DOCUMENTS).last, kvjax.read(MODEL, DOCUMENTS, "full", capacity=64).last, atol=2e-5
-    )
+    whole = kvjax.read(MODEL, DOCUMENTS, "full", capacity=64)
+    cropped = whole.crop(lengths)
+    assert_same_context(cropped, kvjax.read(MODEL, short, "full", capacity=64), atol=2e-5)
+    emptied = cropped.crop(0)
+    np.testing.assert_allclose(emptied.feed(DOCUMENTS).last, whole.last, atol=2e-5)
 
 
 def test_groups_that_are_coded_stay_coded():
@@ -59,8 +58,8 @@ def test_groups_that_are_coded_stay_coded():
     fed = before.feed([[1, 2], [3, 4]])
     with pytest.raises(IncompatibleMethod, match="sequence 0 of layer 0 cannot give back its last 2 tokens, 1 at most"):
         fed.crop(20)
-    cropped, once = fed.crop(21), before.feed([[1], [3]])
-    np.testing.assert_allclose(cropped.feed(MORE[:2]).last, once.feed(MORE[:2]).last, atol=1e-6)
+    cropped, fed_one_token = fed.crop(21), before.feed([[1], [3]])
+    np.testing.assert_allclose(cropped.feed(MORE[:2]).last, fed_one_token.feed(MORE[:2]).last, atol=1e-6)
     assert cropped.crop([21, 21]).cache.length.tolist() == [21, 21]
 
 
@@ -85,8 +84,8 @@ def test_after_a_crop_something_must_be_fed(tmp_path):
     for call in (context.generate, lambda: context.score(QUESTIONS)):
         with pytest.raises(KvjaxError, match="known when something has been fed"):
             call()
-    again = kvjax.resume(MODEL, context.save(tmp_path / "cropped"))
-    assert again.ask(QUESTIONS, max_new_tokens=3).tokens == context.ask(QUESTIONS, max_new_tokens=3).tokens
+    resumed = kvjax.resume(MODEL, context.save(tmp_path / "cropped"))
+    assert resumed.ask(QUESTIONS, max_new_tokens=3).tokens == context.ask(QUESTIONS, max_new_tokens=3).tokens
     assert context.feed([[5], [6], [7]]).generate(max_new_tokens=2).decode_steps == 1
 
 
@@ -101,17 +100,17 @@ def test_branches_and_joined_rows_are_the_rows(method):
     np.testing.assert_array_equal(
         kvjax.cache_ops.fork(context.cache, 2).length, kvjax.cache_ops.take(context.cache, [0, 0, 1, 1]).length
     )
-    again = branched.take([0, 1]).join(branched.take([2]), branched.take([3]))
-    pairs = zip(*(jax.tree.leaves((c.cache, c.last)) for c in (again, branched)), strict=True)
+    joined = branched.take([0, 1]).join(branched.take([2]), branched.take([3]))
+    pairs = zip(*(jax.tree.leaves((c.cache, c.last)) for c in (joined, branched)), strict=True)
     for x, y in pairs:
         np.testing.assert_array_equal(x, y)
-    asked = context.ask(QUESTIONS[:2], max_new_tokens=3).tokens
-    assert branched.ask([QUESTIONS[0], QUESTIONS[1]] * 2, max_new_tokens=3).tokens[::3] == asked
+    answers = context.ask(QUESTIONS[:2], max_new_tokens=3).tokens
+    assert branched.ask([QUESTIONS[0], QUESTIONS[1]] * 2, max_new_tokens=3).tokens[::3] == answers
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1), (1, 2), (2, 1)])
 def test_what_all_sequences_share_is_stored_once_when_batches_are_joined(sizes):
-    """CSKV's basis has one entry, however many sequences a state has."""
+    """CSKV's basis has one entry, whatever the number of sequences."""
     model = toy_model(layers=1, width=8, head_dim=32, mlp_width=16)  # a table ships for this size
     prompts = [RNG.integers(0, 97, 30).tolist() for _ in range(sum(sizes))]
     parts = [prompts[: sizes[0]], prompts[sizes[0] :]]
@@ -158,17 +157,18 @@ def test_four_devices_do_what_one_does():
     params = jax.device_put(model.params, param_shardings(model.config, mesh))
     documents, more, last = [[5, 6, 7, 8, 9], [1, 2, 3]], [[10, 11], [12]], [[13], [14, 15]]
 
-    def changed(model: kvjax.Model) -> tuple[kvjax.Context, list[np.ndarray]]:
+    def edit_and_branch(model: kvjax.Model) -> tuple[kvjax.Context, list[np.ndarray]]:
         context = kvjax.read(model, documents, "offload", room=40)
         back = context.feed(more).crop([5, 3])
-        four = back.fork(2).join(back)
+        branched = back.fork(2).join(back)
         edited = context.edit([1, 0], [2, 1], [[20, 21], []])
-        return four, [c.feed(last).last for c in (back, four.take([0, 2]), edited)]
+        return branched, [c.feed(last).last for c in (back, branched.take([0, 2]), edited)]
 
-    one, (four, answers) = changed(model), changed(dataclasses.replace(model, params=params, mesh=mesh))
-    for mine, alone in zip(answers, one[1], strict=True):
-        np.testing.assert_allclose(mine, alone, atol=1e-5)
-    for x in jax.tree.leaves(four.cache.layers):
+    _, expected = edit_and_branch(model)
+    branched, logits = edit_and_branch(dataclasses.replace(model, params=params, mesh=mesh))
+    for on_mesh, on_one_device in zip(logits, expected, strict=True):
+        np.testing.assert_allclose(on_mesh, on_one_device, atol=1e-5)
+    for x in jax.tree.leaves(branched.cache.layers):
         assert max(shard.data.size for shard in x.addressable_shards) < x.size
     with pytest.raises(KvjaxError, match="axis B of size 1 does not divide over the 2 devices"):
-        four.take([0])
+        branched.take([0])

@@ -1,4 +1,4 @@
-"""CacheBlend against reading the whole text, and its choice against the formula in NumPy."""
+"""CacheBlend against reading the whole text, and its choice of tokens against the formula in NumPy."""
 
 from __future__ import annotations
 
@@ -25,47 +25,49 @@ def chunks():
 
 
 @pytest.fixture(scope="module")
-def whole():
+def whole_text():
     return kvjax.reuse.read_exactly(MODEL, WHOLE)
 
 
-def held(exact, layer: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values [K T H] of the real tokens of a row."""
-    n = int(exact.lengths[row])
-    return tuple(np.asarray(x)[row, :, :n] for x in (exact.prompts[layer].k, exact.prompts[layer].v))
+def keys_and_values(exact, layer: int, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [K T H] of a sequence, without padding."""
+    n = int(exact.lengths[sequence])
+    return tuple(np.asarray(x)[sequence, :, :n] for x in (exact.prompts[layer].k, exact.prompts[layer].v))
 
 
-def test_all_tokens_again_are_the_whole_text(chunks, whole):
+def test_all_tokens_again_are_the_whole_text(chunks, whole_text):
     blended = blend(chunks, ORDER, QUESTIONS, ratio=1.0)
-    np.testing.assert_allclose(blended.last, whole.last, atol=1e-5)
-    got, want = (e.compress("full", 64).generate(max_new_tokens=4, eos_ids=()).tokens for e in (blended, whole))
-    assert got == want
-
-
-def test_a_first_chunk_is_exact_however_little_is_run(chunks, whole):
-    blended = blend(chunks, ORDER, QUESTIONS, ratio=0.0)
-    np.testing.assert_allclose(blended.last[1], whole.last[1], atol=1e-5)  # its only chunk is its first
-    assert np.abs(np.asarray(blended.last[0] - whole.last[0])).max() > 1e-3
-    for layer in range(3):
-        for mine, exact in zip(held(blended, layer, 0), held(whole, layer, 0), strict=True):
-            np.testing.assert_allclose(mine[:, :12], exact[:, :12], atol=1e-5)
-
-
-def test_the_recomputed_tokens_deviate_most(chunks, whole):
-    """At layer 1 values are exact; of 39 chunk tokens int(39 * 0.2) = 7 are run, and replaced in layer 2."""
-    layout = layout_chunks(chunks, [Span(i, 0, len(c)) for i, c in enumerate(CHUNKS)], ORDER, QUESTIONS)
-    blended, at = recompute(chunks, layout, np.array([7, 4]), None, 1)
-    exact = held(whole, 1, 0)[1]
-    alone = np.concatenate([held(chunks, 1, c)[1] for c in ORDER[0]], 1)
-    deviation = ((exact[:, :39].astype(np.float64) - alone) ** 2).sum((0, 2))
-    want = sorted(np.argsort(-deviation)[:7]) + [39, 40, 41, 42]
-    run = np.asarray(at[0])
-    np.testing.assert_array_equal(run[run >= 0], want)
-    kept = np.setdiff1d(np.arange(39), want)
-    np.testing.assert_array_equal(
-        held(blended, 2, 0)[1][:, kept], np.concatenate([held(chunks, 2, c)[1] for c in ORDER[0]], 1)[:, kept]
+    np.testing.assert_allclose(blended.last, whole_text.last, atol=1e-5)
+    tokens, expected = (
+        exact.compress("full", 64).generate(max_new_tokens=4, eos_ids=()).tokens for exact in (blended, whole_text)
     )
-    np.testing.assert_allclose(held(blended, 1, 0)[0], held(whole, 1, 0)[0], atol=1e-5)
+    assert tokens == expected
+
+
+def test_a_first_chunk_is_exact_however_little_is_run(chunks, whole_text):
+    blended = blend(chunks, ORDER, QUESTIONS, ratio=0.0)
+    np.testing.assert_allclose(blended.last[1], whole_text.last[1], atol=1e-5)  # its only chunk is its first
+    assert np.abs(np.asarray(blended.last[0] - whole_text.last[0])).max() > 1e-3
+    for layer in range(3):
+        pairs = zip(keys_and_values(blended, layer, 0), keys_and_values(whole_text, layer, 0), strict=True)
+        for vectors, exact in pairs:
+            np.testing.assert_allclose(vectors[:, :12], exact[:, :12], atol=1e-5)
+
+
+def test_the_recomputed_tokens_deviate_most(chunks, whole_text):
+    """The values of layer 1 are exact; int(39 * 0.2) = 7 of the 39 chunk tokens are run, and replaced in layer 2."""
+    layout = layout_chunks(chunks, [Span(i, 0, len(c)) for i, c in enumerate(CHUNKS)], ORDER, QUESTIONS)
+    blended, positions = recompute(chunks, layout, np.array([7, 4]), None, 1)
+    exact_values = keys_and_values(whole_text, 1, 0)[1]
+    chunk_values = np.concatenate([keys_and_values(chunks, 1, c)[1] for c in ORDER[0]], 1)
+    deviation = ((exact_values[:, :39].astype(np.float64) - chunk_values) ** 2).sum((0, 2))
+    expected = sorted(np.argsort(-deviation)[:7]) + [39, 40, 41, 42]
+    recomputed = np.asarray(positions[0])
+    np.testing.assert_array_equal(recomputed[recomputed >= 0], expected)
+    others = np.setdiff1d(np.arange(39), expected)
+    chunk_values = np.concatenate([keys_and_values(chunks, 2, c)[1] for c in ORDER[0]], 1)
+    np.testing.assert_array_equal(keys_and_values(blended, 2, 0)[1][:, others], chunk_values[:, others])
+    np.testing.assert_allclose(keys_and_values(blended, 1, 0)[0], keys_and_values(whole_text, 1, 0)[0], atol=1e-5)
     by_ratio = blend(chunks, ORDER, QUESTIONS, ratio=0.2)
     np.testing.assert_array_equal(by_ratio.last, blended.last)
 
@@ -75,7 +77,7 @@ def test_no_token_sees_a_later_one(chunks):
     one = blend(chunks, ORDER[:1], [[1, 2, 3]], ratio=0.3)
     other = blend(chunks, ORDER[:1], [[50, 60, 70]], ratio=0.3)
     for layer in range(3):
-        for a, b in zip(held(one, layer, 0), held(other, layer, 0), strict=True):
+        for a, b in zip(keys_and_values(one, layer, 0), keys_and_values(other, layer, 0), strict=True):
             np.testing.assert_array_equal(a[:, :39], b[:, :39])
 
 

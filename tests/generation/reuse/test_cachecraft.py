@@ -43,7 +43,7 @@ def test_impact_is_the_formula(chunks):
 
 
 def test_overlap_by_hand():
-    """Attention to P, Q, R is 1, 2, 5: R and P have 6 / 8 of it; in the other order their one pair is swapped, so 0."""
+    """Attention to P, Q, R is 1, 2, 5: P and R have 6 / 8 of it; in reversed order their one pair is swapped, so 0."""
     p, q, r = (1,), (2,), (3,)
     chunk = Chunk(Span(0, 3, 4), (4,), (p, q, r), (1.0, 2.0, 5.0), 0.6, np.zeros(1))
     assert overlap(chunk, [p, q, r]) == 1.0
@@ -54,29 +54,32 @@ def test_overlap_by_hand():
 
 
 def test_a_prompt_that_comes_again_is_reused_exactly(chunks):
-    again = chunks.reuse([[0, 1, 2]], [QUESTION])
+    reused = chunks.reuse([[0, 1, 2]], [QUESTION])
     whole = kvjax.reuse.read_exactly(MODEL, [[*A, *B, *C, *QUESTION]])
-    np.testing.assert_allclose(again.last, whole.last, atol=1e-5)
+    np.testing.assert_allclose(reused.last, whole.last, atol=1e-5)
     assert chunks._recompute_mask([0, 1, 2], 1.0).sum() == 0
 
 
 def test_with_enough_tokens_it_is_the_whole_text(chunks):
-    """Chunk 4 is A, read after D; alpha is so large that a chunk without its old context before it is run whole."""
+    """Chunk 4 is A, read after D; at this alpha a chunk without its old context before it is recomputed whole."""
     order, texts = [[2, 1, 4], [3, 0]], [[*C, *B, *A, *QUESTION], [*D, *A, 1]]
-    mended = chunks.reuse(order, [QUESTION, [1]], alpha=100.0)
+    reused = chunks.reuse(order, [QUESTION, [1]], alpha=100.0)
     whole = kvjax.reuse.read_exactly(MODEL, texts)
-    np.testing.assert_allclose(mended.last, whole.last, atol=1e-5)
-    got, want = (e.compress("full", 64).generate(max_new_tokens=3, eos_ids=()).tokens for e in (mended, whole))
-    assert got == want
+    np.testing.assert_allclose(reused.last, whole.last, atol=1e-5)
+    tokens, expected = (
+        exact.compress("full", 64).generate(max_new_tokens=3, eos_ids=()).tokens for exact in (reused, whole)
+    )
+    assert tokens == expected
 
 
 def test_more_tokens_come_nearer(chunks):
-    """A chunk in a new place runs the tokens that attended most to its old context; the others stay as they were."""
+    """A chunk in a new place recomputes the tokens that attended most to its old context, and no others."""
     whole = np.asarray(kvjax.reuse.read_exactly(MODEL, [[*D, *B, *QUESTION]]).last)
-    far, near = (
-        np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=a).last) - whole).max() for a in (0.0, 100.0)
-    )
-    assert near < 1e-5 < far
+
+    def max_error(alpha: float) -> float:
+        return np.abs(np.asarray(chunks.reuse([[3, 1]], [QUESTION], alpha=alpha).last) - whole).max()
+
+    assert max_error(alpha=100.0) < 1e-5 < max_error(alpha=0.0)
     mask = chunks._recompute_mask([3, 1], 1.0)
     chunk = chunks.chunks[1]
     count = int(np.ceil(chunk.impact * 14))

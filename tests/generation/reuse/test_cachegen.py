@@ -1,4 +1,4 @@
-"""CacheGen's files: a coder that loses nothing, levels as a second writing of the rule has them, and what they take."""
+"""CacheGen's files: a lossless coder, levels as in a second implementation of the rule, and the size of a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS, VALUES = (32, 16), (9, 256)
 LEVELS = list(zip(KEYS, VALUES, strict=True))
 
 
-def tables(symbols: np.ndarray, A: int) -> rans.Tables:
+def symbol_tables(symbols: np.ndarray, A: int) -> rans.Tables:
     """The distribution of each column of symbols u8[n C]."""
     counts = np.stack([np.bincount(column, minlength=A) for column in symbols.T])
     return rans.Tables(counts, np.arange(symbols.shape[1]))
@@ -42,27 +42,27 @@ def test_the_coder_loses_nothing_and_takes_what_the_entropy_says(A):
     n, C = 6000, 8
     p = RNG.dirichlet(np.full(A, 0.3), size=C)
     symbols = np.stack([RNG.choice(A, n, p=row) for row in p], 1).astype(np.uint8)
-    made = tables(symbols, A)
-    words, states = rans.encode([(symbols, made)])
-    (again,) = rans.decode(words, states, [(n, made)])
-    np.testing.assert_array_equal(again, symbols)
-    least = entropy(made.counts)
-    assert least < 16 * len(words) + 32 * C < 1.03 * least + 32 * C
+    tables = symbol_tables(symbols, A)
+    words, states = rans.encode([(symbols, tables)])
+    (decoded,) = rans.decode(words, states, [(n, tables)])
+    np.testing.assert_array_equal(decoded, symbols)
+    entropy_bits = entropy(tables.counts)
+    assert entropy_bits < 16 * len(words) + 32 * C < 1.03 * entropy_bits + 32 * C
 
 
 def test_distributions_of_one_symbol_take_nothing():
     symbols = np.tile(np.array([0, 6, 3], np.uint8), (500, 1))
-    made = tables(symbols, 7)
-    words, states = rans.encode([(symbols, made)])
+    tables = symbol_tables(symbols, 7)
+    words, states = rans.encode([(symbols, tables)])
     assert words.size == 0
-    np.testing.assert_array_equal(rans.decode(words, states, [(500, made)])[0], symbols)
+    np.testing.assert_array_equal(rans.decode(words, states, [(500, tables)])[0], symbols)
 
 
 def test_rare_symbols_keep_a_frequency():
     counts = np.array([[10**6, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 5]])
-    found = rans.frequencies(counts)
-    np.testing.assert_array_equal(found.sum(1), rans.TOTAL_FREQUENCY)
-    assert (found[counts > 0] > 0).all() and (found[[0, 1], [2, 3]] == 0).all()
+    frequencies = rans.frequencies(counts)
+    np.testing.assert_array_equal(frequencies.sum(1), rans.TOTAL_FREQUENCY)
+    assert (frequencies[counts > 0] > 0).all() and (frequencies[[0, 1], [2, 3]] == 0).all()
     many = rans.frequencies(np.array([[10**6] * 128 + [1] * 127]))
     assert many.min() == 1 and many.sum() == rans.TOTAL_FREQUENCY
 
@@ -71,76 +71,76 @@ def test_parts_follow_each_other_and_lanes_may_share_a_distribution():
     first, second = (RNG.integers(0, A, (n, 6)).astype(np.uint8) for A, n in ((200, 5), (3, 40)))
     shared = rans.Tables(np.bincount(first.ravel(), minlength=200)[None], np.zeros(6, np.int64))
     none = np.zeros((0, 6), np.uint8)
-    own = tables(second, 3)
-    words, states = rans.encode([(first, shared), (none, tables(none, 4)), (second, own)])
-    again = rans.decode(words, states, [(5, shared), (0, tables(none, 4)), (40, own)])
-    np.testing.assert_array_equal(again[0], first)
-    np.testing.assert_array_equal(again[2], second)
+    own = symbol_tables(second, 3)
+    words, states = rans.encode([(first, shared), (none, symbol_tables(none, 4)), (second, own)])
+    decoded = rans.decode(words, states, [(5, shared), (0, symbol_tables(none, 4)), (40, own)])
+    np.testing.assert_array_equal(decoded[0], first)
+    np.testing.assert_array_equal(decoded[2], second)
 
 
 def test_words_that_are_not_what_was_encoded_are_refused():
     symbols = RNG.integers(0, 50, (300, 4)).astype(np.uint8)
-    made = tables(symbols, 50)
-    words, states = rans.encode([(symbols, made)])
+    tables = symbol_tables(symbols, 50)
+    words, states = rans.encode([(symbols, tables)])
     with pytest.raises(KvjaxError, match="end too early"):
-        rans.decode(words[:-9], states, [(300, made)])
+        rans.decode(words[:-9], states, [(300, tables)])
     with pytest.raises(KvjaxError, match="do not end where they should"):
-        rans.decode(np.append(words, words[:3]), states, [(300, made)])
+        rans.decode(np.append(words, words[:3]), states, [(300, tables)])
 
 
-def rounded(x: np.ndarray, levels: int) -> np.ndarray:
-    """One token's channels, as multiples of its largest magnitude over levels // 2 - 1."""
-    most = levels // 2 - 1
+def round_to_levels(x: np.ndarray, levels: int) -> np.ndarray:
+    """Rounds one token's channels to multiples of its largest magnitude over levels // 2 - 1."""
+    max_code = levels // 2 - 1
     largest = float(np.abs(x).max().astype(jnp.bfloat16))
-    return np.round(x / largest * most) / most * largest if largest else np.zeros_like(x)
+    return np.round(x / largest * max_code) / max_code * largest if largest else np.zeros_like(x)
 
 
-def by_the_rule(x: np.ndarray, levels: int, group: int) -> np.ndarray:
-    """Keys or values [K S H] of one row of one layer, as the file should hold them, token by token."""
+def quantize_by_rule(x: np.ndarray, levels: int, group: int) -> np.ndarray:
+    """Quantizes keys or values [K S H] of one sequence in one layer as the file should hold them, token by token."""
     K, S, H = x.shape
     x = x.transpose(1, 0, 2).reshape(S, K * H).astype(np.float64)
-    found = np.zeros_like(x)
+    quantized = np.zeros_like(x)
     anchor = np.zeros(K * H)
     for t in range(S):
         if group and t % group == 0:
-            anchor = found[t] = rounded(x[t], 256)
+            anchor = quantized[t] = round_to_levels(x[t], 256)
         else:
-            found[t] = anchor + rounded(x[t] - anchor, levels)
-    return found.reshape(S, K, H).transpose(1, 0, 2)
+            quantized[t] = anchor + round_to_levels(x[t] - anchor, levels)
+    return quantized.reshape(S, K, H).transpose(1, 0, 2)
 
 
 @pytest.mark.parametrize("group", [0, 1, 10])
 def test_what_is_read_is_what_the_rule_says(tmp_path, group):
-    again = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", EXACT, levels=LEVELS, group=group))
-    for layer, (prompt, read, levels) in enumerate(zip(EXACT.prompts, again.prompts, LEVELS, strict=True)):
+    loaded = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", EXACT, levels=LEVELS, group=group))
+    for layer, (prompt, read, levels) in enumerate(zip(EXACT.prompts, loaded.prompts, LEVELS, strict=True)):
         for side, (x, y, n) in enumerate(zip(prompt[:2], read[:2], levels, strict=True)):
             for row, length in enumerate(LENGTHS):
-                expected = by_the_rule(np.asarray(x)[row, :, :length], n, group)
-                said = f"layer {layer}, side {side}, row {row}"
-                np.testing.assert_allclose(np.asarray(y)[row, :, :length], expected, atol=2e-6, err_msg=said)
-    np.testing.assert_array_equal(again.lengths, EXACT.lengths)
-    np.testing.assert_array_equal(again.last, EXACT.last)
+                expected = quantize_by_rule(np.asarray(x)[row, :, :length], n, group)
+                place = f"layer {layer}, side {side}, row {row}"
+                np.testing.assert_allclose(np.asarray(y)[row, :, :length], expected, atol=2e-6, err_msg=place)
+    np.testing.assert_array_equal(loaded.lengths, EXACT.lengths)
+    np.testing.assert_array_equal(loaded.last, EXACT.last)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_it_goes_on_as_the_cache_in_levels_does(tmp_path):
-    """The prompts by the rule, put into the cache by hand, answer as the file does, under methods of all kinds."""
-    again = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", EXACT, levels=8))
+    """Prompts quantized by the rule here, and compressed by a method, give the answers of the file."""
+    loaded = kvjax.cachegen.read(MODEL, kvjax.cachegen.write(tmp_path / "file", EXACT, levels=8))
     prompts = []
     for prompt in EXACT.prompts:
         k, v = (np.zeros(x.shape, np.float32) for x in prompt[:2])
         for row, n in enumerate(LENGTHS):
-            k[row, :, :n], v[row, :, :n] = (by_the_rule(np.asarray(x)[row, :, :n], 8, 0) for x in prompt[:2])
+            k[row, :, :n], v[row, :, :n] = (quantize_by_rule(np.asarray(x)[row, :, :n], 8, 0) for x in prompt[:2])
         prompts.append(prompt._replace(k=jnp.asarray(k), v=jnp.asarray(v)))
     by_hand = dataclasses.replace(EXACT, prompts=tuple(prompts))
     question = [[5, 6], [7], [8, 9]]
     for method in ("full", "keydiff:budget=12 + int8"):
-        answer, expected = (x.compress(method, 96).ask(question, max_new_tokens=6) for x in (again, by_hand))
+        answer, expected = (x.compress(method, 96).ask(question, max_new_tokens=6) for x in (loaded, by_hand))
         assert answer.tokens == expected.tokens
-    exact, coded = (x.compress("full", 96).feed(question).last for x in (EXACT, again))
-    assert np.abs(coded - exact).max() > 1e-3  # it is not the exact cache
+    exact, quantized = (x.compress("full", 96).feed(question).last for x in (EXACT, loaded))
+    assert np.abs(quantized - exact).max() > 1e-3  # it is not the exact cache
     with pytest.raises(KvjaxError, match="looks at the prompt's queries"):
-        again.compress("snapkv:budget=8,window=4", 96)
+        loaded.compress("snapkv:budget=8,window=4", 96)
 
 
 def test_more_levels_come_nearer_and_take_more(tmp_path):
@@ -155,27 +155,30 @@ def test_more_levels_come_nearer_and_take_more(tmp_path):
 
 
 def test_bytes_are_less_than_those_of_packed_bits(tmp_path):
-    """16 levels of rows like those of a model, of which a few channels are large, take less than 4 bits a number."""
+    """16 levels take less than 4 bits per number if, as in a model, a few channels are large."""
     n, C = 1024, 16
     channels = np.where(np.arange(C) % 8 == 0, 4.0, 0.7)
-    rows = RNG.normal(size=(2, 2, n, C)) * channels
-    x = jnp.asarray(rows.reshape(2, 2, n, 2, 8).swapaxes(2, 3), jnp.float32)  # [layer side K S H]
+    vectors = RNG.normal(size=(2, 2, n, C)) * channels
+    x = jnp.asarray(vectors.reshape(2, 2, n, 2, 8).swapaxes(2, 3), jnp.float32)  # [layer side K S H]
     lengths = jnp.asarray([n], jnp.int32)
-    given = [prompt._replace(k=pair[0][None], v=pair[1][None]) for prompt, pair in zip(EXACT.prompts, x, strict=True)]
-    exact = dataclasses.replace(EXACT, prompts=tuple(given), lengths=lengths, last=EXACT.last[:1])
+    layer_prompts = [
+        prompt._replace(k=pair[0][None], v=pair[1][None]) for prompt, pair in zip(EXACT.prompts, x, strict=True)
+    ]
+    exact = dataclasses.replace(EXACT, prompts=tuple(layer_prompts), lengths=lengths, last=EXACT.last[:1])
     path = kvjax.cachegen.write(tmp_path / "file", exact, levels=16)
-    numbers = rows.size
-    scales = 16 * rows.size // C  # bits
+    num_numbers = vectors.size
+    scale_bits = 16 * vectors.size // C
     read = kvjax.cachegen.read(MODEL, path)
     codes = [np.asarray(y)[0].swapaxes(0, 1).reshape(n, C) for prompt in read.prompts for y in prompt[:2]]
-    least = 0.0
+    entropy_bits = 0.0
     for y in codes:
         levels = np.round(y / np.abs(y).max(1, keepdims=True) * 7).astype(int) + 7
-        least += entropy(np.stack([np.bincount(column, minlength=15) for column in levels.T]))
-    taken = 8 * path.stat().st_size
-    assert taken < 1.15 * (least + scales)  # what is more are tables, states and the archive itself
-    assert taken < 32 * numbers / 7  # fp32
-    assert taken < (4 + 2 * 16 / 32) * numbers  # 4 bits with a scale and a zero point of 16 bits for each 32 numbers
+        entropy_bits += entropy(np.stack([np.bincount(column, minlength=15) for column in levels.T]))
+    file_bits = 8 * path.stat().st_size
+    assert file_bits < 1.15 * (entropy_bits + scale_bits)  # the rest is tables, states and the archive itself
+    assert file_bits < 32 * num_numbers / 7  # fp32
+    # 4 bits with a scale and a zero point of 16 bits for each 32 numbers
+    assert file_bits < (4 + 2 * 16 / 32) * num_numbers
 
 
 @pytest.mark.parametrize("group", [0, 10])
@@ -192,9 +195,9 @@ def test_tokens_of_zeros_and_constants_stay_what_they_are(tmp_path, group):
 
 def test_what_lies_in_padding_does_not_matter(tmp_path):
     path = kvjax.cachegen.write(tmp_path / "file", EXACT, group=10)
-    seen = jnp.arange(EXACT.prompts[0].k.shape[2], dtype=jnp.int32)[None] < EXACT.lengths[:, None]
+    is_token = jnp.arange(EXACT.prompts[0].k.shape[2], dtype=jnp.int32)[None] < EXACT.lengths[:, None]
     filled = [
-        prompt._replace(**{x: jnp.where(seen[:, None, :, None], getattr(prompt, x), jnp.inf) for x in "kv"})
+        prompt._replace(**{x: jnp.where(is_token[:, None, :, None], getattr(prompt, x), jnp.inf) for x in "kv"})
         for prompt in EXACT.prompts
     ]
     other = kvjax.cachegen.write(tmp_path / "other", dataclasses.replace(EXACT, prompts=tuple(filled)), group=10)
@@ -209,24 +212,28 @@ def test_a_context_under_full_is_written_too_and_sixteen_bits_are_read_back(tmp_
     np.testing.assert_array_equal(read.last, context.last)
     for prompt, layer in zip(read.prompts, context.cache.layers, strict=True):
         assert prompt.k.dtype == prompt.v.dtype == jnp.bfloat16
-        exactly = np.asarray(memory.unpack(layer.v), np.float32)[0, :, :4]
-        np.testing.assert_allclose(np.asarray(prompt.v, np.float32)[0, :, :4], exactly, atol=0.01 * abs(exactly).max())
+        exact_values = np.asarray(memory.unpack(layer.v), np.float32)[0, :, :4]
+        values = np.asarray(prompt.v, np.float32)[0, :, :4]
+        np.testing.assert_allclose(values, exact_values, atol=0.01 * abs(exact_values).max())
 
 
 def test_a_file_is_the_same_on_a_mesh(tmp_path):
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
     spread = dataclasses.replace(MODEL, mesh=mesh)
     path = kvjax.cachegen.write(tmp_path / "file", EXACT, levels=256)
-    alone, there = kvjax.cachegen.read(MODEL, path), kvjax.cachegen.read(spread, path)
-    k = there.prompts[1].k
+    on_one_device, on_mesh = kvjax.cachegen.read(MODEL, path), kvjax.cachegen.read(spread, path)
+    k = on_mesh.prompts[1].k
     assert {x.data.shape[1] for x in k.addressable_shards} == {MODEL.config.kv_heads // 2}
-    np.testing.assert_array_equal(k, alone.prompts[1].k)
-    again = (kvjax.cachegen.write(tmp_path / name, x, levels=256) for name, x in (("there", there), ("alone", alone)))
-    assert next(again).read_bytes() == next(again).read_bytes()
+    np.testing.assert_array_equal(k, on_one_device.prompts[1].k)
+    first, second = (
+        kvjax.cachegen.write(tmp_path / name, x, levels=256)
+        for name, x in (("mesh", on_mesh), ("one_device", on_one_device))
+    )
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_default_levels_are_those_of_public_code(tmp_path):
-    """Its table has 32 levels for keys in the first 10 of 32 layers and for values in the first 2, else 16."""
+    """The public table has 32 levels for keys in the first 10 of 32 layers and for values in the first 2, else 16."""
     header, _ = archive.read(kvjax.cachegen.write(tmp_path / "file", EXACT), cachegen.FORMAT, MODEL)
     assert header["levels"] == [32, 32, 16, 16]
     of_32 = cachegen.default_levels(32)
@@ -241,10 +248,10 @@ def test_another_model_version_or_a_damaged_file_is_refused(tmp_path):
         kvjax.cachegen.read(toy_model(seed=1, layers=2), path)
     with pytest.raises(KvjaxError, match="this kvjax reads version 2 of 'kvjax-context'"):
         kvjax.resume(MODEL, path)
-    whole = path.read_bytes()
-    middle = len(whole) // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    for damaged in (b"", whole[:middle], flipped):
+    content = path.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    for damaged in (b"", content[:middle], flipped):
         path.write_bytes(damaged)
         with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one"):
             kvjax.cachegen.read(MODEL, path)

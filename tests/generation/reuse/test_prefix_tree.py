@@ -1,4 +1,4 @@
-"""Shared beginnings of a batch are found, read once, and change nothing."""
+"""Shared prefixes of a batch are found and read once, and change no result."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ MODEL = toy_model(layers=1)
 
 
 def partitions(rows: list[int]):
-    """All ways to divide rows into groups."""
+    """Yields all ways to divide sequences into groups."""
     if not rows:
         yield []
         return
     first, rest = rows[0], rows[1:]
     for size in range(len(rest) + 1):
         for others in itertools.combinations(rest, size):
-            left = [row for row in rest if row not in others]
-            for more in partitions(left):
+            remaining = [row for row in rest if row not in others]
+            for more in partitions(remaining):
                 yield [(first, *others), *more]
 
 
-def saved(ids: list[list[int]], part: tuple[int, ...]) -> int:
+def num_saved_tokens(ids: list[list[int]], group: tuple[int, ...]) -> int:
+    """The tokens that need not be read if a group of sequences shares its prefix."""
     length = 0
-    while all(len(ids[row]) > length + 1 for row in part) and len({ids[row][length] for row in part}) == 1:
+    while all(len(ids[row]) > length + 1 for row in group) and len({ids[row][length] for row in group}) == 1:
         length += 1
-    return (len(part) - 1) * length
+    return (len(group) - 1) * length
 
 
 def test_an_example_by_hand():
-    """Four share 3 tokens and two of them 10: these save 10, and the others 3, while one group of all would save 9."""
+    """Four texts share 3 tokens, two of them 10: pairs save 10 and 3 tokens, while one group of all would save 9."""
     common, long = [1, 2, 3], [4] * 7
     ids = [[*common, 5, 0], [*common, *long, 8, 0], [*common, *long, 9, 0], [*common, 6, 0]]
     assert {group.rows: group.length for group in group_by_prefix(ids)} == {(1, 2): 10, (0, 3): 3}
-    ids[1] = [*common, 4, 4, 0, 0]  # now they share 5: together all save 9, and 5 + 3 apart
+    ids[1] = [*common, 4, 4, 0, 0]  # the two share 5 now: one group saves 9, pairs save 5 + 3
     assert {frozenset(group.rows): group.length for group in group_by_prefix(ids)} == {frozenset({0, 1, 2, 3}): 3}
 
 
@@ -48,13 +49,13 @@ def test_an_example_by_hand():
 def test_no_division_saves_more(seed):
     rng = np.random.default_rng(seed)
     ids = [rng.integers(0, 2, rng.integers(1, 8)).tolist() for _ in range(6)]
-    found = group_by_prefix(ids)
-    assert sorted(row for group in found for row in group.rows) == list(range(6))
-    for group in found:
+    groups = group_by_prefix(ids)
+    assert sorted(row for group in groups for row in group.rows) == list(range(6))
+    for group in groups:
         assert len({tuple(ids[row][: group.length]) for row in group.rows}) == 1
         assert all(group.length < len(ids[row]) for row in group.rows)
-    best = max(sum(saved(ids, part) for part in parts) for parts in partitions(list(range(6))))
-    assert sum(group.num_saved for group in found) == best
+    best = max(sum(num_saved_tokens(ids, group) for group in partition) for partition in partitions(list(range(6))))
+    assert sum(group.num_saved for group in groups) == best
 
 
 def test_a_batch_with_shared_prefixes_is_the_batch():

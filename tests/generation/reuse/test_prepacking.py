@@ -1,4 +1,4 @@
-"""Packed prompts are the prompts."""
+"""Packed prompts have the keys, values, queries and logits of separate ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCUMENTS = [RNG.integers(0, 97, n).tolist() for n in (60, 23, 1, 30, 8, 64, 5)]
 
 
 def test_an_example_by_hand():
-    """5, 4, 3, 3 and 1 in rows of 8: 5 with 3, 4 with 3 and 1."""
+    """Texts of 5, 4, 3, 3 and 1 tokens fill two rows of 8: 5 with 3, and 4 with 3 and 1."""
     assert pack_rows([3, 5, 1, 3, 4], 8) == [(0, 5), (0, 0), (1, 7), (1, 4), (1, 0)]
 
 
@@ -29,24 +29,24 @@ def test_rows_hold_each_prompt_once():
 
 
 def test_keys_values_queries_and_logits_are_those_of_the_prompts():
-    one, other = pack_exactly(MODEL, DOCUMENTS), kvjax.reuse.read_exactly(MODEL, DOCUMENTS)
-    np.testing.assert_allclose(one.last, other.last, atol=1e-5)
-    for mine, exact in zip(one.prompts, other.prompts, strict=True):
-        for row, n in enumerate(map(len, DOCUMENTS)):
+    packed, exact = pack_exactly(MODEL, DOCUMENTS), kvjax.reuse.read_exactly(MODEL, DOCUMENTS)
+    np.testing.assert_allclose(packed.last, exact.last, atol=1e-5)
+    for packed_layer, exact_layer in zip(packed.prompts, exact.prompts, strict=True):
+        for b, n in enumerate(map(len, DOCUMENTS)):
             for name in ("k", "v", "q"):
-                a, b = (np.asarray(getattr(x, name))[row][..., :n, :] for x in (mine, exact))
-                np.testing.assert_allclose(a, b, atol=1e-5)
+                vectors, expected = (np.asarray(getattr(x, name))[b][..., :n, :] for x in (packed_layer, exact_layer))
+                np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["snapkv:budget=12,window=4 + int8 + offload"])
 def test_any_method_reads_packed_documents(method):
-    one, other = (f(MODEL, DOCUMENTS, method, room=40) for f in (read_packed, kvjax.read))
-    for a, b in zip(one.kept_positions(), other.kept_positions(), strict=True):
-        for x, y in zip(a, b, strict=True):
-            np.testing.assert_array_equal(np.stack(x), np.stack(y))
+    packed, separate = (read(MODEL, DOCUMENTS, method, room=40) for read in (read_packed, kvjax.read))
+    for packed_layer, separate_layer in zip(packed.kept_positions(), separate.kept_positions(), strict=True):
+        for heads, expected_heads in zip(packed_layer, separate_layer, strict=True):
+            np.testing.assert_array_equal(np.stack(heads), np.stack(expected_heads))
     more = [[i + 1, 5] for i in range(7)]
-    np.testing.assert_allclose(one.feed(more).last, other.feed(more).last, atol=1e-4)
-    assert one.bytes == other.bytes and one.cache.capacity == other.cache.capacity
+    np.testing.assert_allclose(packed.feed(more).last, separate.feed(more).last, atol=1e-4)
+    assert packed.bytes == separate.bytes and packed.cache.capacity == separate.cache.capacity
 
 
 def test_bad_input_is_named():

@@ -25,14 +25,14 @@ MODEL = toy_model(layers=1, windows=(25,), vocab_size=96)
 RNG = np.random.default_rng(0)
 PROMPTS, OTHERS = ([RNG.integers(0, 96, n).tolist() for n in (40, 23, 1)] for _ in range(2))
 QUEST = "quest:budget=6,page=2,device_layers=0"
-FREE = {"max_new_tokens": 17, "eos_ids": ()}
-DRAWN = {**FREE, "temperature": 1.3, "top_p": 0.9}
+GREEDY = {"max_new_tokens": 17, "eos_ids": ()}
+SAMPLED = {**GREEDY, "temperature": 1.3, "top_p": 0.9}
 verify = jax.jit(acceptance.verify)
 
 
 def test_greedy_is_what_generate_gives():
-    out = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **FREE)
-    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
+    out = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **GREEDY)
+    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **GREEDY).tokens
     assert out.finish_reasons == ["length"] * 3 and out.text is None and out.num_sequences == 3
     assert max(out.drafted) == 3 * out.verifier_calls and 0 < out.acceptance < 1
     for tokens, accepted, drafted in zip(out.tokens, out.accepted, out.drafted, strict=True):
@@ -40,110 +40,114 @@ def test_greedy_is_what_generate_gives():
         assert drafted % 3 == 0 and 0 <= accepted + rounds - (len(tokens) - 1) <= 3  # too many in the last round only
     programs = []
     for ends in ((out.tokens[0][4], out.tokens[1][9]), (out.tokens[0][3], out.tokens[1][8])):
-        cut = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **{**FREE, "eos_ids": ends})
-        assert cut.tokens == kvjax.generate(MODEL, PROMPTS, "full", **{**FREE, "eos_ids": ends}).tokens
-        assert cut.finish_reasons[:2] == ["stop"] * 2 and len(cut.tokens[0]) <= 5
+        stopped = kvjax.speculative.speculate(MODEL, PROMPTS, QUEST, num_draft_tokens=3, **{**GREEDY, "eos_ids": ends})
+        assert stopped.tokens == kvjax.generate(MODEL, PROMPTS, "full", **{**GREEDY, "eos_ids": ends}).tokens
+        assert stopped.finish_reasons[:2] == ["stop"] * 2 and len(stopped.tokens[0]) <= 5
         programs.append(jit_with(run_rounds, ("num_draft_tokens", "targets"), ("state",), ())._cache_size())
-    assert programs[0] == programs[1]  # other ids to end at need no other program
+    assert programs[0] == programs[1]  # other end-of-sequence ids need no other program
 
 
 def test_another_model_drafts_from_a_shorter_text():
     drafter, short = toy_model(layers=1, width=16, vocab_size=96, seed=1), [prompt[-5:] for prompt in PROMPTS]
     out = kvjax.speculative.speculate(
-        MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, num_draft_tokens=1, **FREE
+        MODEL, PROMPTS, "int4", "offload", draft_model=drafter, draft_prompts=short, num_draft_tokens=1, **GREEDY
     )
-    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
+    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **GREEDY).tokens
     assert out.bytes.total["pinned_host"] > sum(out.draft_bytes.total.values()) > 0
-    assert out.verifier_calls > 8  # of tokens that a stranger guesses few are right
+    assert out.verifier_calls > 8  # few drafts of an unrelated model are right
 
 
 def test_two_devices_do_what_one_does():
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
     params = jax.device_put(MODEL.params, param_shardings(MODEL.config, mesh))
     spread = dataclasses.replace(MODEL, params=params, mesh=mesh)
-    one, two = (kvjax.speculative.speculate(m, PROMPTS, QUEST, num_draft_tokens=3, **FREE) for m in (MODEL, spread))
+    one, two = (kvjax.speculative.speculate(m, PROMPTS, QUEST, num_draft_tokens=3, **GREEDY) for m in (MODEL, spread))
     assert (two.tokens, two.accepted) == (one.tokens, one.accepted)
 
 
 def test_sampling_from_an_equal_draft_accepts_everything_and_is_what_generate_draws():
-    out = kvjax.speculative.speculate(MODEL, PROMPTS, "full", **DRAWN, seed=3)
-    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **DRAWN, seed=3).tokens
+    out = kvjax.speculative.speculate(MODEL, PROMPTS, "full", **SAMPLED, seed=3)
+    assert out.tokens == kvjax.generate(MODEL, PROMPTS, "full", **SAMPLED, seed=3).tokens
     assert out.acceptance == 1.0 and out.accepted == out.drafted == [16] * 3 and out.verifier_calls == 4
 
 
 def test_sampled_rows_depend_on_the_seed_and_on_no_neighbour():
-    def drawn(prompts, guide, **more) -> kvjax.speculative.Speculation:
-        return kvjax.speculative.speculate(MODEL, prompts, "full", draft_prompts=guide, **{**DRAWN, **more})
+    def speculate(prompts, draft_prompts, **more) -> kvjax.speculative.Speculation:
+        return kvjax.speculative.speculate(MODEL, prompts, "full", draft_prompts=draft_prompts, **{**SAMPLED, **more})
 
-    one = drawn(PROMPTS, OTHERS, seed=3)
+    one = speculate(PROMPTS, OTHERS, seed=3)
     assert 0 < one.acceptance < 1 and len({*map(tuple, one.tokens)}) == 3
-    neighbours = drawn([PROMPTS[0], *OTHERS[1:]], [OTHERS[0], *PROMPTS[1:]], seed=3)
+    neighbours = speculate([PROMPTS[0], *OTHERS[1:]], [OTHERS[0], *PROMPTS[1:]], seed=3)
     assert neighbours.tokens[0] == one.tokens[0] and neighbours.accepted[0] == one.accepted[0]
-    assert drawn(PROMPTS, OTHERS, seed=4).tokens != one.tokens
-    # So few tokens are left to draw from that it is greedy, and a draft without influence stays without it.
-    only = drawn(PROMPTS, OTHERS, top_p=1e-6)
-    assert only.tokens == kvjax.generate(MODEL, PROMPTS, "full", **FREE).tokens
-    swayed = drawn(PROMPTS, OTHERS, seed=3, transfer=20.0)
+    assert speculate(PROMPTS, OTHERS, seed=4).tokens != one.tokens
+    # Only one token is left to draw from, so that sampling is greedy; a draft does not change that.
+    only = speculate(PROMPTS, OTHERS, top_p=1e-6)
+    assert only.tokens == kvjax.generate(MODEL, PROMPTS, "full", **GREEDY).tokens
+    swayed = speculate(PROMPTS, OTHERS, seed=3, transfer=20.0)
     assert swayed.acceptance > one.acceptance and swayed.tokens != one.tokens
 
 
-LOGITS = 2 * RNG.standard_normal((2, 4, 6))  # of the verifier and of the draft, at four places
+LOGITS = 2 * RNG.standard_normal((2, 4, 6))  # [verifier or draft, place, token]
 
 
-def one_place(z: np.ndarray, y: np.ndarray, m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Runs `verify` at one place: (f64[V] the chance that each drafted token has, f64[V] what follows a rejection).
+def verify_one_place(z: np.ndarray, y: np.ndarray, m: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Runs `verify` at one place -> (acceptance probability of each drafted token, distribution after a rejection).
 
-    The chance is found from both sides: a number just below it accepts the token, one just above it rejects it.
+    The probability is checked from both sides: a random number just below it accepts, one just above it rejects.
     """
-    V, how, s = len(z), make_shift(m, 0.1), SamplingParams(1.0).sampler()
+    V, shift, sampler = len(z), make_shift(m, 0.1), SamplingParams(1.0).sampler()
     drafted = jnp.arange(V, dtype=jnp.int32)[:, None]
-    near = shift_logits(how, jnp.float32(z), jax.nn.softmax(jnp.float32(z)), jax.nn.softmax(jnp.float32(y)))
-    p, q = (jnp.broadcast_to(jax.nn.softmax(jnp.float32(x)), (V, 1, V)) for x in (near, y))
-    chance = acceptance_probabilities(p, q, drafted)
-    verified = jnp.broadcast_to(jnp.float32(np.stack([z, z])), (V, 2, V))
-    offered = jnp.broadcast_to(jnp.float32(y), (V, 1, V))
-    below, bonus = verify(s, how, verified, offered, drafted, chance - 1e-6)
-    above, rest = verify(s, how, verified, offered, drafted, chance + 1e-6)
+    shifted = shift_logits(shift, jnp.float32(z), jax.nn.softmax(jnp.float32(z)), jax.nn.softmax(jnp.float32(y)))
+    p, q = (jnp.broadcast_to(jax.nn.softmax(jnp.float32(x)), (V, 1, V)) for x in (shifted, y))
+    acceptance = acceptance_probabilities(p, q, drafted)
+    verifier_logits = jnp.broadcast_to(jnp.float32(np.stack([z, z])), (V, 2, V))
+    draft_logits = jnp.broadcast_to(jnp.float32(y), (V, 1, V))
+    below, bonus = verify(sampler, shift, verifier_logits, draft_logits, drafted, acceptance - 1e-6)
+    above, residual = verify(sampler, shift, verifier_logits, draft_logits, drafted, acceptance + 1e-6)
     assert below.tolist() == [1] * V and above.tolist() == [0] * V
-    np.testing.assert_allclose(bonus, np.tile(oracle.softmax(z), (V, 1)), atol=1e-6)  # behind the last: the verifier's
-    np.testing.assert_allclose(rest, np.tile(rest[:1], (V, 1)), atol=1e-6)
-    return np.asarray(chance[:, 0], np.float64), np.asarray(rest[0], np.float64)
+    # The token after the last draft comes from the verifier.
+    np.testing.assert_allclose(bonus, np.tile(oracle.softmax(z), (V, 1)), atol=1e-6)
+    np.testing.assert_allclose(residual, np.tile(residual[:1], (V, 1)), atol=1e-6)
+    return np.asarray(acceptance[:, 0], np.float64), np.asarray(residual[0], np.float64)
 
 
 @pytest.mark.parametrize("m", [0.0, 3.0])
 def test_a_place_is_judged_as_the_oracle_judges_it(m):
     for z, y in LOGITS.swapaxes(0, 1):
-        for mine, yours in zip(one_place(z, y, m), oracle.acceptance_and_residual(z, y, m), strict=True):
-            np.testing.assert_allclose(mine, yours, atol=2e-6)
+        for actual, expected in zip(verify_one_place(z, y, m), oracle.acceptance_and_residual(z, y, m), strict=True):
+            np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
 def test_what_comes_out_is_distributed_as_the_verifiers_tokens():
-    """Over all drafted tokens: drawn and accepted, or rejected and drawn anew. Transfer gives that up."""
+    """Each drafted token is accepted, or rejected and drawn anew; only `transfer` changes the distribution."""
     for z, y in LOGITS.swapaxes(0, 1):
         q = oracle.softmax(y)
         for m, lossless in ((0.0, True), (3.0, False)):
-            accept, rest = one_place(z, y, m)
-            out = q * accept + (q * (1 - accept)).sum() * rest
+            accept, residual = verify_one_place(z, y, m)
+            out = q * accept + (q * (1 - accept)).sum() * residual
             np.testing.assert_allclose(out.sum(), 1, atol=1e-5)
             assert np.allclose(out, oracle.softmax(z), atol=1e-5) == lossless
 
 
 def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
     z, y = jnp.float32(LOGITS)
-    greedy, how = SamplingParams().sampler(), make_shift(0.0, 0.1)
-    own = z.argmax(-1).astype(jnp.int32)
-    guesses = jnp.where(z == z.max(-1, keepdims=True), 9.0, y)[None, :3]
+    greedy, shift = SamplingParams().sampler(), make_shift(0.0, 0.1)
+    best = z.argmax(-1).astype(jnp.int32)
+    draft_logits = jnp.where(z == z.max(-1, keepdims=True), 9.0, y)[None, :3]
     for wrong, count in ((None, 3), (0, 0), (1, 1)):
-        drafted, offers = own[None, :3], guesses
+        drafted, offered = best[None, :3], draft_logits
         if wrong is not None:
-            drafted = drafted.at[0, wrong].set((own[wrong] + 1) % 6)
-            offers = offers.at[0, wrong, (own[wrong] + 1) % 6].set(99.0)
-        accepted, rest = verify(greedy, how, z[None], offers, drafted, jnp.zeros((1, 3)))
-        assert accepted.tolist() == [count] and rest.argmax(-1).tolist() == [int(own[count])] and rest.sum() == 1
-    # A number of 1 is never drawn: with it even equals are rejected, and what is left is not NaN.
-    accepted, rest = verify(SamplingParams(1.0).sampler(), how, z[None], z[None, :3], own[None, :3], jnp.ones((1, 3)))
+            drafted = drafted.at[0, wrong].set((best[wrong] + 1) % 6)
+            offered = offered.at[0, wrong, (best[wrong] + 1) % 6].set(99.0)
+        accepted, residual = verify(greedy, shift, z[None], offered, drafted, jnp.zeros((1, 3)))
+        assert (
+            accepted.tolist() == [count] and residual.argmax(-1).tolist() == [int(best[count])] and residual.sum() == 1
+        )
+    # A random number of 1 is never drawn; it rejects even equal drafts, and the residual must still not be NaN.
+    sampler = SamplingParams(1.0).sampler()
+    accepted, residual = verify(sampler, shift, z[None], z[None, :3], best[None, :3], jnp.ones((1, 3)))
     assert accepted.tolist() == [0]
-    np.testing.assert_allclose(rest[0], oracle.softmax(LOGITS[0, 0]), atol=1e-6)
+    np.testing.assert_allclose(residual[0], oracle.softmax(LOGITS[0, 0]), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
 )
 def test_values_that_cannot_be_used_are_named(more, says):
     with pytest.raises(KvjaxError, match=says):
-        kvjax.speculative.speculate(MODEL, PROMPTS, "full", **{**FREE, **more})
+        kvjax.speculative.speculate(MODEL, PROMPTS, "full", **{**GREEDY, **more})
 
 
 @pytest.mark.parametrize(
@@ -181,4 +185,4 @@ def test_values_that_cannot_be_used_are_named(more, says):
 )
 def test_a_method_that_cannot_go_back_is_refused(draft, method, says):
     with pytest.raises(IncompatibleMethod, match=says + ".*take one that only appends, .*'quest:budget=256'"):
-        kvjax.speculative.speculate(MODEL, PROMPTS, draft, method, **FREE)
+        kvjax.speculative.speculate(MODEL, PROMPTS, draft, method, **GREEDY)
