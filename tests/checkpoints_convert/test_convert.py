@@ -267,15 +267,15 @@ def test_logits_of_a_gguf_file_need_one_package_more(tmp_path, monkeypatch):
     assert (missing_packages(file), missing_packages(ROOT / "qwen3")) == (("accelerate",), ())
 
 
-@pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (2e-4, True), (np.nan, True)])
-def test_check_limits_the_difference_of_logits(tmp_path, monkeypatch, off, fails):
+@pytest.mark.parametrize(("relative_error", "fails"), [(5e-5, False), (2e-4, True), (np.nan, True)])
+def test_check_limits_the_difference_of_logits(tmp_path, monkeypatch, relative_error, fails):
     convert(ROOT / "mistral", tmp_path / "out")
     config, params, _ = load_family("mistral")
 
     def peer(src, prompts, dtype):
         ours = np.asarray(kvjax.logits(kvjax.Model(config, params), prompts))
         rows = [x[: len(p)] for x, p in zip(ours, prompts, strict=True)]
-        return [x + np.float32(off) * np.abs(x).max() for x in rows]
+        return [x + np.float32(relative_error) * np.abs(x).max() for x in rows]
 
     monkeypatch.setattr(checking, "transformers_logits", peer)
     if fails:
@@ -283,7 +283,7 @@ def test_check_limits_the_difference_of_logits(tmp_path, monkeypatch, off, fails
             check(ROOT / "mistral", tmp_path / "out", compare_logits=True)
     else:
         assert check(ROOT / "mistral", tmp_path / "out", compare_logits=True).logit_difference == pytest.approx(
-            off, rel=0.1
+            relative_error, rel=0.1
         )
 
 
@@ -293,8 +293,8 @@ def test_command_line(tmp_path, capsys):
     assert main(["check", source, out, "--tensors-only"]) == 0
     assert "all 21 tensors equal the source; logits not compared" in capsys.readouterr().out
     assert main(["inspect", source]) == main(["inspect", out]) == 0
-    said = capsys.readouterr().out
-    assert "Hugging Face" in said and "float32 (21)" in said and "bfloat16 (21)" in said and "6,736" in said
+    output = capsys.readouterr().out
+    assert "Hugging Face" in output and "float32 (21)" in output and "bfloat16 (21)" in output and "6,736" in output
     assert main(["convert", source, out]) == 1
     assert "error: " in capsys.readouterr().err
     assert main(["convert", source, out, "--force"]) == 0

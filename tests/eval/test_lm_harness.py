@@ -44,7 +44,7 @@ def ids(text):
 
 
 def logits(tokens):
-    padded = [*tokens, *[0] * (64 - len(tokens))]  # causal: what comes after changes nothing
+    padded = [*tokens, *[0] * (64 - len(tokens))]  # causal: later tokens change nothing
     return np.asarray(kvjax.logits(TOY, [padded])[0], np.float64)[: len(tokens)]
 
 

@@ -129,18 +129,20 @@ def statements(text: str) -> list[str]:
 
 def after_the_fetch(text: str) -> list[str]:
     """All statements that need a row fetched from the host in this step."""
-    found, needed = [], set()
+    dependents, host_names = [], set()
     for s in statements(text):
         uses = set(re.findall(r"%\w+", s.split("=", 1)[-1]))
         fetch = '_xla_compute_type = "host"' in s
-        if fetch or uses & needed:
+        if fetch or uses & host_names:
             result = re.match(r"    (%\w+)", s)
-            needed |= {result.group(1)} if result else set()
-            found += [] if fetch else [s]
-    return found
+            if result:
+                host_names.add(result.group(1))
+            if not fetch:
+                dependents.append(s)
+    return dependents
 
 
-def lowered(model, method: str) -> str:
+def lower_step(model, method: str) -> str:
     state, s, target = start(model, method)
     inlined = forward.Compiled(forward.apply_layer, forward.apply_unembed)  # so that a layer is no call in the text
     step = jax.jit(functools.partial(decode_loop.step, compiled=inlined), static_argnames="target")
@@ -149,12 +151,12 @@ def lowered(model, method: str) -> str:
 
 def test_nothing_in_a_step_waits_for_the_rows_of_the_next():
     model = toy_model()
-    after = after_the_fetch(lowered(model, SMALL))
+    after = after_the_fetch(lower_step(model, SMALL))
     assert len(after) > 4 * model.config.layers and after[-1].startswith("    return")
     called = {name for s in after for name in re.findall(r"call @(\w+)", s)}
     assert all(name.startswith(("_where", "annotate_device_placement")) for name in called)
     assert not any(op in s for s in after for op in ("dot_general", "while", "case", "reduce"))
-    waits = after_the_fetch(lowered(model, SMALL + ",speculative=false"))
+    waits = after_the_fetch(lower_step(model, SMALL + ",speculative=false"))
     assert any("dot_general" in s for s in waits)
 
 

@@ -1,4 +1,4 @@
-"""Byte-level tokenizers in GGUF metadata, against those that were trained here with the published pre-tokenizers."""
+"""Byte-level tokenizers in GGUF metadata, against tokenizers trained here with the published pre-tokenizers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ TEXTS = [
 ]
 
 
-def cut(*patterns: str):
-    """As most tokenizer.json spell it: a list of splits, then bytes."""
+def split_by(*patterns: str):
+    """A pre-tokenizer as most tokenizer.json spell it: a list of splits, then bytes."""
     splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
@@ -52,29 +52,29 @@ PUBLISHED = {
     "starcoder": DIGITS,
     "refact": DIGITS,
     "command-r": DIGITS,
-    "llama-bpe": cut(
+    "llama-bpe": split_by(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+"
     ),
-    "qwen2": cut(
+    "qwen2": split_by(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+"
     ),
-    "qwen35": cut(
+    "qwen35": split_by(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    "tekken": cut(
+    "tekken": split_by(
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    "gpt-4o": cut(
+    "gpt-4o": split_by(
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    "deepseek-v3": cut(
+    "deepseek-v3": split_by(
         r"\p{N}{1,3}",
         CJK,
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -85,8 +85,8 @@ COMPOSING = ("command-r", "qwen2", "qwen35")
 
 
 @functools.cache
-def trained(name: str) -> Tokenizer:
-    """A small byte-level tokenizer with the published pre-tokenizer of that name."""
+def train_tokenizer(name: str) -> Tokenizer:
+    """Trains a small byte-level tokenizer with the published pre-tokenizer of that name."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = PUBLISHED[name]
     tokenizer.decoder = decoders.ByteLevel()
@@ -100,7 +100,7 @@ def trained(name: str) -> Tokenizer:
 
 def byte_level(name: str = "gpt-2", **changes) -> dict:
     """Metadata of the trained tokenizer."""
-    model = json.loads(trained(name).to_str())["model"]
+    model = json.loads(train_tokenizer(name).to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     types = [3 if token in SPECIAL else 1 for token in tokens]
     merges = [" ".join(merge) for merge in model["merges"]]
@@ -110,7 +110,7 @@ def byte_level(name: str = "gpt-2", **changes) -> dict:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_byte_level_ids_are_those_of_the_trained_tokenizer(name, tmp_path):
-    ours, peer = load(byte_level(name), tmp_path), trained(name)
+    ours, peer = load(byte_level(name), tmp_path), train_tokenizer(name)
     for text in TEXTS:
         assert ours.encode(text) == peer.encode(text).ids, text
         if name not in COMPOSING:
@@ -139,7 +139,7 @@ def test_without_a_name_the_pre_tokenizer_is_the_default():
     ],
 )
 def test_pieces(name, pieces):
-    """Those of llama.cpp, where no tokenizer.json is at hand."""
+    """The pieces are llama.cpp's, where no tokenizer.json is at hand."""
     steps = pre_tokenizers.Sequence(list(KNOWN[name].steps))
     assert [piece.replace("Ġ", " ") for piece, _ in steps.pre_tokenize_str("a, b!? 12345")] == pieces
 

@@ -83,21 +83,21 @@ def test_classes_within_each_other():
 
 
 @functools.cache
-def longest(x, y):
+def longest_subsequence(x, y):
     """Recursively, as the definition reads; ties leave out a word of y."""
     if not x or not y:
         return 0, ()
     if x[-1] == y[-1]:
-        n, words = longest(x[:-1], y[:-1])
+        n, words = longest_subsequence(x[:-1], y[:-1])
         return n + 1, (*words, x[-1])
-    without_x, without_y = longest(x[:-1], y), longest(x, y[:-1])
+    without_x, without_y = longest_subsequence(x[:-1], y), longest_subsequence(x, y[:-1])
     return without_x if without_x[0] > without_y[0] else without_y
 
 
 def rouge_oracle(said, right):
     """F1 of distinct words in the union of all sentence pairs' subsequences."""
     said, right = ([s.split() for s in t.split(".") if s] for t in (said, right))
-    union = {w for r in right for s in said for w in longest(tuple(r), tuple(s))[1]}
+    union = {w for r in right for s in said for w in longest_subsequence(tuple(r), tuple(s))[1]}
     p, r = (Fraction(len(union), len({w for s in t for w in s})) for t in (said, right))
     return float(2 * p * r / (p + r)) if union else 0.0
 
@@ -120,20 +120,20 @@ def test_rouge_l_is_that_of_longbench():
 def test_how_far_rouge_l_is_from_rouge_score():
     """The maintained library lowers, drops punctuation and takes one subsequence of all words: another number."""
 
-    def other(said: str, right: str) -> float:
+    def library_rouge_l(said: str, right: str) -> float:
         return rouge_scorer.RougeScorer(["rougeL"]).score(right, said)["rougeL"].fmeasure
 
     same = ("taxes rise on fuel", "taxes on fuel fall")
-    assert score("rouge_l", *same) == pytest.approx(other(*same), abs=1e-7) == pytest.approx(0.75)
-    turned = ("cuts follow. taxes rise on fuel", "taxes rise on fuel. cuts follow")
-    assert score("rouge_l", *turned) == pytest.approx(1, abs=1e-7)
-    assert other(*turned) == pytest.approx(4 / 6)
+    assert score("rouge_l", *same) == pytest.approx(library_rouge_l(*same), abs=1e-7) == pytest.approx(0.75)
+    swapped = ("cuts follow. taxes rise on fuel", "taxes rise on fuel. cuts follow")
+    assert score("rouge_l", *swapped) == pytest.approx(1, abs=1e-7)
+    assert library_rouge_l(*swapped) == pytest.approx(4 / 6)
     marks = ("Taxes rise, on fuel", "taxes rise on fuel")
     assert score("rouge_l", *marks) == pytest.approx(2 / 4, abs=1e-7)  # "Taxes" and "rise," are other words
-    assert other(*marks) == pytest.approx(1)
-    again = ("the tax the fuel the cuts", "the tax fuel cuts")
-    assert score("rouge_l", *again) == pytest.approx(1, abs=1e-7)
-    assert other(*again) == pytest.approx(2 * 4 / (6 + 4))
+    assert library_rouge_l(*marks) == pytest.approx(1)
+    repeated = ("the tax the fuel the cuts", "the tax fuel cuts")
+    assert score("rouge_l", *repeated) == pytest.approx(1, abs=1e-7)
+    assert library_rouge_l(*repeated) == pytest.approx(2 * 4 / (6 + 4))
 
 
 def test_rouge_of_xsum_against_its_definition():

@@ -1,4 +1,4 @@
-"""Questions about a text for the papers' scripts: what is asked, what counts as right, and of which models."""
+"""Questions about a text for the papers' scripts: the prompts, the right answers, and the models that are asked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import tasks, vocab
 from kvjax.testing import toy_model
-from tests.eval.tasks.fake_packages import made, put, said
+from tests.eval.tasks.fake_packages import decode, install_packages, make_cases
 from tests.eval.tasks.test_chat_format import CHATML, chatting
 from tests.eval.tasks.test_ruler import BYTES, PIECES
 
@@ -32,7 +32,7 @@ ARGS = argparse.Namespace(length=700, contexts=2, seed=3, text=Path("essays"))
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """Packages on the path that bring essays."""
-    put(tmp_path, monkeypatch)
+    install_packages(tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -47,18 +47,18 @@ def chat_model() -> Model:
 @pytest.mark.parametrize("task", questions.TASKS)
 def test_the_answer_goes_on_where_the_question_ends(site, model, task):
     more = {"lengths": (700,), "questions": questions.QUESTIONS, "seed": 3, "text": ARGS.text}
-    instances, cases = questions.in_text(ARGS, model, task), made(task, model, **more)
+    instances, cases = questions.in_text(ARGS, model, task), make_cases(task, model, **more)
     several = task == "shared" or task in questions.MULTIKEYS
     for instance, case in zip(instances, cases, strict=True):
-        facts = dict(re.findall(r"for (\S+) is: (\S+)\.", said(model, instance.context)))
+        facts = dict(re.findall(r"for (\S+) is: (\S+)\.", decode(model, instance.context)))
         assert len(instance.questions) == (questions.QUESTIONS if several else 1) <= len(facts)
         assert instance.task == task and instance.context.tolist() == case.context.tolist()
         for q, ask in zip(instance.questions, case.asks, strict=True):
-            whole = said(model, np.concatenate([q.prompt, q.answer]))
+            whole = decode(model, np.concatenate([q.prompt, q.answer]))
             key, value = re.search(r"for (\S+) mentioned in the provided text is (\S+)$", whole).groups()
             assert facts[key] == value and q.prompt.tolist() == ask.prompt.tolist()
             assert q.right(q.answer) and q.depth == ask.about["depth"]
-        assert said(model, instance.between) == chat_format(model, Spec()).between
+        assert decode(model, instance.between) == chat_format(model, Spec()).between
 
 
 def cut_short(instance: tasks.Instance) -> tasks.Instance:
@@ -72,16 +72,18 @@ def test_questions_follow_each_other_as_the_template_has_it(site, chat_model):
     one, other = questions.in_text(ARGS, chat_model, "shared")
     instances = [one, cut_short(other)]
     assert len({len(q.prompt) for i in instances for q in i.questions}) > 1 and len(one.between)
-    found, _ = eviction.QuestionPrompts(chat_model, instances).outcomes("full")
+    outcomes, _ = eviction.QuestionPrompts(chat_model, instances).outcomes("full")
     for row, instance in enumerate(instances):
         first = instance.questions[0]
         for i, q in enumerate(instance.questions):
             before = [first.prompt, first.answer, instance.between] if i else []
-            for when, column, given in (("later", i - 1, before), ("unseen", i, [])) if i else (("first", 0, []),):
-                ids = np.concatenate([instance.context, *given, q.prompt, q.answer])[None]
+            for when, column, earlier_tokens in (
+                (("later", i - 1, before), ("unseen", i, [])) if i else (("first", 0, []),)
+            ):
+                ids = np.concatenate([instance.context, *earlier_tokens, q.prompt, q.answer])[None]
                 logp = np.asarray(jax.nn.log_softmax(kvjax.logits(chat_model, ids)[0], -1))[-len(q.answer) - 1 : -1]
                 nats = -logp[np.arange(len(q.answer)), q.answer].mean()
-                np.testing.assert_allclose(found[when].nats[row, column], nats, atol=1e-4)
+                np.testing.assert_allclose(outcomes[when].nats[row, column], nats, atol=1e-4)
 
 
 def test_each_model_is_asked_what_it_can_read(chat_model):
