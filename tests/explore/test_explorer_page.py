@@ -104,8 +104,8 @@ def test_a_long_text_on_many_heads_stays_below_ten_megabytes():
 
 def test_pieces_are_the_text():
     tokenizer = load("testbed").tokenizer
-    text_of_page = "naïve 日本 🙂\n  x = 1"
-    ids = tokenizer.encode(text_of_page)
+    source_text = "naïve 日本 🙂\n  x = 1"
+    ids = tokenizer.encode(source_text)
     pieces = token_texts(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False) and len(pieces) == len(ids)
     assert "🙂" in pieces and "\ufffd" not in "".join(pieces)

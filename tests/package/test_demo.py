@@ -61,7 +61,7 @@ def empty_benchmark(contexts: int = 2, dtype: str = "float32") -> demo.DemoBench
     return demo.DemoBenchmark(types.SimpleNamespace(dtype=dtype), [case] * contexts, [], "values")
 
 
-def print_table(rows: list[demo.DemoRow], width: int) -> list[str]:
+def render_lines(rows: list[demo.DemoRow], width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO())
     console.print(demo.table(rows, empty_benchmark(), "testbed", width))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
@@ -95,17 +95,17 @@ def test_each_method_is_named_before_it_runs_and_told_when_it_is_done(directory,
 def test_all_of_it_has_longer_contexts_and_more_methods(monkeypatch, tmp_path):
     calls = {}
 
-    def refuse_benchmark(model, full):
+    def note_and_refuse(model, full):
         calls.update(full=full)
         raise kvjax.KvjaxError("enough")
 
-    def refuse_methods(methods):
+    def note_methods(methods):
         calls.update(methods=methods)
         return {}
 
     make_benchmark = demo.make_benchmark
-    monkeypatch.setattr(demo, "make_benchmark", refuse_benchmark)
-    monkeypatch.setattr(demo, "resolve", refuse_methods)
+    monkeypatch.setattr(demo, "make_benchmark", note_and_refuse)
+    monkeypatch.setattr(demo, "resolve", note_methods)
     assert cli.main(["demo", "--full", "--out", str(tmp_path)]) == 2
     assert calls == {"full": True, "methods": demo.ALL_METHODS}
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
@@ -157,12 +157,12 @@ def test_methods_decode_in_turns_and_the_first_turn_does_not_count(monkeypatch):
 
 def test_speeds_have_their_median_and_range():
     row = dataclasses.replace(ROW, tokens_per_second=(1300.0, 1100.0, 1200.0))
-    assert any(line.endswith("1,200 (1,100..1,300)") for line in print_table([row], 120))
-    narrow = print_table([row], 80)
+    assert any(line.endswith("1,200 (1,100..1,300)") for line in render_lines([row], 120))
+    narrow = render_lines([row], 80)
     assert narrow.index(next(x for x in narrow if x.endswith(" 1,200"))) + 1 == narrow.index(
         next(x for x in narrow if x.endswith(" (1,100..1,300)"))
     )
-    assert not any("tokens/s" in line for line in print_table([ROW], 80))
+    assert not any("tokens/s" in line for line in render_lines([ROW], 80))
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -170,7 +170,7 @@ def test_the_table_fits_and_names_the_dtype(width):
     long = dataclasses.replace(
         ROW, method="snapkv:budget=512 + kvcrush + kivi:bits=4", host_bytes=4_325_376, tokens_per_second=(12345.0,) * 3
     )
-    lines = print_table([ROW, long], width)
+    lines = render_lines([ROW, long], width)
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
     assert "testbed in float32: 2 contexts of 64 tokens" in text
@@ -206,7 +206,7 @@ def test_the_picture_is_the_one_of_an_evaluation(tmp_path, monkeypatch):
 
 
 def test_a_first_method_other_than_full_is_no_full():
-    text = " ".join(print_table([dataclasses.replace(ROW, method="kivi:bits=2")], 120))
+    text = " ".join(render_lines([dataclasses.replace(ROW, method="kivi:bits=2")], 120))
     assert "= first" in text and "= full" not in text
 
 
