@@ -91,12 +91,12 @@ def test_an_output_that_differs_is_found():
 
 def test_of_a_table_of_the_evaluation_all_but_the_scores_is_compared():
     table = "      1,024-token contexts\n\n method   niah   turns   device  of full   host  tok/s\n ─────────\n"
-    shown = f"{table} full   100.0   75.0 ±9.1   2,066   100.0    0    -\n  percent right; KiB held\n...\n"
+    page_table = f"{table} full   100.0   75.0 ±9.1   2,066   100.0    0    -\n  percent right; KiB held\n...\n"
     wider = f"  {table} full        100.0        100.0   2,066   100.0    0    -\n  percent right;\n  KiB held\nwrote\n"
-    compare_output(shown, wider, "a page")
+    compare_output(page_table, wider, "a page")
     for printed in (wider.replace("2,066", "2,067"), wider.replace(" full ", " int4 "), wider.replace("KiB", "MiB")):
         with pytest.raises(AssertionError, match="the page shows"):
-            compare_output(shown, printed, "a page")
+            compare_output(page_table, printed, "a page")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def logits(tokens):
 
 
 def direct(context, continuation):
-    """From one uncached forward pass: (log-probability, whether each token is the likeliest)."""
+    """The log-probability from one uncached forward pass, and whether each token is the likeliest."""
     tokens = context + continuation
     out = logits(tokens)[len(context) - 1 : -1]
     logp = out - np.log(np.exp(out - out.max(-1, keepdims=True)).sum(-1, keepdims=True)) - out.max(-1, keepdims=True)
@@ -67,26 +67,27 @@ def likeliest(context, n):
 def test_loglikelihood_under_full_is_that_of_the_logits():
     lm = KvjaxLM(TOY, "full", batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), ("a b ", "c"), ("", "lights")]
-    got = lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    answers = lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
     # a space at the end of a prompt goes with what follows
-    want = [direct(ids(c.strip()) or [256], ids(tail(c, t)))[0] for c, t in pairs]
-    assert [g for g, _ in got] == pytest.approx(want, rel=1e-5) and not any(g for _, g in got)
-    made = likeliest(ids(CONTEXT), 3)
-    wrong = [*made[:2], (made[2] + 1) % 512]
-    got = lm._loglikelihood_tokens([(("", ""), ids(CONTEXT), x) for x in (made, wrong, [])], disable_tqdm=True)
-    assert [g for _, g in got] == [True, False, True] and got[2][0] == 0
+    expected = [direct(ids(c.strip()) or [256], ids(tail(c, t)))[0] for c, t in pairs]
+    assert [g for g, _ in answers] == pytest.approx(expected, rel=1e-5) and not any(g for _, g in answers)
+    greedy_tokens = likeliest(ids(CONTEXT), 3)
+    other_tokens = [*greedy_tokens[:2], (greedy_tokens[2] + 1) % 512]
+    encoded = [(("", ""), ids(CONTEXT), tokens) for tokens in (greedy_tokens, other_tokens, [])]
+    answers = lm._loglikelihood_tokens(encoded, disable_tqdm=True)
+    assert [g for _, g in answers] == [True, False, True] and answers[2][0] == 0
 
 
 def test_loglikelihood_under_a_method_is_that_of_score():
     lm = KvjaxLM(TOY, METHODS[1], batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), (CONTEXT[:20], "Fog.")]
-    got = [g for g, _ in lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)]
+    values = [g for g, _ in lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)]
     prompts, rests = [ids(c.strip()) for c, _ in pairs], [ids(tail(*p)) for p in pairs]
-    want = [x.sum() for x in kvjax.score(TOY, prompts, rests, parse("snapkv:budget=24,window=8"))]
-    assert got == pytest.approx(want, rel=1e-5)
+    expected = [x.sum() for x in kvjax.score(TOY, prompts, rests, parse("snapkv:budget=24,window=8"))]
+    assert values == pytest.approx(expected, rel=1e-5)
     exact = [direct(*x)[0] for x in zip(prompts, rests, strict=True)]
-    assert abs(got[0] - exact[0]) > 1e-3  # something was evicted
-    assert got[2] == pytest.approx(exact[2], rel=1e-5)  # 20 tokens are within the budget
+    assert abs(values[0] - exact[0]) > 1e-3  # something was evicted
+    assert values[2] == pytest.approx(exact[2], rel=1e-5)  # 20 tokens are within the budget
 
 
 def tail(context, continuation):
@@ -95,13 +96,13 @@ def tail(context, continuation):
 
 def test_prompts_and_texts_beyond_max_length():
     lm = KvjaxLM(TOY, "full", batch_size=2, max_length=17)
-    ((got, _),) = lm.loglikelihood(requests("loglikelihood", (CONTEXT.strip(), "Fog.")), disable_tqdm=True)
-    assert got == pytest.approx(direct(ids(CONTEXT.strip())[-14:], ids("Fog."))[0], rel=1e-5)
+    ((log_likelihood, _),) = lm.loglikelihood(requests("loglikelihood", (CONTEXT.strip(), "Fog.")), disable_tqdm=True)
+    assert log_likelihood == pytest.approx(direct(ids(CONTEXT.strip())[-14:], ids("Fog."))[0], rel=1e-5)
     text = CONTEXT[:40]
-    got = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), ("",)), disable_tqdm=True)
+    values = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), ("",)), disable_tqdm=True)
     t = ids(text)  # windows of 17 tokens; the last one keeps its full context
-    want = direct([256], t[:17])[0] + direct(t[16:17], t[17:34])[0] + direct(t[22:34], t[34:])[0]
-    assert got == [pytest.approx(want, rel=1e-5), 0]
+    expected = direct([256], t[:17])[0] + direct(t[16:17], t[17:34])[0] + direct(t[22:34], t[34:])[0]
+    assert values == [pytest.approx(expected, rel=1e-5), 0]
     with pytest.raises(KvjaxError, match="leave no room in max_length=17"):
         lm.loglikelihood(requests("loglikelihood", ("a", "b" * 30)), disable_tqdm=True)
 
@@ -115,10 +116,10 @@ def test_generate_until_stops_where_it_must(method):
     texts = [TOY.tokenizer.decode(t) for t in full.tokens]
     stop = texts[0][4:6]
     args = [(CONTEXT, {"until": [stop, ""], "do_sample": False, "temperature": 0.7}), ("a b", {"max_tokens": 10})]
-    got = lm.generate_until(requests("generate_until", *args), disable_tqdm=True)
-    assert got == [texts[0][: texts[0].index(stop)], texts[1]]
-    (got,) = lm.generate_until(requests("generate_until", (CONTEXT, {"until": "no such"})), disable_tqdm=True)
-    assert got == texts[0]
+    generated = lm.generate_until(requests("generate_until", *args), disable_tqdm=True)
+    assert generated == [texts[0][: texts[0].index(stop)], texts[1]]
+    (generated,) = lm.generate_until(requests("generate_until", (CONTEXT, {"until": "no such"})), disable_tqdm=True)
+    assert generated == texts[0]
 
 
 def test_sampling_and_ends():
@@ -144,15 +145,15 @@ def test_sampling_and_ends():
 def test_chat_templates_as_lm_eval_asks_for_them():
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
     lm = KvjaxLM(dataclasses.replace(TOY, chat_template=template))
-    asked = [{"role": "user", "content": "2 + 2?"}]
-    assert lm.apply_chat_template(asked) == "[user]2 + 2?[assistant]"
-    begun = [*asked, {"role": "assistant", "content": "It is"}]
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    assert lm.apply_chat_template(messages) == "[user]2 + 2?[assistant]"
+    begun = [*messages, {"role": "assistant", "content": "It is"}]
     assert lm.apply_chat_template(begun, add_generation_prompt=False) == "[user]2 + 2?[assistant]It is"
     assert lm.chat_template(True) == template.source
     with pytest.raises(KvjaxError, match="none is called 'tool_use'"):
         lm.chat_template("tool_use")
     with pytest.raises(KvjaxError, match="no chat template"):
-        KvjaxLM(TOY).apply_chat_template(asked)
+        KvjaxLM(TOY).apply_chat_template(messages)
 
 
 def test_arguments():
@@ -220,9 +221,9 @@ def test_a_whole_run_of_local_tasks(tasks):
     samples = sorted(out["samples"]["toy_choice"], key=lambda s: s["doc_id"])
     right = []
     for sample, doc in zip(samples, DOCS, strict=True):
-        want = [direct(ids(doc["text"].rstrip()), ids(tail(doc["text"], c)))[0] for c in doc["choices"]]
-        assert [float(r[0][0]) for r in sample["resps"]] == pytest.approx(want, rel=1e-4)
-        right.append(int(np.argmax(want)) == doc["label"])
+        expected = [direct(ids(doc["text"].rstrip()), ids(tail(doc["text"], c)))[0] for c in doc["choices"]]
+        assert [float(r[0][0]) for r in sample["resps"]] == pytest.approx(expected, rel=1e-4)
+        right.append(int(np.argmax(expected)) == doc["label"])
     assert out["results"]["toy_choice"]["acc,none"] == np.mean(right)
     texts = {s["doc_id"]: s["resps"][0][0] for s in out["samples"]["toy_until"]}
     for i, doc in enumerate(DOCS):
@@ -230,16 +231,16 @@ def test_a_whole_run_of_local_tasks(tasks):
 
 
 def test_the_command_line_knows_the_model(tasks, monkeypatch, capsys):
-    seen = {}
+    options = {}
     monkeypatch.setattr("kvjax.core.compile_cache.use_compilation_cache", lambda: None)
-    own = functools.partial(TaskManager, include_defaults=False)  # reading all that lm_eval ships takes seconds
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
-    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **kwargs: seen.update(kwargs))
+    own_tasks = functools.partial(TaskManager, include_defaults=False)  # reading all that lm_eval ships takes seconds
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", own_tasks)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **kwargs: options.update(kwargs))
     args = ["--model", "kvjax", "--model_args", "model=testbed,method=kcache:n=64", "--tasks", "toy_choice"]
     monkeypatch.setattr(sys, "argv", ["lm_eval", *args, "--include_path", str(tasks)])
     main()
-    assert seen["model"] == "kvjax" and seen["tasks"] == ["toy_choice"]
+    assert options["model"] == "kvjax" and options["tasks"] == ["toy_choice"]
     assert lm_eval.api.registry.get_model("kvjax") is KvjaxLM
-    more = {k: seen[k] for k in ("batch_size", "max_batch_size", "device")}
-    assert KvjaxLM.create_from_arg_obj(dict(seen["model_args"]), more).method == parse("kcache:n=64")
+    more = {k: options[k] for k in ("batch_size", "max_batch_size", "device")}
+    assert KvjaxLM.create_from_arg_obj(dict(options["model_args"]), more).method == parse("kcache:n=64")
     assert jax.config.jax_numpy_dtype_promotion == "strict"

@@ -86,7 +86,7 @@ def test_main_runs_those_named_and_tells_of_failures(tmp_path, monkeypatch, caps
     entries = collection(tmp_path / "results", fake("a", 1), fake("b", line=FAILS))
     monkeypatch.setattr(driver, "README", readme)
     monkeypatch.setattr(driver, "SMALL_FORMS", entries)
-    monkeypatch.setattr(driver, "summary_section", lambda collection, wrong: f"failed: {list(wrong)}")
+    monkeypatch.setattr(driver, "summary_section", lambda collection, failures: f"failed: {list(failures)}")
     assert driver.main(["--only", "a"]) == 0 and "failed: []" in readme.read_text()
     assert driver.main([]) == 1 and "failed: ['b']" in readme.read_text()
     assert "failed: b: exit status 3" in capsys.readouterr().err
@@ -131,8 +131,8 @@ def test_every_entry_is_a_script_that_knows_its_arguments(entry, tmp_path, monke
 def test_all_scripts_of_the_folder_are_driven():
     shared = {"__init__", "common", "eviction", "eviction_tables", "questions"}
     folder = driver.ROOT / "experiments" / "papers"
-    here = {p.relative_to(folder) for p in folder.rglob("*.py") if p.stem not in shared}
-    assert {".".join(p.with_suffix("").parts) for p in here} == {e.module for e in driver.ENTRIES}
+    scripts = {p.relative_to(folder) for p in folder.rglob("*.py") if p.stem not in shared}
+    assert {".".join(p.with_suffix("").parts) for p in scripts} == {e.module for e in driver.ENTRIES}
 
 
 def record(method: str, accuracy: float, **more) -> dict:
@@ -168,7 +168,7 @@ TIMED = {"seconds_per_step": {"median": 0.002}}
 
 
 @pytest.mark.parametrize(
-    ("name", "results", "said"),
+    ("name", "results", "sentence"),
     [
         ("specache_table5", [record(m, x) for m, x in LEVELS], "help (+40.0 points): the order of the paper"),
         ("specache_table5", [record(m, 0.9) for m, _ in LEVELS], "do not help (+0.0 points): not the order"),
@@ -216,7 +216,7 @@ TIMED = {"seconds_per_step": {"median": 0.002}}
         ("streaming", {**STREAMED, "slope": {"streaming_llm": [0.5, 0.2]}}, "beyond two standard errors of flat"),
     ],
 )
-def test_scripts_sum_up_what_they_found(name, results, said):
+def test_scripts_sum_up_what_they_found(name, results, sentence):
     (entry,) = (entry for entry in driver.ENTRIES if entry.name == name)
     words = entry.in_brief(results)
-    assert len(words) == 3 and all(words) and said in " | ".join(words)
+    assert len(words) == 3 and all(words) and sentence in " | ".join(words)

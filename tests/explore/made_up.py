@@ -38,8 +38,8 @@ def record(
     """Tokens leave by chance, and attention is drawn: only shapes and sizes are like those of a model."""
     rng, P = np.random.default_rng(0), prompt + steps
     now = np.arange(prompt, P)[None, None, :, None]
-    there = np.arange(P) <= now
-    attention = np.where(there, np.exp(2.5 * rng.normal(size=(layers, heads, steps, P))), 0)
+    is_visible = np.arange(P) <= now
+    attention = np.where(is_visible, np.exp(2.5 * rng.normal(size=(layers, heads, steps, P))), 0)
     attention = (attention / attention.sum(-1, keepdims=True)).astype(np.float32)
     traces = [method_trace(name, i, attention, prompt) for i, name in enumerate(methods)]
     text = list(range(prompt))
@@ -50,8 +50,8 @@ def method_trace(name: str, number: int, attention: np.ndarray, prompt: int) -> 
     """A method that keeps every `number + 1`-th token: the second on the host, the third in few bits."""
     layers, heads, steps, P = attention.shape
     at, now = np.arange(P), np.arange(prompt, P)[:, None]
-    stays = (at % (number + 1) == 0) | (at >= now - 3)
-    status_codes = np.where(stays & (at <= now), token_codes.HELD, 0).astype(np.uint8)
+    is_kept = (at % (number + 1) == 0) | (at >= now - 3)
+    status_codes = np.where(is_kept & (at <= now), token_codes.HELD, 0).astype(np.uint8)
     status_codes |= np.where(
         status_codes > 0, (0, token_codes.KEY_HOST | token_codes.VALUE_HOST, token_codes.REPRESENTS)[number % 3], 0
     ).astype(np.uint8)

@@ -140,11 +140,11 @@ def test_a_sliding_window_gets_no_attention_beyond_it():
 @pytest.mark.parametrize("method", [STREAMING, ADAKV])
 def test_lost_attention_is_that_of_numpy(model, exploration, by_name, method):
     exact = exact_attention(model, [*PROMPT, *exploration.answer])[:, :, len(PROMPT) :]
-    held = [held_positions(context) for context in caches(model, method, exploration)]
+    held_by_step = [held_positions(context) for context in caches(model, method, exploration)]
     for step in range(STEPS):
-        there = held[step].copy()
-        there[:, :, len(PROMPT) + step] = True  # its own token
-        gone = np.where(there, 0, exact[:, :, step]).sum(-1)
+        is_held = held_by_step[step].copy()
+        is_held[:, :, len(PROMPT) + step] = True  # its own token
+        gone = np.where(is_held, 0, exact[:, :, step]).sum(-1)
         np.testing.assert_allclose(by_name[method].lost_attention[:, :, step], gone, atol=1e-5)
         assert gone.max() > 0.05
 

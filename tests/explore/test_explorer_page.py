@@ -70,18 +70,18 @@ def test_what_is_packed_is_what_was_recorded(text, exploration):
     for layer in range(2):
         shares = (unpack_array(data["attention"][layer], shape) / 255.0) ** 4
         np.testing.assert_allclose(shares, exploration.attention[layer], rtol=0.03, atol=2e-5)
-        for method, kept in zip(data["methods"], exploration.methods, strict=True):
-            assert np.array_equal(unpack_array(method["held"][layer], shape), kept.status_codes[layer])
-            assert np.array_equal(unpack_array(method["off"][layer], shape), kept.error_codes[layer])
-    lost = unpack_array(data["methods"][2]["lost"], exploration.attention.shape[:3], "<u2") / 65535
-    np.testing.assert_allclose(lost, exploration.methods[2].lost_attention, atol=1e-5)
+        for method, trace in zip(data["methods"], exploration.methods, strict=True):
+            assert np.array_equal(unpack_array(method["held"][layer], shape), trace.status_codes[layer])
+            assert np.array_equal(unpack_array(method["off"][layer], shape), trace.error_codes[layer])
+    lost_attention = unpack_array(data["methods"][2]["lost"], exploration.attention.shape[:3], "<u2") / 65535
+    np.testing.assert_allclose(lost_attention, exploration.methods[2].lost_attention, atol=1e-5)
 
 
 def test_it_begins_with_two_methods_where_they_lose_the_most(text, exploration):
     first = page_data(text)["first"]
     assert first["sides"] == [1, 2]
-    lost = exploration.methods[1].lost_attention.mean(2) + exploration.methods[2].lost_attention.mean(2)
-    assert lost[first["layer"], first["head"]] == lost.max()
+    lost_attention = exploration.methods[1].lost_attention.mean(2) + exploration.methods[2].lost_attention.mean(2)
+    assert lost_attention[first["layer"], first["head"]] == lost_attention.max()
     assert explorer_page.first_view(record(methods=("full",)))["sides"] == [0]
 
 
@@ -92,9 +92,11 @@ def test_own_answers_are_divided_where_they_part(text, exploration):
 
 def test_bits_of_scripts_are_those_of_the_record():
     script = (explorer_page.WEB / "data.js").read_text()
-    named = dict(re.findall(r"([A-Z_]+) = (\d+)", script))
-    assert {name: int(bit) for name, bit in named.items()} == {name: getattr(token_codes, name) for name in named}
-    assert len(named) == 7
+    script_bits = dict(re.findall(r"([A-Z_]+) = (\d+)", script))
+    assert {name: int(bit) for name, bit in script_bits.items()} == {
+        name: getattr(token_codes, name) for name in script_bits
+    }
+    assert len(script_bits) == 7
 
 
 def test_a_long_text_on_many_heads_stays_below_ten_megabytes():

@@ -67,9 +67,9 @@ def test_only_true_tokens_are_kept(model):
     whole = [p + t[:-1] for p, t in zip(PROMPTS, out.tokens, strict=True)]
     _, cache = kvjax.prefill(model, whole, kvjax.methods.offload(), capacity=64)
     np.testing.assert_array_equal(state.cache.length, cache.length)
-    for got, want in zip(state.cache.layers, cache.layers, strict=True):
-        np.testing.assert_array_equal(got.pos, want.pos)
-        for a, b in ((got.k, want.k), (got.v, want.v)):
+    for layer, expected in zip(state.cache.layers, cache.layers, strict=True):
+        np.testing.assert_array_equal(layer.pos, expected.pos)
+        for a, b in ((layer.k, expected.k), (layer.v, expected.v)):
             assert a.host
             a, b = np.asarray(memory.unpack(a)), np.asarray(memory.unpack(b))
             for row, ids in enumerate(whole):

@@ -132,10 +132,14 @@ def test_nothing_appears_unless_complete(tmp_path, params):
 
 
 def test_wrong_trees_are_refused_with_every_reason(tmp_path, params):
-    wrong = {**params, "head": {"kernel": params["head"]["kernel"].T}, "tail": {"scale": params["final_norm"]["scale"]}}
-    del wrong["final_norm"]
+    wrong_tree = {
+        **params,
+        "head": {"kernel": params["head"]["kernel"].T},
+        "tail": {"scale": params["final_norm"]["scale"]},
+    }
+    del wrong_tree["final_norm"]
     with pytest.raises(KvjaxError) as e:
-        checkpoint.save(tmp_path / "model", CONFIG, wrong)
+        checkpoint.save(tmp_path / "model", CONFIG, wrong_tree)
     assert "final_norm/scale: missing" in str(e.value)
     assert "tail/scale: not a parameter of this config" in str(e.value)
     assert "head/kernel: shape [16, 8], the config says [8, 16]" in str(e.value)

@@ -58,8 +58,8 @@ def test_methods_has_a_line_for_each_below_its_family(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
     assert cli.main(["methods"]) == 0
-    cut = capsys.readouterr().out.splitlines()
-    assert max(map(len, cut[:-1])) == 60 and [x[:40] for x in cut] == [x[:40] for x in lines]
+    narrow_lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow_lines[:-1])) == 60 and [x[:40] for x in narrow_lines] == [x[:40] for x in lines]
 
 
 def test_methods_tells_all_of_the_named_ones_and_the_nearest_of_unknown_ones(capsys):

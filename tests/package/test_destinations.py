@@ -66,10 +66,10 @@ def header_of(path, header, seal=None):
 
 def test_a_saved_context_whose_header_was_edited_is_refused(tmp_path):
     path = kvjax.read(MODEL, [[1, 2, 3]], "full", room=8).save(tmp_path / "out")
-    with np.load(path) as held:
-        entries = dict(held)
-    said = json.loads(entries[archive.HEADER].tobytes())
-    edited = json.dumps(said | {"capacity": 10**12}).encode()
+    with np.load(path) as arrays:
+        entries = dict(arrays)
+    header = json.loads(entries[archive.HEADER].tobytes())
+    edited = json.dumps(header | {"capacity": 10**12}).encode()
     with path.open("wb") as file:
         np.savez(file, **entries | {archive.HEADER: np.frombuffer(edited, np.uint8)})
     with pytest.raises(KvjaxError, match="a damaged one .its header is not what was written.; save it again"):
@@ -83,10 +83,10 @@ def test_a_saved_context_that_says_nothing_usable_is_refused(tmp_path, capacity)
     with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*nested more than 100 deep"):
         kvjax.resume(MODEL, path)
     kvjax.read(MODEL, [[1, 2, 3]], "full", room=8).save(path)
-    with np.load(path) as held:
-        said = json.loads(held[archive.HEADER].tobytes())
-    said |= {"capacity": capacity, "arrays": {}}
-    header_of(path, json.dumps({k: x for k, x in said.items() if x is not None}).encode())
+    with np.load(path) as arrays:
+        header = json.loads(arrays[archive.HEADER].tobytes())
+    header |= {"capacity": capacity, "arrays": {}}
+    header_of(path, json.dumps({k: x for k, x in header.items() if x is not None}).encode())
     with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*capacity"):
         kvjax.resume(MODEL, path)
-    assert set(save.FORMAT.fields) <= said.keys()
+    assert set(save.FORMAT.fields) <= header.keys()

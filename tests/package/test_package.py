@@ -36,15 +36,15 @@ def ask_setuptools() -> dict:
 
 def package_files() -> set[str]:
     """The files of the packages, without what Python or an editor leaves there."""
-    found = (path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file())
-    return {str(path) for path in found if "__pycache__" not in path.parts and not path.name.startswith(".")}
+    paths = (path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file())
+    return {str(path) for path in paths if "__pycache__" not in path.parts and not path.name.startswith(".")}
 
 
 def test_a_wheel_has_every_file_of_the_packages_and_no_other():
     """A file that is missing needs its pattern in `package-data` of pyproject.toml, or its folder an __init__.py."""
-    here = package_files()
-    assert {".j2", ".json", ".safetensors", ".ocdbt", ".py"} <= {Path(path).suffix for path in here}
-    assert set(ask_setuptools()["files"]) == here
+    expected = package_files()
+    assert {".j2", ".json", ".safetensors", ".ocdbt", ".py"} <= {Path(path).suffix for path in expected}
+    assert set(ask_setuptools()["files"]) == expected
 
 
 def test_an_editable_install_puts_the_folder_of_the_packages_on_the_path():

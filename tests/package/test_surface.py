@@ -41,7 +41,7 @@ def run_code(code: str) -> list[str]:
 
 
 def modules_with_all() -> list[str]:
-    names = ["kvjax", *(found.name for found in pkgutil.walk_packages(kvjax.__path__, "kvjax."))]
+    names = ["kvjax", *(module.name for module in pkgutil.walk_packages(kvjax.__path__, "kvjax."))]
     sources = {name: ROOT.joinpath(*name.split(".")) for name in names}
     files = {name: path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for name, path in sources.items()}
     return [name for name, file in files.items() if "__all__" in file.read_text()]
@@ -82,8 +82,8 @@ print(json.dumps([none, *(name in sys.modules for name in ("kvjax.errors", "jax"
 
 def test_the_methods_of_the_package_are_those_of_the_registry():
     names = sorted(name for name, entry in load_all().items() if is_builtin(entry.make))
-    typed = re.findall(r"import (\w+) as \1$", Path(kvjax.methods.__file__).read_text(), re.MULTILINE)
-    assert sorted(dir(kvjax.methods)) == sorted(kvjax.methods.__all__) == names and set(typed) <= set(names)
+    typed_names = re.findall(r"import (\w+) as \1$", Path(kvjax.methods.__file__).read_text(), re.MULTILINE)
+    assert sorted(dir(kvjax.methods)) == sorted(kvjax.methods.__all__) == names and set(typed_names) <= set(names)
     assert all(getattr(kvjax.methods, name) is REGISTRY[name].make for name in names)
 
 

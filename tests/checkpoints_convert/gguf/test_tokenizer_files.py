@@ -77,9 +77,9 @@ def test_what_stands_around_a_text(metadata, added, tmp_path):
     ours = load(metadata, tmp_path)
     bos, eos = (0, 1) if metadata["tokenizer.ggml.model"] == "gpt2" else (1, 2)
     first, second = (ours.encode(text, special_tokens=False) for text in ("ab", "a"))
-    before, behind = [bos] * added[0], [eos] * added[1]
-    assert ours.encode("ab") == [*before, *first, *behind]
-    assert ours.inner.encode("ab", "a").ids == [*before, *first, *behind, *before, *second, *behind]
+    before, after = [bos] * added[0], [eos] * added[1]
+    assert ours.encode("ab") == [*before, *first, *after]
+    assert ours.inner.encode("ab", "a").ids == [*before, *first, *after, *before, *second, *after]
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (config["add_bos_token"], config["add_eos_token"]) == added
 

@@ -95,9 +95,9 @@ def test_every_column_has_a_unit(page):
 def test_ids_are_unique_and_links_lead_somewhere(page):
     ids = [a["id"] for _, a in page.elements if "id" in a]
     assert len(ids) == len(set(ids))
-    named = [x for _, a in page.elements for x in (a.get("aria-labelledby") or "").split()]
+    label_ids = [x for _, a in page.elements for x in (a.get("aria-labelledby") or "").split()]
     links = [a["href"][1:] for _, a in page.elements if (a.get("href") or "").startswith("#")]
-    assert set(named + links) <= set(ids)
+    assert set(label_ids + links) <= set(ids)
     plots = [a for a in page.all("svg") if a.get("class") == "plot"]
     assert plots and all(a["role"] == "img" and a["aria-labelledby"] for a in plots)
 

@@ -275,7 +275,7 @@ def test_a_method_that_cannot_run_says_so_before_anything_runs(method, says):
 
 def test_cases_are_checked_before_anything_runs():
     empty_case, odd = Case("toy", "x", draw(4)), dataclasses.replace(ask(1), metric="exakt")
-    wrong = {
+    wrong_cases = {
         "either questions or": [empty_case, dataclasses.replace(CASES[0], follows=draw(2), bytes=2)],
         "0 bytes to follow": [dataclasses.replace(empty_case, follows=draw(2))],
         "metric 'exakt'; there are exact": [dataclasses.replace(empty_case, asks=(odd,))],
@@ -284,7 +284,7 @@ def test_cases_are_checked_before_anything_runs():
             dataclasses.replace(empty_case, asks=(ask(1, 0),)),
         ],
     }
-    for says, cases in wrong.items():
+    for says, cases in wrong_cases.items():
         for c in cases:
             with pytest.raises(KvjaxError, match=says):
                 check_cases([c], MemoryStore())

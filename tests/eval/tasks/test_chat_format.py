@@ -60,11 +60,11 @@ def test_prompts_are_what_the_template_writes(site, name, source):
     assert user.endswith("\n") and case.context.tolist() == model.tokenizer.encode(head + user, special_tokens=False)
     ids, talk = [*case.context], []
     for turn, ask in enumerate(case.asks):
-        asked, _, opening = decode(model, ask.prompt).partition(tail)
-        asked = asked.rpartition("<|im_start|>user\n" if source is CHATML else "[INST] ")[2]
-        before, _, last = decode(model, plain.asks[turn].prompt).lstrip("\n").partition(asked)
+        question, _, opening = decode(model, ask.prompt).partition(tail)
+        question = question.rpartition("<|im_start|>user\n" if source is CHATML else "[INST] ")[2]
+        before, _, last = decode(model, plain.asks[turn].prompt).lstrip("\n").partition(question)
         assert before == "" and last.lstrip() == opening.lstrip() and opening
-        talk += [{"role": "user", "content": (user if not talk else "") + asked}]
+        talk += [{"role": "user", "content": (user if not talk else "") + question}]
         written = model.chat_template.render([talk], NOW)[0] + opening
         if not case.turns:
             assert decode(model, np.append(case.context, ask.prompt)) == written
@@ -124,8 +124,8 @@ def test_a_template_that_hides_messages_is_told(site, source):
 
 
 def test_the_command_takes_chat_and_says_at_once_that_there_is_no_template(monkeypatch, capsys):
-    given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, lengths="8", seed=0, text=None, data=None)
-    assert [eval_command.make_spec(argparse.Namespace(**vars(given), chat=x)).chat for x in (None, True, False)] == [
+    args = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, lengths="8", seed=0, text=None, data=None)
+    assert [eval_command.make_spec(argparse.Namespace(**vars(args), chat=x)).chat for x in (None, True, False)] == [
         None,
         True,
         False,

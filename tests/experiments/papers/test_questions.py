@@ -97,10 +97,10 @@ def test_each_model_is_asked_what_it_can_read(chat_model):
 
 def test_the_scripts_ask_a_model_of_text(site, chat_model, monkeypatch, capsys):
     monkeypatch.setattr(kvjax, "load", lambda *a, **k: chat_model)
-    asked = "--text essays --tasks shared --length 640 --contexts 2 --windows 2 --tokens 8 --out out".split()
-    kcache_table2.main([*asked, "--n", "8", "--layers", "0"])
+    options = "--text essays --tasks shared --length 640 --contexts 2 --windows 2 --tokens 8 --out out".split()
+    kcache_table2.main([*options, "--n", "8", "--layers", "0"])
     lines = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["lines"]
     assert [r["tasks"]["shared"]["questions"] for r in lines] == [8, 8]
-    kvcrush_table3.main([*asked, "--budget", "320", "--bases", "SnapKV"])
+    kvcrush_table3.main([*options, "--budget", "320", "--bases", "SnapKV"])
     outcomes = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["outcomes"]
     assert {(o["task"], o["when"]) for o in outcomes} >= {("shared", w) for w in ("first", "later", "unseen")}

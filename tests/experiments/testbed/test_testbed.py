@@ -57,9 +57,9 @@ def test_answers_follow_from_the_context(task, seed):
     instance = make(task, seed)
     assert instance.context.shape == (LENGTH,) and instance.context.dtype == np.int32
     for q in instance.questions:
-        found = solve(task, instance.context.tolist(), q.prompt.tolist(), len(q.answer))
-        assert q.right(found) and (not q.is_ordered or found == q.answer.tolist()) and not q.right([0, *found])
-        assert q.right(found[::-1]) == (not q.is_ordered or len(found) == 1)
+        answer = solve(task, instance.context.tolist(), q.prompt.tolist(), len(q.answer))
+        assert q.right(answer) and (not q.is_ordered or answer == q.answer.tolist()) and not q.right([0, *answer])
+        assert q.right(answer[::-1]) == (not q.is_ordered or len(answer) == 1)
         assert np.isin(q.answer, vocab.SYMBOLS).all() and 0 <= q.depth <= 1
 
 
@@ -192,8 +192,8 @@ def test_mixed_precision_gradients():
     x, y, g = rng.normal(size=(5, 7)), rng.normal(size=(7, 3)), rng.normal(size=(5, 3))
     x, y, g = (np.asarray(a.astype("bfloat16"), np.float32) for a in map(jax.numpy.asarray, (x, y, g)))
     out, pull = jax.vjp(lambda x, y: precision.einsum("ti,io->to", x, y), x, y)
-    for got, expected in zip((out, *pull(g)), (x @ y, g @ y.T, x.T @ g), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+    for value, expected in zip((out, *pull(g)), (x @ y, g @ y.T, x.T @ g), strict=True):
+        np.testing.assert_allclose(value, expected, atol=1e-5)
 
 
 def toy_run() -> trainer.Run:
