@@ -219,7 +219,7 @@ def random_llama(directory, layers: int, width: int = 128) -> int:
 
 
 def peak_of_writing(source: Directory, out: Path) -> int:
-    """Bytes that are held at once while all parts of a source are read and written."""
+    """The most bytes in use at once while all parts of a source are read and written."""
     todo = plan_conversion(source)  # traces the decoder's shapes, which is not what is measured
     with checkpoint.Writer(out, todo.config, todo.dtype) as writer:
         tracemalloc.start()
@@ -273,12 +273,12 @@ def test_check_limits_the_difference_of_logits(tmp_path, monkeypatch, relative_e
     convert(ROOT / "mistral", tmp_path / "out")
     config, params, _ = load_family("mistral")
 
-    def peer(src, prompts, dtype):
+    def shifted_logits(src, prompts, dtype):
         ours = np.asarray(kvjax.logits(kvjax.Model(config, params), prompts))
         rows = [x[: len(p)] for x, p in zip(ours, prompts, strict=True)]
         return [x + np.float32(relative_error) * np.abs(x).max() for x in rows]
 
-    monkeypatch.setattr(checking, "transformers_logits", peer)
+    monkeypatch.setattr(checking, "transformers_logits", shifted_logits)
     if fails:
         with pytest.raises(KvjaxError, match="logits differ"):
             check(ROOT / "mistral", tmp_path / "out", compare_logits=True)

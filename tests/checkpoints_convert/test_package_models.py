@@ -1,4 +1,4 @@
-"""Models that come with packages: converted once, whoever asks, and whatever was killed before."""
+"""Models that come with packages: converted once for all callers, also after an earlier conversion was killed."""
 
 from __future__ import annotations
 

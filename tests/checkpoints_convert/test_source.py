@@ -1,4 +1,4 @@
-"""Reading: what is damaged, missing or unsafe is refused by name, with the remedy, before anything is written."""
+"""Reading: damaged, missing and unsafe files are refused by name, with the remedy, before anything is written."""
 
 from __future__ import annotations
 

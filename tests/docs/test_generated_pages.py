@@ -1,4 +1,4 @@
-"""The pages that scripts write: what they promise of every method is there, and is what code and results say."""
+"""The generated pages: every method has what they promise, and it agrees with the code and the results."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ METHODS = ("full", "snapkv:budget=24/window=8")
 CONTEXT = "The pier lights were out, nobody knew why. "  # so short that all programs here are of 64 tokens
 
 
-def requests(kind, *args):
+def make_requests(kind, *args):
     return [Instance(kind, {}, a, i) for i, a in enumerate(args)]
 
 
@@ -48,7 +48,7 @@ def logits(tokens):
     return np.asarray(kvjax.logits(TOY, [padded])[0], np.float64)[: len(tokens)]
 
 
-def direct(context, continuation):
+def exact_likelihood(context, continuation):
     """The log-probability from one uncached forward pass, and whether each token is the likeliest."""
     tokens = context + continuation
     out = logits(tokens)[len(context) - 1 : -1]
@@ -57,7 +57,7 @@ def direct(context, continuation):
     return logp[places, continuation].sum(), bool((out.argmax(-1) == continuation).all())
 
 
-def likeliest(context, n):
+def greedy_continuation(context, n):
     tokens = list(context)
     for _ in range(n):
         tokens.append(int(logits(tokens)[-1].argmax()))
@@ -67,11 +67,11 @@ def likeliest(context, n):
 def test_loglikelihood_under_full_is_that_of_the_logits():
     lm = KvjaxLM(TOY, "full", batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), ("a b ", "c"), ("", "lights")]
-    answers = lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
-    # a space at the end of a prompt goes with what follows
-    expected = [direct(ids(c.strip()) or [256], ids(tail(c, t)))[0] for c, t in pairs]
+    answers = lm.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)
+    # a space at the end of a prompt goes with the continuation
+    expected = [exact_likelihood(ids(c.strip()) or [256], ids(tail(c, t)))[0] for c, t in pairs]
     assert [g for g, _ in answers] == pytest.approx(expected, rel=1e-5) and not any(g for _, g in answers)
-    greedy_tokens = likeliest(ids(CONTEXT), 3)
+    greedy_tokens = greedy_continuation(ids(CONTEXT), 3)
     other_tokens = [*greedy_tokens[:2], (greedy_tokens[2] + 1) % 512]
     encoded = [(("", ""), ids(CONTEXT), tokens) for tokens in (greedy_tokens, other_tokens, [])]
     answers = lm._loglikelihood_tokens(encoded, disable_tqdm=True)
@@ -81,11 +81,11 @@ def test_loglikelihood_under_full_is_that_of_the_logits():
 def test_loglikelihood_under_a_method_is_that_of_score():
     lm = KvjaxLM(TOY, METHODS[1], batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), (CONTEXT[:20], "Fog.")]
-    values = [g for g, _ in lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)]
+    values = [g for g, _ in lm.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)]
     prompts, rests = [ids(c.strip()) for c, _ in pairs], [ids(tail(*p)) for p in pairs]
     expected = [x.sum() for x in kvjax.score(TOY, prompts, rests, parse("snapkv:budget=24,window=8"))]
     assert values == pytest.approx(expected, rel=1e-5)
-    exact = [direct(*x)[0] for x in zip(prompts, rests, strict=True)]
+    exact = [exact_likelihood(*x)[0] for x in zip(prompts, rests, strict=True)]
     assert abs(values[0] - exact[0]) > 1e-3  # something was evicted
     assert values[2] == pytest.approx(exact[2], rel=1e-5)  # 20 tokens are within the budget
 
@@ -96,15 +96,18 @@ def tail(context, continuation):
 
 def test_prompts_and_texts_beyond_max_length():
     lm = KvjaxLM(TOY, "full", batch_size=2, max_length=17)
-    ((log_likelihood, _),) = lm.loglikelihood(requests("loglikelihood", (CONTEXT.strip(), "Fog.")), disable_tqdm=True)
-    assert log_likelihood == pytest.approx(direct(ids(CONTEXT.strip())[-14:], ids("Fog."))[0], rel=1e-5)
+    ((log_likelihood, _),) = lm.loglikelihood(
+        make_requests("loglikelihood", (CONTEXT.strip(), "Fog.")), disable_tqdm=True
+    )
+    assert log_likelihood == pytest.approx(exact_likelihood(ids(CONTEXT.strip())[-14:], ids("Fog."))[0], rel=1e-5)
     text = CONTEXT[:40]
-    values = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), ("",)), disable_tqdm=True)
+    values = lm.loglikelihood_rolling(make_requests("loglikelihood_rolling", (text,), ("",)), disable_tqdm=True)
     t = ids(text)  # windows of 17 tokens; the last one keeps its full context
-    expected = direct([256], t[:17])[0] + direct(t[16:17], t[17:34])[0] + direct(t[22:34], t[34:])[0]
+    windows = [([256], t[:17]), (t[16:17], t[17:34]), (t[22:34], t[34:])]
+    expected = sum(exact_likelihood(*window)[0] for window in windows)
     assert values == [pytest.approx(expected, rel=1e-5), 0]
     with pytest.raises(KvjaxError, match="leave no room in max_length=17"):
-        lm.loglikelihood(requests("loglikelihood", ("a", "b" * 30)), disable_tqdm=True)
+        lm.loglikelihood(make_requests("loglikelihood", ("a", "b" * 30)), disable_tqdm=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -116,9 +119,11 @@ def test_generate_until_stops_where_it_must(method):
     texts = [TOY.tokenizer.decode(t) for t in full.tokens]
     stop = texts[0][4:6]
     args = [(CONTEXT, {"until": [stop, ""], "do_sample": False, "temperature": 0.7}), ("a b", {"max_tokens": 10})]
-    generated = lm.generate_until(requests("generate_until", *args), disable_tqdm=True)
+    generated = lm.generate_until(make_requests("generate_until", *args), disable_tqdm=True)
     assert generated == [texts[0][: texts[0].index(stop)], texts[1]]
-    (generated,) = lm.generate_until(requests("generate_until", (CONTEXT, {"until": "no such"})), disable_tqdm=True)
+    (generated,) = lm.generate_until(
+        make_requests("generate_until", (CONTEXT, {"until": "no such"})), disable_tqdm=True
+    )
     assert generated == texts[0]
 
 
@@ -126,20 +131,20 @@ def test_sampling_and_ends():
     first = int(logits(ids(CONTEXT))[-1].argmax())
     ended = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=(first,)))
     lm = KvjaxLM(ended, batch_size=2, max_gen_toks=10)
-    assert lm.generate_until(requests("generate_until", (CONTEXT, {})), disable_tqdm=True) == [""]
+    assert lm.generate_until(make_requests("generate_until", (CONTEXT, {})), disable_tqdm=True) == [""]
     lm = KvjaxLM(TOY, batch_size=2, max_gen_toks=10)
     warm = (CONTEXT, {"do_sample": True, "top_k": 50})
-    both = [lm.generate_until(requests("generate_until", warm, warm), disable_tqdm=True) for _ in range(2)]
+    both = [lm.generate_until(make_requests("generate_until", warm, warm), disable_tqdm=True) for _ in range(2)]
     assert both[0] == both[1] and both[0][0] != both[0][1]  # drawn apart, and the same in every run
     # The copy that fills a batch draws for itself, and its text is no answer.
     single = [KvjaxLM(TOY, batch_size=n, max_gen_toks=10) for n in (1, 2)]
-    alone, filled = (x.generate_until(requests("generate_until", warm), disable_tqdm=True) for x in single)
+    alone, filled = (x.generate_until(make_requests("generate_until", warm), disable_tqdm=True) for x in single)
     assert alone == filled
-    assert lm.generate_until(requests("generate_until", ("", {})), disable_tqdm=True) != [""]
+    assert lm.generate_until(make_requests("generate_until", ("", {})), disable_tqdm=True) != [""]
     assert lm._parse_options({"max_new_tokens": 3, "until": "x", "top_p": 0.5}) == (["x"], 3, {})
     assert lm._parse_options({"temperature": 0.5, "top_p": 0.5}) == ([], 10, {"temperature": 0.5, "top_p": 0.5})
     with pytest.raises(KvjaxError, match="'num_beams' is not supported; supported: until"):
-        lm.generate_until(requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
+        lm.generate_until(make_requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
 
 
 def test_chat_templates_as_lm_eval_asks_for_them():
@@ -221,13 +226,13 @@ def test_a_whole_run_of_local_tasks(tasks):
     samples = sorted(out["samples"]["toy_choice"], key=lambda s: s["doc_id"])
     right = []
     for sample, doc in zip(samples, DOCS, strict=True):
-        expected = [direct(ids(doc["text"].rstrip()), ids(tail(doc["text"], c)))[0] for c in doc["choices"]]
+        expected = [exact_likelihood(ids(doc["text"].rstrip()), ids(tail(doc["text"], c)))[0] for c in doc["choices"]]
         assert [float(r[0][0]) for r in sample["resps"]] == pytest.approx(expected, rel=1e-4)
         right.append(int(np.argmax(expected)) == doc["label"])
     assert out["results"]["toy_choice"]["acc,none"] == np.mean(right)
     texts = {s["doc_id"]: s["resps"][0][0] for s in out["samples"]["toy_until"]}
     for i, doc in enumerate(DOCS):
-        assert texts[i] == TOY.tokenizer.decode(likeliest(ids(doc["text"]), 10)).split("\n")[0]
+        assert texts[i] == TOY.tokenizer.decode(greedy_continuation(ids(doc["text"]), 10)).split("\n")[0]
 
 
 def test_the_command_line_knows_the_model(tasks, monkeypatch, capsys):

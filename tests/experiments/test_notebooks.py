@@ -74,7 +74,7 @@ def test_the_first_cell_knows_the_oldest_jax():
 
 @pytest.fixture
 def run_first(tmp_path, monkeypatch):
-    """Runs the first cell with a pip that only notes what it is told, and returns these words."""
+    """A function that runs the first cell with a stand-in for pip, and returns the words of its calls."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     jax.devices()  # finds its plugins among the true packages
     folder = tmp_path / "somewhere" / "else"

@@ -32,7 +32,7 @@ class Words:
         return "".join(self.words[i % len(self.words)] for i in ids)
 
 
-def record(
+def make_exploration(
     prompt: int = 30, steps: int = 4, layers: int = 2, heads: int = 3, methods: tuple[str, ...] = ("full", "a<b>", "c")
 ) -> Exploration:
     """Tokens leave by chance, and attention is drawn: only shapes and sizes are like those of a model."""

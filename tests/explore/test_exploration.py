@@ -160,7 +160,7 @@ def test_streaming_llm_loses_its_oldest_recent_token_in_each_step(by_name):
 def test_kivi_holds_its_residual_exactly_and_the_rest_in_few_bits(by_name):
     for step in range(STEPS):
         errors, n = by_name[KIVI].error_codes[0, 0, step], len(PROMPT) + step + 1
-        keys, values = (n - 1) // 8 * 8, max(n - 1 - 8, 0)  # what was due when the newest token came
+        keys, values = (n - 1) // 8 * 8, max(n - 1 - 8, 0)  # the groups that were full when the newest token came
         at = np.arange(n)
         assert np.array_equal(errors[:n] >> 4 > 0, at < keys) and np.array_equal(errors[:n] & 15 > 0, at < values)
 

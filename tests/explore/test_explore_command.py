@@ -76,10 +76,10 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(explore, 
     page.parent.mkdir()
     page.write_text("before")
 
-    def full(*args):
+    def raise_disk_full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
     with pytest.raises(KvjaxError, match=r"cannot write .*page\.html \(No space left on device\)"):
         explore("--methods", "full", "--steps", "1")
     assert page.read_text() == "before" and list(page.parent.iterdir()) == [page]

@@ -15,12 +15,12 @@ from kvjax.explore import explorer_page, token_codes
 from kvjax.explore.token_texts import token_texts
 from kvjax.models.model import load
 from tests.eval.page.test_report import Page
-from tests.explore.made_up import HOSTILE, Words, record
+from tests.explore.made_up import HOSTILE, Words, make_exploration
 
 
 @pytest.fixture(scope="module")
 def exploration():
-    return record()
+    return make_exploration()
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_it_begins_with_two_methods_where_they_lose_the_most(text, exploration):
     assert first["sides"] == [1, 2]
     lost_attention = exploration.methods[1].lost_attention.mean(2) + exploration.methods[2].lost_attention.mean(2)
     assert lost_attention[first["layer"], first["head"]] == lost_attention.max()
-    assert explorer_page.first_view(record(methods=("full",)))["sides"] == [0]
+    assert explorer_page.first_view(make_exploration(methods=("full",)))["sides"] == [0]
 
 
 def test_own_answers_are_divided_where_they_part(text, exploration):
@@ -100,7 +100,7 @@ def test_bits_of_scripts_are_those_of_the_record():
 
 
 def test_a_long_text_on_many_heads_stays_below_ten_megabytes():
-    large = record(1000, 32, 30, 9, ("a", "b", "c"))
+    large = make_exploration(1000, 32, 30, 9, ("a", "b", "c"))
     assert len(explorer_page.render(large, None, "text")) < 10e6
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvjax.explore import explorer_page
-from tests.explore.made_up import Words, record
+from tests.explore.made_up import Words, make_exploration
 from tests.helpers import browser
 
 pytestmark = pytest.mark.skipif(browser.path() is None, reason="no Chromium; `make` brings one where npm is")
@@ -21,7 +21,7 @@ def tab(tmp_path_factory):
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     file = tmp_path_factory.mktemp("page") / "page.html"
-    file.write_text(explorer_page.render(record(), Words(WORDS), "text.txt"), encoding="utf-8")
+    file.write_text(explorer_page.render(make_exploration(), Words(WORDS), "text.txt"), encoding="utf-8")
     return file
 
 

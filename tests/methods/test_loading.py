@@ -36,7 +36,7 @@ from kvjax.method_api import Method, Scorer, token_scores, register_method, make
 class ValueNorm(Scorer):
     "Tokens with large values matter."
 
-    def scores(self, block, seen, spec):
+    def scores(self, block, observation, spec):
         return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 

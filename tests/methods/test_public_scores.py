@@ -109,7 +109,7 @@ def own_scores(scorer: Scorer) -> np.ndarray:
 
 
 def assert_close(ours: np.ndarray, public: np.ndarray) -> None:
-    """Within 1e-5 of each score, ten times float32's rounding; of one near zero, within 1e-6 of the greatest."""
+    """Asserts 1e-5 of each score, ten times float32's rounding, or 1e-6 of the greatest for scores near zero."""
     np.testing.assert_allclose(ours, public, rtol=1e-5, atol=1e-6 * np.abs(public).max())
 
 

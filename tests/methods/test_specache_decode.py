@@ -34,7 +34,7 @@ def model():
     return toy_model(windows=(None, 5, None))
 
 
-def start(model, method, temperature=0.0, length=12):
+def start_decode(model, method, temperature=0.0, length=12):
     """A state after the first draft, its sampler and its target."""
     s = SamplingParams(temperature).sampler()
     last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
@@ -48,7 +48,7 @@ def start(model, method, temperature=0.0, length=12):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
     """Then guess and truth have equal logits, and share their randomness."""
-    state, s, target = start(model, "specache:bits=1,group=8,residual=64", temperature)
+    state, s, target = start_decode(model, "specache:bits=1,group=8,residual=64", temperature)
     step = jax.jit(decode_loop.step, static_argnames="target")
     for _ in range(8):
         guess = state.tokens[:, 1]
@@ -59,7 +59,7 @@ def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
 def test_only_true_tokens_are_kept(model):
     """The host's rows after decoding are those of a prefill of prompt and answer, whatever was guessed."""
     out = kvjax.generate(model, PROMPTS, kvjax.parse(EXACT), max_new_tokens=9, capacity=64)
-    state, s, target = start(model, EXACT, length=9)
+    state, s, target = start_decode(model, EXACT, length=9)
     step = jax.jit(decode_loop.step, static_argnames="target")
     for _ in range(8):
         state = step(model.params, state, s, target=target)
@@ -127,7 +127,7 @@ def statements(text: str) -> list[str]:
     return out
 
 
-def after_the_fetch(text: str) -> list[str]:
+def statements_after_fetch(text: str) -> list[str]:
     """All statements that need a row fetched from the host in this step."""
     dependents, host_names = [], set()
     for s in statements(text):
@@ -143,7 +143,7 @@ def after_the_fetch(text: str) -> list[str]:
 
 
 def lower_step(model, method: str) -> str:
-    state, s, target = start(model, method)
+    state, s, target = start_decode(model, method)
     inlined = forward.Compiled(forward.apply_layer, forward.apply_unembed)  # so that a layer is no call in the text
     step = jax.jit(functools.partial(decode_loop.step, compiled=inlined), static_argnames="target")
     return step.lower(model.params, state, s, target=target).as_text()
@@ -151,17 +151,17 @@ def lower_step(model, method: str) -> str:
 
 def test_nothing_in_a_step_waits_for_the_rows_of_the_next():
     model = toy_model()
-    after = after_the_fetch(lower_step(model, SMALL))
+    after = statements_after_fetch(lower_step(model, SMALL))
     assert len(after) > 4 * model.config.layers and after[-1].startswith("    return")
     called = {name for s in after for name in re.findall(r"call @(\w+)", s)}
     assert all(name.startswith(("_where", "annotate_device_placement")) for name in called)
     assert not any(op in s for s in after for op in ("dot_general", "while", "case", "reduce"))
-    waits = after_the_fetch(lower_step(model, SMALL + ",speculative=false"))
+    waits = statements_after_fetch(lower_step(model, SMALL + ",speculative=false"))
     assert any("dot_general" in s for s in waits)
 
 
 def test_the_loop_copies_no_host_buffer(model):
-    state, s, target = start(model, SMALL)
+    state, s, target = start_decode(model, SMALL)
     decode_until = jit_with(decode_loop.decode_until, ("target",), ("state",), ())
     program = decode_until.lower(model.params, state, jnp.int32(5), s, target=target).compile().as_text()
     assert not full_copies(program, state.cache.layers[0].k.data.shape)

@@ -15,7 +15,7 @@ METHODS = ("full", "offload", "kcache:n=999,device_layers=0", "kcache:n=999,gran
 TOLERANCE = 1e-4  # of the largest logit
 
 
-def close(ours, peer) -> None:
+def assert_close(ours, peer) -> None:
     np.testing.assert_allclose(ours, peer, atol=TOLERANCE * np.abs(peer).max(), rtol=0)
 
 
@@ -28,10 +28,10 @@ def test_prefill_and_cached_decode_steps_equal_transformers(family, method):
     steps = expected["decode_tokens"].shape[1]
     last, state = kvjax.prefill(model, prompts, parsed, capacity=max(map(len, prompts)) + steps)
     for b, n in enumerate(expected["lengths"]):
-        close(last[b], expected["logits"][b, n - 1])
+        assert_close(last[b], expected["logits"][b, n - 1])
     feed = jax.jit(lambda params, state, tokens: jax.lax.scan(_step(params), state, tokens)[1])
     logits = feed(params, state, jnp.asarray(expected["decode_tokens"].T[:, :, None], jnp.int32))
-    close(np.asarray(logits)[:, :, 0].transpose(1, 0, 2), expected["decode_logits"])
+    assert_close(np.asarray(logits)[:, :, 0].transpose(1, 0, 2), expected["decode_logits"])
 
 
 def _step(params):

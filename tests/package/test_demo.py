@@ -56,7 +56,7 @@ def few_questions(monkeypatch):
 
 
 def empty_benchmark(contexts: int = 2, dtype: str = "float32") -> demo.DemoBenchmark:
-    """A benchmark with as much as its table shows."""
+    """A benchmark with only the fields that its table shows."""
     case = Case("recall", "0", np.zeros(64, np.int32), about={"length": 64})
     return demo.DemoBenchmark(types.SimpleNamespace(dtype=dtype), [case] * contexts, [], "values")
 

@@ -12,7 +12,7 @@ from tokenizers.trainers import BpeTrainer
 
 from checkpoints_convert.gguf import tokenizer_files
 from checkpoints_convert.gguf.pretokenizers import KNOWN
-from tests.checkpoints_convert.gguf.gguf_metadata import keys, load, tiny
+from tests.checkpoints_convert.gguf.gguf_metadata import load_tokenizer, tiny_keys, tokenizer_keys
 
 SPECIAL = ["<|begin|>", "<|end|>"]
 CORPUS = [
@@ -98,19 +98,19 @@ def train_tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-def byte_level(name: str = "gpt-2", **changes) -> dict:
+def byte_level_keys(name: str = "gpt-2", **changes) -> dict:
     """Metadata of the trained tokenizer."""
     model = json.loads(train_tokenizer(name).to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     types = [3 if token in SPECIAL else 1 for token in tokens]
     merges = [" ".join(merge) for merge in model["merges"]]
     known = dict(model="gpt2", pre=name, tokens=tokens, token_type=types, merges=merges, add_bos_token=False)
-    return keys(**known | {"bos_token_id": 0, "eos_token_id": 1} | changes)
+    return tokenizer_keys(**known | {"bos_token_id": 0, "eos_token_id": 1} | changes)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_byte_level_ids_are_those_of_the_trained_tokenizer(name, tmp_path):
-    ours, peer = load(byte_level(name), tmp_path), train_tokenizer(name)
+    ours, peer = load_tokenizer(byte_level_keys(name), tmp_path), train_tokenizer(name)
     for text in TEXTS:
         assert ours.encode(text) == peer.encode(text).ids, text
         if name not in COMPOSING:
@@ -119,14 +119,14 @@ def test_byte_level_ids_are_those_of_the_trained_tokenizer(name, tmp_path):
 
 def test_every_name_loads_and_text_survives(tmp_path):
     for name in KNOWN:
-        ours = load(byte_level("gpt-2", pre=name), tmp_path)
+        ours = load_tokenizer(byte_level_keys("gpt-2", pre=name), tmp_path)
         assert ours.decode(ours.encode(TEXTS[0]), skip_special_tokens=False) == TEXTS[0], name
 
 
 def test_without_a_name_the_pre_tokenizer_is_the_default():
-    metadata = byte_level()
+    metadata = byte_level_keys()
     del metadata["tokenizer.ggml.pre"]
-    assert tokenizer_files.make_files(metadata) == tokenizer_files.make_files(byte_level(pre="default"))
+    assert tokenizer_files.make_files(metadata) == tokenizer_files.make_files(byte_level_keys(pre="default"))
 
 
 @pytest.mark.parametrize(
@@ -146,4 +146,4 @@ def test_pieces(name, pieces):
 
 @pytest.mark.parametrize(("name", "ids"), [("gpt-2", [5, 4]), ("llama-bpe", [6]), ("tekken", [6]), ("qwen2", [5, 4])])
 def test_a_word_that_is_a_token(name, ids, tmp_path):
-    assert load(tiny(pre=name), tmp_path).encode("abc") == ids
+    assert load_tokenizer(tiny_keys(pre=name), tmp_path).encode("abc") == ids

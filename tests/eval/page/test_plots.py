@@ -16,7 +16,7 @@ from tests.eval.page.axes import check_percents, check_scales, ticks
 
 @pytest.fixture(scope="module")
 def made_plots():
-    """Few methods and lengths: drawing is what takes time."""
+    """Plots of few methods and lengths, because drawing takes time."""
     run = {"methods": ["full", "kivi:bits=1", "snapkv:budget=256 + kvcrush"], "lengths": [512, 1024], "cases": 10}
     records = list(fake_run.records(tasks=["niah", "ruler.vt", "turns.recall", "ppl"], **run))
     return plots.plots(summary.rows(records), records)

@@ -56,11 +56,11 @@ def install_stubs(wait=0.0):
     harness.SPEED_TOKENS, harness.SPEED_RUNS = 4, 1
     append = store.Store.append
 
-    def slowly(self, records):
+    def append_and_wait(self, records):
         append(self, records)
         time.sleep(wait)
 
-    store.Store.append = slowly
+    store.Store.append = append_and_wait
 
 
 def run_child(argv, wait):
@@ -112,7 +112,7 @@ def finish(process):
 
 
 def read_results(out):
-    """The records without their times, sorted, and the summary without its times."""
+    """Reads the records without their times, sorted, and the summary without its times."""
     records = [{k: v for k, v in r.items() if k not in TIMES} for r in store.read(out)]
     with (out / eval_command.CSV).open() as f:
         rows = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(f)]
@@ -133,7 +133,7 @@ def test_killed_at_random_and_started_again_it_ends_as_an_unbroken_run(tmp_path,
         process.send_signal(signal.SIGKILL)
         process.communicate()
         kills, num_records = kills + 1, path.read_bytes().count(b"\n")
-        with path.open("ab") as f:  # what a kill in the middle of a write leaves
+        with path.open("ab") as f:  # a kill in the middle of a write leaves a torn line
             f.write(b'{"method": "full", "ta')
     for process in (start(model, out, 0), unbroken):
         finish(process)

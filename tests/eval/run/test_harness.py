@@ -60,7 +60,7 @@ class MemoryStore:
         self.records += [r for r in records if not self.find(r["method"], r["task"], r["key"])]
 
 
-def texts(tokens):
+def decode_texts(tokens):
     ids = ([t for t in row if t != vocab.END] for row in tokens)
     return [MODEL.tokenizer.decode(row, skip_special_tokens=False) for row in ids]
 
@@ -77,7 +77,7 @@ def test_a_question_is_asked_of_the_contexts_state(name):
     for i, question_replies in enumerate(replies):
         prompts = [c.asks[i].prompt for c in CASES]
         generated = kvjax.generate(MODEL, prompts, method, max_new_tokens=4, cache=state)
-        assert question_replies == texts(generated.tokens)
+        assert question_replies == decode_texts(generated.tokens)
     assert size.held["device"] > 0 and (size.held["pinned_host"] > 0) == method.traits.host
 
 
@@ -87,7 +87,7 @@ def test_a_seen_question_ends_the_prompt(name):
     replies, _ = harness.ask_question_aware(READER, method, CASES, 4)
     for i, question_replies in enumerate(replies):
         generated = kvjax.generate(MODEL, join_prompts(CASES, i), method, max_new_tokens=4)
-        assert question_replies == texts(generated.tokens)
+        assert question_replies == decode_texts(generated.tokens)
 
 
 def test_seeing_the_question_matters_where_a_method_evicts():
@@ -215,7 +215,7 @@ def batch_log(monkeypatch):
     class BatchLog(list):
         failing_key = None
 
-    def stand_in(model, method, rows, new):
+    def answer_with_keys(model, method, rows, new):
         if log.failing_key in [c.key for c in rows]:
             raise RuntimeError("RESOURCE_EXHAUSTED: 9 GB\nand a long trace")
         log.append([c.key for c in rows])
@@ -223,7 +223,7 @@ def batch_log(monkeypatch):
         return [[c.key for c in rows] for _ in rows[0].asks], size
 
     log = BatchLog()
-    monkeypatch.setattr(harness, "ask_shared_context", stand_in)
+    monkeypatch.setattr(harness, "ask_shared_context", answer_with_keys)
     return log
 
 

@@ -40,7 +40,7 @@ def site(tmp_path, monkeypatch):
     install_packages(tmp_path, monkeypatch)
 
 
-def chatting(source: str) -> Model:
+def make_chat_model(source: str) -> Model:
     """Bytes as tokens and a chat template, whose special tokens are tokens."""
     model = byte_model()
     model.tokenizer.inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -51,7 +51,7 @@ def chatting(source: str) -> Model:
 @pytest.mark.parametrize("source", (CHATML, INST), ids=("chatml", "inst"))
 @pytest.mark.parametrize("name", ("niah", "niah.essays", "turns.essays", "turns", "ruler.niah_multiquery", "ruler.cwe"))
 def test_prompts_are_what_the_template_writes(site, name, source):
-    model = chatting(source)
+    model = make_chat_model(source)
     case, plain = (make_cases(name, model, depths=1, lengths=(2500,), chat=chat)[0] for chat in (None, False))
     assert case.turns == plain.turns and len(case.asks) == len(plain.asks)
     assert len(case.context) + max(len(a.prompt) for a in case.asks) <= 2500
@@ -78,7 +78,7 @@ def test_prompts_are_what_the_template_writes(site, name, source):
 
 @pytest.mark.parametrize("name", ruler.TASKS)
 def test_every_family_keeps_its_length_and_its_answers_in_a_chat(site, name):
-    model = chatting(CHATML)
+    model = make_chat_model(CHATML)
     for case in make_cases(name, model, contexts=1, lengths=(2300,)):
         assert 2100 < len(case.context) + max(len(a.prompt) for a in case.asks) <= 2300
         assert decode(model, case.context).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
@@ -92,7 +92,7 @@ def test_a_template_is_used_where_there_is_one_unless_it_is_refused(site):
     def fingerprints(name: str, model: Model, chat: bool | None) -> list[str]:
         return [evaluate.fingerprint(c) for c in make_cases(name, model, chat=chat)]
 
-    model = chatting(CHATML)
+    model = make_chat_model(CHATML)
     for name in ("niah", "turns.essays"):
         assert fingerprints(name, model, None) == fingerprints(name, model, True) != fingerprints(name, model, False)
         assert fingerprints(name, model, False) == fingerprints(name, BYTES, None)
@@ -107,7 +107,7 @@ def test_a_template_is_used_where_there_is_one_unless_it_is_refused(site):
 
 
 def test_cases_are_the_same_on_every_day(site):
-    dated = chatting("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
+    dated = make_chat_model("{{ strftime_now('%d %b %Y') }}\n" + CHATML)
     assert decode(dated, make_cases("niah", dated)[0].context).startswith("01 Jan 2025\n<|im_start|>system")
     assert datetime.now() != NOW
 
@@ -119,8 +119,8 @@ def test_cases_are_the_same_on_every_day(site):
 )
 def test_a_template_that_hides_messages_is_told(site, source):
     with pytest.raises(KvjaxError, match="evaluate in plain text with --no-chat"):
-        make_cases("turns.essays", chatting(source))
-    assert make_cases("turns.essays", chatting(source), chat=False)
+        make_cases("turns.essays", make_chat_model(source))
+    assert make_cases("turns.essays", make_chat_model(source), chat=False)
 
 
 def test_the_command_takes_chat_and_says_at_once_that_there_is_no_template(monkeypatch, capsys):

@@ -84,7 +84,7 @@ def test_classes_within_each_other():
 
 @functools.cache
 def longest_subsequence(x, y):
-    """Recursively, as the definition reads; ties leave out a word of y."""
+    """The length and the words, by the recursive definition; ties leave out a word of y."""
     if not x or not y:
         return 0, ()
     if x[-1] == y[-1]:

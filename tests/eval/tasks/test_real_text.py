@@ -1,4 +1,4 @@
-"""Tasks with real text: what packages bring, the needle's own question, conversations, and HumanEval."""
+"""Tasks with real text: texts from packages, the needle's own question, conversations, and HumanEval."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def flat() -> str:
     return " ".join((ESSAYS["a.txt"] + ESSAYS["b.txt"]).split()) + " "
 
 
-# What packages bring
+# Texts from packages
 
 
 def test_a_name_stands_for_the_texts_of_a_package_that_is_not_run(site):

@@ -1,4 +1,4 @@
-"""RULER as text: what an independent reader finds in the context is the reference, and nothing exceeds the length."""
+"""RULER as text: an independent reader of the context finds the references, and nothing exceeds the length."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def text(model: Model, ids: np.ndarray) -> str:
 
 
 def find_answers(name: str, context: str, question: str) -> set[str]:
-    """The answer, read off the context's text."""
+    """Finds the answers by reading the context's text."""
     if name == "ruler.vt":
         body, value = context[context.rindex("Memorize and track") :], re.search(r"value (\d+)", question)[1]
         names = {value}

@@ -34,8 +34,8 @@ def is_symbol(t: int) -> bool:
     return SYMBOLS[0] <= t <= SYMBOLS[-1]
 
 
-def run_after(tokens: list[int], at: int) -> list[int]:
-    """The symbols from a place on."""
+def symbols_from(tokens: list[int], at: int) -> list[int]:
+    """The run of symbols that begins at a place."""
     end = at
     while end < len(tokens) and is_symbol(tokens[end]):
         end += 1
@@ -43,10 +43,10 @@ def run_after(tokens: list[int], at: int) -> list[int]:
 
 
 def find_answers(name: str, tokens: list[int], prompt: list[int]) -> list[list[int]]:
-    """All answers that the context allows, up to their order."""
+    """Finds all answers that the context allows, up to their order."""
     if name == "symbols.copying":
         at = next(i for i in range(len(tokens)) if tokens[i : i + 2] == prompt)
-        return [run_after(tokens, at + 2)[:16]]
+        return [symbols_from(tokens, at + 2)[:16]]
     counts = [s for s, _ in collections.Counter(filter(is_symbol, tokens)).most_common(3)]
     if name in ("ruler.cwe", "ruler.fwe"):
         return [counts]
@@ -61,7 +61,7 @@ def find_answers(name: str, tokens: list[int], prompt: list[int]) -> list[list[i
     facts = collections.defaultdict(list)
     for i, t in enumerate(tokens):
         if t == PAIR:
-            key, *values = run_after(tokens, i + 1)
+            key, *values = symbols_from(tokens, i + 1)
             facts[key].append(values)
     if name == "ruler.niah_multivalue":
         return [[v for values in facts[prompt[1]] for v in values]]

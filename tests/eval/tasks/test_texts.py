@@ -26,7 +26,7 @@ def make_cases(name: str, model: Model, spec: Spec = SPEC) -> list[Case]:
 
 
 def body(model: Model, ids: np.ndarray) -> str:
-    """Decoded, without the space that the tokenizer puts first and without <end>."""
+    """The decoded text, without the space that the tokenizer puts first and without <end>."""
     return model.tokenizer.decode(ids[ids != vocab.END] if model is OURS else ids)
 
 

@@ -1,4 +1,4 @@
-"""Each benchmark in miniature: what it computes and prints, not how fast."""
+"""Each benchmark in miniature: its results and its output, not its speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache distilled by gradient, in miniature: what is trained, on which texts, and that training helps."""
+"""A cache distilled by gradient, in miniature: the trained arrays, the texts, and the gain of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scorers by divisions: what the script hides is what the methods evict, and a small run from end to end."""
+"""Scorers by divisions: the script hides the tokens that the methods evict, and a small run from end to end."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_hidden_tokens_count_as_little_as_evicted_ones(read, method):
 
 
 def test_the_error_of_attention_is_that_of_numpy(read):
-    """One layer, the queries after the prompts, in NumPy from the definition."""
+    """NumPy computes one layer from the definition, for the queries after the prompts."""
     model, rows, _ = read
     batch = divisions.Batch(
         "turns",
@@ -97,13 +97,13 @@ def test_the_error_of_attention_is_that_of_numpy(read):
             for head in range(k.shape[1]):
                 for query in range(q.shape[2]):
                     s = k[row, head, : t + 1] @ q[row, head, query, t] / np.sqrt(k.shape[-1])
-                    stays = np.arange(t + 1) >= length
-                    stays[:length] |= masks[1][row, head, :length]
-                    outs = []
-                    for which in (np.ones(t + 1, bool), stays):
+                    is_kept = np.arange(t + 1) >= length
+                    is_kept[:length] |= masks[1][row, head, :length]
+                    outputs = []
+                    for which in (np.ones(t + 1, bool), is_kept):
                         p = np.where(which, np.exp(s - s[which].max()), 0.0)
-                        outs.append(p @ v[row, head, : t + 1] / p.sum())
-                    total += np.linalg.norm(outs[1] - outs[0]) / np.linalg.norm(outs[0])
+                        outputs.append(p @ v[row, head, : t + 1] / p.sum())
+                    total += np.linalg.norm(outputs[1] - outputs[0]) / np.linalg.norm(outputs[0])
                     count += 1
     assert errors[1] == pytest.approx(total / count, abs=2e-4)
 
@@ -139,14 +139,14 @@ def run(tmp_path, directory, monkeypatch):
     (tmp_path / "settings.toml").write_text(SETTINGS)
     monkeypatch.setattr(divisions, "TASKS", {"turns": "turns", "alone": "shared"})
 
-    def call(*more: str) -> dict:
+    def run_script(*more: str) -> dict:
         results = tmp_path / "results.json"
         where = ["--model", str(directory), "--settings", str(tmp_path / "settings.toml"), "--results", str(results)]
         sizes = "--length 96 --contexts 2 --questions 2 --seeds 0 --shares 1/2"
         divisions.main([*where, *sizes.split(), "--out", str(tmp_path / "records.jsonl"), *more])
         return json.loads(results.read_text())
 
-    return call
+    return run_script
 
 
 def test_a_run_is_summed_up_and_gone_on_with(run, tmp_path):
@@ -157,7 +157,7 @@ def test_a_run_is_summed_up_and_gone_on_with(run, tmp_path):
     model = kvjax.load(document["model"])
     for method in methods.values():
         assert kvjax.planned_bytes(method, model.config, 96, dtype="bfloat16").fraction_of_full <= 0.5
-        # Of a conversation of two turns the later one counts; of a context that was read alone both do.
+        # Only the later turn of a conversation of two counts; both questions to a context that was read alone do.
         for protocol, questions in (("turns", 1), ("alone", 2)):
             right = document["measured"][method][protocol]["0"]["right"]
             assert np.asarray(right).shape == (2, questions)

@@ -128,7 +128,7 @@ def test_a_first_answer_of_one_token_is_no_test_of_the_cache(toy):
 
 
 def test_only_tokens_of_answers_are_guessed():
-    """For the row asked without warning, and for the one whose first answer stands before the question."""
+    """The rows are one that is asked without warning, and one whose first answer precedes the question."""
     prompts = types.SimpleNamespace(instances=make_instances(1))
     rows = eviction.QuestionPrompts._texts(prompts, 1, 1)
     first, second = prompts.instances[0].questions[:2]

@@ -1,4 +1,4 @@
-"""A gate trained by gradient, in miniature: what its soft choice keeps, its gradient, and what training does."""
+"""A gate trained by gradient, in miniature: its soft choice, its gradient, and the effect of training."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_the_gradient_through_prefill_and_extend_is_that_of_finite_differences(m
     weights = gate.init(model.config, jax.random.key(5), width=8)
     keys = iter(jax.random.split(jax.random.key(6), 100))
 
-    def along(tree):
+    def draw_direction(tree):
         return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape) * 0.05, tree)
 
-    moves = along(weights), along(model.params)
+    moves = draw_direction(weights), draw_direction(model.params)
     _, gradients = loss(weights, model.params)
     for which in range(2):
         ends = []

@@ -1,4 +1,4 @@
-"""Why KVCrush gains or not: what the script says is kept is what the methods keep."""
+"""The analysis of KVCrush's gain: the script's kept tokens are those of the methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = {"base": "snapkv:budget=24,window=8", "kvcrush": "snapkv:budget=24,win
 
 @pytest.fixture(scope="module")
 def read():
-    """(the model, rows, what is known of each of its layers)."""
+    """The model, its rows, and the scores of each of its layers."""
     model = toy_model()
     rows = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, LENGTH + MORE))
     exact, plan = read_exactly(model, rows), bind(METHODS["base"], model.config)
@@ -46,7 +46,7 @@ def test_every_kind_keeps_the_budget(read, kind):
 
 
 def test_the_future_is_the_attention_of_what_follows(read):
-    """In NumPy, for the first layer."""
+    """NumPy computes it for the first layer."""
     model, rows, layers = read
     prompt = read_exactly(model, rows).prompts[0]
     q, k = (np.asarray(x, np.float64)[..., : LENGTH + MORE, :] for x in (prompt.q, prompt.k))

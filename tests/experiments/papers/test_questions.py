@@ -23,7 +23,7 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import tasks, vocab
 from kvjax.testing import toy_model
 from tests.eval.tasks.fake_packages import decode, install_packages, make_cases
-from tests.eval.tasks.test_chat_format import CHATML, chatting
+from tests.eval.tasks.test_chat_format import CHATML, make_chat_model
 from tests.eval.tasks.test_ruler import BYTES, PIECES
 
 ARGS = argparse.Namespace(length=700, contexts=2, seed=3, text=Path("essays"))
@@ -38,12 +38,12 @@ def site(tmp_path, monkeypatch):
 @pytest.fixture
 def chat_model() -> Model:
     """A random model of bytes with a chat template."""
-    model = chatting(CHATML)
+    model = make_chat_model(CHATML)
     toy = toy_model(layers=1, vocab_size=model.tokenizer.inner.get_vocab_size(), max_positions=2048)
     return dataclasses.replace(toy, tokenizer=model.tokenizer, chat_template=model.chat_template, name="chat")
 
 
-@pytest.mark.parametrize("model", (BYTES, PIECES, chatting(CHATML)), ids=("bytes", "pieces", "chat"))
+@pytest.mark.parametrize("model", (BYTES, PIECES, make_chat_model(CHATML)), ids=("bytes", "pieces", "chat"))
 @pytest.mark.parametrize("task", questions.TASKS)
 def test_the_answer_goes_on_where_the_question_ends(site, model, task):
     more = {"lengths": (700,), "questions": questions.QUESTIONS, "seed": 3, "text": ARGS.text}
@@ -61,7 +61,7 @@ def test_the_answer_goes_on_where_the_question_ends(site, model, task):
         assert decode(model, instance.between) == chat_format(model, Spec()).between
 
 
-def cut_short(instance: tasks.Instance) -> tasks.Instance:
+def shorten_answers(instance: tasks.Instance) -> tasks.Instance:
     """The same questions with the first four tokens of their answers."""
     short = (dataclasses.replace(q, answer=q.answer[:4]) for q in instance.questions)
     return dataclasses.replace(instance, questions=tuple(short))
@@ -70,7 +70,7 @@ def cut_short(instance: tasks.Instance) -> tasks.Instance:
 def test_questions_follow_each_other_as_the_template_has_it(site, chat_model):
     """Prompts and answers of several lengths, and the tokens between two turns, against one dense pass."""
     one, other = questions.in_text(ARGS, chat_model, "shared")
-    instances = [one, cut_short(other)]
+    instances = [one, shorten_answers(other)]
     assert len({len(q.prompt) for i in instances for q in i.questions}) > 1 and len(one.between)
     outcomes, _ = eviction.QuestionPrompts(chat_model, instances).outcomes("full")
     for row, instance in enumerate(instances):

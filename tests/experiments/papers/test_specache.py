@@ -1,4 +1,4 @@
-"""The scripts of the SpeCache paper in miniature: sizes exactly, quality against plain generation, what is printed."""
+"""The scripts of the SpeCache paper in miniature: exact sizes, quality against plain generation, the output."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def small_instances(task: str, n: int, length: int) -> list[tasks.Instance]:
 
 @pytest.mark.parametrize("text", ["full", f"kivi:{LOW}", f"specache:{LOW},topk=4"])
 def test_a_shared_prefill_answers_as_generation_from_the_whole_prompt(tiny, text):
-    """Also that `full`, which comes first, leaves the exact state to the others."""
+    """`full`, which comes first, leaves the exact state to the others, too."""
     method, batch = kvjax.parse(text), small_instances("needle", 2, 96)
     prompts = [np.concatenate([i.context, i.questions[0].prompt]) for i in batch]
     generated = kvjax.generate(tiny, prompts, method, max_new_tokens=4, eos_ids=())
@@ -158,8 +158,8 @@ def exact_weights(q: np.ndarray, k: np.ndarray, t: int) -> np.ndarray:
     return p / p.sum()
 
 
-def greedy(q: np.ndarray, k: np.ndarray, size: int, first: int) -> float:
-    """One head, in NumPy: H2O with half of the size for the newest keys."""
+def greedy_hit_rate(q: np.ndarray, k: np.ndarray, size: int, first: int) -> float:
+    """The hit rate of H2O in one head, in NumPy, with half of the size for the newest keys."""
     recent, kept, received, hits = max(size // 2, 1), [], np.zeros(len(k)), []
     for t in range(len(k)):
         kept.append(t)
@@ -178,7 +178,9 @@ def test_hit_rates_are_those_of_a_plain_loop():
     k = rng.normal(size=(1, 2, 24, 4)).astype(np.float32)
     heads = [(q[0, i, j], k[0, i]) for i in range(2) for j in range(2)]
     hits = specache_figure2.greedy_hits(jnp.asarray(q), jnp.asarray(k), first, sizes, None)
-    np.testing.assert_allclose(hits, [np.mean([greedy(*h, n, first) for h in heads]) for n in sizes], rtol=1e-5)
+    np.testing.assert_allclose(
+        hits, [np.mean([greedy_hit_rate(*h, n, first) for h in heads]) for n in sizes], rtol=1e-5
+    )
     at = np.arange(first, 24)
     hits = specache_figure2.top_hits(
         jnp.asarray(q[:, :, :, at]), jnp.asarray(k), jnp.asarray(at, jnp.int32), sizes, None

@@ -172,7 +172,7 @@ def test_the_curriculum_grows_when_recall_is_learned():
     assert {curriculum.pick(rng, 2) for _ in range(50)} == {2} and curriculum.mixture(2)["text"] > 0.4
 
 
-def dense(q, k, v):
+def dense_attention(q, k, v):
     """Softmax attention with an explicit mask, in NumPy."""
     s = np.einsum("bkgth,bksh->bkgts", q, k) / np.sqrt(q.shape[-1])
     s = np.where(np.tril(np.ones(s.shape[-2:], bool)), s, -np.inf)
@@ -184,7 +184,7 @@ def test_blocked_attention_is_exact():
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(2, 2, 3, 21, 4)), rng.normal(size=(2, 2, 21, 4)), rng.normal(size=(2, 2, 21, 4))
     out = attention.causal(*(x.astype(np.float32) for x in (q, k, v)), block=8)
-    np.testing.assert_allclose(out, dense(q, k, v), atol=1e-5)
+    np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-5)
 
 
 def test_mixed_precision_gradients():
