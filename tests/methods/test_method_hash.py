@@ -144,7 +144,7 @@ def same_named_method() -> Method:
     return Method(select=make_selection(Own(), 8))
 
 
-def test_two_methods_same_named_method_are_not_put_in_one_table():
+def test_two_methods_of_one_name_are_not_put_in_one_table():
     with pytest.raises(KvjaxError, match="two different methods are both called"):
         resolve([same_named_method(), same_named_method()])
     same = signed_method()

@@ -60,13 +60,13 @@ def imports_of(path: Path, names: Iterable[str], at_run_time: bool) -> set[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
                 node.body = []
-    modules = set()
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return modules & set(names)
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return imported & set(names)
 
 
 def test_a_folder_imports_only_from_folders_above_it_in_the_map():

@@ -45,9 +45,9 @@ def test_what_the_run_lacks_is_named(findings):
 def test_the_opposite_is_not_shown():
     swap = {"kivi:bits=1": "specache:bits=1", "specache:bits=1": "kivi:bits=1"}
     records = [r | {"method": swap.get(r["method"], r["method"])} for r in fake_run.records()]
-    findings = check_claims(records)
-    assert verdict(findings, "KIVI at 1 bit") == NOT_SHOWN
-    (one,) = [f for f in findings if "1 bit" in f.claim and f.measure == "score"]
+    swapped_findings = check_claims(records)
+    assert verdict(swapped_findings, "KIVI at 1 bit") == NOT_SHOWN
+    (one,) = [f for f in swapped_findings if "1 bit" in f.claim and f.measure == "score"]
     assert "the run says the opposite" in one.text and one.parts
 
 
@@ -116,7 +116,7 @@ def test_a_method_without_a_string_takes_part_by_its_traits():
     traits = {"evicts": True, "exact": False, "constant": False, "host": False, "after_prompt": True}
     records = list(fake_run.records(["full", "snapkv:budget=256"], ["turns.recall"], [512], 40))
     own = [r | {"method": "my own"} | {"traits": traits} for r in records if r["method"] != "full"]
-    findings = check_claims([*records, *own])
-    assert verdict(findings, "Eviction loses", "my own against full", "score") == SHOWN
+    own_findings = check_claims([*records, *own])
+    assert verdict(own_findings, "Eviction loses", "my own against full", "score") == SHOWN
     offloads = [r | {"traits": traits | {"evicts": False, "host": True}} for r in own]
     assert verdict(check_claims([*records, *offloads]), "Offloading", "my own against full", "score") == NOT_SHOWN
