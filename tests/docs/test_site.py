@@ -40,8 +40,8 @@ def site(tmp_path_factory) -> Path:
 
 def test_the_site_is_whole_without_a_network(site):
     pages = {str(path.relative_to(site)): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
-    page_names = {"index.html", "contributing.html", "composition.html", "field.html", "equal_bytes.smollm2.html"}
-    assert page_names | {f"methods/{name}.html" for name in NAMES} <= pages.keys()
+    expected_pages = {"index.html", "contributing.html", "composition.html", "field.html", "equal_bytes.smollm2.html"}
+    assert expected_pages | {f"methods/{name}.html" for name in NAMES} <= pages.keys()
     assert 'id="kvjax.generate"' in pages["reference/kvjax.html"]
     assert {name: LOADED.findall(text) for name, text in pages.items() if LOADED.search(text)} == {}
 

@@ -145,7 +145,7 @@ def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
 
 
 def test_the_second_half_of_a_budget_goes_by_what_values_add_to_the_output():
-    """CriticalKV: kvpress gives the first half of a budget the greatest number there is, window and all."""
+    """CriticalKV: kvpress gives the first half of a budget, window included, the greatest float32."""
     block, observation = prompt()
     own = own_scores(SNAPKV)
     rescored = jax.jit(functools.partial(OutputScores().scores, spec=SPEC))
@@ -195,7 +195,7 @@ def test_think_keeps_the_same_channels_of_each_head_and_zeros_stand_for_the_othe
 
 
 def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
-    """With one number in place of chance those merge whose probability is above it, in parts as large as kvpress'.
+    """With one number in place of chance, the tokens of a larger probability merge, in parts as large as kvpress'.
 
     kvpress' CAMPress does this while decoding, by the attention since the prompt, and merges of the lost tokens only as
     many as are new; here it is told that all are. Ours merges when the prompt ends, by the selection's own scores, and

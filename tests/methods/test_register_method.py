@@ -1,4 +1,4 @@
-"""A method is one file: what the registry reads from it, and everything that finds it there."""
+"""A method is one file: the registry reads its docstring, and everything else finds it there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def value_norm(budget: TokenBudget = 256, sinks: int = 0) -> Method:
 
 @pytest.fixture
 def in_kvjax(tmp_path, monkeypatch, clean_registry):
-    """The file in a folder that is a part of kvjax/methods, as if it had been written there."""
+    """Puts the file into a folder that counts as a part of kvjax/methods."""
     (tmp_path / "value_norm.py").write_text(VALUE_NORM)
     monkeypatch.setattr(kvjax.methods, "__path__", [*kvjax.methods.__path__, str(tmp_path)])
     yield

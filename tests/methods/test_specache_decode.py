@@ -47,7 +47,7 @@ def start_decode(model, method, temperature=0.0, length=12):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
-    """Then guess and truth have equal logits, and share their randomness."""
+    """Draft and truth have equal logits here, and share their randomness."""
     state, s, target = start_decode(model, "specache:bits=1,group=8,residual=64", temperature)
     step = jax.jit(decode_loop.step, static_argnames="target")
     for _ in range(8):
@@ -57,7 +57,7 @@ def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
 
 
 def test_only_true_tokens_are_kept(model):
-    """The host's rows after decoding are those of a prefill of prompt and answer, whatever was guessed."""
+    """The host's rows after decoding are those of a prefill of prompt and answer, whatever the drafts were."""
     out = kvjax.generate(model, PROMPTS, kvjax.parse(EXACT), max_new_tokens=9, capacity=64)
     state, s, target = start_decode(model, EXACT, length=9)
     step = jax.jit(decode_loop.step, static_argnames="target")
@@ -77,7 +77,7 @@ def test_only_true_tokens_are_kept(model):
 
 
 def test_tokens_given_in_a_chunk_are_decoded_as_in_the_loop(model):
-    """With guesses of its own: fed with what the loop chose, `extend` gives the logits that chose it."""
+    """`extend`, fed with the tokens that the loop chose, gives the logits that chose them."""
     parsed = kvjax.parse(SMALL)
     out = kvjax.generate(model, PROMPTS, parsed, max_new_tokens=9).tokens
     _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
@@ -86,7 +86,7 @@ def test_tokens_given_in_a_chunk_are_decoded_as_in_the_loop(model):
 
 
 def test_tokens_that_are_given_choose_their_own_rows(model):
-    """Then the next token is known, so each finds the rows that its own query chose, as if it had waited for them."""
+    """The next token is known here, so each finds the rows that its own query chose, as if it had waited for them."""
     ahead, waiting = (kvjax.parse(SMALL + more) for more in ("", ",speculative=false"))
     fed, outs = [list(range(70, 75))] * 3, []
     for method in (ahead, waiting):

@@ -215,7 +215,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> kvjax.Model:
-    """Whatever it says is the end of its turn."""
+    """A model whose every token ends its turn."""
     return dataclasses.replace(
         toy_model(vocab_size=259, eos_ids=tuple(range(259))),
         tokenizer=Tokenizer(tokenizer()),

@@ -1,4 +1,4 @@
-"""Checkpoint directories: what is written comes back, and nothing else is taken for one."""
+"""Checkpoint directories: the written values come back, and nothing else is taken for a checkpoint."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_what_lies_beside_is_the_users_own(tmp_path, model_directory, params):
 
 @pytest.fixture
 def link(tmp_path):
-    """A link to a place in a folder of its own, where nothing is yet."""
+    """A link to a path in another folder, which does not exist yet."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "link").symlink_to("scratch/model")
     return tmp_path / "link"

@@ -1,4 +1,4 @@
-"""Tokenizers that load and fail later, or fail by a panic: each is told of in one line."""
+"""Tokenizers that load and fail later, or fail by a panic: each gives an error of one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = dict.fromkeys(PARTS) | {"version": "1.0", "added_tokens": []} | WORDS
 
 
 def template(token: str) -> dict:
-    """A post-processor that puts a token in front which its table lacks."""
+    """A post-processor that prepends a token which its table lacks."""
     text = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     first = [{"SpecialToken": {"id": token, "type_id": 0}}, text[0]]
     return {"type": "TemplateProcessing", "single": first, "pair": text, "special_tokens": {}}

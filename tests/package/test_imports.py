@@ -70,7 +70,7 @@ def imports_of(path: Path, names: Iterable[str], at_run_time: bool) -> set[str]:
 
 
 def test_a_folder_imports_only_from_folders_above_it_in_the_map():
-    """Within functions too; the map is the table of CONTRIBUTING."""
+    """The map is the table of CONTRIBUTING; imports within functions count, too."""
     folders = re.findall(r"^\| `(kvjax/\w+|checkpoints_convert)/` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert len(folders) > 8
     every, upward = modules(), []

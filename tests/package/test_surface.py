@@ -1,4 +1,4 @@
-"""The public surface: its names, what an import of it loads, and that every name of every `__all__` is there."""
+"""The public surface: its names, the modules that an import loads, and the names of every `__all__`."""
 
 from __future__ import annotations
 
