@@ -100,7 +100,7 @@ def test_axes_of_percents_end_at_100_and_logarithmic_ones_say_so(made_plots):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "labels"),
+    ("low", "high", "said"),
     [
         (0.91, 1.0, ["92", "94", "96", "98", "100"]),
         (0.82, 0.98, ["85", "90", "95"]),
@@ -113,7 +113,7 @@ def test_axes_of_percents_end_at_100_and_logarithmic_ones_say_so(made_plots):
 )
 @pytest.mark.parametrize("whole", [1.0, 100.0])
 @pytest.mark.parametrize("name", ["x", "y"])
-def test_ticks_of_percents_are_round(low, high, labels, whole, name):
+def test_ticks_of_percents_are_round(low, high, said, whole, name):
     ax = Figure(layout="constrained").subplots()
     ax.spines[["top", "right"]].set_visible(False)
     axis = ax.xaxis if name == "x" else ax.yaxis
@@ -123,8 +123,8 @@ def test_ticks_of_percents_are_round(low, high, labels, whole, name):
     check_percents(axis, whole)
     first, last = axis.get_view_interval()
     assert first <= values[0] and values[1] <= last  # no marker lies outside
-    if labels:
-        assert [text for _, text in ticks(axis)] == labels
+    if said:
+        assert [text for _, text in ticks(axis)] == said
     if high == 1 and low < 1:  # there is room for the upper half of a marker
         assert last > whole
 
