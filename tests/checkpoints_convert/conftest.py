@@ -39,7 +39,7 @@ class Editable:
 
 @pytest.fixture
 def hf(tmp_path):
-    """hf(name) -> an Editable copy of that fixture."""
+    """A function from the name of a fixture to an Editable copy of it."""
 
     def make(name: str) -> Editable:
         return Editable(Path(shutil.copytree(ROOT / name, tmp_path / name)))

@@ -61,11 +61,12 @@ def test_dtype_is_the_stored_one_unless_asked(tmp_path):
 
 
 def test_progress_reaches_the_total(tmp_path):
-    seen = []
-    convert(ROOT / "mistral", tmp_path / "out", progress=lambda *args: seen.append(args))
+    progress = []
+    convert(ROOT / "mistral", tmp_path / "out", progress=lambda *args: progress.append(args))
     names = checkpoint.part_names(checkpoint.read_manifest(tmp_path / "out").parameters)
-    assert [name for name, _, _ in seen] == ["", *names] and seen[0][1] == 0
-    assert seen[-1][1] == seen[-1][2] == 2 * 6736 and all(a[1] <= b[1] for a, b in zip(seen, seen[1:], strict=False))
+    assert [name for name, _, _ in progress] == ["", *names] and progress[0][1] == 0
+    assert progress[-1][1] == progress[-1][2] == 2 * 6736
+    assert all(before[1] <= after[1] for before, after in zip(progress, progress[1:], strict=False))
 
 
 def test_tokenizer_files_come_along(hf, tmp_path):
@@ -111,8 +112,8 @@ def test_what_is_refused_has_no_bar(hf, tmp_path, monkeypatch, capsys, refused):
     else:
         (source / "tokenizer.json").write_text("{}")
     assert main(["convert", str(source), str(out)]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and errors.count("\n") == 1
     assert main(["convert", str(ROOT / "llama3"), str(tmp_path / "other")]) == 0
     assert "convert" in capsys.readouterr().err  # the bar of one that is not refused
 
@@ -218,7 +219,7 @@ def random_llama(directory, layers: int, width: int = 128) -> int:
 
 
 def peak_of_writing(source: Directory, out: Path) -> int:
-    """Bytes that are held at once while all parts of a source are read and written."""
+    """The most bytes in use at once while all parts of a source are read and written."""
     todo = plan_conversion(source)  # traces the decoder's shapes, which is not what is measured
     with checkpoint.Writer(out, todo.config, todo.dtype) as writer:
         tracemalloc.start()
@@ -267,24 +268,23 @@ def test_logits_of_a_gguf_file_need_one_package_more(tmp_path, monkeypatch):
     assert (missing_packages(file), missing_packages(ROOT / "qwen3")) == (("accelerate",), ())
 
 
-@pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (2e-4, True), (np.nan, True)])
-def test_check_limits_the_difference_of_logits(tmp_path, monkeypatch, off, fails):
+@pytest.mark.parametrize(("relative_error", "fails"), [(5e-5, False), (2e-4, True), (np.nan, True)])
+def test_check_limits_the_difference_of_logits(tmp_path, monkeypatch, relative_error, fails):
     convert(ROOT / "mistral", tmp_path / "out")
     config, params, _ = load_family("mistral")
 
-    def peer(src, prompts, dtype):
+    def shifted_logits(src, prompts, dtype):
         ours = np.asarray(kvjax.logits(kvjax.Model(config, params), prompts))
         rows = [x[: len(p)] for x, p in zip(ours, prompts, strict=True)]
-        return [x + np.float32(off) * np.abs(x).max() for x in rows]
+        return [x + np.float32(relative_error) * np.abs(x).max() for x in rows]
 
-    monkeypatch.setattr(checking, "transformers_logits", peer)
+    monkeypatch.setattr(checking, "transformers_logits", shifted_logits)
     if fails:
         with pytest.raises(KvjaxError, match="logits differ"):
             check(ROOT / "mistral", tmp_path / "out", compare_logits=True)
     else:
-        assert check(ROOT / "mistral", tmp_path / "out", compare_logits=True).logit_difference == pytest.approx(
-            off, rel=0.1
-        )
+        difference = check(ROOT / "mistral", tmp_path / "out", compare_logits=True).logit_difference
+        assert difference == pytest.approx(relative_error, rel=0.1)
 
 
 def test_command_line(tmp_path, capsys):
@@ -293,8 +293,8 @@ def test_command_line(tmp_path, capsys):
     assert main(["check", source, out, "--tensors-only"]) == 0
     assert "all 21 tensors equal the source; logits not compared" in capsys.readouterr().out
     assert main(["inspect", source]) == main(["inspect", out]) == 0
-    said = capsys.readouterr().out
-    assert "Hugging Face" in said and "float32 (21)" in said and "bfloat16 (21)" in said and "6,736" in said
+    output = capsys.readouterr().out
+    assert "Hugging Face" in output and "float32 (21)" in output and "bfloat16 (21)" in output and "6,736" in output
     assert main(["convert", source, out]) == 1
     assert "error: " in capsys.readouterr().err
     assert main(["convert", source, out, "--force"]) == 0
@@ -316,7 +316,6 @@ def test_help(arguments, capsys):
 def test_in_memory_reading_equals_the_written_one(tmp_path):
     convert(ROOT / "phi3", tmp_path / "out", "f32")
     read_params = jax.tree.map(jnp.asarray, read(ROOT / "phi3")[1])
-    for a, b in zip(
-        jax.tree.leaves(checkpoint.restore(tmp_path / "out")[1]), jax.tree.leaves(read_params), strict=True
-    ):
-        np.testing.assert_array_equal(a, b)
+    restored = checkpoint.restore(tmp_path / "out")[1]
+    for written, direct in zip(jax.tree.leaves(restored), jax.tree.leaves(read_params), strict=True):
+        np.testing.assert_array_equal(written, direct)

@@ -14,7 +14,7 @@ from kvjax.models.checkpoint import parameter_shapes
 from tests.fixtures import FAMILIES, ROOT, load_family
 
 
-def stored(name: str) -> dict[str, np.ndarray]:
+def load_tensors(name: str) -> dict[str, np.ndarray]:
     files = sorted((ROOT / name).glob("*.safetensors"))
     return {k: x.astype(np.float32) for f in files for k, x in load_file(f).items()}
 
@@ -24,7 +24,7 @@ def test_heads_are_split_as_the_glossary_says(name):
     """Query head n = k * G + g owns rows n * H .. (n + 1) * H of q_proj, and those columns of o_proj."""
     config, params, _ = load_family(name)
     H, G = config.head_dim, config.groups
-    weights, ours = stored(name), params["layer_1"]["attention"]
+    weights, ours = load_tensors(name), params["layer_1"]["attention"]
     for k in range(config.kv_heads):
         rows = slice(k * H, (k + 1) * H)
         np.testing.assert_array_equal(
@@ -44,7 +44,7 @@ def test_heads_are_split_as_the_glossary_says(name):
 def test_fused_projections_are_split():
     config, params, _ = load_family("phi3")
     N, K, H, F = config.heads, config.kv_heads, config.head_dim, config.mlp_width
-    weights, ours = stored("phi3"), params["layer_0"]
+    weights, ours = load_tensors("phi3"), params["layer_0"]
     qkv, gate_up = (
         weights["model.layers.0.self_attn.qkv_proj.weight"],
         weights["model.layers.0.mlp.gate_up_proj.weight"],
@@ -63,14 +63,14 @@ def test_fused_projections_are_split():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_has_one_source_and_split_is_inverted_by_join(name):
     source = Directory(ROOT / name)
-    todo = plan_conversion(source)
-    seen = []
-    for binding in todo.bindings:
+    plan = plan_conversion(source)
+    parameter_names = []
+    for binding in plan.bindings:
         tensor = source.read(binding.source)
         parameters = dict(binding.split(tensor))
-        seen += parameters
+        parameter_names += parameters
         np.testing.assert_array_equal(binding.join(parameters), tensor)
-    assert sorted(seen) == sorted(parameter_shapes(todo.config))
+    assert sorted(parameter_names) == sorted(parameter_shapes(plan.config))
 
 
 def test_families_share_one_table():

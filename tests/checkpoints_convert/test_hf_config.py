@@ -180,5 +180,5 @@ if importlib.util.find_spec("transformers"):
     def test_defaults_are_those_of_transformers(kind):
         from transformers import AutoConfig
 
-        theirs = AutoConfig.for_model(kind).to_dict()
-        assert translate({"model_type": kind}) == translate(theirs)
+        peer_config = AutoConfig.for_model(kind).to_dict()
+        assert translate({"model_type": kind}) == translate(peer_config)

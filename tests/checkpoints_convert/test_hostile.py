@@ -23,7 +23,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 ESCAPE = "\x1b[2J"
 
 
-def refusal(directory) -> str:
+def plan_error(directory) -> str:
     with pytest.raises(KvjaxError) as e:
         plan_conversion(Directory(directory))
     return str(e.value)
@@ -33,15 +33,15 @@ def refusal(directory) -> str:
 def test_deeply_nested_json_is_named(hf, name):
     llama = hf("llama3").directory
     (llama / name).write_bytes(DEEP)
-    assert f"{name} is not valid JSON" in refusal(llama)
+    assert f"{name} is not valid JSON" in plan_error(llama)
 
 
 def test_a_deeply_nested_header_is_named(hf):
     mistral = hf("mistral")
     mistral.file.write_bytes(len(DEEP).to_bytes(8, "little") + DEEP)
-    assert "model.safetensors is damaged" in refusal(mistral.directory)
+    assert "model.safetensors is damaged" in plan_error(mistral.directory)
     mistral.file.write_bytes((2**62).to_bytes(8, "little") + DEEP)
-    assert "model.safetensors is damaged" in refusal(mistral.directory)
+    assert "model.safetensors is damaged" in plan_error(mistral.directory)
 
 
 @pytest.mark.parametrize("offsets", [[0], [], {}, "ab", [0, "1"], None])
@@ -49,7 +49,7 @@ def test_a_header_with_damaged_offsets_is_named(hf, offsets):
     mistral = hf("mistral")
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
     mistral.file.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
-    assert "model.safetensors is damaged" in refusal(mistral.directory)
+    assert "model.safetensors is damaged" in plan_error(mistral.directory)
 
 
 @pytest.mark.parametrize(
@@ -75,20 +75,20 @@ def test_what_would_not_load_beside_the_weights_is_refused_at_once(hf, tmp_path,
 
 @pytest.mark.parametrize("layers", [20_000, 10**9, 10**18])
 def test_layers_without_tensors_are_refused_before_they_are_listed(hf, layers):
-    said = refusal(hf("mistral").config(num_hidden_layers=layers))
-    assert f"num_hidden_layers is {layers:,}, but the checkpoint has only 21 tensors" in said
+    error = plan_error(hf("mistral").config(num_hidden_layers=layers))
+    assert f"num_hidden_layers is {layers:,}, but the checkpoint has only 21 tensors" in error
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "max_position_embeddings", "sliding_window", "head_dim"])
 @pytest.mark.parametrize("size", [2**31, 10**18, 10**400])
 def test_sizes_beyond_all_reason_are_refused(hf, key, size):
-    said = refusal(hf("mistral").config(**{key: size}))
-    assert "must be an integer from 1 to 2147483647" in said or "config.json" in said
+    error = plan_error(hf("mistral").config(**{key: size}))
+    assert "must be an integer from 1 to 2147483647" in error or "config.json" in error
 
 
 def test_a_size_that_is_merely_wrong_names_the_tensors(hf):
-    said = refusal(hf("mistral").config(vocab_size=2**31 - 1))
-    assert "model.embed_tokens.weight: shape [40, 16], config.json says [2147483647, 16]" in said
+    error = plan_error(hf("mistral").config(vocab_size=2**31 - 1))
+    assert "model.embed_tokens.weight: shape [40, 16], config.json says [2147483647, 16]" in error
 
 
 BAD_IDS = ["2", 2.5, {"a": 1}, [[2]], [2, "3"], -1, True]
@@ -97,7 +97,7 @@ BAD_IDS = ["2", 2.5, {"a": 1}, [[2]], [2, "3"], -1, True]
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id"])
 @pytest.mark.parametrize("ids", BAD_IDS)
 def test_ids_that_are_none_are_named(hf, key, ids):
-    assert f"{key} must name tokens by their ids" in refusal(hf("mistral").config(**{key: ids}))
+    assert f"{key} must name tokens by their ids" in plan_error(hf("mistral").config(**{key: ids}))
 
 
 def test_ids_of_generation_config_and_beyond_the_vocabulary(hf):
@@ -108,7 +108,7 @@ def test_ids_of_generation_config_and_beyond_the_vocabulary(hf):
     (mistral.directory / "generation_config.json").unlink()
     assert plan_conversion(Directory(mistral.directory)).config.eos_ids == (39,)
     (mistral.directory / "generation_config.json").write_text('{"eos_token_id": {"a": [1]}}')
-    assert "eos_token_id must name tokens" in refusal(mistral.directory)
+    assert "eos_token_id must name tokens" in plan_error(mistral.directory)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_ids_of_generation_config_and_beyond_the_vocabulary(hf):
     ],
 )
 def test_values_of_other_types_are_named(hf, changes, says):
-    assert says in refusal(hf("mistral").config(**changes))
+    assert says in plan_error(hf("mistral").config(**changes))
 
 
 def test_links_out_of_the_checkpoint_are_not_followed(hf, tmp_path):
@@ -163,15 +163,15 @@ def test_hugging_faces_own_cache_is_full_of_links(hf, tmp_path):
 def test_escape_codes_in_names_and_values_do_not_reach_the_terminal(hf, tmp_path, capsys):
     mistral = hf("mistral")
     mistral.tensors(**{f"model__{ESCAPE}\nok": np.zeros(3, np.float32)})
-    assert "model.\\x1b[2J\\nok: no such tensor" in refusal(mistral.directory)
+    assert "model.\\x1b[2J\\nok: no such tensor" in plan_error(mistral.directory)
     assert main(["inspect", str(mistral.directory)]) == 0
     assert main(["inspect", str(mistral.config(model_type=f"llama{ESCAPE}"))]) == 0
     assert main(["convert", str(mistral.directory), str(tmp_path / "converted")]) == 1
-    shown = capsys.readouterr()
-    assert "\x1b[2J" not in shown.out + shown.err and "\\x1b[2J" in shown.out and "\\x1b[2J" in shown.err
+    output = capsys.readouterr()
+    assert "\x1b[2J" not in output.out + output.err and "\\x1b[2J" in output.out and "\\x1b[2J" in output.err
 
 
-def edited(directory: Path, change) -> str:
+def manifest_error(directory: Path, change) -> str:
     """Returns the error of a manifest that was changed together with its digest."""
     raw = json.loads((directory / checkpoint.MANIFEST).read_text())
     raw.pop("digest")
@@ -204,7 +204,7 @@ def edited(directory: Path, change) -> str:
 )
 def test_manifests_made_to_do_harm(tmp_path, change, says):
     convert(ROOT / "mistral", tmp_path / "out")
-    assert says in edited(tmp_path / "out", change)
+    assert says in manifest_error(tmp_path / "out", change)
 
 
 def test_a_deeply_nested_manifest_is_named(tmp_path):

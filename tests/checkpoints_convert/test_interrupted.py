@@ -44,17 +44,17 @@ def test_an_interrupted_conversion_says_so_and_leaves_nothing(tmp_path):
     with subprocess.Popen(command, cwd=ROOT.parent.parent, **pipes) as process:
         assert process.stdout.readline()  # one part is written
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate()
+        _, errors = process.communicate()
     assert process.returncode == 130
-    assert said.splitlines()[-1] == "stopped" and "Traceback" not in said
+    assert errors.splitlines()[-1] == "stopped" and "Traceback" not in errors
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interruption_in_the_midst_of_a_part_does_the_same(tmp_path, monkeypatch, capsys):
-    def interrupted(*_, **more):
+    def raise_interrupt(*_, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", interrupted)
+    monkeypatch.setattr("orbax.checkpoint.Checkpointer.save", raise_interrupt)
     assert main(["convert", str(ROOT / "llama3"), str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == "stopped"
     assert list(tmp_path.iterdir()) == []

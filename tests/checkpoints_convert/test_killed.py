@@ -1,4 +1,4 @@
-"""Conversions that are killed at random moments: nothing that is not whole ever loads, and the next one succeeds."""
+"""Conversions that are killed at random moments: no partial checkpoint ever loads, and the next one succeeds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.fixtures import ROOT
 KILLS = 20
 
 
-def killed_at(source: Path, out: Path, seconds: float, processes) -> None:
-    """Converts in a process of its own and kills it so long after it has begun to write."""
+def convert_and_kill_at(source: Path, out: Path, seconds: float, processes) -> None:
+    """Converts in a process of its own, and kills it `seconds` after it has begun to write."""
     process = processes.Process(target=convert, args=(source, out))
     process.start()
     left = set(out.parent.glob(".kvjax-*"))
@@ -37,12 +37,12 @@ def test_after_twenty_kills_nothing_has_loaded_that_is_not_whole(tmp_path):
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["checkpoints_convert.convert"])
     start = time.perf_counter()
-    killed_at(source, tmp_path / "whole", 60, processes)
+    convert_and_kill_at(source, tmp_path / "whole", 60, processes)
     whole = time.perf_counter() - start
     expected, interrupted = read(source)[1]["embedding"], 0
     for seconds in np.random.default_rng(0).uniform(0, whole, KILLS):
         shutil.rmtree(out, ignore_errors=True)
-        killed_at(source, out, seconds, processes)
+        convert_and_kill_at(source, out, seconds, processes)
         if out.exists():  # it was done before it was killed
             np.testing.assert_array_equal(checkpoint.restore(out)[1]["embedding"], expected)
             continue

@@ -1,4 +1,4 @@
-"""Models that come with packages: converted once, whoever asks, and whatever was killed before."""
+"""Models that come with packages: converted once for all callers, also after an earlier conversion was killed."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_it_is_converted_once_into_the_cache_directory_and_loads_by_its_name(tin
 
 def test_several_that_ask_at_once_get_one_model(tiny):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(package_models.directory, ["tiny"] * 4))
-    assert len(set(found)) == 1
-    _, parameters = checkpoint.restore(found[0])
+        directories = list(pool.map(package_models.directory, ["tiny"] * 4))
+    assert len(set(directories)) == 1
+    _, parameters = checkpoint.restore(directories[0])
     np.testing.assert_array_equal(parameters["embedding"], read(tiny)[1]["embedding"])
 
 
@@ -120,8 +120,8 @@ def halves(tiny, monkeypatch):
     for name, piece in (("first.bin", content[:middle]), ("second.bin", content[middle:])):
         (tiny.parent / name).write_bytes(piece)
         parts.append(PackageFile("a part", "tiny_package", "tiny-package", name))
-    made = PackageModel("a model in parts", tuple(parts), hashlib.sha256(content).hexdigest())
-    monkeypatch.setitem(package_models.MODELS, "halves", made)
+    package_model = PackageModel("a model in parts", tuple(parts), hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(package_models.MODELS, "halves", package_model)
     return tiny.parent
 
 

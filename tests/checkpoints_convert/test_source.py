@@ -1,4 +1,4 @@
-"""Reading: what is damaged, missing or unsafe is refused by name, with the remedy, before anything is written."""
+"""Reading: damaged, missing and unsafe files are refused by name, with the remedy, before anything is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fixtures import ROOT
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
-def refusal(directory) -> str:
+def read_error(directory) -> str:
     with pytest.raises(KvjaxError) as e:
         plan_conversion(Directory(directory))
     return str(e.value)
@@ -45,21 +45,21 @@ def test_all_problems_with_names_and_shapes_are_told_together(hf):
         lm_head__weight=np.zeros((40, 15), np.float32),
         model__embed_tokens__weight=np.zeros((40, 16), np.int8),
     )
-    said = refusal(mistral.directory)
-    assert said.startswith("4 problems with the tensors, nothing was written")
-    assert "model.norm.weight: missing" in said
-    assert "model.stranger: no such tensor" in said
-    assert "lm_head.weight: shape [40, 15], config.json says [40, 16]" in said
-    assert "model.embed_tokens.weight: stored as I8; save it dequantized" in said
+    error = read_error(mistral.directory)
+    assert error.startswith("4 problems with the tensors, nothing was written")
+    assert "model.norm.weight: missing" in error
+    assert "model.stranger: no such tensor" in error
+    assert "lm_head.weight: shape [40, 15], config.json says [40, 16]" in error
+    assert "model.embed_tokens.weight: stored as I8; save it dequantized" in error
 
 
 def test_missing_head_names_the_key_that_would_explain_it(hf):
-    assert "tie_word_embeddings: true" in refusal(hf("mistral").tensors(lm_head__weight=None))
+    assert "tie_word_embeddings: true" in read_error(hf("mistral").tensors(lm_head__weight=None))
 
 
 def test_a_long_list_is_cut(hf):
-    said = refusal(hf("mistral").config(num_hidden_layers=9))
-    assert said.startswith("63 problems") and said.endswith("... and 23 more")
+    error = read_error(hf("mistral").config(num_hidden_layers=9))
+    assert error.startswith("63 problems") and error.endswith("... and 23 more")
 
 
 def test_old_buffers_are_ignored(hf):
@@ -73,15 +73,15 @@ def test_truncated_file_names_the_tensors_that_are_lost(hf):
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     last = max((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][1])
     mistral.file.write_bytes(data[:-1])
-    assert f"is truncated: it ends before {last}; copy it again" in refusal(mistral.directory)
+    assert f"is truncated: it ends before {last}; copy it again" in read_error(mistral.directory)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"not safetensors at all, but long enough to have a header"])
 def test_damaged_file(hf, content):
     mistral = hf("mistral")
     mistral.file.write_bytes(content)
-    said = refusal(mistral.directory)
-    assert "model.safetensors is damaged" in said and "copy it again" in said
+    error = read_error(mistral.directory)
+    assert "model.safetensors is damaged" in error and "copy it again" in error
 
 
 def test_missing_shards_are_all_named(hf):
@@ -89,7 +89,7 @@ def test_missing_shards_are_all_named(hf):
     shards = sorted(llama.glob("model-*.safetensors"))
     for shard in shards:
         shard.unlink()
-    assert f"missing shards: {shards[0].name}, {shards[1].name}; copy them to" in refusal(llama)
+    assert f"missing shards: {shards[0].name}, {shards[1].name}; copy them to" in read_error(llama)
 
 
 def test_index_and_shards_must_agree(hf):
@@ -98,16 +98,16 @@ def test_index_and_shards_must_agree(hf):
     shard = index["weight_map"].pop(Q)
     index["weight_map"]["model.ghost"] = shard
     (llama / INDEX).write_text(json.dumps(index))
-    said = refusal(llama)
-    assert f"model.ghost: not in {shard}" in said and f"{Q}: in {shard} but not in {INDEX}" in said
+    error = read_error(llama)
+    assert f"model.ghost: not in {shard}" in error and f"{Q}: in {shard} but not in {INDEX}" in error
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}'])
 def test_unusable_index(hf, content):
     llama = hf("llama3").directory
     (llama / INDEX).write_text(content)
-    said = refusal(llama)
-    assert INDEX in said and "copy it again" in said
+    error = read_error(llama)
+    assert INDEX in error and "copy it again" in error
 
 
 @pytest.mark.parametrize(
@@ -125,11 +125,11 @@ def test_unusable_index(hf, content):
 def test_other_weights_are_refused_with_the_remedy(hf, name, remedy):
     mistral = hf("mistral")
     mistral.file.rename(mistral.directory / name)
-    assert remedy in refusal(mistral.directory)
+    assert remedy in read_error(mistral.directory)
 
 
 def test_no_directory_and_no_config(tmp_path):
-    assert "there is no directory" in refusal(tmp_path / "nowhere")
-    assert "has no config.json" in refusal(tmp_path)
+    assert "there is no directory" in read_error(tmp_path / "nowhere")
+    assert "has no config.json" in read_error(tmp_path)
     (tmp_path / "config.json").write_text("{'model_type'")
-    assert "is not valid JSON" in refusal(tmp_path)
+    assert "is not valid JSON" in read_error(tmp_path)

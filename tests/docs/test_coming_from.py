@@ -97,11 +97,11 @@ def test_what_a_window_over_all_layers_hides_can_be_dropped():
 
 
 def test_the_code_runs_from_top_to_bottom(monkeypatch, tmp_path, clean_registry):
-    """A toy model stands for those that are loaded, with a chat template."""
+    """A toy model with a chat template stands in for the models that the page loads."""
     values = run_page("docs/coming_from.md", monkeypatch, tmp_path)
     length = int(values["context"].cache.length[0])
-    kept = [[len(heads[0]) for heads in layer] for layer in values["quarter"].kept_positions()]
-    assert kept == [[length // 4]] * 4
+    num_kept = [[len(heads[0]) for heads in layer] for layer in values["quarter"].kept_positions()]
+    assert num_kept == [[length // 4]] * 4
     assert [len(layer[0][0]) for layer in values["layers"].kept_positions()] == [96, 96, 48, 48]
     assert {row["method"] for row in values["rows"]} == {"full", "snapkv:budget=128", "kivi:bits=2"}
     assert values["answer"].text and values["own"].num_sequences == 1

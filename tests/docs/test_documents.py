@@ -23,7 +23,7 @@ from tests.helpers.documents import (
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "experiments/README.md")
 SITE = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-"""The pages of the site that are written by hand."""
+"""The hand-written pages of the site."""
 PAGES = [page for page in (*DOCUMENTS, *SITE) if any(block.language in ("python", "sh") for block in code_blocks(page))]
 RUN_ELSEWHERE = {"docs/coming_from.md": "test_coming_from.py", "docs/states.md": "test_states_document.py"}
 """Pages whose own tests run them, and look at what the blocks define."""
@@ -57,7 +57,7 @@ def test_every_page_with_code_is_run():
 
 @pytest.mark.parametrize("page", (*DOCUMENTS, *SITE))
 def test_methods_in_the_text_of_a_page_can_be_used(page, clean_registry):
-    """In line, `snapkv:budget=25%` is a method if its first word is the name of one; so is `kvjax ...` a command."""
+    """Inline code is a method if its first word is the name of one, and a command if it begins with `kvjax`."""
     text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
     names = "|".join(load_all())
     for code in re.findall(rf"`((?:{names})(?::[^`]*| [+] [^`]*))`", text):
@@ -92,12 +92,12 @@ def test_an_output_that_differs_is_found():
 
 def test_of_a_table_of_the_evaluation_all_but_the_scores_is_compared():
     table = "      1,024-token contexts\n\n method   niah   turns   device  of full   host  tok/s\n ─────────\n"
-    shown = f"{table} full   100.0   75.0 ±9.1   2,066   100.0    0    -\n  percent right; KiB held\n...\n"
+    page_table = f"{table} full   100.0   75.0 ±9.1   2,066   100.0    0    -\n  percent right; KiB held\n...\n"
     wider = f"  {table} full        100.0        100.0   2,066   100.0    0    -\n  percent right;\n  KiB held\nwrote\n"
-    compare_output(shown, wider, "a page")
+    compare_output(page_table, wider, "a page")
     for printed in (wider.replace("2,066", "2,067"), wider.replace(" full ", " int4 "), wider.replace("KiB", "MiB")):
         with pytest.raises(AssertionError, match="the page shows"):
-            compare_output(shown, printed, "a page")
+            compare_output(page_table, printed, "a page")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The pages that scripts write: what they promise of every method is there, and is what code and results say."""
+"""The generated pages: every method has what they promise, and it agrees with the code and the results."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_a_page_explains_every_parameter_with_its_default(name):
     page = methods.page(entry)
     section = page[page.index("## Parameters") : page.index("## What it computes")]
     explained: list[str] = []
-    for given, meaning in (cells for cells in table_rows(section) if "`" in cells[0]):
-        for text in given.split("<br>"):
+    for names, meaning in (cells for cells in table_rows(section) if "`" in cells[0]):
+        for text in names.split("<br>"):
             parameter, default, kind = re.fullmatch(r"`(\w+)=([^`]*)` (.+)", text).groups()
             assert default == (str(entry.parameters[parameter].default) or '""') and kind
             explained.append(parameter)
@@ -92,17 +92,17 @@ def test_pages_do_not_depend_on_what_a_user_has_registered(clean_registry):
 
 
 def test_methods_were_measured_and_each_is_in_one_family_of_the_menu():
-    found = read_results()
+    results = read_results()
     assert {e.name for e in builtin_entries().values() if not e.docs.formula} == set()
     # A method that was just added has a page before it has numbers; those of all others must stay.
-    assert sum(entry.example in found for entry in builtin_entries().values()) >= 73
+    assert sum(entry.example in results for entry in builtin_entries().values()) >= 73
     first, *groups = methods.menu()
     assert first == "methods/index.md" and len(groups) == len(FAMILIES)
     items = [item for group in groups for members in group.values() for item in members]
-    shown = [path for entry in items if isinstance(entry, dict) for path in entry.values()]
-    assert sorted(shown) == [f"methods/{name}.md" for name in NAMES]
+    menu_pages = [path for entry in items if isinstance(entry, dict) for path in entry.values()]
+    assert sorted(menu_pages) == [f"methods/{name}.md" for name in NAMES]
     assert {item for item in items if isinstance(item, str)} == set(map(entries.family_path, FAMILIES))
-    assert set(items[:1] + shown) <= set(methods.pages())
+    assert set(items[:1] + menu_pages) <= set(methods.pages())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,14 +114,14 @@ def test_the_numbers_of_a_page_are_those_of_the_results(name):
         return
     (line,) = (cells for cells in table_rows(page) if cells[0] == f"`{entry.example}`" and len(cells) == 8)
     planned = kvjax.planned_bytes(entry.example, kvjax.load("testbed").config, 2048, dtype="bfloat16")
-    wanted = (planned.fraction_of_full, planned.host_fraction_of_full, row["recall"])
-    assert line[1:4] == [f"{fraction:.1%}" for fraction in wanted]
+    numbers = (planned.fraction_of_full, planned.host_fraction_of_full, row["recall"])
+    assert line[1:4] == [f"{fraction:.1%}" for fraction in numbers]
     assert "bfloat16" in page and "float32" in page
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "full"])
 def test_a_page_has_what_a_real_model_did_under_its_method_with_bytes_in_bfloat16(name):
-    page, found = methods.page(builtin_entries()[name]), False
+    page, has_row = methods.page(builtin_entries()[name]), False
     for result in methods.real_results():
         for method in set(result.document["scores"]) - {"full"}:
             device, host = result.document["bfloat16"][method]
@@ -129,8 +129,8 @@ def test_a_page_has_what_a_real_model_did_under_its_method_with_bytes_in_bfloat1
             row = f"| `{method}` | {device:.1%} | {host:.1%} | {100 * score.mean():.1f} ±"
             in_it = name in [part.name for part in parse_parts(method)]
             assert (row in page) == in_it, method
-            found |= in_it
-    assert ("## On a real model" in page) == found
+            has_row |= in_it
+    assert ("## On a real model" in page) == has_row
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def site(tmp_path_factory) -> Path:
 
 def test_the_site_is_whole_without_a_network(site):
     pages = {str(path.relative_to(site)): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
-    wanted = {"index.html", "contributing.html", "composition.html", "field.html", "equal_bytes.smollm2.html"}
-    assert wanted | {f"methods/{name}.html" for name in NAMES} <= pages.keys()
+    expected_pages = {"index.html", "contributing.html", "composition.html", "field.html", "equal_bytes.smollm2.html"}
+    assert expected_pages | {f"methods/{name}.html" for name in NAMES} <= pages.keys()
     assert 'id="kvjax.generate"' in pages["reference/kvjax.html"]
     assert {name: LOADED.findall(text) for name, text in pages.items() if LOADED.search(text)} == {}
 
@@ -71,7 +71,7 @@ def test_the_search_finds_a_method_on_a_page_that_was_opened_from_a_folder(site,
         page.call("Input.insertText", text="snapkv window")
         page.press("End")  # the search listens to keys
         page.wait_until("document.querySelectorAll('.md-search-result__link').length > 2")
-        found = page.ask("[...document.querySelectorAll('.md-search-result__link')].map(x => x.href)")
-        assert any("/methods/snapkv.html" in link for link in found)
-        assert all(link.startswith("file://") for link in found)
+        links = page.ask("[...document.querySelectorAll('.md-search-result__link')].map(x => x.href)")
+        assert any("/methods/snapkv.html" in link for link in links)
+        assert all(link.startswith("file://") for link in links)
         assert [c for c in page.complaints() if not c.startswith(("loads file://", "loads data:"))] == []

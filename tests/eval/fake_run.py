@@ -30,7 +30,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def record(method: str, task: str, length: int, case: int, rng: np.random.Generator) -> dict:
-    """One line: a context of `task` under `method`."""
+    """The record of one context of `task` under `method`."""
     host = 2.06 if method in ("offload", "specache:bits=1") else 1.03 if method.startswith("kcache") else 0
     size = {"device": int(BYTES[method] * 1024 * length), "pinned_host": int(host * 1024 * length)}
     base = {"method": method, "task": task, "key": f"{task}/{length}/{case}", "about": {"length": length}}
@@ -61,7 +61,7 @@ def _answers(rng: np.random.Generator, asks: Sequence[dict], chances: Sequence[f
 
 
 def speed(method: str, length: int) -> dict:
-    """One line of times."""
+    """The record of one measurement of times."""
     about = {"length": length, "batch": 4}
     times = {"prefill_seconds": length / 2000, "tokens_per_second": 900 / (1 + LOSS[method])}
     return {
@@ -77,7 +77,7 @@ def speed(method: str, length: int) -> dict:
 def records(
     methods: Sequence[str] = METHODS, tasks: Sequence[str] = TASKS, lengths: Sequence[int] = LENGTHS, cases: int = 20
 ) -> Iterator[dict]:
-    """All lines, as a run writes them."""
+    """All records, as a run writes them."""
     rng = np.random.default_rng(7)
     for method in methods:
         for length in lengths:
@@ -102,7 +102,7 @@ RUN = {
 
 
 def write(directory: Path, **chosen) -> Path:
-    """A run's directory."""
+    """Writes a run, and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(r) for r in records(**chosen)]
     (directory / "records.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

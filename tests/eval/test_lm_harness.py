@@ -35,7 +35,7 @@ METHODS = ("full", "snapkv:budget=24/window=8")
 CONTEXT = "The pier lights were out, nobody knew why. "  # so short that all programs here are of 64 tokens
 
 
-def requests(kind, *args):
+def make_requests(kind, *args):
     return [Instance(kind, {}, a, i) for i, a in enumerate(args)]
 
 
@@ -44,12 +44,12 @@ def ids(text):
 
 
 def logits(tokens):
-    padded = [*tokens, *[0] * (64 - len(tokens))]  # causal: what comes after changes nothing
+    padded = [*tokens, *[0] * (64 - len(tokens))]  # causal: later tokens change nothing
     return np.asarray(kvjax.logits(TOY, [padded])[0], np.float64)[: len(tokens)]
 
 
-def direct(context, continuation):
-    """From one uncached forward pass: (log-probability, whether each token is the likeliest)."""
+def exact_likelihood(context, continuation):
+    """The log-probability from one uncached forward pass, and whether each token is the likeliest."""
     tokens = context + continuation
     out = logits(tokens)[len(context) - 1 : -1]
     logp = out - np.log(np.exp(out - out.max(-1, keepdims=True)).sum(-1, keepdims=True)) - out.max(-1, keepdims=True)
@@ -57,7 +57,7 @@ def direct(context, continuation):
     return logp[places, continuation].sum(), bool((out.argmax(-1) == continuation).all())
 
 
-def likeliest(context, n):
+def greedy_continuation(context, n):
     tokens = list(context)
     for _ in range(n):
         tokens.append(int(logits(tokens)[-1].argmax()))
@@ -67,26 +67,27 @@ def likeliest(context, n):
 def test_loglikelihood_under_full_is_that_of_the_logits():
     lm = KvjaxLM(TOY, "full", batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), ("a b ", "c"), ("", "lights")]
-    got = lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
-    # a space at the end of a prompt goes with what follows
-    want = [direct(ids(c.strip()) or [256], ids(tail(c, t)))[0] for c, t in pairs]
-    assert [g for g, _ in got] == pytest.approx(want, rel=1e-5) and not any(g for _, g in got)
-    made = likeliest(ids(CONTEXT), 3)
-    wrong = [*made[:2], (made[2] + 1) % 512]
-    got = lm._loglikelihood_tokens([(("", ""), ids(CONTEXT), x) for x in (made, wrong, [])], disable_tqdm=True)
-    assert [g for _, g in got] == [True, False, True] and got[2][0] == 0
+    answers = lm.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)
+    # a space at the end of a prompt goes with the continuation
+    expected = [exact_likelihood(ids(c.strip()) or [256], ids(tail(c, t)))[0] for c, t in pairs]
+    assert [g for g, _ in answers] == pytest.approx(expected, rel=1e-5) and not any(g for _, g in answers)
+    greedy_tokens = greedy_continuation(ids(CONTEXT), 3)
+    other_tokens = [*greedy_tokens[:2], (greedy_tokens[2] + 1) % 512]
+    encoded = [(("", ""), ids(CONTEXT), tokens) for tokens in (greedy_tokens, other_tokens, [])]
+    answers = lm._loglikelihood_tokens(encoded, disable_tqdm=True)
+    assert [g for _, g in answers] == [True, False, True] and answers[2][0] == 0
 
 
 def test_loglikelihood_under_a_method_is_that_of_score():
     lm = KvjaxLM(TOY, METHODS[1], batch_size=2)
     pairs = [(CONTEXT, "Fog."), (CONTEXT, "Nobody asked"), (CONTEXT[:20], "Fog.")]
-    got = [g for g, _ in lm.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)]
+    values = [g for g, _ in lm.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)]
     prompts, rests = [ids(c.strip()) for c, _ in pairs], [ids(tail(*p)) for p in pairs]
-    want = [x.sum() for x in kvjax.score(TOY, prompts, rests, parse("snapkv:budget=24,window=8"))]
-    assert got == pytest.approx(want, rel=1e-5)
-    exact = [direct(*x)[0] for x in zip(prompts, rests, strict=True)]
-    assert abs(got[0] - exact[0]) > 1e-3  # something was evicted
-    assert got[2] == pytest.approx(exact[2], rel=1e-5)  # 20 tokens are within the budget
+    expected = [x.sum() for x in kvjax.score(TOY, prompts, rests, parse("snapkv:budget=24,window=8"))]
+    assert values == pytest.approx(expected, rel=1e-5)
+    exact = [exact_likelihood(*x)[0] for x in zip(prompts, rests, strict=True)]
+    assert abs(values[0] - exact[0]) > 1e-3  # something was evicted
+    assert values[2] == pytest.approx(exact[2], rel=1e-5)  # 20 tokens are within the budget
 
 
 def tail(context, continuation):
@@ -95,15 +96,18 @@ def tail(context, continuation):
 
 def test_prompts_and_texts_beyond_max_length():
     lm = KvjaxLM(TOY, "full", batch_size=2, max_length=17)
-    ((got, _),) = lm.loglikelihood(requests("loglikelihood", (CONTEXT.strip(), "Fog.")), disable_tqdm=True)
-    assert got == pytest.approx(direct(ids(CONTEXT.strip())[-14:], ids("Fog."))[0], rel=1e-5)
+    ((log_likelihood, _),) = lm.loglikelihood(
+        make_requests("loglikelihood", (CONTEXT.strip(), "Fog.")), disable_tqdm=True
+    )
+    assert log_likelihood == pytest.approx(exact_likelihood(ids(CONTEXT.strip())[-14:], ids("Fog."))[0], rel=1e-5)
     text = CONTEXT[:40]
-    got = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,), ("",)), disable_tqdm=True)
+    values = lm.loglikelihood_rolling(make_requests("loglikelihood_rolling", (text,), ("",)), disable_tqdm=True)
     t = ids(text)  # windows of 17 tokens; the last one keeps its full context
-    want = direct([256], t[:17])[0] + direct(t[16:17], t[17:34])[0] + direct(t[22:34], t[34:])[0]
-    assert got == [pytest.approx(want, rel=1e-5), 0]
+    windows = [([256], t[:17]), (t[16:17], t[17:34]), (t[22:34], t[34:])]
+    expected = sum(exact_likelihood(*window)[0] for window in windows)
+    assert values == [pytest.approx(expected, rel=1e-5), 0]
     with pytest.raises(KvjaxError, match="leave no room in max_length=17"):
-        lm.loglikelihood(requests("loglikelihood", ("a", "b" * 30)), disable_tqdm=True)
+        lm.loglikelihood(make_requests("loglikelihood", ("a", "b" * 30)), disable_tqdm=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -115,44 +119,46 @@ def test_generate_until_stops_where_it_must(method):
     texts = [TOY.tokenizer.decode(t) for t in full.tokens]
     stop = texts[0][4:6]
     args = [(CONTEXT, {"until": [stop, ""], "do_sample": False, "temperature": 0.7}), ("a b", {"max_tokens": 10})]
-    got = lm.generate_until(requests("generate_until", *args), disable_tqdm=True)
-    assert got == [texts[0][: texts[0].index(stop)], texts[1]]
-    (got,) = lm.generate_until(requests("generate_until", (CONTEXT, {"until": "no such"})), disable_tqdm=True)
-    assert got == texts[0]
+    generated = lm.generate_until(make_requests("generate_until", *args), disable_tqdm=True)
+    assert generated == [texts[0][: texts[0].index(stop)], texts[1]]
+    (generated,) = lm.generate_until(
+        make_requests("generate_until", (CONTEXT, {"until": "no such"})), disable_tqdm=True
+    )
+    assert generated == texts[0]
 
 
 def test_sampling_and_ends():
     first = int(logits(ids(CONTEXT))[-1].argmax())
     ended = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=(first,)))
     lm = KvjaxLM(ended, batch_size=2, max_gen_toks=10)
-    assert lm.generate_until(requests("generate_until", (CONTEXT, {})), disable_tqdm=True) == [""]
+    assert lm.generate_until(make_requests("generate_until", (CONTEXT, {})), disable_tqdm=True) == [""]
     lm = KvjaxLM(TOY, batch_size=2, max_gen_toks=10)
     warm = (CONTEXT, {"do_sample": True, "top_k": 50})
-    both = [lm.generate_until(requests("generate_until", warm, warm), disable_tqdm=True) for _ in range(2)]
+    both = [lm.generate_until(make_requests("generate_until", warm, warm), disable_tqdm=True) for _ in range(2)]
     assert both[0] == both[1] and both[0][0] != both[0][1]  # drawn apart, and the same in every run
     # The copy that fills a batch draws for itself, and its text is no answer.
     single = [KvjaxLM(TOY, batch_size=n, max_gen_toks=10) for n in (1, 2)]
-    alone, filled = (x.generate_until(requests("generate_until", warm), disable_tqdm=True) for x in single)
+    alone, filled = (x.generate_until(make_requests("generate_until", warm), disable_tqdm=True) for x in single)
     assert alone == filled
-    assert lm.generate_until(requests("generate_until", ("", {})), disable_tqdm=True) != [""]
+    assert lm.generate_until(make_requests("generate_until", ("", {})), disable_tqdm=True) != [""]
     assert lm._parse_options({"max_new_tokens": 3, "until": "x", "top_p": 0.5}) == (["x"], 3, {})
     assert lm._parse_options({"temperature": 0.5, "top_p": 0.5}) == ([], 10, {"temperature": 0.5, "top_p": 0.5})
     with pytest.raises(KvjaxError, match="'num_beams' is not supported; supported: until"):
-        lm.generate_until(requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
+        lm.generate_until(make_requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
 
 
 def test_chat_templates_as_lm_eval_asks_for_them():
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
     lm = KvjaxLM(dataclasses.replace(TOY, chat_template=template))
-    asked = [{"role": "user", "content": "2 + 2?"}]
-    assert lm.apply_chat_template(asked) == "[user]2 + 2?[assistant]"
-    begun = [*asked, {"role": "assistant", "content": "It is"}]
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    assert lm.apply_chat_template(messages) == "[user]2 + 2?[assistant]"
+    begun = [*messages, {"role": "assistant", "content": "It is"}]
     assert lm.apply_chat_template(begun, add_generation_prompt=False) == "[user]2 + 2?[assistant]It is"
     assert lm.chat_template(True) == template.source
     with pytest.raises(KvjaxError, match="none is called 'tool_use'"):
         lm.chat_template("tool_use")
     with pytest.raises(KvjaxError, match="no chat template"):
-        KvjaxLM(TOY).apply_chat_template(asked)
+        KvjaxLM(TOY).apply_chat_template(messages)
 
 
 def test_arguments():
@@ -220,26 +226,26 @@ def test_a_whole_run_of_local_tasks(tasks):
     samples = sorted(out["samples"]["toy_choice"], key=lambda s: s["doc_id"])
     right = []
     for sample, doc in zip(samples, DOCS, strict=True):
-        want = [direct(ids(doc["text"].rstrip()), ids(tail(doc["text"], c)))[0] for c in doc["choices"]]
-        assert [float(r[0][0]) for r in sample["resps"]] == pytest.approx(want, rel=1e-4)
-        right.append(int(np.argmax(want)) == doc["label"])
+        expected = [exact_likelihood(ids(doc["text"].rstrip()), ids(tail(doc["text"], c)))[0] for c in doc["choices"]]
+        assert [float(r[0][0]) for r in sample["resps"]] == pytest.approx(expected, rel=1e-4)
+        right.append(int(np.argmax(expected)) == doc["label"])
     assert out["results"]["toy_choice"]["acc,none"] == np.mean(right)
     texts = {s["doc_id"]: s["resps"][0][0] for s in out["samples"]["toy_until"]}
     for i, doc in enumerate(DOCS):
-        assert texts[i] == TOY.tokenizer.decode(likeliest(ids(doc["text"]), 10)).split("\n")[0]
+        assert texts[i] == TOY.tokenizer.decode(greedy_continuation(ids(doc["text"]), 10)).split("\n")[0]
 
 
 def test_the_command_line_knows_the_model(tasks, monkeypatch, capsys):
-    seen = {}
+    options = {}
     monkeypatch.setattr("kvjax.core.compile_cache.use_compilation_cache", lambda: None)
-    own = functools.partial(TaskManager, include_defaults=False)  # reading all that lm_eval ships takes seconds
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
-    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **kwargs: seen.update(kwargs))
+    own_tasks = functools.partial(TaskManager, include_defaults=False)  # reading all that lm_eval ships takes seconds
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", own_tasks)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **kwargs: options.update(kwargs))
     args = ["--model", "kvjax", "--model_args", "model=testbed,method=kcache:n=64", "--tasks", "toy_choice"]
     monkeypatch.setattr(sys, "argv", ["lm_eval", *args, "--include_path", str(tasks)])
     main()
-    assert seen["model"] == "kvjax" and seen["tasks"] == ["toy_choice"]
+    assert options["model"] == "kvjax" and options["tasks"] == ["toy_choice"]
     assert lm_eval.api.registry.get_model("kvjax") is KvjaxLM
-    more = {k: seen[k] for k in ("batch_size", "max_batch_size", "device")}
-    assert KvjaxLM.create_from_arg_obj(dict(seen["model_args"]), more).method == parse("kcache:n=64")
+    more = {k: options[k] for k in ("batch_size", "max_batch_size", "device")}
+    assert KvjaxLM.create_from_arg_obj(dict(options["model_args"]), more).method == parse("kcache:n=64")
     assert jax.config.jax_numpy_dtype_promotion == "strict"

@@ -46,20 +46,20 @@ BEGIN, END = "<!-- mark -->", "<!-- /mark -->"
 
 def test_results_are_kept_and_a_failure_stops_nothing(tmp_path, capsys):
     entries = [fake("a", 1), fake("b", line=FAILS), fake("c", line="print('no document')"), fake("d", 4)]
-    wrong = driver.run_all(entries, tmp_path / "new")
-    assert list(wrong) == ["b", "c"] and wrong["b"] == "exit status 3" and "no document" in wrong["c"]
-    kept = {p.name: json.loads(p.read_text())["results"]["x"] for p in (tmp_path / "new").iterdir()}
-    assert kept == {"a.json": 1, "d.json": 4}
-    said = capsys.readouterr().err
-    assert "2 of 4, 0:" in said and "b: exit status 3 after" in said
+    failures = driver.run_all(entries, tmp_path / "new")
+    assert list(failures) == ["b", "c"] and failures["b"] == "exit status 3" and "no document" in failures["c"]
+    results = {p.name: json.loads(p.read_text())["results"]["x"] for p in (tmp_path / "new").iterdir()}
+    assert results == {"a.json": 1, "d.json": 4}
+    progress = capsys.readouterr().err
+    assert "2 of 4, 0:" in progress and "b: exit status 3 after" in progress
 
 
 def test_the_summary_names_every_script(tmp_path):
     ran, old, broken, never = fake("a", 1), fake("old", 2), fake("b", line=FAILS), fake("never")
     driver.run_all([ran, old], tmp_path)
-    wrong = driver.run_all([dataclasses.replace(old, line=FAILS), broken], tmp_path)
+    failures = driver.run_all([dataclasses.replace(old, line=FAILS), broken], tmp_path)
     (tmp_path / "torn.json").write_text('{"results": {}}')
-    text = driver.summary_section(collection(tmp_path, ran, old, broken, never, fake("torn")), wrong)
+    text = driver.summary_section(collection(tmp_path, ran, old, broken, never, fake("torn")), failures)
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert rows[0] == "| `a`: Table a | the \\| paper | ours 1 | no difference |"
     assert "ours 2" in rows[1] and "an earlier one" in rows[1]
@@ -86,7 +86,7 @@ def test_main_runs_those_named_and_tells_of_failures(tmp_path, monkeypatch, caps
     entries = collection(tmp_path / "results", fake("a", 1), fake("b", line=FAILS))
     monkeypatch.setattr(driver, "README", readme)
     monkeypatch.setattr(driver, "SMALL_FORMS", entries)
-    monkeypatch.setattr(driver, "summary_section", lambda collection, wrong: f"failed: {list(wrong)}")
+    monkeypatch.setattr(driver, "summary_section", lambda collection, failures: f"failed: {list(failures)}")
     assert driver.main(["--only", "a"]) == 0 and "failed: []" in readme.read_text()
     assert driver.main([]) == 1 and "failed: ['b']" in readme.read_text()
     assert "failed: b: exit status 3" in capsys.readouterr().err
@@ -117,10 +117,10 @@ def test_every_entry_is_a_script_that_knows_its_arguments(entry, tmp_path, monke
     assert callable(script.in_brief)
     parse = argparse.ArgumentParser.parse_args
 
-    def parsed(self, argv):
+    def record_arguments(self, argv):
         raise Parsed(parse(self, argv))
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", record_arguments)
     command = entry.command(driver.RESULTS)
     assert command[1:3] == ["-m", f"experiments.papers.{entry.module}"]
     assert not any(w.startswith("/") for w in command[3:])
@@ -131,8 +131,8 @@ def test_every_entry_is_a_script_that_knows_its_arguments(entry, tmp_path, monke
 def test_all_scripts_of_the_folder_are_driven():
     shared = {"__init__", "common", "eviction", "eviction_tables", "questions"}
     folder = driver.ROOT / "experiments" / "papers"
-    here = {p.relative_to(folder) for p in folder.rglob("*.py") if p.stem not in shared}
-    assert {".".join(p.with_suffix("").parts) for p in here} == {e.module for e in driver.ENTRIES}
+    scripts = {p.relative_to(folder) for p in folder.rglob("*.py") if p.stem not in shared}
+    assert {".".join(p.with_suffix("").parts) for p in scripts} == {e.module for e in driver.ENTRIES}
 
 
 def record(method: str, accuracy: float, **more) -> dict:
@@ -140,7 +140,7 @@ def record(method: str, accuracy: float, **more) -> dict:
     return {"method": method, "tasks": {"t": {"accuracy": accuracy, "error": 0.0}}, "agreement": 1.0, **more}
 
 
-def evicted(lines: dict[str, tuple[str | None, float]], **more) -> dict:
+def eviction_document(lines: dict[str, tuple[str | None, float]], **more) -> dict:
     """The document of `eviction_tables.document`: label -> (base, fraction right), later questions at half of it."""
     score = {"first": 1.0, "unseen": 1.0, "later": 0.5}
 
@@ -168,7 +168,7 @@ TIMED = {"seconds_per_step": {"median": 0.002}}
 
 
 @pytest.mark.parametrize(
-    ("name", "results", "said"),
+    ("name", "results", "sentence"),
     [
         ("specache_table5", [record(m, x) for m, x in LEVELS], "help (+40.0 points): the order of the paper"),
         ("specache_table5", [record(m, 0.9) for m, _ in LEVELS], "do not help (+0.0 points): not the order"),
@@ -181,7 +181,7 @@ TIMED = {"seconds_per_step": {"median": 0.002}}
         ("specache_table1", {"sizes": [{"share": {"kivi": 0.134, "specache": 0.14}, "paper": 0.13}]}, "1 of 2 sizes"),
         (
             "specache_table2",
-            evicted({"Full": (None, 0.9), "H2O 4x": ("Full", 0.4), "SpeCache 4x": ("Full", 0.8)}),
+            eviction_document({"Full": (None, 0.9), "H2O 4x": ("Full", 0.4), "SpeCache 4x": ("Full", 0.8)}),
             "+40.0",
         ),
         (
@@ -189,26 +189,34 @@ TIMED = {"seconds_per_step": {"median": 0.002}}
             [{"context": 2048, "column": i, "batch": b} for i, b in enumerate((2, 9, 12))],
             "4.5x, 6.0x",
         ),
-        ("kvcrush_table2", evicted(CRUSHED), "1 of 2 pairs gain, 1 clearly (two standard errors); 1 lose clearly"),
+        (
+            "kvcrush_table2",
+            eviction_document(CRUSHED),
+            "1 of 2 pairs gain, 1 clearly (two standard errors); 1 lose clearly",
+        ),
         (
             "kvcrush_table3",
-            evicted({"FullKV": (None, 0.9), "S": (None, 0.5), "KVCrush* (S)": ("S", 0.6)}),
+            eviction_document({"FullKV": (None, 0.9), "S": (None, 0.5), "KVCrush* (S)": ("S", 0.6)}),
             "adds +10.0",
         ),
         ("kvcrush_figure5", {"best_share": SHARES}, "1 of 2 of our best fractions"),
         ("kvcrush_figure6", {"latency": LATENCY}, "cheaper of the two here too"),
-        ("kvcrush_figure7", evicted(CRUSHED), "unseen: 1 of 2 pairs gain"),
-        ("kvcrush_figure8", evicted({"full": (None, 0.9), "paged H2O, 8 pages": ("full", 0.5)}), "8 pages -40.0"),
+        ("kvcrush_figure7", eviction_document(CRUSHED), "unseen: 1 of 2 pairs gain"),
+        (
+            "kvcrush_figure8",
+            eviction_document({"full": (None, 0.9), "paged H2O, 8 pages": ("full", 0.5)}),
+            "8 pages -40.0",
+        ),
         (
             "eviction_curves",
-            evicted(KINDS, drop={"snapkv 64": (0.5, 0), "kcache 64": (0.1, 0)}),
+            eviction_document(KINDS, drop={"snapkv 64": (0.5, 0), "kcache 64": (0.1, 0)}),
             "+50.0, offload +10.0",
         ),
         ("streaming", {**STREAMED, "slope": {"streaming_llm": [0.1, 0.2]}}, "within two standard errors of flat"),
         ("streaming", {**STREAMED, "slope": {"streaming_llm": [0.5, 0.2]}}, "beyond two standard errors of flat"),
     ],
 )
-def test_scripts_sum_up_what_they_found(name, results, said):
+def test_scripts_sum_up_what_they_found(name, results, sentence):
     (entry,) = (entry for entry in driver.ENTRIES if entry.name == name)
     words = entry.in_brief(results)
-    assert len(words) == 3 and all(words) and said in " | ".join(words)
+    assert len(words) == 3 and all(words) and sentence in " | ".join(words)

@@ -74,7 +74,7 @@ def test_the_first_cell_knows_the_oldest_jax():
 
 @pytest.fixture
 def run_first(tmp_path, monkeypatch):
-    """Runs the first cell with a pip that only notes what it is told, and returns these words."""
+    """A function that runs the first cell with a stand-in for pip, and returns the words of its calls."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     jax.devices()  # finds its plugins among the true packages
     folder = tmp_path / "somewhere" / "else"
@@ -82,22 +82,24 @@ def run_first(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
 
     def run(address: str = "", installed: bool = False, packages: dict[str, str] | None = None) -> list[list[str]]:
-        found, names = [], {}
+        pip_calls, names = [], {}
 
         def magic(name: str, line: str) -> None:
             assert name == "pip"
-            found.append(shlex.split(line.format(**names)))  # IPython fills in what stands in braces
+            pip_calls.append(shlex.split(line.format(**names)))  # IPython fills in what stands in braces
 
         names["get_ipython"] = lambda: types.SimpleNamespace(run_line_magic=magic)
-        find = importlib.util.find_spec
-        there = [types.SimpleNamespace(name=n, version=v) for n, v in (packages or {"jax": "99.0"}).items()]
+        find_spec = importlib.util.find_spec
+        installed_packages = [
+            types.SimpleNamespace(name=n, version=v) for n, v in (packages or {"jax": "99.0"}).items()
+        ]
         source = TransformerManager().transform_cell(first_cell()).replace('KVJAX = ""', f"KVJAX = {address!r}", 1)
         with monkeypatch.context() as patch:
             if not installed:
-                patch.setattr(importlib.util, "find_spec", lambda name: None if name == "kvjax" else find(name))
-            patch.setattr(importlib.metadata, "distributions", lambda: there)
+                patch.setattr(importlib.util, "find_spec", lambda name: None if name == "kvjax" else find_spec(name))
+            patch.setattr(importlib.metadata, "distributions", lambda: installed_packages)
             exec(compile(source, "the first cell", "exec"), names)
-        return found
+        return pip_calls
 
     return run
 
@@ -115,7 +117,7 @@ def test_the_first_cell_finds_the_checkout_that_it_lies_in(run_first, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("address", "requirement"),
     [
         ("https://a.host/kvjax", "kvjax[eval] @ git+https://a.host/kvjax"),
         ("git+https://a.host/kvjax@main", "kvjax[eval] @ git+https://a.host/kvjax@main"),
@@ -123,9 +125,9 @@ def test_the_first_cell_finds_the_checkout_that_it_lies_in(run_first, monkeypatc
         ("a wheel.whl", "kvjax[eval] @ file://{here}/a%20wheel.whl"),
     ],
 )
-def test_the_first_cell_takes_a_repository_or_a_wheel(run_first, given, wanted):
+def test_the_first_cell_takes_a_repository_or_a_wheel(run_first, address, requirement):
     Path("a wheel.whl").touch()
-    assert run_first(given) == [["install", "-q", wanted.format(here=Path.cwd())]]
+    assert run_first(address) == [["install", "-q", requirement.format(here=Path.cwd())]]
 
 
 def test_the_first_cell_says_what_is_missing(run_first):

@@ -32,14 +32,14 @@ class Words:
         return "".join(self.words[i % len(self.words)] for i in ids)
 
 
-def record(
+def make_exploration(
     prompt: int = 30, steps: int = 4, layers: int = 2, heads: int = 3, methods: tuple[str, ...] = ("full", "a<b>", "c")
 ) -> Exploration:
     """Tokens leave by chance, and attention is drawn: only shapes and sizes are like those of a model."""
     rng, P = np.random.default_rng(0), prompt + steps
     now = np.arange(prompt, P)[None, None, :, None]
-    there = np.arange(P) <= now
-    attention = np.where(there, np.exp(2.5 * rng.normal(size=(layers, heads, steps, P))), 0)
+    is_visible = np.arange(P) <= now
+    attention = np.where(is_visible, np.exp(2.5 * rng.normal(size=(layers, heads, steps, P))), 0)
     attention = (attention / attention.sum(-1, keepdims=True)).astype(np.float32)
     traces = [method_trace(name, i, attention, prompt) for i, name in enumerate(methods)]
     text = list(range(prompt))
@@ -47,20 +47,20 @@ def record(
 
 
 def method_trace(name: str, number: int, attention: np.ndarray, prompt: int) -> MethodTrace:
-    """A method of which every `number + 1`-th token stays; the second has it on the host, the third in few bits."""
+    """A method that keeps every `number + 1`-th token: the second on the host, the third in few bits."""
     layers, heads, steps, P = attention.shape
     at, now = np.arange(P), np.arange(prompt, P)[:, None]
-    stays = (at % (number + 1) == 0) | (at >= now - 3)
-    held = np.where(stays & (at <= now), token_codes.HELD, 0).astype(np.uint8)
-    held |= np.where(
-        held > 0, (0, token_codes.KEY_HOST | token_codes.VALUE_HOST, token_codes.REPRESENTS)[number % 3], 0
+    is_kept = (at % (number + 1) == 0) | (at >= now - 3)
+    status_codes = np.where(is_kept & (at <= now), token_codes.HELD, 0).astype(np.uint8)
+    status_codes |= np.where(
+        status_codes > 0, (0, token_codes.KEY_HOST | token_codes.VALUE_HOST, token_codes.REPRESENTS)[number % 3], 0
     ).astype(np.uint8)
-    held[0] |= np.where((held[0] > 0) & (held[1] == 0), token_codes.LEAVES, 0).astype(np.uint8)
-    held = np.broadcast_to(held, attention.shape).copy()
-    off = np.where((held > 0) & (at < prompt - 5), (0, 0, 5 * 16 + 7)[number % 3], 0).astype(np.uint8)
-    lost = np.where(held & token_codes.HELD, 0, attention).sum(-1).astype(np.float32)
-    says = list(range(2, steps + 2))
+    status_codes[0] |= np.where((status_codes[0] > 0) & (status_codes[1] == 0), token_codes.LEAVES, 0).astype(np.uint8)
+    status_codes = np.broadcast_to(status_codes, attention.shape).copy()
+    error_codes = np.where((status_codes > 0) & (at < prompt - 5), (0, 0, 5 * 16 + 7)[number % 3], 0).astype(np.uint8)
+    lost_attention = np.where(status_codes & token_codes.HELD, 0, attention).sum(-1).astype(np.float32)
+    own_answer = list(range(2, steps + 2))
     size = CacheBytes(
         {"device": 10240, "pinned_host": 2048 * number}, {"device": 512, "pinned_host": 0}, 20480, "bfloat16"
     )
-    return MethodTrace(name, held, off, lost, says, [0, 2, 2], size, number == 1)
+    return MethodTrace(name, status_codes, error_codes, lost_attention, own_answer, [0, 2, 2], size, number == 1)

@@ -20,26 +20,26 @@ TEXT = 'def main():\n    """</script><b>naïve</b>"""\n    import '
 
 def test_a_watched_cache_does_not_say_that_it_saves_nothing(tmp_path):
     (tmp_path / "text.py").write_text("x = 1\n" * 60)
-    given = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "page.html"), "--steps", "1"]
+    command = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "page.html"), "--steps", "1"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        explore_command.run(cli._parser().parse_args([*given, "--methods", "snapkv:budget=24,window=8"]))
+        explore_command.run(cli._parser().parse_args([*command, "--methods", "snapkv:budget=24,window=8"]))
 
 
 @pytest.fixture
 def explore(tmp_path):
     (tmp_path / "text.py").write_text(TEXT, encoding="utf-8")
-    given = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "new" / "page.html")]
-    return lambda *args: explore_command.run(cli._parser().parse_args([*given, *args]))
+    command = ["explore", "--text", str(tmp_path / "text.py"), "--out", str(tmp_path / "new" / "page.html")]
+    return lambda *args: explore_command.run(cli._parser().parse_args([*command, *args]))
 
 
 def test_it_writes_a_page_and_says_how_large_it_is(explore, tmp_path, capsys):
     explore("--methods", "full; snapkv:budget=40", "--steps", "3")
     written = tmp_path / "new" / "page.html"
-    shown = capsys.readouterr()
+    output = capsys.readouterr()
     tokens = len(load("testbed").tokenizer.encode(TEXT))
-    assert re.search(rf"wrote .*page\.html, 0\.\d MB: {tokens} tokens, 3 steps, 2 methods\n", shown.out)
-    assert "reading under snapkv:budget=40" in shown.err
+    assert re.search(rf"wrote .*page\.html, 0\.\d MB: {tokens} tokens, 3 steps, 2 methods\n", output.out)
+    assert "reading under snapkv:budget=40" in output.err
     data = json.loads(re.search(r'id="data">(.*?)</script>', written.read_text(encoding="utf-8"), re.S)[1])
     assert "".join(data["tokens"]).startswith(TEXT) and [m["name"] for m in data["methods"]] == [
         "full",
@@ -76,10 +76,10 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(explore, 
     page.parent.mkdir()
     page.write_text("before")
 
-    def full(*args):
+    def raise_disk_full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
     with pytest.raises(KvjaxError, match=r"cannot write .*page\.html \(No space left on device\)"):
         explore("--methods", "full", "--steps", "1")
     assert page.read_text() == "before" and list(page.parent.iterdir()) == [page]

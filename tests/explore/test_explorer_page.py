@@ -15,24 +15,24 @@ from kvjax.explore import explorer_page, token_codes
 from kvjax.explore.token_texts import token_texts
 from kvjax.models.model import load
 from tests.eval.page.test_report import Page
-from tests.explore.made_up import HOSTILE, Words, record
+from tests.explore.made_up import HOSTILE, Words, make_exploration
 
 
 @pytest.fixture(scope="module")
-def found():
-    return record()
+def exploration():
+    return make_exploration()
 
 
 @pytest.fixture(scope="module")
-def text(found):
-    return explorer_page.render(found, Words(), 'a</title>"<b>.txt')
+def text(exploration):
+    return explorer_page.render(exploration, Words(), 'a</title>"<b>.txt')
 
 
-def given(text):
+def page_data(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
 
 
-def unpacked(packed, shape, dtype=np.uint8):
+def unpack_array(packed, shape, dtype=np.uint8):
     return np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype).reshape(shape)
 
 
@@ -53,11 +53,11 @@ def test_the_policy_allows_this_script_and_this_style_alone(text):
         assert f"{name}-src 'sha256-{digest}'" in policy
 
 
-def test_hostile_texts_stay_texts(text, found):
+def test_hostile_texts_stay_texts(text, exploration):
     assert [tag for tag, _ in Page(text).elements].count("script") == 2 and "<b>" not in text
     assert "a&lt;/title&gt;&quot;&lt;b&gt;.txt" in text
-    data = given(text)
-    read = [*found.prompt, *found.answer]
+    data = page_data(text)
+    read = [*exploration.prompt, *exploration.answer]
     assert "".join(data["tokens"]) == Words().decode(read)
     assert data["methods"][1]["name"] == "a<b>" and "a <b>model</b>" in data["about"]
     inside = re.search(r'id="data">(.*?)</script>', text, re.S)[1]
@@ -65,49 +65,51 @@ def test_hostile_texts_stay_texts(text, found):
     assert HOSTILE[5] in data["tokens"]
 
 
-def test_what_is_packed_is_what_was_recorded(text, found):
-    data, shape = given(text), found.attention.shape[1:]
+def test_what_is_packed_is_what_was_recorded(text, exploration):
+    data, shape = page_data(text), exploration.attention.shape[1:]
     for layer in range(2):
-        shares = (unpacked(data["attention"][layer], shape) / 255.0) ** 4
-        np.testing.assert_allclose(shares, found.attention[layer], rtol=0.03, atol=2e-5)
-        for method, kept in zip(data["methods"], found.methods, strict=True):
-            assert np.array_equal(unpacked(method["held"][layer], shape), kept.status_codes[layer])
-            assert np.array_equal(unpacked(method["off"][layer], shape), kept.error_codes[layer])
-    lost = unpacked(data["methods"][2]["lost"], found.attention.shape[:3], "<u2") / 65535
-    np.testing.assert_allclose(lost, found.methods[2].lost_attention, atol=1e-5)
+        shares = (unpack_array(data["attention"][layer], shape) / 255.0) ** 4
+        np.testing.assert_allclose(shares, exploration.attention[layer], rtol=0.03, atol=2e-5)
+        for method, trace in zip(data["methods"], exploration.methods, strict=True):
+            assert np.array_equal(unpack_array(method["held"][layer], shape), trace.status_codes[layer])
+            assert np.array_equal(unpack_array(method["off"][layer], shape), trace.error_codes[layer])
+    lost_attention = unpack_array(data["methods"][2]["lost"], exploration.attention.shape[:3], "<u2") / 65535
+    np.testing.assert_allclose(lost_attention, exploration.methods[2].lost_attention, atol=1e-5)
 
 
-def test_it_begins_with_two_methods_where_they_lose_the_most(text, found):
-    first = given(text)["first"]
+def test_it_begins_with_two_methods_where_they_lose_the_most(text, exploration):
+    first = page_data(text)["first"]
     assert first["sides"] == [1, 2]
-    lost = found.methods[1].lost_attention.mean(2) + found.methods[2].lost_attention.mean(2)
-    assert lost[first["layer"], first["head"]] == lost.max()
-    assert explorer_page.first_view(record(methods=("full",)))["sides"] == [0]
+    lost_attention = exploration.methods[1].lost_attention.mean(2) + exploration.methods[2].lost_attention.mean(2)
+    assert lost_attention[first["layer"], first["head"]] == lost_attention.max()
+    assert explorer_page.first_view(make_exploration(methods=("full",)))["sides"] == [0]
 
 
-def test_own_answers_are_divided_where_they_part(text, found):
-    own = given(text)["methods"][1]["own"]
+def test_own_answers_are_divided_where_they_part(text, exploration):
+    own = page_data(text)["methods"][1]["own"]
     assert own == [HOSTILE[0], HOSTILE[2] * 2]  # of tokens 0, 2, 2, where the answer is 0, 1, 2, 3
 
 
 def test_bits_of_scripts_are_those_of_the_record():
     script = (explorer_page.WEB / "data.js").read_text()
-    named = dict(re.findall(r"([A-Z_]+) = (\d+)", script))
-    assert {name: int(bit) for name, bit in named.items()} == {name: getattr(token_codes, name) for name in named}
-    assert len(named) == 7
+    script_bits = dict(re.findall(r"([A-Z_]+) = (\d+)", script))
+    assert {name: int(bit) for name, bit in script_bits.items()} == {
+        name: getattr(token_codes, name) for name in script_bits
+    }
+    assert len(script_bits) == 7
 
 
 def test_a_long_text_on_many_heads_stays_below_ten_megabytes():
-    large = record(1000, 32, 30, 9, ("a", "b", "c"))
+    large = make_exploration(1000, 32, 30, 9, ("a", "b", "c"))
     assert len(explorer_page.render(large, None, "text")) < 10e6
 
 
 def test_pieces_are_the_text():
     tokenizer = load("testbed").tokenizer
-    said = "naïve 日本 🙂\n  x = 1"
-    ids = tokenizer.encode(said)
-    found = token_texts(tokenizer, ids)
-    assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False) and len(found) == len(ids)
-    assert "🙂" in found and "\ufffd" not in "".join(found)
+    source_text = "naïve 日本 🙂\n  x = 1"
+    ids = tokenizer.encode(source_text)
+    pieces = token_texts(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False) and len(pieces) == len(ids)
+    assert "🙂" in pieces and "\ufffd" not in "".join(pieces)
     assert token_texts(tokenizer, tokenizer.encode("🙂")[:1]) == ["\ufffd"]
     assert token_texts(None, [3, 4]) == ["#3 ", "#4 "]

@@ -112,9 +112,9 @@ def test_what_evicts_while_it_decodes_keeps_no_padding(model, method):
         for rows in kvjax.kept_positions(state):
             for prompt, heads in zip(PROMPTS, rows, strict=True):
                 for kept in heads:
-                    seen = len(prompt) + step
-                    assert kept[-1] == seen - 1 and len(np.unique(kept)) == len(kept)
-                    assert len(kept) == seen if "infllm" in method else min(seen, 5) <= len(kept) <= 11
+                    num_tokens = len(prompt) + step
+                    assert kept[-1] == num_tokens - 1 and len(np.unique(kept)) == len(kept)
+                    assert len(kept) == num_tokens if "infllm" in method else min(num_tokens, 5) <= len(kept) <= 11
         _, state = kvjax.extend(model, [[9]] * len(PROMPTS), state, parsed)
 
 
@@ -135,9 +135,9 @@ def test_accumulated_attention_never_holds_queries_times_keys():
     c = model.config
     (call,) = layer_calls(bind("accumulated:budget=64", c), c, (64,))
     angles = jnp.zeros((1, T, c.head_dim // 2))
-    given = model.params["layer_0"], jnp.zeros((1, T, c.width)), (angles, angles)
+    arguments = model.params["layer_0"], jnp.zeros((1, T, c.width)), (angles, angles)
     mode = FullPrefill(jnp.array([T], jnp.int32), T, None)
-    program = run_layer.lower(*given, mode, None, None, call=call, target=Target(c)).compile()
+    program = run_layer.lower(*arguments, mode, None, None, call=call, target=Target(c)).compile()
     stats = program.memory_analysis()
     assert stats.temp_size_in_bytes < 4 * T * T
 
@@ -166,10 +166,12 @@ def test_compressing_again_keeps_the_budget_and_the_newest(model):
         _, state = kvjax.extend(model, [[9]] * 4, state, parsed)
         for heads in kvjax.kept_positions(state):
             for prompt, row in zip(PROMPTS, heads, strict=True):
-                seen = len(prompt) + step + 1
+                num_tokens = len(prompt) + step + 1
                 for positions in row:
-                    assert len(positions) <= min(seen, 15) and (len(positions) >= 12 or len(positions) == seen)
-                    np.testing.assert_array_equal(positions[-2:], np.arange(seen - 2, seen)[-len(positions) :])
+                    assert len(positions) <= min(num_tokens, 15)
+                    assert len(positions) >= 12 or len(positions) == num_tokens
+                    newest = np.arange(num_tokens - 2, num_tokens)[-len(positions) :]
+                    np.testing.assert_array_equal(positions[-2:], newest)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Numbers in methods: whatever an integer is, there is a method that can be planned, or an error that names it."""
+"""Numbers in methods: every integer gives a method that can be planned, or an error that names it."""
 
 from __future__ import annotations
 

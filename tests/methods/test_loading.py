@@ -36,7 +36,7 @@ from kvjax.method_api import Method, Scorer, token_scores, register_method, make
 class ValueNorm(Scorer):
     "Tokens with large values matter."
 
-    def scores(self, block, seen, spec):
+    def scores(self, block, observation, spec):
         return token_scores({sign}jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
@@ -208,8 +208,8 @@ def test_a_method_is_checked_on_the_command_line(tmp_path, capsys, monkeypatch):
     assert "value_norm:budget=8 keeps all" in capsys.readouterr().out
     write(path, VALUE_NORM.replace("axis=-1)", "axis=-1).mean(0)[None] + 0 * block.v[..., 0]"))
     assert cli.main(CHECKED) == 1
-    said = capsys.readouterr().err
-    assert "breaks a rule of methods: independence: " in said and len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert "breaks a rule of methods: independence: " in output and len(output.splitlines()) == 1
     assert cli.main(["check", "--load", "mine.py", "value_norm:bugdet=8"]) == 2
 
 
@@ -233,8 +233,8 @@ def test_a_run_goes_on_with_the_file_and_not_with_an_edited_one(tmp_path, capsys
     assert "'value_norm:budget=16' is not the method that was recorded under this name" in capsys.readouterr().err
     # A report needs no file: the records say what is known of the method.
     del REGISTRY["value_norm"]
-    found = paired_difference.RecordedRun(store.read(tmp_path / "run"))
-    assert found.methods["value_norm:budget=16"].traits.evicts
+    recorded_run = paired_difference.RecordedRun(store.read(tmp_path / "run"))
+    assert recorded_run.methods["value_norm:budget=16"].traits.evicts
     assert cli.main(["report", "run"]) == 0
 
 
@@ -282,7 +282,7 @@ def test_installed_packages_bring_methods_and_a_broken_one_is_named(tmp_path, mo
     write(tmp_path / "another_package.py", name="second")
     write(tmp_path / "broken_package.py", VALUE_NORM + "\n1 / 0\n", name="third")
     write(tmp_path / "strange_package.py", "strange = 1\n")
-    found = (
+    entry_points = (
         entry("broken", "broken_package"),
         entry("module", "one_package"),
         entry("function", "another_package:second"),
@@ -290,15 +290,15 @@ def test_installed_packages_bring_methods_and_a_broken_one_is_named(tmp_path, mo
         entry("empty", "strange_package"),
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(loading, "_entry_points", lambda: found)
+    monkeypatch.setattr(loading, "_entry_points", lambda: entry_points)
     monkeypatch.setattr(loading, "_STARTED", set())
     with pytest.warns(KvjaxWarning) as warned:
         assert kvjax.parse("value_norm:budget=4 + int4") and kvjax.parse("second")
-    told = [str(w.message) for w in warned]
-    assert len(told) == 3  # once each, whatever is asked for later
-    assert "entry point broken = broken_package fails: ZeroDivisionError: division by zero" in told[0]
-    assert "entry point strange = strange_package:strange fails: it is neither a module nor" in told[1]
-    assert "entry point empty = strange_package fails: the module defines no method" in told[2]
+    messages = [str(w.message) for w in warned]
+    assert len(messages) == 3  # once each, whatever is asked for later
+    assert "entry point broken = broken_package fails: ZeroDivisionError: division by zero" in messages[0]
+    assert "entry point strange = strange_package:strange fails: it is neither a module nor" in messages[1]
+    assert "entry point empty = strange_package fails: the module defines no method" in messages[2]
 
 
 def test_an_installed_package_is_found_by_its_metadata(tmp_path, monkeypatch):

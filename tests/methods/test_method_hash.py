@@ -42,7 +42,7 @@ class Signed(Scorer):
         return token_scores(self.sign * jnp.linalg.norm(block.v.astype(jnp.float32), axis=-1), block)
 
 
-def signed(sign: float = 1.0, budget: int = 8, **more: Any) -> Method:
+def signed_method(sign: float = 1.0, budget: int = 8, **more: Any) -> Method:
     return Method(select=make_selection(Signed(sign, **more), budget))
 
 
@@ -55,18 +55,18 @@ def test_a_method_of_kvjax_is_known_by_its_values(method):
 def test_every_setting_of_every_method_is_told_apart():
     """Strings that make equal methods have one identity, and others another."""
     methods = {parse(text) for case in CASES for text in (case.small, case.lossless) if text}
-    for made in load_all().values():  # each parameter by itself, where the others may stay as they are
-        for name, value in itertools.product(made.parameters, (3, 7, 0.5, True, "layer")):
+    for entry in load_all().values():  # each parameter by itself, where the others may stay as they are
+        for name, value in itertools.product(entry.parameters, (3, 7, 0.5, True, "layer")):
             with contextlib.suppress(KvjaxError, TypeError):
-                methods.add(made.make(**{name: value}))
+                methods.add(entry.make(**{name: value}))
     assert len(methods) > 300
     assert len({method_hash(method) for method in methods}) == len(methods)
 
 
 def test_a_method_of_ones_own_is_known_by_all_its_fields():
-    others = [signed(-1.0), signed(budget=9), signed(powers=(1, 3)), signed(note="another")]
-    assert method_hash(signed()) == method_hash(signed())
-    assert len({method_hash(method) for method in (signed(), *others)}) == 5
+    others = [signed_method(-1.0), signed_method(budget=9), signed_method(powers=(1, 3)), signed_method(note="another")]
+    assert method_hash(signed_method()) == method_hash(signed_method())
+    assert len({method_hash(method) for method in (signed_method(), *others)}) == 5
 
 
 OWN = """
@@ -84,7 +84,7 @@ class Base(Scorer):
 @dataclasses.dataclass(frozen=True)
 class Own(Base):
     {doc}
-    def scores(self, block, seen, spec):
+    def scores(self, block, observation, spec):
         return {sign}block.k[..., 0] * self.factor()
 """
 
@@ -92,15 +92,15 @@ class Own(Base):
 def test_a_method_of_ones_own_is_known_by_the_text_of_its_classes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
-    def told(**text: str) -> str:
+    def hash_of_source(**text: str) -> str:
         (tmp_path / "an_own_scorer.py").write_text(OWN.format(**{"factor": "1", "sign": "+", "doc": ""} | text))
         monkeypatch.delitem(sys.modules, "an_own_scorer", raising=False)
         importlib.invalidate_caches()
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         return method_hash(Method(select=make_selection(importlib.import_module("an_own_scorer").Own(), 8)))
 
-    assert told() == told() != told(sign="-")
-    assert told() != told(factor="22")  # of what it inherits
+    assert hash_of_source() == hash_of_source() != hash_of_source(sign="-")
+    assert hash_of_source() != hash_of_source(factor="22")  # of what it inherits
 
 
 def test_another_version_of_kvjax_is_another_identity(monkeypatch):
@@ -117,10 +117,10 @@ def test_a_function_is_not_known_by_its_address():
         def scores(self, block, observation, spec):
             return token_scores(self.by(block.v[..., 0]), block)
 
-    def made() -> Method:
+    def make_method() -> Method:
         return Method(select=make_selection(Own(lambda x: x), 8))
 
-    assert method_hash(made()) == method_hash(made())
+    assert method_hash(make_method()) == method_hash(make_method())
 
 
 def test_a_table_is_known_by_its_content(tmp_path):
@@ -133,8 +133,8 @@ def test_a_table_is_known_by_its_content(tmp_path):
     assert method_hash(parse(f"matryoshka:table={table}")) != first
 
 
-def of_one_name() -> Method:
-    """Another class each time."""
+def same_named_method() -> Method:
+    """A method of a class that is made anew at each call, always under one name."""
 
     @dataclasses.dataclass(frozen=True)
     class Own(Scorer):
@@ -146,8 +146,8 @@ def of_one_name() -> Method:
 
 def test_two_methods_of_one_name_are_not_put_in_one_table():
     with pytest.raises(KvjaxError, match="two different methods are both called"):
-        resolve([of_one_name(), of_one_name()])
-    same = signed()
+        resolve([same_named_method(), same_named_method()])
+    same = signed_method()
     assert len(resolve([same, same, "full", "full"])) == 2
 
 
@@ -157,12 +157,12 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
     def run(model, method):
         return compare(model, [method], ["ppl"], spec, tmp_path / "run")
 
-    def mine(budget: int = 8) -> Method:
-        return signed(1.0)
+    def own_method(budget: int = 8) -> Method:
+        return signed_method(1.0)
 
-    register_method(mine)
-    before = run(model, "mine")
-    assert run(model, "mine") == before
+    register_method(own_method)
+    before = run(model, "own_method")
+    assert run(model, "own_method") == before
 
     records = tmp_path / "run" / store.RECORDS
     written = records.read_text()
@@ -170,15 +170,15 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
     records.write_text(re.sub('"method_hash": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))
     assert len(store.read(tmp_path / "run")) == written.count("\n")
     with pytest.raises(KvjaxError, match="or the version of kvjax have changed. Choose another --out"):
-        run(model, "mine")
+        run(model, "own_method")
     records.write_text(written)
 
-    def mine(budget: int = 8) -> Method:
-        return signed(-1.0)
+    def own_method(budget: int = 8) -> Method:
+        return signed_method(-1.0)
 
-    register_method(mine)
-    with pytest.raises(KvjaxError, match="'mine' is not the method that was recorded under this name"):
-        run(model, "mine")
+    register_method(own_method)
+    with pytest.raises(KvjaxError, match="'own_method' is not the method that was recorded under this name"):
+        run(model, "own_method")
     other = dataclasses.replace(model, params=jax.tree.map(lambda x: x * 1.5, model.params))
     with pytest.raises(KvjaxError, match="holds another run: weights was"):
         run(other, "full")

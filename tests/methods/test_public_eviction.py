@@ -78,7 +78,7 @@ LENGTHS = [83, 83, 125, 125, 250, 250], [80, 80, 120, 120, 240, 240], [80, 80], 
 
 @functools.cache
 def load(name: str) -> tuple[kvjax.Model, dict[str, list[dict]]]:
-    """(model, public implementation -> for each of its prompts: prompt, answer, kept and at_the_end [layer][head])."""
+    """The model, and by public implementation a row per prompt: prompt, answer, kept and at_the_end [layer][head]."""
     config, params = read(ROOT / "eviction" / name)
     rows: dict[str, list[dict]] = {}
     for file in sorted((ROOT / "eviction" / name).glob("*.npz")):

@@ -43,7 +43,7 @@ CASES = {
     "observed": (AccumulatedAttention("visible"), 0, 0),
     "knorm": (KeyNorm(), 0, 0),
     "keydiff": (KeyDiff(), 0, 0),
-    # Behind 4 sinks come five partitions of 8 tokens, the last of which has no next one, and 6 tokens.
+    # Five partitions of 8 tokens follow 4 sinks; the last one has no next partition. 6 tokens remain.
     "lagkv": (LagKV(lag=8), 4, 14),
     "lagkv_cross": (LagKV(lag=8, cross=True), 4, 14),
     "cur": (Cur(), 4, 0),
@@ -80,43 +80,43 @@ PRESSES = {
 
 
 @functools.cache
-def stored() -> dict[str, np.ndarray]:
+def load_arrays() -> dict[str, np.ndarray]:
     with np.load(ROOT / "eviction" / "scores.npz") as arrays:
         return dict(arrays)
 
 
-def pressed(case: str) -> np.ndarray:
-    """f32[K T], what kvpress says."""
-    return stored()[f"scores/{case}"]
+def kvpress_scores(case: str) -> np.ndarray:
+    """kvpress' scores, f32[K T]."""
+    return load_arrays()[f"scores/{case}"]
 
 
 def prompt() -> tuple[KVBlock, Observation]:
     """Keys and values of the prompt, and all of its queries."""
-    q, k, v = (jnp.asarray(stored()[name])[None] for name in "qkv")
+    q, k, v = (jnp.asarray(load_arrays()[name])[None] for name in "qkv")
     pos = jnp.arange(T, dtype=jnp.int32)[None]
     return KVBlock(k, v, pos[:, None]), Observation(q, pos)
 
 
 @functools.cache
-def output() -> jax.Array:
+def read_output_projection() -> jax.Array:
     """The layer's output projection [1 K G H D]."""
     return jnp.asarray(read(ROOT / "eviction" / "gqa")[1][f"layer_{LAYER}"]["attention"]["o"]["kernel"])[None]
 
 
-def scored(scorer: Scorer) -> np.ndarray:
-    """f32[K T], what ours says."""
+def own_scores(scorer: Scorer) -> np.ndarray:
+    """Scores of a scorer of ours, f32[K T]."""
     return np.asarray(jax.jit(functools.partial(scorer.scores, spec=SPEC))(*prompt()).per_kv_head[0])
 
 
 def assert_close(ours: np.ndarray, public: np.ndarray) -> None:
-    """Within 1e-5 of each score, ten times float32's rounding; of one near zero, within 1e-6 of the greatest."""
+    """Asserts 1e-5 of each score, ten times float32's rounding, or 1e-6 of the greatest for scores near zero."""
     np.testing.assert_allclose(ours, public, rtol=1e-5, atol=1e-6 * np.abs(public).max())
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_scores_are_those_of_kvpress(case):
     scorer, first, last = CASES[case]
-    ours, public = scored(scorer), pressed(case)
+    ours, public = own_scores(scorer), kvpress_scores(case)
     free = slice(first, T - last)
     assert_close(ours[:, free], public[:, free])
     assert np.ptp(public[:, free]) > 1e-3  # there is something to compare
@@ -128,8 +128,8 @@ def test_scores_are_those_of_kvpress(case):
 
 def test_the_attention_of_the_last_query_is_one_score_for_all_heads_of_a_layer():
     """TOVA: the mean over all query heads; the last token always stays."""
-    ours = scored(WindowAttention(num_queries=1, kernel=1)).mean(0)
-    for public in pressed("tova"):
+    ours = own_scores(WindowAttention(num_queries=1, kernel=1)).mean(0)
+    for public in kvpress_scores("tova"):
         assert_close(ours[:-1], public[:-1])
     assert ours.argmax() == T - 1
 
@@ -140,17 +140,19 @@ def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
     select = make_selection(Recency(), HALF, sinks=4, per="layer")
     choose = jax.jit(functools.partial(select.select_slots, num_slots=HALF, spec=SPEC))
     kept = np.asarray(choose(block, None, jnp.array([HALF])).slots)[0, 0]
-    for public in pressed("streaming"):
+    for public in kvpress_scores("streaming"):
         np.testing.assert_array_equal(np.flatnonzero(public == 1), kept)
 
 
 def test_the_second_half_of_a_budget_goes_by_what_values_add_to_the_output():
-    """CriticalKV: kvpress gives the first half of a budget the greatest number there is, window and all."""
-    block, seen = prompt()
-    own = scored(SNAPKV)
+    """CriticalKV: kvpress gives the first half of a budget, window included, the greatest float32."""
+    block, observation = prompt()
+    own = own_scores(SNAPKV)
     rescored = jax.jit(functools.partial(OutputScores().scores, spec=SPEC))
-    ours = np.asarray(rescored(block, jnp.asarray(own)[None], seen._replace(output_projection=output())))[0]
-    public = pressed("criticalkv")
+    ours = np.asarray(
+        rescored(block, jnp.asarray(own)[None], observation._replace(output_projection=read_output_projection()))
+    )[0]
+    public = kvpress_scores("criticalkv")
     first = public == np.finfo(np.float32).max
     for head, chosen in zip(own, first, strict=True):
         assert set(np.flatnonzero(chosen)) == set(head.argsort()[-(HALF // 2) :])
@@ -159,15 +161,17 @@ def test_the_second_half_of_a_budget_goes_by_what_values_add_to_the_output():
 
 @pytest.mark.parametrize("plus", [False, True])
 def test_the_attention_of_a_repetition_is_that_of_kvpress(plus):
-    """KVzip: of all query heads and queries of the repetition the greatest; the first tokens always stay."""
+    """KVzip: the greatest over all query heads and queries of the repetition; the first tokens always stay."""
     block, _ = prompt()
-    again = {name: jnp.asarray(stored()[f"again/{name}"])[None] for name in ("q", "k", "hidden")}
+    replayed = {name: jnp.asarray(load_arrays()[f"again/{name}"])[None] for name in ("q", "k", "hidden")}
     pos = T + jnp.arange(T, dtype=jnp.int32)[None]
-    extra = {"output_projection": output(), "hidden_states": again["hidden"][:, None]} if plus else {}
-    fresh = KVBlock(again["k"], jnp.zeros_like(again["k"]), pos[:, None])
-    look = jax.jit(functools.partial(ReplayAttention(plus=plus).update_scores, spec=SPEC))
-    ours = look(block, jnp.int32(0), Observation(again["q"], pos, **extra), fresh, jnp.zeros((1, 2, T)))[0]
-    assert_close(np.asarray(ours), pressed("kvzip_plus" if plus else "kvzip"))
+    extra = {}
+    if plus:
+        extra = {"output_projection": read_output_projection(), "hidden_states": replayed["hidden"][:, None]}
+    new = KVBlock(replayed["k"], jnp.zeros_like(replayed["k"]), pos[:, None])
+    update_scores = jax.jit(functools.partial(ReplayAttention(plus=plus).update_scores, spec=SPEC))
+    ours = update_scores(block, jnp.int32(0), Observation(replayed["q"], pos, **extra), new, jnp.zeros((1, 2, T)))[0]
+    assert_close(np.asarray(ours), kvpress_scores("kvzip_plus" if plus else "kvzip"))
 
 
 @pytest.mark.parametrize("percent", [75, 60, 50, 25])
@@ -177,42 +181,42 @@ def test_think_keeps_the_same_channels_of_each_head_and_zeros_stand_for_the_othe
     kvpress thins the keys of all tokens of a prompt, the last ones too, and holds zeros in place of what it drops. Its
     window is that of ours, 32 queries.
     """
-    block, seen = prompt()
-    codec, stays = ChannelPruner(1 - percent / 100, num_queries=32), stored()[f"think/{percent}"]
+    block, observation = prompt()
+    codec, is_kept = ChannelPruner(1 - percent / 100, num_queries=32), load_arrays()[f"think/{percent}"]
 
     @jax.jit
-    def held(k, pos, seen):
-        few = codec.encode_prompt(k, pos, seen)
-        return few.channels, codec.decode(few)
+    def prune(k, pos, observation):
+        pruned = codec.encode_prompt(k, pos, observation)
+        return pruned.channels, codec.decode(pruned)
 
-    channels, keys = held(block.k, block.pos, seen)
-    assert [head.tolist() for head in np.asarray(channels)[0, :, 0]] == [np.flatnonzero(x).tolist() for x in stays]
-    np.testing.assert_array_equal(keys[0], stored()["k"] * stays[:, None])
+    channels, keys = prune(block.k, block.pos, observation)
+    assert [head.tolist() for head in np.asarray(channels)[0, :, 0]] == [np.flatnonzero(x).tolist() for x in is_kept]
+    np.testing.assert_array_equal(keys[0], load_arrays()["k"] * is_kept[:, None])
 
 
 def test_cam_merges_the_same_tokens_by_the_same_probability(monkeypatch):
-    """With one number in place of chance those merge whose probability is above it, in parts as large as kvpress'.
+    """With one number in place of chance, the tokens of a larger probability merge, in parts as large as kvpress'.
 
     kvpress' CAMPress does this while decoding, by the attention since the prompt, and merges of the lost tokens only as
     many as are new; here it is told that all are. Ours merges when the prompt ends, by the selection's own scores, and
     refuses to be composed with `recompress`: so the whole methods do not mean the same.
     """
     block, _ = prompt()
-    kept, scores = stored()["cam/kept"], jnp.asarray(pressed("observed"))[None]
+    kept, scores = load_arrays()["cam/kept"], jnp.asarray(kvpress_scores("observed"))[None]
     choice = SelectedSlots(jnp.asarray(kept)[None, None], Scores(scores[:, :, None], scores))
-    there = KVBlock(block.k[:, :, kept], block.v[:, :, kept], block.pos[:, :, kept])
+    kept_block = KVBlock(block.k[:, :, kept], block.v[:, :, kept], block.pos[:, :, kept])
 
     @jax.jit
-    def merged(number):
+    def merge_values(number):
         monkeypatch.setattr(sys.modules[ValueSpread.__module__], "_draw_uniform", lambda *_: number)
-        return ValueSpread(window=4).at(SPEC)(block, there, choice, SPEC).v[0]
+        return ValueSpread(window=4).at(SPEC)(block, kept_block, choice, SPEC).v[0]
 
     for percent in (25, 50, 75):
-        np.testing.assert_allclose(merged(percent / 100), stored()[f"cam/{percent}"], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(merge_values(percent / 100), load_arrays()[f"cam/{percent}"], rtol=1e-4, atol=1e-6)
 
 
 def test_every_press_that_scores_is_compared_or_has_a_reason():
-    assert set(stored()["presses"].tolist()) == set(PRESSES)
-    cases = {path.removeprefix("scores/") for path in stored() if path.startswith("scores/")}
+    assert set(load_arrays()["presses"].tolist()) == set(PRESSES)
+    cases = {path.removeprefix("scores/") for path in load_arrays() if path.startswith("scores/")}
     assert {*CASES, "tova", "streaming", "criticalkv", "kvzip", "kvzip_plus"} == cases
     assert all(why in cases or why.endswith(".") for why in PRESSES.values())

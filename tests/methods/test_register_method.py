@@ -1,4 +1,4 @@
-"""A method is one file: what the registry reads from it, and everything that finds it there."""
+"""A method is one file: the registry reads its docstring, and everything else finds it there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def value_norm(budget: TokenBudget = 256, sinks: int = 0) -> Method:
 
 @pytest.fixture
 def in_kvjax(tmp_path, monkeypatch, clean_registry):
-    """The file in a folder that is a part of kvjax/methods, as if it had been written there."""
+    """Puts the file into a folder that counts as a part of kvjax/methods."""
     (tmp_path / "value_norm.py").write_text(VALUE_NORM)
     monkeypatch.setattr(kvjax.methods, "__path__", [*kvjax.methods.__path__, str(tmp_path)])
     yield
@@ -75,10 +75,10 @@ def test_a_file_of_a_users_is_on_the_command_line_and_can_be_checked(tmp_path, m
     path = tmp_path / "my_method.py"
     path.write_text(VALUE_NORM)
     assert cli.main(["methods", "value_norm", "--load", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "    Keeps the prompt tokens with the largest values.\n    It needs no queries.\n" in shown
-    assert "reference: an idea of mine" in shown and "formula: score_s = |v_s|" in shown
-    assert "  budget: Prompt tokens kept per layer and key/value head, sinks" in shown
+    output = capsys.readouterr().out
+    assert "    Keeps the prompt tokens with the largest values.\n    It needs no queries.\n" in output
+    assert "reference: an idea of mine" in output and "formula: score_s = |v_s|" in output
+    assert "  budget: Prompt tokens kept per layer and key/value head, sinks" in output
     assert load_methods(path) == ("value_norm",) and REGISTRY["value_norm"].docs.reference.startswith("an idea")
     model = toy_model(layers=2)
     assert check_method("value_norm:budget=24", model) and check_method("value_norm:budget=24 + int8", model)
@@ -130,7 +130,7 @@ def test_a_method_of_kvjax_has_a_complete_docstring(in_kvjax, tmp_path, before, 
 
 def test_a_reference_to_a_parameter_that_is_not_described_is_an_error(clean_registry):
     @register_method
-    def mine(budget: int = 3, mystery: int = 4) -> Method:
+    def own_method(budget: int = 3, mystery: int = 4) -> Method:
         """Does something.
 
         Args:
@@ -140,7 +140,7 @@ def test_a_reference_to_a_parameter_that_is_not_described_is_an_error(clean_regi
         return Method()
 
     with pytest.raises(KvjaxError, match="`Args:` refers to `snapkv` for mystery, which is not described there"):
-        _ = REGISTRY["mine"].meanings
+        _ = REGISTRY["own_method"].meanings
 
 
 def test_a_docstring_is_parsed_by_its_sections():

@@ -34,7 +34,7 @@ def model():
     return toy_model(windows=(None, 5, None))
 
 
-def start(model, method, temperature=0.0, length=12):
+def start_decode(model, method, temperature=0.0, length=12):
     """A state after the first draft, its sampler and its target."""
     s = SamplingParams(temperature).sampler()
     last, cache = kvjax.prefill(model, PROMPTS, method, capacity=64)
@@ -47,8 +47,8 @@ def start(model, method, temperature=0.0, length=12):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
-    """Then guess and truth have equal logits, and share their randomness."""
-    state, s, target = start(model, "specache:bits=1,group=8,residual=64", temperature)
+    """Draft and truth have equal logits here, and share their randomness."""
+    state, s, target = start_decode(model, "specache:bits=1,group=8,residual=64", temperature)
     step = jax.jit(decode_loop.step, static_argnames="target")
     for _ in range(8):
         guess = state.tokens[:, 1]
@@ -57,9 +57,9 @@ def test_guesses_come_true_when_nothing_is_held_in_low_bits(model, temperature):
 
 
 def test_only_true_tokens_are_kept(model):
-    """The host's rows after decoding are those of a prefill of prompt and answer, whatever was guessed."""
+    """The host's rows after decoding are those of a prefill of prompt and answer, whatever the drafts were."""
     out = kvjax.generate(model, PROMPTS, kvjax.parse(EXACT), max_new_tokens=9, capacity=64)
-    state, s, target = start(model, EXACT, length=9)
+    state, s, target = start_decode(model, EXACT, length=9)
     step = jax.jit(decode_loop.step, static_argnames="target")
     for _ in range(8):
         state = step(model.params, state, s, target=target)
@@ -67,9 +67,9 @@ def test_only_true_tokens_are_kept(model):
     whole = [p + t[:-1] for p, t in zip(PROMPTS, out.tokens, strict=True)]
     _, cache = kvjax.prefill(model, whole, kvjax.methods.offload(), capacity=64)
     np.testing.assert_array_equal(state.cache.length, cache.length)
-    for got, want in zip(state.cache.layers, cache.layers, strict=True):
-        np.testing.assert_array_equal(got.pos, want.pos)
-        for a, b in ((got.k, want.k), (got.v, want.v)):
+    for layer, expected in zip(state.cache.layers, cache.layers, strict=True):
+        np.testing.assert_array_equal(layer.pos, expected.pos)
+        for a, b in ((layer.k, expected.k), (layer.v, expected.v)):
             assert a.host
             a, b = np.asarray(memory.unpack(a)), np.asarray(memory.unpack(b))
             for row, ids in enumerate(whole):
@@ -77,7 +77,7 @@ def test_only_true_tokens_are_kept(model):
 
 
 def test_tokens_given_in_a_chunk_are_decoded_as_in_the_loop(model):
-    """With guesses of its own: fed with what the loop chose, `extend` gives the logits that chose it."""
+    """`extend`, fed with the tokens that the loop chose, gives the logits that chose them."""
     parsed = kvjax.parse(SMALL)
     out = kvjax.generate(model, PROMPTS, parsed, max_new_tokens=9).tokens
     _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
@@ -86,7 +86,7 @@ def test_tokens_given_in_a_chunk_are_decoded_as_in_the_loop(model):
 
 
 def test_tokens_that_are_given_choose_their_own_rows(model):
-    """Then the next token is known, so each finds the rows that its own query chose, as if it had waited for them."""
+    """The next token is known here, so each finds the rows that its own query chose, as if it had waited for them."""
     ahead, waiting = (kvjax.parse(SMALL + more) for more in ("", ",speculative=false"))
     fed, outs = [list(range(70, 75))] * 3, []
     for method in (ahead, waiting):
@@ -127,21 +127,23 @@ def statements(text: str) -> list[str]:
     return out
 
 
-def after_the_fetch(text: str) -> list[str]:
+def statements_after_fetch(text: str) -> list[str]:
     """All statements that need a row fetched from the host in this step."""
-    found, needed = [], set()
+    dependents, host_names = [], set()
     for s in statements(text):
         uses = set(re.findall(r"%\w+", s.split("=", 1)[-1]))
         fetch = '_xla_compute_type = "host"' in s
-        if fetch or uses & needed:
+        if fetch or uses & host_names:
             result = re.match(r"    (%\w+)", s)
-            needed |= {result.group(1)} if result else set()
-            found += [] if fetch else [s]
-    return found
+            if result:
+                host_names.add(result.group(1))
+            if not fetch:
+                dependents.append(s)
+    return dependents
 
 
-def lowered(model, method: str) -> str:
-    state, s, target = start(model, method)
+def lower_step(model, method: str) -> str:
+    state, s, target = start_decode(model, method)
     inlined = forward.Compiled(forward.apply_layer, forward.apply_unembed)  # so that a layer is no call in the text
     step = jax.jit(functools.partial(decode_loop.step, compiled=inlined), static_argnames="target")
     return step.lower(model.params, state, s, target=target).as_text()
@@ -149,17 +151,17 @@ def lowered(model, method: str) -> str:
 
 def test_nothing_in_a_step_waits_for_the_rows_of_the_next():
     model = toy_model()
-    after = after_the_fetch(lowered(model, SMALL))
+    after = statements_after_fetch(lower_step(model, SMALL))
     assert len(after) > 4 * model.config.layers and after[-1].startswith("    return")
     called = {name for s in after for name in re.findall(r"call @(\w+)", s)}
     assert all(name.startswith(("_where", "annotate_device_placement")) for name in called)
     assert not any(op in s for s in after for op in ("dot_general", "while", "case", "reduce"))
-    waits = after_the_fetch(lowered(model, SMALL + ",speculative=false"))
+    waits = statements_after_fetch(lower_step(model, SMALL + ",speculative=false"))
     assert any("dot_general" in s for s in waits)
 
 
 def test_the_loop_copies_no_host_buffer(model):
-    state, s, target = start(model, SMALL)
+    state, s, target = start_decode(model, SMALL)
     decode_until = jit_with(decode_loop.decode_until, ("target",), ("state",), ())
     program = decode_until.lower(model.params, state, jnp.int32(5), s, target=target).compile().as_text()
     assert not full_copies(program, state.cache.layers[0].k.data.shape)

@@ -134,7 +134,7 @@ def test_a_method_of_ones_own_needs_no_docstring(clean_registry):
 
 
 def test_a_method_that_no_string_could_name_is_refused(clean_registry):
-    def untyped(budget=4) -> Method:
+    def no_type(budget=4) -> Method:
         return Method()
 
     def several(sizes: tuple[int, ...] = (1, 2)) -> Method:
@@ -152,7 +152,7 @@ def test_a_method_that_no_string_could_name_is_refused(clean_registry):
 
     sum_of.__name__ = "a+b"
     for make, says in [
-        (untyped, "parameter 'budget' of untyped needs a type that can be made of a text, such as `budget: int = 4`"),
+        (no_type, "parameter 'budget' of no_type needs a type that can be made of a text, such as `budget: int = 4`"),
         (several, "parameter 'sizes' of several needs a type"),
         (snapkv, "kvjax has a method called snapkv .SnapKV.*; give yours another name"),
         (sum_of, "called by its function's name, and 'a.b' is no name of one"),

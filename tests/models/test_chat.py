@@ -215,7 +215,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> kvjax.Model:
-    """Whatever it says is the end of its turn."""
+    """A model whose every token ends its turn."""
     return dataclasses.replace(
         toy_model(vocab_size=259, eos_ids=tuple(range(259))),
         tokenizer=Tokenizer(tokenizer()),
@@ -279,17 +279,17 @@ def test_what_a_model_needs_for_a_chat(model):
 
 
 @pytest.fixture
-def saved(model, tmp_path, monkeypatch) -> str:
+def model_directory(model, tmp_path, monkeypatch) -> str:
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
     files = {"tokenizer.json": tokenizer().to_str().encode(), "chat_template.jinja": CHATML.encode()}
     checkpoint.save(tmp_path / "model", model.config, model.params, extra_files=files)
     return str(tmp_path / "model")
 
 
-def test_the_command_line_chats(model, saved, monkeypatch, capsys):
-    assert kvjax.load(saved).chat_template == model.chat_template
+def test_the_command_line_chats(model, model_directory, monkeypatch, capsys):
+    assert kvjax.load(model_directory).chat_template == model.chat_template
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Why é?".encode()), encoding="ascii"))
-    args = ["generate", "--model", saved, "--method", "kcache:n=8", "--max-new-tokens", "4", "--json"]
+    args = ["generate", "--model", model_directory, "--method", "kcache:n=8", "--max-new-tokens", "4", "--json"]
     assert cli.main([*args, "--prompt-file", "-", "--chat", "--system", "Be brief."]) == 0
     out = kvjax.chat(model, ASKED, "kcache:n=8", max_new_tokens=4)
     assert json.loads(capsys.readouterr().out)["tokens"] == out.tokens
@@ -301,5 +301,5 @@ def test_the_command_line_chats(model, saved, monkeypatch, capsys):
 )
 def test_a_chat_that_cannot_be(args, says, capsys):
     assert cli.main(["generate", "--prompt", "a", *args]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("kvjax: ") and says in shown.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("kvjax: ") and says in output.err

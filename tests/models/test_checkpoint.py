@@ -1,4 +1,4 @@
-"""Checkpoint directories: what is written comes back, and nothing else is taken for one."""
+"""Checkpoint directories: the written values come back, and nothing else is taken for a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def params():
 
 
 @pytest.fixture
-def saved(tmp_path, params):
+def model_directory(tmp_path, params):
     checkpoint.save(tmp_path / "model", CONFIG, params, source="a test")
     return tmp_path / "model"
 
@@ -52,20 +52,20 @@ def assert_same(ours, theirs):
         np.testing.assert_array_equal(np.asarray(ours[path]), np.asarray(x), err_msg=path)
 
 
-def test_round_trip(saved, params):
-    config, restored = checkpoint.restore(saved)
+def test_round_trip(model_directory, params):
+    config, restored = checkpoint.restore(model_directory)
     assert config == CONFIG
     assert_same(restored, params)
-    record = checkpoint.read_manifest(saved)
+    record = checkpoint.read_manifest(model_directory)
     assert (record.dtype, record.source) == ("float32", "a test")
     assert set(record.digests) == {"embedding", "layer_0", "layer_1", "final_norm", "head"}
-    assert sorted(p.name for p in saved.iterdir()) == ["kvjax.json", "params"]
-    assert sorted(p.name for p in (saved / "params").iterdir()) == sorted(record.digests)
+    assert sorted(p.name for p in model_directory.iterdir()) == ["kvjax.json", "params"]
+    assert sorted(p.name for p in (model_directory / "params").iterdir()) == sorted(record.digests)
 
 
-def test_no_file_names_the_place_where_it_was_written(saved):
-    place = str(saved.parent).encode()
-    assert [p for p in saved.rglob("*") if p.is_file() and place in p.read_bytes()] == []
+def test_no_file_names_the_place_where_it_was_written(model_directory):
+    place = str(model_directory.parent).encode()
+    assert [p for p in model_directory.rglob("*") if p.is_file() and place in p.read_bytes()] == []
 
 
 def test_bfloat16_is_stored_as_such_and_widened_on_request(tmp_path, params):
@@ -82,7 +82,7 @@ def test_mixed_types_are_saved_as_float32(tmp_path, params):
     assert {x.dtype for x in jax.tree.leaves(checkpoint.restore(tmp_path / "model")[1])} == {jnp.dtype("float32")}
 
 
-def test_every_form_of_shardings(saved, params):
+def test_every_form_of_shardings(model_directory, params):
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
     split, whole = NamedSharding(mesh, PartitionSpec("model")), NamedSharding(mesh, PartitionSpec())
 
@@ -92,18 +92,18 @@ def test_every_form_of_shardings(saved, params):
     flat = flatten_dict(params, sep="/")
     tree = {name: jax.tree.map(lambda _: whole, sub) for name, sub in params.items()} | {"embedding": split}
     for shardings, expected in ((sharding_of, sharding_of), (tree, sharding_of), (whole, lambda path: whole)):
-        restored = checkpoint.restore(saved, shardings=shardings)[1]
+        restored = checkpoint.restore(model_directory, shardings=shardings)[1]
         assert_same(restored, params)
         for path, x in flatten_dict(restored, sep="/").items():
             assert x.sharding.is_equivalent_to(expected(path), flat[path].ndim), path
     del tree["final_norm"]
     with pytest.raises(KvjaxError, match="shardings have no entry for final_norm/scale"):
-        checkpoint.restore(saved, shardings=tree)
+        checkpoint.restore(model_directory, shardings=tree)
 
 
-def test_one_part_alone(saved, params):
-    assert_same(checkpoint.read_part(saved, "layer_1"), params["layer_1"])
-    np.testing.assert_array_equal(checkpoint.read_part(saved, "embedding"), params["embedding"])
+def test_one_part_alone(model_directory, params):
+    assert_same(checkpoint.read_part(model_directory, "layer_1"), params["layer_1"])
+    np.testing.assert_array_equal(checkpoint.read_part(model_directory, "embedding"), params["embedding"])
 
 
 def test_extra_files_are_written(tmp_path, params):
@@ -132,27 +132,31 @@ def test_nothing_appears_unless_complete(tmp_path, params):
 
 
 def test_wrong_trees_are_refused_with_every_reason(tmp_path, params):
-    wrong = {**params, "head": {"kernel": params["head"]["kernel"].T}, "tail": {"scale": params["final_norm"]["scale"]}}
-    del wrong["final_norm"]
+    wrong_tree = {
+        **params,
+        "head": {"kernel": params["head"]["kernel"].T},
+        "tail": {"scale": params["final_norm"]["scale"]},
+    }
+    del wrong_tree["final_norm"]
     with pytest.raises(KvjaxError) as e:
-        checkpoint.save(tmp_path / "model", CONFIG, wrong)
+        checkpoint.save(tmp_path / "model", CONFIG, wrong_tree)
     assert "final_norm/scale: missing" in str(e.value)
     assert "tail/scale: not a parameter of this config" in str(e.value)
     assert "head/kernel: shape [16, 8], the config says [8, 16]" in str(e.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_existing_directory_is_refused_or_replaced_when_complete(saved, params):
+def test_existing_directory_is_refused_or_replaced_when_complete(model_directory, params):
     with pytest.raises(KvjaxError, match="exists"):
-        checkpoint.save(saved, CONFIG, params)
+        checkpoint.save(model_directory, CONFIG, params)
     doubled = jax.tree.map(lambda x: 2 * x, params)
-    with pytest.raises(RuntimeError), checkpoint.Writer(saved, CONFIG, "float32", replace=True) as w:
+    with pytest.raises(RuntimeError), checkpoint.Writer(model_directory, CONFIG, "float32", replace=True) as w:
         w.put("embedding", doubled["embedding"])
         raise RuntimeError
-    assert_same(checkpoint.restore(saved)[1], params)
-    checkpoint.save(saved, CONFIG, doubled, replace=True)
-    assert_same(checkpoint.restore(saved)[1], doubled)
-    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+    assert_same(checkpoint.restore(model_directory)[1], params)
+    checkpoint.save(model_directory, CONFIG, doubled, replace=True)
+    assert_same(checkpoint.restore(model_directory)[1], doubled)
+    assert [p.name for p in model_directory.parent.iterdir()] == ["model"]
 
 
 def test_a_file_in_the_way_is_not_replaced(tmp_path, params):
@@ -161,13 +165,13 @@ def test_a_file_in_the_way_is_not_replaced(tmp_path, params):
         checkpoint.save(tmp_path / "model", CONFIG, params, replace=True)
 
 
-def test_what_lies_beside_is_the_users_own(tmp_path, saved, params):
+def test_what_lies_beside_is_the_users_own(tmp_path, model_directory, params):
     names = [f"model{end}" for end in (".partial", ".old", ".joined", ".lock")]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("mine")
-    checkpoint.save(saved, CONFIG, params, replace=True)
-    with pytest.raises(RuntimeError), checkpoint.Writer(saved, CONFIG, "float32", replace=True):
+    checkpoint.save(model_directory, CONFIG, params, replace=True)
+    with pytest.raises(RuntimeError), checkpoint.Writer(model_directory, CONFIG, "float32", replace=True):
         raise RuntimeError
     assert [(tmp_path / name / "mine").read_text() for name in names] == ["mine"] * 4
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["model", *names])
@@ -175,7 +179,7 @@ def test_what_lies_beside_is_the_users_own(tmp_path, saved, params):
 
 @pytest.fixture
 def link(tmp_path):
-    """A link to a place in a folder of its own, where nothing is yet."""
+    """A link to a path in another folder, which does not exist yet."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "link").symlink_to("scratch/model")
     return tmp_path / "link"
@@ -200,8 +204,8 @@ def test_a_link_to_itself_is_refused_before_anything_is_written(tmp_path):
         checkpoint.Writer(tmp_path / "link", CONFIG, "float32")
 
 
-def written(directory, params):
-    """A writer that has only to put what is written into its place."""
+def write_parts(directory, params):
+    """Writes all parts; the returned writer has only to move them to their place."""
     writer = checkpoint.Writer(directory, CONFIG, "float32", replace=True)
     writer.__enter__()
     for name, x in params.items():
@@ -210,7 +214,7 @@ def written(directory, params):
 
 
 def test_one_process_at_a_time_writes_a_directory_under_whichever_name(link, params):
-    writer, other = written(link, params), checkpoint.Writer(link.resolve(), CONFIG, "float32")
+    writer, other = write_parts(link, params), checkpoint.Writer(link.resolve(), CONFIG, "float32")
     with pytest.raises(Busy, match="another process writes .*scratch/model; wait"):
         other.__enter__()
     writer.__exit__(None, None, None)
@@ -218,20 +222,20 @@ def test_one_process_at_a_time_writes_a_directory_under_whichever_name(link, par
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_a_replacement_that_fails_at_the_last_step_leaves_the_old_one(saved, params, monkeypatch, error):
-    rename = type(saved).rename
+def test_a_replacement_that_fails_at_the_last_step_leaves_the_old_one(model_directory, params, monkeypatch, error):
+    rename = type(model_directory).rename
 
     def fails(self, target):
         if self.name == "new":
             raise error
         return rename(self, target)
 
-    writer = written(saved, jax.tree.map(lambda x: 2 * x, params))
-    monkeypatch.setattr(type(saved), "rename", fails)
+    writer = write_parts(model_directory, jax.tree.map(lambda x: 2 * x, params))
+    monkeypatch.setattr(type(model_directory), "rename", fails)
     with pytest.raises(error):
         writer.__exit__(None, None, None)
-    assert_same(checkpoint.restore(saved)[1], params)
-    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+    assert_same(checkpoint.restore(model_directory)[1], params)
+    assert [p.name for p in model_directory.parent.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
@@ -249,37 +253,37 @@ def test_a_write_that_fails_before_it_begins_leaves_nothing(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_what_was_set_aside_by_a_killed_replacement_goes_back(saved, params):
+def test_what_was_set_aside_by_a_killed_replacement_goes_back(model_directory, params):
     doubled = jax.tree.map(lambda x: 2 * x, params)
-    writer = written(saved, doubled)
-    saved.rename(writer._old)
+    writer = write_parts(model_directory, doubled)
+    model_directory.rename(writer._old)
     os.close(writer._lock)  # as when the process ends here
     with pytest.raises(KvjaxError, match="exists"):
-        checkpoint.save(saved, CONFIG, doubled)
-    assert_same(checkpoint.restore(saved)[1], params)
-    assert [p.name for p in saved.parent.iterdir()] == ["model"]
+        checkpoint.save(model_directory, CONFIG, doubled)
+    assert_same(checkpoint.restore(model_directory)[1], params)
+    assert [p.name for p in model_directory.parent.iterdir()] == ["model"]
 
 
 def largest_file(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-def test_a_flipped_bit_names_the_part(saved):
-    file = largest_file(saved / "params" / "layer_1")
+def test_a_flipped_bit_names_the_part(model_directory):
+    file = largest_file(model_directory / "params" / "layer_1")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(KvjaxError, match="part 'layer_1' .* is damaged"):
-        checkpoint.restore(saved)
+        checkpoint.restore(model_directory)
 
 
-def test_a_missing_file_or_part_is_named(saved):
-    largest_file(saved / "params" / "head").unlink()
+def test_a_missing_file_or_part_is_named(model_directory):
+    largest_file(model_directory / "params" / "head").unlink()
     with pytest.raises(KvjaxError, match="part 'head' .* is damaged"):
-        checkpoint.restore(saved)
-    (saved / "params" / "head").rename(saved / "head")
+        checkpoint.restore(model_directory)
+    (model_directory / "params" / "head").rename(model_directory / "head")
     with pytest.raises(KvjaxError, match="lacks its part 'head'"):
-        checkpoint.restore(saved)
+        checkpoint.restore(model_directory)
 
 
 def edit(directory, change):
@@ -314,13 +318,13 @@ def edit(directory, change):
         (lambda raw: raw["config"].update(rope_theta="1e4"), "rope_theta must be a positive number, got '1e4'"),
     ],
 )
-def test_damaged_or_newer_manifests(saved, change, message):
-    edit(saved, change)
+def test_damaged_or_newer_manifests(model_directory, change, message):
+    edit(model_directory, change)
     with pytest.raises(KvjaxError, match=message):
-        checkpoint.restore(saved)
+        checkpoint.restore(model_directory)
 
 
-def test_foreign_directories(tmp_path, saved):
+def test_foreign_directories(tmp_path, model_directory):
     with pytest.raises(KvjaxError, match="there is no checkpoint directory"):
         checkpoint.restore(tmp_path / "nowhere")
     (tmp_path / "hf").mkdir()
@@ -329,9 +333,9 @@ def test_foreign_directories(tmp_path, saved):
     (tmp_path / "hf" / "config.json").write_text("{}")
     with pytest.raises(KvjaxError, match="is a Hugging Face checkpoint; convert it: python -m checkpoints_convert"):
         checkpoint.restore(tmp_path / "hf")
-    (saved / "kvjax.json").write_text("[1]")
+    (model_directory / "kvjax.json").write_text("[1]")
     with pytest.raises(KvjaxError, match="is damaged"):
-        checkpoint.restore(saved)
+        checkpoint.restore(model_directory)
 
 
 def test_parameter_shapes_follow_the_config():

@@ -20,43 +20,43 @@ def test_rotation_turns_each_pair_by_position_times_frequency():
     x = np.random.default_rng(0).normal(size=(1, 3, 16))
     pos = np.array([[0, 5, 900]])
     cos, sin = BASE.rope.angles(jnp.asarray(pos))
-    got = rotate(jnp.asarray(x, jnp.float32), cos, sin)
+    rotated = rotate(jnp.asarray(x, jnp.float32), cos, sin)
     z = x[..., :8] + 1j * x[..., 8:]
     turned = z * np.exp(1j * pos[..., None] * 10_000.0 ** (-np.arange(8) / 8))
-    np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=1e-4)
-    np.testing.assert_allclose(rotate(got, cos, -sin), x, atol=1e-5)
+    np.testing.assert_allclose(rotated, np.concatenate([turned.real, turned.imag], -1), atol=1e-4)
+    np.testing.assert_allclose(rotate(rotated, cos, -sin), x, atol=1e-5)
 
 
 def test_a_fraction_leaves_the_other_channels_alone():
     config = dataclasses.replace(BASE, rope_fraction=0.5)
     x = jnp.ones((1, 1, 16))
-    got = rotate(x, *config.rope.angles(jnp.array([[7]])))
-    assert np.array_equal(got[..., 8:], x[..., 8:]) and not np.allclose(got[..., :8], 1)
+    rotated = rotate(x, *config.rope.angles(jnp.array([[7]])))
+    assert np.array_equal(rotated[..., 8:], x[..., 8:]) and not np.allclose(rotated[..., :8], 1)
 
 
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
     scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
-    got = np.asarray(dataclasses.replace(BASE, rope_scaling=scaling).rope.frequencies())
+    scaled = np.asarray(dataclasses.replace(BASE, rope_scaling=scaling).rope.frequencies())
     plain = 10_000.0 ** (-np.arange(8) / 8)
     wave = 2 * np.pi / plain
-    for f, p, w in zip(got, plain, wave, strict=True):
+    for f, p, w in zip(scaled, plain, wave, strict=True):
         if w < 64 / 4:
-            want = p
+            expected = p
         elif w > 64:
-            want = p / 8
+            expected = p / 8
         else:
             s = (64 / w - 1) / 3
-            want = (1 - s) * p / 8 + s * p
-        np.testing.assert_allclose(f, want, rtol=1e-5)
+            expected = (1 - s) * p / 8 + s * p
+        np.testing.assert_allclose(f, expected, rtol=1e-5)
 
 
 def test_norms_are_float32_inside():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64)) * 300, jnp.bfloat16)
     norm = RMSNorm(64, 1e-5, dtype=jnp.bfloat16)
-    got = norm.apply({"params": {"scale": jnp.ones(64, jnp.bfloat16)}}, x)
+    normalized = norm.apply({"params": {"scale": jnp.ones(64, jnp.bfloat16)}}, x)
     exact = np.asarray(x, np.float64) / np.sqrt((np.asarray(x, np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8)
+    assert normalized.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(normalized, np.float64), exact, rtol=2**-8)
 
 
 def test_a_config_survives_its_file():

@@ -1,4 +1,4 @@
-"""Tokenizers that load and fail later, or fail by a panic: each is told of in one line."""
+"""Tokenizers that load and fail later, or fail by a panic: each gives an error of one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = dict.fromkeys(PARTS) | {"version": "1.0", "added_tokens": []} | WORDS
 
 
 def template(token: str) -> dict:
-    """A post-processor that puts a token in front which its table lacks."""
+    """A post-processor that prepends a token which its table lacks."""
     text = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
     first = [{"SpecialToken": {"id": token, "type_id": 0}}, text[0]]
     return {"type": "TemplateProcessing", "single": first, "pair": text, "special_tokens": {}}
@@ -25,18 +25,18 @@ def split(regex: str) -> dict:
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
-def written(directory, **changes):
-    """A directory whose tokenizer.json is the plain one with other parts."""
+def write_tokenizer(directory, **changes):
+    """Writes the plain tokenizer.json with other parts, and returns its directory."""
     (directory / "tokenizer.json").write_text(json.dumps(PLAIN | changes))
     return directory
 
 
 def test_the_plain_one_works(tmp_path):
-    assert Tokenizer.from_directory(written(tmp_path)).encode("z") == [0]
+    assert Tokenizer.from_directory(write_tokenizer(tmp_path)).encode("z") == [0]
 
 
 def test_a_panic_at_loading_names_the_file_and_what_the_library_said(tmp_path):
-    broken = written(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": ""})
+    broken = write_tokenizer(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": ""})
     with pytest.raises(KvjaxError, match=r"tokenizer.json is not a tokenizer .*Cannot parse precompiled.*; copy it"):
         Tokenizer.from_directory(broken)
 
@@ -50,7 +50,7 @@ def test_a_panic_at_loading_names_the_file_and_what_the_library_said(tmp_path):
     ],
 )
 def test_a_failure_at_encoding_names_the_file_and_what_the_library_said(tmp_path, changes, says):
-    tokenizer = Tokenizer.from_directory(written(tmp_path, **changes))
+    tokenizer = Tokenizer.from_directory(write_tokenizer(tmp_path, **changes))
     with pytest.raises(KvjaxError, match=rf"/tokenizer.json fails to encode a text of 41 .*{says}.*token ids"):
         tokenizer.encode("a" * 40 + "!")
 

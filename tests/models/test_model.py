@@ -1,4 +1,4 @@
-"""The shipped model opens, in any dtype and on a mesh, and knows what it was trained for."""
+"""The shipped model opens, in any dtype and on a mesh, and can do its training tasks."""
 
 from __future__ import annotations
 

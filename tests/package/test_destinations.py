@@ -46,30 +46,29 @@ def test_a_context_leaves_nothing_where_it_cannot_be_saved(tmp_path, monkeypatch
         with pytest.raises(KvjaxError, match="cannot write"):
             context.save(out)
 
-    def full(file, **arrays):
+    def raise_disk_full(file, **arrays):
         file.write(b"the beginning")
         raise OSError("no space left")
 
-    monkeypatch.setattr(np, "savez", full)
+    monkeypatch.setattr(np, "savez", raise_disk_full)
     with pytest.raises(OSError, match="no space left"):
         context.save(tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def header_of(path, header, seal=None):
+def write_header(path, header, seal=None):
     seal = hashlib.sha256(header).digest() if seal is None else seal
     with path.open("wb") as file:
-        np.savez(
-            file, **{name: np.frombuffer(x, np.uint8) for name, x in ((archive.HEADER, header), (archive.SEAL, seal))}
-        )
+        arrays = {archive.HEADER: header, archive.SEAL: seal}
+        np.savez(file, **{name: np.frombuffer(x, np.uint8) for name, x in arrays.items()})
 
 
 def test_a_saved_context_whose_header_was_edited_is_refused(tmp_path):
     path = kvjax.read(MODEL, [[1, 2, 3]], "full", room=8).save(tmp_path / "out")
-    with np.load(path) as held:
-        entries = dict(held)
-    said = json.loads(entries[archive.HEADER].tobytes())
-    edited = json.dumps(said | {"capacity": 10**12}).encode()
+    with np.load(path) as arrays:
+        entries = dict(arrays)
+    header = json.loads(entries[archive.HEADER].tobytes())
+    edited = json.dumps(header | {"capacity": 10**12}).encode()
     with path.open("wb") as file:
         np.savez(file, **entries | {archive.HEADER: np.frombuffer(edited, np.uint8)})
     with pytest.raises(KvjaxError, match="a damaged one .its header is not what was written.; save it again"):
@@ -79,14 +78,14 @@ def test_a_saved_context_whose_header_was_edited_is_refused(tmp_path):
 @pytest.mark.parametrize("capacity", [None, "8", [8]])
 def test_a_saved_context_that_says_nothing_usable_is_refused(tmp_path, capacity):
     path = tmp_path / "out"
-    header_of(path, b"[" * 100_000 + b"]" * 100_000)
+    write_header(path, b"[" * 100_000 + b"]" * 100_000)
     with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*nested more than 100 deep"):
         kvjax.resume(MODEL, path)
     kvjax.read(MODEL, [[1, 2, 3]], "full", room=8).save(path)
-    with np.load(path) as held:
-        said = json.loads(held[archive.HEADER].tobytes())
-    said |= {"capacity": capacity, "arrays": {}}
-    header_of(path, json.dumps({k: x for k, x in said.items() if x is not None}).encode())
+    with np.load(path) as arrays:
+        header = json.loads(arrays[archive.HEADER].tobytes())
+    header |= {"capacity": capacity, "arrays": {}}
+    write_header(path, json.dumps({k: x for k, x in header.items() if x is not None}).encode())
     with pytest.raises(KvjaxError, match="is no file of the format .*, or a damaged one .*capacity"):
         kvjax.resume(MODEL, path)
-    assert set(save.FORMAT.fields) <= said.keys()
+    assert set(save.FORMAT.fields) <= header.keys()

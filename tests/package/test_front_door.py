@@ -1,4 +1,4 @@
-"""First steps that are slightly wrong: each is refused, and the error gives what to write instead."""
+"""First steps that are slightly wrong: each is refused, and the error says how to write it."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def test_a_dtype_has_short_names_on_the_command_line(short, name, capsys, tmp_pa
     parser = cli._parser()
     for words in ("generate --prompt a", "explore --text a", "calibrate bases testbed out", "eval"):
         assert parser.parse_args([*words.split(), "--dtype", short]).dtype == name
-    given = convert_parser().parse_args(["convert", "a", "b", "--dtype", short]).dtype
-    assert given == convert_parser().parse_args(["convert", "a", "b", "--dtype", name]).dtype == name
+    dtype = convert_parser().parse_args(["convert", "a", "b", "--dtype", short]).dtype
+    assert dtype == convert_parser().parse_args(["convert", "a", "b", "--dtype", name]).dtype == name
     with pytest.raises(SystemExit):
         parser.parse_args(["eval", "--dtype", "int8"])
     assert "invalid choice: 'int8'" in capsys.readouterr().err

@@ -54,23 +54,23 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(path: Path, names: Iterable[str], at_run_time: bool) -> set[str]:
-    """The modules among `names` that a file imports, inside functions too; at run time, not those for types alone."""
+    """The modules among `names` that a file imports, inside functions too; at run time, without imports for types."""
     tree = ast.parse(path.read_text())
     if at_run_time:
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
                 node.body = []
-    found = set()
+    imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found & set(names)
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return imported & set(names)
 
 
 def test_a_folder_imports_only_from_folders_above_it_in_the_map():
-    """Within functions too; the map is the table of CONTRIBUTING."""
+    """The map is the table of CONTRIBUTING; imports within functions count, too."""
     folders = re.findall(r"^\| `(kvjax/\w+|checkpoints_convert)/` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert len(folders) > 8
     every, upward = modules(), []

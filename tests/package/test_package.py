@@ -27,29 +27,29 @@ print(json.dumps({"folder": built.distribution.package_dir, "files": [os.path.no
 
 
 @cache
-def answer() -> dict:
+def ask_setuptools() -> dict:
     """The answer to ASK, in a process of its own: importing setuptools changes the interpreter."""
     done = subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def of_the_repository() -> set[str]:
+def package_files() -> set[str]:
     """The files of the packages, without what Python or an editor leaves there."""
-    found = (path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file())
-    return {str(path) for path in found if "__pycache__" not in path.parts and not path.name.startswith(".")}
+    paths = (path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file())
+    return {str(path) for path in paths if "__pycache__" not in path.parts and not path.name.startswith(".")}
 
 
 def test_a_wheel_has_every_file_of_the_packages_and_no_other():
     """A file that is missing needs its pattern in `package-data` of pyproject.toml, or its folder an __init__.py."""
-    here = of_the_repository()
-    assert {".j2", ".json", ".safetensors", ".ocdbt", ".py"} <= {Path(path).suffix for path in here}
-    assert set(answer()["files"]) == here
+    expected = package_files()
+    assert {".j2", ".json", ".safetensors", ".ocdbt", ".py"} <= {Path(path).suffix for path in expected}
+    assert set(ask_setuptools()["files"]) == expected
 
 
 def test_an_editable_install_puts_the_folder_of_the_packages_on_the_path():
-    """Else Python, started beside a clone named kvjax, finds that folder before the package that is installed."""
-    assert answer()["folder"] == {"": "."}
+    """Otherwise Python, started next to a clone named kvjax, finds that folder before the installed package."""
+    assert ask_setuptools()["folder"] == {"": "."}
 
 
 def test_all_files_say_the_same_version():

@@ -1,4 +1,4 @@
-"""The public surface: its names, what an import of it loads, and that every name of every `__all__` is there."""
+"""The public surface: its names, the modules that an import loads, and the names of every `__all__`."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ NAMED = (
 """The public modules below the top."""
 
 
-def asked(code: str) -> list[str]:
+def run_code(code: str) -> list[str]:
     """Runs code in a fresh interpreter; returns the JSON that it prints."""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def with_all() -> list[str]:
-    names = ["kvjax", *(found.name for found in pkgutil.walk_packages(kvjax.__path__, "kvjax."))]
+def modules_with_all() -> list[str]:
+    names = ["kvjax", *(module.name for module in pkgutil.walk_packages(kvjax.__path__, "kvjax."))]
     sources = {name: ROOT.joinpath(*name.split(".")) for name in names}
     files = {name: path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for name, path in sources.items()}
     return [name for name, file in files.items() if "__all__" in file.read_text()]
 
 
-@pytest.mark.parametrize("module", with_all())
+@pytest.mark.parametrize("module", modules_with_all())
 def test_every_name_of_all_is_there(module):
-    found: dict[str, object] = {}
-    exec(f"from {module} import *", found)
+    namespace: dict[str, object] = {}
+    exec(f"from {module} import *", namespace)
     names = importlib.import_module(module).__all__
-    assert set(names) <= found.keys() and len(set(names)) == len(names)
+    assert set(names) <= namespace.keys() and len(set(names)) == len(names)
 
 
 def test_the_top_shows_its_names_and_no_others():
@@ -64,7 +64,7 @@ def test_the_top_shows_its_names_and_no_others():
 
 def test_the_named_modules_are_attributes_before_anything_imports_them():
     code = f"import json, kvjax; print(json.dumps([getattr(kvjax, name).__name__ for name in {NAMED!r}]))"
-    assert asked(code) == [f"kvjax.{name}" for name in NAMED]
+    assert run_code(code) == [f"kvjax.{name}" for name in NAMED]
 
 
 def test_kvjax_itself_imports_nothing_and_each_name_what_it_needs():
@@ -77,13 +77,13 @@ none = {count}
 kvjax.KvjaxError
 print(json.dumps([none, *(name in sys.modules for name in ("kvjax.errors", "jax", "flax", "kvjax.generation"))]))
 """
-    assert asked(code) == [0, True, False, False, False]
+    assert run_code(code) == [0, True, False, False, False]
 
 
 def test_the_methods_of_the_package_are_those_of_the_registry():
     names = sorted(name for name, entry in load_all().items() if is_builtin(entry.make))
-    typed = re.findall(r"import (\w+) as \1$", Path(kvjax.methods.__file__).read_text(), re.MULTILINE)
-    assert sorted(dir(kvjax.methods)) == sorted(kvjax.methods.__all__) == names and set(typed) <= set(names)
+    typed_names = re.findall(r"import (\w+) as \1$", Path(kvjax.methods.__file__).read_text(), re.MULTILINE)
+    assert sorted(dir(kvjax.methods)) == sorted(kvjax.methods.__all__) == names and set(typed_names) <= set(names)
     assert all(getattr(kvjax.methods, name) is REGISTRY[name].make for name in names)
 
 
@@ -99,7 +99,7 @@ from kvjax.methods.quest import quest as same
 after = [kvjax.methods.snapkv, kvjax.methods.tova, kvjax.methods.kivi, kivi, quest, same, kvjax.methods.quest]
 print(json.dumps([type(x).__name__ for x in [before, *after]]))
 """
-    assert asked(code) == ["function"] * 8
+    assert run_code(code) == ["function"] * 8
 
 
 def test_every_call_that_draws_names_its_keywords():

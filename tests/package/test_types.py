@@ -1,4 +1,4 @@
-"""Type checkers and editors see the public calls: the checker runs once, and all tests look at what it says."""
+"""Type checkers and editors see the public calls: the checker runs once, and all tests read its report."""
 
 from __future__ import annotations
 

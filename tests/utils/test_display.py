@@ -17,19 +17,19 @@ def test_values_show_themselves_in_one_line():
     context = kvjax.read(model, [[1, 2, 3], [4]], "snapkv:budget=2,window=1,kernel=1")
     assert repr(model).startswith("Model(random: ")
     assert repr(model).endswith(" parameters in float32, 3 layers, width 32, 4 heads on 2 of 8)")
-    found = context.bytes
-    held = f"{found.held['device']:,} bytes held ({found.fraction_of_full:.1%} of the exact float32 cache)"
+    size = context.bytes
+    sentence = f"{size.held['device']:,} bytes held ({size.fraction_of_full:.1%} of the exact float32 cache)"
     assert repr(context).startswith("Context('snapkv:budget=2,window=1,kernel=1'; sequences of 3, 1 tokens; ")
-    assert held in repr(context)
+    assert sentence in repr(context)
     assert repr(context.cache) == f"Cache(2 sequences, 3 layers, capacity {context.cache.capacity} tokens a sequence)"
 
 
 def test_a_method_shows_the_slots_that_it_fills():
     assert repr(kvjax.parse("full")) == "Method()"
-    shown = repr(kvjax.parse("snapkv:budget=25% + int4"))
-    assert shown.startswith("Method(select=Selection(") and "k=" in shown and "decode" not in shown
-    kept = dataclasses.replace(kvjax.parse("kcache:n=4"), device_layers=2)
-    assert kvjax.name_of(kept) == repr(kept)
+    text = repr(kvjax.parse("snapkv:budget=25% + int4"))
+    assert text.startswith("Method(select=Selection(") and "k=" in text and "decode" not in text
+    kcache = dataclasses.replace(kvjax.parse("kcache:n=4"), device_layers=2)
+    assert kvjax.name_of(kcache) == repr(kcache)
 
 
 def test_results_and_contexts_are_tables_in_a_notebook():
@@ -39,9 +39,9 @@ def test_results_and_contexts_are_tables_in_a_notebook():
         "Result(4 ids [length] and 1 more; "
     ) and " bytes held (100.0% of the exact float32 cache), " in repr(out)
     assert out._repr_html_().count("<tr>") == 3
-    told = dataclasses.replace(out, text=["<b>&" * 40, "b"])
-    assert "…" in repr(told) and len(repr(told)) < 250
-    assert "&lt;b&gt;&amp;" in told._repr_html_() and "<b>" not in told._repr_html_()
+    with_text = dataclasses.replace(out, text=["<b>&" * 40, "b"])
+    assert "…" in repr(with_text) and len(repr(with_text)) < 250
+    assert "&lt;b&gt;&amp;" in with_text._repr_html_() and "<b>" not in with_text._repr_html_()
     context = kvjax.read(model, [[1, 2, 3], [4]], "snapkv:budget=2,window=1,kernel=1")
     page = context._repr_html_()
     assert "snapkv:budget=2,window=1,kernel=1: " in page and ">2.0<" in page and ">1.0<" in page

@@ -1,4 +1,4 @@
-"""GGUF files made of Hugging Face directories as llama.cpp's converter makes them, with names of our own."""
+"""Writes GGUF files from Hugging Face directories as llama.cpp's converter does, with names of our own."""
 
 from __future__ import annotations
 
@@ -31,65 +31,65 @@ NAMES = {
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
 
 
-def name_of(theirs: str) -> str:
-    """blk.3.attn_q.weight for model.layers.3.self_attn.q_proj.weight."""
-    module, kind = theirs.rsplit(".", 1)
+def gguf_name(hf_name: str) -> str:
+    """Translates a Hugging Face name: model.layers.3.self_attn.q_proj.weight is blk.3.attn_q.weight."""
+    module, kind = hf_name.rsplit(".", 1)
     if module.startswith("model.layers."):
         _, _, layer, module = module.split(".", 3)
         return f"blk.{layer}.{NAMES[module]}.{kind}"
     return f"{NAMES[module]}.{kind}"
 
 
-def turned(x: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a head as the llama format has them: first and second half in turns."""
+def interleave_halves(x: np.ndarray, heads: int) -> np.ndarray:
+    """Interleaves the two halves of every head's rows, as the llama format stores them."""
     halves = x.reshape(heads, 2, -1, *x.shape[1:])
     return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(x.shape)
 
 
 def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
-    """rope_freqs.weight, frequency by frequency, as llama.cpp's converter computes it."""
+    """The values of rope_freqs.weight, frequency by frequency, as llama.cpp's converter computes them."""
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") != "llama3":
         return None
     low, high, factor = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "factor"))
     context, size = scaling["original_max_position_embeddings"], config["head_dim"]
-    found = []
+    factors = []
     for i in range(0, size, 2):
         wavelength = 2 * np.pi * config["rope_theta"] ** (i / size)
         if wavelength < context / high:
-            found.append(1.0)
+            factors.append(1.0)
         elif wavelength > context / low:
-            found.append(factor)
+            factors.append(factor)
         else:
             smooth = (context / wavelength - low) / (high - low)
-            found.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(found, np.float32)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
 
 
-def configuration(directory: Path) -> dict[str, Any]:
-    """config.json, with the RoPE of transformers 5 spelled as in 4."""
+def read_config(directory: Path) -> dict[str, Any]:
+    """Reads config.json, with the RoPE of transformers 5 spelled as in 4."""
     config = json.loads((directory / "config.json").read_text())
     rope = config.pop("rope_parameters", None) or {}
     return {"rope_scaling": rope, "rope_theta": 10_000.0} | rope | config
 
 
-def tensors(directory: Path) -> dict[str, np.ndarray]:
-    """The tensors of all its files, in float32."""
+def read_tensors(directory: Path) -> dict[str, np.ndarray]:
+    """Reads the tensors of all files of a directory, in float32."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: x.astype(np.float32) for file in files for name, x in load_file(file).items()}
 
 
 def write(directory: Path, file: Path, kind: str = "F32", **metadata: Any) -> Path:
     """Writes a directory as a GGUF file, with matrices of another type; metadata: further values, by `key__of__it`."""
-    config = configuration(directory)
+    config = read_config(directory)
     writer = GGUFWriter(file, ARCHITECTURES[config["model_type"]])
-    _metadata(writer, config)
+    add_metadata(writer, config)
     for key, value in metadata.items():
-        _add(writer, key.replace("__", "."), value)
-    for theirs, x in tensors(directory).items():
-        if theirs == "lm_head.weight" and config.get("tie_word_embeddings"):
+        add_value(writer, key.replace("__", "."), value)
+    for hf_name, x in read_tensors(directory).items():
+        if hf_name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
-        _tensor(writer, config, theirs, x, kind)
+        add_tensor(writer, config, hf_name, x, kind)
     if (factors := llama3_factors(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
@@ -99,7 +99,7 @@ def write(directory: Path, file: Path, kind: str = "F32", **metadata: Any) -> Pa
     return file
 
 
-def _metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
+def add_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
@@ -117,7 +117,7 @@ def _metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type", scaling.get("type")) == "linear":
-        _add(writer, f"{writer.arch}.rope.scaling.type", "linear")
+        add_value(writer, f"{writer.arch}.rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(scaling["factor"])
     writer.add_bos_token_id(config["bos_token_id"])
     ends = config["eos_token_id"]
@@ -125,17 +125,17 @@ def _metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_uint32(f"tokenizer.ggml.{key}_token_id", token)
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     kinds[type(value)](key, value)
 
 
-def _tensor(writer: GGUFWriter, config: dict[str, Any], theirs: str, x: np.ndarray, kind: str) -> None:
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(theirs.split(".")[-2])
+def add_tensor(writer: GGUFWriter, config: dict[str, Any], hf_name: str, x: np.ndarray, kind: str) -> None:
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(hf_name.split(".")[-2])
     if heads and writer.arch == "llama":
-        x = turned(x, config[heads])
+        x = interleave_halves(x, config[heads])
     raw = GGMLQuantizationType[kind]
     if x.ndim == 1 or x.shape[-1] % GGML_QUANT_SIZES[raw][0]:  # no whole blocks
-        writer.add_tensor(name_of(theirs), x)
+        writer.add_tensor(gguf_name(hf_name), x)
     else:
-        writer.add_tensor(name_of(theirs), quantize(x, raw), raw_dtype=raw)
+        writer.add_tensor(gguf_name(hf_name), quantize(x, raw), raw_dtype=raw)

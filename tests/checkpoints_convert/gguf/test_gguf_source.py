@@ -79,10 +79,10 @@ def test_blocks_stand_for_what_the_package_says(kind, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (stored,) = gguf_header.read_header(tmp_path / "model.gguf").tensors.values()
-    assert stored.shape == (3, 2 * per_block) and stored.kind == raw and stored.bytes == blocks.nbytes
-    (found,) = gguf.GGUFReader(tmp_path / "model.gguf").tensors
-    np.testing.assert_array_equal(read_weights(stored), gguf.dequantize(found.data, raw))
+    (tensor_info,) = gguf_header.read_header(tmp_path / "model.gguf").tensors.values()
+    assert tensor_info.shape == (3, 2 * per_block) and tensor_info.kind == raw and tensor_info.bytes == blocks.nbytes
+    (peer_tensor,) = gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    np.testing.assert_array_equal(read_weights(tensor_info), gguf.dequantize(peer_tensor.data, raw))
 
 
 def test_a_model_of_codes_is_converted_in_float32_and_read_alike_by_both_readers(tmp_path):
@@ -95,9 +95,9 @@ def test_a_model_of_codes_is_converted_in_float32_and_read_alike_by_both_readers
     assert checkpoint.read_manifest(tmp_path / "out").dtype == "float32"
 
 
-def in_two(file: Path) -> list[Path]:
-    """The file's tensors in two parts, as llama.cpp splits them."""
-    found = gguf.GGUFReader(file)
+def split_in_two(file: Path) -> list[Path]:
+    """Writes the file's tensors into two parts, as llama.cpp splits them."""
+    reader = gguf.GGUFReader(file)
     parts = [file.with_name(f"big-0000{i}-of-00002.gguf") for i in (1, 2)]
     metadata = gguf_header.read_header(file).metadata
     for i, part in enumerate(parts):
@@ -109,8 +109,8 @@ def in_two(file: Path) -> list[Path]:
                 writer.add_float32(key, value)
         writer.add_uint16("split.no", i)
         writer.add_uint16("split.count", 2)
-        writer.add_int32("split.tensors.count", len(found.tensors))
-        for tensor in found.tensors[i::2]:
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[i::2]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -121,7 +121,7 @@ def in_two(file: Path) -> list[Path]:
 
 def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
     whole = write(ROOT / "llama2", tmp_path / "whole.gguf")
-    first, second = in_two(whole)
+    first, second = split_in_two(whole)
     assert_same_parameters(read(second)[1], read(whole)[1])
     alone = first.rename(tmp_path / "renamed.gguf")
     with pytest.raises(KvjaxError, match="one of 2 parts, which hold 21 tensors, and 11 are here"):
@@ -148,14 +148,15 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
 def test_what_cannot_be_obeyed_is_refused_by_its_name(metadata, says, tmp_path, monkeypatch):
     changes = {key.replace("__", "."): value for key, value in metadata.items()}
     read_header = gguf_header.read_header
-    monkeypatch.setattr(gguf_header, "read_header", lambda file: _changed(read_header(file), changes))
+
+    def read_changed(file):
+        header = read_header(file)
+        return header._replace(metadata=header.metadata | changes)
+
+    monkeypatch.setattr(gguf_header, "read_header", read_changed)
     with pytest.raises(KvjaxError, match=says):
         convert(write(ROOT / "llama2", tmp_path / "model.gguf"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def _changed(header, changes):
-    return header._replace(metadata=header.metadata | changes)
 
 
 def test_factors_of_another_scaling_are_refused(tmp_path, monkeypatch):
@@ -166,10 +167,10 @@ def test_factors_of_another_scaling_are_refused(tmp_path, monkeypatch):
         open_source(write(ROOT / "llama3_scaled", tmp_path / "model.gguf"))
 
 
-@pytest.mark.parametrize("kept", [0, 3, 23, 24, 100, 500, 1200, -1])
-def test_a_file_that_is_cut_short_is_named(kept, tmp_path):
+@pytest.mark.parametrize("num_bytes", [0, 3, 23, 24, 100, 500, 1200, -1])
+def test_a_file_that_is_cut_short_is_named(num_bytes, tmp_path):
     file = write(ROOT / "llama2", tmp_path / "model.gguf")
-    file.write_bytes(file.read_bytes()[:kept])
+    file.write_bytes(file.read_bytes()[:num_bytes])
     with pytest.raises(KvjaxError, match="model.gguf.*(copy it again|give one that does)"):
         GgufSource(file)
 

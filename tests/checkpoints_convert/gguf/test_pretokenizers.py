@@ -1,4 +1,4 @@
-"""Byte-level tokenizers in GGUF metadata, against those that were trained here with the published pre-tokenizers."""
+"""Byte-level tokenizers in GGUF metadata, against tokenizers trained here with the published pre-tokenizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers.trainers import BpeTrainer
 
 from checkpoints_convert.gguf import tokenizer_files
 from checkpoints_convert.gguf.pretokenizers import KNOWN
-from tests.checkpoints_convert.gguf.gguf_metadata import keys, load, tiny
+from tests.checkpoints_convert.gguf.gguf_metadata import load_tokenizer, tiny_keys, tokenizer_keys
 
 SPECIAL = ["<|begin|>", "<|end|>"]
 CORPUS = [
@@ -37,8 +37,8 @@ TEXTS = [
 ]
 
 
-def cut(*patterns: str):
-    """As most tokenizer.json spell it: a list of splits, then bytes."""
+def split_by(*patterns: str):
+    """A pre-tokenizer as most tokenizer.json spell it: a list of splits, then bytes."""
     splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
 
@@ -52,29 +52,29 @@ PUBLISHED = {
     "starcoder": DIGITS,
     "refact": DIGITS,
     "command-r": DIGITS,
-    "llama-bpe": cut(
+    "llama-bpe": split_by(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+"
     ),
-    "qwen2": cut(
+    "qwen2": split_by(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
         r"|\s+(?!\S)|\s+"
     ),
-    "qwen35": cut(
+    "qwen35": split_by(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    "tekken": cut(
+    "tekken": split_by(
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    "gpt-4o": cut(
+    "gpt-4o": split_by(
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
-    "deepseek-v3": cut(
+    "deepseek-v3": split_by(
         r"\p{N}{1,3}",
         CJK,
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
@@ -85,8 +85,8 @@ COMPOSING = ("command-r", "qwen2", "qwen35")
 
 
 @functools.cache
-def trained(name: str) -> Tokenizer:
-    """A small byte-level tokenizer with the published pre-tokenizer of that name."""
+def train_tokenizer(name: str) -> Tokenizer:
+    """Trains a small byte-level tokenizer with the published pre-tokenizer of that name."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = PUBLISHED[name]
     tokenizer.decoder = decoders.ByteLevel()
@@ -98,19 +98,19 @@ def trained(name: str) -> Tokenizer:
     return tokenizer
 
 
-def byte_level(name: str = "gpt-2", **changes) -> dict:
+def byte_level_keys(name: str = "gpt-2", **changes) -> dict:
     """Metadata of the trained tokenizer."""
-    model = json.loads(trained(name).to_str())["model"]
+    model = json.loads(train_tokenizer(name).to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     types = [3 if token in SPECIAL else 1 for token in tokens]
     merges = [" ".join(merge) for merge in model["merges"]]
     known = dict(model="gpt2", pre=name, tokens=tokens, token_type=types, merges=merges, add_bos_token=False)
-    return keys(**known | {"bos_token_id": 0, "eos_token_id": 1} | changes)
+    return tokenizer_keys(**known | {"bos_token_id": 0, "eos_token_id": 1} | changes)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_byte_level_ids_are_those_of_the_trained_tokenizer(name, tmp_path):
-    ours, peer = load(byte_level(name), tmp_path), trained(name)
+    ours, peer = load_tokenizer(byte_level_keys(name), tmp_path), train_tokenizer(name)
     for text in TEXTS:
         assert ours.encode(text) == peer.encode(text).ids, text
         if name not in COMPOSING:
@@ -119,14 +119,14 @@ def test_byte_level_ids_are_those_of_the_trained_tokenizer(name, tmp_path):
 
 def test_every_name_loads_and_text_survives(tmp_path):
     for name in KNOWN:
-        ours = load(byte_level("gpt-2", pre=name), tmp_path)
+        ours = load_tokenizer(byte_level_keys("gpt-2", pre=name), tmp_path)
         assert ours.decode(ours.encode(TEXTS[0]), skip_special_tokens=False) == TEXTS[0], name
 
 
 def test_without_a_name_the_pre_tokenizer_is_the_default():
-    metadata = byte_level()
+    metadata = byte_level_keys()
     del metadata["tokenizer.ggml.pre"]
-    assert tokenizer_files.make_files(metadata) == tokenizer_files.make_files(byte_level(pre="default"))
+    assert tokenizer_files.make_files(metadata) == tokenizer_files.make_files(byte_level_keys(pre="default"))
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_without_a_name_the_pre_tokenizer_is_the_default():
     ],
 )
 def test_pieces(name, pieces):
-    """Those of llama.cpp, where no tokenizer.json is at hand."""
+    """The pieces are llama.cpp's, where no tokenizer.json is at hand."""
     steps = pre_tokenizers.Sequence(list(KNOWN[name].steps))
     assert [piece.replace("Ġ", " ") for piece, _ in steps.pre_tokenize_str("a, b!? 12345")] == pieces
 
 
 @pytest.mark.parametrize(("name", "ids"), [("gpt-2", [5, 4]), ("llama-bpe", [6]), ("tekken", [6]), ("qwen2", [5, 4])])
 def test_a_word_that_is_a_token(name, ids, tmp_path):
-    assert load(tiny(pre=name), tmp_path).encode("abc") == ids
+    assert load_tokenizer(tiny_keys(pre=name), tmp_path).encode("abc") == ids

@@ -1,4 +1,4 @@
-"""The tokenizer in GGUF metadata: SentencePiece against its own ids, what stands around a text, what is refused."""
+"""The tokenizer in GGUF metadata: SentencePiece against its own ids, the tokens around a text, the refusals."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import pytest
 
 from checkpoints_convert.gguf import tokenizer_files
 from kvjax.errors import KvjaxError
-from tests.checkpoints_convert.gguf.gguf_metadata import keys, load, tiny
+from tests.checkpoints_convert.gguf.gguf_metadata import load_tokenizer, tiny_keys, tokenizer_keys
 from tests.fixtures import ROOT
 
 SENTENCEPIECE = json.loads((ROOT / "sentencepiece.json").read_text(encoding="utf-8"))
 
 
-def spm(**changes) -> dict:
-    return SENTENCEPIECE["prefix"]["metadata"] | keys(**changes)
+def sentencepiece_keys(**changes) -> dict:
+    return SENTENCEPIECE["prefix"]["metadata"] | tokenizer_keys(**changes)
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 def test_ids_are_those_of_sentencepiece(name, tmp_path):
     entry = SENTENCEPIECE[name]
-    ours = load(entry["metadata"] | keys(add_bos_token=False), tmp_path)
+    ours = load_tokenizer(entry["metadata"] | tokenizer_keys(add_bos_token=False), tmp_path)
     for text, ids in entry["cases"]:
         assert ours.encode(text) == ids, text
         if name == "prefix" and "\u2581" not in text:
@@ -36,63 +36,64 @@ def test_fixture_covers_unknown_characters_bytes_and_symbols():
 
 
 def test_sentencepiece_puts_a_space_before_each_stretch_of_text(tmp_path):
-    ours = load(spm(), tmp_path)
-    tokens = spm()["tokenizer.ggml.tokens"]
+    ours = load_tokenizer(sentencepiece_keys(), tmp_path)
+    tokens = sentencepiece_keys()["tokenizer.ggml.tokens"]
     assert [tokens[i] for i in ours.encode("a<s>e")] == ["<s>", "\u2581a", "<s>", "\u2581e"]
     assert ours.encode("") == [1]
 
 
 def test_special_tokens_are_left_out_and_those_of_the_user_are_not(tmp_path):
-    ours = load(tiny(token_type=[3, 4, *[1] * 5]), tmp_path)
+    ours = load_tokenizer(tiny_keys(token_type=[3, 4, *[1] * 5]), tmp_path)
     ids = ours.encode("a<s>b</s>")
     assert ids == [2, 0, 3, 1]
     assert ours.decode(ids) == "ab</s>"
 
 
 def test_bos_and_eos_are_special_whatever_their_type(tmp_path):
-    ours = load(tiny(token_type=[1] * 7, bos_token_id=0, eos_token_id=1), tmp_path)
+    ours = load_tokenizer(tiny_keys(token_type=[1] * 7, bos_token_id=0, eos_token_id=1), tmp_path)
     assert ours.decode(ours.encode("a<s>b</s>")) == "ab"
 
 
 def test_the_tokens_of_phi_3_take_the_space_behind_them(tmp_path):
-    plain, phi = spm(add_bos_token=False), spm(add_bos_token=False) | {"general.name": "Phi-3 mini"}
-    assert load(phi, tmp_path).encode("</s>\n a") == load(plain, tmp_path).encode("</s>a")
-    assert load(phi, tmp_path).encode("<s>\n a") == load(plain, tmp_path).encode("<s>\n a")
+    plain = sentencepiece_keys(add_bos_token=False)
+    phi = plain | {"general.name": "Phi-3 mini"}
+    assert load_tokenizer(phi, tmp_path).encode("</s>\n a") == load_tokenizer(plain, tmp_path).encode("</s>a")
+    assert load_tokenizer(phi, tmp_path).encode("<s>\n a") == load_tokenizer(plain, tmp_path).encode("<s>\n a")
 
 
 @pytest.mark.parametrize(
     ("metadata", "added"),
     [
-        (tiny(bos_token_id=0, eos_token_id=1), (False, False)),
-        (tiny(bos_token_id=0, eos_token_id=1, pre="llama-bpe"), (True, False)),
-        (tiny(pre="llama-bpe"), (False, False)),
-        (tiny(bos_token_id=0, eos_token_id=1, pre="llama-bpe", add_bos_token=False), (False, False)),
-        (tiny(bos_token_id=0, eos_token_id=1, add_eos_token=True), (False, True)),
-        (tiny(bos_token_id=0, eos_token_id=1, add_bos_token=True, add_eos_token=True), (True, True)),
-        (spm(), (True, False)),
-        (spm(add_bos_token=False, add_eos_token=True), (False, True)),
+        (tiny_keys(bos_token_id=0, eos_token_id=1), (False, False)),
+        (tiny_keys(bos_token_id=0, eos_token_id=1, pre="llama-bpe"), (True, False)),
+        (tiny_keys(pre="llama-bpe"), (False, False)),
+        (tiny_keys(bos_token_id=0, eos_token_id=1, pre="llama-bpe", add_bos_token=False), (False, False)),
+        (tiny_keys(bos_token_id=0, eos_token_id=1, add_eos_token=True), (False, True)),
+        (tiny_keys(bos_token_id=0, eos_token_id=1, add_bos_token=True, add_eos_token=True), (True, True)),
+        (sentencepiece_keys(), (True, False)),
+        (sentencepiece_keys(add_bos_token=False, add_eos_token=True), (False, True)),
     ],
 )
 def test_what_stands_around_a_text(metadata, added, tmp_path):
-    ours = load(metadata, tmp_path)
+    ours = load_tokenizer(metadata, tmp_path)
     bos, eos = (0, 1) if metadata["tokenizer.ggml.model"] == "gpt2" else (1, 2)
     first, second = (ours.encode(text, special_tokens=False) for text in ("ab", "a"))
-    before, behind = [bos] * added[0], [eos] * added[1]
-    assert ours.encode("ab") == [*before, *first, *behind]
-    assert ours.inner.encode("ab", "a").ids == [*before, *first, *behind, *before, *second, *behind]
+    before, after = [bos] * added[0], [eos] * added[1]
+    assert ours.encode("ab") == [*before, *first, *after]
+    assert ours.inner.encode("ab", "a").ids == [*before, *first, *after, *before, *second, *after]
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (config["add_bos_token"], config["add_eos_token"]) == added
 
 
 def test_tokens_of_any_spelling_stand_around_a_text(tmp_path):
-    metadata = tiny(tokens=["$A:1 [x]:0", "</s>", "a", "b", "c", "ab", "abc"], bos_token_id=0, add_bos_token=True)
-    assert load(metadata, tmp_path).encode("a") == [0, 2]
+    metadata = tiny_keys(tokens=["$A:1 [x]:0", "</s>", "a", "b", "c", "ab", "abc"], bos_token_id=0, add_bos_token=True)
+    assert load_tokenizer(metadata, tmp_path).encode("a") == [0, 2]
 
 
 def test_config_and_chat_template():
     about = {"general.architecture": "llama", "llama.context_length": 64, "tokenizer.chat_template": "{{ 'é' }}"}
     files = tokenizer_files.make_files(
-        tiny(bos_token_id=0, eos_token_id=1, padding_token_id=1, unknown_token_id=0) | about
+        tiny_keys(bos_token_id=0, eos_token_id=1, padding_token_id=1, unknown_token_id=0) | about
     )
     assert json.loads(files["tokenizer_config.json"]) == {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -111,62 +112,68 @@ def test_config_and_chat_template():
 
 
 def test_what_the_metadata_do_not_say_is_not_in_the_config():
-    files = tokenizer_files.make_files(tiny())
+    files = tokenizer_files.make_files(tiny_keys())
     assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
     config = json.loads(files["tokenizer_config.json"])
     assert not {"model_max_length", "bos_token", "eos_token", "chat_template"} & set(config)
 
 
 def test_sentencepiece_has_default_ids():
-    metadata = {k: v for k, v in spm().items() if not k.endswith("_id")}
+    metadata = {k: v for k, v in sentencepiece_keys().items() if not k.endswith("_id")}
     config = json.loads(tokenizer_files.make_files(metadata)["tokenizer_config.json"])
     assert [config[f"{role}_token"] for role in ("unk", "bos", "eos")] == ["<unk>", "<s>", "</s>"]
 
 
 def test_types_may_be_missing():
-    metadata = tiny(bos_token_id=0)
+    metadata = tiny_keys(bos_token_id=0)
     del metadata["tokenizer.ggml.token_type"]
     added = json.loads(tokenizer_files.make_files(metadata)["tokenizer.json"])["added_tokens"]
     assert [token["content"] for token in added] == ["<s>"]
 
 
 def test_a_token_without_text_has_a_name_of_its_own(tmp_path):
-    ours = load(tiny(tokens=["<s>", "", "a", "b", "c", "ab", "abc"]), tmp_path)
+    ours = load_tokenizer(tiny_keys(tokens=["<s>", "", "a", "b", "c", "ab", "abc"]), tmp_path)
     assert ours.token_id("[EMPTY_1]") == 1
 
 
 @pytest.mark.parametrize("model", [None, "none", "no_vocab"])
 def test_no_tokenizer(model):
-    assert tokenizer_files.make_files({} if model is None else keys(model=model)) == {}
+    assert tokenizer_files.make_files({} if model is None else tokenizer_keys(model=model)) == {}
 
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        (tiny(model="bert"), r"model 'bert' is not supported; supported: gpt2, llama; convert the safetensors"),
-        (tiny(model=["gpt2"]), r"tokenizer.ggml.model is \['gpt2'\], which is no str"),
-        (tiny(pre="gpt-9"), r"'gpt-9' is not a known pre-tokenizer; known: default, gpt-2, .* convert the safetensors"),
-        (tiny(pre=3), "tokenizer.ggml.pre is 3, which is no str"),
-        (tiny(tokens=None), "tokenizer.ggml.tokens is missing; .* copy it again"),
-        (tiny(tokens=[]), "tokenizer.ggml.tokens is not a list"),
-        (tiny(tokens="ab"), "tokenizer.ggml.tokens is not a list"),
-        (tiny(tokens=["a", 1]), "tokenizer.ggml.tokens is not a list"),
-        (tiny(tokens=["a", "b", "a", "c", "ab", "x", "y"]), "tokenizer.ggml.tokens has 'a' twice; .* copy it again"),
-        (tiny(token_type=[1]), "tokenizer.ggml.token_type has 1 values for 7 tokens; .* copy it again"),
-        (tiny(token_type=["1"] * 7), "tokenizer.ggml.token_type is not a list"),
-        (tiny(merges=None), "tokenizer.ggml.merges is missing"),
-        (tiny(merges=["b c"]), "tokenizer.ggml.merges has 'b c', which joins no two tokens"),
-        (tiny(merges=["x y"]), "tokenizer.ggml.merges has 'x y', which joins no two tokens"),
-        (tiny(merges=["ab"]), "tokenizer.ggml.merges has 'ab', which joins no two tokens"),
-        (tiny(merges=["a b c"]), "tokenizer.ggml.merges has 'a b c', which joins no two tokens"),
-        (tiny(bos_token_id=7), "tokenizer.ggml.bos_token_id is 7, but there are 7 tokens"),
-        (tiny(eos_token_id=-1), "tokenizer.ggml.eos_token_id is -1, but there are 7 tokens"),
-        (tiny(eos_token_id="1"), "tokenizer.ggml.eos_token_id is '1', which is no int"),
-        (tiny(add_bos_token=True), "add_bos_token is true, but tokenizer.ggml.bos_token_id is missing"),
-        (tiny(add_eos_token=1), "tokenizer.ggml.add_eos_token is 1, which is no bool"),
-        (spm(scores=None), "tokenizer.ggml.scores is missing; .* convert the safetensors"),
-        (spm(scores=[0.0]), "tokenizer.ggml.scores has 1 values for 520 tokens"),
-        (spm(add_space_prefix="no"), "tokenizer.ggml.add_space_prefix is 'no', which is no bool"),
+        (tiny_keys(model="bert"), r"model 'bert' is not supported; supported: gpt2, llama; convert the safetensors"),
+        (tiny_keys(model=["gpt2"]), r"tokenizer.ggml.model is \['gpt2'\], which is no str"),
+        (
+            tiny_keys(pre="gpt-9"),
+            r"'gpt-9' is not a known pre-tokenizer; known: default, gpt-2, .* convert the safetensors",
+        ),
+        (tiny_keys(pre=3), "tokenizer.ggml.pre is 3, which is no str"),
+        (tiny_keys(tokens=None), "tokenizer.ggml.tokens is missing; .* copy it again"),
+        (tiny_keys(tokens=[]), "tokenizer.ggml.tokens is not a list"),
+        (tiny_keys(tokens="ab"), "tokenizer.ggml.tokens is not a list"),
+        (tiny_keys(tokens=["a", 1]), "tokenizer.ggml.tokens is not a list"),
+        (
+            tiny_keys(tokens=["a", "b", "a", "c", "ab", "x", "y"]),
+            "tokenizer.ggml.tokens has 'a' twice; .* copy it again",
+        ),
+        (tiny_keys(token_type=[1]), "tokenizer.ggml.token_type has 1 values for 7 tokens; .* copy it again"),
+        (tiny_keys(token_type=["1"] * 7), "tokenizer.ggml.token_type is not a list"),
+        (tiny_keys(merges=None), "tokenizer.ggml.merges is missing"),
+        (tiny_keys(merges=["b c"]), "tokenizer.ggml.merges has 'b c', which joins no two tokens"),
+        (tiny_keys(merges=["x y"]), "tokenizer.ggml.merges has 'x y', which joins no two tokens"),
+        (tiny_keys(merges=["ab"]), "tokenizer.ggml.merges has 'ab', which joins no two tokens"),
+        (tiny_keys(merges=["a b c"]), "tokenizer.ggml.merges has 'a b c', which joins no two tokens"),
+        (tiny_keys(bos_token_id=7), "tokenizer.ggml.bos_token_id is 7, but there are 7 tokens"),
+        (tiny_keys(eos_token_id=-1), "tokenizer.ggml.eos_token_id is -1, but there are 7 tokens"),
+        (tiny_keys(eos_token_id="1"), "tokenizer.ggml.eos_token_id is '1', which is no int"),
+        (tiny_keys(add_bos_token=True), "add_bos_token is true, but tokenizer.ggml.bos_token_id is missing"),
+        (tiny_keys(add_eos_token=1), "tokenizer.ggml.add_eos_token is 1, which is no bool"),
+        (sentencepiece_keys(scores=None), "tokenizer.ggml.scores is missing; .* convert the safetensors"),
+        (sentencepiece_keys(scores=[0.0]), "tokenizer.ggml.scores has 1 values for 520 tokens"),
+        (sentencepiece_keys(add_space_prefix="no"), "tokenizer.ggml.add_space_prefix is 'no', which is no bool"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused(metadata, message):

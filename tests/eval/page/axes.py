@@ -1,4 +1,4 @@
-"""What an axis of a plot shows, for tests of all plots."""
+"""Checks of the axes of plots, for tests of all plots."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from matplotlib.axis import Axis
 
 
 def ticks(axis: Axis) -> list[tuple[float, str]]:
-    """Where the axis has a tick inside of its limits, and what it says there."""
+    """The place and the label of every tick within the axis' limits."""
     axis.figure.draw_without_rendering()
     low, high = sorted(axis.get_view_interval())
-    found = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
-    return [(float(at), label.get_text()) for at, label in found if low <= at <= high]
+    places_and_labels = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+    return [(float(at), label.get_text()) for at, label in places_and_labels if low <= at <= high]
 
 
 def check_percents(axis: Axis, whole: float = 1.0) -> None:
-    """Every tick is a round number from 0 to 100 that says where it is, and the axis ends at 100 at most."""
-    found = ticks(axis)
-    assert len(found) > 1
-    assert all(0 <= at <= whole * (1 + 1e-9) and abs(float(text) - 100 * at / whole) < 1e-6 for at, text in found)
-    step = float(found[1][1]) - float(found[0][1])
+    """Checks that every tick is a round number from 0 to 100 at its place, and that the axis ends at 100 at most."""
+    percent_ticks = ticks(axis)
+    assert len(percent_ticks) > 1
+    for at, text in percent_ticks:
+        assert 0 <= at <= whole * (1 + 1e-9) and abs(float(text) - 100 * at / whole) < 1e-6
+    step = float(percent_ticks[1][1]) - float(percent_ticks[0][1])
     assert any(abs(step / 10**e - s) < 1e-6 for e in (-2, -1, 0, 1) for s in (1, 2, 5))
     spines = axis.axes.spines
     if not spines["top"].get_visible():
@@ -27,7 +28,7 @@ def check_percents(axis: Axis, whole: float = 1.0) -> None:
 
 
 def check_scales(ax: Axes) -> None:
-    """An axis that is logarithmic says so, and each that has numbers says what they are."""
+    """Checks that a logarithmic axis says so, and that each axis with numbers says what they are."""
     for axis in (ax.xaxis, ax.yaxis):
         label = axis.get_label_text()
         assert ("(logarithmic)" in label) == (axis.get_scale() in ("log", "symlog")), label

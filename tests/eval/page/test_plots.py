@@ -15,15 +15,15 @@ from tests.eval.page.axes import check_percents, check_scales, ticks
 
 
 @pytest.fixture(scope="module")
-def drawn():
-    """Few methods and lengths: drawing is what takes time."""
+def made_plots():
+    """Plots of few methods and lengths, because drawing takes time."""
     run = {"methods": ["full", "kivi:bits=1", "snapkv:budget=256 + kvcrush"], "lengths": [512, 1024], "cases": 10}
     records = list(fake_run.records(tasks=["niah", "ruler.vt", "turns.recall", "ppl"], **run))
     return plots.plots(summary.rows(records), records)
 
 
-def test_every_kind_is_there(drawn):
-    names = {p.name: len(p.panels) for p in drawn}
+def test_every_kind_is_there(made_plots):
+    names = {p.name: len(p.panels) for p in made_plots}
     assert names == {
         "tradeoff-512": 4,
         "turns-512": 1,
@@ -34,38 +34,38 @@ def test_every_kind_is_there(drawn):
     }
 
 
-def test_svg_is_well_formed_and_its_ids_are_its_own(drawn):
-    seen: set[str] = set()
-    for plot in drawn[:2] + drawn[-1:]:
+def test_svg_is_well_formed_and_its_ids_are_its_own(made_plots):
+    earlier_ids: set[str] = set()
+    for plot in made_plots[:2] + made_plots[-1:]:
         for text in plots.svgs(plot):
             root = ElementTree.fromstring(text)
             ids = {e.attrib["id"] for e in root.iter() if "id" in e.attrib}
-            assert not ids & seen
-            seen |= ids
+            assert not ids & earlier_ids
+            earlier_ids |= ids
             assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= ids
             assert set(root.attrib["aria-labelledby"].split()) <= ids
             assert "currentColor" in text and charts.INK not in text
             assert not re.search(r"<(style|metadata|image|script)", text)
 
 
-def test_words_and_tooltips_carry_the_numbers(drawn):
-    (text, *_) = plots.svgs(drawn[0])
-    assert "kivi:bits=1: " in drawn[0].panels[0].alt and "% of the exact cache's" in drawn[0].panels[0].alt
+def test_words_and_tooltips_carry_the_numbers(made_plots):
+    (text, *_) = plots.svgs(made_plots[0])
+    assert "kivi:bits=1: " in made_plots[0].panels[0].alt and "% of the exact cache's" in made_plots[0].panels[0].alt
     assert re.search(r"<title>snapkv:budget=256 \+ kvcrush: [\d.]+ ± [\d.]+, 27.4% of full</title>", text)
 
 
 def test_styles_are_distinct_and_full_is_ink():
-    found = charts.assign_styles(["full", *(f"m{i}" for i in range(42))])
-    assert len(set(found.values())) == 43 and found["full"].color == charts.INK
+    styles = charts.assign_styles(["full", *(f"m{i}" for i in range(42))])
+    assert len(set(styles.values())) == 43 and styles["full"].color == charts.INK
 
 
 def test_depth_as_asked_for_or_to_the_nearest_twentieth():
     task = {"task": "niah", "method": "full", "scores": [1.0]}
-    asked = {"key": "a", "about": {"length": 512, "depth": 1 / 3}, "asks": [{"depth": 0.3}]}
-    found = {"key": "b", "about": {"length": 512}, "asks": [{"depth": 0.741}]}
-    (panel,) = charts.needle_panels([task | asked, task | found | {"scores": [0.0]}])["niah"]
+    exact_depth = {"key": "a", "about": {"length": 512, "depth": 1 / 3}, "asks": [{"depth": 0.3}]}
+    odd_depth = {"key": "b", "about": {"length": 512}, "asks": [{"depth": 0.741}]}
+    (panel,) = charts.needle_panels([task | exact_depth, task | odd_depth | {"scores": [0.0]}])["niah"]
     assert "least 0 at 512 tokens, depth 75%" in panel.alt
-    assert charts.needle_panels([task | asked]) == {}  # one depth is no map
+    assert charts.needle_panels([task | exact_depth]) == {}  # one depth is no map
     by_chance = [task | {"key": str(n), "about": {"length": n}, "asks": [{"depth": n / 4096}]} for n in (512, 1024)]
     assert charts.needle_panels(by_chance) == {}
 
@@ -79,17 +79,17 @@ def is_score(panel: charts.Panel) -> bool:
     return "score" in panel.alt and "depth" not in panel.alt
 
 
-def drawn_axes(panel: charts.Panel):
+def draw_axes(panel: charts.Panel):
     with matplotlib.rc_context(plots.RC):
         ax = Figure(layout="constrained").subplots()
         panel.draw(ax)
     return ax
 
 
-def test_axes_of_percents_end_at_100_and_logarithmic_ones_say_so(drawn):
-    for plot in drawn:
+def test_axes_of_percents_end_at_100_and_logarithmic_ones_say_so(made_plots):
+    for plot in made_plots:
         for panel in plot.panels:
-            ax = drawn_axes(panel)
+            ax = draw_axes(panel)
             check_scales(ax)
             assert ax.get_xlabel() and (ax.get_ylabel() or plot.kind == "turns")
             if is_score(panel):
@@ -129,8 +129,8 @@ def test_ticks_of_percents_are_round(low, high, said, whole, name):
         assert last > whole
 
 
-def test_png_files(drawn, tmp_path):
-    chosen = [drawn[0], drawn[-1]]
+def test_png_files(made_plots, tmp_path):
+    chosen = [made_plots[0], made_plots[-1]]
     paths = plots.write(chosen, tmp_path)
     assert [p.relative_to(tmp_path).as_posix() for p in paths] == ["plots/tradeoff-512.png", "plots/needle-niah.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in paths)

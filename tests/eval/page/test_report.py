@@ -95,9 +95,9 @@ def test_every_column_has_a_unit(page):
 def test_ids_are_unique_and_links_lead_somewhere(page):
     ids = [a["id"] for _, a in page.elements if "id" in a]
     assert len(ids) == len(set(ids))
-    named = [x for _, a in page.elements for x in (a.get("aria-labelledby") or "").split()]
+    label_ids = [x for _, a in page.elements for x in (a.get("aria-labelledby") or "").split()]
     links = [a["href"][1:] for _, a in page.elements if (a.get("href") or "").startswith("#")]
-    assert set(named + links) <= set(ids)
+    assert set(label_ids + links) <= set(ids)
     plots = [a for a in page.all("svg") if a.get("class") == "plot"]
     assert plots and all(a["role"] == "img" and a["aria-labelledby"] for a in plots)
 
@@ -164,14 +164,14 @@ def test_headings_sort_and_lengths_switch_in_a_browser(path, tmp_path):
     with browser.Browser(tmp_path) as tab:
         tab.open(path, width=500)
 
-        def sorted_by(column: int) -> list[str]:
+        def sort_by(column: int) -> list[str]:
             tab.ask(f"document.querySelectorAll('{SHOWN} thead button')[{column}].click()")
             return tab.ask(METHODS_SHOWN)
 
         assert tab.ask(METHODS_SHOWN) == METHODS
-        assert sorted_by(5) == by_bytes and sorted_by(5) == by_bytes[::-1]
+        assert sort_by(5) == by_bytes and sort_by(5) == by_bytes[::-1]
         assert tab.ask(f"document.querySelectorAll('{SHOWN} thead th')[5].getAttribute('aria-sort')") == "descending"
-        assert sorted_by(0) == METHODS
+        assert sort_by(0) == METHODS
         tab.ask("document.querySelector('input[value=\"512\"]').click()")
         lengths = (
             "[...document.querySelectorAll('[data-length]')].filter((e) => !e.hidden).map((e) => e.dataset.length)"

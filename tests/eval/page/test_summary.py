@@ -58,9 +58,9 @@ def test_agreement_is_with_full_on_the_same_case():
 
 def test_speed_joins_rows_of_its_method_and_length():
     records = [line(length=512), line(key="b", length=1024), line("b", length=512), fake_run.speed("full", 512)]
-    found = {(r["method"], r["task"], r["length"]): r["tokens_per_second"] for r in summary.rows(records)}
-    assert found["full", "recall", 512] == 900
-    assert found["full", "recall", 1024] is found["b", "recall", 512] is None
+    speeds = {(r["method"], r["task"], r["length"]): r["tokens_per_second"] for r in summary.rows(records)}
+    assert speeds["full", "recall", 512] == 900
+    assert speeds["full", "recall", 1024] is speeds["b", "recall", 512] is None
 
 
 def test_a_family_is_the_mean_of_its_tasks_with_their_errors():
@@ -78,9 +78,9 @@ def test_a_family_is_the_mean_of_its_tasks_with_their_errors():
 def test_csv_has_every_field(tmp_path):
     rows = summary.rows(fake_run.records(cases=2, lengths=[512]))
     with summary.write_csv(rows, tmp_path / "summary.csv").open(newline="") as f:
-        found = list(csv.DictReader(f))
-    assert len(found) == len(rows) and list(found[0]) == list(summary.FIELDS)
-    assert found[1]["method"] == rows[1]["method"] and float(found[1]["device_kib"]) == rows[1]["device_kib"]
+        csv_rows = list(csv.DictReader(f))
+    assert len(csv_rows) == len(rows) and list(csv_rows[0]) == list(summary.FIELDS)
+    assert csv_rows[1]["method"] == rows[1]["method"] and float(csv_rows[1]["device_kib"]) == rows[1]["device_kib"]
 
 
 @pytest.mark.parametrize("tasks", [fake_run.TASKS[:2], fake_run.TASKS, [f"{x}{i}" for x in "abcde" for i in range(4)]])

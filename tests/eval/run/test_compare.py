@@ -124,17 +124,16 @@ def test_a_model_and_methods_are_enough(small, tmp_path, monkeypatch, capsys, cl
     assert rows[0].device_percent == 100 and rows[2].device_percent < 50 and rows[5].bits != rows[1].bits
     assert list(tmp_path.iterdir()) == []  # nothing is kept
     assert capsys.readouterr() == ("", "")  # nobody watches
-    kept = compare(small, "full", "ppl", Spec(lengths=(16,)), tmp_path / "run")
-    assert kept.to_dicts() == [dataclasses.asdict(rows[1])] and (tmp_path / "run").is_dir()
+    resumed = compare(small, "full", "ppl", Spec(lengths=(16,)), tmp_path / "run")
+    assert resumed.to_dicts() == [dataclasses.asdict(rows[1])] and (tmp_path / "run").is_dir()
 
 
 def test_progress_is_shown_where_it_is_wanted(small, monkeypatch, capsys):
     compare(small, "full", progress=True)
-    told = capsys.readouterr().err
-    assert "full: niah" in told and "4 of 4" in told and told.endswith("\r")
-    assert (
-        type(bars.make_progress(False)) is type(bars.make_progress(None)) is Progress
-    )  # neither terminal nor notebook
+    progress = capsys.readouterr().err
+    assert "full: niah" in progress and "4 of 4" in progress and progress.endswith("\r")
+    # The tests run in neither a terminal nor a notebook.
+    assert type(bars.make_progress(False)) is type(bars.make_progress(None)) is Progress
     assert bars.make_progress(None).disable
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     assert not bars.make_progress(None).disable and bars.make_progress(False).disable

@@ -22,54 +22,54 @@ METHODS = (
 
 
 @pytest.fixture
-def readings(monkeypatch):
-    """How many rows were read exactly, call by call."""
-    counts, exactly = [], context_reader.read_exactly
+def exact_reads(monkeypatch):
+    """The number of sequences that each call read exactly."""
+    counts, read_exactly = [], context_reader.read_exactly
 
-    def counted(model, rows, **more):
+    def read_and_count(model, rows, **more):
         counts.append(len(rows))
-        return exactly(model, rows, **more)
+        return read_exactly(model, rows, **more)
 
-    monkeypatch.setattr(context_reader, "read_exactly", counted)
+    monkeypatch.setattr(context_reader, "read_exactly", read_and_count)
     return counts
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_reads_as_read_does(method):
-    want = kvjax.read(MODEL, ROWS, method, room=20, width=64)
-    got = ContextReader(MODEL).read(ROWS, method, headroom_tokens=20, width=64)
-    np.testing.assert_allclose(got.last, want.last, atol=1e-5)
-    assert got.cache.capacity == want.cache.capacity and got.bytes == want.bytes
-    for a, b in zip(got.kept_positions(), want.kept_positions(), strict=True):
+    expected = kvjax.read(MODEL, ROWS, method, room=20, width=64)
+    context = ContextReader(MODEL).read(ROWS, method, headroom_tokens=20, width=64)
+    np.testing.assert_allclose(context.last, expected.last, atol=1e-5)
+    assert context.cache.capacity == expected.cache.capacity and context.bytes == expected.bytes
+    for a, b in zip(context.kept_positions(), expected.kept_positions(), strict=True):
         for row, other in zip(a, b, strict=True):
             assert [head.tolist() for head in row] == [head.tolist() for head in other]
     questions = [[7, 8], [9]]
-    assert got.ask(questions, max_new_tokens=4).tokens == want.ask(questions, max_new_tokens=4).tokens
+    assert context.ask(questions, max_new_tokens=4).tokens == expected.ask(questions, max_new_tokens=4).tokens
 
 
-def test_rows_go_through_the_model_once(readings):
+def test_rows_go_through_the_model_once(exact_reads):
     reads = ContextReader(MODEL)
     for method in ("full", "snapkv:budget=8,window=4", "kivi:bits=2,group=8,residual=8"):
         reads.read(ROWS, method, headroom_tokens=20, width=64)
         reads.read(ROWS[:1], method, headroom_tokens=20, width=64)
-    assert readings == [2, 1]
+    assert exact_reads == [2, 1]
 
 
-def test_the_oldest_rows_go_where_memory_is_short(readings, monkeypatch):
+def test_the_oldest_rows_go_where_memory_is_short(exact_reads, monkeypatch):
     reads = ContextReader(MODEL)
     monkeypatch.setattr(reads, "_max_exact_bytes", lambda: 2 * reads._exact_bytes(1, 64))
     for row in (0, 1, 0, 1, 0):
         reads.read(ROWS[row : row + 1], "full", headroom_tokens=20, width=64)
-    assert readings == [1, 1]
+    assert exact_reads == [1, 1]
     reads.read([ROWS[0][:5]], "full", headroom_tokens=20, width=64)
     reads.read(ROWS[1:], "full", headroom_tokens=20, width=64)
-    assert readings == [1, 1, 1]
+    assert exact_reads == [1, 1, 1]
     reads.read(ROWS[:1], "full", headroom_tokens=20, width=64)
-    assert readings == [1, 1, 1, 1]
+    assert exact_reads == [1, 1, 1, 1]
 
 
-def test_rows_too_large_to_be_kept_are_read_by_each_method(readings, monkeypatch):
+def test_rows_too_large_to_be_kept_are_read_by_each_method(exact_reads, monkeypatch):
     reads = ContextReader(MODEL)
     monkeypatch.setattr(reads, "_max_exact_bytes", lambda: reads._exact_bytes(2, 64) - 1)
     context = reads.read(ROWS, "full", headroom_tokens=20, width=64)
-    assert not readings and context.cache.length.tolist() == [39, 11]
+    assert not exact_reads and context.cache.length.tolist() == [39, 11]

@@ -1,4 +1,4 @@
-"""What a damaged disk or another hand leaves of a run: every damaged line is named, and good records are kept."""
+"""Runs damaged by a disk or another hand: every damaged line is named, and good records are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEED = fake_run.speed("full", 512)
 
 
 def line_error(directory, line) -> str:
-    """What reading says of a directory whose second line is this one."""
+    """The error of reading a directory whose second line is this one."""
     (directory / store.RECORDS).write_text("\n".join([json.dumps(record(0)), line, json.dumps(record(2)), ""]))
     with pytest.raises(KvjaxError) as e:
         report.read(directory)
@@ -48,8 +48,8 @@ def line_error(directory, line) -> str:
     ],
 )
 def test_a_damaged_record_is_named_with_its_line_and_the_remedy(tmp_path, changes, says):
-    said = line_error(tmp_path, json.dumps(record(1) | changes))
-    assert "line 2 of " in said and says in said and "delete that line, and `kvjax eval` does its case again" in said
+    error = line_error(tmp_path, json.dumps(record(1) | changes))
+    assert "line 2 of " in error and says in error and "delete that line, and `kvjax eval` does its case again" in error
 
 
 @pytest.mark.parametrize("name", ["method", "task", "key", "scores", "bytes"])
@@ -119,7 +119,8 @@ def test_the_report_says_what_to_do_without_run_json(tmp_path, capsys):
     write(tmp_path, record(0, about={"length": 4}))
     (tmp_path / store.RUN).unlink()
     eval_command.render(tmp_path)
-    assert "has records but no run.json" in (said := capsys.readouterr().err) and "--rebuild" in said
+    error = capsys.readouterr().err
+    assert "has records but no run.json" in error and "--rebuild" in error
     (tmp_path / store.RUN).write_text("{")
     with pytest.raises(KvjaxError, match="run.json is damaged .*--rebuild"):
         eval_command.render(tmp_path)
@@ -131,11 +132,11 @@ def test_places_that_cannot_be_written(tmp_path, monkeypatch):
         pass
     write(tmp_path, record(0))
 
-    def full(*args):
+    def raise_disk_full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        patched.setattr(os, "fsync", raise_disk_full)
         with pytest.raises(OSError, match="No space left"):
             write(tmp_path, record(1))
     assert store.read_run(tmp_path) == RUN and sorted(p.name for p in tmp_path.iterdir()) == sorted(
@@ -149,10 +150,10 @@ def test_a_page_that_does_not_fit_on_the_disk_leaves_the_one_of_before(tmp_path,
     directory = fake_run.write(tmp_path, methods=["full"], tasks=["niah"], lengths=[512], cases=1)
     before = report.write(directory).read_bytes()
 
-    def full(*args):
+    def raise_disk_full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
     with pytest.raises(KvjaxError, match=r"cannot write .*report\.html \(No space left on device\)"):
         report.write(directory)
     assert (directory / report.PAGE).read_bytes() == before and not list(directory.glob("*.partial"))
@@ -168,6 +169,6 @@ def test_a_page_goes_through_links_and_pipes(tmp_path):
 
 def test_a_negative_seed_is_refused_before_anything_runs():
     more = {"lengths": "8", "text": None, "data": None, "chat": None}
-    given = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, seed=-1, **more)
+    args = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, seed=-1, **more)
     with pytest.raises(KvjaxError, match="--seed must be at least 0, got -1"):
-        eval_command.make_spec(given)
+        eval_command.make_spec(args)

@@ -25,10 +25,10 @@ def fit(method: str, share: str) -> equal_bytes.FittedMethod:
 )
 @pytest.mark.parametrize("share", ["1/4", "1/6"])
 def test_one_token_more_would_not_fit(method, share):
-    found = fit(method, share)
-    held = planned_bytes(found.method, CONFIG, PROMPT, dtype=DTYPE).held["device"]
-    assert found.bytes == held <= FULL * Fraction(share)
-    first, *others = parse_parts(found.method)
+    fitted = fit(method, share)
+    held_bytes = planned_bytes(fitted.method, CONFIG, PROMPT, dtype=DTYPE).held["device"]
+    assert fitted.bytes == held_bytes <= FULL * Fraction(share)
+    first, *others = parse_parts(fitted.method)
     sizes = ("heavy", "recent") if method == "h2o" else ("budget",)
     more = first._replace(values=first.values | {name: first.values[name] + 2 for name in sizes})
     larger = format_methods([more, *others])

@@ -28,7 +28,7 @@ METHODS = "full; snapkv:budget=16,window=4"
 TIMES = ("prefill_seconds", "tokens_per_second")
 
 
-def draw(*names):
+def make_generator(*names):
     return np.random.default_rng([len(n) if isinstance(n, str) else n for n in names])
 
 
@@ -36,46 +36,45 @@ def asking(model, spec):
     """Questions that are asked of contexts."""
     for n in spec.lengths:
         for i in range(spec.contexts):
-            rng = draw("asking", spec.seed, n, i)
-            asks = tuple(
-                Ask(rng.integers(32, 127, 3), "contains_any", ("a", "e"), 4, about={"depth": d}) for d in (0.0, 1.0)
-            )
-            yield Case("asking", f"asking/{n}/{i}", rng.integers(32, 127, n - i), asks, about={"length": n})
+            rng, asks = make_generator("asking", spec.seed, n, i), []
+            for depth in (0.0, 1.0):
+                asks.append(Ask(rng.integers(32, 127, 3), "contains_any", ("a", "e"), 4, about={"depth": depth}))
+            yield Case("asking", f"asking/{n}/{i}", rng.integers(32, 127, n - i), tuple(asks), about={"length": n})
 
 
 def text(model, spec):
     """Text that follows contexts."""
     for n in spec.lengths:
         for i in range(spec.contexts):
-            row = draw("text", spec.seed, n, i).integers(32, 127, n + 5)
+            row = make_generator("text", spec.seed, n, i).integers(32, 127, n + 5)
             yield Case("text", f"text/{n}/{i}", row[:n], follows=row[n:], bytes=5, about={"length": n})
 
 
-def stub(wait=0.0):
-    """Two tasks in the place of all, and so small that a program is compiled once; `wait` seconds after each batch."""
+def install_stubs(wait=0.0):
+    """Replaces all tasks by two small ones, which share one program, and waits `wait` seconds after each batch."""
     suite.makers = lambda: {"asking": asking, "text": text}
     harness.SPEED_TOKENS, harness.SPEED_RUNS = 4, 1
     append = store.Store.append
 
-    def slowly(self, records):
+    def append_and_wait(self, records):
         append(self, records)
         time.sleep(wait)
 
-    store.Store.append = slowly
+    store.Store.append = append_and_wait
 
 
-def child(argv, wait):
-    """The command in a process of its own, which shares the compiled programs of the tests."""
+def run_child(argv, wait):
+    """Runs the command in a process of its own, which shares the compiled programs of the tests."""
     jax.config.update("jax_compilation_cache_dir", os.environ["KVJAX_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     cli.use_compilation_cache = lambda: None
-    eval_command.summarize = tables
-    stub(wait)
+    eval_command.summarize = write_summary
+    install_stubs(wait)
     sys.exit(cli.main(argv))
 
 
-def tables(out):
-    """Only the CSV file of the summary, which is what a killed run must not change."""
+def write_summary(out):
+    """Writes only the CSV file of the summary, which a killed run must not change."""
     from kvjax.eval.page import summary
 
     summary.write_csv(summary.rows(store.read(out)), out / eval_command.CSV)
@@ -95,14 +94,14 @@ def toy(monkeypatch, model):
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
     for where, name in ((suite, "makers"), (harness, "SPEED_TOKENS"), (harness, "SPEED_RUNS"), (store.Store, "append")):
         monkeypatch.setattr(where, name, getattr(where, name))
-    stub()
+    install_stubs()
     return ["eval", "--model", model, "--tasks", "asking,text", "--contexts", "3", "--batch", "3", "--lengths", "40"]
 
 
 def start(model, out, wait):
     argv = ["eval", "--model", model, "--methods", METHODS, "--tasks", "asking,text", "--lengths", "40,44"]
     argv += ["--contexts", "6", "--batch", "2", "--out", str(out)]
-    code = f"from tests.eval.run.test_eval_command import child; child({argv!r}, {wait})"
+    code = f"from tests.eval.run.test_eval_command import run_child; run_child({argv!r}, {wait})"
     env = os.environ | {"KVJAX_CACHE": jax.config.jax_compilation_cache_dir, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -112,8 +111,8 @@ def finish(process):
     assert process.returncode == 0, error
 
 
-def found(out):
-    """The records without their times, sorted, and the summary without its times."""
+def read_results(out):
+    """Reads the records without their times, sorted, and the summary without its times."""
     records = [{k: v for k, v in r.items() if k not in TIMES} for r in store.read(out)]
     with (out / eval_command.CSV).open() as f:
         rows = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(f)]
@@ -124,21 +123,21 @@ def test_killed_at_random_and_started_again_it_ends_as_an_unbroken_run(tmp_path,
     unbroken = start(model, tmp_path / "whole", 0)
     out, rng, kills = tmp_path / "broken", np.random.default_rng(), 0
     out.mkdir()
-    path, seen = out / store.RECORDS, 0
+    path, num_records = out / store.RECORDS, 0
     while kills < 3:
-        process, goal = start(model, out, 0.1), seen + rng.integers(1, 6)
+        process, goal = start(model, out, 0.1), num_records + rng.integers(1, 6)
         while process.poll() is None and (path.read_bytes().count(b"\n") if path.exists() else 0) < goal:
             time.sleep(0.01)
         time.sleep(rng.random() / 5)
         assert process.poll() is None, process.communicate()[1]
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        kills, seen = kills + 1, path.read_bytes().count(b"\n")
-        with path.open("ab") as f:  # what a kill in the middle of a write leaves
+        kills, num_records = kills + 1, path.read_bytes().count(b"\n")
+        with path.open("ab") as f:  # a kill in the middle of a write leaves a torn line
             f.write(b'{"method": "full", "ta')
     for process in (start(model, out, 0), unbroken):
         finish(process)
-    assert found(out) == found(tmp_path / "whole")
+    assert read_results(out) == read_results(tmp_path / "whole")
     assert len(store.read(out)) == 2 * 2 * (6 + 6 + 1) and len(store.read_run(out)["resumed"]) == 3
 
 
@@ -168,7 +167,7 @@ def test_a_run_writes_all_its_files_and_grows(toy, tmp_path, capsys):
     ],
 )
 def test_another_run_in_the_same_place_is_refused(toy, tmp_path, capsys, more, says):
-    wanted = {
+    recorded_run = {
         "model": toy[2],
         "digest": store.digest(toy[2]),
         "dtype": "float32",
@@ -176,7 +175,7 @@ def test_another_run_in_the_same_place_is_refused(toy, tmp_path, capsys, more, s
         "batch": 3,
         "question_aware": False,
     }
-    (tmp_path / store.RUN).write_text(json.dumps(wanted | {"device": jax.devices()[0].device_kind}))
+    (tmp_path / store.RUN).write_text(json.dumps(recorded_run | {"device": jax.devices()[0].device_kind}))
     assert cli.main([*toy, "--out", str(tmp_path), *more]) == 2
     assert says in capsys.readouterr().err
 
@@ -223,13 +222,16 @@ def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_p
     for name in ("plots", "report", "charts"):
         monkeypatch.delitem(sys.modules, f"kvjax.eval.page.{name}", raising=False)
         monkeypatch.delattr(f"kvjax.eval.page.{name}", raising=False)
-    measured = []
+    earlier_errors = []
     compare = eval_command.compare
-    monkeypatch.setattr(
-        eval_command, "compare", lambda *a, **k: [measured.append(capsys.readouterr().err), compare(*a, **k)]
-    )
+
+    def note_and_compare(*args, **options):
+        earlier_errors.append(capsys.readouterr().err)
+        return compare(*args, **options)
+
+    monkeypatch.setattr(eval_command, "compare", note_and_compare)
     assert cli.main([*toy, "--out", str(tmp_path), "--no-speed", "--methods", "full"]) == 2
-    assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in measured[0]
+    assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in earlier_errors[0]
     assert (tmp_path / eval_command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
     assert "plots need matplotlib" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Cases asked of a toy model: every protocol beside the public calls that it stands for, and what is recorded."""
+"""Cases asked of a toy model: every protocol against the public calls that it stands for, and the records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
-ROOM = 64  # tokens per row, as the harness takes here, so that programs are shared
+CAPACITY = 64  # tokens per sequence, as the harness chooses here, so that programs are shared
 METHODS = ("full", "snapkv:budget=16,window=4", "specache:group=8,residual=8,topk=8")
 RNG = np.random.default_rng(0)
 MODEL = dataclasses.replace(
@@ -47,8 +47,8 @@ TEXTS = [
 ]
 
 
-class Memory:
-    """A store that forgets."""
+class MemoryStore:
+    """A store without a file."""
 
     def __init__(self):
         self.records = []
@@ -60,12 +60,12 @@ class Memory:
         self.records += [r for r in records if not self.find(r["method"], r["task"], r["key"])]
 
 
-def texts(tokens):
+def decode_texts(tokens):
     ids = ([t for t in row if t != vocab.END] for row in tokens)
     return [MODEL.tokenizer.decode(row, skip_special_tokens=False) for row in ids]
 
 
-def joined(cases, i):
+def join_prompts(cases, i):
     return [np.concatenate([c.context, c.asks[i].prompt]) for c in cases]
 
 
@@ -73,10 +73,11 @@ def joined(cases, i):
 def test_a_question_is_asked_of_the_contexts_state(name):
     method = kvjax.parse(name)
     replies, size = harness.ask_shared_context(READER, method, CASES, 4)
-    _, state = kvjax.prefill(MODEL, [c.context for c in CASES], method, capacity=ROOM)
-    for i, said in enumerate(replies):
+    _, state = kvjax.prefill(MODEL, [c.context for c in CASES], method, capacity=CAPACITY)
+    for i, question_replies in enumerate(replies):
         prompts = [c.asks[i].prompt for c in CASES]
-        assert said == texts(kvjax.generate(MODEL, prompts, method, max_new_tokens=4, cache=state).tokens)
+        generated = kvjax.generate(MODEL, prompts, method, max_new_tokens=4, cache=state)
+        assert question_replies == decode_texts(generated.tokens)
     assert size.held["device"] > 0 and (size.held["pinned_host"] > 0) == method.traits.host
 
 
@@ -84,8 +85,9 @@ def test_a_question_is_asked_of_the_contexts_state(name):
 def test_a_seen_question_ends_the_prompt(name):
     method = kvjax.parse(name)
     replies, _ = harness.ask_question_aware(READER, method, CASES, 4)
-    for i, said in enumerate(replies):
-        assert said == texts(kvjax.generate(MODEL, joined(CASES, i), method, max_new_tokens=4).tokens)
+    for i, question_replies in enumerate(replies):
+        generated = kvjax.generate(MODEL, join_prompts(CASES, i), method, max_new_tokens=4)
+        assert question_replies == decode_texts(generated.tokens)
 
 
 def test_seeing_the_question_matters_where_a_method_evicts():
@@ -101,16 +103,16 @@ def test_a_conversation_goes_on_with_the_reference_answer(name, monkeypatch):
     monkeypatch.setattr(harness, "answer_text", lambda model, tokens, ask: tokens.tolist())
     method, answer = kvjax.parse(name), [vocab.SYMBOLS[1], ord("a")]
     replies, _ = harness.ask_conversation(READER, method, TALKS, 4)
-    assert replies[0] == kvjax.generate(MODEL, joined(TALKS, 0), method, max_new_tokens=4).tokens
-    assert all(said[:2] != answer for said in replies[0])
+    assert replies[0] == kvjax.generate(MODEL, join_prompts(TALKS, 0), method, max_new_tokens=4).tokens
+    assert all(reply[:2] != answer for reply in replies[0])
     fed = [np.concatenate([answer, c.asks[1].prompt]) for c in TALKS]
-    _, state = kvjax.prefill(MODEL, joined(TALKS, 0), method, capacity=ROOM)
-    if not name.startswith("specache"):  # a guess of its own would stand beside the last token
+    _, state = kvjax.prefill(MODEL, join_prompts(TALKS, 0), method, capacity=CAPACITY)
+    if not name.startswith("specache"):  # it would draft a token of its own after the last one
         assert replies[1] == kvjax.generate(MODEL, fed, method, max_new_tokens=4, cache=state).tokens
     decoded = [[True] * 2 + [False] * (len(row) - 2) for row in fed]
     logits, _ = kvjax.extend(MODEL, fed, state, method, decoded=decoded)
     likeliest = [int(x[len(row) - 1].argmax()) for x, row in zip(np.asarray(logits), fed, strict=True)]
-    assert [said[0] for said in replies[1]] == likeliest
+    assert [reply[0] for reply in replies[1]] == likeliest
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -152,10 +154,10 @@ def test_padded_widths_are_few_and_little_too_wide(n):
 def test_batches_depend_on_the_cases_alone_and_are_cut_evenly():
     cases = [case(str(i), 40 - i, (2,)) for i in range(10)]
     cases += [case("two", 9, (2, 2)), case("talk", 9, (2,), turns=True)]
-    found = make_batches(cases + TEXTS, 8)
-    keys = [[c.key for c in b.cases] for b in found]
+    batches = make_batches(cases + TEXTS, 8)
+    keys = [[c.key for c in b.cases] for b in batches]
     assert keys[:2] == [list("98765"), list("43210")] and keys[2:4] == [["two"], ["talk"]]
-    assert [b.batch_size for b in found] == [5, 5, 1, 1, 4] and [b.max_new_tokens for b in found] == [4, 4, 4, 4, 0]
+    assert [b.batch_size for b in batches] == [5, 5, 1, 1, 4] and [b.max_new_tokens for b in batches] == [4, 4, 4, 4, 0]
     odd = make_batches(cases[:7], 4)
     assert [len(b.cases) for b in odd] == [4, 3] and [c.key for c in odd[1].padded_cases] == ["2", "1", "0", "0"]
     with pytest.raises(KvjaxError, match="at least 1 context, got 0"):
@@ -164,28 +166,28 @@ def test_batches_depend_on_the_cases_alone_and_are_cut_evenly():
 
 def test_room_for_what_follows_is_counted_apart():
     contexts = [draw(64), draw(64)]
-    for name, share in (("full", 1), ("snapkv:budget=16,window=4", 1 / 4)):
+    for name, fraction in (("full", 1), ("snapkv:budget=16,window=4", 1 / 4)):
         roomy = kvjax.read(MODEL, contexts, name, room=192).bytes
         tight = kvjax.read(MODEL, contexts, name, room=64).bytes
         assert roomy.held == tight.held and roomy.reserved["device"] == 3 * tight.reserved["device"] > 0
-        rows = 2 * MODEL.config.layers * MODEL.config.kv_heads * 64 * share * 2 * MODEL.config.head_dim * 4
+        rows = 2 * MODEL.config.layers * MODEL.config.kv_heads * 64 * fraction * 2 * MODEL.config.head_dim * 4
         assert rows <= roomy.held["device"] <= 1.1 * rows  # keys, values, and their positions
 
 
 def test_what_is_recorded():
-    store = Memory()
+    store = MemoryStore()
     right, _ = harness.ask_shared_context(READER, kvjax.parse("full"), CASES, 4)
     first = dataclasses.replace(CASES[0].asks[0], references=("no", right[0][0]), about={"depth": 0.5})
-    told = dataclasses.replace(CASES[0], asks=(first, CASES[0].asks[1]))
-    evaluate(MODEL, ["full"], [told, *CASES[1:], *TEXTS, *TALKS], store, batch=3)
+    case_with_depth = dataclasses.replace(CASES[0], asks=(first, CASES[0].asks[1]))
+    evaluate(MODEL, ["full"], [case_with_depth, *CASES[1:], *TEXTS, *TALKS], store, batch=3)
     assert [r["key"] for r in store.records] == ["c", "a", "b", "ppl/1", "ppl/0", "ppl/3", "ppl/2", "c", "a", "b"]
     first = store.find("full", "toy", "a")
-    size = kvjax.planned_bytes(kvjax.parse("full"), MODEL.config, 40, capacity=ROOM, dtype=MODEL.dtype)
+    size = kvjax.planned_bytes(kvjax.parse("full"), MODEL.config, 40, capacity=CAPACITY, dtype=MODEL.dtype)
     assert first == {
         "method": "full",
         "task": "toy",
         "key": "a",
-        "case": fingerprint(told),
+        "case": fingerprint(case_with_depth),
         "about": {"length": 48},
         "tokens": 40,
         "turns": False,
@@ -207,50 +209,50 @@ def test_what_is_recorded():
 
 
 @pytest.fixture
-def ran(monkeypatch):
-    """The keys of the batches that were run, by a stand-in that says nothing; it fails at the key `bad`."""
+def batch_log(monkeypatch):
+    """The keys of the batches that a stand-in ran, which answers nothing and fails at the key `failing_key`."""
 
-    class Ran(list):
-        bad = None
+    class BatchLog(list):
+        failing_key = None
 
-    def stand_in(model, method, rows, new):
-        if found.bad in [c.key for c in rows]:
+    def answer_with_keys(model, method, rows, new):
+        if log.failing_key in [c.key for c in rows]:
             raise RuntimeError("RESOURCE_EXHAUSTED: 9 GB\nand a long trace")
-        found.append([c.key for c in rows])
+        log.append([c.key for c in rows])
         size = kvjax.CacheBytes({"device": 10, "pinned_host": 0}, {"device": 2, "pinned_host": 0}, 10, "float32")
         return [[c.key for c in rows] for _ in rows[0].asks], size
 
-    found = Ran()
-    monkeypatch.setattr(harness, "ask_shared_context", stand_in)
-    return found
+    log = BatchLog()
+    monkeypatch.setattr(harness, "ask_shared_context", answer_with_keys)
+    return log
 
 
-def test_a_run_goes_on_with_what_it_lacks(ran):
-    store = Memory()
+def test_a_run_goes_on_with_what_it_lacks(batch_log):
+    store = MemoryStore()
     evaluate(MODEL, ["full"], CASES, store, batch=2)
-    assert ran == [["c", "a"], ["b", "b"]]
+    assert batch_log == [["c", "a"], ["b", "b"]]
     before = list(store.records)
     store.records.remove(store.find("full", "toy", "a"))
     evaluate(MODEL, ["full"], CASES, store, batch=2)
-    assert ran[2:] == [["c", "a"]] and sorted(map(str, store.records)) == sorted(map(str, before))
+    assert batch_log[2:] == [["c", "a"]] and sorted(map(str, store.records)) == sorted(map(str, before))
     evaluate(MODEL, ["full"], CASES, store, batch=2)
-    assert len(ran) == 3
+    assert len(batch_log) == 3
 
 
 def test_speed_is_measured_once_per_method_and_length(monkeypatch):
-    store = Memory()
+    store = MemoryStore()
     monkeypatch.setattr(harness, "SPEED_TOKENS", 4)
     evaluate(MODEL, ["full"], [], store, batch=3, speed=[44])
-    (found,) = store.records
-    assert (found["task"], found["key"], found["about"]) == ("speed", "speed/44", {"length": 44, "batch": 3})
-    assert found["prefill_seconds"] > 0 and found["tokens_per_second"] > 0 and found["bytes"]["device"] > 0
+    (row,) = store.records
+    assert (row["task"], row["key"], row["about"]) == ("speed", "speed/44", {"length": 44, "batch": 3})
+    assert row["prefill_seconds"] > 0 and row["tokens_per_second"] > 0 and row["bytes"]["device"] > 0
     monkeypatch.setattr(harness, "measure_speed", None)
     evaluate(MODEL, ["full"], [], store, batch=3, speed=[44])
-    assert store.records == [found]
+    assert store.records == [row]
 
 
-def test_an_error_keeps_what_was_done(ran):
-    store, ran.bad = Memory(), "b"
+def test_an_error_keeps_what_was_done(batch_log):
+    store, batch_log.failing_key = MemoryStore(), "b"
     with pytest.raises(KvjaxError, match=r"full on toy failed \(RuntimeError: .*: 9 GB\).*smaller --batch"):
         evaluate(MODEL, ["full"], CASES, store, batch=2)
     assert [r["key"] for r in store.records] == ["c", "a"]
@@ -265,31 +267,31 @@ def test_an_error_keeps_what_was_done(ran):
     ],
 )
 def test_a_method_that_cannot_run_says_so_before_anything_runs(method, says):
-    store = Memory()
+    store = MemoryStore()
     with pytest.raises(KvjaxError, match=says):
         evaluate(MODEL, ["full", method], CASES, store)
     assert store.records == []
 
 
 def test_cases_are_checked_before_anything_runs():
-    bare, odd = Case("toy", "x", draw(4)), dataclasses.replace(ask(1), metric="exakt")
-    wrong = {
-        "either questions or": [bare, dataclasses.replace(CASES[0], follows=draw(2), bytes=2)],
-        "0 bytes to follow": [dataclasses.replace(bare, follows=draw(2))],
-        "metric 'exakt'; there are exact": [dataclasses.replace(bare, asks=(odd,))],
+    empty_case, odd = Case("toy", "x", draw(4)), dataclasses.replace(ask(1), metric="exakt")
+    wrong_cases = {
+        "either questions or": [empty_case, dataclasses.replace(CASES[0], follows=draw(2), bytes=2)],
+        "0 bytes to follow": [dataclasses.replace(empty_case, follows=draw(2))],
+        "metric 'exakt'; there are exact": [dataclasses.replace(empty_case, asks=(odd,))],
         "without prompt": [
-            dataclasses.replace(bare, asks=(dataclasses.replace(ask(1), prompt=draw(0)),)),
-            dataclasses.replace(bare, asks=(ask(1, 0),)),
+            dataclasses.replace(empty_case, asks=(dataclasses.replace(ask(1), prompt=draw(0)),)),
+            dataclasses.replace(empty_case, asks=(ask(1, 0),)),
         ],
     }
-    for says, cases in wrong.items():
+    for says, cases in wrong_cases.items():
         for c in cases:
             with pytest.raises(KvjaxError, match=says):
-                check_cases([c], Memory())
+                check_cases([c], MemoryStore())
 
 
 def test_a_case_that_changed_since_it_was_recorded_is_refused():
-    store = Memory()
+    store = MemoryStore()
     check_cases(CASES, store)
     store.append([{"method": "full", "task": "toy", "key": "a", "case": fingerprint(CASES[0])}])
     check_cases(CASES, store)

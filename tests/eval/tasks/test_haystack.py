@@ -20,24 +20,24 @@ OURS = Model(None, None, Tokenizer(vocab.tokenizer()))
 SPEC = Spec(lengths=(600, 1500), contexts=2, depths=5)
 
 
-def made(model: Model, spec: Spec = SPEC) -> list[Case]:
+def make_cases(model: Model, spec: Spec = SPEC) -> list[Case]:
     return list(SYNTHETIC["niah"](model, spec))
 
 
 @pytest.mark.parametrize("model", (OURS, BYTES, PIECES), ids=("ours", "bytes", "pieces"))
 def test_the_grid(model):
-    cases = made(model)
+    cases = make_cases(model)
     grid = [(n, d, i) for n in SPEC.lengths for d in (0.0, 0.25, 0.5, 0.75, 1.0) for i in range(2)]
     assert [c.key for c in cases] == [f"niah/{n}/{d:.2f}/{i}" for n, d, i in grid]
     assert [(c.about["length"], c.about["depth"]) for c in cases] == [(n, d) for n, d, _ in grid]
     assert all(c.asks[0].about["depth"] == c.about["depth"] and len(c.asks) == 1 for c in cases)
     assert len({c.context.tobytes() for c in cases}) == len(cases)
-    assert [c.context.tolist() for c in cases] == [c.context.tolist() for c in made(model)]
+    assert [c.context.tolist() for c in cases] == [c.context.tolist() for c in make_cases(model)]
 
 
 @pytest.mark.parametrize("model", (BYTES, PIECES), ids=("bytes", "pieces"))
 def test_text_needles_are_at_their_depth(model):
-    for case in made(model):
+    for case in make_cases(model):
         context, (ask,) = text(model, case.context), case.asks
         length, depth = case.about["length"], case.about["depth"]
         assert length - 100 < len(case.context) + len(ask.prompt) <= length
@@ -48,12 +48,12 @@ def test_text_needles_are_at_their_depth(model):
         assert depth * body - 250 < at <= depth * body + 5  # the end of a line before it
         assert at == 0 or context[at - 1] == "\n"
         assert (ask.metric, ask.references) == ("contains_all", PHRASES)
-    last = text(model, made(model)[-1].context)
+    last = text(model, make_cases(model)[-1].context)
     assert last.rstrip().endswith(NEEDLE)
 
 
 def test_symbol_needles_are_at_their_depth():
-    for case in made(OURS):
+    for case in make_cases(OURS):
         tokens, (ask,) = case.context.tolist(), case.asks
         length, depth = case.about["length"], case.about["depth"]
         at = tokens.index(PAIR)
@@ -66,12 +66,12 @@ def test_symbol_needles_are_at_their_depth():
 def test_depths_and_lengths_that_do_not_work():
     for depths in (0, 102):
         with pytest.raises(KvjaxError, match=f"{depths} depths were asked for; use 1 to 101"):
-            made(OURS, Spec((600,), depths=depths))
-    assert len({c.key for c in made(OURS, Spec((600,), 1, depths=101))}) == 101
+            make_cases(OURS, Spec((600,), depths=depths))
+    assert len({c.key for c in make_cases(OURS, Spec((600,), 1, depths=101))}) == 101
     with pytest.raises(KvjaxError, match="'niah' does not fit in 5 tokens; use a length of at least 6$"):
-        made(OURS, Spec((5,), 1))
+        make_cases(OURS, Spec((5,), 1))
     with pytest.raises(KvjaxError, match="'niah' does not fit in 100 tokens; use a length of at least 2"):
-        made(BYTES, Spec((100,), 1))
+        make_cases(BYTES, Spec((100,), 1))
 
 
 def essay(path, seed: int = 0) -> Essay:
@@ -82,7 +82,7 @@ def test_an_essay_is_the_text_from_a_sentence_on_and_round_its_end(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("One two. Three four!\nFive six?  Seven")
     flat = "One two. Three four! Five six? Seven "
-    seen = set()
+    first_words = set()
     for seed in range(30):
         e = essay(file, seed)
         whole = e.words(7)
@@ -90,8 +90,8 @@ def test_an_essay_is_the_text_from_a_sentence_on_and_round_its_end(tmp_path):
         assert whole in flat + flat and whole.split()[0] in ("One", "Three", "Five", "Seven")
         assert [len(e.words(n).split()) for n in range(1, 20)] == list(range(1, 20))
         assert e.words(16) == whole * 2 + e.words(2)
-        seen.add(whole.split()[0])
-    assert len(seen) == 4
+        first_words.add(whole.split()[0])
+    assert len(first_words) == 4
 
 
 def test_code_keeps_its_lines():
@@ -111,11 +111,11 @@ def test_code_keeps_its_lines():
     ],
 )
 def test_needles_go_to_the_end_of_a_sentence_before(depths, expected):
-    found, starts = insert_needles("A b. C d. E", ["N1", "N2"][: len(depths)], depths)
-    assert found.strip() == expected
+    haystack_text, starts = insert_needles("A b. C d. E", ["N1", "N2"][: len(depths)], depths)
+    assert haystack_text.strip() == expected
     code = "x = a. b\ny = 2\n"
     assert insert_needles(code, ["N1"], [0.6]) == ("x = a. b\nN1\ny = 2\n", [9])
-    assert [found[s : s + 2] for s in starts] == ["N1", "N2"][: len(depths)]
+    assert [haystack_text[s : s + 2] for s in starts] == ["N1", "N2"][: len(depths)]
 
 
 def test_words_are_different():

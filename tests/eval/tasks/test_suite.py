@@ -58,9 +58,9 @@ def test_an_unknown_name_is_told_the_nearest_one(names, says):
 
 
 def test_cases_in_the_order_of_the_tasks():
-    found = suite.cases(None, ["ruler", "niah"], Spec(lengths=(4, 8)))
+    cases = suite.cases(None, ["ruler", "niah"], Spec(lengths=(4, 8)))
     keys = ["ruler.vt/4/0", "ruler.vt/8/0", "ruler.cwe/4/0", "ruler.cwe/8/0", "niah/4/0", "niah/8/0"]
-    assert [c.key for c in found] == keys
+    assert [c.key for c in cases] == keys
 
 
 def test_two_cases_of_one_key_are_refused():
@@ -79,18 +79,18 @@ def test_what_does_not_fit_is_left_out_where_somebody_is_told(monkeypatch):
         return maker("long")(model, spec)
 
     monkeypatch.setattr(suite, "makers", lambda: {"niah": maker("niah"), "long": long_only})
-    said, spec = [], Spec(lengths=(40, 400))
-    found = suite.cases(None, ["niah", "long"], spec, said.append)
-    assert [c.key for c in found] == ["niah/40/0", "niah/400/0", "long/400/0"]
-    assert said == ["left out: does not fit in 40 tokens"]
+    messages, spec = [], Spec(lengths=(40, 400))
+    cases = suite.cases(None, ["niah", "long"], spec, messages.append)
+    assert [c.key for c in cases] == ["niah/40/0", "niah/400/0", "long/400/0"]
+    assert messages == ["left out: does not fit in 40 tokens"]
     with pytest.raises(TooShort, match="does not fit in 40"):
         suite.cases(None, ["niah", "long"], spec)
     with pytest.raises(KvjaxError, match="no task fits in any of the lengths"):
-        suite.cases(None, ["long"], Spec(lengths=(40, 50)), said.append)
+        suite.cases(None, ["long"], Spec(lengths=(40, 50)), messages.append)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("settings", "says"),
     [
         ({"lengths": 64}, "lengths are one number of tokens or more, as in lengths=.1024,., got 64"),
         ({"lengths": ()}, "lengths are one number of tokens or more"),
@@ -100,9 +100,9 @@ def test_what_does_not_fit_is_left_out_where_somebody_is_told(monkeypatch):
         ({"depths": 1.5}, "depths must be an integer from 0"),
     ],
 )
-def test_a_specification_is_checked(given, says):
+def test_a_specification_is_checked(settings, says):
     with pytest.raises(KvjaxError, match=says):
-        Spec(**given)
+        Spec(**settings)
 
 
 def test_a_specification_takes_names_of_files():

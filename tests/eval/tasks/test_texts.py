@@ -21,18 +21,18 @@ SPEC = Spec(lengths=(200, 600), contexts=3)
 ALL = pytest.mark.parametrize("model", (OURS, BYTES, PIECES), ids=("ours", "bytes", "pieces"))
 
 
-def made(name: str, model: Model, spec: Spec = SPEC) -> list[Case]:
+def make_cases(name: str, model: Model, spec: Spec = SPEC) -> list[Case]:
     return list(SYNTHETIC[name](model, spec))
 
 
 def body(model: Model, ids: np.ndarray) -> str:
-    """Decoded, without the space that the tokenizer puts first and without <end>."""
+    """The decoded text, without the space that the tokenizer puts first and without <end>."""
     return model.tokenizer.decode(ids[ids != vocab.END] if model is OURS else ids)
 
 
 @ALL
 def test_windows_of_text(model):
-    cases = made("ppl", model)
+    cases = make_cases("ppl", model)
     assert [c.key for c in cases] == [f"ppl/{n}/{i}" for n in (200, 600) for i in range(3)]
     source = symbols.read_source(Spec())
     places = []
@@ -44,7 +44,7 @@ def test_windows_of_text(model):
         whole = body(model, np.concatenate([case.context, case.follows]))
         places.append(source.index(whole.removeprefix(" " * (model is PIECES))))
     assert places[:3] == sorted(places[:3]) and places[2] - places[0] > len(source) // 2
-    assert [c.follows.tolist() for c in cases] == [c.follows.tolist() for c in made("ppl", model)]
+    assert [c.follows.tolist() for c in cases] == [c.follows.tolist() for c in make_cases("ppl", model)]
     if model is not OURS:
         bos = 256 if model is BYTES else 1
         assert all(c.context[0] == bos and bos not in c.follows for c in cases)
@@ -55,7 +55,7 @@ def test_windows_of_a_file_do_not_overlap(model, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("".join(f"line {i} of na\u00efve text\n" for i in range(60)), encoding="utf-8")
     source = file.read_text(encoding="utf-8")
-    cases = made("ppl", model, Spec((200,), 8, text=file))
+    cases = make_cases("ppl", model, Spec((200,), 8, text=file))
     assert 1 <= len(cases) <= len(source.encode()) // 400 + 3
     last = -1
     for case in cases:
@@ -72,18 +72,18 @@ def test_a_text_that_is_too_short(model, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("x = 1\n" * 100)
     with pytest.raises(KvjaxError, match=r"tokens, too few for a context of 5,000 with 256 to predict") as e:
-        made("ppl", model, Spec((5000,), 1, text=file))
+        make_cases("ppl", model, Spec((5000,), 1, text=file))
     most = int(str(e.value).split("at most ")[1].split(",")[0])
-    assert len(made("ppl", model, Spec((most,), 1, text=file))) == 1
+    assert len(make_cases("ppl", model, Spec((most,), 1, text=file))) == 1
     with pytest.raises(KvjaxError, match="too few for a context of 5,000; use a length of at most"):
         file.write_text("value = compute(1)\n" * 30)
-        made("completion", model, Spec((5000,), 1, text=file))
+        make_cases("completion", model, Spec((5000,), 1, text=file))
 
 
 @ALL
 def test_the_next_line(model):
     source = symbols.read_source(Spec())
-    cases, strict = made("completion", model), made("completion.exact", model)
+    cases, strict = make_cases("completion", model), make_cases("completion.exact", model)
     for case, other in zip(cases, strict, strict=True):
         length, (ask,) = case.about["length"], case.asks
         context, prompt = body(model, case.context), body(model, ask.prompt)
@@ -110,9 +110,9 @@ def test_text_without_code(tmp_path):
     file = tmp_path / "prose.txt"
     file.write_text("only words here\n" * 50)
     with pytest.raises(KvjaxError, match="has no line of code to complete"):
-        made("completion", BYTES, Spec((100,), 1, text=file))
+        make_cases("completion", BYTES, Spec((100,), 1, text=file))
     with pytest.raises(KvjaxError, match="code completion does not fit in 20 tokens; use a length of at least 1"):
-        made("completion", BYTES, Spec((20,), 1))
+        make_cases("completion", BYTES, Spec((20,), 1))
 
 
 def test_contexts_open_and_questions_do_not():
@@ -132,12 +132,12 @@ def test_contexts_open_and_questions_do_not():
 def test_the_largest_that_fits(cost):
     for limit in (0, 1, 30, 199, 1000, 54321):
         calls: list[int] = []
-        found = find_largest(lambda n, c=calls: c.append(n) or cost(n), limit, 1, 50_000)
-        if found is None:
+        largest = find_largest(lambda n, c=calls: c.append(n) or cost(n), limit, 1, 50_000)
+        if largest is None:
             assert cost(1) > limit
             continue
-        near = limit - cost(found) <= limit // 200
-        assert cost(found) <= limit and (found == 50_000 or near or cost(found + 1) > limit)
+        near = limit - cost(largest) <= limit // 200
+        assert cost(largest) <= limit and (largest == 50_000 or near or cost(largest + 1) > limit)
         assert len(calls) < 40
 
 
@@ -151,5 +151,5 @@ def test_special_tokens_in_a_text_are_text():
 
 def test_held_out_text_is_held_out():
     train = corpus.load("train").tokens
-    context = made("completion", OURS)[-1].context
+    context = make_cases("completion", OURS)[-1].context
     assert train.astype(np.uint16).tobytes().find(context[-200:].astype(np.uint16).tobytes()) == -1

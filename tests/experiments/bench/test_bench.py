@@ -1,4 +1,4 @@
-"""Each benchmark in miniature: what it computes and prints, not how fast."""
+"""Each benchmark in miniature: its results and its output, not its speed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def toy() -> kvjax.Model:
 
 
 @pytest.fixture(scope="module")
-def other(toy) -> decoders.TransformersDecoder | None:
+def peer(toy) -> decoders.TransformersDecoder | None:
     return None if decoders.missing_packages() else decoders.TransformersDecoder(toy)
 
 
@@ -108,15 +108,15 @@ def test_125m_has_the_stated_size():
 
 def test_weights_reach_the_peer_as_the_same_maps(toy):
     c, rng = toy.config, np.random.default_rng(0)
-    there = dict(decoders.state_dict(c, toy.params))
-    assert len(there) == 3 + 9 * c.layers
+    peer_weights = dict(decoders.state_dict(c, toy.params))
+    assert len(peer_weights) == 3 + 9 * c.layers
     kernels, prefix = toy.params["layer_1"]["attention"], "model.layers.1.self_attn."
     x = rng.normal(size=c.width).astype(np.float32)
     q = np.einsum("d,dkgh->kgh", x, np.asarray(kernels["q"]["kernel"])).reshape(c.heads, c.head_dim)
-    np.testing.assert_allclose((there[prefix + "q_proj.weight"] @ x).reshape(c.heads, -1), q, atol=1e-5)
+    np.testing.assert_allclose((peer_weights[prefix + "q_proj.weight"] @ x).reshape(c.heads, -1), q, atol=1e-5)
     out = np.einsum("kgh,kghd->d", q.reshape(c.kv_heads, c.groups, -1), np.asarray(kernels["o"]["kernel"]))
-    np.testing.assert_allclose(there[prefix + "o_proj.weight"] @ q.reshape(-1), out, atol=1e-4)
-    np.testing.assert_array_equal(there["lm_head.weight"], np.asarray(toy.params["head"]["kernel"]).T)
+    np.testing.assert_allclose(peer_weights[prefix + "o_proj.weight"] @ q.reshape(-1), out, atol=1e-4)
+    np.testing.assert_array_equal(peer_weights["lm_head.weight"], np.asarray(toy.params["head"]["kernel"]).T)
 
 
 def test_slices_of_our_loop_are_what_generate_gives(toy):
@@ -128,10 +128,10 @@ def test_slices_of_our_loop_are_what_generate_gives(toy):
     assert side.tokens.tolist() == whole.tokens
 
 
-def test_decode_measures_both_sides_on_the_same_tokens(toy, other):
+def test_decode_measures_both_sides_on_the_same_tokens(toy, peer):
     probe = measuring.read_probes(megabytes=1)
-    cell = decode.measure(toy, other, probe, context=20, batch=2, steps=2, repeats=3, methods=["accumulated:budget=8"])
-    sides = ["full", "accumulated:budget=8"] + ["transformers"] * (other is not None)
+    cell = decode.measure(toy, peer, probe, context=20, batch=2, steps=2, repeats=3, methods=["accumulated:budget=8"])
+    sides = ["full", "accumulated:budget=8"] + ["transformers"] * (peer is not None)
     assert list(cell["tokens_per_second"]) == sides
     for name in sides:
         assert cell["tokens_per_second"][name] == 2 / cell["seconds_per_step"][name]["median"]
@@ -183,8 +183,8 @@ def test_heads_of_unequal_length_are_measured_beside_equal_ones(toy_shapes, caps
 def test_all_programs_of_a_product_read_the_same_weights(capsys):
     products.main("--shapes 128x256,64x128 --rows 1,4 --megabytes 1 --repeats 1".split())
     cells = last_line(capsys)["results"]
-    asked = [(shape, rows) for shape in ([128, 256], [64, 128]) for rows in (1, 4)]
-    assert [(c["shape"], c["rows"]) for c in cells] == asked
+    expected = [(shape, rows) for shape in ([128, 256], [64, 128]) for rows in (1, 4)]
+    assert [(c["shape"], c["rows"]) for c in cells] == expected
     assert all(c["bytes"] == products.PASSES * 2**20 and list(c["seconds"]) == list(products.PROGRAMS) for c in cells)
     assert {len(products.row(c)) for c in cells} == {len(products.COLUMNS)}
     rng = np.random.default_rng(0)
@@ -216,8 +216,8 @@ def test_rows_are_written_and_recalled_on_the_host():
     rows = host.HostBuffer(megabytes=1, n=4, steps=3)
     assert rows.seconds() > 0
     assert rows.buf.host and rows.buf.data.nbytes == 2**20
-    held = np.asarray(rows.buf.data).view(np.float32)
-    assert (held[:, :, :3] == 1).all() and not held[:, :, 3:].any()
+    written_rows = np.asarray(rows.buf.data).view(np.float32)
+    assert (written_rows[:, :, :3] == 1).all() and not written_rows[:, :, 3:].any()
 
 
 def test_host_holds_the_stated_bytes_and_never_copies_them(capsys):
@@ -262,8 +262,8 @@ def test_dtypes_are_measured_in_turns(toy, tmp_path, capsys):
 
 def test_a_tied_head_reaches_the_peer_as_the_embedding():
     model = kvjax.random_model(sizes(tied=True)[0], dtype="bfloat16")
-    there = dict(decoders.state_dict(model.config, model.params))
-    np.testing.assert_array_equal(there["lm_head.weight"], there["model.embed_tokens.weight"])
+    peer_weights = dict(decoders.state_dict(model.config, model.params))
+    np.testing.assert_array_equal(peer_weights["lm_head.weight"], peer_weights["model.embed_tokens.weight"])
     if not decoders.missing_packages():
         module = decoders.TransformersDecoder(model).module
         assert {str(weight.dtype) for weight in module.parameters()} == {"torch.bfloat16"}
@@ -272,18 +272,18 @@ def test_a_tied_head_reaches_the_peer_as_the_embedding():
 
 def test_memory_of_each_stage_is_told(toy, tmp_path):
     checkpoint.save(tmp_path / "toy", toy.config, toy.params)
-    found = process.run_in_process(memory.measure_peaks, str(tmp_path / "toy"), "bfloat16", 20)
-    assert found["before"] <= found["loaded"] <= found["read"] <= found["decoded"] < 2**40
-    assert found["weights"] == sum(x.size for x in jax.tree.leaves(toy.params)) * 2
+    peaks = process.run_in_process(memory.measure_peaks, str(tmp_path / "toy"), "bfloat16", 20)
+    assert peaks["before"] <= peaks["loaded"] <= peaks["read"] <= peaks["decoded"] < 2**40
+    assert peaks["weights"] == sum(x.size for x in jax.tree.leaves(toy.params)) * 2
     # Keys and values of 20 tokens and room for 16 more, in pages of 16.
-    assert found["cache"] >= 2 * toy.config.layers * toy.config.kv_heads * toy.config.head_dim * 36 * 2
-    assert len(memory.row("toy", "bfloat16", 20, found)) == len(memory.COLUMNS)
+    assert peaks["cache"] >= 2 * toy.config.layers * toy.config.kv_heads * toy.config.head_dim * 36 * 2
+    assert len(memory.row("toy", "bfloat16", 20, peaks)) == len(memory.COLUMNS)
 
 
 def test_the_peak_of_a_new_process_is_its_own():
-    held = np.ones(2**27, np.uint8)
-    here = process.peak_bytes()
-    assert held.nbytes < here and process.run_in_process(process.peak_bytes) < here
+    large_array = np.ones(2**27, np.uint8)
+    own_peak = process.peak_bytes()
+    assert large_array.nbytes < own_peak and process.run_in_process(process.peak_bytes) < own_peak
 
 
 def test_a_process_of_its_own_that_fails_ends_the_run():

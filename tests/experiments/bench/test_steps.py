@@ -63,8 +63,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 def test_a_step_is_the_loops_body_with_the_loops_in_it():
     """A fusion, a product, three fetches, and an addition in the inner loop, which overlaps the last of them."""
-    want = steps.Step(launches=6, fusions=1, products=1, copies=1, host=3, fetches=3, waits=2, outside=1)
-    assert steps.Step.from_program(PROGRAM) == want
+    expected = steps.Step(launches=6, fusions=1, products=1, copies=1, host=3, fetches=3, waits=2, outside=1)
+    assert steps.Step.from_program(PROGRAM) == expected
 
 
 def test_a_program_without_a_loop_is_refused():
@@ -84,14 +84,14 @@ def test_a_compiler_that_ends_its_process_leaves_a_row_of_dashes(monkeypatch, ca
     with pytest.raises(process.Killed, match="ended with status -9"):
         process.run_in_process(signal.raise_signal, signal.SIGKILL)
 
-    def killed(*args):
+    def raise_killed(*args):
         raise process.Killed("ended")
 
-    monkeypatch.setattr(steps, "run_in_process", killed)
+    monkeypatch.setattr(steps, "run_in_process", raise_killed)
     steps.main(["--methods", "full", "--topology", "v5e:2x2"])
-    told = capsys.readouterr().out.splitlines()
-    assert json.loads(told[-1])["results"]["steps"] == [{"method": "full"}]
-    assert any(line.count(" - ") == len(steps.COLUMNS) - 1 for line in told)
+    lines = capsys.readouterr().out.splitlines()
+    assert json.loads(lines[-1])["results"]["steps"] == [{"method": "full"}]
+    assert any(line.count(" - ") == len(steps.COLUMNS) - 1 for line in lines)
 
 
 def test_a_machine_that_nobody_can_compile_for_is_refused_with_what_it_takes(monkeypatch):
@@ -105,9 +105,9 @@ def test_a_machine_that_nobody_can_compile_for_is_refused_with_what_it_takes(mon
 def test_arguments_of_another_machine_lie_in_the_same_memories():
     arrays = {"a": jnp.zeros((2, 3)), "b": jax.device_put(jnp.zeros(4, jnp.int8), memory.HOST)}
     mesh = AbstractMesh((1,), ("x",))
-    found = cross_compile._move_to(mesh, {"held": arrays, "n": 3}, ("n",))
-    assert found["n"] == 3
-    kinds = {name: (x.shape, x.dtype, x.sharding.memory_kind) for name, x in found["held"].items()}
+    moved = cross_compile._move_to(mesh, {"held": arrays, "n": 3}, ("n",))
+    assert moved["n"] == 3
+    kinds = {name: (x.shape, x.dtype, x.sharding.memory_kind) for name, x in moved["held"].items()}
     assert kinds == {"a": ((2, 3), jnp.float32, "device"), "b": ((4,), jnp.int8, "pinned_host")}
 
 

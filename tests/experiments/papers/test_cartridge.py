@@ -1,4 +1,4 @@
-"""A cache distilled by gradient, in miniature: what is trained, on which texts, and that training helps."""
+"""A cache distilled by gradient, in miniature: the trained arrays, the texts, and the gain of training."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def asked():
+def packed_questions():
     return answers.pack(draw_instances("phrases", 2, LENGTH, 1, "held_out", pairs=6, questions=6))
 
 
 @pytest.fixture(scope="module")
-def full(model, asked):
-    return answers.compress(model, asked.contexts, "full")
+def full(model, packed_questions):
+    return answers.compress(model, packed_questions.contexts, "full")
 
 
 @pytest.mark.parametrize("method", ("snapkv:budget=16,window=4", "kvzip:budget=16"))
-def test_what_is_trained_are_the_keys_and_values(model, asked, method):
-    cache = answers.compress(model, asked.contexts, method)
+def test_what_is_trained_are_the_keys_and_values(model, packed_questions, method):
+    cache = answers.compress(model, packed_questions.contexts, method)
     slots = cartridge.slot_arrays(cache)
     same = cartridge.replace_slots(cache, slots)
     assert jax.tree.structure(same) == jax.tree.structure(cache)
@@ -46,31 +46,31 @@ def test_what_is_trained_are_the_keys_and_values(model, asked, method):
         assert (after.pos == before.pos).all()
 
 
-def test_after_the_first_tokens_the_text_goes_on_at_the_contexts_end(model, asked, full):
-    cache = cartridge.keep_first_tokens(model, asked.contexts, 16)
+def test_after_the_first_tokens_the_text_goes_on_at_the_contexts_end(model, packed_questions, full):
+    cache = cartridge.keep_first_tokens(model, packed_questions.contexts, 16)
     assert cache.length.tolist() == [LENGTH] * 2 and cache.capacity == full.capacity
-    everything = cartridge.keep_first_tokens(model, asked.contexts, LENGTH)
-    found, wanted = (answers.extend_each(model.params, asked.tokens, x) for x in (everything, full))
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    everything = cartridge.keep_first_tokens(model, packed_questions.contexts, LENGTH)
+    logits, expected = (answers.extend_each(model.params, packed_questions.tokens, x) for x in (everything, full))
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
-def test_self_study_is_made_of_the_context_and_asks_nothing_that_is_held_out(model, asked, full):
-    keys = asked.tokens[:, 3:, 1]
-    pieces, questions = cartridge.self_study(model, full, asked.contexts, keys)
-    assert (pieces[:, 0] == asked.contexts[:, : cartridge.CHUNK_TOKENS]).all()
-    assert (pieces[:, 1, 0] == asked.contexts[:, cartridge.CHUNK_TOKENS // 2]).all()
-    for b, context in enumerate(asked.contexts):
-        asked_of = set(questions[b, :, 1].tolist())
-        assert not asked_of & set(keys[b].tolist())
-        assert asked_of | set(keys[b].tolist()) == {t for t in context.tolist() if t in vocab.SYMBOLS}
-    prompt = [*asked.contexts[0].tolist(), *questions[0, 0, :2].tolist()]
-    theirs = kvjax.generate(model, [prompt], "full", max_new_tokens=cartridge.ANSWER_TOKENS, eos_ids=()).tokens[0]
-    assert theirs == questions[0, 0, 2:].tolist()
+def test_self_study_is_made_of_the_context_and_asks_nothing_that_is_held_out(model, packed_questions, full):
+    keys = packed_questions.tokens[:, 3:, 1]
+    pieces, questions = cartridge.self_study(model, full, packed_questions.contexts, keys)
+    assert (pieces[:, 0] == packed_questions.contexts[:, : cartridge.CHUNK_TOKENS]).all()
+    assert (pieces[:, 1, 0] == packed_questions.contexts[:, cartridge.CHUNK_TOKENS // 2]).all()
+    for b, context in enumerate(packed_questions.contexts):
+        drawn_keys = set(questions[b, :, 1].tolist())
+        assert not drawn_keys & set(keys[b].tolist())
+        assert drawn_keys | set(keys[b].tolist()) == {t for t in context.tolist() if t in vocab.SYMBOLS}
+    prompt = [*packed_questions.contexts[0].tolist(), *questions[0, 0, :2].tolist()]
+    answer = kvjax.generate(model, [prompt], "full", max_new_tokens=cartridge.ANSWER_TOKENS, eos_ids=()).tokens[0]
+    assert answer == questions[0, 0, 2:].tolist()
 
 
-def test_a_few_steps_bring_the_slots_nearer_to_the_full_cache(model, asked, full):
-    start = answers.compress(model, asked.contexts, "snapkv:budget=16,window=4")
-    texts = [asked.contexts[:, :32].reshape(2, 4, 8)]
+def test_a_few_steps_bring_the_slots_nearer_to_the_full_cache(model, packed_questions, full):
+    start = answers.compress(model, packed_questions.contexts, "snapkv:budget=16,window=4")
+    texts = [packed_questions.contexts[:, :32].reshape(2, 4, 8)]
     trained, losses = cartridge.distill(model, full, start, texts, steps=8, batch=4, rate=0.02)
     target = [jax.nn.log_softmax(answers.extend_each(model.params, texts[0], full))]
     ends = [
@@ -80,13 +80,13 @@ def test_a_few_steps_bring_the_slots_nearer_to_the_full_cache(model, asked, full
     assert losses[0] == pytest.approx(ends[0], rel=1e-4) and ends[1] < 0.9 * ends[0]
 
 
-def test_questions_count_as_right_when_every_token_of_the_answer_is_the_likeliest(asked):
-    logits = jax.nn.one_hot(jnp.roll(asked.tokens, -1, 2), vocab.SIZE)
-    assert answers.is_right(logits, asked).all()
+def test_questions_count_as_right_when_every_token_of_the_answer_is_the_likeliest(packed_questions):
+    logits = jax.nn.one_hot(jnp.roll(packed_questions.tokens, -1, 2), vocab.SIZE)
+    assert answers.is_right(logits, packed_questions).all()
     wrong = logits.at[0, 1, 3].set(jax.nn.one_hot(0, vocab.SIZE))
-    assert answers.is_right(wrong, asked).sum() == asked.tokens.shape[1] * 2 - 1
+    assert answers.is_right(wrong, packed_questions).sum() == packed_questions.tokens.shape[1] * 2 - 1
     unasked = logits.at[0, 1, 0].set(jax.nn.one_hot(0, vocab.SIZE))
-    assert answers.is_right(unasked, asked).all()
+    assert answers.is_right(unasked, packed_questions).all()
 
 
 def test_the_script_prints_its_table(directory, capsys):

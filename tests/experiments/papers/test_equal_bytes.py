@@ -26,37 +26,37 @@ methods = ["int8; int4", "int8"]
 
 @pytest.fixture
 def run(tmp_path, directory, monkeypatch):
-    """Runs the script on a tiny model, with further arguments; returns what it sums up."""
+    """Runs the script on a tiny model, with further arguments; returns the results that it sums up."""
     (tmp_path / "families.toml").write_text(SMALL)
     monkeypatch.setattr(equal_bytes, "FAMILIES", tmp_path / "families.toml")
     results = tmp_path / "results.json"
 
-    def call(*more: str) -> dict:
+    def run_script(*more: str) -> dict:
         sizes = "--length 96 --contexts 2 --questions 2 --depths 2 --batch 2 --seeds 0,1 --shares 3/4,1/2"
         where = ["--model", str(directory), "--out", str(tmp_path / "runs"), "--results", str(results)]
         equal_bytes.main([*where, *sizes.split(), "--tasks", "turns,ppl", *more])
         return json.loads(results.read_text()) if results.exists() else {}
 
-    return call
+    return run_script
 
 
 def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
     assert run("--families", "full") == {}  # only a part: no sum
     lines = (tmp_path / "runs" / "full" / "seed0" / "records.jsonl").read_text()
-    found = run()
+    document = run()
     assert (tmp_path / "runs" / "full" / "seed0" / "records.jsonl").read_text() == lines
     model = kvjax.load(directory)
-    assert found["computed_in"] == "float32" and found["bytes_in"] == "bfloat16"
-    assert found["full_bytes"] == kvjax.planned_bytes("full", model.config, 96, dtype="bfloat16").total["device"]
-    points = {(p["settings"], p["share"]): p for p in found["points"]}
+    assert document["computed_in"] == "float32" and document["bytes_in"] == "bfloat16"
+    assert document["full_bytes"] == kvjax.planned_bytes("full", model.config, 96, dtype="bfloat16").total["device"]
+    points = {(p["settings"], p["share"]): p for p in document["points"]}
     assert len(points) == 6
-    for point in found["points"]:
+    for point in document["points"]:
         numerator, denominator = map(int, point["share"].split("/"))
-        assert point["device_bytes"] * denominator <= found["full_bytes"] * numerator
-        assert (point["method"] in found["scores"]) == bool(point["method"])
+        assert point["device_bytes"] * denominator <= document["full_bytes"] * numerator
+        assert (point["method"] in document["scores"]) == bool(point["method"])
     assert points["int8; int4", "3/4"]["method"] == "int8" and points["int8; int4", "1/2"]["method"] == "int4"
     assert points["int8", "1/2"]["method"] == ""
-    text, later = found["scores"]["int8"]["ppl"], found["scores"]["int8"]["turns"]
+    text, later = document["scores"]["int8"]["ppl"], document["scores"]["int8"]["turns"]
     assert [len(text[s]) for s in text] == [2]  # the windows of text are the same for every seed
     assert {seed: len(values) for seed, values in later.items()} == {"0": 2, "1": 2}
 
@@ -64,8 +64,8 @@ def test_a_run_is_summed_up_and_gone_on_with(run, directory, tmp_path):
 def test_a_sum_is_kept_where_its_records_are_gone(run, tmp_path):
     whole = run()["scores"]
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    kept = run("--families", "tokens", "--seeds", "0,1")["scores"]
-    assert kept == whole  # a part writes no sum
+    partial_run = run("--families", "tokens", "--seeds", "0,1")["scores"]
+    assert partial_run == whole  # a part writes no sum
     assert run("--sum", "--keep")["scores"] == whole
     results = json.loads((tmp_path / "results.json").read_text())
     results["scores"] = {"full": whole["full"], "int8": whole["int8"]}
@@ -88,7 +88,7 @@ def test_the_page_has_every_method_at_every_share(run):
 
 
 def test_an_interval_holds_its_mean_95_times_of_100():
-    """Means of 24 normal numbers, whose true mean is 1; resampling so few makes intervals a little too short."""
+    """Means of 24 normal numbers, whose true mean is 1; resampling only 24 makes intervals a little too short."""
     draw = np.random.default_rng(1)
     intervals = [equal_bytes_page.bootstrap_interval(draw.normal(1.0, 2.0, 24)) for _ in range(200)]
     assert 0.88 <= np.mean([low < 1 < high for low, high in intervals]) <= 0.98
@@ -114,8 +114,8 @@ def test_an_unknown_family_is_named(run):
 
 def test_a_family_may_have_shares_of_its_own(directory, tmp_path):
     (tmp_path / "families.toml").write_text(SMALL.replace('name = "bits"', 'name = "bits"\nshares = "3/4"'))
-    found = equal_bytes.fit_points(kvjax.load(directory), [Fraction(1, 2)], 96, tmp_path / "families.toml")
-    assert [(p.family, p.share) for p in found] == [("tokens", "1/2"), ("bits", "3/4"), ("bits", "3/4")]
+    points = equal_bytes.fit_points(kvjax.load(directory), [Fraction(1, 2)], 96, tmp_path / "families.toml")
+    assert [(p.family, p.share) for p in points] == [("tokens", "1/2"), ("bits", "3/4"), ("bits", "3/4")]
 
 
 @pytest.mark.parametrize("settings", ["equal_bytes.toml", "real_models.toml", "readme.toml"])
@@ -127,5 +127,5 @@ def test_all_settings_are_of_methods_that_there_are(settings):
 
 
 def test_the_table_of_results_is_that_of_the_records():
-    found = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
-    assert equal_bytes_table.table(found) in (equal_bytes_table.ROOT / "docs" / "results.md").read_text()
+    points = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
+    assert equal_bytes_table.table(points) in (equal_bytes_table.ROOT / "docs" / "results.md").read_text()

@@ -1,4 +1,4 @@
-"""The scripts on eviction in miniature: what is asked, compared and printed, not how good it is."""
+"""The scripts on eviction in miniature: their questions, comparisons and output, not the quality of a method."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_toy(monkeypatch, toy):
     monkeypatch.setattr(kvjax, "load", lambda *a, **k: toy)
 
 
-def made(count: int = 2, length: int = 90) -> list[tasks.Instance]:
+def make_instances(count: int = 2, length: int = 90) -> list[tasks.Instance]:
     return [eviction.phrases(np.random.default_rng(i), length, pairs=4, span=3, questions=3) for i in range(count)]
 
 
@@ -82,58 +82,58 @@ def test_phrases_are_found_by_reading_the_context():
     ],
 )
 def test_compressing_exact_prompts_gives_what_prefill_gives(toy, method):
-    prompts = [i.context[:n] for i, n in zip(made(), (90, 71), strict=True)]
+    prompts = [i.context[:n] for i, n in zip(make_instances(), (90, 71), strict=True)]
     compressed = eviction.Prompts(toy, prompts, 10).compress(method)
-    expected, there = kvjax.prefill(toy, prompts, method, capacity=compressed.cache.capacity)
+    expected, prefilled = kvjax.prefill(toy, prompts, method, capacity=compressed.cache.capacity)
     np.testing.assert_allclose(compressed.last, expected, atol=1e-4)
     state = compressed.cache
-    for a, b in zip(kvjax.kept_positions(state), kvjax.kept_positions(there), strict=True):
+    for a, b in zip(kvjax.kept_positions(state), kvjax.kept_positions(prefilled), strict=True):
         for x, y in zip((h for row in a for h in row), (h for row in b for h in row), strict=True):
             np.testing.assert_array_equal(x, y)
-    assert jax.tree.structure(state) == jax.tree.structure(there)
-    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(there), strict=True):
+    assert jax.tree.structure(state) == jax.tree.structure(prefilled)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(prefilled), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
     following = [[5, 6, 7], [8, 9, 10]]
-    a, b = (kvjax.extend(toy, following, cache)[0] for cache in (state, there))
+    a, b = (kvjax.extend(toy, following, cache)[0] for cache in (state, prefilled))
     np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def dense(model, context, *more) -> np.ndarray:
-    """Log-probabilities of each next token, one exact pass over everything that was said."""
+def exact_log_probs(model, context, *more) -> np.ndarray:
+    """Log-probabilities of each next token from one exact pass over the whole text."""
     ids = np.concatenate([context, *more])[None]
     return np.asarray(jax.nn.log_softmax(kvjax.logits(model, ids)[0], -1))
 
 
 def test_questions_are_asked_as_the_file_says(toy):
-    instances = made()
-    found, _ = eviction.QuestionPrompts(toy, instances).outcomes(kvjax.methods.full())
-    assert {when: o.nats.shape for when, o in found.items()} == {"unseen": (2, 3), "first": (2, 1), "later": (2, 2)}
+    instances = make_instances()
+    outcomes, _ = eviction.QuestionPrompts(toy, instances).outcomes(kvjax.methods.full())
+    assert {when: o.nats.shape for when, o in outcomes.items()} == {"unseen": (2, 3), "first": (2, 1), "later": (2, 2)}
     for row, instance in enumerate(instances):
         first = instance.questions[0]
         for i, q in enumerate(instance.questions):
             cases = [("unseen", i, [])]
             cases.append(("first", 0, []) if i == 0 else ("later", i - 1, [first.prompt, first.answer]))
             for when, column, before in cases:
-                said = [instance.context, *before, q.prompt, q.answer]
-                logp = dense(toy, *said)[-len(q.answer) - 1 : -1]
+                tokens = [instance.context, *before, q.prompt, q.answer]
+                logp = exact_log_probs(toy, *tokens)[-len(q.answer) - 1 : -1]
                 nats = -logp[np.arange(len(q.answer)), q.answer].mean()
-                np.testing.assert_allclose(found[when].nats[row, column], nats, atol=1e-4)
-                assert found[when].right[row, column] == float((logp.argmax(-1) == q.answer).all())
+                np.testing.assert_allclose(outcomes[when].nats[row, column], nats, atol=1e-4)
+                assert outcomes[when].right[row, column] == float((logp.argmax(-1) == q.answer).all())
 
 
 def test_a_first_answer_of_one_token_is_no_test_of_the_cache(toy):
     instances = [tasks.recall(np.random.default_rng(i), 90, pairs=4, questions=3) for i in range(2)]
-    found, _ = eviction.QuestionPrompts(toy, instances).outcomes(kvjax.methods.full())
-    assert sorted(found) == ["later", "unseen"]
+    outcomes, _ = eviction.QuestionPrompts(toy, instances).outcomes(kvjax.methods.full())
+    assert sorted(outcomes) == ["later", "unseen"]
 
 
 def test_only_tokens_of_answers_are_guessed():
-    """For the row asked without warning, and for the one whose first answer stands before the question."""
-    asked = types.SimpleNamespace(instances=made(1))
-    rows = eviction.QuestionPrompts._texts(asked, 1, 1)
-    first, second = asked.instances[0].questions[:2]
+    """The rows are one that is asked without warning, and one whose first answer precedes the question."""
+    prompts = types.SimpleNamespace(instances=make_instances(1))
+    rows = eviction.QuestionPrompts._texts(prompts, 1, 1)
+    first, second = prompts.instances[0].questions[:2]
     assert rows == [[*second.prompt, *second.answer], [*first.answer, *second.prompt, *second.answer]]
-    assert eviction.QuestionPrompts._decoded_masks(asked, 1, 1) == [
+    assert eviction.QuestionPrompts._decoded_masks(prompts, 1, 1) == [
         [False] * 2 + [True] * 3,
         [True] * 3 + [False] * 2 + [True] * 3,
     ]
@@ -141,9 +141,9 @@ def test_only_tokens_of_answers_are_guessed():
 
 def test_text_is_continued_token_by_token(toy):
     windows = np.random.default_rng(0).integers(0, 256, (2, 75), np.int32)
-    found, _ = eviction.TextPrompts(toy, windows, 70).outcomes(kvjax.methods.full())
-    expected = [-dense(toy, w)[np.arange(69, 74), w[70:]] for w in windows]
-    np.testing.assert_allclose(found["text"].nats, expected, atol=1e-4)
+    outcomes, _ = eviction.TextPrompts(toy, windows, 70).outcomes(kvjax.methods.full())
+    expected = [-exact_log_probs(toy, w)[np.arange(69, 74), w[70:]] for w in windows]
+    np.testing.assert_allclose(outcomes["text"].nats, expected, atol=1e-4)
 
 
 def outcome(right) -> eviction.Outcome:
@@ -151,32 +151,32 @@ def outcome(right) -> eviction.Outcome:
 
 
 def test_scores_and_gains_are_per_context_and_paired():
-    found = eviction.Measurements()
-    found.outcomes = {
+    measurements = eviction.Measurements()
+    measurements.outcomes = {
         ("a", "t", "first"): outcome([[1, 1], [0, 1], [1, 1], [0, 0]]),
         ("b", "t", "first"): outcome([[1, 0], [0, 0], [1, 1], [0, 0]]),
         ("a", "u", "first"): outcome([[1], [0]]),
         ("b", "u", "first"): outcome([[0], [0]]),
     }
     means = np.array([1, 0.5, 1, 0])
-    assert found.score("a", "first", task="t") == pytest.approx((means.mean(), means.std(ddof=1) / 2))
+    assert measurements.score("a", "first", task="t") == pytest.approx((means.mean(), means.std(ddof=1) / 2))
     gains = np.array([0.5, 0.5, 0, 0])
-    assert found.gain("a", "b", "first", task="t") == pytest.approx((0.25, gains.std(ddof=1) / 2))
+    assert measurements.gain("a", "b", "first", task="t") == pytest.approx((0.25, gains.std(ddof=1) / 2))
     both = np.hypot(gains.std(ddof=1) / 2, np.array([1, 0]).std(ddof=1) / np.sqrt(2)) / 2
-    assert found.gain("a", "b", "first") == pytest.approx(((0.25 + 0.5) / 2, both))
-    assert np.isnan(found.score("a", "later")[0])
+    assert measurements.gain("a", "b", "first") == pytest.approx(((0.25 + 0.5) / 2, both))
+    assert np.isnan(measurements.score("a", "later")[0])
     line = eviction_tables.Line("a", "a", "b")
-    assert eviction_tables.format_score(found, line, "first", "t") == "62.5 ±23.9 (+25.0 ±14.4)"
-    assert eviction_tables.format_score(found, line, "later") is None
+    assert eviction_tables.format_score(measurements, line, "first", "t") == "62.5 ±23.9 (+25.0 ±14.4)"
+    assert eviction_tables.format_score(measurements, line, "later") is None
 
 
 def test_what_the_later_questions_lose_is_beside_full():
-    found = eviction.Measurements()
+    measurements = eviction.Measurements()
     rights = {"full": ([[1], [1]], [[1], [0]]), "m": ([[1], [1]], [[0], [0]])}
     for method, pair in rights.items():
         for when, right in zip(("first", "later"), pair, strict=True):
-            found.outcomes[method, "t", when] = outcome(right)
-    assert eviction_curves.later_loss(found, "m") == pytest.approx((0.5, 0.5))
+            measurements.outcomes[method, "t", when] = outcome(right)
+    assert eviction_curves.later_loss(measurements, "m") == pytest.approx((0.5, 0.5))
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_scripts_end_with_one_document(load_toy, tmp_path, capsys, script, optio
     assert len({o["method"] for o in results["outcomes"]}) == methods
     assert {"first", "later", "unseen"} <= {o["when"] for o in results["outcomes"]}
     assert all(0 <= o["right"] <= 1 and o["nats"] > 0 for o in results["outcomes"])
-    named = {o["method"] for o in results["outcomes"]}
-    assert all(line["method"] in named and line["base"] in {None, *named} for line in results["lines"])
+    method_names = {o["method"] for o in results["outcomes"]}
+    assert all(line["method"] in method_names and line["base"] in {None, *method_names} for line in results["lines"])
     for image in tmp_path.iterdir():
         assert image.suffix == ".png" and image.stat().st_size > 1000
 
@@ -242,31 +242,31 @@ def test_pages_are_the_papers():
 
 def test_spending_of_the_baselines_is_the_benchmarks():
     """longctx_bench at a quarter of 7,500 tokens."""
-    made = specache_table2.methods(7500, 4, 64, 128)
-    parts = {name: split_methods(method)[0].values for name, method in made.items() if split_methods(method)}
+    methods = specache_table2.methods(7500, 4, 64, 128)
+    parts = {name: split_methods(method)[0].values for name, method in methods.items() if split_methods(method)}
     infllm, stream, h2o = parts["InfLLM"], parts["StreamLLM, prompt in full"], parts["H2O"]
     assert (infllm["sinks"], infllm["topk"]) == (39, 4)
     assert infllm["sinks"] + 128 * infllm["topk"] + infllm["local"] == 1875
     assert stream["sinks"] + stream["recent"] == h2o["heavy"] + h2o["recent"] == 1875
-    streamed = made["StreamLLM"].decode
+    streamed = methods["StreamLLM"].decode
     assert (streamed.sinks, streamed.recent) == (stream["sinks"], stream["recent"])
 
 
 def test_a_streamed_prompt_forgets_as_it_goes(toy):
     method = specache_table2.stream_prompts(kvjax.methods.streaming_llm(12, 4))
-    tokens = made()[0].context[:80]
+    tokens = make_instances()[0].context[:80]
     last, state = kvjax.prefill(toy, [tokens], method, capacity=96)
     whole = kvjax.methods.streaming_llm(12, 4)
     _, start = kvjax.prefill(toy, [tokens[:1]], whole, capacity=96)
-    steps, there = kvjax.extend(toy, [tokens[1:]], start, whole)
+    steps, expected = kvjax.extend(toy, [tokens[1:]], start, whole)
     np.testing.assert_allclose(last, steps[:, -1], atol=1e-4)
-    np.testing.assert_array_equal(kvjax.kept_positions(state)[0][0][0], kvjax.kept_positions(there)[0][0][0])
+    np.testing.assert_array_equal(kvjax.kept_positions(state)[0][0][0], kvjax.kept_positions(expected)[0][0][0])
     assert np.abs(last - kvjax.prefill(toy, [tokens], whole, capacity=96)[0]).max() > 1e-3
 
 
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_streamed_losses_are_those_of_single_steps(toy, chunk):
-    tokens, method = made()[0].context[:40], kvjax.methods.streaming_llm(recent=12, sinks=4)
+    tokens, method = make_instances()[0].context[:40], kvjax.methods.streaming_llm(recent=12, sinks=4)
     nats, sizes = streaming.stream_text(toy, method, tokens, 16, chunk)
     last, state = kvjax.prefill(toy, [tokens[:16]], method, capacity=64)
     expected = []
@@ -279,12 +279,12 @@ def test_streamed_losses_are_those_of_single_steps(toy, chunk):
 
 
 def test_windows_computed_anew_see_what_they_say(toy):
-    tokens = made()[0].context[:45]
+    tokens = make_instances()[0].context[:45]
     nats = streaming.recompute_windows(toy, tokens, 16, 2)
     assert nats.shape == (29,)
     for t in (16, 31, 32, 44):
         start = t // 16 * 16 - 16
-        assert nats[t - 16] == pytest.approx(-dense(toy, tokens[start : t + 1])[-2, tokens[t]], abs=1e-4)
+        assert nats[t - 16] == pytest.approx(-exact_log_probs(toy, tokens[start : t + 1])[-2, tokens[t]], abs=1e-4)
 
 
 def test_the_slope_of_a_line_is_its_own():

@@ -25,9 +25,9 @@ MOVED = [
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that were drawn, which would be closed."""
-    found = []
-    monkeypatch.setattr(plt, "close", found.append)
-    yield found
+    drawn_figures = []
+    monkeypatch.setattr(plt, "close", drawn_figures.append)
+    yield drawn_figures
     monkeypatch.undo()
     plt.close("all")
 
@@ -59,12 +59,12 @@ def test_right_answers_by_rows_fetched_are_percents(tasks):
 
 
 def test_right_answers_by_budget_are_percents(figures, tmp_path):
-    every, found = eviction_curves.curves(["snapkv", "random"], [64, 256], 0.25), Measurements()
+    every, measurements = eviction_curves.curves(["snapkv", "random"], [64, 256], 0.25), Measurements()
     for method in ("full", *(line.method for c in every for line in c.lines)):
         for when in ("first", "later", "unseen"):
             right = np.array([[1.0, 1.0], [1.0, 0.0 if method == "full" else 1.0]])
-            found.outcomes[method, "phrases", when] = Outcome(right, right)
-    eviction_curves.plot(tmp_path / "curves.png", found, every, [64, 256])
+            measurements.outcomes[method, "phrases", when] = Outcome(right, right)
+    eviction_curves.plot(tmp_path / "curves.png", measurements, every, [64, 256])
     first, *others = figures[0].axes
     check_percents(first.yaxis, 100)
     assert ticks(first.yaxis)[-1][1] == "100"

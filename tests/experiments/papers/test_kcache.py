@@ -45,8 +45,8 @@ def parts(config, **sizes) -> dict[tuple[str, str], dict]:
 
 def test_formulas_are_the_papers():
     b, s, d, n, h, N = 2, 256, 4096, 32, 128, 16
-    found = {k: (r["paper"]["flops"], r["paper"]["bytes"] / 2) for k, r in parts(LLAMA2).items()}  # of float32
-    assert found == {
+    formulas = {k: (r["paper"]["flops"], r["paper"]["bytes"] / 2) for k, r in parts(LLAMA2).items()}  # of float32
+    assert formulas == {
         ("MHA", "Q,"): (6 * b * d**2, 12 * b * d + 6 * d**2),
         ("MHA", "S "): (2 * b * s * d, 2 * b * n * h + 2 * b * n * h * s + 2 * b * n * s),
         ("MHA", "A "): (2 * b * s * d, 2 * b * n * s + 2 * b * s * d + 2 * b * d),
@@ -165,9 +165,10 @@ def test_table2_stands_beside_the_paper(directory, tmp_path, capsys):
 
 
 def test_table4_pairs_tasks(directory, tmp_path, capsys):
-    found = kcache_table4.difference([(1.0, 3.0), (2.0, 2.0), (5.0, 4.0)])
-    assert found["mean"] == pytest.approx(1 / 3) and (found["up"], found["down"], found["same"]) == (1, 1, 1)
-    assert found["error"] == pytest.approx(np.std([2, 0, -1], ddof=1) / math.sqrt(3))
+    difference = kcache_table4.difference([(1.0, 3.0), (2.0, 2.0), (5.0, 4.0)])
+    assert difference["mean"] == pytest.approx(1 / 3)
+    assert (difference["up"], difference["down"], difference["same"]) == (1, 1, 1)
+    assert difference["error"] == pytest.approx(np.std([2, 0, -1], ddof=1) / math.sqrt(3))
     assert len(kcache_table4.PAPER) == 27
     means = np.mean(list(kcache_table4.PAPER.values()), 0)
     np.testing.assert_allclose(means, (62.39, 62.79), atol=0.1)  # as in the paper's Table 2
@@ -216,9 +217,9 @@ def test_figure4_draws_and_goes_on(directory, tmp_path, capsys):
     cells = document["results"]["cells"]
     assert [(c["method"], c["length"], c["depth"], c["n"]) for c in cells] == [("full", 96, d, 1) for d in (0.0, 1.0)]
     assert (tmp_path / "specache_figure4.png").stat().st_size > 1000 and "Differs from the paper" in people
-    kept = (tmp_path / "run" / "records.jsonl").read_text()
+    records = (tmp_path / "run" / "records.jsonl").read_text()
     specache_figure4.main([*run.split(), "full"])
-    assert (tmp_path / "run" / "records.jsonl").read_text() == kept
+    assert (tmp_path / "run" / "records.jsonl").read_text() == records
     assert read_output(capsys)[1]["results"] == document["results"]
     assert "pair of methods" in brief(specache_figure4, document)[2]
 
@@ -239,9 +240,9 @@ def test_appendix_has_the_papers_averages_and_methods():
             assert len(scores) == 16
             mean = np.mean([scores[t] for t in specache_appendix.TASKS])
             assert mean == pytest.approx(scores["average"], abs=0.07), label
-    found = specache_appendix.methods(7500, [4, 8], 64, 128)
-    assert list(found) == list(specache_appendix.PAPER["LLaMA-3-8B"])
-    parts = {label: split_methods(text)[0].values for label, text in found.items()}
+    methods = specache_appendix.methods(7500, [4, 8], 64, 128)
+    assert list(methods) == list(specache_appendix.PAPER["LLaMA-3-8B"])
+    parts = {label: split_methods(text)[0].values for label, text in methods.items()}
     infllm, stream, h2o = (parts[label] for label in ("InfLLM 4x", "StreamLLM 4x", "H2O 4x"))
     assert infllm["sinks"] + infllm["block"] * infllm["topk"] + infllm["local"] == 1875
     assert stream["sinks"] + stream["recent"] == h2o["heavy"] + h2o["recent"] == 1875

@@ -1,4 +1,4 @@
-"""Why KVCrush gains or not: what the script says is kept is what the methods keep."""
+"""The analysis of KVCrush's gain: the script's kept tokens are those of the methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = {"base": "snapkv:budget=24,window=8", "kvcrush": "snapkv:budget=24,win
 
 @pytest.fixture(scope="module")
 def read():
-    """(the model, rows, what is known of each of its layers)."""
+    """The model, its rows, and the scores of each of its layers."""
     model = toy_model()
     rows = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, LENGTH + MORE))
     exact, plan = read_exactly(model, rows), bind(METHODS["base"], model.config)
@@ -31,12 +31,12 @@ def read():
 @pytest.mark.parametrize("kind", METHODS)
 def test_what_is_kept_is_what_the_method_keeps(read, kind):
     model, rows, layers = read
-    held = kvjax.read(model, rows[:, :LENGTH], METHODS[kind]).kept_positions()
-    for layer, expected in zip(layers, held, strict=True):
-        stays, anyway = kvcrush_why.select_tokens(layer, layer.bits, BUDGET, kind)
-        found = [[np.flatnonzero(head).tolist() for head in row] for row in np.asarray(stays)]
-        assert found == [[sorted(head.tolist()) for head in row] for row in expected]
-        assert not (anyway & ~stays).any() and bool(anyway.any()) <= (kind == "kvcrush")
+    kept_positions = kvjax.read(model, rows[:, :LENGTH], METHODS[kind]).kept_positions()
+    for layer, expected in zip(layers, kept_positions, strict=True):
+        selection, anyway = kvcrush_why.select_tokens(layer, layer.bits, BUDGET, kind)
+        selected = [[np.flatnonzero(head).tolist() for head in row] for row in np.asarray(selection)]
+        assert selected == [[sorted(head.tolist()) for head in row] for row in expected]
+        assert not (anyway & ~selection).any() and bool(anyway.any()) <= (kind == "kvcrush")
 
 
 @pytest.mark.parametrize("kind", kvcrush_why.KINDS)
@@ -46,7 +46,7 @@ def test_every_kind_keeps_the_budget(read, kind):
 
 
 def test_the_future_is_the_attention_of_what_follows(read):
-    """In NumPy, for the first layer."""
+    """NumPy computes it for the first layer."""
     model, rows, layers = read
     prompt = read_exactly(model, rows).prompts[0]
     q, k = (np.asarray(x, np.float64)[..., : LENGTH + MORE, :] for x in (prompt.q, prompt.k))
@@ -68,10 +68,11 @@ def test_the_script_ends_with_one_document(directory, capsys):
     kvcrush_why.main([*arguments, "--budgets", "1/4,1/2"])
     results = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
     assert list(results["budgets"]) == ["1/4", "1/2"] and results["windows"] == 2
-    for found in results["budgets"].values():
-        assert 0 < found["kept"]["base"] <= 1 and set(found["gain"]) == {"kvcrush", "joined", "even"}
-        for kind, (gain, error) in found["gain"].items():
-            assert gain == pytest.approx(found["kept"][kind] - found["kept"]["base"], abs=1e-6) and error >= 0
+    for budget_results in results["budgets"].values():
+        kept = budget_results["kept"]
+        assert 0 < kept["base"] <= 1 and set(budget_results["gain"]) == {"kvcrush", "joined", "even"}
+        for kind, (gain, error) in budget_results["gain"].items():
+            assert gain == pytest.approx(kept[kind] - kept["base"], abs=1e-6) and error >= 0
     assert results["signatures"]["joined"] == results["signatures"]["one layer"]  # the model has one layer
     with pytest.raises(KvjaxError, match="1/8 leaves no room for representatives"):
         kvcrush_why.main([*arguments, "--budgets", "1/8"])

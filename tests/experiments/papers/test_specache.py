@@ -1,4 +1,4 @@
-"""The scripts of the SpeCache paper in miniature: sizes exactly, quality against plain generation, what is printed."""
+"""The scripts of the SpeCache paper in miniature: exact sizes, quality against plain generation, the output."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def tiny(directory) -> kvjax.Model:
 
 
 def test_every_size_of_the_paper_to_two_decimals():
-    said = {
+    paper = {
         "LLaMA-2-7B": ("0.22", "0.19"),
         "LLaMA-2-13B": ("0.22", "0.19"),
         "Mistral-7B": ("0.19", "0.16", "0.13", "0.10"),
         "LLaMA-3-8B": ("0.20", "0.17", "0.14", "0.11"),
     }
-    found = {name: [r for r in specache_table1.sizes() if r["model"] == name] for name in said}
-    for name, records in found.items():
+    ours = {name: [r for r in specache_table1.sizes() if r["model"] == name] for name in paper}
+    for name, records in ours.items():
         for i in (0, 1):  # kivi and specache
-            assert tuple(f"{list(r['share'].values())[i]:.2f}" for r in records) == said[name]
-        assert tuple(f"{r['paper']:.2f}" for r in records) == said[name]
+            assert tuple(f"{list(r['share'].values())[i]:.2f}" for r in records) == paper[name]
+        assert tuple(f"{r['paper']:.2f}" for r in records) == paper[name]
 
 
 def test_bytes_of_a_size_counted_by_hand():
@@ -84,17 +84,18 @@ def small_instances(task: str, n: int, length: int) -> list[tasks.Instance]:
 
 @pytest.mark.parametrize("text", ["full", f"kivi:{LOW}", f"specache:{LOW},topk=4"])
 def test_a_shared_prefill_answers_as_generation_from_the_whole_prompt(tiny, text):
-    """Also that `full`, which comes first, leaves the exact state to the others."""
+    """`full`, which comes first, leaves the exact state to the others, too."""
     method, batch = kvjax.parse(text), small_instances("needle", 2, 96)
-    greedy = kvjax.generate(
-        tiny, [np.concatenate([i.context, i.questions[0].prompt]) for i in batch], method, max_new_tokens=4, eos_ids=()
-    )
-    asked = [tasks.Question(i.questions[0].prompt, np.array(t), 0.0) for i, t in zip(batch, greedy.tokens, strict=True)]
-    echo = [tasks.Instance("needle", i.context, (q,)) for i, q in zip(batch, asked, strict=True)]
+    prompts = [np.concatenate([i.context, i.questions[0].prompt]) for i in batch]
+    generated = kvjax.generate(tiny, prompts, method, max_new_tokens=4, eos_ids=())
+    echo = []
+    for instance, tokens in zip(batch, generated.tokens, strict=True):
+        question = tasks.Question(instance.questions[0].prompt, np.array(tokens), 0.0)
+        echo.append(tasks.Instance("needle", instance.context, (question,)))
     right = common.answers(tiny, {"first": common.FULL, text: method}, echo, "prompt")
     assert right[text] == [True, True]
-    wrong = [tasks.Instance("needle", i.context, i.questions) for i in batch]
-    assert common.answers(tiny, {text: method}, wrong, "prompt")[text] == [False, False]
+    instances = [tasks.Instance("needle", i.context, i.questions) for i in batch]
+    assert common.answers(tiny, {text: method}, instances, "prompt")[text] == [False, False]
 
 
 def test_a_question_to_the_cache_is_what_a_context_is_asked(tiny):
@@ -106,13 +107,12 @@ def test_a_question_to_the_cache_is_what_a_context_is_asked(tiny):
 def test_text_is_scored_as_by_a_context(tiny):
     rows = np.random.default_rng(0).integers(0, 256, (2, 100), np.int32)
     methods = {t: kvjax.parse(t) for t in ("full", f"kivi:{LOW}")}
-    found = common.continuations(tiny, methods, rows, 96)
+    scores = common.continuations(tiny, methods, rows, 96)
     for text, method in methods.items():
-        nats, likeliest = map(
-            np.stack, zip(*kvjax.read(tiny, rows[:, :96], method, room=4).score(rows[:, 96:]), strict=True)
-        )
-        np.testing.assert_allclose(found[text][0], -nats[:, 1:].mean(1) / np.log(2), rtol=1e-5)
-        np.testing.assert_array_equal(found[text][1], likeliest[:, 1:])
+        context_scores = kvjax.read(tiny, rows[:, :96], method, room=4).score(rows[:, 96:])
+        nats, likeliest = map(np.stack, zip(*context_scores, strict=True))
+        np.testing.assert_allclose(scores[text][0], -nats[:, 1:].mean(1) / np.log(2), rtol=1e-5)
+        np.testing.assert_array_equal(scores[text][1], likeliest[:, 1:])
 
 
 def test_shares_have_binomial_errors():
@@ -158,8 +158,8 @@ def exact_weights(q: np.ndarray, k: np.ndarray, t: int) -> np.ndarray:
     return p / p.sum()
 
 
-def greedy(q: np.ndarray, k: np.ndarray, size: int, first: int) -> float:
-    """One head, in NumPy: H2O with half of the size for the newest keys."""
+def greedy_hit_rate(q: np.ndarray, k: np.ndarray, size: int, first: int) -> float:
+    """The hit rate of H2O in one head, in NumPy, with half of the size for the newest keys."""
     recent, kept, received, hits = max(size // 2, 1), [], np.zeros(len(k)), []
     for t in range(len(k)):
         kept.append(t)
@@ -177,14 +177,16 @@ def test_hit_rates_are_those_of_a_plain_loop():
     q = rng.normal(size=(1, 2, 2, 24, 4)).astype(np.float32) * 2
     k = rng.normal(size=(1, 2, 24, 4)).astype(np.float32)
     heads = [(q[0, i, j], k[0, i]) for i in range(2) for j in range(2)]
-    found = specache_figure2.greedy_hits(jnp.asarray(q), jnp.asarray(k), first, sizes, None)
-    np.testing.assert_allclose(found, [np.mean([greedy(*h, n, first) for h in heads]) for n in sizes], rtol=1e-5)
+    hits = specache_figure2.greedy_hits(jnp.asarray(q), jnp.asarray(k), first, sizes, None)
+    np.testing.assert_allclose(
+        hits, [np.mean([greedy_hit_rate(*h, n, first) for h in heads]) for n in sizes], rtol=1e-5
+    )
     at = np.arange(first, 24)
-    found = specache_figure2.top_hits(
+    hits = specache_figure2.top_hits(
         jnp.asarray(q[:, :, :, at]), jnp.asarray(k), jnp.asarray(at, jnp.int32), sizes, None
     )
     best = [[np.sort(exact_weights(*h, t))[::-1][:n].sum() for h in heads for t in at] for n in sizes]
-    np.testing.assert_allclose(found, np.mean(best, 1), rtol=1e-5)
+    np.testing.assert_allclose(hits, np.mean(best, 1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [n for n in SCRIPTS if n not in ("specache_table3", "specache_figure2")])
@@ -242,11 +244,11 @@ def test_figure2_prints_hits_and_moves_and_draws(directory, tmp_path, capsys):
 def test_a_plan_fills_the_memory_and_no_more():
     method, config = kvjax.parse("specache:bits=1,group=64"), specache_table3.CONFIG
     assert specache_table3.weight_bytes(config) == 2 * 7_241_732_096  # Mistral-7B's parameters
-    found = specache_table3.plan(config, method, 2048, 48 * 2**30, 2**30)
-    b, free = found["bytes"], 47 * 2**30 - found["bytes"]["weights"]
+    plan = specache_table3.plan(config, method, 2048, 48 * 2**30, 2**30)
+    b, free = plan["bytes"], 47 * 2**30 - plan["bytes"]["weights"]
     each = b["row"] + b["row_step"]
-    assert found["batch"] * each <= free < (found["batch"] + 1) * each
-    assert b["host"] == found["batch"] * 32 * 2 * 2 * 8 * 128 * 2048
+    assert plan["batch"] * each <= free < (plan["batch"] + 1) * each
+    assert b["host"] == plan["batch"] * 32 * 2 * 2 * 8 * 128 * 2048
     assert specache_table3.plan(config, method, 2048, 2**30, 2**30)["batch"] == 0
 
 

@@ -57,9 +57,9 @@ def test_answers_follow_from_the_context(task, seed):
     instance = make(task, seed)
     assert instance.context.shape == (LENGTH,) and instance.context.dtype == np.int32
     for q in instance.questions:
-        found = solve(task, instance.context.tolist(), q.prompt.tolist(), len(q.answer))
-        assert q.right(found) and (not q.is_ordered or found == q.answer.tolist()) and not q.right([0, *found])
-        assert q.right(found[::-1]) == (not q.is_ordered or len(found) == 1)
+        answer = solve(task, instance.context.tolist(), q.prompt.tolist(), len(q.answer))
+        assert q.right(answer) and (not q.is_ordered or answer == q.answer.tolist()) and not q.right([0, *answer])
+        assert q.right(answer[::-1]) == (not q.is_ordered or len(answer) == 1)
         assert np.isin(q.answer, vocab.SYMBOLS).all() and 0 <= q.depth <= 1
 
 
@@ -172,7 +172,7 @@ def test_the_curriculum_grows_when_recall_is_learned():
     assert {curriculum.pick(rng, 2) for _ in range(50)} == {2} and curriculum.mixture(2)["text"] > 0.4
 
 
-def dense(q, k, v):
+def dense_attention(q, k, v):
     """Softmax attention with an explicit mask, in NumPy."""
     s = np.einsum("bkgth,bksh->bkgts", q, k) / np.sqrt(q.shape[-1])
     s = np.where(np.tril(np.ones(s.shape[-2:], bool)), s, -np.inf)
@@ -184,7 +184,7 @@ def test_blocked_attention_is_exact():
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(2, 2, 3, 21, 4)), rng.normal(size=(2, 2, 21, 4)), rng.normal(size=(2, 2, 21, 4))
     out = attention.causal(*(x.astype(np.float32) for x in (q, k, v)), block=8)
-    np.testing.assert_allclose(out, dense(q, k, v), atol=1e-5)
+    np.testing.assert_allclose(out, dense_attention(q, k, v), atol=1e-5)
 
 
 def test_mixed_precision_gradients():
@@ -192,8 +192,8 @@ def test_mixed_precision_gradients():
     x, y, g = rng.normal(size=(5, 7)), rng.normal(size=(7, 3)), rng.normal(size=(5, 3))
     x, y, g = (np.asarray(a.astype("bfloat16"), np.float32) for a in map(jax.numpy.asarray, (x, y, g)))
     out, pull = jax.vjp(lambda x, y: precision.einsum("ti,io->to", x, y), x, y)
-    for got, expected in zip((out, *pull(g)), (x @ y, g @ y.T, x.T @ g), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+    for value, expected in zip((out, *pull(g)), (x @ y, g @ y.T, x.T @ g), strict=True):
+        np.testing.assert_allclose(value, expected, atol=1e-5)
 
 
 def toy_run() -> trainer.Run:
