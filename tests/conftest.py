@@ -33,7 +33,7 @@ os.environ["XLA_FLAGS"] = " ".join(FLAGS).strip()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs beside pytest's own cache, so that a second run of the tests is quick."""
+    """Keeps compiled programs in a folder of pytest's own cache, so that a second run of the tests is quick."""
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
@@ -43,7 +43,7 @@ _count = itertools.count()
 
 @pytest.fixture(autouse=True)
 def few_programs():
-    """A process may hold only so many memory mappings, and each compiled program takes several."""
+    """Clears compiled programs: each takes several memory mappings, and a process may hold a limited number."""
     yield
     if next(_count) % 8 == 0:
         compile_cache.clear_if_many(20_000)
@@ -51,7 +51,7 @@ def few_programs():
 
 @pytest.fixture
 def clean_registry():
-    """What a test registers is gone when it ends."""
+    """Restores the registry of methods when a test ends."""
     before = dict(load_all())
     yield
     REGISTRY.clear()
@@ -64,11 +64,11 @@ def traced_calls(monkeypatch):
     calls, run_layer = [], forward.apply_layer
 
     @functools.wraps(run_layer)  # whose argument names `jax.jit` asks for
-    def counted(*args, call, target):
+    def count_trace(*args, call, target):
         calls.append(call)
         return run_layer(*args, call=call, target=target)
 
     compile_options.jit_with.cache_clear()
-    monkeypatch.setattr(forward, "apply_layer", counted)
+    monkeypatch.setattr(forward, "apply_layer", count_trace)
     yield calls
     compile_options.jit_with.cache_clear()
