@@ -58,14 +58,18 @@ class TableFile:
         if self.digest:
             return
         try:
-            shipped = sorted((SHIPPED_TABLES / self.kind).glob("*.safetensors"))
-            contents = [file.read_bytes() for file in (shipped if self.path == SHIPPED else [Path(self.path)])]
+            contents = [file.read_bytes() for file in self._files()]
         except OSError as e:
             raise KvjaxError(
                 f"no table of {self.kind} can be read from {self.path!r} ({e.strerror}); give the file that "
                 f"`kvjax calibrate {self.kind}` or kvjax.cache.calibration.table_file.write made"
             ) from None
         object.__setattr__(self, "digest", hashlib.sha256(b"".join(contents)).hexdigest())
+
+    def _files(self) -> list[Path]:
+        if self.path != SHIPPED:
+            return [Path(self.path)]
+        return sorted((SHIPPED_TABLES / self.kind).glob("*.safetensors"))
 
     def at(self, spec: LayerSpec) -> TableFile:
         """Returns the table bound to one layer, which therefore has a compiled program of its own."""
@@ -105,7 +109,7 @@ class TableFile:
         """Reads all arrays of the file, or of the shipped file that fits the model."""
         model = {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
         if self.path == SHIPPED:
-            for file in sorted((SHIPPED_TABLES / self.kind).glob("*.safetensors")):
+            for file in self._files():
                 metadata, arrays = _read(str(file), self.digest)
                 if metadata.items() >= model.items():
                     return arrays

@@ -245,10 +245,12 @@ class Kivi(Codec):
 
             codes = bit_packing.unpack(load(stored.codes, per_word), self.bits, self._word_axis - 1)
             scale, lo = (load(x, per_group).astype(jnp.float32)[None] for x in (stored.scale, stored.lo))
+
             # `bit_packing.dequantize` rounds to 16 bits; these numbers are used in float32 and never stored.
-            return self.restore_groups(
-                codes[None], scale, lo, lambda codes, scale, lo: bit_packing.codes_to_float(codes) * scale + lo
-            )[0]
+            def dequantize(codes: Array, scale: Array, lo: Array) -> Array:
+                return bit_packing.codes_to_float(codes) * scale + lo
+
+            return self.restore_groups(codes[None], scale, lo, dequantize)[0]
 
         B, K, _, H = stored.recent.shape
         size = blockwise.tile_size(B * K, self.capacity(stored.slots), H, math.lcm(self.per, self.group))

@@ -72,7 +72,8 @@ class LowRank(Codec):
         return dataclasses.replace(stored, coordinates=memory.append(stored.coordinates, new, at))
 
     def decode(self, stored: LowRankState) -> Array:
-        return self._expand(self._coordinates(memory.unpack(stored.coordinates), stored), stored)
+        coordinates = self._join_parts(memory.unpack(stored.coordinates), stored)
+        return self._expand(coordinates, stored)
 
     def gather(self, stored: LowRankState, idx: Array) -> Array:
         if self.heads == 1:
@@ -81,14 +82,15 @@ class LowRank(Codec):
         K, all_idx = idx.shape[1], over_heads.gather(idx)
         B, _, n = all_idx.shape
         asked = jnp.broadcast_to(all_idx.reshape(B, 1, -1), (B, K, all_idx.shape[1] * n))
-        coordinates = self._coordinates(memory.gather_tokens(stored.coordinates, asked), stored)
+        coordinates = self._join_parts(memory.gather_tokens(stored.coordinates, asked), stored)
         by_asking_head = jnp.broadcast_to(coordinates, (B, K, *coordinates.shape[2:]))
         by_asking_head = by_asking_head.reshape(B, K, all_idx.shape[1], n, -1)
         own = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
         return self._expand(jnp.take_along_axis(by_asking_head, own, 2)[:, :, 0], stored)
 
     def scores(self, q: Array, stored: LowRankState) -> Array:
-        coordinates, q = self._coordinates(memory.unpack(stored.coordinates), stored), q.astype(jnp.float32)
+        coordinates = self._join_parts(memory.unpack(stored.coordinates), stored)
+        q = q.astype(jnp.float32)
         projected = _matmul(q, stored.basis[:, :, None]).astype(coordinates.dtype)
         s = attention.scores(_as_queries_of(projected, coordinates), coordinates).reshape(*q.shape[:4], -1)
         s = s * (coordinates.shape[3] / q.shape[4]) ** 0.5  # `attention.scores` divides by sqrt(r), keys need sqrt(H)
@@ -97,7 +99,7 @@ class LowRank(Codec):
         return s + _matmul(q, stored.mean[:, :, None].swapaxes(3, 4)) * q.shape[4] ** -0.5
 
     def mix(self, p: Array, stored: LowRankState) -> Array:
-        coordinates = self._coordinates(memory.unpack(stored.coordinates), stored)
+        coordinates = self._join_parts(memory.unpack(stored.coordinates), stored)
         mixed = attention.mix(_as_queries_of(p, coordinates), coordinates).reshape(*p.shape[:4], -1)
         out = _matmul(mixed, stored.basis[:, :, None].swapaxes(3, 4))
         return out if stored.mean is None else out + p.sum(-1, keepdims=True) * stored.mean[:, :, None]
@@ -126,7 +128,7 @@ class LowRank(Codec):
         head = over_heads.first_head(num_local) + jnp.arange(num_local, dtype=jnp.int32)
         return head // group_size(self.heads, self.spec)
 
-    def _coordinates(self, parts: Array, stored: LowRankState) -> Array:
+    def _join_parts(self, parts: Array, stored: LowRankState) -> Array:
         """Stored parts [B K n w] -> the coordinates of each head's group [B K n r], or [B 1 n r] of a single group."""
         if self.heads == 1:
             return parts

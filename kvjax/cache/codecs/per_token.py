@@ -57,16 +57,16 @@ class PerTokenCodec(Codec):
         return QuantizedTokens(jax.tree.map(memory.pack, self._quantize(x)), H, x.dtype.name)
 
     def decode(self, stored: QuantizedTokens) -> Array:
-        coded = memory.map_buffers(memory.unpack, stored.parts)
-        return self._rotate(self.quantizer.decode(coded)).astype(stored.dtype)
+        return self._dequantize(memory.map_buffers(memory.unpack, stored.parts), stored.dtype)
 
     def append(self, stored: QuantizedTokens, x: Array, at: Array) -> QuantizedTokens:
         parts = memory.map_buffers(lambda buffer, new: memory.append(buffer, new, at), stored.parts, self._quantize(x))
         return dataclasses.replace(stored, parts=parts)
 
     def gather(self, stored: QuantizedTokens, idx: Array) -> Array:
-        coded = memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, idx), stored.parts)
-        return self._rotate(self.quantizer.decode(coded)).astype(stored.dtype)
+        return self._dequantize(
+            memory.map_buffers(lambda buffer: memory.gather_tokens(buffer, idx), stored.parts), stored.dtype
+        )
 
     def scores(self, q: Array, stored: QuantizedTokens) -> Array:
         size, slots, decode = self._tiles(stored)
@@ -85,6 +85,9 @@ class PerTokenCodec(Codec):
         """[B K T H] -> the quantizer's arrays [B K T w]."""
         x = refuse_gradient(x, f"codes of {type(self.quantizer).__name__}")
         return self.quantizer.encode(self._rotate(x))
+
+    def _dequantize(self, coded: Any, dtype: str) -> Array:
+        return self._rotate(self.quantizer.decode(coded)).astype(dtype)
 
     def _tiles(self, stored: QuantizedTokens) -> tuple[blockwise.TileSize, int, blockwise.DecodeTile]:
         """The size of a tile, the number of slots, and the function that decodes a tile, still rotated."""

@@ -79,14 +79,17 @@ class MinMax(Quantizer):
         codes = jnp.clip(_round_half_away(x / scale + zero), 0.0, top).astype(jnp.uint32)
         # As in vLLM, the zero point replaces the scale's lowest bits: 4 bytes per vector in all, and the scale changes
         # by less than 2^(bits - 23) of itself.
-        scale_bits = lax.bitcast_convert_type(scale, jnp.uint32) & ~jnp.uint32(2**self.bits - 1)
+        scale_bits = lax.bitcast_convert_type(scale, jnp.uint32) & ~self._zero_mask
         return IntegerCodes(bit_packing.pack(codes, self.bits, -1), scale_bits | zero.astype(jnp.uint32))
 
     def decode(self, coded: IntegerCodes) -> Array:
-        zero_mask = jnp.uint32(2**self.bits - 1)
-        zero = bit_packing.codes_to_float(coded.scale & zero_mask)
-        scale = lax.bitcast_convert_type(coded.scale & ~zero_mask, jnp.float32)
+        zero = bit_packing.codes_to_float(coded.scale & self._zero_mask)
+        scale = lax.bitcast_convert_type(coded.scale & ~self._zero_mask, jnp.float32)
         return (bit_packing.codes_to_float(bit_packing.unpack(coded.codes, self.bits, -1)) - zero) * scale
+
+    @property
+    def _zero_mask(self) -> Array:
+        return jnp.uint32(2**self.bits - 1)
 
 
 def _round_half_away(x: Array) -> Array:
@@ -186,20 +189,24 @@ class BlockFloat(Quantizer):
         bit_packing.check_fills(H, self.bits)
         bit_packing.check_divides("block", self.block, H)
 
+    @property
+    def top(self) -> int:
+        """The largest mantissa."""
+        return 2 ** (self.bits - 1) - 1
+
     def encode(self, x: Array) -> BlockFloatNumbers:
-        blocks, top = self._split(x), 2 ** (self.bits - 1) - 1
+        blocks = self._split(x)
         fraction, exponent = jnp.frexp(jnp.abs(blocks).max(-1, keepdims=True))  # fraction in [1/2, 1)
-        fits = fraction <= top / 2 ** (self.bits - 1)
+        fits = fraction <= self.top / 2 ** (self.bits - 1)
         exponent = exponent - (self.bits - 1) + jnp.where(fits, 0, 1)
         biased = jnp.where(fraction > 0, jnp.clip(exponent + 127, 0, 254), 0).astype(jnp.uint8)
         power = jnp.where(biased > 0, _power_of_two(biased), 1.0)
-        mantissas = jnp.clip(jnp.round(blocks / power), -top, top) + top
+        mantissas = jnp.clip(jnp.round(blocks / power), -self.top, self.top) + self.top
         words = bit_packing.pack(mantissas.astype(jnp.uint32).reshape(x.shape), self.bits, -1)
         return BlockFloatNumbers(words, biased[..., 0])
 
     def decode(self, coded: BlockFloatNumbers) -> Array:
-        top = 2 ** (self.bits - 1) - 1
-        mantissas = bit_packing.codes_to_float(bit_packing.unpack(coded.mantissas, self.bits, -1)) - top
+        mantissas = bit_packing.codes_to_float(bit_packing.unpack(coded.mantissas, self.bits, -1)) - self.top
         return (self._split(mantissas) * _power_of_two(coded.exponents[..., None])).reshape(mantissas.shape)
 
     def _split(self, x: Array) -> Array:

@@ -44,10 +44,7 @@ class Uniform(Budget):
     tokens: int
 
     def __post_init__(self):
-        if not isinstance(self.tokens, numbers.Integral) or isinstance(self.tokens, bool):
-            raise KvjaxError(f"a budget is a whole number of tokens per layer, got {self.tokens!r:.60}")
-        if self.tokens < 1:
-            raise KvjaxError(f"a budget is at least 1 token per layer, got {self.tokens}")
+        _check_tokens(self.tokens)
 
     def num_kept(self, length: int) -> int:
         return min(length, self.tokens)
@@ -88,7 +85,7 @@ class PerLayer(Budget):
 
     def __post_init__(self):
         for n in self.tokens:
-            Uniform(n)  # raises for what is no number of tokens
+            _check_tokens(n)
 
     def at(self, spec: LayerSpec) -> Uniform:
         assert spec.index is not None
@@ -96,6 +93,13 @@ class PerLayer(Budget):
         if len(self.tokens) != n:
             raise KvjaxError(f"the table has {len(self.tokens)} layers, the model has {n}: give {n} numbers")
         return Uniform(self.tokens[spec.index])
+
+
+def _check_tokens(tokens: int) -> None:
+    if not isinstance(tokens, numbers.Integral) or isinstance(tokens, bool):
+        raise KvjaxError(f"a budget is a whole number of tokens per layer, got {tokens!r:.60}")
+    if tokens < 1:
+        raise KvjaxError(f"a budget is at least 1 token per layer, got {tokens}")
 
 
 def parse_budget(value: int | str | Budget) -> int | Budget:

@@ -41,6 +41,9 @@ def mean_over_pre_rope(
         counts = counts[:, None, None, :, None]
         return total(jnp.where(counts, rope.unrotate_queries(q, pos), 0.0), counts.astype(jnp.float32))
 
+    def add(sums: Any, xs: tuple[Array, Array, Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, sum_block(*xs)), None
+
     # A block at a time: without rotation queries are float32, and all of them at once would outgrow the prompt's keys.
     size = min(queries_at_once, observation.pos.shape[1])
     blocks = (
@@ -49,8 +52,7 @@ def mean_over_pre_rope(
         split_blocks(counted, 1, size),
     )
     shapes = jax.eval_shape(sum_block, *(x[0] for x in blocks))
-    zeros = vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
-    sums, _ = lax.scan(lambda sums, block: (jax.tree.map(jnp.add, sums, sum_block(*block)), None), zeros, blocks)
+    sums, _ = lax.scan(add, vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)), blocks)
     num_counted = jnp.maximum(counted.sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
     return jax.tree.map(lambda x: x / num_counted.reshape(-1, *(1,) * (x.ndim - 1)), sums)
 
@@ -58,6 +60,11 @@ def mean_over_pre_rope(
 def sum_queries(q: Array, counts: Array) -> Array:
     """f32[B K G H]: the `total` with which `mean_over_pre_rope` is the mean query of each head."""
     return q.sum(3)
+
+
+def next_positions(block: KVBlock) -> Array:
+    """i32[B 1]: the position after each sequence's newest token, which every head holds."""
+    return block.pos.max(2)[:, :1] + 1
 
 
 def rotate_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
@@ -72,13 +79,12 @@ def rotate_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
     Returns:
       f32[B K G n H], shorter than x: a mean of rotations is no rotation.
     """
-    next_pos = block.pos.max(2)[:, :1] + 1  # every head holds the newest token
     # A rotation is linear in its cosine and sine, so the mean of rotations is one with the mean cosine and sine.
-    angles = rope.angles(next_pos + steps[None])
+    angles = rope.angles(next_positions(block) + steps[None])
     cos, sin = (a.mean(1)[:, None, None, None] for a in angles)
     return rotate(x, cos, sin)
 
 
 def visible_to_next_query(block: KVBlock, window: int | None) -> Array:
     """bool[B 1|K 1 S]: the slots that the next token's query sees; later ones see no others in a sliding window."""
-    return visible(block.pos, block.pos.max(2)[:, :1] + 1, window)[:, :, :, 0]
+    return visible(block.pos, next_positions(block), window)[:, :, :, 0]

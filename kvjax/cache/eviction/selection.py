@@ -72,11 +72,11 @@ class Selection:
 
     def num_kept(self, length: int) -> int:
         """Most tokens that a prompt of `length` tokens leaves."""
-        return int(num_kept_by_length(self.budget, length, self.sinks + self.recent)[length])
+        return int(self._num_kept_by_length(length)[length])
 
     def max_kept_up_to(self, max_length: int) -> int:
         """Most tokens that any prompt of up to `max_length` tokens leaves."""
-        return int(num_kept_by_length(self.budget, max_length, self.sinks + self.recent).max())
+        return int(self._num_kept_by_length(max_length).max())
 
     def max_kept(self) -> int | None:
         """Most tokens that a prompt of any length leaves; None if there is no bound."""
@@ -90,7 +90,7 @@ class Selection:
         if observation is not None and observation.num_kept is not None and observation.num_kept.ndim == 1:
             return jnp.minimum(observation.num_kept, num_slots)
         # Lengths are traced, and a budget is a Python function of the length: it is tabulated over all of them.
-        table = jnp.asarray(num_kept_by_length(self.budget, block.pos.shape[2], self.sinks + self.recent))
+        table = jnp.asarray(self._num_kept_by_length(block.pos.shape[2]))
         return jnp.minimum(table[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)], num_slots)
 
     def candidates(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Candidates:
@@ -221,6 +221,9 @@ class Selection:
         chosen = representatives.choose(units, num_representatives, max_representatives)
         index = jnp.where(chosen < 0, U, chosen)
         return jnp.zeros((B, U), bool).at[jnp.arange(B)[:, None], index].set(True, mode="drop")
+
+    def _num_kept_by_length(self, max_length: int) -> np.ndarray:
+        return num_kept_by_length(self.budget, max_length, self.sinks + self.recent)
 
 
 def make_selection(

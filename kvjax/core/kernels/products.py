@@ -77,31 +77,35 @@ class ProductPlan:
     """The static numbers of both kernels."""
 
     bits: int
-    per: int  # slots in a word
     rows: int  # of words
     queries: int  # of a key/value head: G * T
-    height: int  # queries of a tile: Triton knows only powers of two
     channels: int  # H
-    width: int  # channels of a tile
     slot_group: int  # slots that share a scale
     channel_group: int  # channels that share a scale
     dtype: jnp.dtype  # of all operands
 
+    @property
+    def per(self) -> int:
+        """Slots in a word."""
+        return 32 // self.bits
+
+    @property
+    def width(self) -> int:
+        """Channels of a tile: Triton knows only powers of two."""
+        return max(16, pl.next_power_of_2(self.channels))
+
+    @property
+    def height(self) -> int:
+        """Queries of a tile."""
+        return max(16, pl.next_power_of_2(self.queries))
+
 
 def _plan(x: Array, codes: PackedCodes, bits: int, dtype: jnp.dtype) -> ProductPlan:
-    (rows, channels), queries, per = codes.words.shape[2:], x.shape[2] * x.shape[3], 32 // bits
-    return ProductPlan(
-        bits,
-        per,
-        rows,
-        queries,
-        height=max(16, pl.next_power_of_2(queries)),
-        channels=channels,
-        width=max(16, pl.next_power_of_2(channels)),
-        slot_group=rows * per // codes.scale.shape[2],
-        channel_group=channels // codes.scale.shape[3],
-        dtype=dtype,
-    )
+    rows, channels = codes.words.shape[2:]
+    num_queries = x.shape[2] * x.shape[3]
+    slot_group = rows * (32 // bits) // codes.scale.shape[2]
+    channel_group = channels // codes.scale.shape[3]
+    return ProductPlan(bits, rows, num_queries, channels, slot_group, channel_group, dtype)
 
 
 def _head_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
