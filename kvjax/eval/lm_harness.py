@@ -5,8 +5,8 @@
 takes every option of `lm_eval`, which splits model_args at commas. So write "/" for "," inside a method, as in
 method=kcache:n=64/device_layers=1, or give JSON: --model_args '{"model": "DIR", "method": "kivi:bits=2,residual=64"}'.
 A method of your own comes from a file or module: load=my_method.py,method=my_method:budget=64.
-A prompt is prefilled and compressed by the method; a continuation is fed to the
-compressed cache, as if it had been decoded.
+A prompt is prefilled and compressed by the method; a continuation is fed to the compressed cache, as if it had been
+decoded.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def render(exploration: Exploration, tokenizer: Tokenizer | None, source: str) -
     names = ("page.html", "page.css", *SCRIPTS)
     template, style, *scripts = ((WEB / name).read_text(encoding="utf-8") for name in names)
     script = "\n".join(scripts)
-    script_hash, style_hash = (base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in (script, style))
+    digests = [hashlib.sha256(text.encode()).digest() for text in (script, style)]
+    script_hash, style_hash = (base64.b64encode(digest).decode() for digest in digests)
     data = json.dumps(page_data(exploration, tokenizer, source), separators=(",", ":"))
     values = {
         # Only this script and this style run: no text of a file can add code.

@@ -178,7 +178,8 @@ class ChunkCodec(Codec):
 
     def _pack(self, codes: Array) -> Array:
         padding = -codes.shape[3] % bit_packing.codes_in_whole_words(self.bits)
-        return bit_packing.pack(jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, padding)]), self.bits, 3)
+        padded = jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, padding)])
+        return bit_packing.pack(padded, self.bits, 3)
 
 
 @dataclasses.dataclass(frozen=True)

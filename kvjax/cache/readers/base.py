@@ -122,5 +122,9 @@ def map_query_blocks(attend: Callable[..., Any], q: Array, q_pos: Array, n: int,
     if T <= n:
         return attend(q, q_pos, *more)
     blocks = split_blocks(q, 3, n), split_blocks(q_pos, 1, n, -1), *(split_blocks(x, 3, n) for x in more)
-    results = lax.map(lambda block: attend(*block), blocks)  # arrays [count B K G n ...]
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])[:, :, :, :T], results)
+
+    def join_blocks(x: Array) -> Array:  # [count B K G n ...] -> [B K G T ...]
+        x = jnp.moveaxis(x, 0, 3)
+        return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :T]
+
+    return jax.tree.map(join_blocks, lax.map(lambda block: attend(*block), blocks))

@@ -143,14 +143,14 @@ def needle_panels(records: Iterable[Record]) -> dict[str, list[Panel]]:
     cells: dict[str, dict[str, dict[tuple[float, int], list[float]]]] = {}
     tasks_with_depths: set[str] = set()
     for r in summary.latest(records):
-        length, depth = summary.length_of(r), r.get("about", {}).get("depth")
-        if depth is not None:
+        length, depth_of_all = summary.length_of(r), r.get("about", {}).get("depth")
+        if depth_of_all is not None:
             tasks_with_depths.add(r["task"])
-            drawn = [depth] * len(r["scores"])
+            case_depths = [depth_of_all] * len(r["scores"])
         else:
             # To the nearest 5% where no depth was set: a needle has a length itself.
-            drawn = [None if (d := a.get("depth")) is None else round(d * 20) / 20 for a in r.get("asks", [])]
-        for depth, score in zip(drawn, r["scores"], strict=False):
+            case_depths = [None if (d := a.get("depth")) is None else round(d * 20) / 20 for a in r.get("asks", [])]
+        for depth, score in zip(case_depths, r["scores"], strict=False):
             if depth is not None and length:
                 by_method = cells.setdefault(r["task"], {}).setdefault(r["method"], {})
                 by_method.setdefault((round(depth, 2), length), []).append(score)

@@ -94,8 +94,10 @@ def _group(records: Iterable[Record], key) -> dict[Any, list[Record]]:
 def _summarize_cases(key: tuple, cases: Sequence[Record], exact_tokens: Mapping, speeds: Sequence[Record]) -> Row:
     method, task, length = key
     split = [first_later(r) for r in cases]
-    pairs = ((r.get("likeliest") or (), exact_tokens.get((task, r["key"]), ())) for r in cases)
-    agreement = ([a == b for a, b in zip(tokens, exact, strict=False)] for tokens, exact in pairs)
+    agreement = []  # of each case: whether each token is the one that the exact cache makes likeliest
+    for r in cases:
+        tokens, exact = r.get("likeliest") or (), exact_tokens.get((task, r["key"]), ())
+        agreement.append([a == b for a, b in zip(tokens, exact, strict=False)])
     means = {
         "score": mean_error(np.mean(r["scores"]) if r["scores"] else None for r in cases),
         "first": mean_error(s[0] if s else None for s in split),
