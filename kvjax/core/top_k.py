@@ -1,4 +1,4 @@
-"""Exact top-k as a mask, and the slots that a mask selects."""
+"""Exact top-k and top-p as masks, and the slots that a mask selects."""
 
 from __future__ import annotations
 
@@ -54,6 +54,28 @@ def top_k_mask(scores: Array, allowed: Array, k: Array) -> Array:
 
     last = jax.lax.fori_loop(0, num_index_bits, refine_by_index_bit, vary(jnp.zeros_like(remaining)))
     return selected | (tied & (remaining > 0) & (index <= last))
+
+
+BOUNDARY_ROUNDING = 1e-6
+"""Relative error of a sum that counts as reaching its bound. Sums in float32 of .3, .3 and .2 miss .8 by a few units in
+the last place, and an entry more or less would be a matter of luck."""
+
+
+def covering_mask(falling: Array, fraction: Array | float) -> Array:
+    """Marks the fewest first entries along the last axis that reach a fraction of the total, up to rounding (top-p).
+
+    Args:
+      falling: f32[.. U], none negative, the largest first.
+      fraction: in (0, 1], one number; 1 marks all entries, also those that a rounded sum no longer shows.
+
+    Returns:
+      bool[.. U]; the first entry is always marked where the total is positive.
+    """
+    # The entries before each one, summed up to there: subtracting each from the sum that includes it would leave its
+    # rounding error behind.
+    before = jnp.pad(jnp.cumsum(falling, -1)[..., :-1], [(0, 0)] * (falling.ndim - 1) + [(1, 0)])
+    bound = fraction * (1 - BOUNDARY_ROUNDING) * falling.sum(-1, keepdims=True)
+    return (before < bound) | (jnp.asarray(fraction) >= 1)
 
 
 def _order_preserving_bits(x: Array) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.random import check_seed
+from kvjax.core.top_k import BOUNDARY_ROUNDING, covering_mask
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
@@ -41,8 +42,8 @@ class SamplingParams:
     Attributes:
       temperature: divides the logits; 0, the default, takes the likeliest token and no filter.
       top_k: keeps only the k likeliest tokens.
-      top_p: keeps only the likeliest tokens that together reach this probability (Holtzman et al., 2020, arXiv
-        1904.09751).
+      top_p: keeps only the fewest likeliest tokens that together reach this probability (Holtzman et al., 2020, arXiv
+        1904.09751); 1 keeps all.
       min_p: keeps only tokens of at least this fraction of the likeliest one's probability (Nguyen et al., 2024,
         arXiv 2407.01082).
       seed: of the random numbers; a sequence draws by the seed and its index in the batch, never by its neighbors.
@@ -119,9 +120,11 @@ def apply_filters(sampler: Sampler, logits: Array) -> Array:
         keep &= (jnp.arange(ranked.shape[-1]) < sampler.top_k)[None]
     if sampler.top_p is not None:
         p = jax.nn.softmax(jnp.where(keep, ranked, MASKED_LOGIT), -1)
-        keep &= jnp.cumsum(p, -1) - p < sampler.top_p  # the mass before this token has not reached top_p yet
+        keep &= covering_mask(p, sampler.top_p)
     if sampler.min_p is not None:
-        keep &= ranked >= ranked[:, :1] + jnp.log(sampler.min_p)
+        # In units of the logits, whose own rounding is relative to their size.
+        best, slack = ranked[:, :1], BOUNDARY_ROUNDING * jnp.maximum(jnp.abs(ranked[:, :1]), 1)
+        keep &= ranked >= best + jnp.log(sampler.min_p) - slack
     keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, -1, inplace=False)
     return jnp.where(keep, logits, MASKED_LOGIT)
 

@@ -15,7 +15,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
-from kvjax.core.top_k import top_k_mask
+from kvjax.core.top_k import covering_mask, top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.registry import register_method
@@ -74,8 +74,7 @@ class UnimportantTokens(PrecisionTiers):
         """Counts the important tokens of each sequence, i32[B]."""
         probe_attention, _ = self.scorer.probe_attention(block, self.scorer.require_observation(observation), spec)
         falling = -jnp.sort(-over_heads.mean(probe_attention.mean(2))[:, 0], -1)
-        before = jnp.cumsum(falling, -1) - falling  # attention of all more important tokens
-        count = (before < self.tau * falling.sum(-1, keepdims=True)).sum(-1, dtype=jnp.int32)
+        count = covering_mask(falling, self.tau).sum(-1, dtype=jnp.int32)
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         return jnp.clip(count, fraction_of(self.least, length), -fraction_of(self.most, -length))
 

@@ -52,6 +52,64 @@ def test_filters_keep_what_they_define(fields, first, second):
     assert kept_tokens(**fields) == [first, second]
 
 
+VOCABULARY = 152_000  # Qwen's
+
+
+def count_kept(logits: np.ndarray, **fields) -> int:
+    """How many tokens the filters leave of one sequence's logits."""
+    filtered = filter_logits(SamplingParams(temperature=1.0, **fields).sampler(), jnp.asarray(logits, jnp.float32)[None])
+    return int((np.asarray(filtered) > MASKED_LOGIT / 2).sum())
+
+
+filter_logits = jax.jit(apply_filters)
+
+
+def test_a_top_p_of_one_keeps_the_whole_vocabulary():
+    """The rounded sum of 152,000 probabilities reaches 1 before the last tokens."""
+    logits = np.random.default_rng(0).normal(size=VOCABULARY) * 3
+    assert count_kept(logits, top_p=1.0) == VOCABULARY
+    assert count_kept(logits, top_p=1.0, min_p=0.0, top_k=VOCABULARY) == VOCABULARY
+    assert count_kept(logits, top_p=1.0, top_k=100) == 100
+    assert count_kept(np.array([0.0, -200.0, -1000.0]), top_p=1.0) == 3  # their probabilities are 0 in float32
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.1, 15_200), (0.5, 76_000), (0.9, 136_800), (0.999, 151_848)])
+def test_top_p_counts_equal_tokens_of_a_large_vocabulary_exactly(fraction, count):
+    assert count_kept(np.zeros(VOCABULARY), top_p=fraction) == count
+
+
+def exact_top_p(tenths: tuple[int, ...], bound: int) -> int:
+    """The fewest likeliest tokens that reach a probability, in whole tenths."""
+    reached, count = 0, 0
+    for x in sorted(tenths, reverse=True):
+        if reached >= bound:
+            break
+        reached, count = reached + x, count + 1
+    return count
+
+
+TENTHS = [(3, 1, 1, 5), (4, 3, 2, 1), (2, 2, 2, 2, 2), (6, 1, 1, 1, 1), (1,) * 10, (7, 3), (5, 2, 2, 1)]
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.7, -41.3])
+def test_top_p_and_min_p_are_exact_where_a_token_is_on_the_boundary(offset):
+    assert exact_top_p((3, 1, 1, 5), 8) == 2
+    for tenths in TENTHS:
+        logits = np.log(np.array(tenths, np.float32) / 10) + np.float32(offset)
+        for bound in range(1, 11):
+            kept = exact_top_p(tenths, bound) if bound < 10 else len(tenths)
+            assert count_kept(logits, top_p=bound / 10) == kept, (tenths, bound)
+            kept = sum(10 * x >= bound * max(tenths) for x in tenths)
+            assert count_kept(logits, min_p=bound / 10) == kept, (tenths, bound)
+
+
+def test_a_tiny_bound_keeps_the_likeliest_token_and_a_min_p_of_one_its_equals():
+    logits = np.array([0.0, 1.0, 1.0, 0.5])
+    assert count_kept(logits, top_p=1e-30) == count_kept(logits, top_k=1) == 1
+    assert count_kept(logits, min_p=1.0) == count_kept(logits, top_k=2) == 2
+    assert count_kept(logits, min_p=1e-30) == count_kept(logits, top_k=2**31 - 1) == 4
+
+
 NUM_DRAWS = 20_000
 FIVE_SIGMA = 5 * np.sqrt(0.25 / NUM_DRAWS)
 

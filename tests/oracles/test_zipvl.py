@@ -80,6 +80,11 @@ def test_by_hand_of_six_three_and_one_tenth():
     assert count_important([0.25] * 4, 0.85) == 4 and count_important([1.0], 0.95) == 1
 
 
+def test_tokens_that_reach_the_fraction_exactly_suffice_and_one_takes_all():
+    for tau, expected in {0.3: 1, 0.6: 2, 0.8: 3, 1.0: 5}.items():
+        assert count_important([0.1, 0.3, 0.3, 0.2, 0.1], tau) == expected
+
+
 def test_all_of_the_attention_is_that_of_all_tokens():
     batch = layer.random_batch()
     single = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
