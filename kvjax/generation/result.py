@@ -45,8 +45,13 @@ class Result:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens of all sequences per second of the decode loop; 0 when no step was run."""
-        return self.decode_steps * self.num_sequences / self.decode_seconds if self.decode_steps else 0.0
+        """Tokens of all answers per second of the decode loop; 0 when no step was run.
+
+        The first token of each sequence does not count, as the prefill yields it, nor does what a finished sequence
+        would have gone on with while others in its batch were decoded.
+        """
+        num_decoded = sum(max(len(row) - 1, 0) for row in self.tokens)
+        return num_decoded / self.decode_seconds if self.decode_steps else 0.0
 
 
 def concat_results(results: Sequence[Result]) -> Result:

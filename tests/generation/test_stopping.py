@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from kvjax.errors import KvjaxError
 from kvjax.generation import stopping
+from kvjax.generation.result import concat_results
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
@@ -39,6 +40,30 @@ def test_no_step_is_run_after_all_rows_have_ended(unstopped_output):
     first = unstopped_output.text[0][:1]
     out = kvjax.generate(MODEL, PROMPTS[:1], "full", max_new_tokens=COUNT, stop=first)
     assert out.text == [""] and out.decode_steps < stopping.STOP_CHECK_INTERVAL
+
+
+def test_speed_counts_the_tokens_of_the_answers_alone(unstopped_output):
+    """A batch of answers of 10 and 33 tokens takes 32 steps, in which 9 + 32 tokens of them are decoded."""
+    fields = {"tokens": [[0] * 10, [0] * 33], "text": ["", ""], "decode_steps": 32, "num_sequences": 2}
+    out = dataclasses.replace(unstopped_output, **fields, decode_seconds=1.0)
+    assert out.tokens_per_second == out.to_json()["tokens_per_second"] == 41 and "41.0 tokens/s" in repr(out)
+    parts = [dataclasses.replace(out, tokens=[row], num_sequences=1, decode_steps=len(row) - 1) for row in out.tokens]
+    both = concat_results(parts)
+    assert both.tokens_per_second == 41 / 2 and both.decode_seconds == 2
+    assert dataclasses.replace(out, tokens=[[0], [0]], decode_steps=0, decode_seconds=0.0).tokens_per_second == 0
+
+
+@pytest.mark.parametrize("loop", ["layers", "while", "scan"])
+def test_speed_is_of_the_tokens_that_a_call_returns(unstopped_output, loop):
+    ends = unstopped_output.tokens[0][4]
+    out = kvjax.generate(MODEL, PROMPTS, "full", max_new_tokens=COUNT, eos_ids=ends, loop=loop)
+    assert len(out.tokens[0]) <= 5
+    assert out.tokens_per_second == pytest.approx((sum(map(len, out.tokens)) - 2) / out.decode_seconds)
+
+
+def test_speed_of_a_speculation_counts_no_rejected_tokens(unstopped_output):
+    out = kvjax.speculative.speculate(MODEL, PROMPTS, "int4", max_new_tokens=COUNT, num_draft_tokens=2)
+    assert out.tokens_per_second == pytest.approx((sum(map(len, out.tokens)) - 2) / out.decode_seconds)
 
 
 def test_a_context_knows_stop_strings_too(unstopped_output):

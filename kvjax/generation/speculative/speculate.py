@@ -56,11 +56,6 @@ class Speculation(Result):
         """Fraction of drafted tokens that were accepted, over all sequences; 0 when none was drafted."""
         return sum(self.accepted) / max(1, sum(self.drafted))
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Decoded tokens of all sequences per second, without each one's first; 0 when no round was run."""
-        return sum(len(row) - 1 for row in self.tokens) / self.decode_seconds if self.verifier_calls else 0.0
-
 
 def speculate(
     model: Model,
