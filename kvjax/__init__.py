@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.generation.generate import generate, stream, stream_text
     from kvjax.generation.memory_plan import planned_bytes
     from kvjax.generation.model_calls import extend, logits, prefill, score
+    from kvjax.generation.options import GenerateOptions
     from kvjax.generation.result import Result
     from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
@@ -44,6 +45,7 @@ __all__ = [
     "CacheBytes",
     "Config",
     "Context",
+    "GenerateOptions",
     "IncompatibleMethod",
     "KvjaxError",
     "KvjaxWarning",
@@ -86,6 +88,7 @@ _HOMES = {
     "kvjax.generation.context": ("Context", "read", "resume"),
     "kvjax.generation.generate": ("generate", "stream", "stream_text"),
     "kvjax.generation.memory_plan": ("planned_bytes",),
+    "kvjax.generation.options": ("GenerateOptions",),
     "kvjax.generation.result": ("Result",),
     "kvjax.engine.sampling": ("SamplingParams",),
 }

@@ -314,11 +314,11 @@ def _print_texts(model: Model, prompts: Prompts, method: KVMethod, options: dict
     with Console(stderr=True).status("reading the prompt; a new length or method is compiled first"):
         run = start(model, prompts, method, **options)
     if len(run.state.out) == 1 and model.tokenizer is not None:
-        for delta in run.text_deltas(options["max_new_tokens"]):
+        for delta in run.text_deltas():
             print(delta, end="", flush=True)
         print(f"\n[{run.result().finish_reasons[0]}]")
         return run.result()
-    out = run.finish(options["max_new_tokens"])
+    out = run.finish()
     for text, reason in zip(out.text or out.tokens, out.finish_reasons, strict=True):
         print(f"{text}\n[{reason}]")
     return out

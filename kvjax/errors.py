@@ -10,6 +10,7 @@ __all__ = [
     "KvjaxWarning",
     "OtherWeights",
     "TracedCall",
+    "UnknownKeyword",
     "escape_unprintable",
 ]
 
@@ -47,6 +48,10 @@ class ComponentConflict(IncompatibleMethod):
 
 class OtherWeights(KvjaxError):
     """A cache that was filled by a model of other weights, configuration or dtype."""
+
+
+class UnknownKeyword(KvjaxError, TypeError):
+    """A keyword argument that a call does not take; the message names the one that is meant, where one is near."""
 
 
 class TracedCall(KvjaxError):

@@ -40,10 +40,12 @@ from kvjax.engine.sampling import SamplingParams
 from kvjax.errors import KvjaxError
 from kvjax.models.config import Config
 from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
 
 __all__ = ["bind", "decode", "empty", "extend", "logits", "prefill", "take"]
 
 
+@checks_keywords
 def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -> Plan:
     """Binds a method to every layer of a model.
 
@@ -64,6 +66,7 @@ def bind(method: str | KVMethod, config: Config, differentiable: bool = False) -
     return _plan.bind(method, config, differentiable)
 
 
+@checks_keywords
 def logits(params: Any, tokens: Array, config: Config) -> Array:
     """Runs the exact forward pass without a cache.
 
@@ -78,6 +81,7 @@ def logits(params: Any, tokens: Array, config: Config) -> Array:
     return exact_logits(params, jnp.asarray(tokens, jnp.int32), config=config)
 
 
+@checks_keywords
 def prefill(
     params: Any,
     tokens: Array,
@@ -122,6 +126,7 @@ def prefill(
     )
 
 
+@checks_keywords
 def extend(
     params: Any, tokens: Array, cache: Cache, lengths: Array | None = None, commit: int | None = None
 ) -> tuple[Array, Cache]:
@@ -149,6 +154,7 @@ def extend(
     return _decode.step(params, tokens, cache, commit, target, lengths)
 
 
+@checks_keywords
 def decode(
     params: Any,
     cache: Cache,
@@ -180,6 +186,7 @@ def decode(
     return _decode.decode(params, cache, tokens, num_tokens, target=target, sampler=sampler, key=key)
 
 
+@checks_keywords
 def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
     """Makes the cache of sequences that have no token yet.
 
@@ -200,6 +207,7 @@ def empty(plan: Plan, config: Config, batch: int, capacity: int, dtype: Any = jn
     return _prefill.empty(plan, Target(config), batch, capacity, jnp.dtype(dtype))
 
 
+@checks_keywords
 def take(cache: Cache, sequences: Array) -> Cache:
     """Takes sequences of a cache, as a beam search does in every step.
 

@@ -27,7 +27,7 @@ from experiments.bench import measuring
 from experiments.bench.shapes import SHAPES
 from kvjax.core import compile_cache
 from kvjax.eval.run.machine import machine
-from kvjax.generation.session import LOOPS
+from kvjax.generation.options import LOOPS
 
 METHODS = "full;snapkv;kivi:bits=2;specache:bits=2"
 STAGES = {

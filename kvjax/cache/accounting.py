@@ -15,6 +15,7 @@ from kvjax.cache.protocol import Cache, SizedLayer
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
+from kvjax.utils.keywords import checks_keywords
 
 if TYPE_CHECKING:
     from kvjax.cache.bound_layer import MethodLayer
@@ -89,6 +90,7 @@ def array_bytes(tree: Any) -> dict[str, int]:
     return total
 
 
+@checks_keywords
 def state_bytes(cache: Cache) -> CacheBytes:
     """Counts the bytes of a cache, read off its arrays.
 
@@ -119,6 +121,7 @@ def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
     return sum(config.layers * (length * per_token + 4) + 4 for length in lengths)
 
 
+@checks_keywords
 def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     """[layer][sequence][key/value head]: the positions, ascending, of the tokens that the cache holds."""
     cache.check_usable()

@@ -14,6 +14,7 @@ from kvjax.core.top_k import BOUNDARY_ROUNDING, covering_mask
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
 
 MIN_POSITIVE = 1e-30  # least temperature and top_p: dividing logits by a smaller one would overflow
 
@@ -82,6 +83,9 @@ class SamplingParams:
         types = {"temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32}
         numbers = {name: getattr(self, name) for name in types}
         return Sampler(**{name: jnp.asarray(x, types[name]) for name, x in numbers.items() if x is not None})
+
+
+SamplingParams.__init__ = checks_keywords(SamplingParams.__init__)
 
 
 def resolve_sampling(sampling: SamplingParams | None = None, **fields: Any) -> SamplingParams:

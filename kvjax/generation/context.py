@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,6 @@ from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.cache.state import concat_sequences, take_sequences
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
-from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.generation import checks
 from kvjax.generation.cache_ops import save, sequences
@@ -23,14 +23,15 @@ from kvjax.generation.cache_ops.edit import edit
 from kvjax.generation.cache_ops.extend_prefix import read_after_prefix
 from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
+from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
 from kvjax.generation.result import Result, concat_results
-from kvjax.generation.session import DecodeOptions, DecodeSession, start_decoding
-from kvjax.generation.stopping import Stop
+from kvjax.generation.session import DecodeSession, start_decoding
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
 from kvjax.utils import arguments
 from kvjax.utils.display import table
+from kvjax.utils.keywords import checks_keywords
 
 ROOM_TOKENS = 512  # default headroom per sequence after the documents
 
@@ -77,6 +78,7 @@ class Context:
         """Returns the positions of the tokens that the cache holds, as [layer][sequence][key/value head]."""
         return kept_positions(self.cache)
 
+    @checks_keywords
     def feed(self, more: Prompts, *, decoded: Decoded = False, width: int | None = None) -> Context:
         """Appends text to each sequence.
 
@@ -89,136 +91,84 @@ class Context:
         out, cache = extend_padded(self.model, ids, self.cache, decoded, width)
         return dataclasses.replace(self, cache=cache, last=last_logits(out, ids))
 
+    @checks_keywords
     def start(
         self,
         *,
-        max_new_tokens: int = 64,
-        sampling: SamplingParams | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        eos_ids: Sequence[int] | int | None = None,
-        stop: Stop = (),
-        loop: str | None = None,
         first_row: int = 0,
         use_up: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> DecodeSession:
         """Starts to decode after each sequence: a session that can be advanced in slices, inspected and timed.
-
-        Args not listed are those of `kvjax.generate`.
 
         Args:
           first_row: number of the first sequence; each draws by `seed` and its number.
           use_up: whether to decode in the context's own cache instead of a copy; the context is unusable afterwards.
+          **options: max_new_tokens, temperature, stop and the others of `kvjax.GenerateOptions`.
         """
+        return self._start(resolve_options(self.model, options), first_row, use_up)
+
+    def _start(self, options: DecodeOptions, first_row: int, use_up: bool) -> DecodeSession:
         self._check_known()
         arguments.integer("first_row", first_row, 0)
-        arguments.integer("max_new_tokens", max_new_tokens)
-        used, num_fed = int(np.max(np.asarray(self.cache.length))), max_new_tokens - 1  # the last is not fed back
+        used, num_fed = int(np.max(np.asarray(self.cache.length))), options.max_new_tokens - 1  # the last is not fed
         if used + num_fed > self.cache.capacity:
             raise KvjaxError(
                 f"the cache has room for {self.cache.capacity} tokens per sequence and holds {used}; {num_fed} more do "
                 f"not fit: read with room={num_fed} or more"
             )
-        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        return start_decoding(
-            self.model,
-            self.last,
-            self.cache,
-            params,
-            max_new_tokens=max_new_tokens,
-            eos_ids=eos_ids,
-            stop=stop,
-            loop=loop,
-            first_row=first_row,
-            keep=not use_up,
-        )
+        return start_decoding(self.model, self.last, self.cache, options, first_row=first_row, keep=not use_up)
 
+    @checks_keywords
     def generate(
         self,
         *,
-        max_new_tokens: int = 64,
-        sampling: SamplingParams | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        eos_ids: Sequence[int] | int | None = None,
-        stop: Stop = (),
-        loop: str | None = None,
         first_row: int = 0,
         use_up: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """Generates the continuation of each sequence; arguments are those of `start`."""
-        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
-        session = self.start(max_new_tokens=max_new_tokens, first_row=first_row, use_up=use_up, **options)
-        return session.finish(max_new_tokens)
+        return self.start(first_row=first_row, use_up=use_up, **options).finish()
 
+    @checks_keywords
     def stream(
         self,
         *,
-        max_new_tokens: int = 64,
-        sampling: SamplingParams | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        eos_ids: Sequence[int] | int | None = None,
-        stop: Stop = (),
-        loop: str | None = None,
         first_row: int = 0,
         use_up: bool = False,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[list[int | None]]:
         """Streams tokens, in each step one per sequence, None after its end; arguments are those of `start`."""
-        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
-        session = self.start(max_new_tokens=max_new_tokens, first_row=first_row, use_up=use_up, **options)
-        return session.columns(max_new_tokens)
+        return self.start(first_row=first_row, use_up=use_up, **options).columns()
 
+    @checks_keywords
     def ask(
         self,
         questions: Prompts,
         *,
-        max_new_tokens: int = 64,
-        sampling: SamplingParams | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        eos_ids: Sequence[int] | int | None = None,
-        stop: Stop = (),
-        loop: str | None = None,
         first_row: int = 0,
         width: int | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """Answers one question per sequence; the context stays as it is, so that each question is the first one.
 
         A context of one document may be asked several questions. They are answered one after the other, and draw as the
         sequences of a batch would.
 
-        Args not listed are those of `start`.
-
         Args:
           questions: texts, or lists of ids.
+          first_row: as in `start`.
           width: tokens that the questions are padded to.
+          **options: as in `start`.
         """
         ids = token_ids(self.model, questions)
-        params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        options = DecodeOptions(sampling=params, eos_ids=eos_ids, stop=stop, loop=loop)
+        resolved = resolve_options(self.model, options)
         if self.num_sequences == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
-            return concat_results(
-                [self.ask([q], max_new_tokens=max_new_tokens, width=width, first_row=i, **options) for i, q in each]
-            )
-        fed = self.feed(ids, width=width)
-        return fed.generate(max_new_tokens=max_new_tokens, first_row=first_row, use_up=True, **options)
+            return concat_results([self.ask([q], first_row=i, width=width, **options) for i, q in each])
+        return self.feed(ids, width=width)._start(resolved, first_row, use_up=True).finish()
 
+    @checks_keywords
     def score(
         self, continuations: Prompts, *, decoded: Decoded = True, width: int | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -238,6 +188,7 @@ class Context:
         self._check_known()
         return teacher_force(self.model, self.last, self.cache, ids, decoded, width)
 
+    @checks_keywords
     def crop(self, lengths: int | Sequence[int]) -> Context:
         """Keeps only the first tokens of each sequence: `lengths`, one number or one per sequence.
 
@@ -245,6 +196,7 @@ class Context:
         """
         return self._without_last(sequences.crop(self.cache, lengths))
 
+    @checks_keywords
     def edit(self, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Context:
         """Replaces tokens start..stop-1 of each sequence without running the text after them again (PIE).
 
@@ -257,15 +209,18 @@ class Context:
         """
         return self._without_last(edit(self.model, self.cache, start, stop, tokens))
 
+    @checks_keywords
     def take(self, which: Sequence[int]) -> Context:
         """Takes the sequences with these indices, in this order, each as often as it is listed."""
         cache = sequences.take(self.cache, which)
         return dataclasses.replace(self, cache=cache, last=take_sequences(None, self.last, np.asarray(which)))
 
+    @checks_keywords
     def fork(self, times: int) -> Context:
         """Copies each sequence `times` times, to continue in several ways; its copies are adjacent."""
         return self.take(np.repeat(np.arange(self.num_sequences), arguments.integer("times", times)).tolist())
 
+    @checks_keywords
     def join(self, *others: Context) -> Context:
         """Joins the sequences of several contexts of one model, method and capacity into one batch."""
         for other in others:
@@ -279,6 +234,7 @@ class Context:
             return self._without_last(cache)
         return dataclasses.replace(self, cache=cache, last=concat_sequences(None, [x.last for x in contexts]))
 
+    @checks_keywords
     def extend_prefix(
         self,
         documents: Prompts,
@@ -316,12 +272,14 @@ class Context:
                 "at least one token per sequence"
             )
 
+    @checks_keywords
     def save(self, path: str | Path) -> Path:
         """Writes the context to one file, which `kvjax.resume` reads; returns the file's path."""
         self.cache.check_usable()
         return save.write(path, self.model, self.method, self.cache, self.last)
 
 
+@checks_keywords
 def read(
     model: Model,
     documents: Prompts,
@@ -361,6 +319,7 @@ def read(
     return context
 
 
+@checks_keywords
 def resume(model: Model, path: str | Path, method: str | KVMethod | None = None) -> Context:
     """Reads a context that `Context.save` wrote.
 

@@ -23,11 +23,13 @@ from kvjax.generation.inputs import round_up
 from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
 
 MAX_PROMPT_TOKENS = 2**24
 """Longest prompt that is planned for: budgets are tables over all lengths, and no model has as many positions."""
 
 
+@checks_keywords
 def planned_bytes(
     method: str | KVMethod,
     model: Model | Config,

@@ -24,12 +24,14 @@ from kvjax.generation.inputs import Prompts, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
 
 Decoded = bool | Sequence[Sequence[bool]]
 """Whether tokens stand for decoded ones: all of them, or each by itself. A method that drafts must predict a decoded
 token, as it does in generation; the others are known to it in advance."""
 
 
+@checks_keywords
 def logits(model: Model, ids: Prompts) -> Array:
     """Runs the exact forward pass without a cache.
 
@@ -47,6 +49,7 @@ def logits(model: Model, ids: Prompts) -> Array:
     return out[:, : int(lengths.max())]
 
 
+@checks_keywords
 def prefill(
     model: Model,
     ids: Prompts,
@@ -154,6 +157,7 @@ def replay_prompts(model: Model, plan: Plan) -> tuple[list[int], list[int]]:
     return encode(replay.first) if replay.first else [], encode(replay.later) if replay.later else []
 
 
+@checks_keywords
 def extend(
     model: Model, ids: Prompts, cache: Cache, method: str | KVMethod | None = None, *, decoded: Decoded = False
 ) -> tuple[Array, Cache]:
@@ -242,6 +246,7 @@ def _decoded_mask(ids: Sequence[Sequence[int]], decoded: Decoded) -> list[list[b
     return [list(row) for row in decoded]
 
 
+@checks_keywords
 def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | KVMethod) -> list[np.ndarray]:
     """Scores a continuation of each prompt under a method.
 

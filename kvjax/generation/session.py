@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,27 +16,14 @@ from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
-from kvjax.engine.sampling import Sampler, SamplingParams
-from kvjax.errors import KvjaxError
+from kvjax.engine.sampling import Sampler
 from kvjax.generation import checks, decode_loop, stopping
 from kvjax.generation.compile_options import compiled_for, jit_with, options_for
 from kvjax.generation.decode_loop import DecodeState
+from kvjax.generation.options import DecodeOptions
 from kvjax.generation.result import Result
-from kvjax.generation.stopping import Stop
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
-
-LOOPS = "layers", "while", "scan"
-WHILE_LOOP_MIN_TOKENS = 2048  # from here on, one program for the whole loop repays its compile time
-
-
-class DecodeOptions(TypedDict):
-    """The arguments that all generating calls pass on unchanged."""
-
-    sampling: SamplingParams
-    eos_ids: Sequence[int] | int | None
-    stop: Stop
-    loop: str | None
 
 
 @dataclasses.dataclass
@@ -53,8 +40,9 @@ class DecodeSession:
     loop: str = "while"
     decode_seconds: float = 0.0
 
-    def finish(self, limit: int) -> Result:
-        """Decodes until all sequences have ended, by an id or a stop string, or have `limit` tokens."""
+    def finish(self, limit: int | None = None) -> Result:
+        """Decodes until all sequences have ended, by an id or a stop string, or have `limit` tokens, at most all."""
+        limit = self.max_new_tokens if limit is None else limit
         if self.loop == "scan":
             with self._timed():
                 self.state = self._compile(decode_loop.decode_fixed)(**self._arguments())
@@ -133,6 +121,11 @@ class DecodeSession:
         return dataclasses.replace(self.state.cache, weights=self.weights)
 
     @property
+    def max_new_tokens(self) -> int:
+        """The most tokens that a sequence can get."""
+        return self.state.out.shape[1]
+
+    @property
     def tokens(self) -> np.ndarray:
         """i32[B n], all tokens so far, -1 after a sequence's end; the first came from the prefill."""
         return np.asarray(self.state.out)[:, : int(self.state.i)]
@@ -157,9 +150,9 @@ class DecodeSession:
             num_sequences=len(tokens),
         )
 
-    def columns(self, count: int) -> Iterator[list[int | None]]:
-        """Yields the tokens of each step, one per sequence, None after a sequence's end; at most `count` steps."""
-        for i in range(count):
+    def columns(self) -> Iterator[list[int | None]]:
+        """Yields the tokens of each step, one per sequence, None after a sequence's end."""
+        for i in range(self.max_new_tokens):
             if i:
                 self.advance(i + 1)
             column = np.asarray(self.state.out[:, i])
@@ -168,10 +161,10 @@ class DecodeSession:
             self._end_at_stop()
             yield [int(t) if t >= 0 else None for t in column]
 
-    def text_deltas(self, count: int) -> Iterator[str]:
+    def text_deltas(self) -> Iterator[str]:
         """Yields the text of one sequence as it becomes final; the deltas add up to its text in `result`."""
         streamed = ""
-        for _ in self.columns(count):
+        for _ in self.columns():
             text = stopping.final_prefix(self._decode_text(self._token_lists()[0]), self.stop)
             if len(text) > len(streamed):
                 yield text[len(streamed) :]
@@ -197,34 +190,30 @@ def start_decoding(
     model: Model,
     last: Array,
     cache: Cache,
-    sampling: SamplingParams,
+    options: DecodeOptions,
     *,
-    max_new_tokens: int,
-    eos_ids: Sequence[int] | int | None = None,
-    stop: Stop = (),
-    loop: str | None = None,
     first_row: int = 0,
     keep: bool = False,
     timer: Timer | None = None,
 ) -> DecodeSession:
-    """Starts decoding from a cache and the logits f32[B V] of its last token; options as in `generate`.
+    """Starts decoding from a cache and the logits f32[B V] of its last token.
 
     Args:
       first_row: the number by which the first sequence draws.
       keep: whether the loop works on a copy of the cache, which it would otherwise use up.
       timer: adds up the seconds; its run time so far counts as the prefill.
     """
-    loop = resolve_loop(loop, stop, max_new_tokens)
-    checks.check_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), max_new_tokens)
-    timer, stop, sampler = timer or Timer(), stopping.parse_stop(model, stop), sampling.sampler()
+    num_new = options.max_new_tokens
+    checks.check_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), num_new)
+    timer, sampler = timer or Timer(), options.sampling.sampler()
     prefill_seconds = timer.run_seconds
     with timer.timed():
         state = decode_loop.init_state(
             last,
-            key_from_seed(sampling.seed),
-            stopping.parse_eos_ids(model, eos_ids),
+            key_from_seed(options.sampling.seed),
+            options.eos,
             sampler,
-            num_tokens=max_new_tokens,
+            num_tokens=num_new,
             first_row=np.int32(first_row),
             has_drafts=num_draft_tokens(cache.plan) > 0,
         )
@@ -234,18 +223,7 @@ def start_decoding(
         # Compiled loops serve all models of a configuration, so the state must not carry the weights' fingerprint.
         cache, weights = dataclasses.replace(cache, weights=""), cache.weights
         state = jax.block_until_ready(dataclasses.replace(state, cache=cache))
-    session = DecodeSession(model, state, sampler, timer, prefill_seconds, weights, stop, loop)
-    if num_draft_tokens(cache.plan) and max_new_tokens > 1:
+    session = DecodeSession(model, state, sampler, timer, prefill_seconds, weights, options.stop, options.loop)
+    if num_draft_tokens(cache.plan) and num_new > 1:
         session.draft_first()
     return session
-
-
-def resolve_loop(loop: str | None, stop: Stop, max_new_tokens: int) -> str:
-    """Checks `loop`, or chooses one by the number of tokens and the backend."""
-    if loop is None:
-        return "layers" if max_new_tokens < WHILE_LOOP_MIN_TOKENS and jax.default_backend() == "cpu" else "while"
-    if loop not in LOOPS:
-        raise KvjaxError(f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}")
-    if loop == "scan" and stop:
-        raise KvjaxError("loop='scan' runs max_new_tokens whatever the tokens; leave stop out, or use loop='while'")
-    return loop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -11,7 +10,7 @@ import math
 import numbers
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
@@ -19,8 +18,9 @@ import numpy as np
 
 import kvjax.methods
 from kvjax.cache.eviction.budgets import TokenBudget, parse_budget
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, UnknownKeyword
 from kvjax.methods.docstrings import MethodDocs, check_docstring, parse_docstring, resolve_meaning
+from kvjax.utils.arguments import suggest_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def register_method(
                 message = f"{name}: {e}; it has {', '.join(known) or 'no parameters'}"
                 # Python only says that a keyword is unexpected; the known one may be near.
                 if unknown := [key for key in kwargs if key not in known]:
-                    message = describe_unknown_parameter(name, unknown[0], known)
+                    raise UnknownKeyword(describe_unknown_parameter(name, unknown[0], known)) from None
                 raise TypeError(message) from None
             for key, value in arguments.items():
                 _check_value(name, signature.parameters[key], value)
@@ -249,12 +249,6 @@ def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> 
     close = suggest_name(name, known)
     has = f"has {', '.join(known)}" if known else "has none"
     return f"{method} has no parameter {name!r}" + (f"{close} It {has}" if close else f"; it {has}")
-
-
-def suggest_name(name: str, known: Iterable[str]) -> str:
-    """A question for the known name that is nearest to an unknown one, or "" where all are far."""
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def import_builtin_methods() -> dict[str, MethodEntry]:

@@ -17,8 +17,9 @@ from kvjax.methods.registry import (
     describe_unknown_parameter,
     describe_wrong_type,
     is_builtin,
-    suggest_name,
 )
+from kvjax.utils.arguments import suggest_name
+from kvjax.utils.keywords import checks_keywords
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
 """One method or several: values, strings, or strings separated by `;`."""
@@ -36,11 +37,13 @@ class Part(NamedTuple):
     values: dict[str, Any]
 
 
+@checks_keywords
 def parse(text: str) -> Method:
     """Makes a method from its string; `+` composes. Raises KvjaxError with the nearest valid name."""
     return compose(*(load_all()[name].make(**values) for name, values in parse_parts(text)))
 
 
+@checks_keywords
 def compose(first: str | KVMethod, *others: str | KVMethod) -> Method:
     """Composes methods, values or strings, from left to right.
 
@@ -169,6 +172,7 @@ def method_of(method: str | KVMethod | None) -> KVMethod:
     )
 
 
+@checks_keywords
 def name_of(method: str | KVMethod) -> str:
     """The name of a method in reports: the string that makes it, or the `repr` of a value that none makes.
 

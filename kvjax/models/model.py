@@ -27,6 +27,7 @@ from kvjax.models.decoder import init
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.utils.arguments import float_type
+from kvjax.utils.keywords import checks_keywords
 
 MODEL_RESOLVERS = ["checkpoints_convert.package_models"]
 """Modules that find models by name. They stand above this one, so they are imported when a name is looked up.
@@ -91,6 +92,7 @@ class Model:
         return render_conversations(self.chat_template, messages)
 
 
+@checks_keywords
 def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Model:
     """Loads a checkpoint directory of `checkpoints_convert`, or a model by name, as `kvjax models` lists them.
 
@@ -143,6 +145,7 @@ def _resolvers() -> list[Any]:
     return [importlib.import_module(module) for module in MODEL_RESOLVERS]
 
 
+@checks_keywords
 def random_model(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:
     """Makes a model with random parameters, for tests and benchmarks where only shapes and speed matter."""
     params = jax.jit(lambda key: nn.unbox(init(config, key, float_type(dtype))))(key_from_seed(seed))

@@ -17,6 +17,7 @@ from kvjax.methods.strings import Part, format_methods, method_of, name_of, pars
 from kvjax.models.model import Model
 from kvjax.testing.rules import DECODED_TOKENS, RULES, Breach, MethodRun, users_line
 from kvjax.utils import arguments, display
+from kvjax.utils.keywords import checks_keywords
 
 
 class BrokenRule(KvjaxError):
@@ -57,6 +58,7 @@ class CheckReport:
         return display.table(repr(self), ("rule", "what it says", "seconds"), rows)
 
 
+@checks_keywords
 def check_method(
     method: str | KVMethod, model: Model, *, length: int = 90, seed: int = 0, progress: bool | None = None
 ) -> CheckReport:

@@ -1,9 +1,11 @@
-"""Checks of numbers and dtypes, in one place, so that all public calls report errors alike."""
+"""Checks of numbers, dtypes and names, in one place, so that all public calls report errors alike."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -47,6 +49,12 @@ def float_type(dtype: Any) -> np.dtype:
 def dtype_name(word: str) -> str:
     """Returns the long name of a dtype's short name; any other word stays as it is."""
     return SHORT_DTYPES.get(word, word)
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """A question for the known name that is nearest to an unknown one, or "" where all are far."""
+    close = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _is_scalar(value: Any, kind: type, dtypes: str) -> bool:

@@ -13,7 +13,7 @@ from kvjax.engine import forward
 from kvjax.errors import KvjaxError
 from kvjax.generation import decode_loop
 from kvjax.generation.compile_options import jit_with
-from kvjax.generation.session import LOOPS
+from kvjax.generation.options import LOOPS
 from kvjax.testing import toy_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]

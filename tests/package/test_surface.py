@@ -9,11 +9,14 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import kvjax
+from kvjax.errors import KvjaxError, UnknownKeyword
+from kvjax.generation.options import GenerateOptions
 from kvjax.methods.loading import load_all
 from kvjax.methods.registry import REGISTRY, is_builtin
 
@@ -56,7 +59,7 @@ def test_every_name_of_all_is_there(module):
 
 
 def test_the_top_shows_its_names_and_no_others():
-    assert dir(kvjax) == sorted(kvjax.__all__) and len(dir(kvjax)) <= 30
+    assert dir(kvjax) == sorted(kvjax.__all__) and len(dir(kvjax)) <= 32
     assert not set(NAMED) - {"methods"} & set(dir(kvjax))
     with pytest.raises(AttributeError, match="module 'kvjax' has no attribute 'read_exactly'"):
         _ = kvjax.read_exactly
@@ -102,11 +105,74 @@ print(json.dumps([type(x).__name__ for x in [before, *after]]))
     assert run_code(code) == ["function"] * 8
 
 
-def test_every_call_that_draws_names_its_keywords():
+GENERATING = [
+    kvjax.generate,
+    kvjax.stream,
+    kvjax.stream_text,
+    kvjax.chat,
+    kvjax.speculative.speculate,
+    kvjax.Context.start,
+    kvjax.Context.generate,
+    kvjax.Context.stream,
+    kvjax.Context.ask,
+]
+
+
+@pytest.mark.parametrize("call", GENERATING, ids=lambda call: call.__qualname__)
+def test_every_call_that_generates_names_and_describes_its_keywords(call):
     """Editors and notebooks complete what a signature names."""
-    calls = [kvjax.generate, kvjax.stream, kvjax.stream_text, kvjax.chat, kvjax.speculative.speculate]
-    calls += [kvjax.Context.start, kvjax.Context.generate, kvjax.Context.stream, kvjax.Context.ask]
+    parameters = inspect.signature(call).parameters
+    assert GenerateOptions.__annotations__.keys() <= parameters.keys()
+    assert not any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+    assert all(f"\n  {name}: " in call.__doc__ for name in GenerateOptions.__annotations__)
+    assert all(x.default is not x.empty for x in parameters.values() if x.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def public_calls() -> list[Callable]:
+    """The functions of the public modules and the public methods of a context that take arguments."""
+    modules = [getattr(kvjax, name) for name in ("functional", "cache_ops", "cachegen", "eval", "reuse", "speculative")]
+    calls = [getattr(module, name) for module in (kvjax, *modules) for name in module.__all__]
+    calls += [kvjax.testing.check_method, *(x for name, x in vars(kvjax.Context).items() if not name.startswith("_"))]
+    return [x for x in calls if inspect.isfunction(x) and inspect.signature(x).parameters.keys() - {"self"}]
+
+
+def test_an_unknown_keyword_is_an_error_that_names_the_nearest_known_one():
+    calls = public_calls()
+    assert len(calls) > 45
     for call in calls:
-        parameters = inspect.signature(call).parameters
-        assert {"sampling", "temperature", "top_k", "top_p", "min_p", "seed", "eos_ids"} <= parameters.keys()
-        assert not any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+        with pytest.raises(UnknownKeyword, match=re.escape(f"{call.__qualname__}() got an unexpected keyword")):
+            call(qqqqq=1)
+        for name, parameter in inspect.signature(call).parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL or name == "self" or len(name) < 4:
+                continue
+            misspelled = f"{name[:-1]}x{name[-1]}"
+            says = f"unexpected keyword argument {misspelled!r}; did you mean {name!r}?"
+            with pytest.raises(TypeError, match=re.escape(says)):
+                call(**{misspelled: 1})
+
+
+@pytest.mark.parametrize(
+    ("call", "keyword", "says"),
+    [
+        (kvjax.generate, "max_tokens", "did you mean 'max_new_tokens'?"),
+        (kvjax.generate, "max_length", "did you mean 'max_new_tokens'?"),
+        (kvjax.Context.ask, "max_tokens", "did you mean 'max_new_tokens'?"),
+        (kvjax.chat, "stop_strings", "did you mean 'stop'?"),
+        (kvjax.stream, "eos_token_id", "did you mean 'eos_ids'?"),
+        (kvjax.stream_text, "prompts", "did you mean 'prompt'?"),
+        (kvjax.generate, "prompt", "did you mean 'prompts'?"),
+        (kvjax.generate, "past_key_values", "did you mean 'cache'?"),
+        (kvjax.generate, "do_sample", "a temperature above 0 draws tokens"),
+        (kvjax.generate, "num_return_sequences", "give a prompt several times"),
+        (kvjax.generate, "n", "give a prompt several times"),
+        (kvjax.read, "prompts", "did you mean 'documents'?"),
+        (kvjax.load, "torch_dtype", "did you mean 'dtype'?"),
+        (kvjax.SamplingParams, "temprature", "did you mean 'temperature'?"),
+        (kvjax.SamplingParams, "max_tokens", "; it takes temperature, "),
+    ],
+)
+def test_the_names_of_other_libraries_are_known(call, keyword, says):
+    with pytest.raises(
+        KvjaxError, match=re.escape(f"unexpected keyword argument {keyword!r}") + ".*" + re.escape(says)
+    ):
+        call(**{keyword: 1})

@@ -16,12 +16,14 @@ from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.methods.strings import Methods, resolve
 from kvjax.models.model import Model
+from kvjax.utils.keywords import checks_keywords
 
 TASKS = "niah,ppl"
 QUICK = Spec(lengths=(512,), contexts=4, depths=5)
 """The default cases: about a minute on two cores for two methods and the shipped model."""
 
 
+@checks_keywords
 def compare(
     model: Model,
     methods: Methods,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from kvjax.eval.tasks.humaneval import HUMANEVAL
 from kvjax.eval.tasks.longbench import LONGBENCH
 from kvjax.eval.tasks.xsum import XSUM
 from kvjax.models.model import Model
+from kvjax.utils.arguments import suggest_name
 
 RECALL_TASKS = {
     "turns": "A conversation of recall questions about one context (after SCBench).",
@@ -93,8 +93,7 @@ def expand(names: str | Sequence[str]) -> list[str]:
         matches = [name] if name in known else [t for t in known if t.startswith(f"{name}.")]
         if not matches:
             families = dict.fromkeys(t.partition(".")[0] for t in known)
-            close = difflib.get_close_matches(name, [*families, *known], 1, 0.5)
-            nearest = f"; did you mean {close[0]!r}?" if close else ""
+            nearest = suggest_name(name, [*families, *known])
             raise KvjaxError(f"unknown task {name!r}{nearest}; `kvjax eval --list` lists them all")
         expanded += matches
     return list(dict.fromkeys(expanded))

@@ -30,8 +30,10 @@ from kvjax.generation.checks import check_cache
 from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.model_calls import extend_padded
 from kvjax.models.model import Model
+from kvjax.utils.keywords import checks_keywords
 
 
+@checks_keywords
 def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Cache:
     """Replaces tokens start..stop-1 of each sequence by others.
 

@@ -18,8 +18,10 @@ from kvjax.core.mesh import check_divides, per_device
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError, OtherWeights
 from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
 
 
+@checks_keywords
 def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     """Keeps only the first tokens of each sequence, exactly: as if the others had never been fed.
 
@@ -67,6 +69,7 @@ def crop_layers(
     return tuple(states)
 
 
+@checks_keywords
 def take(cache: Cache, which: Sequence[int]) -> Cache:
     """Takes the sequences with these indices, in this order, each as often as it is listed; any method, bit by bit."""
     cache.check_usable()
@@ -84,11 +87,13 @@ def take(cache: Cache, which: Sequence[int]) -> Cache:
     return dataclasses.replace(cache, layers=layers, length=take_sequences(None, cache.length, at))
 
 
+@checks_keywords
 def fork(cache: Cache, times: int) -> Cache:
     """Copies each sequence `times` times; the copies of a sequence are adjacent."""
     return take(cache, np.repeat(np.arange(cache.length.shape[0]), arguments.integer("times", times)).tolist())
 
 
+@checks_keywords
 def join(caches: Sequence[Cache]) -> Cache:
     """Joins the sequences of several caches of one method and model into one batch, bit by bit.
 

@@ -13,8 +13,10 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts
 from kvjax.generation.reuse.chunk_layout import Span, layout_chunks, recompute
 from kvjax.generation.reuse.full_kv import FullKV
+from kvjax.utils.keywords import checks_keywords
 
 
+@checks_keywords
 def blend(
     chunks: FullKV, order: Sequence[Sequence[int]], questions: Prompts, *, ratio: float = 0.16, layer: int = 1
 ) -> FullKV:

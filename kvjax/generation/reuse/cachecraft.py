@@ -22,6 +22,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts, round_up
 from kvjax.generation.reuse.chunk_layout import Span, layout_chunks, recompute
 from kvjax.generation.reuse.full_kv import FullKV
+from kvjax.utils.keywords import checks_keywords
 
 QUERY_BLOCK_TOKENS = 64
 """Queries whose attention to all keys is in memory at a time."""
@@ -102,6 +103,7 @@ def overlap(chunk: Chunk, new_context: Sequence[tuple[int, ...]]) -> float:
     return attention * (1 - swapped)
 
 
+@checks_keywords
 def cut(read: FullKV, lengths: Sequence[Sequence[int]]) -> Chunks:
     """Cuts prompts that were read exactly into chunks.
 

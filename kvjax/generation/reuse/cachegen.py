@@ -29,6 +29,7 @@ from kvjax.generation.inputs import place, round_up
 from kvjax.generation.reuse import rans
 from kvjax.generation.reuse.full_kv import FullKV, full_kv_from_arrays, full_kv_from_context
 from kvjax.models.model import Model
+from kvjax.utils.keywords import checks_keywords
 
 FORMAT = archive.Format("kvjax-cachegen", 2, {"levels": list, "group": int})
 ANCHOR_LEVELS = 256
@@ -38,6 +39,7 @@ FINE_KEY_LAYERS, FINE_VALUE_LAYERS = 10 / 32, 2 / 32  # fraction of the layers w
 Levels = int | Sequence[tuple[int, int]]
 
 
+@checks_keywords
 def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None = None, group: int = 0) -> Path:
     """Writes keys and values in few levels, whole or not at all.
 
@@ -88,6 +90,7 @@ def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None 
     return archive.write(path, FORMAT, exact.model, header, arrays, deflate=True)
 
 
+@checks_keywords
 def read(model: Model, path: str | Path) -> FullKV:
     """Reads the keys and values of a file, to compress under any method that observes no queries.
 

@@ -26,6 +26,7 @@ from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
+from kvjax.utils.keywords import checks_keywords
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +88,7 @@ class AllQueries:
     needs: Needs = Needs(observed_queries=None)
 
 
+@checks_keywords
 def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) -> FullKV:
     """Runs documents in full attention once.
 

@@ -17,6 +17,7 @@ from kvjax.generation.context import ROOM_TOKENS, Context, read
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.models.model import Model
 from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
 
 
 class Group(NamedTuple):
@@ -31,6 +32,7 @@ class Group(NamedTuple):
         return (len(self.rows) - 1) * self.length
 
 
+@checks_keywords
 def read_batch(
     model: Model,
     prompts: Prompts,

@@ -31,8 +31,10 @@ from kvjax.generation.reuse.full_kv import AllQueries, FullKV
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
 
 
+@checks_keywords
 def read_packed(
     model: Model,
     documents: Prompts,
@@ -60,6 +62,7 @@ def read_packed(
     return pack_exactly(model, ids, width).compress(method, capacity_for(ids, capacity, 0))
 
 
+@checks_keywords
 def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> FullKV:
     """Runs documents as `kvjax.reuse.read_exactly` does, with short ones packed into one sequence of `width` tokens."""
     if model.mesh is not None:

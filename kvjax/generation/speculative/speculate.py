@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -20,13 +20,12 @@ from kvjax.core.types import Array
 from kvjax.engine import decode
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
-from kvjax.engine.sampling import SamplingParams, resolve_sampling
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.generation import stopping
 from kvjax.generation.cache_ops.sequences import crop_layers, mesh_of
 from kvjax.generation.compile_options import jit_with
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import capacity_for, run_prompts
+from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
 from kvjax.generation.result import Result
 from kvjax.generation.speculative.acceptance import make_shift
 from kvjax.generation.speculative.speculation_loop import SpeculationState, init_state, run_rounds
@@ -34,6 +33,7 @@ from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
 from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
 
 REMEDY = "take one that only appends, token by token, such as 'full', 'int4' or 'quest:budget=256'"
 
@@ -57,6 +57,7 @@ class Speculation(Result):
         return sum(self.accepted) / max(1, sum(self.drafted))
 
 
+@checks_keywords
 def speculate(
     model: Model,
     prompts: Prompts,
@@ -68,15 +69,8 @@ def speculate(
     draft_prompts: Prompts | None = None,
     transfer: float = 0.0,
     alpha: float = 0.1,
-    max_new_tokens: int = 64,
-    sampling: SamplingParams | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    seed: int | None = None,
-    eos_ids: Sequence[int] | int | None = None,
     capacity: int | None = None,
+    **options: Unpack[GenerateOptions],
 ) -> Speculation:
     """Continues each prompt under `method` without loss: a draft proposes tokens, one call verifies them.
 
@@ -97,15 +91,17 @@ def speculate(
       transfer: above 0 (its authors use 5 to 50), RAPID's shift of the verifier's logits towards a confident draft; the
         tokens are then no longer those of the model alone.
       alpha: a token is shifted if the draft gives it at least alpha times its highest probability (RAPID's code: 0.1).
-      max_new_tokens: the most tokens to generate per sequence; this and all that follow as in `generate`.
+      capacity: as in `generate`.
+      **options: those of `generate` but `stop` and `loop`.
 
     Raises:
+      KvjaxError: an option that speculation does not have.
       IncompatibleMethod: a method that cannot give rejected tokens back.
     """
-    params = resolve_sampling(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    resolved = _resolve_options(model, options)
+    max_new_tokens, params = resolved.max_new_tokens, resolved.sampling
     shift = make_shift(transfer, alpha)
     arguments.integer("num_draft_tokens", num_draft_tokens)
-    arguments.integer("max_new_tokens", max_new_tokens)
     drafter, timer = draft_model or model, Timer()
     ids = token_ids(model, prompts)
     draft_ids = ids if draft_prompts is None else token_ids(drafter, draft_prompts)
@@ -124,7 +120,7 @@ def speculate(
     )
     last, cache = _prefill_rewindable(model, method, ids, capacity_for(ids, capacity, num_new), "method", timer)
     prefill_seconds = timer.run_seconds
-    eos, sampler = stopping.parse_eos_ids(model, eos_ids), params.sampler()
+    eos, sampler = resolved.eos, params.sampler()
     # Compiled rounds serve all models of a configuration, so the caches must not carry the weights' fingerprints.
     cache, draft_cache = (dataclasses.replace(x, weights="") for x in (cache, draft_cache))
     targets = Target(model.config, model.mesh), Target(drafter.config, drafter.mesh)
@@ -149,6 +145,13 @@ def speculate(
                 f"{int(state.count)}: they had filled a group, which is coded for good; {REMEDY}"
             )
     return _to_result(model, state, prefill_seconds, timer)
+
+
+def _resolve_options(model: Model, options: GenerateOptions) -> DecodeOptions:
+    """Checks the options; raises KvjaxError for those of `generate` that rounds of speculation do not have."""
+    if given := next((name for name in ("stop", "loop") if options.get(name)), None):
+        raise KvjaxError(f"speculate knows no {given}; leave it out, or use kvjax.generate")
+    return resolve_options(model, options)
 
 
 def _prefill_rewindable(

@@ -1,0 +1,83 @@
+"""The options of generating: the keyword arguments of every call that generates, and their checked values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypedDict
+
+import jax
+
+from kvjax.core.types import Array
+from kvjax.engine.sampling import SamplingParams, resolve_sampling
+from kvjax.errors import KvjaxError
+from kvjax.generation import stopping
+from kvjax.generation.stopping import Stop
+from kvjax.models.model import Model
+from kvjax.utils import arguments
+
+LOOPS = "layers", "while", "scan"
+WHILE_LOOP_MIN_TOKENS = 2048  # from here on, one program for the whole loop repays its compile time
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of every call that generates; one of your own takes `**options: Unpack[GenerateOptions]`.
+
+    Attributes:
+      max_new_tokens: the most tokens to generate per sequence, 64 by default.
+      eos_ids: ids that end a sequence; by default the checkpoint's.
+      stop: strings before which a text ends; its tokens end with the token that completes the string.
+      sampling: settings of the sampler, greedy by default; or give its fields by name, temperature to seed.
+      temperature: 0 is greedy; above, tokens are drawn from the softmax of logits / temperature.
+      top_k: draws among the k likeliest tokens.
+      top_p: draws among the likeliest tokens that together reach this probability.
+      min_p: draws among the tokens at least min_p times as likely as the likeliest.
+      seed: of the draws; 0 by default.
+      loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
+        all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
+        Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to
+        rounding.
+    """
+
+    max_new_tokens: int
+    eos_ids: Sequence[int] | int | None
+    stop: Stop
+    sampling: SamplingParams | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    loop: str | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeOptions:
+    """`GenerateOptions`, checked, with the defaults of a model filled in."""
+
+    max_new_tokens: int
+    sampling: SamplingParams
+    eos: Array  # i32[E], ids that end a sequence
+    stop: tuple[str, ...]
+    loop: str
+
+
+def resolve_options(model: Model, options: GenerateOptions) -> DecodeOptions:
+    """Checks the options of a call, before it runs anything; raises KvjaxError for the first that cannot be."""
+    max_new_tokens = arguments.integer("max_new_tokens", options.get("max_new_tokens", 64))
+    fields = [field.name for field in dataclasses.fields(SamplingParams)]
+    sampling = resolve_sampling(options.get("sampling"), **{name: options.get(name) for name in fields})
+    stop = stopping.parse_stop(model, options.get("stop", ()))
+    loop = _resolve_loop(options.get("loop"), stop, max_new_tokens)
+    return DecodeOptions(max_new_tokens, sampling, stopping.parse_eos_ids(model, options.get("eos_ids")), stop, loop)
+
+
+def _resolve_loop(loop: str | None, stop: Sequence[str], max_new_tokens: int) -> str:
+    """Checks `loop`, or chooses one by the number of tokens and the backend."""
+    if loop is None:
+        return "layers" if max_new_tokens < WHILE_LOOP_MIN_TOKENS and jax.default_backend() == "cpu" else "while"
+    if loop not in LOOPS:
+        raise KvjaxError(f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}")
+    if loop == "scan" and stop:
+        raise KvjaxError("loop='scan' runs max_new_tokens whatever the tokens; leave stop out, or use loop='while'")
+    return loop

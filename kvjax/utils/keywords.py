@@ -1,0 +1,127 @@
+"""Keyword arguments of public calls: an unknown one is an error that names the known one that is meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+from kvjax.errors import UnknownKeyword
+from kvjax.utils.arguments import suggest_name
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MEANT = {
+    "max_new_tokens": "max_tokens max_length max_gen_toks max_completion_tokens max_output_tokens n_predict",
+    "stop": "stop_strings stop_sequences stop_words stop_str until",
+    "eos_ids": "eos_token_id eos_token_ids eos_id stop_token_ids",
+    "sampling": "sampling_params generation_config sampler",
+    "seed": "random_seed random_state manual_seed rng key",
+    "repetition_penalty": "repeat_penalty rep_penalty penalty penalty_repeat",
+    "presence_penalty": "penalty_present",
+    "frequency_penalty": "penalty_freq",
+    "logprobs": "top_logprobs output_scores output_logits return_logprob n_probs",
+    "chat_template_kwargs": "template_variables template_kwargs enable_thinking thinking reasoning_effort",
+    "messages": "conversation conversations history",
+    "continue_final_message": "add_generation_prompt",
+    "prompts": "prompt text texts input inputs input_ids",
+    "prompt": "prompts text input inputs input_ids",
+    "documents": "document docs prompts prompt text texts input inputs input_ids",
+    "questions": "question prompts prompt text texts",
+    "continuations": "continuation targets answers",
+    "ids": "prompts prompt text texts input inputs input_ids tokens",
+    "cache": "past_key_values kv_cache past",
+    "capacity": "max_cache_len max_seq_len max_model_len max_len",
+    "method": "press cache_implementation kv_cache_method compression",
+    "room": "headroom_tokens headroom max_new_tokens max_tokens",
+    "dtype": "torch_dtype precision",
+    "path": "name model model_id model_path model_name pretrained_model_name_or_path directory",
+}
+"""The names of kvjax, and those of transformers, vLLM, llama.cpp and others that mean the same."""
+
+REMEDIES = {
+    "do_sample": "a temperature above 0 draws tokens, and decoding is greedy without one",
+    "num_beams": "there is no beam search; kvjax.functional.take moves the caches of one's own",
+    "best_of": "give a prompt several times, and each copy draws for itself",
+    "n": "give a prompt several times, and each copy draws for itself",
+    "num_return_sequences": "give a prompt several times, and each copy draws for itself",
+    "num_samples": "give a prompt several times, and each copy draws for itself",
+    "ignore_eos": "eos_ids=() ends at no token",
+    "pad_token_id": "kvjax pads by itself; leave it out",
+    "attention_mask": "kvjax pads by itself; leave it out, and give each prompt without padding",
+    "use_cache": "the method says what is cached, and 'full' caches everything",
+    "streamer": "kvjax.stream, kvjax.stream_text and kvjax.stream_chat yield what is generated",
+    "stream": "kvjax.stream, kvjax.stream_text and kvjax.stream_chat yield what is generated",
+    "prompt_logprobs": "kvjax.score has the log-probabilities of a given text",
+    "system": 'a message {"role": "system", "content": ..} opens a conversation of kvjax.chat',
+    "system_prompt": 'a message {"role": "system", "content": ..} opens a conversation of kvjax.chat',
+    "device": "JAX chooses the device; set JAX_PLATFORMS before Python starts",
+    "device_map": "JAX chooses the device; give kvjax.load a mesh for several",
+    "chat_template": "the template is the checkpoint's; dataclasses.replace(model, chat_template=..) changes it",
+}
+"""What to do in place of arguments that have no counterpart."""
+
+
+class _Default:
+    """A default that the description names; as in a stub, it is written `...`."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def checks_keywords(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a public call: an unknown keyword raises `UnknownKeyword`, which names the one that is meant.
+
+    Keywords that the call takes as `**options: Unpack[Options]` (PEP 692) stand one by one in the signature that
+    notebooks and `help` show, and their descriptions, from the docstring of `Options`, end that of the call.
+    """
+    signature, options = _expand_options(call)
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    known = [x.name for x in signature.parameters.values() if x.kind in by_name]
+    title = call.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                raise UnknownKeyword(describe_unknown_keyword(title, name, known))
+        return call(*args, **kwargs)
+
+    checked.__signature__ = signature  # type: ignore[attr-defined]
+    if options is not None and checked.__doc__ and options.__doc__:  # `python -OO` strips all docstrings
+        described = inspect.cleandoc(options.__doc__).partition("Attributes:\n")[2]
+        checked.__doc__ = f"{inspect.cleandoc(checked.__doc__)}\n\nOptions:\n{described}\n"
+    return checked
+
+
+def describe_unknown_keyword(call: str, name: str, known: Iterable[str]) -> str:
+    """The error text for an unknown keyword of a call: what is meant, or all that the call takes."""
+    known = [x for x in known if x != "self"]
+    text = f"{call}() got an unexpected keyword argument {name!r}"
+    if meant := next((x for x in known if name.lower() in MEANT.get(x, "").split()), None):
+        return f"{text}; did you mean {meant!r}?"
+    if name.lower() in REMEDIES:
+        return f"{text}: {REMEDIES[name.lower()]}"
+    return f"{text}{suggest_name(name, known) or '; it takes ' + ', '.join(known)}"
+
+
+def _expand_options(call: Callable[..., Any]) -> tuple[inspect.Signature, Any]:
+    """The signature with the keys of an unpacked TypedDict as keywords of their own, and the TypedDict, if any."""
+    signature, parameters, options = inspect.signature(call), [], None
+    for parameter in signature.parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+            continue
+        (options,) = typing.get_args(eval(parameter.annotation, inspect.unwrap(call).__globals__))
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_Default(), annotation=_text_of(annotation))
+            for name, annotation in options.__annotations__.items()
+        ]
+    return signature.replace(parameters=parameters), options
+
+
+def _text_of(annotation: Any) -> Any:
+    return getattr(annotation, "__forward_arg__", annotation)
