@@ -385,7 +385,8 @@ class Cache:
     plan: tuple[BoundLayer, ...] = dataclasses.field(metadata={"static": True})  # the bound layers that made the states
     config: Any = dataclasses.field(metadata={"static": True})  # of the model that filled it
     dtype: str = dataclasses.field(metadata={"static": True})  # of that model's keys and values
-    # A fingerprint of that model's weights; empty where none was taken, as under a transformation of `params`.
+    # The fingerprint of that model's weights, `kvjax.Model.fingerprint`. It is empty in a cache of `kvjax.functional`,
+    # which is given parameters and no model, and `kvjax.extend`, `kvjax.generate` and `kvjax.Context` refuse it.
     weights: str = dataclasses.field(default="", metadata={"static": True})
 
     def __repr__(self) -> str:

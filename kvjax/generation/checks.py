@@ -111,7 +111,12 @@ def _warn_of_positions(model: Model, what: str) -> None:
 
 
 def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None) -> Cache:
-    """Returns the cache; raises OtherWeights for that of another model, and KvjaxError for that of another method."""
+    """Returns the cache of this model.
+
+    Raises:
+      OtherWeights: a cache of another model, or of `kvjax.functional`, which names none.
+      KvjaxError: a cache of another method, or no cache.
+    """
     if not isinstance(cache, Cache):
         raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
     cache.check_usable()
@@ -122,7 +127,12 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
             f"this cache was filled by a model in {cache.dtype} and this one is in {model.dtype}; prefill the prompt "
             f"with this one, or load it with dtype={cache.dtype!r}"
         )
-    if cache.weights not in ("", model.fingerprint):
+    if not cache.weights:
+        raise OtherWeights(
+            "this cache does not say which weights filled it, as kvjax.functional is given parameters and no model; if "
+            "they are those of this model, say so: cache = dataclasses.replace(cache, weights=model.fingerprint)"
+        )
+    if cache.weights != model.fingerprint:
         raise OtherWeights(
             "this cache was filled by a model of equal configuration and other weights; prefill the prompt with this "
             "one, or use the model that filled it"

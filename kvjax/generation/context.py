@@ -265,7 +265,7 @@ class Context:
         return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
 
     def _check_known(self) -> None:
-        self.cache.check_usable()
+        checks.check_cache(self.model, self.cache)
         if not self.last.shape[1]:
             raise KvjaxError(
                 "the logits after a crop or an edit are known when something has been fed: use `ask`, or first `feed` "
@@ -275,7 +275,7 @@ class Context:
     @checks_keywords
     def save(self, path: str | Path) -> Path:
         """Writes the context to one file, which `kvjax.resume` reads; returns the file's path."""
-        self.cache.check_usable()
+        checks.check_cache(self.model, self.cache)
         return save.write(path, self.model, self.method, self.cache, self.last)
 
 

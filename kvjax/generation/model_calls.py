@@ -199,7 +199,7 @@ def inputs_after_cache(
 
     Returns the arguments `tokens` i32[B T] and `lengths` i32[B] of `extend_timed`.
     """
-    cache.check_usable()
+    checks.check_cache(model, cache)
     if len(ids) != cache.length.shape[0]:
         raise KvjaxError(f"{len(ids)} sequences were given for a cache of {cache.length.shape[0]} sequences")
     longest = max(map(len, ids))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import hashlib
 import importlib
+import operator
 import pathlib
 from importlib import resources
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.core.compile_cache import use_compilation_cache
@@ -24,6 +22,7 @@ from kvjax.models import checkpoint
 from kvjax.models.chat_template import ChatTemplate, Messages, render_conversations
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
+from kvjax.models.fingerprint import fingerprint
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.utils.arguments import float_type
@@ -58,16 +57,21 @@ class Model:
         """The dtype of the parameters, the activations and the cache."""
         return self.params["embedding"].dtype
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """A digest of the first numbers of every parameter, which tells models of one configuration apart."""
-        digest = hashlib.sha256()
-        for x in jax.tree.leaves(self.params):
-            # As NumPy where that copies nothing: slicing a JAX array compiles a program for each shape.
-            on_cpu = all(device.platform == "cpu" for device in x.devices())
-            first = (np.asarray(x) if on_cpu else x)[tuple(slice(4) for _ in x.shape)]
-            digest.update(np.asarray(first).tobytes())
-        return digest.hexdigest()
+        """A digest of every number of every parameter, which tells models of one configuration apart.
+
+        It is computed once, and again when an array of `params` has been replaced by another.
+        """
+        leaves = jax.tree.leaves(self.params)
+        # Not a field, so that `dataclasses.replace` does not copy it. The arrays are remembered, as `params` is a dict
+        # that may get others; those of JAX never change, and those of NumPy may.
+        known_leaves, known = vars(self).get("_fingerprint", ([], ""))
+        is_known = len(leaves) == len(known_leaves) and all(map(operator.is_, leaves, known_leaves))
+        if not is_known or not all(isinstance(x, jax.Array) for x in leaves):
+            known = fingerprint(self.params)
+            vars(self)["_fingerprint"] = leaves, known
+        return known
 
     def text_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; raises KvjaxError if the checkpoint has none."""

@@ -57,7 +57,9 @@ VOCABULARY = 152_000  # Qwen's
 
 def count_kept(logits: np.ndarray, **fields) -> int:
     """How many tokens the filters leave of one sequence's logits."""
-    filtered = filter_logits(SamplingParams(temperature=1.0, **fields).sampler(), jnp.asarray(logits, jnp.float32)[None])
+    filtered = filter_logits(
+        SamplingParams(temperature=1.0, **fields).sampler(), jnp.asarray(logits, jnp.float32)[None]
+    )
     return int((np.asarray(filtered) > MASKED_LOGIT / 2).sum())
 
 

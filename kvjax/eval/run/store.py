@@ -21,13 +21,22 @@ import jax
 from kvjax.errors import KvjaxError
 from kvjax.eval.run.machine import machine, version
 from kvjax.models import checkpoint
+from kvjax.models.fingerprint import KIND as FINGERPRINT_KIND
 from kvjax.models.model import Model, find_checkpoint
 from kvjax.utils import json_documents
 from kvjax.utils.files import replace_atomically
 from kvjax.utils.lock import claim
 
 RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
-PINNED = ("digest", "dtype", "seed", "batch", "question_aware", "device")  # a run is continued under the same ones only
+PINNED = (
+    "digest",
+    "weights",
+    "dtype",
+    "seed",
+    "batch",
+    "question_aware",
+    "device",
+)  # a run is continued under the same ones only
 GROWING = ("methods", "tasks", "lengths")  # a run may be continued with more of these
 REQUIRED_FIELDS = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
 """Fields of every record, with their types."""
@@ -45,7 +54,7 @@ RecordKey = tuple[str, str, str]
 
 
 class DamagedRun(KvjaxError):
-    """A run.json is missing or says nothing usable."""
+    """A run.json is missing, says nothing usable, or nothing of all weights."""
 
 
 def record_key(record: Mapping[str, Any]) -> RecordKey:
@@ -190,8 +199,8 @@ def _merge_runs(
     if not records:
         return new
     note = (
-        f"{RUN} was damaged or missing at {new['started']} and has been written anew; that the {len(records)} records "
-        f"of before were made under the same {', '.join(PINNED)} has not been checked"
+        f"{RUN} was damaged, missing or old at {new['started']} and has been written anew; that the {len(records)} "
+        f"records of before were made under the same {', '.join(PINNED)} has not been checked"
     )
     recorded = {
         "methods": [r["method"] for r in records],
@@ -205,11 +214,20 @@ def _merge_runs(
 
 def _continue_run(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     pinned = PINNED if new["digest"] else ("model", *PINNED)
-    pinned += ("weights",) if "weights" in old else ()  # runs of kvjax 0.1 have no fingerprint of the weights
-    changed = [f"{p} was {old.get(p)!r} and is now {new[p]!r}" for p in pinned if old.get(p) != new[p]]
+    is_old = not str(old.get("weights", "")).startswith(FINGERPRINT_KIND)
+    changed = [
+        f"{p} was {old.get(p)!r} and is now {new[p]!r}"
+        for p in pinned
+        if old.get(p) != new[p] and not (p == "weights" and is_old)
+    ]
     if changed:
         raise KvjaxError(
             f"{directory} holds another run: {'; '.join(changed)}. Choose another --out, or delete {directory}"
+        )
+    if is_old:
+        raise DamagedRun(
+            f"{directory / RUN} is of an earlier kvjax, which looked at few of a model's weights, or at none, so that "
+            f"it cannot be seen whether these are the same; {REBUILD_HINT}; or choose another --out"
         )
     resumption = {"at": new["started"], "kvjax": new["kvjax"], "machine": new["machine"]}
     return {**old, **_extend_lists(old, new), "resumed": [*old.get("resumed", ()), resumption]}

@@ -119,7 +119,7 @@ def _check_header(header: Mapping[str, Any], path: str | Path, form: Format, mod
             f"{path} was saved with a model of another configuration or dtype than {model.name or 'this one'}; load "
             "that model, or read the documents again with this one"
         )
-    if header.get("weights", "") not in ("", model.fingerprint):
+    if header["weights"] != model.fingerprint:
         raise OtherWeights(
             f"{path} was saved with a model of other weights than {model.name or 'this one'}; load that model, or read "
             "the documents again with this one"

@@ -29,7 +29,7 @@ from kvjax.methods.method_hash import has_user_code, method_hash
 from kvjax.methods.strings import method_of, name_of, split_methods
 from kvjax.models.model import Model
 
-FORMAT = archive.Format("kvjax-context", 2, {"method": str, "code": str, "capacity": int, "layers": int})
+FORMAT = archive.Format("kvjax-context", 3, {"method": str, "code": str, "capacity": int, "layers": int})
 
 
 def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: Array) -> Path:

@@ -108,8 +108,11 @@ def join(caches: Sequence[Cache]) -> Cache:
     # Arrays of unlike capacity cannot be concatenated, and padding one would change what its method has stored.
     first = caches[0]
     for i, cache in enumerate(caches[1:], 1):
-        if cache.weights and first.weights and cache.weights != first.weights:
-            raise OtherWeights(f"cache {i} is of a model with other weights than cache 0; join those of one model")
+        if cache.weights != first.weights:
+            raise OtherWeights(
+                f"cache {i} is of a model with other weights than cache 0, or one of them names none, as those of "
+                "kvjax.functional; join those of one model"
+            )
         if cache.config != first.config or cache.plan != first.plan:
             raise KvjaxError(f"cache {i} is of another model or method than cache 0; join those of one")
         if cache.capacity != first.capacity:

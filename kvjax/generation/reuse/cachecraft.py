@@ -114,6 +114,7 @@ def cut(read: FullKV, lengths: Sequence[Sequence[int]]) -> Chunks:
     """
     if read.ids is None or not read.prompts[0].q.shape[3]:
         raise KvjaxError("chunks are cut from prompts with their tokens and queries; use kvjax.reuse.read_exactly")
+    read.check_weights()
     if len(lengths) != len(read.ids):
         raise KvjaxError(f"{len(lengths)} lists of lengths for {len(read.ids)} prompts; give one per prompt")
     for i, (sizes, ids) in enumerate(zip(lengths, read.ids, strict=True)):

@@ -31,7 +31,7 @@ from kvjax.generation.reuse.full_kv import FullKV, full_kv_from_arrays, full_kv_
 from kvjax.models.model import Model
 from kvjax.utils.keywords import checks_keywords
 
-FORMAT = archive.Format("kvjax-cachegen", 2, {"levels": list, "group": int})
+FORMAT = archive.Format("kvjax-cachegen", 3, {"levels": list, "group": int})
 ANCHOR_LEVELS = 256
 BASE_LEVELS, FINE_LEVELS = 16, 32  # levels of most layers, and of the first ones
 FINE_KEY_LAYERS, FINE_VALUE_LAYERS = 10 / 32, 2 / 32  # fraction of the layers with fine levels, as in public code
@@ -56,6 +56,7 @@ def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None 
       KvjaxError: other levels and groups, another method than `full`, and keys and values that are not finite.
     """
     exact = context if isinstance(context, FullKV) else full_kv_from_context(context)
+    exact.check_weights()
     if group < 0:
         raise KvjaxError(f"group={group}; give the tokens of a group, or 0 for no anchors")
     lengths, side_levels = np.asarray(exact.lengths), _levels_of_sides(levels, exact.model.config.layers)

@@ -78,6 +78,7 @@ def recompute(
     Returns:
       The texts' keys and values, and the tokens that were run, i32[B n], -1 unused.
     """
+    known.check_weights()
     model = known.model
     if model.mesh is not None:
         raise KvjaxError("chunks are put together on one device; load the model without a mesh")

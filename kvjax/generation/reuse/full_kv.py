@@ -17,7 +17,7 @@ from kvjax.engine.forward import Plan, Target, outer_params
 from kvjax.engine.layer_prompt import LayerPrompt, select_queries
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, prefill_exactly
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.generation import checks
 from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.context import Context, read
@@ -41,6 +41,19 @@ class FullKV:
     lengths: Array  # i32[B]
     last: Array  # f32[B V], the logits of each prompt's last token
     ids: Sequence[Sequence[int]] | None = None  # of the prompts, where they are known
+    weights: str = ""  # fingerprint of the model when it ran the prompts; empty: made from the model
+
+    def __post_init__(self):
+        if not self.weights:
+            object.__setattr__(self, "weights", self.model.fingerprint)
+
+    def check_weights(self) -> None:
+        """Raises OtherWeights where the model is no longer that which ran the prompts."""
+        if self.weights != self.model.fingerprint:
+            raise OtherWeights(
+                "these keys and values are of a model with other weights; read the documents with this one, or go on "
+                "with the model that read them"
+            )
 
     def compress(self, method: str | KVMethod, capacity: int) -> Context:
         """Compresses the prompts under a method.
@@ -53,6 +66,7 @@ class FullKV:
           KvjaxError: a method that observes queries, where there are none; a method that changes the attention within
             the prompt or observes more than its queries, where `ids` are unknown, since it has to read the prompts.
         """
+        self.check_weights()
         model, method = self.model, method_of(method)
         plan = bind(method, model.config)
         if any(
@@ -77,7 +91,7 @@ class FullKV:
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
         with timer.timed():
             layers = jax.block_until_ready(compress_prompts(prompts, lengths, plan, target, capacity, num_slots))
-        cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, model.fingerprint)
+        cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, self.weights)
         return Context(model, cache, self.last, method, timer.run_seconds)
 
 
@@ -122,6 +136,7 @@ def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> 
 
 def full_kv_from_context(context: Context) -> FullKV:
     """Takes the exact keys and values of a context that was read under `full`; its queries are gone."""
+    checks.check_cache(context.model, context.cache)
     if context.cache.plan != bind("full", context.model.config):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
     pairs = [(memory.unpack(layer.k), memory.unpack(layer.v)) for layer in context.cache.layers]

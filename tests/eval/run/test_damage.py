@@ -99,7 +99,9 @@ def test_a_lost_run_json_is_written_anew_when_that_is_asked_for(tmp_path, damage
     with store.open_store(tmp_path, RUN | {"methods": ["kivi"]}, rebuild=True) as s:
         assert len(s.records) == 2
     run = store.read_run(tmp_path)
-    assert run["rebuilt"].startswith("run.json was damaged or missing at now and has been written anew; that the 2")
+    assert run["rebuilt"].startswith(
+        "run.json was damaged, missing or old at now and has been written anew; that the 2"
+    )
     assert (run["methods"], run["tasks"], run["lengths"]) == (["full", "kivi"], ["niah"], [4, 512, 8])
     write(tmp_path, record(1))
     assert store.read_run(tmp_path)["rebuilt"] == run["rebuilt"] and len(store.read(tmp_path)) == 3

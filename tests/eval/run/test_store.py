@@ -12,6 +12,7 @@ from kvjax.eval.run import store
 RUN = {
     "model": "m",
     "digest": "d",
+    "weights": "all:w",
     "dtype": "float32",
     "seed": 0,
     "batch": 2,
@@ -111,6 +112,24 @@ def test_a_model_from_no_checkpoint_is_known_by_its_name(tmp_path):
     write(tmp_path, record(0), digest=None)
     with pytest.raises(KvjaxError, match="model was 'm' and is now 'n'"):
         write(tmp_path, record(1), digest=None, model="n")
+
+
+@pytest.mark.parametrize("weights", [None, "0123456789abcdef"])
+def test_a_run_that_knew_few_weights_goes_on_only_by_rebuilding(tmp_path, weights):
+    """Fingerprints of earlier versions covered the first numbers; equal or not, they tell nothing about the others."""
+    write(tmp_path, record(0))
+    old = {k: v for k, v in RUN.items() if k != "weights"} | ({} if weights is None else {"weights": weights})
+    (tmp_path / store.RUN).write_text(json.dumps(old))
+    with pytest.raises(
+        store.DamagedRun, match="is of an earlier kvjax, which looked at few .*--rebuild.*another --out"
+    ):
+        write(tmp_path, record(1))
+    with pytest.raises(KvjaxError, match="seed was 0 and is now 1. Choose"):
+        write(tmp_path, record(1), seed=1)
+    with store.open_store(tmp_path, RUN, rebuild=True) as s:
+        assert len(s.records) == 1
+    write(tmp_path, record(1))
+    assert store.read_run(tmp_path)["weights"] == "all:w" and len(store.read(tmp_path)) == 2
 
 
 def test_a_run_grows(tmp_path):

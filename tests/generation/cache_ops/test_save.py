@@ -145,7 +145,7 @@ def test_a_later_version_is_refused(tmp_path):
     header = {"format": save.FORMAT.name, "version": save.FORMAT.version + 1}
     with (tmp_path / "context").open("wb") as file:
         np.savez(file, **{archive.HEADER: np.frombuffer(json.dumps(header).encode(), np.uint8)})
-    with pytest.raises(KvjaxError, match="version 3, and this kvjax reads version 2 of 'kvjax-context'"):
+    with pytest.raises(KvjaxError, match="version 4, and this kvjax reads version 3 of 'kvjax-context'"):
         kvjax.resume(MODEL, tmp_path / "context")
 
 

@@ -246,7 +246,7 @@ def test_another_model_version_or_a_damaged_file_is_refused(tmp_path):
         kvjax.cachegen.read(toy_model(layers=3), path)
     with pytest.raises(KvjaxError, match="other weights than random"):
         kvjax.cachegen.read(toy_model(seed=1, layers=2), path)
-    with pytest.raises(KvjaxError, match="this kvjax reads version 2 of 'kvjax-context'"):
+    with pytest.raises(KvjaxError, match="this kvjax reads version 3 of 'kvjax-context'"):
         kvjax.resume(MODEL, path)
     content = path.read_bytes()
     middle = len(content) // 2
