@@ -14,8 +14,8 @@ methods that hold arrays in host memory place any. Called eagerly, a pass compil
 under `jax.jit` it is one program, in which layers that are alike are compiled once on a CPU.
 
 Nothing here is given a model, and so a cache of these functions names no weights: it is the caller's to run it with the
-parameters that filled it. `kvjax.extend`, `kvjax.generate` and `kvjax.Context` refuse such a cache until the caller says
-whose it is, `dataclasses.replace(cache, weights=model.fingerprint)`.
+parameters that filled it. `kvjax.extend`, `kvjax.generate` and `kvjax.Context` refuse such a cache until the caller
+says whose it is, `dataclasses.replace(cache, weights=model.fingerprint)`.
 
 Arguments called static are Python values, which decide shapes: close over them, or name them in `jax.jit`'s
 `static_argnames`. A program that takes or returns a cache can be written by `jax.export`; a process that reads it calls
@@ -112,8 +112,8 @@ def prefill(
 
     Returns:
       Logits of each prompt's last token f32[B V], and the cache, whose `weights` are empty: it names no model, as this
-      module says. Some methods choose the number of slots by values (of attention, for instance); under a transformation
-      these are unknown, and the cache has enough for any prompts of T tokens.
+      module says. Some methods choose the number of slots by values (of attention, for instance); under a
+      transformation these are unknown, and the cache has enough for any prompts of T tokens.
 
     Raises:
       KvjaxError: capacity below T, or a static argument that is traced or of another type.
