@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.core.matmul import FEW_TOKENS, LARGE_WEIGHT, MAX_PARTS, matmul, unembed
+from kvjax.core import matmul as matmul_module
+from kvjax.core.matmul import FEW_TOKENS, LARGE_WEIGHT, MAX_PARTS, has_matrix_unit, matmul, unembed
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, FEW_TOKENS, FEW_TOKENS + 1])
@@ -55,3 +56,70 @@ def test_narrow_numbers_are_summed_in_float32(rows):
     x = jnp.ones((rows, 2052), jnp.bfloat16)
     sums = np.asarray(unembed(x, jnp.ones((3, 2052), jnp.bfloat16)))
     np.testing.assert_array_equal(sums, 2052)
+
+
+CPU_FLAGS = {
+    "AMX": ("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile amx_int8\n", True),
+    "AVX-512 alone": ("processor\t: 0\nflags\t\t: fpu avx512f avx512_bf16 avx512_fp16\n", False),
+    "AMX for integers": ("flags\t\t: fpu amx_tile amx_int8\nmodel name\t: no amx_bf16\n", False),
+    "Arm": ("Features\t: fp asimd bf16 i8mm\n", False),
+    "no such file": (None, False),
+}
+
+
+@pytest.fixture
+def set_cpuinfo(monkeypatch, tmp_path):
+    """Writes another /proc/cpuinfo; None for a system that has none."""
+
+    def write(text: str | None) -> None:
+        path = tmp_path / "cpuinfo"
+        if text is not None:
+            path.write_text(text)
+        monkeypatch.setattr(matmul_module, "CPUINFO", path)
+        has_matrix_unit.cache_clear()
+
+    yield write
+    has_matrix_unit.cache_clear()
+
+
+def lower_products(rows: int, dtype: jnp.dtype) -> str:
+    """The programs of `matmul` and `unembed` for x [rows 24], traced anew."""
+    x, w, vectors = (jnp.zeros(shape, dtype) for shape in ((rows, 24), (24, 8), (50, 24)))
+    return jax.jit(lambda *a: (matmul(a[0], a[1]), unembed(a[0], a[2]))).lower(x, w, vectors).as_text()
+
+
+@pytest.mark.parametrize("cpu", CPU_FLAGS)
+def test_many_bfloat16_tokens_are_summed_in_float32_where_the_cpu_multiplies_matrices(cpu, set_cpuinfo):
+    text, is_fast = CPU_FLAGS[cpu]
+    set_cpuinfo(text)
+    assert has_matrix_unit() == is_fast
+    program = lower_products(FEW_TOKENS + 1, jnp.bfloat16)
+    for shape in (f"{FEW_TOKENS + 1}x8", f"{FEW_TOKENS + 1}x50"):
+        # The result of the product itself, before it is cast.
+        assert f"-> tensor<{shape}x{'f32' if is_fast else 'bf16'}>" in "".join(
+            line for line in program.splitlines() if "dot_general" in line
+        )
+
+
+def test_the_flags_of_a_cpu_change_no_program_of_other_dtypes_or_few_tokens(set_cpuinfo):
+    cells = [(FEW_TOKENS + 1, jnp.float32), (FEW_TOKENS + 1, jnp.float16), (2, jnp.float32), (2, jnp.bfloat16)]
+    programs = []
+    for text, _ in (CPU_FLAGS["AMX"], CPU_FLAGS["AVX-512 alone"]):
+        set_cpuinfo(text)
+        programs.append([lower_products(*cell) for cell in cells])
+    assert programs[0] == programs[1]
+
+
+@pytest.mark.parametrize("cpu", ["AMX", "AVX-512 alone"])
+def test_either_product_of_many_tokens_is_numpys_and_has_its_gradient(cpu, set_cpuinfo):
+    set_cpuinfo(CPU_FLAGS[cpu][0])
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((FEW_TOKENS + 1, 96), (96, 40)))
+    product, gradient = jax.value_and_grad(lambda x: jnp.square(matmul(x, w).astype(jnp.float32)).sum())(x)
+    exact = [np.asarray(a, np.float64) for a in (x, w)]
+    y = exact[0] @ exact[1]
+    np.testing.assert_allclose(product, np.square(y).sum(), rtol=2**-8)
+    expected = 2 * y @ exact[1].T
+    np.testing.assert_allclose(
+        np.asarray(gradient, np.float64), expected, atol=4 * 2**-8 * np.abs(expected).max()
+    )
