@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.core.matmul import has_matrix_unit
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock, Partial
 
@@ -160,7 +161,10 @@ def causal_attention_with_lse(
         attend = functools.partial(causal_attention_with_lse, start=start, window=window, block=block, pattern=pattern)
         out, lse = lax.map(lambda sequence: attend(*(x[None] for x in sequence)), (q, k, v))
         return out[:, 0], lse[:, 0]
-    B, K, G, T, H = q.shape
+    (B, K, G, T, H), dtype = q.shape, q.dtype
+    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" and not has_matrix_unit():
+        # Such a CPU multiplies float32 numbers faster: 512 queries of nine heads of 64 take 13 ms instead of 20.
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     # As many blocks as `block` asks for, of equal size: a short last one would be padded to a whole one.
     q_block, k_block = (-(-n // -(-n // block)) for n in (T, k.shape[2]))
     queries = split_blocks(q, 3, q_block)
@@ -170,7 +174,7 @@ def causal_attention_with_lse(
     def attend_block(_: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         i, q = xs
         partial = keys.attend(q, start + i * q_block + jnp.arange(q_block))
-        return None, (merge([partial]).astype(q.dtype), log_sum_exp(partial.m, partial.l))
+        return None, (merge([partial]).astype(dtype), log_sum_exp(partial.m, partial.l))
 
     _, (out, lse) = lax.scan(attend_block, None, (jnp.arange(len(queries)), queries))
     out, lse = jnp.moveaxis(out, 0, 3).reshape(B, K, G, -1, H), jnp.moveaxis(lse, 0, 3).reshape(B, K, G, -1)

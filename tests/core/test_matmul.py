@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.core import matmul as matmul_module
+from kvjax.core.attention import causal_attention
 from kvjax.core.matmul import FEW_TOKENS, LARGE_WEIGHT, MAX_PARTS, has_matrix_unit, matmul, unembed
 
 
@@ -120,6 +121,21 @@ def test_either_product_of_many_tokens_is_numpys_and_has_its_gradient(cpu, set_c
     y = exact[0] @ exact[1]
     np.testing.assert_allclose(product, np.square(y).sum(), rtol=2**-8)
     expected = 2 * y @ exact[1].T
-    np.testing.assert_allclose(
-        np.asarray(gradient, np.float64), expected, atol=4 * 2**-8 * np.abs(expected).max()
-    )
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), expected, atol=4 * 2**-8 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("cpu", ["AMX", "AVX-512 alone"])
+def test_a_prompt_attends_with_the_operands_that_its_cpu_multiplies_faster(cpu, set_cpuinfo):
+    text, is_fast = CPU_FLAGS[cpu]
+    set_cpuinfo(text)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((1, 2, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8)))
+    lowered = jax.jit(lambda *a: causal_attention(*a)).lower(q, k, v)
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert products and all(("bf16" in line) == is_fast for line in products)
+    s = np.einsum("bkgth,bksh->bkgts", np.float64(q), np.float64(k)) * 8**-0.5
+    p = np.exp(np.where(np.tri(40, dtype=bool), s, -np.inf))
+    expected = np.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), np.float64(v))
+    out = lowered.compile()(q, k, v)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float64(out), expected, atol=2**-6)
