@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.gguf.vocabulary import Metadata, read_value
+from checkpoints_convert.families import FAMILIES
+from checkpoints_convert.gguf.vocabulary import Metadata, read_end_ids, read_roles
 from kvjax.errors import KvjaxError
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
@@ -26,26 +27,62 @@ SIZES = {
 READ_ELSEWHERE = (
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window"),
     *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "rope.scaling.type"),
-    *("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
-    *("vocab_size", "tensor_data_layout"),
+    *("rope.scaling.factor", "rope.scale_linear"),
 )
-"""Other keys of an architecture that are obeyed, or that do not affect the numbers."""
+"""Other keys of an architecture that are obeyed."""
 
-OFF = (0, 0.0, False, "", None)  # values by which a key asks for nothing
+WITHOUT_EFFECT = (
+    *("vocab_size", "tensor_data_layout"),  # the tensors have a vocabulary and a layout of their own
+    "attention.layer_norm_epsilon",  # of LayerNorm, which no architecture here has
+    *("rope.scaling.finetuned", "rope.scaling.original_context_length"),  # of YaRN, which is refused by its type
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier"),
+)
+"""Keys that change no number in an architecture and a RoPE scaling that are supported."""
+
+OFF = (0, 0.0, False, "", None)
+"""Values by which most other keys ask for nothing; a list of them does too."""
+
+ASKS_FOR_NOTHING = {
+    "attention.causal": (True,),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.alpha"), (1.0,)),
+    "rope.scaling.yarn_ext_factor": (0.0, -1.0),  # -1: as the type of the scaling has it
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (*OFF, 1.0)),
+    **dict.fromkeys(("attention.output_scale", "attention.value_scale", "expert_weights_scale"), (*OFF, 1.0)),
+}
+"""Key -> values by which it asks for nothing, where these are not OFF."""
+
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_FACTORS = (ROPE_FREQS, "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors by which frequencies are divided: Llama 3's, and those of LongRoPE for long and short texts."""
+
 FACTOR_TOLERANCE = 1e-4
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """The constants of Llama 3 RoPE scaling in all published models; a GGUF file holds only the resulting factors."""
 
 
 def make_config(
-    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], rope_factors: np.ndarray | None
+    metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], rope_factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """Makes the config.json that a file stands for.
+
+    A key that is missing has the value that llama.cpp gives it (src/llama-model.cpp, `load_hparams`):
+
+    | key | default |
+    |---|---|
+    | attention.head_count_kv | attention.head_count |
+    | attention.key_length, attention.value_length | embedding_length / attention.head_count, each |
+    | rope.dimension_count | attention.key_length |
+    | rope.freq_base | 10,000 |
+    | rope.scaling.type | "linear" |
+    | rope.scaling.factor | rope.scale_linear, its older name; 0 and no factor are 1 |
+    | attention.sliding_window | none |
+
+    The keys in SIZES and the epsilon of RMSNorm have no default, and a file without one is refused.
 
     Args:
       metadata: of the file.
       shapes: of the tensors, by their names in the file.
-      rope_factors: the tensor `rope_freqs.weight`, if there is one.
+      rope_factors: those tensors of ROPE_FACTORS that the file has.
 
     Raises:
       KvjaxError: with the key that is missing, not a number, or not supported here.
@@ -55,7 +92,7 @@ def make_config(
         known = ", ".join(ARCHITECTURES)
         raise KvjaxError(f"the architecture {name!r:.80} of this GGUF file is not supported; supported: {known}")
     own = {key.removeprefix(f"{name}."): x for key, x in metadata.items() if key.startswith(f"{name}.")}
-    unknown = [key for key, x in own.items() if key not in SIZES and key not in READ_ELSEWHERE and x not in OFF]
+    unknown = [key for key, x in own.items() if not _is_harmless(own, key, x)]
     if unknown:
         entries = ", ".join(f"{name}.{key} = {own[key]!r:.60}" for key in unknown)
         raise KvjaxError(
@@ -63,12 +100,9 @@ def make_config(
             "use a checkpoint of the model without it"
         )
     raw: dict[str, Any] = {key: _read_count(name, own, ours) for ours, key in SIZES.items()}
-    window = own.get("attention.sliding_window") or None
+    window = _read_window(own)
     if "token_embd.weight" not in shapes:
         raise KvjaxError("this GGUF file has no tensor 'token_embd.weight'; give the file of a whole model")
-    # A text may end with itself, with a turn or with a message.
-    end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    end_ids = [read_value(metadata, f"tokenizer.ggml.{key}", int) for key in end_keys]
     raw |= {
         "model_type": "mistral" if name == "llama" and window else ARCHITECTURES[name],
         "sliding_window": window,
@@ -80,20 +114,65 @@ def make_config(
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
-        "bos_token_id": read_value(metadata, "tokenizer.ggml.bos_token_id", int),
-        "eos_token_id": list(dict.fromkeys(x for x in end_ids if x is not None)),
+        "bos_token_id": read_roles(metadata).get("bos"),
+        "eos_token_id": read_end_ids(metadata),
     }
     raw |= _read_head_dim(name, own, raw)
-    scaling = own.get("rope.scaling.type", "none")
-    if any(tensor.startswith("rope_factors_") for tensor in shapes):
-        scaling = "longrope"
-    if scaling == "linear":
-        raw["rope_scaling"] = {"rope_type": scaling, "factor": _read_number(name, own, "rope.scaling.factor")}
-    elif scaling != "none":
-        raw["rope_scaling"] = {"rope_type": scaling}  # `hf_config.translate` refuses it by its name
-    else:
-        raw["rope_scaling"] = None if rope_factors is None else _infer_llama3(raw, np.asarray(rope_factors, np.float64))
+    raw["rope_scaling"] = _read_scaling(name, own, raw, rope_factors)
     return raw
+
+
+def _is_harmless(own: Metadata, key: str, value: Any) -> bool:
+    """Whether a key is obeyed, changes no number, or asks for nothing by its value."""
+    if key in SIZES or key in READ_ELSEWHERE or key in WITHOUT_EFFECT:
+        return True
+    if key == "attention.sliding_window_pattern" and _read_window(own) is None:
+        return True
+    if key == "attention.scale" and _is_number(value) and value > 0:
+        width, heads = own.get("embedding_length"), own.get("attention.head_count")
+        size = width / heads if _is_number(width) and _is_number(heads) and heads else None
+        size = own.get("attention.key_length", size)
+        return _is_number(size) and size > 0 and math.isclose(value, size**-0.5, rel_tol=1e-6)
+    if key == "rope.freq_base_swa":
+        return value in (*OFF, own.get("rope.freq_base"))
+    values = value if isinstance(value, list) else [value]
+    return all(x in ASKS_FOR_NOTHING.get(key, OFF) for x in values)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _read_window(own: Metadata) -> int | None:
+    """Returns the sliding window, None if there is none."""
+    return own.get("attention.sliding_window") or None
+
+
+def _read_scaling(
+    name: str, own: Metadata, raw: Mapping[str, Any], rope_factors: Mapping[str, np.ndarray]
+) -> dict[str, Any] | None:
+    """Reads the scaling of RoPE, as config.json has it."""
+    kind, key = own.get("rope.scaling.type", "linear"), "rope.scaling.factor"
+    if key not in own and "rope.scale_linear" in own:
+        key = "rope.scale_linear"
+    factor = 1.0 if own.get(key) in OFF else _read_number(name, own, key)
+    tensors = {tensor: np.asarray(x, np.float64) for tensor, x in rope_factors.items()}
+    tensors = {tensor: x for tensor, x in tensors.items() if not np.allclose(x, 1.0, rtol=FACTOR_TOLERANCE)}
+    if tensors.keys() - {ROPE_FREQS}:
+        return {"rope_type": "longrope"}  # `hf_config.translate` refuses it by its name
+    scales_by_one = kind in ("yarn", "longrope") and key in own and factor == 1.0
+    if kind not in ("none", "linear") and not scales_by_one:
+        return {"rope_type": kind}
+    if kind == "none":  # llama.cpp drops the factor then, and applies the tensor
+        factor = 1.0
+    if tensors and factor != 1.0:
+        raise KvjaxError(
+            f"this GGUF file scales RoPE twice, by {name}.{key} = {factor} and by the tensor {ROPE_FREQS!r}; one "
+            "scaling is supported: convert the safetensors checkpoint instead"
+        )
+    if tensors:
+        return _infer_llama3(raw, tensors[ROPE_FREQS])
+    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
 
 
 def _missing_error(key: str, value: Any, expected: str) -> KvjaxError:
@@ -104,6 +183,8 @@ def _missing_error(key: str, value: Any, expected: str) -> KvjaxError:
 
 def _read_count(name: str, own: Metadata, key: str, default: int | None = None) -> int:
     x = own.get(key, default)
+    if isinstance(x, list) and x and all(value == x[0] for value in x):  # one for each layer
+        x = x[0]
     if not isinstance(x, int) or isinstance(x, bool) or x < 1:
         raise _missing_error(f"{name}.{key}", x, "one positive integer for all layers")
     return x
@@ -111,7 +192,7 @@ def _read_count(name: str, own: Metadata, key: str, default: int | None = None) 
 
 def _read_number(name: str, own: Metadata, key: str, default: float | None = None) -> float:
     x = own.get(key, default)
-    if not isinstance(x, int | float) or isinstance(x, bool) or not (x > 0 and math.isfinite(x)):
+    if not _is_number(x) or not (x > 0 and math.isfinite(x)):
         raise _missing_error(f"{name}.{key}", x, "a positive number")
     # The shortest decimal that is this float32: config.json had 1e-05, and the file has 9.999999747378752e-06.
     return float(str(np.float32(x)))
@@ -124,11 +205,17 @@ def _read_head_dim(name: str, own: Metadata, raw: Mapping[str, Any]) -> dict[str
         key = f"{name}.attention.key_length"
         raise _missing_error(key, None, f"the size of a head ({width} is no multiple of {heads})")
     size = _read_count(name, own, "attention.key_length", width // heads)
-    value_size = _read_count(name, own, "attention.value_length", size)
+    value_size = _read_count(name, own, "attention.value_length", width // heads)
     rotated = _read_count(name, own, "rope.dimension_count", size)
     if value_size != size:
         raise KvjaxError(
-            f"heads of {size} numbers a key and {value_size} a value are not supported; they must be equal"
+            f"heads of {size} numbers a key and {value_size} a value are not supported ({name}.attention.key_length, "
+            f"{name}.attention.value_length); they must be equal"
+        )
+    if rotated > size or (rotated < size and not FAMILIES[ARCHITECTURES[name]].partial_rotary):
+        raise KvjaxError(
+            f"{name}.rope.dimension_count is {rotated}, and the heads have {size} channels; an architecture {name!r} "
+            "that rotates other than all of them is not supported"
         )
     return {"head_dim": size} | ({} if rotated == size else {"partial_rotary_factor": rotated / size})
 

@@ -13,7 +13,8 @@ from ml_dtypes import bfloat16
 
 from checkpoints_convert.families import family
 from checkpoints_convert.gguf import config_json, header, tokenizer_files
-from checkpoints_convert.gguf.header import StoredTensor
+from checkpoints_convert.gguf.config_json import ROPE_FACTORS
+from checkpoints_convert.gguf.header import Header, StoredTensor
 from checkpoints_convert.hf_config import refuse_missing_layers
 from checkpoints_convert.source import Tensor
 from kvjax.errors import KvjaxError
@@ -21,7 +22,6 @@ from kvjax.errors import KvjaxError
 PLAIN_TYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(bfloat16)}
 """Types that hold weights as they are; all others are blocks of codes, which become float32."""
 
-ROPE_FACTORS = "rope_freqs.weight"
 PART_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -40,18 +40,10 @@ class GgufSource:
         self.parts = _find_parts(self.path)
         headers = [header.read_header(part) for part in self.parts]
         self.metadata = headers[0].metadata
-        self.stored: dict[str, StoredTensor] = {}
-        for part in headers:
-            self.stored |= part.tensors
-        num_tensors = self.metadata.get("split.tensors.count", len(self.stored))
-        if num_tensors != len(self.stored):
-            raise KvjaxError(
-                f"{self.path} is one of {self.metadata.get('split.count')} parts, which hold {num_tensors} tensors, "
-                f"and {len(self.stored)} are here; give the parts their own names again (NAME-00001-of-0000N.gguf)"
-            )
+        self.stored = _join_parts(self.parts, headers)
         self.format = f"GGUF, {len(self.parts)} file" + ("s" if len(self.parts) > 1 else "")
         shapes = {name: stored.shape for name, stored in self.stored.items()}
-        factors = read_weights(self.stored[ROPE_FACTORS]) if ROPE_FACTORS in self.stored else None
+        factors = {name: read_weights(self.stored[name]) for name in ROPE_FACTORS if name in self.stored}
         self.config = config_json.make_config(self.metadata, shapes, factors)
         refuse_missing_layers(self.config, len(self.stored))
         self.generation: dict[str, Any] | None = None
@@ -74,7 +66,7 @@ class GgufSource:
                 own_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
                 if own_name in self.stored:
                     names[name] = own_name
-        taken = {ROPE_FACTORS, *names.values()}
+        taken = {*ROPE_FACTORS, *names.values()}
         return names | {name: name for name in self.stored if name not in taken}
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -117,6 +109,38 @@ def _find_parts(file: Path) -> list[Path]:
     if absent := [name for name in names if not (file.parent / name).is_file()]:
         raise KvjaxError(f"missing parts: {', '.join(absent[:8])}; copy them to {file.parent}")
     return [file.parent / name for name in names]
+
+
+def _join_parts(files: list[Path], headers: list[Header]) -> dict[str, StoredTensor]:
+    """Returns the tensors of all parts; raises KvjaxError unless the files are the parts of one model."""
+    fresh = "copy all parts of one model into an empty folder, or convert the safetensors checkpoint instead"
+    count = headers[0].metadata.get("split.count", 0)
+    if len(files) == 1 and isinstance(count, int) and count > 1:
+        number = headers[0].metadata.get("split.no", 0) + 1
+        raise KvjaxError(
+            f"{files[0]} is part {number} of {count}, and its name does not say so: put all parts into one folder and "
+            f"call them NAME-{1:05}-of-{count:05}.gguf to NAME-{count:05}-of-{count:05}.gguf, this one "
+            f"NAME-{number:05}-of-{count:05}.gguf"
+        )
+    file_of: dict[str, Path] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for i, (file, part) in enumerate(zip(files, headers, strict=True)):
+        number = part.metadata.get("split.no", i)
+        if number != i:
+            raise KvjaxError(f"{file} is part {number + 1} by its metadata and {i + 1} by its name; {fresh}")
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise KvjaxError(
+                    f"the tensor {name!r:.80} stands in {file_of[name].name} and in {file.name}, so they are not parts "
+                    f"of one model; {fresh}"
+                )
+            file_of[name], tensors[name] = file, tensor
+    num_tensors = headers[0].metadata.get("split.tensors.count", len(tensors))
+    if num_tensors != len(tensors):
+        raise KvjaxError(
+            f"the parts of {files[0].name} hold {len(tensors)} tensors, and the first says {num_tensors}; {fresh}"
+        )
+    return tensors
 
 
 def read_weights(stored: StoredTensor) -> np.ndarray:

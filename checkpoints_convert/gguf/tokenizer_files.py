@@ -20,13 +20,11 @@ from checkpoints_convert.gguf.vocabulary import (
     Metadata,
     Vocabulary,
     read_array,
+    read_end_ids,
     read_value,
     read_vocabulary,
 )
 from kvjax.errors import KvjaxError
-
-SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
-"""The ids that llama.cpp assumes where a SentencePiece vocabulary does not give them."""
 
 NO_TOKENIZER = ("", "no_vocab", "none")
 SPACE = "\u2581"  # SentencePiece's mark of a space
@@ -47,7 +45,7 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
         raise KvjaxError(
             f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}; {UNSUPPORTED_REMEDY}"
         )
-    vocabulary = read_vocabulary(metadata, SENTENCEPIECE_IDS if kind == "llama" else {})
+    vocabulary = read_vocabulary(metadata)
     tokenizer, adds_bos = KINDS[kind](metadata, vocabulary)
     _add_tokens(tokenizer, vocabulary, metadata)
     adds = {
@@ -126,10 +124,11 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, metadata: Metadata
     """Adds the tokens that a text may spell out: special tokens, which decoding can skip, and user-defined ones."""
     name = read_value(metadata, "general.name", str, "").lower()
     strips = "phi-3" in name or "phi3" in name  # as llama.cpp does; the format cannot say it
-    roles = {vocabulary.roles.get(role) for role in ("bos", "eos", "unk")}
+    # llama.cpp overrides the type of a token that ends an answer.
+    special = {vocabulary.roles.get(role) for role in ("bos", "eos", "unk")} | set(read_end_ids(metadata))
     added = []
     for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
-        is_special = kind in (UNKNOWN, CONTROL) or i in roles
+        is_special = kind in (UNKNOWN, CONTROL) or i in special
         if is_special or kind == USER_DEFINED:
             rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
             added.append(AddedToken(token, rstrip=rstrip, normalized=False, special=is_special))

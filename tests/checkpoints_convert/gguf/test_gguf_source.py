@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -14,12 +15,13 @@ from flax.traverse_util import flatten_dict
 
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check
+from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import convert, open_source, read
 from checkpoints_convert.describe import describe
 from checkpoints_convert.gguf import header as gguf_header
 from checkpoints_convert.gguf.gguf_source import GgufSource, read_weights
 from kvjax.errors import KvjaxError
-from kvjax.models import checkpoint
+from kvjax.models import RopeScaling, checkpoint
 from tests.checkpoints_convert.gguf.gguf_files import write
 from tests.fixtures import FAMILIES, ROOT
 
@@ -124,7 +126,7 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
     first, second = split_in_two(whole)
     assert_same_parameters(read(second)[1], read(whole)[1])
     alone = first.rename(tmp_path / "renamed.gguf")
-    with pytest.raises(KvjaxError, match="one of 2 parts, which hold 21 tensors, and 11 are here"):
+    with pytest.raises(KvjaxError, match="is part 1 of 2, and its name .* call them .* this one NAME-00001-of-00002"):
         open_source(alone)
     with pytest.raises(KvjaxError, match="missing parts: big-00001-of-00002.gguf; copy them to"):
         open_source(second)
@@ -135,6 +137,18 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
     [
         ({"llama__expert_count": 8}, "asks for what is not supported.*llama.expert_count = 8"),
         ({"llama__attention__clamp_kqv": 8.0}, "llama.attention.clamp_kqv = 8.0"),
+        ({"llama__attention__causal": False}, "llama.attention.causal = False"),
+        ({"llama__attention__scale": 1.0}, "llama.attention.scale = 1.0"),
+        ({"llama__logit_scale": 0.5}, "llama.logit_scale = 0.5"),
+        ({"llama__final_logit_softcapping": 30.0}, "llama.final_logit_softcapping = 30.0"),
+        ({"llama__rope__scaling__attn_factor": 1.19}, "llama.rope.scaling.attn_factor = 1.19"),
+        ({"llama__rope__scaling__attn_factor": 0.0}, "llama.rope.scaling.attn_factor = 0.0"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}, "'yarn' is not supported"),
+        ({"llama__rope__scaling__type": "dynamic"}, "'dynamic' is not supported"),
+        ({"llama__rope__scaling__factor": -2.0}, "a positive number under 'llama.rope.scaling.factor', got -2.0"),
+        ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4, and the heads have 8 channels"),
+        ({"llama__rope__dimension_sections": [2, 2, 0, 0]}, "llama.rope.dimension_sections"),
+        ({"llama__attention__key_length": 16}, "heads of 16 numbers a key and 8 a value.*llama.attention.key_length"),
         ({"llama__rope__scaling__type": "yarn"}, "RoPE scaling 'yarn' is not supported"),
         ({"llama__attention__value_length": 4}, "heads of 8 numbers a key and 4 a value"),
         ({"llama__block_count": 0}, "one positive integer for all layers under 'llama.block_count', got 0"),
@@ -159,12 +173,124 @@ def test_what_cannot_be_obeyed_is_refused_by_its_name(metadata, says, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_factors_of_another_scaling_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "tests.checkpoints_convert.gguf.gguf_files.llama3_factors", lambda config: np.ones(4, np.float32)
-    )
+def write_changed(directory: Path, monkeypatch, name: str = "llama2", factors: Any = None, **changes: Any) -> Path:
+    """Writes a fixture as a GGUF file whose reader finds further metadata, by `key__of__it`, and rope_freqs.weight."""
+    read_header = gguf_header.read_header
+    metadata = {key.replace("__", "."): value for key, value in changes.items()}
+
+    def read_changed(file):
+        header = read_header(file)
+        kept = {key: x for key, x in (header.metadata | metadata).items() if x is not None}
+        return header._replace(metadata=kept)
+
+    monkeypatch.setattr(gguf_header, "read_header", read_changed)
+    if factors is not None:
+        monkeypatch.setattr(
+            "tests.checkpoints_convert.gguf.gguf_files.llama3_factors", lambda config: np.array(factors, np.float32)
+        )
+    return write(ROOT / name, directory / "model.gguf")
+
+
+@pytest.mark.parametrize("factors", [[1, 2, 3, 4], [0.5] * 4, [1, 8, 8, 8], [2.0, 1.0, 1.0, 1.0]])
+def test_factors_of_another_scaling_are_refused(factors, tmp_path, monkeypatch):
     with pytest.raises(KvjaxError, match="4 factors that are not those of the Llama 3 RoPE scaling"):
-        open_source(write(ROOT / "llama3_scaled", tmp_path / "model.gguf"))
+        open_source(write_changed(tmp_path, monkeypatch, "llama3_scaled", factors))
+
+
+LINEAR = RopeScaling("linear", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope__scaling__factor": 4.0}, LINEAR),
+        ({"rope__scaling__factor": 4}, LINEAR),
+        ({"rope__scale_linear": 4.0}, LINEAR),
+        ({"rope__scale_linear": 2.0, "rope__scaling__factor": 4.0}, LINEAR),
+        ({"rope__scale_linear": 2.0, "rope__scaling__factor": 0.0}, None),
+        ({"rope__scaling__factor": 4.0, "rope__scaling__finetuned": False}, LINEAR),
+        ({"rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 16}, LINEAR),
+        ({"rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 1.0}, LINEAR),
+        ({"rope__scaling__type": "linear"}, None),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 1.0}, None),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 1.0}, None),
+        ({"rope__scaling__factor": 1.0}, None),
+        ({"rope__scaling__factor": 0.0}, None),
+    ],
+)
+def test_a_rope_factor_is_linear_unless_a_type_says_otherwise(changes, expected, tmp_path, monkeypatch):
+    changes = {f"llama__{key}": value for key, value in changes.items()}
+    assert plan_conversion(open_source(write_changed(tmp_path, monkeypatch, **changes))).config.rope_scaling == expected
+
+
+def test_rope_factors_of_one_scale_nothing_and_add_to_none(tmp_path, monkeypatch):
+    source = open_source(
+        write_changed(tmp_path, monkeypatch, "llama3_scaled", [1.0] * 4, llama__rope__scaling__factor=4.0)
+    )
+    assert plan_conversion(source).config.rope_scaling == LINEAR
+    assert "rope_freqs.weight" not in source.tensors
+
+
+def test_rope_that_is_scaled_twice_is_refused(tmp_path, monkeypatch):
+    file = write_changed(tmp_path, monkeypatch, "llama3_scaled", llama__rope__scaling__factor=4.0)
+    with pytest.raises(KvjaxError, match=r"scales RoPE twice, by llama.rope.scaling.factor = 4.0 and .*'rope_freqs"):
+        open_source(file)
+
+
+def test_missing_keys_have_the_defaults_of_llama_cpp(tmp_path, monkeypatch):
+    whole = plan_conversion(open_source(write(ROOT / "llama2", tmp_path / "whole.gguf"))).config
+    optional = ("rope__freq_base", "rope__dimension_count", "attention__key_length", "attention__value_length")
+    file = write_changed(tmp_path, monkeypatch, **{f"llama__{key}": None for key in optional})
+    assert plan_conversion(open_source(file)).config == dataclasses.replace(whole, rope_theta=10_000.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention__causal": True},
+        {"attention__clamp_kqv": 0.0, "attention__max_alibi_bias": 0.0, "attention__scale": 0.0},
+        {"attention__scale": float(np.float32(8**-0.5))},
+        {"attention__scale": float(np.float32(8**-0.5)), "attention__key_length": None},
+        {"logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0, "expert_weights_scale": 1.0},
+        {"logit_scale": 0.0, "final_logit_softcapping": 0.0, "attn_logit_softcapping": 0.0},
+        {"rope__scaling__attn_factor": 1.0, "rope__scaling__yarn_ext_factor": 0.0},
+        {"rope__scaling__yarn_beta_fast": 32.0, "rope__scaling__original_context_length": 4096},
+        {"rope__dimension_sections": [0, 0, 0, 0]},
+        {"expert_count": 0, "expert_used_count": 0, "nextn_predict_layers": 0},
+        {"attention__sliding_window": 0, "attention__sliding_window_pattern": 1},
+        {"attention__head_count": [4, 4], "attention__head_count_kv": [4, 4], "feed_forward_length": [24, 24]},
+        {"use_parallel_residual": False, "pooling_type": 0, "attention__layer_norm_epsilon": 1e-5},
+    ],
+)
+def test_what_asks_for_nothing_is_read(changes, tmp_path, monkeypatch):
+    whole = plan_conversion(open_source(write(ROOT / "llama2", tmp_path / "whole.gguf"))).config
+    file = write_changed(tmp_path, monkeypatch, **{f"llama__{key}": value for key, value in changes.items()})
+    assert plan_conversion(open_source(file)).config == whole
+
+
+def test_a_tensor_in_two_parts_names_both(tmp_path, monkeypatch):
+    first, second = split_in_two(write(ROOT / "llama2", tmp_path / "whole.gguf"))
+    read_header = gguf_header.read_header
+    others = read_header(first).tensors
+    name = next(iter(others))
+
+    def read_changed(file):
+        header = read_header(file)
+        return header if file == first else header._replace(tensors=header.tensors | {name: others[name]})
+
+    monkeypatch.setattr(gguf_header, "read_header", read_changed)
+    with pytest.raises(KvjaxError, match=rf"{name}' stands in {first.name} and in {second.name}.*into an empty folder"):
+        open_source(first)
+
+
+def test_parts_in_another_order_or_of_another_model_are_named(tmp_path):
+    first, second = split_in_two(write(ROOT / "llama2", tmp_path / "whole.gguf"))
+    third = first.rename(tmp_path / "kept.gguf")
+    second.rename(first)
+    third.rename(second)
+    with pytest.raises(KvjaxError, match="big-00001-of-00002.gguf is part 2 by its metadata and 1 by its name"):
+        open_source(first)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 3, 23, 24, 100, 500, 1200, -1])

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from checkpoints_convert.gguf import tokenizer_files
+from checkpoints_convert.gguf.vocabulary import read_end_ids
 from kvjax.errors import KvjaxError
 from tests.checkpoints_convert.gguf.gguf_metadata import load_tokenizer, tiny_keys, tokenizer_keys
 from tests.fixtures import ROOT
@@ -43,10 +44,11 @@ def test_sentencepiece_puts_a_space_before_each_stretch_of_text(tmp_path):
 
 
 def test_special_tokens_are_left_out_and_those_of_the_user_are_not(tmp_path):
-    ours = load_tokenizer(tiny_keys(token_type=[3, 4, *[1] * 5]), tmp_path)
-    ids = ours.encode("a<s>b</s>")
+    tokens = ["<s>", "<x>", "a", "b", "c", "ab", "abc"]
+    ours = load_tokenizer(tiny_keys(tokens=tokens, token_type=[3, 4, *[1] * 5]), tmp_path)
+    ids = ours.encode("a<s>b<x>")
     assert ids == [2, 0, 3, 1]
-    assert ours.decode(ids) == "ab</s>"
+    assert ours.decode(ids) == "ab<x>"
 
 
 def test_bos_and_eos_are_special_whatever_their_type(tmp_path):
@@ -128,7 +130,51 @@ def test_types_may_be_missing():
     metadata = tiny_keys(bos_token_id=0)
     del metadata["tokenizer.ggml.token_type"]
     added = json.loads(tokenizer_files.make_files(metadata)["tokenizer.json"])["added_tokens"]
-    assert [token["content"] for token in added] == ["<s>"]
+    assert [token["content"] for token in added] == ["<s>", "</s>"]  # </s> ends a text by its spelling
+
+
+def change_tokens(*tokens: str, **keys) -> dict:
+    """Metadata of seven letters and words, the last of which are replaced by these tokens."""
+    tokens = (*("p", "q", "a", "b", "c", "ab", "d", "e")[: 8 - len(tokens)], *tokens)
+    return tiny_keys(tokens=list(tokens), token_type=[1] * 8, merges=["a b"], **keys)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        (change_tokens("<|im_end|>", eos_token_id=2), [2, 7]),
+        (change_tokens("<|eot_id|>", "<|eom_id|>", eos_token_id=2), [2, 6, 7]),
+        (change_tokens("<|end|>", "<|endoftext|>", eos_token_id=7, eot_token_id=6), [7, 6]),
+        (change_tokens("<end_of_turn>", eos_token_id=2, eot_token_id=7), [2, 7]),
+        (change_tokens("<|fim_pad|>", "<|file_sep|>", eos_token_id=2), [2, 6, 7]),
+        (change_tokens("<|fim_pad|>", "<|file_sep|>", eos_token_id=2, fim_pad_token_id=3), [2, 3, 7]),
+        (change_tokens("<|return|>", "<|call|>", eos_token_id=2), [2, 6, 7]),
+        (change_tokens("</s>", "<|tool_response>", eos_token_id=2), [2, 7]),
+        (change_tokens("<\uff5cend\u2581of\u2581sentence\uff5c>"), [7]),
+        (change_tokens("<|im_start|>", eos_token_id=2), [2]),
+        (change_tokens("<|im_end|> ", eos_token_id=2), [2]),
+        (sentencepiece_keys(), [2]),
+        (tokenizer_keys(eos_token_id=5, eot_token_id=3), [5, 3]),
+        ({}, []),
+    ],
+)
+def test_ends_of_keys_and_of_tokens_by_their_text(metadata, expected):
+    assert read_end_ids(metadata) == expected
+
+
+def test_the_end_of_a_part_ends_no_message_where_others_do():
+    tokens = ["<|return|>", "<|call|>", "<|end|>", "a", "b", "ab", "c", "d"]
+    assert read_end_ids(tiny_keys(tokens=tokens, eos_token_id=0)) == [0, 1]
+    assert read_end_ids(tiny_keys(tokens=["<|flush|>", "<|calls|>", *tokens[2:]])) == [0, 1]
+    assert read_end_ids(tiny_keys(tokens=["x", "<|call|>", *tokens[2:]])) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_a_token_that_ends_a_turn_is_special_whatever_its_type(kind, tmp_path):
+    metadata = tiny_keys(tokens=["<s>", "<|im_end|>", "a", "b", "c", "ab", "abc"], token_type=[3, kind, *[1] * 5])
+    ours = load_tokenizer(metadata, tmp_path)
+    assert ours.encode("ab<|im_end|>") == [5, 1]
+    assert ours.decode([5, 1]) == "ab"
 
 
 def test_a_token_without_text_has_a_name_of_its_own(tmp_path):
