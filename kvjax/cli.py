@@ -32,6 +32,19 @@ DTYPE: Any = {
     "choices": arguments.DTYPES,
     "help": "of weights and cache, bf16 and the like are understood (default: as stored)",
 }
+GENERATE_OPTIONS = (
+    "max_new_tokens",
+    "stop",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "logprobs",
+)
 MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
 
 
@@ -143,9 +156,20 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=_integer)
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--min-p", type=float)
+    generate.add_argument(
+        "--repetition-penalty", type=float, help="above 1, tokens of prompt and answer come less often"
+    )
+    generate.add_argument("--presence-penalty", type=float, help="subtracted from the logits of the answer's tokens")
+    generate.add_argument("--frequency-penalty", type=float, help="the same, times how often a token came")
     generate.add_argument("--seed", type=_integer, default=0)
     generate.add_argument("--dtype", **DTYPE)
     generate.add_argument("--json", action="store_true", help="print the whole result as JSON, and nothing before it")
+    generate.add_argument(
+        "--logprobs",
+        type=_integer,
+        metavar="K",
+        help="with --json: the log-probabilities of the tokens and of the K likeliest at each step",
+    )
     generate.set_defaults(run=_generate)
 
     _add_explore(commands.add_parser("explore", help="one page: what methods hold of each token, step by step"))
@@ -287,13 +311,14 @@ def _generate(args: argparse.Namespace) -> None:
     method = kvjax.parse(args.method)
     if args.system is not None and not args.chat:
         raise KvjaxError("--system is the system message of a chat; add --chat, or leave it out")
+    if args.logprobs is not None and not args.json:
+        raise KvjaxError("--logprobs is printed as a part of the JSON document; add --json, or leave it out")
     prompts = args.prompt or [_read_prompt(name) for name in args.prompt_file]
     model = kvjax.load(args.model, dtype=args.dtype)
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         prompts = model.chat_ids([[*system, {"role": "user", "content": p}] for p in prompts])
-    names = ("max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "seed")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in GENERATE_OPTIONS}
     if args.json:
         out = kvjax.generate(model, prompts, method, **options)
         print(json.dumps(out.to_json() | {"method": args.method}, indent=2))

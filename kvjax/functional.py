@@ -176,7 +176,7 @@ def decode(
       cache: what the tokens follow.
       tokens: i32[B], the last token of each sequence, which the cache does not hold yet.
       num_tokens: static, how many to generate after it.
-      sampling: static, settings of the sampler; greedy by default.
+      sampling: static, settings of the sampler, without penalties; greedy by default.
       key: of the random numbers; None: made from `sampling.seed`, as in `kvjax.generate`.
 
     Returns:
@@ -185,6 +185,11 @@ def decode(
     tokens, num_tokens = jnp.asarray(tokens, jnp.int32), _integer("num_tokens", num_tokens)
     if not isinstance(sampling, SamplingParams):
         raise KvjaxError(f"sampling is static, a value such as SamplingParams(temperature=0.7), got {sampling!r:.80}")
+    if sampling.has_penalties:
+        raise KvjaxError(
+            "penalties count the tokens before, which a cache does not know: use kvjax.generate, or a loop of your own "
+            "over extend that subtracts them from its logits"
+        )
     key = key_from_seed(sampling.seed) if key is None else key
     target, sampler = Target(cache.config), sampling.sampler()
     return _decode.decode(params, cache, tokens, num_tokens, target=target, sampler=sampler, key=key)

@@ -20,6 +20,23 @@ MIN_POSITIVE = 1e-30  # least temperature and top_p: dividing logits by a smalle
 
 
 @pytree
+class Penalties:
+    """The penalties of `SamplingParams`, f32[] each; without a repetition penalty, prompts do not count."""
+
+    repetition: Array | None
+    presence: Array
+    frequency: Array
+
+
+@pytree
+class TokenCounts:
+    """The tokens of each sequence that penalties count."""
+
+    in_prompt: Array | None  # bool[B V]; None without a repetition penalty
+    num_generated: Array  # i32[B V]
+
+
+@pytree
 class Sampler:
     """`SamplingParams` inside a compiled program; a temperature of None is greedy.
 
@@ -30,15 +47,16 @@ class Sampler:
     top_k: Array | None = None
     top_p: Array | None = None
     min_p: Array | None = None
+    penalties: Penalties | None = None  # None where no penalty is asked for: nothing is then counted
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Settings of the sampler, one value for all calls that generate, as in `kvjax.generate(..., sampling=params)`.
 
-    They are hashable, hold plain numbers and are checked when they are made. The filters apply in the order of the
-    fields, after the temperature; each keeps the likeliest token, and equal logits are kept or dropped lower index
-    first.
+    They are hashable, hold plain numbers and are checked when they are made. The penalties apply first, in greedy
+    decoding too, as in vLLM. The filters apply in the order of the fields, after the temperature; each keeps the
+    likeliest token, and equal logits are kept or dropped lower index first.
 
     Attributes:
       temperature: divides the logits; 0, the default, takes the likeliest token and no filter.
@@ -48,6 +66,10 @@ class SamplingParams:
       min_p: keeps only tokens of at least this fraction of the likeliest one's probability (Nguyen et al., 2024,
         arXiv 2407.01082).
       seed: of the random numbers; a sequence draws by the seed and its index in the batch, never by its neighbors.
+      repetition_penalty: above 1, tokens of the prompt and of the answer so far become less likely: positive logits are
+        divided by it and negative ones multiplied (Keskar et al., 2019, arXiv 1909.05858); 1 changes nothing.
+      presence_penalty: subtracted from the logits of the answer's tokens so far, from -2 to 2.
+      frequency_penalty: the same, times the number of times that the token stands in the answer so far.
 
     Raises:
       KvjaxError: a number outside its range, or a filter without a temperature.
@@ -58,6 +80,9 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         # Numbers of JAX and NumPy are accepted and become plain ones, which hash.
@@ -71,18 +96,34 @@ class SamplingParams:
             fields["top_p"] = arguments.number("top_p", self.top_p, MIN_POSITIVE, 1)
         if self.min_p is not None:
             fields["min_p"] = arguments.number("min_p", self.min_p, 0, 1)
+        most = 1 / MIN_POSITIVE
+        fields["repetition_penalty"] = arguments.number(
+            "repetition_penalty", self.repetition_penalty, MIN_POSITIVE, most, "; 1 is none"
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            fields[name] = arguments.number(name, getattr(self, name), -2, 2, "; 0 is none")
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (None, None, None):
             raise KvjaxError("top_k, top_p and min_p need temperature > 0; temperature 0 is greedy")
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a penalty changes any logit."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
     def sampler(self) -> Sampler:
         """Returns the same settings as arrays, for a compiled program."""
+        penalties = None
+        if self.has_penalties:
+            repetition = None if self.repetition_penalty == 1 else jnp.float32(self.repetition_penalty)
+            penalties = Penalties(repetition, jnp.float32(self.presence_penalty), jnp.float32(self.frequency_penalty))
         if self.temperature == 0:
-            return Sampler()
+            return Sampler(penalties=penalties)
         types = {"temperature": jnp.float32, "top_k": jnp.int32, "top_p": jnp.float32, "min_p": jnp.float32}
         numbers = {name: getattr(self, name) for name in types}
-        return Sampler(**{name: jnp.asarray(x, types[name]) for name, x in numbers.items() if x is not None})
+        arrays = {name: jnp.asarray(x, types[name]) for name, x in numbers.items() if x is not None}
+        return Sampler(**arrays, penalties=penalties)
 
 
 SamplingParams.__init__ = checks_keywords(SamplingParams.__init__)
@@ -104,12 +145,36 @@ def resolve_sampling(sampling: SamplingParams | None = None, **fields: Any) -> S
     return sampling
 
 
-def sample(sampler: Sampler, logits: Array, keys: Array) -> Array:
-    """Draws tokens i32[B] from logits f32[B V]; each depends only on its sequence's own logits and own key, of [B]."""
+def sample(sampler: Sampler, logits: Array, keys: Array, counts: TokenCounts | None = None) -> Array:
+    """Draws tokens i32[B] from logits f32[B V]; each depends only on its sequence's own logits and own key, of [B].
+
+    A sampler with penalties needs the counts of the tokens so far.
+    """
+    if sampler.penalties is not None:
+        assert counts is not None
+        logits = apply_penalties(sampler.penalties, logits, counts)
     if sampler.temperature is None:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     filtered = apply_filters(sampler, logits / sampler.temperature)
     return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
+
+
+def apply_penalties(penalties: Penalties, logits: Array, counts: TokenCounts) -> Array:
+    """Applies the penalties to logits f32[B V], in the order of vLLM: repetition first, then what is subtracted."""
+    is_generated = counts.num_generated > 0
+    if penalties.repetition is not None:
+        is_repeated = is_generated if counts.in_prompt is None else is_generated | counts.in_prompt
+        penalized = jnp.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+        logits = jnp.where(is_repeated, penalized, logits)
+    logits = logits - penalties.frequency * counts.num_generated.astype(jnp.float32)
+    return logits - penalties.presence * is_generated.astype(jnp.float32)
+
+
+def count_tokens(counts: TokenCounts, tokens: Array) -> TokenCounts:
+    """Counts one generated token i32[B] of each sequence."""
+    # A comparison with all of the vocabulary divides over a mesh as the logits do; a scatter would not.
+    is_token = tokens[:, None] == jnp.arange(counts.num_generated.shape[1], dtype=jnp.int32)[None]
+    return dataclasses.replace(counts, num_generated=counts.num_generated + is_token.astype(jnp.int32))
 
 
 def apply_filters(sampler: Sampler, logits: Array) -> Array:

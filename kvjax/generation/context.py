@@ -23,9 +23,9 @@ from kvjax.generation.cache_ops.edit import edit
 from kvjax.generation.cache_ops.extend_prefix import read_after_prefix
 from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
-from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
+from kvjax.generation.options import DecodeOptions, GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result, concat_results
-from kvjax.generation.session import DecodeSession, start_decoding
+from kvjax.generation.session import DecodeSession, check_penalties, start_decoding
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
@@ -49,6 +49,9 @@ class Context:
     last: Array  # f32[B V], logits of each sequence's last token; f32[B 0], unknown, after a crop or an edit
     method: KVMethod  # under which the documents were read
     read_seconds: float = 0.0  # to read the documents, without compilation
+    ids: Sequence[Sequence[int]] | None = (
+        None  # of all tokens read, where they are known; a repetition penalty counts them
+    )
 
     def __repr__(self) -> str:
         if self.cache.is_donated:
@@ -89,7 +92,8 @@ class Context:
         """
         ids = token_ids(self.model, more)
         out, cache = extend_padded(self.model, ids, self.cache, decoded, width)
-        return dataclasses.replace(self, cache=cache, last=last_logits(out, ids))
+        known = None if self.ids is None else [[*before, *new] for before, new in zip(self.ids, ids, strict=True)]
+        return dataclasses.replace(self, cache=cache, last=last_logits(out, ids), ids=known)
 
     @checks_keywords
     def start(
@@ -117,7 +121,10 @@ class Context:
                 f"the cache has room for {self.cache.capacity} tokens per sequence and holds {used}; {num_fed} more do "
                 f"not fit: read with room={num_fed} or more"
             )
-        return start_decoding(self.model, self.last, self.cache, options, first_row=first_row, keep=not use_up)
+        check_penalties(options, self.ids)
+        return start_decoding(
+            self.model, self.last, self.cache, options, prompt_ids=self.ids, first_row=first_row, keep=not use_up
+        )
 
     @checks_keywords
     def generate(
@@ -139,6 +146,7 @@ class Context:
         **options: Unpack[GenerateOptions],
     ) -> Iterator[list[int | None]]:
         """Streams tokens, in each step one per sequence, None after its end; arguments are those of `start`."""
+        check_streamed(options)
         return self.start(first_row=first_row, use_up=use_up, **options).columns()
 
     @checks_keywords
@@ -163,6 +171,7 @@ class Context:
         """
         ids = token_ids(self.model, questions)
         resolved = resolve_options(self.model, options)
+        check_penalties(resolved, self.ids)
         if self.num_sequences == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
             return concat_results([self.ask([q], first_row=i, width=width, **options) for i, q in each])
@@ -194,7 +203,9 @@ class Context:
 
         See `kvjax.cache_ops.crop`. The logits of the new last tokens are unknown: continue with `ask` or `feed`.
         """
-        return self._without_last(sequences.crop(self.cache, lengths))
+        cache = sequences.crop(self.cache, lengths)
+        known = self.ids and [row[:n] for row, n in zip(self.ids, cache.length.tolist(), strict=True)]
+        return self._without_last(cache, known)
 
     @checks_keywords
     def edit(self, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Context:
@@ -207,13 +218,15 @@ class Context:
           stop: the token after the last one that is replaced; equal to `start` for an insertion.
           tokens: one text or list of ids per sequence, an empty one to delete.
         """
-        return self._without_last(edit(self.model, self.cache, start, stop, tokens))
+        return self._without_last(edit(self.model, self.cache, start, stop, tokens), None)
 
     @checks_keywords
     def take(self, which: Sequence[int]) -> Context:
         """Takes the sequences with these indices, in this order, each as often as it is listed."""
-        cache = sequences.take(self.cache, which)
-        return dataclasses.replace(self, cache=cache, last=take_sequences(None, self.last, np.asarray(which)))
+        cache, known = sequences.take(self.cache, which), self.ids and [self.ids[i] for i in which]
+        return dataclasses.replace(
+            self, cache=cache, last=take_sequences(None, self.last, np.asarray(which)), ids=known
+        )
 
     @checks_keywords
     def fork(self, times: int) -> Context:
@@ -230,9 +243,11 @@ class Context:
                 raise OtherWeights("these contexts are of models with other weights or types; join those of one model")
         contexts = (self, *others)
         cache = sequences.join([x.cache for x in contexts])
+        known = [x.ids for x in contexts if x.ids is not None]
+        ids = [row for rows in known for row in rows] if len(known) == len(contexts) else None
         if len({x.last.shape[1] for x in contexts}) > 1:  # the last logits of some are unknown
-            return self._without_last(cache)
-        return dataclasses.replace(self, cache=cache, last=concat_sequences(None, [x.last for x in contexts]))
+            return self._without_last(cache, ids)
+        return dataclasses.replace(self, cache=cache, last=concat_sequences(None, [x.last for x in contexts]), ids=ids)
 
     @checks_keywords
     def extend_prefix(
@@ -258,11 +273,15 @@ class Context:
         own = self.method.own if isinstance(self.method, SharedPrefixMethod) else self.method
         both = SharedPrefixMethod(self.method, own if method is None else method_of(method))
         last, cache = read_after_prefix(self.model, self.cache, both, ids, of=of, room=room, timer=timer)
-        return Context(self.model, cache, last, both, timer.run_seconds)
+        known = self.ids
+        if known is not None:
+            followed = [0] * len(ids) if of is None else of
+            known = [[*(known[i] if i >= 0 else ()), *row] for i, row in zip(followed, ids, strict=True)]
+        return Context(self.model, cache, last, both, timer.run_seconds, known)
 
-    def _without_last(self, cache: Cache) -> Context:
-        """Replaces the cache; the logits of its last tokens are unknown."""
-        return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)))
+    def _without_last(self, cache: Cache, ids: Sequence[Sequence[int]] | None) -> Context:
+        """Replaces the cache and its tokens; the logits of its last tokens are unknown."""
+        return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)), ids=ids)
 
     def _check_known(self) -> None:
         checks.check_cache(self.model, self.cache)
@@ -314,7 +333,7 @@ def read(
     method = method_of(method)
     plan = bind(method, model.config)
     last, cache = run_prompts(model, plan, ids, capacity, chunk=chunk, width=width, progress=progress, timer=timer)
-    context = Context(model, cache, last, method, timer.run_seconds)
+    context = Context(model, cache, last, method, timer.run_seconds, ids)
     checks.warn_of_no_saving(method, context.bytes)
     return context
 

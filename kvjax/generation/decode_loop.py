@@ -14,7 +14,16 @@ from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
 from kvjax.engine.forward import PLAIN, Compiled, Target
-from kvjax.engine.sampling import Sampler, sample, sequence_keys
+from kvjax.engine.sampling import Sampler, TokenCounts, count_tokens, sample, sequence_keys
+
+
+@pytree
+class TokenLogProbs:
+    """Natural-log probabilities of the tokens of `DecodeState.out`, in the model's distribution before the sampler."""
+
+    drawn: Array  # f32[B M]
+    top_ids: Array  # i32[B M k], the k likeliest tokens, likeliest first
+    top: Array  # f32[B M k]
 
 
 @pytree
@@ -28,9 +37,11 @@ class DecodeState:
     i: Array  # i32[], columns of `out` that are filled
     keys: Array  # random keys, one per sequence
     eos: Array  # i32[E]
+    counts: TokenCounts | None = None  # for a sampler with penalties
+    logprobs: TokenLogProbs | None = None  # where they were asked for
 
 
-@functools.partial(jax.jit, static_argnames=("num_tokens", "has_drafts"))
+@functools.partial(jax.jit, static_argnames=("num_tokens", "has_drafts", "num_top"))
 def init_state(
     logits: Array,
     key: Array,
@@ -40,15 +51,26 @@ def init_state(
     num_tokens: int,
     first_row: Array | int = 0,
     has_drafts: bool = False,
+    in_prompt: Array | None = None,
+    num_top: int | None = None,
 ) -> DecodeState:
     """Draws the first of at most `num_tokens` tokens from the prompts' logits f32[B V]; the cache is still missing.
 
     Sequences draw by their number from `first_row` on. With `has_drafts` each step carries a draft, see `draft_first`.
+
+    Args:
+      in_prompt: bool[B V], the tokens of each prompt, for a sampler with a repetition penalty.
+      num_top: how many of the likeliest tokens get log-probabilities with those drawn; None for no log-probabilities.
     """
-    B = logits.shape[0]
+    B, V = logits.shape
     out = jnp.full((B, num_tokens), -1, jnp.int32)
     keys = sequence_keys(key, B, first_row)
-    state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.int32(0), keys, eos)
+    counts = None if sampler.penalties is None else TokenCounts(in_prompt, jnp.zeros((B, V), jnp.int32))
+    logprobs = None
+    if num_top is not None:
+        top = jnp.zeros((B, num_tokens, num_top))
+        logprobs = TokenLogProbs(jnp.zeros((B, num_tokens)), top.astype(jnp.int32), top)
+    state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.int32(0), keys, eos, counts, logprobs)
     state = _draw_next(state, logits[:, None], sampler)
     return dataclasses.replace(state, tokens=jnp.repeat(state.tokens, 1 + has_drafts, 1))
 
@@ -67,7 +89,7 @@ def draft_first(
     """Drafts the token after the first one before any step, and commits nothing (SpeCache, Algorithm 2)."""
     assert state.cache is not None
     logits, cache = decode.step(params, state.tokens[:, :1], state.cache, 0, target, compiled=compiled)
-    tokens = _draw_first_draft(state.tokens, state.keys, state.i, logits, sampler)
+    tokens = _draw_first_draft(dataclasses.replace(state, cache=None), logits, sampler)
     return dataclasses.replace(state, tokens=tokens, cache=cache)
 
 
@@ -88,26 +110,45 @@ def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Targ
 
 def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeState:
     """Draws the next token, and the draft after it, from a step's logits f32[B 1|2 V]."""
-    token = _draw(state.keys, state.i, logits[:, 0], sampler)
-    column = jnp.where(state.done, -1, token)
-    out = lax.dynamic_update_slice(state.out, column[:, None], (0, state.i))
-    done = state.done | (token[:, None] == state.eos[None]).any(-1)
-    tokens = token[:, None]
+    token = _draw(state, logits[:, 0], sampler)
+    column, logprobs = jnp.where(state.done, -1, token), state.logprobs
+    if logprobs is not None:
+        new = log_probs_of(logits[:, :1], token[:, None], logprobs.top.shape[2])
+        update = functools.partial(lax.dynamic_update_slice_in_dim, start_index=state.i, axis=1)
+        logprobs = jax.tree.map(update, logprobs, new)
+    state = dataclasses.replace(
+        state,
+        tokens=token[:, None],
+        out=lax.dynamic_update_slice(state.out, column[:, None], (0, state.i)),
+        done=state.done | (token[:, None] == state.eos[None]).any(-1),
+        i=state.i + 1,
+        counts=None if state.counts is None else count_tokens(state.counts, token),
+        logprobs=logprobs,
+    )
     if logits.shape[1] == 2:
         # A draft is drawn with the randomness of its column: equal logits give the token that will be drawn there.
-        tokens = jnp.stack([token, _draw(state.keys, state.i + 1, logits[:, 1], sampler)], 1)
-    return dataclasses.replace(state, tokens=tokens, out=out, done=done, i=state.i + 1)
+        draft = _draw(state, logits[:, 1], sampler)
+        state = dataclasses.replace(state, tokens=jnp.stack([token, draft], 1))
+    return state
 
 
-def _draw(keys: Array, column: Array, logits: Array, sampler: Sampler) -> Array:
-    """Draws the tokens i32[B] of one column of `out` from logits f32[B V]."""
+def _draw(state: DecodeState, logits: Array, sampler: Sampler) -> Array:
+    """Draws the tokens i32[B] of the next column of `out` from logits f32[B V]."""
     with jax.named_scope("sample"):
-        return sample(sampler, logits, jax.vmap(jax.random.fold_in, (0, None))(keys, column))
+        keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.i)
+        return sample(sampler, logits, keys, state.counts)
+
+
+def log_probs_of(logits: Array, tokens: Array, num_top: int) -> TokenLogProbs:
+    """The log-probabilities of tokens i32[B T] that were drawn from logits f32[B T V], and of the likeliest."""
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
+    top, top_ids = lax.top_k(logp, num_top)
+    return TokenLogProbs(jnp.take_along_axis(logp, tokens[..., None], -1)[..., 0], top_ids.astype(jnp.int32), top)
 
 
 draw_next = jax.jit(_draw_next)
 
 
 @jax.jit
-def _draw_first_draft(tokens: Array, keys: Array, column: Array, logits: Array, sampler: Sampler) -> Array:
-    return jnp.stack([tokens[:, 0], _draw(keys, column, logits[:, 0], sampler)], 1)
+def _draw_first_draft(state: DecodeState, logits: Array, sampler: Sampler) -> Array:
+    return jnp.stack([state.tokens[:, 0], _draw(state, logits[:, 0], sampler)], 1)

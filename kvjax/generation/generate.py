@@ -11,9 +11,9 @@ from kvjax.errors import KvjaxError
 from kvjax.generation import checks
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import capacity_for, extend_timed, inputs_after_cache, last_logits, run_prompts
-from kvjax.generation.options import GenerateOptions, resolve_options
+from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result
-from kvjax.generation.session import DecodeSession, start_decoding
+from kvjax.generation.session import DecodeSession, check_penalties, start_decoding
 from kvjax.generation.timing import Timer
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
@@ -41,10 +41,12 @@ def start(
     else:
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
+        check_penalties(resolved, None)
         checks.check_cache(model, cache, method)
         out, filled = extend_timed(model, cache, timer, **inputs_after_cache(model, ids, cache, num_new))
         last = last_logits(out, ids)
-    return start_decoding(model, last, filled, resolved, timer=timer)
+    # The tokens of a given cache are unknown.
+    return start_decoding(model, last, filled, resolved, prompt_ids=ids if cache is None else None, timer=timer)
 
 
 @checks_keywords
@@ -96,6 +98,7 @@ def stream(
 
     It runs the same program as `generate`, one step at a time; arguments are those of `generate`.
     """
+    check_streamed(options)
     return start(model, prompts, method, capacity=capacity, cache=cache, **options).columns()
 
 
@@ -110,5 +113,6 @@ def stream_text(
     **options: Unpack[GenerateOptions],
 ) -> Iterator[str]:
     """Streams the text that continues one prompt, as text deltas; arguments are those of `generate`."""
+    check_streamed(options)
     model.text_tokenizer()  # raises for a model without a tokenizer before the prompt is run
     return start(model, [prompt], method, capacity=capacity, cache=cache, **options).text_deltas()

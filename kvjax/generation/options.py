@@ -32,7 +32,12 @@ class GenerateOptions(TypedDict, total=False):
       top_k: draws among the k likeliest tokens.
       top_p: draws among the likeliest tokens that together reach this probability.
       min_p: draws among the tokens at least min_p times as likely as the likeliest.
+      repetition_penalty: above 1, makes the tokens of the prompt and of the answer so far less likely, as in
+        transformers and vLLM; 1, the default, changes nothing. A bare cache does not know its tokens, and refuses.
+      presence_penalty: subtracted from the logits of the answer's tokens so far, from -2 to 2, as in vLLM.
+      frequency_penalty: the same, times the number of times that the token stands in the answer so far.
       seed: of the draws; 0 by default.
+      logprobs: true gives `Result.logprobs`; a number k also `Result.top_logprobs`, the k likeliest of each step.
       loop: "layers" runs each step layer by layer, which takes one layer's time to compile; "while" is one program for
         all steps, the fastest once it is compiled; "scan" is another, which runs max_new_tokens whatever the tokens.
         Default: "layers" for fewer than 2,048 tokens on a CPU, "while" otherwise. All give the same tokens, up to
@@ -47,7 +52,11 @@ class GenerateOptions(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     seed: int | None
+    logprobs: bool | int | None
     loop: str | None
 
 
@@ -59,6 +68,7 @@ class DecodeOptions:
     sampling: SamplingParams
     eos: Array  # i32[E], ids that end a sequence
     stop: tuple[str, ...]
+    num_top: int | None  # likeliest tokens with a log-probability, beside the drawn one; None for no log-probabilities
     loop: str
 
 
@@ -68,8 +78,22 @@ def resolve_options(model: Model, options: GenerateOptions) -> DecodeOptions:
     fields = [field.name for field in dataclasses.fields(SamplingParams)]
     sampling = resolve_sampling(options.get("sampling"), **{name: options.get(name) for name in fields})
     stop = stopping.parse_stop(model, options.get("stop", ()))
+    eos, num_top = stopping.parse_eos_ids(model, options.get("eos_ids")), None
+    logprobs = options.get("logprobs")
+    if logprobs is not None and logprobs is not False:
+        most = model.config.vocab_size
+        num_top = 0 if logprobs is True else arguments.integer("logprobs", logprobs, 0, most, "; true is 0 of them")
     loop = _resolve_loop(options.get("loop"), stop, max_new_tokens)
-    return DecodeOptions(max_new_tokens, sampling, stopping.parse_eos_ids(model, options.get("eos_ids")), stop, loop)
+    return DecodeOptions(max_new_tokens, sampling, eos, stop, num_top, loop)
+
+
+def check_streamed(options: GenerateOptions) -> None:
+    """Raises KvjaxError for an option whose results a stream does not yield."""
+    logprobs = options.get("logprobs")
+    if logprobs is not None and logprobs is not False:
+        raise KvjaxError(
+            "a stream has no place for log-probabilities: leave logprobs out, or use generate, whose result has them"
+        )
 
 
 def _resolve_loop(loop: str | None, stop: Sequence[str], max_new_tokens: int) -> str:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
+from kvjax.generation.decode_loop import TokenLogProbs
 from kvjax.utils.display import shorten, table
+
+
+class TokenLogProb(NamedTuple):
+    """A token, and the natural log of its probability."""
+
+    id: int
+    logprob: float
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -23,6 +33,10 @@ class Result:
     compile_seconds: float
     decode_steps: int  # after the first token, which the prefill yields
     num_sequences: int  # that each step decodes
+    # Natural logs of probabilities in the model's own distribution, before penalties, temperature and filters.
+    logprobs: list[list[float]] | Any = dataclasses.field(default=None, kw_only=True)  # of each of `tokens`
+    top_logprobs: list[list[list[TokenLogProb]]] | Any = dataclasses.field(default=None, kw_only=True)
+    # for each of `tokens`, the likeliest of its step, likeliest first
 
     def __repr__(self) -> str:
         first = shorten(self.text[0]) if self.text else f"{len(self.tokens[0])} ids"
@@ -54,9 +68,27 @@ class Result:
         return num_decoded / self.decode_seconds if self.decode_steps else 0.0
 
 
+def logprob_fields(logprobs: TokenLogProbs | None, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The fields of a `Result` with the log-probabilities of its tokens; none where they were not asked for."""
+    if logprobs is None:
+        return {}
+    drawn, top_ids, top = (
+        [row[: len(ids)] for row, ids in zip(np.asarray(x).tolist(), tokens, strict=True)]
+        for x in (logprobs.drawn, logprobs.top_ids, logprobs.top)
+    )
+    if not logprobs.top.shape[2]:
+        return {"logprobs": drawn}
+    pairs = [
+        [[TokenLogProb(*pair) for pair in zip(*step, strict=True)] for step in zip(*row, strict=True)]
+        for row in zip(top_ids, top, strict=True)
+    ]
+    return {"logprobs": drawn, "top_logprobs": pairs}
+
+
 def concat_results(results: Sequence[Result]) -> Result:
     """Concatenates the results of batches that were decoded one after the other; bytes are those of one batch."""
-    joined = ("tokens", "finish_reasons") if results[0].text is None else ("tokens", "finish_reasons", "text")
+    optional = [name for name in ("text", "logprobs", "top_logprobs") if getattr(results[0], name) is not None]
+    joined = ["tokens", "finish_reasons", *optional]
     fields: dict[str, Any] = {name: [x for r in results for x in getattr(r, name)] for name in joined}
     for name in ("prefill_seconds", "decode_seconds", "compile_seconds", "decode_steps"):
         fields[name] = sum(getattr(r, name) for r in results)

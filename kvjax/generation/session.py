@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,13 @@ from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler
+from kvjax.errors import KvjaxError
 from kvjax.generation import checks, decode_loop, stopping
 from kvjax.generation.compile_options import compiled_for, jit_with, options_for
 from kvjax.generation.decode_loop import DecodeState
+from kvjax.generation.inputs import place
 from kvjax.generation.options import DecodeOptions
-from kvjax.generation.result import Result
+from kvjax.generation.result import Result, logprob_fields
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 
@@ -148,6 +150,7 @@ class DecodeSession:
             compile_seconds=self.timer.compile_seconds,
             decode_steps=int(self.state.i) - 1,
             num_sequences=len(tokens),
+            **logprob_fields(self.state.logprobs, tokens),
         )
 
     def columns(self) -> Iterator[list[int | None]]:
@@ -186,12 +189,23 @@ class DecodeSession:
             self.state = dataclasses.replace(self.state, done=self.state.done | np.array(ended))
 
 
+def check_penalties(options: DecodeOptions, prompt_ids: Sequence[Sequence[int]] | None) -> None:
+    """Raises KvjaxError for a repetition penalty where the tokens before are unknown, so that it cannot count them."""
+    if options.sampling.repetition_penalty != 1 and prompt_ids is None:
+        raise KvjaxError(
+            "repetition_penalty counts the tokens of the whole prompt, and a cache does not know its own, nor does a "
+            "context that was resumed from a file, edited or put together of others: read the text with kvjax.read, or "
+            "use presence_penalty and frequency_penalty, which count generated tokens alone"
+        )
+
+
 def start_decoding(
     model: Model,
     last: Array,
     cache: Cache,
     options: DecodeOptions,
     *,
+    prompt_ids: Sequence[Sequence[int]] | None = None,
     first_row: int = 0,
     keep: bool = False,
     timer: Timer | None = None,
@@ -199,13 +213,20 @@ def start_decoding(
     """Starts decoding from a cache and the logits f32[B V] of its last token.
 
     Args:
+      prompt_ids: all tokens before, where they are known; a repetition penalty needs them.
       first_row: the number by which the first sequence draws.
       keep: whether the loop works on a copy of the cache, which it would otherwise use up.
       timer: adds up the seconds; its run time so far counts as the prefill.
     """
     num_new = options.max_new_tokens
     checks.check_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), num_new)
-    timer, sampler = timer or Timer(), options.sampling.sampler()
+    timer, sampler, in_prompt = timer or Timer(), options.sampling.sampler(), None
+    if options.sampling.repetition_penalty != 1:
+        check_penalties(options, prompt_ids)
+        mask = np.zeros((len(last), model.config.vocab_size), bool)
+        for row, ids in zip(mask, prompt_ids or (), strict=True):
+            row[np.asarray(ids)] = True
+        in_prompt = place(model, mask, "B")
     prefill_seconds = timer.run_seconds
     with timer.timed():
         state = decode_loop.init_state(
@@ -216,6 +237,8 @@ def start_decoding(
             num_tokens=num_new,
             first_row=np.int32(first_row),
             has_drafts=num_draft_tokens(cache.plan) > 0,
+            in_prompt=in_prompt,
+            num_top=options.num_top,
         )
         if keep:
             # An explicit copy, each array in its own kind of memory: the loop donates the cache that it is given.

@@ -11,6 +11,7 @@ import sys
 import jax
 import pytest
 
+import kvjax
 from kvjax import cli
 from kvjax.methods import loading, registry
 
@@ -83,6 +84,9 @@ def test_methods_tells_all_of_the_named_ones_and_the_nearest_of_unknown_ones(cap
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "a", "--top-k", "3"], "need temperature > 0"),
+        (["--prompt", "a", "--logprobs", "3"], "add --json"),
+        (["--prompt", "a", "--json", "--logprobs", "-1"], "logprobs must be an integer from 0"),
+        (["--prompt", "a", "--presence-penalty", "3"], "presence_penalty must be a number from -2 to 2"),
         (["--prompt", "a", "--temperature", "1", "--top-k", "99999999999"], "top_k must be an integer from 1"),
     ],
 )
@@ -102,6 +106,16 @@ def test_generate_streams_what_json_holds_and_ends_at_a_stop_string(capsys):
     stop = text[3:5]
     assert cli.main([*args, "--stop", stop]) == 0
     assert capsys.readouterr().out == text.split(stop)[0] + "\n[stop]\n"
+
+
+def test_generate_takes_penalties_and_gives_log_probabilities(capsys):
+    args = ["generate", "--prompt", "def main():", "--max-new-tokens", "6", "--json", "--logprobs", "2"]
+    options = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    assert cli.main([*args, *(x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v)))]) == 0
+    out = kvjax.generate(kvjax.load("testbed"), "def main():", "full", max_new_tokens=6, logprobs=2, **options)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["tokens"], document["logprobs"]) == (out.tokens, out.logprobs)
+    assert [[len(step) for step in row] for row in document["top_logprobs"]] == [[2] * 6]
 
 
 def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):

@@ -92,7 +92,7 @@ class FullKV:
         with timer.timed():
             layers = jax.block_until_ready(compress_prompts(prompts, lengths, plan, target, capacity, num_slots))
         cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, self.weights)
-        return Context(model, cache, self.last, method, timer.run_seconds)
+        return Context(model, cache, self.last, method, timer.run_seconds, self.ids)
 
 
 @dataclasses.dataclass(frozen=True)

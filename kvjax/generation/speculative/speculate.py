@@ -26,7 +26,7 @@ from kvjax.generation.compile_options import jit_with
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import capacity_for, run_prompts
 from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
-from kvjax.generation.result import Result
+from kvjax.generation.result import Result, logprob_fields
 from kvjax.generation.speculative.acceptance import make_shift
 from kvjax.generation.speculative.speculation_loop import SpeculationState, init_state, run_rounds
 from kvjax.generation.timing import Timer
@@ -92,7 +92,7 @@ def speculate(
         tokens are then no longer those of the model alone.
       alpha: a token is shifted if the draft gives it at least alpha times its highest probability (RAPID's code: 0.1).
       capacity: as in `generate`.
-      **options: those of `generate` but `stop` and `loop`.
+      **options: those of `generate` but `stop`, `loop` and the penalties. Log-probabilities are the verifier's.
 
     Raises:
       KvjaxError: an option that speculation does not have.
@@ -126,7 +126,9 @@ def speculate(
     targets = Target(model.config, model.mesh), Target(drafter.config, drafter.mesh)
     run = jit_with(run_rounds, ("num_draft_tokens", "targets"), ("state",), ())
     with timer.timed():
-        state = init_state(last, key_from_seed(params.seed), eos, sampler, length=max_new_tokens)
+        state = init_state(
+            last, key_from_seed(params.seed), eos, sampler, length=max_new_tokens, num_top=resolved.num_top
+        )
         state = dataclasses.replace(state, verifier=cache, draft=draft_cache)
         state = run(
             params=model.params,
@@ -151,7 +153,13 @@ def _resolve_options(model: Model, options: GenerateOptions) -> DecodeOptions:
     """Checks the options; raises KvjaxError for those of `generate` that rounds of speculation do not have."""
     if given := next((name for name in ("stop", "loop") if options.get(name)), None):
         raise KvjaxError(f"speculate knows no {given}; leave it out, or use kvjax.generate")
-    return resolve_options(model, options)
+    resolved = resolve_options(model, options)
+    if resolved.sampling.has_penalties:
+        raise KvjaxError(
+            "speculate knows no penalties: each drafted token would change the logits of those after it, which are "
+            "verified at once; leave them out, or use kvjax.generate"
+        )
+    return resolved
 
 
 def _prefill_rewindable(
@@ -190,6 +198,7 @@ def _to_result(model: Model, state: SpeculationState, prefill_seconds: float, ti
         compile_seconds=timer.compile_seconds,
         decode_steps=int(state.count),
         num_sequences=len(tokens),
+        **logprob_fields(state.logprobs, tokens),
         accepted=np.asarray(state.accepted).tolist(),
         drafted=np.asarray(state.drafted).tolist(),
         draft_bytes=state_bytes(state.draft),

@@ -20,6 +20,7 @@ from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler, sample
 from kvjax.generation import decode_loop
 from kvjax.generation.cache_ops.sequences import crop_layers
+from kvjax.generation.decode_loop import TokenLogProbs
 from kvjax.generation.speculative.acceptance import Shift, verify
 
 Targets = tuple[Target, Target]  # of the verifier and of the draft
@@ -41,6 +42,7 @@ class SpeculationState:
     rollback_failed: Array  # bool[2], the verifier's or the draft's cache could not give back rejected tokens
     keys: Array  # random keys, one per sequence
     eos: Array  # i32[E]
+    logprobs: TokenLogProbs | None  # the verifier's, where they were asked for
 
     @property
     def is_active(self) -> Array:
@@ -48,10 +50,12 @@ class SpeculationState:
         return ~self.ended & (self.num_generated < self.out.shape[1])
 
 
-@functools.partial(jax.jit, static_argnames="length")
-def init_state(logits: Array, key: Array, eos: Array, sampler: Sampler, length: int) -> SpeculationState:
+@functools.partial(jax.jit, static_argnames=("length", "num_top"))
+def init_state(
+    logits: Array, key: Array, eos: Array, sampler: Sampler, length: int, num_top: int | None
+) -> SpeculationState:
     """Draws the first of at most `length` tokens from the logits f32[B V] of the prompts; caches are still missing."""
-    first = decode_loop.init_state(logits, key, eos, sampler, num_tokens=length)
+    first = decode_loop.init_state(logits, key, eos, sampler, num_tokens=length, num_top=num_top)
     token = first.tokens[:, 0]
     no_cache: Any = None  # a jitted function copies a cache that it returns unchanged
     zeros = jnp.zeros_like(token)
@@ -68,6 +72,7 @@ def init_state(logits: Array, key: Array, eos: Array, sampler: Sampler, length: 
         rollback_failed=jnp.zeros(2, bool),
         keys=first.keys,
         eos=eos,
+        logprobs=first.logprobs,
     )
 
 
@@ -99,7 +104,7 @@ def run_rounds(
         draft, draft_failed = _roll_back(draft, rejected, targets[1])
         failed = jnp.stack([verifier_failed, draft_failed])
         state = dataclasses.replace(state, verifier=verifier, draft=draft, rollback_failed=failed)
-        return _append_tokens(state, drafted, accepted, last)
+        return _append_tokens(state, drafted, accepted, last, logits)
 
     return lax.while_loop(lambda state: state.is_active.any() & ~state.rollback_failed.any(), run_round, state)
 
@@ -147,8 +152,13 @@ def _roll_back(cache: Cache, count: Array, target: Target) -> tuple[Cache, Array
     return dataclasses.replace(cache, layers=layers, length=cache.length - count), jnp.stack(failed).any()
 
 
-def _append_tokens(state: SpeculationState, drafted: Array, accepted: Array, last: Array) -> SpeculationState:
-    """Appends the accepted i32[B] of tokens drafted i32[B A], and the last i32[B], to each active sequence."""
+def _append_tokens(
+    state: SpeculationState, drafted: Array, accepted: Array, last: Array, logits: Array
+) -> SpeculationState:
+    """Appends the accepted i32[B] of tokens drafted i32[B A], and the last i32[B], to each active sequence.
+
+    The verifier's logits f32[B A+1 V] give the log-probabilities.
+    """
     B, num_draft_tokens = drafted.shape
     M, is_active = state.out.shape[1], state.is_active
     place = jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)[None]
@@ -157,10 +167,16 @@ def _append_tokens(state: SpeculationState, drafted: Array, accepted: Array, las
     after_eos = jnp.cumsum(is_eos, 1, dtype=jnp.int32) > is_eos.astype(jnp.int32)
     column = state.num_generated[:, None] + place
     is_new = is_active[:, None] & (place <= accepted[:, None]) & (column < M) & ~after_eos
+    places = jnp.arange(B)[:, None], jnp.where(is_new, column, M)
+    logprobs = state.logprobs
+    if logprobs is not None:
+        new_logprobs = decode_loop.log_probs_of(logits, new, logprobs.top.shape[2])
+        logprobs = jax.tree.map(lambda x, y: x.at[places].set(y, mode="drop"), logprobs, new_logprobs)
     return dataclasses.replace(
         state,
         token=jnp.where(is_active, last, state.token),
-        out=state.out.at[jnp.arange(B)[:, None], jnp.where(is_new, column, M)].set(new, mode="drop"),
+        out=state.out.at[places].set(new, mode="drop"),
+        logprobs=logprobs,
         num_generated=state.num_generated + is_new.sum(1, dtype=jnp.int32),
         ended=state.ended | (is_eos & is_new).any(1),
         accepted=state.accepted + jnp.where(is_active, accepted, 0),
