@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments import equal_bytes_table
 from kvjax.eval.page.summary import mean_error
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,7 @@ CURVES = ROOT / "docs" / "quality_against_bytes.png"
 WHERE = ROOT / "docs" / "where_tokens_stay.png"
 DIVISIONS = ("equal", "within a layer", "over the model")
 SHARES = ("1/2", "1/4", "1/8", "1/16")
+NO_ANSWERS = "0 ±0"  # the cell of a method that answers nothing in any context
 MIN_LABELED_PERCENT = 5.0  # labels of points below would overlap
 COLORS = dict(zip(DIVISIONS, ("C3", "C1", "C2"), strict=True))
 
@@ -116,22 +118,41 @@ def table(results: Results, protocol: str, shares: Sequence[str]) -> str:
         f"| scores (exact cache: {exact}) | division | {' | '.join(f'{s} of the bytes' for s in shares)} |",
         "|---|---|" + "---:|" * len(shares),
     ]
+    without_answers = []  # scorers whose rows are zero throughout, which share the last line
     for scorer in results.scorers():
+        rows = {}
         for division in DIVISIONS:
             methods = [results.method(scorer, division, share) for share in shares]
             cells = [cell(None if m is None else results.scores(m, protocol)) for m in methods]
             if set(cells) != {"-"}:
-                lines.append(f"| {scorer} | {division} | {' | '.join(cells)} |")
+                rows[division] = cells
+        zero = [division for division, cells in rows.items() if set(cells) == {NO_ANSWERS}]
+        lines += [f"| {scorer} | {name} | {' | '.join(cells)} |" for name, cells in rows.items() if name not in zero]
+        if zero:
+            without_answers.append(scorer if len(zero) == len(rows) else f"{scorer} {' and '.join(zero)}")
+    if without_answers:
+        lines.append(f"| {'; '.join(without_answers)} | each |{f' {NO_ANSWERS} |' * len(shares)}")
     return "\n".join(lines)
 
 
-def more_table(results: Results) -> str:
-    """A Markdown table of the settings outside the grid, with their bytes."""
-    lines = ["| method | device | host | later questions |", "|---|---:|---:|---:|"]
+def more_table(results: Results, omitted: Collection[str] = ()) -> str:
+    """A Markdown table of the settings outside the grid that hold everything on the device, with their bytes.
+
+    Settings that answer nothing share the last line. `omitted` are methods that another table shows.
+    """
+    lines, without_answers = ["| method | device | later questions |", "|---|---:|---:|"], {}
     for method in dict.fromkeys(s["method"] for s in results.settings if s["group"] != "scorers"):
-        device, host = results.document["bytes"][method]
+        device, _ = results.document["bytes"][method]
         score = cell(results.scores(method, "turns"))
-        lines.append(f"| `{method}` | {100 * device:.1f}% | {100 * host:.1f}% | {score} |")
+        if method in omitted:
+            continue
+        if score == NO_ANSWERS:
+            without_answers[f"`{method}`"] = device
+        else:
+            lines.append(f"| `{method}` | {100 * device:.1f}% | {score} |")
+    if without_answers:
+        least, most = (f"{100 * end(without_answers.values()):.1f}%" for end in (min, max))
+        lines.append(f"| {', '.join(without_answers)} | {least} to {most} | {NO_ANSWERS} |")
     return "\n".join(lines)
 
 
@@ -284,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for protocol in ("turns", "alone"):
         print(f"\n{protocol}\n\n{table(results, protocol, shares)}")
     print(f"\nPaired gains, turns\n\n{gain_table(results, 'turns')}")
-    print(f"\n{more_table(results)}")
+    print(f"\n{more_table(results, json.loads(equal_bytes_table.RESULTS.read_text())['scores'])}")
     print("\nRank correlation of the error of attention with the answers:", correlations(results))
     if not args.no_pictures:
         draw_curves(results, args.curves)

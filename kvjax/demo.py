@@ -64,11 +64,13 @@ class DemoRow:
     recall: float  # fraction of the questions that are answered
     code_bits: float  # bits per byte of source code
     agreement: float  # fraction of code tokens at which the likeliest token is that of `full`
-    device_bytes: int
+    device_bytes: int  # measured, in `dtype`
     host_bytes: int
-    dtype: str  # of the model, and of these bytes
+    dtype: str  # of the model
     fraction_of_full: float  # device bytes, of the exact cache's in the model's dtype
     bfloat16_fraction: float  # the same of the same tokens, both in bfloat16
+    bfloat16_device_bytes: int  # of the table, beside their fraction: planned, in bfloat16
+    bfloat16_host_bytes: int
     tokens_per_second: tuple[float, ...] = ()  # of each turn, decoding all contexts at once
 
 
@@ -134,6 +136,7 @@ def measure(benchmark: DemoBenchmark, methods: Methods) -> Iterator[DemoRow]:
             scores += [METRICS[ask.metric](text, ask) for ask, text in zip(asks, texts, strict=True)]
         bits, best, _ = harness.score_continuations(benchmark.reader, method, benchmark.texts)
         likeliest, each = np.concatenate(best), size.per_sequence(len(benchmark.questions))
+        in_bfloat16 = harness.bfloat16_bytes(method_of(method), benchmark.model.config, benchmark.length)
         reference = likeliest if reference is None else reference
         yield DemoRow(
             name,
@@ -144,7 +147,9 @@ def measure(benchmark: DemoBenchmark, methods: Methods) -> Iterator[DemoRow]:
             each.held["pinned_host"],
             each.dtype,
             each.fraction_of_full,
-            harness.bfloat16_fractions(method_of(method), benchmark.model.config, benchmark.length)["device"],
+            in_bfloat16.fraction_of_full,
+            in_bfloat16.held["device"],
+            in_bfloat16.held["pinned_host"],
         )
 
 
@@ -167,13 +172,14 @@ def table(rows: Sequence[DemoRow], benchmark: DemoBenchmark, model: str, width: 
     """Makes the table for a terminal of `width` columns; host memory and speeds only where there are any."""
     dtype, num_contexts = benchmark.model.dtype, len(benchmark.questions)
     same, first = ("= full", "`full`") if rows[0].method == "full" else ("= first", "the first method")
-    is_wide, has_host = width >= WIDE_COLUMNS, any(r.host_bytes for r in rows)
+    is_wide, has_host = width >= WIDE_COLUMNS, any(r.bfloat16_host_bytes for r in rows)
     num_turns = max(len(r.tokens_per_second) for r in rows)
     caption = [
         f"right: {benchmark.about}, asked after the method has compressed the context",
         f"{same}: tokens of held-out source code predicted as under {first}",
-        f"KiB: held on the device by a context, in {dtype}" + ("; host: held in host memory" if has_host else ""),
-        f"of full: of the exact cache's bytes, both in {dtype}; bf16: the same, both in bfloat16",
+        "KiB, of full: a context on the device, and its part of the exact cache's bytes"
+        + ("; host: KiB in host memory" if has_host else ""),
+        f"all bytes are those of caches in bfloat16, whatever the model computes in, here {dtype}",
     ]
     if num_turns:
         speeds = f"tokens/s: decoding all contexts at once, median (and range) of {num_turns} turns of all methods"
@@ -191,10 +197,9 @@ def table(rows: Sequence[DemoRow], benchmark: DemoBenchmark, model: str, width: 
     cells = {
         "right": [f"{r.recall:.0%}" for r in rows],
         same: [f"{r.agreement:.1%}" for r in rows],
-        "KiB": [f"{r.device_bytes / 1024:,.0f}" for r in rows],
-        "of full": [f"{r.fraction_of_full:.1%}" for r in rows],
-        "bf16": [f"{r.bfloat16_fraction:.1%}" for r in rows],
-        "host": [f"{r.host_bytes / 1024:,.0f}" if r.host_bytes else "" for r in rows],
+        "KiB": [f"{r.bfloat16_device_bytes / 1024:,.0f}" for r in rows],
+        "of full": [f"{r.bfloat16_fraction:.1%}" for r in rows],
+        "host": [f"{r.bfloat16_host_bytes / 1024:,.0f}" if r.bfloat16_host_bytes else "" for r in rows],
         "tokens/s": [f"{statistics.median(x):,.0f}{gap}({min(x):,.0f}..{max(x):,.0f})" if x else "" for x in rates],
     }
     columns = {head: column for head, column in cells.items() if any(column)}
@@ -253,8 +258,8 @@ def run(out: Path, methods: Methods | None = None, model: str = "testbed", full:
     for i, name in enumerate(chosen, 1):
         say(f"{i} of {len(chosen)}: {name}")
         row = dataclasses.replace(next(measured), method=name)
-        of_full = f"{row.fraction_of_full:.1%} of full in {row.dtype}, {row.bfloat16_fraction:.1%} in bfloat16"
-        say(f"    {row.recall:.0%} right, {row.device_bytes / 1024:,.0f} KiB held: {of_full}")
+        kib = f"{row.bfloat16_device_bytes / 1024:,.0f} KiB"
+        say(f"    {row.recall:.0%} right, {kib} ({row.bfloat16_fraction:.1%} of the exact cache, both in bfloat16)")
         rows.append(row)
     say(f"decoding in turns, {NUM_TURNS} under each method")
     rates = zip(*decode_in_turns(benchmark, list(chosen.values())), strict=True)

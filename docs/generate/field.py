@@ -9,7 +9,7 @@ from typing import Any
 
 import kvjax
 from docs.generate.entries import builtin_entries
-from docs.generate.methods import planned_fractions, prose
+from docs.generate.methods import plan_context, prose
 from experiments.methods import read_results
 
 TABLE = Path(__file__).with_name("field.toml")
@@ -61,7 +61,8 @@ def numbers(system: dict[str, Any], results: dict[str, dict[str, Any]]) -> str:
     if method is None:
         return " | ".join([""] * NUM_NUMBERS)
     row, full = results[method], results["full"]
-    sizes = (f"{fraction:.1%}" for fraction in planned_fractions(method))
+    planned = plan_context(method)
+    sizes = (f"{part:.1%}" for part in (planned.fraction_of_full, planned.host_fraction_of_full))
     quality = f"{row['recall']:.1%} | {row['code_bits'] - full['code_bits']:+.3f}"
     speed = f"{row['speed']:.2f}x" if "speed" in row else ""
     return f"{' | '.join(sizes)} | {quality} | {speed}"

@@ -36,8 +36,8 @@ PAPERS = {
 
 ON_TESTBED = f"""The testbed model computed in float32 and read eight contexts of {CONTEXT_TOKENS:,} tokens. Recall is
 of eight questions each, asked after the context was compressed; code is 512 tokens of held-out source code after 1,536.
-Device and host are fractions of the exact cache's bytes, both in bfloat16, as planned for {CONTEXT_TOKENS:,} tokens;
-the KiB are those of one context as it was measured, in float32. `python -m experiments.methods` measures it."""
+Device and host are KiB of a context, and fractions of the exact cache's, all in bfloat16, as planned for
+{CONTEXT_TOKENS:,} tokens. `python -m experiments.methods` measures it."""
 
 
 def page(entry: MethodEntry) -> str:
@@ -138,8 +138,9 @@ def pair_lists(entry: MethodEntry) -> str:
 
 @functools.cache
 def real_results() -> tuple[Result, ...]:
-    """The results at equal bytes on a real model."""
-    documents = [json.loads(path.read_text()) for path in sorted(RESULTS.parent.glob("*.smollm2.json"))]
+    """The results at equal bytes on a real model, those of README first."""
+    paths = sorted(RESULTS.parent.glob("*.smollm2.json"), reverse=True)
+    documents = [json.loads(path.read_text()) for path in paths]
     return tuple(Result(document) for document in documents if {"bfloat16", "scores"} <= document.keys())
 
 
@@ -152,11 +153,10 @@ def real_model_section(is_wanted: Callable[[str], bool]) -> list[str]:
     """The results of real models under the wanted methods; empty where none was measured."""
     found, shown = [], set()
     for result in real_results():
-        methods = [method for method in result.document["scores"] if method != FULL and is_wanted(method)]
-        # Runs share methods, and equal rows of two runs are shown once.
-        rows = {method: method_row(result, method) for method in methods}
-        methods = [method for method, row in rows.items() if row not in shown]
-        shown |= set(rows.values())
+        # Runs share methods, under strings of their own: each method has the numbers of one run.
+        methods = {parse(m): m for m in result.document["scores"] if m != FULL and is_wanted(m)}
+        methods = [name for value, name in methods.items() if value not in shown]
+        shown |= set(map(parse, methods))
         if methods:
             found += [method_table(result, [FULL, *methods]), _describe_run(result)]
     return ["## On a real model", *found] if found else []
@@ -174,10 +174,9 @@ def _describe_run(result: Result) -> str:
 
 
 @functools.cache
-def planned_fractions(method: str) -> tuple[float, float]:
-    """Planned bytes of a context on the device and on the host, as fractions of the exact cache's, in bfloat16."""
-    planned = kvjax.planned_bytes(method, _testbed_config(), CONTEXT_TOKENS, dtype="bfloat16")
-    return planned.fraction_of_full, planned.host_fraction_of_full
+def plan_context(method: str) -> kvjax.CacheBytes:
+    """Planned bytes of a context, in bfloat16."""
+    return kvjax.planned_bytes(method, _testbed_config(), CONTEXT_TOKENS, dtype="bfloat16")
 
 
 @functools.cache
@@ -191,12 +190,12 @@ def testbed_table(methods: Sequence[str]) -> str:
     names = [name for name in dict.fromkeys(methods) if name in results]
     rows = []
     for name in names:
-        row, (device, host) = results[name], planned_fractions(name)
-        numbers = f"{device:.1%} | {host:.1%} | {row['recall']:.1%} | {row['code_bits']:.3f} | {row['agreement']:.1%}"
-        kib = f"{row['device_bytes'] / 1024:,.0f} | {row['host_bytes'] / 1024:,.0f}"
+        row, planned = results[name], plan_context(name)
+        numbers = f"{planned.fraction_of_full:.1%} | {planned.host_fraction_of_full:.1%} | {row['recall']:.1%} | {row['code_bits']:.3f} | {row['agreement']:.1%}"
+        kib = " | ".join(f"{planned.held[kind] / 1024:,.0f}" for kind in ("device", "pinned_host"))
         rows.append(f"| `{name}` | {numbers} | {kib} |")
     heads = ["method", "device, bfloat16", "host, bfloat16", "recall", "code, bits per byte", "predicts as `full`"]
-    heads += ["device KiB, float32", "host KiB, float32"]
+    heads += ["device KiB, bfloat16", "host KiB, bfloat16"]
     table = "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *rows])
     missing = [name for name in methods if name not in results]
     return table + (f"\n\nNot yet measured: {code_list(missing)}." if missing else "")

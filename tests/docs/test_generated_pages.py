@@ -116,14 +116,18 @@ def test_the_numbers_of_a_page_are_those_of_the_results(name):
     planned = kvjax.planned_bytes(entry.example, kvjax.load("testbed").config, 2048, dtype="bfloat16")
     numbers = (planned.fraction_of_full, planned.host_fraction_of_full, row["recall"])
     assert line[1:4] == [f"{fraction:.1%}" for fraction in numbers]
-    assert "bfloat16" in page and "float32" in page
+    assert line[6:] == [f"{planned.held[kind] / 1024:,.0f}" for kind in ("device", "pinned_host")]
+    assert "| device KiB, bfloat16 | host KiB, bfloat16 |" in page and "KiB, float32" not in page
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "full"])
 def test_a_page_has_what_a_real_model_did_under_its_method_with_bytes_in_bfloat16(name):
-    page, has_row = methods.page(builtin_entries()[name]), False
+    page, has_row, shown = methods.page(builtin_entries()[name]), False, set()
     for result in methods.real_results():
-        for method in set(result.document["scores"]) - {"full"}:
+        of_this_run = {method: kvjax.parse(method) for method in set(result.document["scores"]) - {"full"}}
+        new = [method for method, value in of_this_run.items() if value not in shown]
+        shown |= set(of_this_run.values())
+        for method in new:
             device, host = result.document["bfloat16"][method]
             score = result.contexts(method, result.document["tasks"][0])
             row = f"| `{method}` | {device:.1%} | {host:.1%} | {100 * score.mean():.1f} ±"

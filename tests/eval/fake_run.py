@@ -37,6 +37,7 @@ def record(method: str, task: str, length: int, case: int, rng: np.random.Genera
     base |= {"tokens": length, "scores": [], "asks": [], "predictions": [], "turns": False, "bytes": size}
     fraction = {"device": BYTES[method] / BYTES[METHODS[0]], "pinned_host": host / BYTES[METHODS[0]]}
     base |= {"dtype": "float32", "bfloat16_fraction": fraction}
+    base |= {"bfloat16_bytes": {kind: num_bytes // 2 for kind, num_bytes in size.items()}}
     if task == "ppl":
         shared = np.random.default_rng(case)
         right = shared.integers(0, 256, 64)

@@ -26,7 +26,7 @@ from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 
 METHODS = "full; snapkv:budget=25%"
-ROW = demo.DemoRow("full", 1.0, 1.5, 1.0, 2048, 0, "float32", 1.0, 1.0)
+ROW = demo.DemoRow("full", 1.0, 1.5, 1.0, 2048, 0, "float32", 1.0, 1.0, 1024, 0)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_what_is_shown_first_is_the_exact_cache_and_three_ways_to_a_quarter_of_i
 def test_each_method_is_named_before_it_runs_and_told_when_it_is_done(directory, tmp_path, few_questions, capsys):
     assert cli.main(["demo", "--model", str(directory), "--methods", METHODS, "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1 of 2: full" and "100.0% of full in float32, 100.0% in bfloat16" in lines[1]
+    assert lines[0] == "1 of 2: full" and "(100.0% of the exact cache, both in bfloat16)" in lines[1]
     assert lines[2] == "2 of 2: snapkv:budget=25%" and "right" in lines[3]
     assert lines[4] == f"decoding in turns, {demo.NUM_TURNS} under each method"
     assert lines[-1].endswith(f"wrote {tmp_path / 'demo.json'} and {tmp_path / 'demo.png'}")
@@ -168,21 +168,34 @@ def test_speeds_have_their_median_and_range():
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_and_names_the_dtype(width):
     long = dataclasses.replace(
-        ROW, method="snapkv:budget=512 + kvcrush + kivi:bits=4", host_bytes=4_325_376, tokens_per_second=(12345.0,) * 3
+        ROW,
+        method="snapkv:budget=512 + kvcrush + kivi:bits=4",
+        bfloat16_host_bytes=4_325_376,
+        tokens_per_second=(12345.0,) * 3,
     )
     lines = render_lines([ROW, long], width)
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
     assert "testbed in float32: 2 contexts of 64 tokens" in text
-    assert "KiB: held on the device by a context, in float32; host: held in host memory" in text
-    assert "of the exact cache's bytes, both in float32; bf16: the same, both in bfloat16" in text
+    assert "KiB, of full: a context on the device, and its part of the exact cache's bytes; host: KiB in host" in text
+    assert "all bytes are those of caches in bfloat16, whatever the model computes in, here float32" in text
+
+
+def test_kib_and_percent_of_the_table_are_of_one_dtype():
+    half = dataclasses.replace(
+        ROW, method="int4", device_bytes=9_999_999, bfloat16_device_bytes=512 * 1024, bfloat16_fraction=0.5
+    )
+    (line,) = (line for line in render_lines([ROW, half], 80) if line.strip().startswith("int4"))
+    assert line.split()[-2:] == ["512", "50.0%"]
 
 
 @pytest.mark.parametrize("host", [0, 4_325_376])
 def test_a_narrow_table_folds_names_between_their_parts(host):
     rates = (2_345.0, 3_456.0, 1_111.0)
     rows = [
-        dataclasses.replace(ROW, method=name, host_bytes=host, device_bytes=4_359_188, tokens_per_second=rates)
+        dataclasses.replace(
+            ROW, method=name, bfloat16_host_bytes=host, bfloat16_device_bytes=4_359_188, tokens_per_second=rates
+        )
         for name in (*demo.METHODS, *demo.ALL_METHODS)
     ]
     console = Console(width=80, file=io.StringIO())
@@ -190,7 +203,7 @@ def test_a_narrow_table_folds_names_between_their_parts(host):
     width = max(len(line) for cell in names.cells for line in cell.splitlines())
     console.print(demo.table(rows, empty_benchmark(), "testbed", 80))
     text = console.file.getvalue()
-    assert all(line in text for cell in names.cells for line in cell.splitlines()) and width <= 23
+    assert all(line in text for cell in names.cells for line in cell.splitlines()) and width <= 31
 
 
 def test_the_picture_is_the_one_of_an_evaluation(tmp_path, monkeypatch):

@@ -17,9 +17,9 @@ from kvjax.utils.files import write_text
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
 COSTS = (  # field, heading, unit, words, digits
-    ("device_percent", "of full", "%", "bytes held on the device, percent of the exact cache's, both in bfloat16", 1),
-    ("device_kib", "device", "KiB", "KiB held on the device per context, in the model's dtype", 0),
-    ("host_kib", "host", "KiB", "KiB held in host memory per context, in the model's dtype", 0),
+    ("device_percent", "of full", "%", "bytes on the device, percent of the exact cache's, both in bfloat16", 1),
+    ("device_bfloat16_kib", "device", "KiB", "KiB on the device per context, in bfloat16", 0),
+    ("host_bfloat16_kib", "host", "KiB", "KiB in host memory per context, in bfloat16", 0),
     ("prefill_seconds", "prefill", "seconds", "seconds for the prompts of a batch", 2),
     ("tokens_per_second", "decode", "tokens/s", "decoded tokens per second, all sequences of a batch together", 0),
 )

@@ -24,9 +24,12 @@ FIELDS = (
     *("method", "task", "length", "metric", "turns", "contexts", "questions", "score", "score_error"),
     *("first", "first_error", "later", "later_error", "bits", "bits_error", "agreement", "agreement_error"),
     *("device_percent", "host_percent", "device_kib", "host_kib", "room_kib", "dtype"),
-    *("prefill_seconds", "tokens_per_second"),
+    *("prefill_seconds", "tokens_per_second", "device_bfloat16_kib", "host_bfloat16_kib"),
 )
-SIZES = ("device_percent", "host_percent", "device_kib", "host_kib", "room_kib")
+SIZES = (
+    *("device_percent", "host_percent", "device_kib", "host_kib", "room_kib"),
+    *("device_bfloat16_kib", "host_bfloat16_kib"),
+)
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
@@ -37,9 +40,11 @@ def rows(records: Iterable[Record]) -> list[Row]:
         each context and the others, where there are several.
       *_error: standard errors over cases.
       agreement: fraction of equal `likeliest` tokens with the method "full".
-      *_percent: bytes as percent of the exact cache's, both in bfloat16.
-      *_kib: measured, per context, in `dtype`, of the tokens in the cache; room_kib: of both memories, for the tokens
-        that follow.
+      *_bfloat16_kib: bytes of a context in bfloat16, in which methods are compared, as planned; None in records of
+        versions that did not write them.
+      *_percent: the same, as percent of the exact cache's in bfloat16.
+      device_kib, host_kib: measured, per context, in `dtype`, of the tokens in the cache; room_kib: of both memories,
+        for the tokens that follow.
     """
     records = latest(records)
     speeds = _group((r for r in records if r["task"] == SPEED), lambda r: (r["method"], length_of(r)))
@@ -114,6 +119,8 @@ def _summarize_cases(key: tuple, cases: Sequence[Record], exact_tokens: Mapping,
     for name, kind in (("device_kib", "device"), ("host_kib", "pinned_host")):
         size, _ = mean_error(r.get("bytes", {}).get(kind) for r in cases)
         row[name] = None if size is None else size / 1024
+        planned, _ = mean_error(r.get("bfloat16_bytes", {}).get(kind) for r in cases)
+        row[name.replace("kib", "bfloat16_kib")] = None if planned is None else planned / 1024
         fraction, _ = mean_error(r.get("bfloat16_fraction", {}).get(kind) for r in cases)
         row[name.replace("kib", "percent")] = None if fraction is None else round(100 * fraction, 3)
     row["dtype"] = next((r["dtype"] for r in cases if "dtype" in r), None)
@@ -195,7 +202,8 @@ def table(rows: Sequence[Row]) -> Table:
     t.add_column("method", min_width=20, max_width=29, overflow="fold")
     for name in (*shown, "device", "of full", "host", "tok/s"):
         t.add_column(name.replace(".", ".\n"), justify="right", overflow="fold", min_width=5)
-    cost_formats = {"device_kib": ",.0f", "device_percent": ".1f", "host_kib": ",.0f", "tokens_per_second": ",.0f"}
+    cost_formats = {"device_bfloat16_kib": ",.0f", "device_percent": ".1f", "host_bfloat16_kib": ",.0f"}
+    cost_formats["tokens_per_second"] = ",.0f"
     for method in distinct_values(chosen, "method"):
         own = {r["task"]: r for r in chosen if r["method"] == method}
         cells = [_format_quality(own.get(task), len(shown) <= MOST_COLUMNS_WITH_ERRORS) for task in shown]
@@ -206,9 +214,9 @@ def table(rows: Sequence[Row]) -> Table:
     caption = ["percent right, or bits per byte (b)" if has_bits else "percent right"]
     caption += ["tasks averaged by family"] if is_by_family else []
     caption += [f"{len(left)} more in the CSV file"] if left else []
+    caption += ["device, host: KiB of a context, of full: percent of the exact cache's bytes, all in bfloat16"]
     dtypes = " and ".join(distinct_values((r for r in chosen if r["dtype"]), "dtype"))
-    caption += [f"device, host: KiB held of a context{f', {dtypes}' if dtypes else ''}"]
-    t.caption = "; ".join([*caption, "of full: percent of the exact cache's bytes, both in bfloat16"])
+    t.caption = "; ".join([*caption, *([f"computed in {dtypes}"] if dtypes else [])])
     return t
 
 
@@ -227,6 +235,6 @@ def _format_quality(row: Row | None, has_error: bool) -> str:
 
 
 def costs(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Returns one method's KiB per context, prefill seconds and tokens/s: means over its tasks."""
-    names = ("device_percent", "device_kib", "host_kib", "prefill_seconds", "tokens_per_second")
+    """Returns one method's KiB per context in bfloat16, prefill seconds and tokens/s: means over its tasks."""
+    names = ("device_percent", "device_bfloat16_kib", "host_bfloat16_kib", "prefill_seconds", "tokens_per_second")
     return {name: mean_error(r[name] for r in rows)[0] for name in names}

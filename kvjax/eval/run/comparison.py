@@ -55,6 +55,8 @@ class EvalRow:
     dtype: str | None
     prefill_seconds: float | None
     tokens_per_second: float | None
+    device_bfloat16_kib: float | None  # bytes of a context in bfloat16, as planned: those of `device_percent`
+    host_bfloat16_kib: float | None
 
     def __getitem__(self, name: str) -> Any:
         if name not in summary.FIELDS:

@@ -242,7 +242,7 @@ def run_batch(
             for c, texts in zip(batch.cases, zip(*replies, strict=True), strict=False)
         ]
     each, longest = size.per_sequence(batch.batch_size), max(len(c.context) for c in batch.cases)
-    fraction = harness.bfloat16_fractions(method, reader.model.config, longest)
+    bfloat16 = harness.describe_bytes(method, reader.model.config, longest)
     # A report may be made where a user's own method is not known, and then only the record can tell its traits.
     traits = {} if is_builtin_method(name) else {"traits": dataclasses.asdict(method.traits)}
     return [
@@ -258,7 +258,7 @@ def run_batch(
             "bytes": each.held,
             "room": each.reserved,
             "dtype": each.dtype,
-            "bfloat16_fraction": fraction,
+            **bfloat16,
             **traits,
         }
         for c, result in zip(batch.cases, results, strict=True)
@@ -282,5 +282,5 @@ def run_speed_test(model: Model, name: str, method: KVMethod, batch: Batch, seed
         "tokens_per_second": decode,
         "bytes": cache_bytes.per_sequence(size).held,
         "dtype": cache_bytes.dtype,
-        "bfloat16_fraction": harness.bfloat16_fractions(method, model.config, length),
+        **harness.describe_bytes(method, model.config, length),
     }

@@ -132,14 +132,22 @@ def measure_speed(
 
 
 @functools.lru_cache(maxsize=1024)
-def bfloat16_fractions(method: KVMethod, config: Config, length: int) -> dict[str, float]:
-    """Returns a method's bytes for contexts of `length` tokens as fractions of the exact cache's, both in bfloat16.
+def bfloat16_bytes(method: KVMethod, config: Config, length: int) -> CacheBytes:
+    """Returns the bytes that a context of `length` tokens takes under a method, in bfloat16, as planned.
 
     Caches are held in 16 bits in practice, and a quantizer's gain depends on the cache that it is compared with. So
     methods are compared by these bytes, also where a model computes in float32.
     """
-    planned = planned_bytes(method, config, length, dtype="bfloat16")
-    return {"device": planned.fraction_of_full, "pinned_host": planned.host_fraction_of_full}
+    return planned_bytes(method, config, length, dtype="bfloat16")
+
+
+def describe_bytes(method: KVMethod, config: Config, length: int) -> dict[str, dict[str, float]]:
+    """Returns the fields of a record that hold `bfloat16_bytes`, and their fractions of the exact cache's."""
+    size = bfloat16_bytes(method, config, length)
+    return {
+        "bfloat16_bytes": dict(size.held),
+        "bfloat16_fraction": {"device": size.fraction_of_full, "pinned_host": size.host_fraction_of_full},
+    }
 
 
 def reference_ids(model: Model, ask: Ask) -> np.ndarray:

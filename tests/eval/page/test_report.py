@@ -143,7 +143,7 @@ def test_numbers_of_the_table(page):
     percent, device = rows[kivi + 5 : kivi + 7]
     # A row's percentages have three digits after the point.
     assert float(percent[1]["data-v"]) == round(100 * 0.27 / 2.08, 3) and percent[2] == "13.0"
-    assert float(device[1]["data-v"]) == pytest.approx(138, abs=1) and device[2] == "138"
+    assert float(device[1]["data-v"]) == pytest.approx(69, abs=1) and device[2] == "69"
 
 
 def test_what_the_run_says_is_escaped(text):

@@ -27,6 +27,26 @@ def test_contexts_count_once_whatever_they_ask():
     assert (row["bits"], row["agreement"], row["tokens_per_second"]) == (None, None, None)
 
 
+def test_the_table_shows_kib_and_percent_in_bfloat16_and_no_bytes_of_another_dtype():
+    """5,557 KiB in float32 beside 37.6% in bfloat16 would read as a mistake."""
+    fields = {"dtype": "float32", "bytes": {"device": 5557 * 1024, "pinned_host": 4444 * 1024}}
+    fields |= {"bfloat16_bytes": {"device": 4130 * 1024, "pinned_host": 2222 * 1024}}
+    rows = summary.rows([line(**fields, bfloat16_fraction={"device": 0.376, "pinned_host": 0.2})])
+    (row,) = rows
+    assert (row["device_kib"], row["device_bfloat16_kib"], row["host_bfloat16_kib"]) == (5557, 4130, 2222)
+    console = Console(width=112, record=True, file=io.StringIO())
+    console.print(summary.table(rows))
+    text = console.export_text()
+    assert "4,130" in text and "37.6" in text and "2,222" in text and "5,557" not in text and "4,444" not in text
+    assert "all in bfloat16; computed in float32" in " ".join(text.split())
+
+
+def test_records_without_bytes_in_bfloat16_show_none_rather_than_those_of_another_dtype():
+    rows = summary.rows([line(dtype="float32", bfloat16_fraction={"device": 0.5, "pinned_host": 0.0})])
+    assert rows[0]["device_bfloat16_kib"] is None and rows[0]["device_percent"] == 50
+    assert [list(column.cells) for column in summary.table(rows).columns[-4:]] == [["-"], ["50.0"], ["-"], ["-"]]
+
+
 def test_one_context_has_no_error_and_the_last_repetition_wins():
     (row,) = summary.rows([line(scores=[0.0]), line(scores=[1.0])])
     assert (row["score"], row["score_error"], row["contexts"]) == (1, None, 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import divisions, divisions_figure
+from experiments import divisions, divisions_figure, equal_bytes_table
 from kvjax import KvjaxError
 from kvjax.generation.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
@@ -242,4 +242,26 @@ def test_the_tables_of_results_are_those_of_the_records():
     assert divisions_figure.table(small, "turns", divisions_figure.SHARES) in page
     assert divisions_figure.table(small, "alone", ("1/4", "1/8")) in page
     assert divisions_figure.table(qwen, "turns", ("1/4", "1/8")) in page
-    assert divisions_figure.more_table(small) in page
+    shown_below = json.loads(equal_bytes_table.RESULTS.read_text())["scores"]
+    assert divisions_figure.more_table(small, shown_below) in page
+
+
+def test_a_method_of_both_runs_on_the_real_model_has_one_number():
+    """README's text and its picture come from two runs."""
+    in_picture = divisions_figure.Results(json.loads((divisions_figure.RESULTS / "divisions.smollm2.json").read_text()))
+    points = equal_bytes_table.read_points(json.loads(equal_bytes_table.RESULTS.read_text()))
+    shared = {p.method: in_picture.scores(p.method, "turns") for p in points}
+    means = {name: round(float(scores.mean()), 2) for name, scores in shared.items() if scores is not None}
+    assert set(divisions_figure.POINTS) < set(means)
+    assert means == {p.method: round(p.questions[0], 2) for p in points if p.method in means}
+
+
+def test_rows_that_are_zero_throughout_share_one_line():
+    nothing, some = ({"turns": {"0": _record(right)}} for right in ([[False], [False]], [[True], [False]]))
+    names = [f"{s} {d}" for s in ("window", "turned queries") for d in divisions_figure.DIVISIONS]
+    measured = dict.fromkeys(names, nothing) | {"window equal": some}
+    rows = divisions_figure.table(_results(measured, {}), "turns", ("1/4",)).splitlines()[2:]
+    assert rows == [
+        "| window | equal | 50 ±50 |",
+        "| window within a layer and over the model; turned queries | each | 0 ±0 |",
+    ]
