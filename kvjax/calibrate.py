@@ -115,7 +115,7 @@ def count_arrays(model: Model, kind: str, documents: Prompts | None, rows: int =
     documents = documents if own is None else own
     if documents is None:
         raise KvjaxError(f"a table of {kind} is counted on a text; give one, as with --text")
-    ids = token_ids(model, documents)
+    ids = token_ids(model, documents, begins=True)
     total: Any = None
     for start in track(range(0, len(ids), rows), "calibrate", transient=True):
         batch = ids[start : start + rows]
@@ -178,17 +178,21 @@ def calibrate(
 
 
 def split_documents(model: Model, text: str, tokens: int, context: int) -> Sequence[Sequence[int]]:
-    """Splits the first `tokens` tokens of a text into documents of `context` tokens.
+    """Splits a text into documents of `context` tokens, `tokens` in all.
+
+    Each document begins with the special tokens that stand before a text, as bos, and counts them.
 
     Raises:
       KvjaxError: the text is too short, or the model has fewer positions than a document.
     """
-    arguments.integer("context", context)
+    tokenizer = model.text_tokenizer()
+    opening = tokenizer.opening_ids
+    own = arguments.integer("context", context, len(opening) + 1) - len(opening)  # tokens of the text in a document
     if tokens < context:
         raise KvjaxError(f"tokens must be at least one context of {context} tokens, got {tokens}; raise tokens")
     if context > model.config.max_positions:
         raise KvjaxError(f"the model has {model.config.max_positions} positions, got a context of {context}; lower it")
-    ids = model.text_tokenizer().encode(text)
-    if len(ids) < tokens:
+    ids, num_documents = tokenizer.encode(text, special_tokens=False), tokens // context
+    if len(ids) + num_documents * len(opening) < tokens:
         raise KvjaxError(f"the text has {len(ids)} tokens, and {tokens} were asked for; give a longer one")
-    return [ids[start : start + context] for start in range(0, tokens - context + 1, context)]
+    return [opening + ids[i * own : (i + 1) * own] for i in range(num_documents)]

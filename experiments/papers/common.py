@@ -96,7 +96,7 @@ def windows(args: argparse.Namespace, model: Model, length: int) -> np.ndarray:
         else:
             text = data_files.read_text(args.text)
         ids = np.array(model.tokenizer.encode(text, special_tokens=False))
-        opening = model.tokenizer.encode("")
+        opening = model.tokenizer.opening_ids
     body = length - len(opening)
     whole = len(ids) // body
     if not whole:

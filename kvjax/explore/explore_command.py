@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     model = load(args.model, dtype=args.dtype)
     if args.chat and args.tokens is not None:
         raise KvjaxError("--tokens would cut the end of a conversation off; give --text a shorter message instead")
-    (ids,) = model.chat_ids([{"role": "user", "content": text}]) if args.chat else token_ids(model, [text])
+    (ids,) = model.chat_ids([{"role": "user", "content": text}]) if args.chat else token_ids(model, [text], begins=True)
     ids = ids[: args.tokens]
     if len(ids) > MOST_TOKENS:
         raise KvjaxError(

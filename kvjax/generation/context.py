@@ -21,7 +21,7 @@ from kvjax.generation import checks
 from kvjax.generation.cache_ops import save, sequences
 from kvjax.generation.cache_ops.edit import edit
 from kvjax.generation.cache_ops.extend_prefix import read_after_prefix
-from kvjax.generation.inputs import Prompts, round_up, token_ids
+from kvjax.generation.inputs import Prompts, are_empty, round_up, token_ids
 from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
 from kvjax.generation.options import DecodeOptions, GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result, concat_results
@@ -90,7 +90,7 @@ class Context:
           decoded: whether the tokens stand for decoded ones, as in `kvjax.extend`.
           width: tokens that the texts are padded to, so that texts of many lengths share one compiled program.
         """
-        ids = token_ids(self.model, more)
+        ids = token_ids(self.model, more, begins=are_empty(self.cache))
         out, cache = extend_padded(self.model, ids, self.cache, decoded, width)
         known = None if self.ids is None else [[*before, *new] for before, new in zip(self.ids, ids, strict=True)]
         return dataclasses.replace(self, cache=cache, last=last_logits(out, ids), ids=known)
@@ -169,7 +169,7 @@ class Context:
           width: tokens that the questions are padded to.
           **options: as in `start`.
         """
-        ids = token_ids(self.model, questions)
+        ids = token_ids(self.model, questions, begins=are_empty(self.cache))
         resolved = resolve_options(self.model, options)
         check_penalties(resolved, self.ids)
         if self.num_sequences == 1 < len(ids):
@@ -191,7 +191,7 @@ class Context:
         Returns:
           For each sequence the natural-log probability of each token f32[T], and the likeliest token in its place.
         """
-        ids = token_ids(self.model, continuations)
+        ids = token_ids(self.model, continuations, begins=False)
         if len(ids) != self.num_sequences:
             raise KvjaxError(f"{len(ids)} continuations for {self.num_sequences} sequences; give one per sequence")
         self._check_known()
@@ -269,7 +269,9 @@ class Context:
           of: index of the sequence that each document follows, -1 for none; needed where the context has several.
           room: tokens per sequence that may follow.
         """
-        ids, timer = token_ids(self.model, documents), Timer()
+        # `read_after_prefix` checks `of`, when the number of documents is known.
+        alone = are_empty(self.cache) if of is None else [isinstance(x, int) and x < 0 for x in np.ravel(of).tolist()]
+        ids, timer = token_ids(self.model, documents, begins=alone or False), Timer()
         own = self.method.own if isinstance(self.method, SharedPrefixMethod) else self.method
         both = SharedPrefixMethod(self.method, own if method is None else method_of(method))
         last, cache = read_after_prefix(self.model, self.cache, both, ids, of=of, room=room, timer=timer)
@@ -322,7 +324,7 @@ def read(
       width: tokens that documents are padded to, so that those of similar length share one compiled program.
       progress: whether to show a bar over the chunks.
     """
-    ids, timer = token_ids(model, documents), Timer()
+    ids, timer = token_ids(model, documents, begins=True), Timer()
     longest = max(map(len, ids))
     if capacity is None:
         capacity = longest + arguments.integer("room", room, 0)

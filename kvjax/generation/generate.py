@@ -9,7 +9,7 @@ from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks
-from kvjax.generation.inputs import Prompts, token_ids
+from kvjax.generation.inputs import Prompts, are_empty, token_ids
 from kvjax.generation.model_calls import capacity_for, extend_timed, inputs_after_cache, last_logits, run_prompts
 from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result
@@ -31,7 +31,8 @@ def start(
     **options: Unpack[GenerateOptions],
 ) -> DecodeSession:
     """Runs the prompts and draws the first token of each: a session to advance; arguments as in `generate`."""
-    ids, timer = token_ids(model, prompts), Timer()
+    begins = cache is None or are_empty(checks.check_cache(model, cache, method))
+    ids, timer = token_ids(model, prompts, begins=begins), Timer()
     resolved = resolve_options(model, options)
     num_new = resolved.max_new_tokens
     if cache is None:
@@ -42,7 +43,6 @@ def start(
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
         check_penalties(resolved, None)
-        checks.check_cache(model, cache, method)
         out, filled = extend_timed(model, cache, timer, **inputs_after_cache(model, ids, cache, num_new))
         last = last_logits(out, ids)
     # The tokens of a given cache are unknown.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kvjax.cache.protocol import Cache
 from kvjax.core.mesh import check_divides, named_sharding
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, TracedCall
@@ -34,8 +35,14 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
     return jax.device_put(x, named_sharding(axes, model.mesh))
 
 
-def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
-    """Encodes texts, or checks lists of ids: lists of ids.
+def token_ids(model: Model, prompts: Prompts, *, begins: bool | Sequence[bool]) -> list[list[int]]:
+    """Encodes texts, or checks lists of ids, which stay as they are: lists of ids.
+
+    Args:
+      model: its tokenizer encodes the texts.
+      prompts: texts, or lists of ids.
+      begins: whether a text begins a sequence, and gets the special tokens that stand before one, or continues one, and
+        gets none; for all of them, or for each (`are_empty`). None gets the tokens that close a text.
 
     Raises:
       KvjaxError: an empty batch or prompt, ids outside the vocabulary, or prompts of another type.
@@ -69,9 +76,14 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
         raise KvjaxError(f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]")
     ids = []
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            ids.append(model.text_tokenizer().encode(prompt))
+            tokenizer = model.text_tokenizer()
+            # Callers compare the numbers of texts and sequences later; one sequence may be asked several questions.
+            is_first = begins if isinstance(begins, bool) else begins[min(i, len(begins) - 1)]
+            ids.append(tokenizer.encode(prompt) if is_first else tokenizer.encode_continuation(prompt))
+            if not ids[-1]:
+                raise KvjaxError(f"text {i}, {prompt!r:.60}, has no tokens; give a text or ids with at least one")
             continue
         x = np.asarray(prompt)
         if x.size and (x.ndim != 1 or not np.issubdtype(x.dtype, np.integer)):
@@ -84,6 +96,12 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
         if bad is not None:
             raise KvjaxError(f"prompt {i} has token id {bad}, outside the vocabulary 0..{model.config.vocab_size - 1}")
     return ids
+
+
+def are_empty(cache: Cache) -> list[bool]:
+    """Whether each sequence of a cache has no tokens yet, as after a crop to 0: a text after it begins the sequence."""
+    cache.check_usable()
+    return (np.asarray(jax.device_get(cache.length)) == 0).tolist()
 
 
 def pad(ids: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:

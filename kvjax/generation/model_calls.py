@@ -20,7 +20,7 @@ from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks
 from kvjax.generation.compile_options import compiled_for
-from kvjax.generation.inputs import Prompts, pad, place, round_up, token_ids
+from kvjax.generation.inputs import Prompts, are_empty, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.utils import arguments
@@ -42,7 +42,7 @@ def logits(model: Model, ids: Prompts) -> Array:
     Returns:
       Logits f32[B T V], where T is the longest prompt; beyond a sequence's length they mean nothing.
     """
-    tokens, lengths = pad(token_ids(model, ids))
+    tokens, lengths = pad(token_ids(model, ids, begins=True))
     checks.check_result(model, *tokens.shape)
     with Timer().timed():  # for its errors; the seconds are not read
         out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
@@ -73,7 +73,7 @@ def prefill(
     Returns:
       Logits of each prompt's last token f32[B V], and the cache.
     """
-    ids = token_ids(model, ids)
+    ids = token_ids(model, ids, begins=True)
     capacity = capacity_for(ids, capacity, 0 if capacity is not None else 128)
     return run_prompts(model, bind(method, model.config), ids, capacity, chunk=chunk, progress=progress)
 
@@ -153,8 +153,8 @@ def replay_prompts(model: Model, plan: Plan) -> tuple[list[int], list[int]]:
     replay = next((layer.needs.replay for layer in plan if layer.needs.replay), None)
     if replay is None or model.tokenizer is None:
         return [], []
-    encode = functools.partial(model.tokenizer.encode, special_tokens=False)
-    return encode(replay.first) if replay.first else [], encode(replay.later) if replay.later else []
+    first, later = (model.tokenizer.encode_continuation(text) if text else [] for text in (replay.first, replay.later))
+    return first, later
 
 
 @checks_keywords
@@ -176,7 +176,8 @@ def extend(
     Raises:
       KvjaxError: a cache without room for the tokens, or one that another model or method filled.
     """
-    cache, ids = checks.check_cache(model, cache, method), token_ids(model, ids)
+    cache = checks.check_cache(model, cache, method)
+    ids = token_ids(model, ids, begins=are_empty(cache))
     return extend_padded(model, ids, cache, decoded)
 
 
@@ -259,7 +260,8 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | 
     Returns:
       The natural-log probabilities of each continuation's tokens, f32[T] per sequence.
     """
-    prompts, continuations = token_ids(model, prompts), token_ids(model, continuations)
+    prompts = token_ids(model, prompts, begins=True)
+    continuations = token_ids(model, continuations, begins=False)
     if len(prompts) != len(continuations):
         raise KvjaxError(f"{len(prompts)} prompts but {len(continuations)} continuations; give one per prompt")
     longest = max(map(len, continuations))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,26 +60,111 @@ class Tokenizer:
         """The number of ids, added tokens included."""
         return self.inner.get_vocab_size()
 
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Encodes a text; `special_tokens` adds those of the tokenizer's post-processor, as bos.
+    def encode(self, text: str, special_tokens: bool = True, *, parse_special: bool = True) -> list[int]:
+        """Encodes a text that begins a sequence; `encode_continuation` encodes one that follows other tokens.
 
-        Raises KvjaxError for a text that is not valid Unicode, and for one at which the tokenizer fails.
+        Args:
+          text: any text.
+          special_tokens: whether the tokens that the post-processor puts before a text, as bos, are added. Those that
+            it puts after one, as eos, never are: the model is to continue the text.
+          parse_special: whether a special token that is spelled in the text, such as "<s>", becomes that token;
+            otherwise it is plain text.
+
+        Raises:
+          KvjaxError: a text that is not valid Unicode, or one at which the tokenizer fails.
         """
+        return self.encoding(text, special_tokens, parse_special=parse_special).ids
+
+    def encoding(self, text: str, special_tokens: bool = True, *, parse_special: bool = True) -> tokenizers.Encoding:
+        """`encode` with all that the library knows about each token, such as its characters; arguments as there."""
         try:
             text.encode()
         except UnicodeEncodeError as e:
             bad = text[e.start]
             raise KvjaxError(f"a text has {bad!r} as character {e.start}; read it again, from valid UTF-8") from e
-        with _convert_errors(
-            f"{self.file} fails to encode a text of {len(text):,} characters", "give token ids instead of it"
-        ):
-            return self.inner.encode(text, add_special_tokens=special_tokens).ids
+        # The option belongs to the tokenizer that the whole process shares, so it is put back.
+        before = self.inner.encode_special_tokens
+        self.inner.encode_special_tokens = not parse_special
+        try:
+            with _convert_errors(
+                f"{self.file} fails to encode a text of {len(text):,} characters", "give token ids instead of it"
+            ):
+                encoding = self.inner.encode(text, add_special_tokens=special_tokens)
+        finally:
+            self.inner.encode_special_tokens = before
+        # The mask holds what the post-processor has added, and not the special tokens that a text spells.
+        added = encoding.special_tokens_mask
+        num_tokens = next((i for i in range(len(added), 0, -1) if not added[i - 1]), 0)
+        if not num_tokens and added:  # a text without tokens, whose opening and closing ones stand side by side
+            num_tokens = len(self.opening_ids)
+        encoding.truncate(num_tokens)
+        return encoding
+
+    def encode_continuation(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """Encodes a text that follows other tokens: no special tokens are added, and no space before its first word.
+
+        Tokenizers of the SentencePiece kind mark the beginning of a text as they mark a space, so that the text alone
+        would come with a space too many. The text is encoded after a short one, which is then cut off. It is encoded
+        alone where that says the same, and where a token spans both texts whatever the short one is.
+
+        Args:
+          text: any text.
+          parse_special: as in `encode`.
+
+        Raises:
+          KvjaxError: as `encode` does.
+        """
+        alone = self.encode(text, False, parse_special=parse_special)
+        for anchor, before in self._anchors:
+            both = self.encode(anchor + text, False, parse_special=parse_special)
+            if both[: len(before)] == before:
+                is_same = both == before + alone or self.decode(before + alone, False) == self.decode(both, False)
+                return alone if is_same else both[len(before) :]
+        return alone
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Decodes ids, by default without special tokens."""
+        """Decodes the ids of a whole text, by default without special tokens."""
         ids = [int(i) for i in ids]
         with _convert_errors(f"{self.file} fails to decode {len(ids):,} ids"):
             return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_continuation(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Decodes ids that follow other tokens, by default without special tokens.
+
+        Decoders of the SentencePiece kind drop the space before the first word of a text. The ids are decoded after an
+        ordinary token, whose text is then cut off, so that prompt and continuation add up to the text of both.
+        """
+        if self._word is None:
+            return self.decode(ids, skip_special_tokens)
+        word, text = self._word
+        return self.decode([word, *ids], skip_special_tokens)[len(text) :]
+
+    @functools.cached_property
+    def opening_ids(self) -> list[int]:
+        """The ids that the post-processor puts before a text, as bos."""
+        if self._word is None:
+            return []
+        encoding = self.inner.encode(self._word[1])
+        return encoding.ids[: next((i for i, is_added in enumerate(encoding.special_tokens_mask) if not is_added), 0)]
+
+    @functools.cached_property
+    def _word(self) -> tuple[int, str] | None:
+        """An id of letters or digits with its text, which is the same whatever follows it; None without one."""
+        for i in sorted(self.inner.get_vocab(with_added_tokens=False).values()):
+            text, token = self.decode([i]), self.inner.id_to_token(i)
+            # The sign of a single byte, <0x41>, is no such id: with the next ones it may make another character.
+            is_word = text.isascii() and text.strip().isalnum() and text.strip() in token and not token.startswith("<")
+            if is_word and self.decode([i, i]).startswith(text):
+                return i, text
+        return None
+
+    @functools.cached_property
+    def _anchors(self) -> list[tuple[str, list[int]]]:
+        """Short texts to encode others after, each with its ids; only those that the tokenizer can write."""
+        # A line break seldom shares a token with what follows it; for a text that begins with one, take other signs.
+        texts = ["\n", "|", ":", ".", "a", "1"] + ([] if self._word is None else [self._word[1].strip()])
+        ids = [self.encode(text, False) for text in texts]
+        return [(text, x) for text, x in zip(texts, ids, strict=True) if x and self.decode(x).lstrip(" ") == text]
 
     def token_id(self, token: str) -> int:
         """Returns the id of a token; raises KvjaxError if the vocabulary lacks it."""

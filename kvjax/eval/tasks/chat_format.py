@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
-from kvjax.eval.tasks.encoding import context_ids, encode_text, prompt_ids
+from kvjax.eval.tasks.encoding import context_ids, prompt_ids
 from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class ChatFormat:
         """Encodes a context, i32[S], which opens the prompt."""
         if not self.is_chat:
             return context_ids(self.tokenizer, text)
-        return np.array(encode_text(self.tokenizer, self.head + text, False, parse_special=True).ids, np.int32)
+        return np.array(self.tokenizer.encode(self.head + text, special_tokens=False), np.int32)
 
     def encode_question(self, text: str, opening: str = "", is_first: bool = True) -> np.ndarray:
         """Encodes a question, i32[P], that follows a context's line break, or an answer.

@@ -6,61 +6,19 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from tokenizers import Encoding
 
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 
 
-def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, parse_special: bool = False) -> Encoding:
-    """Encodes a text.
-
-    Args:
-      tokenizer: the model's.
-      text: the text.
-      add_special_tokens: whether the tokens that open and close a text are added.
-      parse_special: whether a special token that is spelled in the text, such as "<s>", becomes that token; otherwise
-        it is plain text.
-    """
-    inner = tokenizer.inner
-    # The option belongs to the tokenizer that the whole process shares, so it is put back.
-    before = inner.encode_special_tokens
-    inner.encode_special_tokens = not parse_special
-    try:
-        return inner.encode(text, add_special_tokens=add_special_tokens)
-    finally:
-        inner.encode_special_tokens = before
-
-
 def context_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Encodes a text that opens a prompt, i32[S], with special tokens before it and none after it."""
-    encoding = encode_text(tokenizer, text, add_special_tokens=True)
-    end = _num_tokens_before_end(encoding)
-    return np.array(encoding.ids[:end] if end else encoding.ids, np.int32)
-
-
-def _num_tokens_before_end(encoding: Encoding) -> int:
-    """Number of tokens before the special ones that end a text."""
-    special = encoding.special_tokens_mask
-    return next((i for i in range(len(special), 0, -1) if not special[i - 1]), 0)
+    """Encodes a text of a task that opens a prompt, i32[S]; special tokens that it spells are plain text."""
+    return np.array(tokenizer.encode(text, parse_special=False), np.int32)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> np.ndarray:
-    """Encodes a text that follows a line break, i32[P], without added special tokens.
-
-    Args:
-      tokenizer: the model's.
-      text: the text after the line break.
-      parse_special: as in `encode_text`.
-    """
-    # Many tokenizers put a space before the first word of a text, so the text is encoded after a line break, which is
-    # then cut off. If one token holds the break and more, the text is encoded alone; this may differ from encoding
-    # both parts together by that token.
-    encoding = encode_text(tokenizer, "\n" + text, add_special_tokens=False, parse_special=parse_special)
-    first = next((i for i, (start, end) in enumerate(encoding.offsets) if start >= 1 and end > start), 0)
-    if first and encoding.offsets[first][0] == 1:
-        return np.array(encoding.ids[first:], np.int32)
-    return np.array(encode_text(tokenizer, text, False, parse_special).ids, np.int32)
+    """Encodes a text of a task that follows others, i32[P]; `parse_special` as in `Tokenizer.encode`."""
+    return np.array(tokenizer.encode_continuation(text, parse_special=parse_special), np.int32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,11 +55,10 @@ class EncodedPrompt:
 
 def encode_prompt(model: Model, text: str) -> EncodedPrompt:
     """Encodes a text that the model continues: with special tokens before it and none after it."""
-    encoding = model.text_tokenizer().inner.encode(text)
-    end = _num_tokens_before_end(encoding)
-    tokens = zip(encoding.special_tokens_mask[:end], encoding.offsets[:end], strict=True)
+    encoding = model.text_tokenizer().encoding(text)
+    tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
     starts = [-1 if special else start for special, (start, _) in tokens]
-    return EncodedPrompt(np.array(encoding.ids[:end], np.int32), np.array(starts, np.int32))
+    return EncodedPrompt(np.array(encoding.ids, np.int32), np.array(starts, np.int32))
 
 
 def find_largest(cost: Callable[[int], int], limit: int, low: int, high: int = 2**40) -> int | None:

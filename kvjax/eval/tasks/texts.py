@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort, bind_maker
-from kvjax.eval.tasks.encoding import context_ids, encode_text, find_largest, prompt_ids
+from kvjax.eval.tasks.encoding import context_ids, find_largest, prompt_ids
 from kvjax.generation.inputs import round_up
 from kvjax.models.model import Model
 
@@ -65,7 +65,7 @@ def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> 
         windows = []
         for at in np.linspace(0, len(text) - span, num_windows):
             start = text.rfind("\n", 0, int(at)) + 1
-            encoding = encode_text(tokenizer, text[start : start + span], add_special_tokens=True)
+            encoding = tokenizer.encoding(text[start : start + span], parse_special=False)
             if len(encoding.ids) <= total:  # one more than needed, since the cut may have changed the last token
                 break
             predicted = text[start + encoding.offsets[length][0] : start + encoding.offsets[total][0]]

@@ -42,7 +42,9 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
       cache: it stays usable.
       start: first token that is replaced, one number or one per sequence.
       stop: the token after the last one that is replaced; equal to `start` for an insertion.
-      tokens: one text or list of ids per sequence, an empty one to delete.
+      tokens: one text or list of ids per sequence, an empty one to delete. A text gets the special tokens that stand
+        before a sequence where it begins one, at start 0: to put a text between them and the first word, start after
+        them.
 
     Returns:
       The cache of the edited texts.
@@ -62,7 +64,10 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
         raise KvjaxError(
             f"{len(texts)} texts were given for {batch} sequences; give one per sequence, an empty one to delete"
         )
-    inserted = [token_ids(model, [text])[0] if len(text) else [] for text in texts]
+    inserted = [
+        token_ids(model, [text], begins=bool(a == 0))[0] if len(text) else []
+        for text, a in zip(texts, first, strict=True)
+    ]
     lengths, num_inserted = sequence_lengths(cache), np.array([len(row) for row in inserted])
     for row, (a, b, n) in enumerate(zip(first, end, lengths, strict=True)):
         if not 0 <= a <= b <= n:

@@ -26,7 +26,8 @@ def blend(
     text, so that the first of them see later ones (vllm_blend, attention/backends/xformers.py).
 
     Args:
-      chunks: from `kvjax.reuse.read_exactly(model, texts)`, one chunk per sequence.
+      chunks: from `kvjax.reuse.read_exactly(model, texts)`, one chunk per sequence. Each is read with the special
+        tokens that stand before a text, as bos; a text of several keeps those of its first chunk.
       order: for each text the indices of its chunks.
       questions: the text after the chunks, always run in full; one per text.
       ratio: fraction of the chunks' tokens, rounded down, that is run again (the public code: 0.16).

@@ -20,7 +20,7 @@ from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts, round_up
-from kvjax.generation.reuse.chunk_layout import Span, layout_chunks, recompute
+from kvjax.generation.reuse.chunk_layout import Span, chunk_slots, layout_chunks, recompute
 from kvjax.generation.reuse.full_kv import FullKV
 from kvjax.utils.keywords import checks_keywords
 
@@ -73,15 +73,19 @@ class Chunks:
 
     def _recompute_mask(self, indices: Sequence[int], alpha: float) -> np.ndarray:
         """Marks the tokens of these chunks that are run again by 1: f64[tokens]."""
-        masks = [np.zeros(0)]
+        masks: list[float] = []
         for i, index in enumerate(indices):
             chunk = self.chunks[index]
             new_context = [self.chunks[j].tokens for j in indices[:i]]
             fraction = alpha * chunk.impact * (1 - overlap(chunk, new_context))
             by_attention = np.argsort(-chunk.attention_to_context, kind="stable")
             is_run = np.isin(np.arange(len(chunk.tokens)), by_attention[: math.ceil(fraction * len(chunk.tokens))])
-            masks.append(is_run.astype(float))
-        return np.concatenate(masks)
+            span = chunk.span
+            masks += [
+                float(slot >= span.start and is_run[slot - span.start])
+                for slot in chunk_slots(self.read, span, is_first=i == 0)
+            ]
+        return np.array(masks)
 
 
 def overlap(chunk: Chunk, new_context: Sequence[tuple[int, ...]]) -> float:

@@ -45,8 +45,11 @@ class ChunkLayout:
 def layout_chunks(
     known: FullKV, spans: Sequence[Span], order: Sequence[Sequence[int]], questions: Prompts
 ) -> ChunkLayout:
-    """Lays out texts of the chunks with these indices, in this order, each followed by a question."""
-    question_ids = token_ids(known.model, questions)
+    """Lays out texts of the chunks with these indices, in this order, each followed by a question.
+
+    The special tokens that stand before a text, as bos, are those of the first chunk's prompt, and stand there alone.
+    """
+    question_ids = token_ids(known.model, questions, begins=False)
     if known.ids is None:
         raise KvjaxError("the tokens of these chunks are not known; read them with kvjax.reuse.read_exactly")
     if len(order) != len(question_ids):
@@ -57,10 +60,19 @@ def layout_chunks(
     ids, source = [], []
     for row, question in zip(order, question_ids, strict=True):
         chunks = [spans[index] for index in row]
-        places = [(chunk.row, slot) for chunk in chunks for slot in range(chunk.start, chunk.stop)]
+        places = [(chunk.row, slot) for i, chunk in enumerate(chunks) for slot in chunk_slots(known, chunk, not i)]
         ids.append([known.ids[prompt][slot] for prompt, slot in places] + list(question))
         source.append(places + [(0, -1)] * len(question))
     return ChunkLayout(ids, source)
+
+
+def chunk_slots(known: FullKV, chunk: Span, is_first: bool) -> list[int]:
+    """Lists the slots of a chunk in its prompt, those of the special tokens before that prompt only in a first chunk."""
+    assert known.ids is not None
+    tokenizer = known.model.tokenizer
+    opening = [] if tokenizer is None else tokenizer.opening_ids
+    num_opening = len(opening) if list(known.ids[chunk.row][: len(opening)]) == opening else 0
+    return list(range(num_opening if is_first else 0)) + list(range(max(chunk.start, num_opening), chunk.stop))
 
 
 def recompute(

@@ -111,7 +111,7 @@ def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) 
       documents: texts, or lists of ids.
       width: tokens that documents are padded to.
     """
-    ids, plan = token_ids(model, documents), (AllQueries(),) * model.config.layers
+    ids, plan = token_ids(model, documents, begins=True), (AllQueries(),) * model.config.layers
     tokens, lengths = pad(ids, width)
     lengths = place(model, lengths, "B")
     last, prompts = observe_prompts(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)

@@ -56,7 +56,7 @@ def read_batch(
       The context; without a shared prefix, that of `kvjax.read`.
     """
     arguments.integer("least", least)
-    ids = token_ids(model, prompts)
+    ids = token_ids(model, prompts, begins=True)
     groups = [g for g in group_by_prefix(ids) if g.length >= least and len(g.rows) > 1]
     if not groups:
         return read(model, ids, method, room=room)

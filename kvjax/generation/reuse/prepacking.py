@@ -56,7 +56,7 @@ def read_packed(
       capacity: tokens that a document may grow to, in place of `room`.
       width: tokens of a packed sequence; by default those of the longest document.
     """
-    ids = token_ids(model, documents)
+    ids = token_ids(model, documents, begins=True)
     if capacity is None:
         capacity = max(map(len, ids)) + arguments.integer("room", room, 0)
     return pack_exactly(model, ids, width).compress(method, capacity_for(ids, capacity, 0))
@@ -67,7 +67,7 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
     """Runs documents as `kvjax.reuse.read_exactly` does, with short ones packed into one sequence of `width` tokens."""
     if model.mesh is not None:
         raise KvjaxError("documents are packed on one device; on a mesh use kvjax.read")
-    ids = token_ids(model, documents)
+    ids = token_ids(model, documents, begins=True)
     longest = max(map(len, ids))
     if width is not None and arguments.integer("width", width) < longest:
         raise KvjaxError(f"the longest document has {longest} tokens and width is {width}; use width={longest} or more")

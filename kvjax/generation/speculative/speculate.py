@@ -103,8 +103,8 @@ def speculate(
     shift = make_shift(transfer, alpha)
     arguments.integer("num_draft_tokens", num_draft_tokens)
     drafter, timer = draft_model or model, Timer()
-    ids = token_ids(model, prompts)
-    draft_ids = ids if draft_prompts is None else token_ids(drafter, draft_prompts)
+    ids = token_ids(model, prompts, begins=True)
+    draft_ids = ids if draft_prompts is None else token_ids(drafter, draft_prompts, begins=True)
     if drafter.config.vocab_size != model.config.vocab_size:
         raise KvjaxError(
             f"the draft's model has {drafter.config.vocab_size} tokens in its vocabulary and the verifier "
