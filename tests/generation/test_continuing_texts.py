@@ -1,0 +1,144 @@
+"""Special tokens stand only where a sequence begins, whichever call a text is given to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.calibrate import split_documents
+from kvjax.errors import KvjaxError
+from kvjax.eval.tasks.encoding import context_ids, encode_prompt, prompt_ids
+from kvjax.generation.inputs import are_empty, token_ids
+from kvjax.testing import toy_model
+from tests.helpers.tokenizer_files import byte_level, sentencepiece
+
+PROMPT, MORE = "the capital of France", " is Paris"
+BOS = 1
+
+
+@functools.cache
+def model(make=sentencepiece, template="<s> $A </s>"):
+    tokenizer = make(template=template)
+    return dataclasses.replace(toy_model(vocab_size=tokenizer.vocab_size, layers=1), tokenizer=tokenizer)
+
+
+@functools.cache
+def context():
+    return kvjax.read(model(), PROMPT, "full", room=40)
+
+
+def lengths(x):
+    return np.asarray(x.cache.length).tolist()
+
+
+def ids(text, **options):
+    return model().tokenizer.encode(text, **options)
+
+
+def test_a_text_that_is_fed_has_no_bos():
+    assert lengths(context()) == [5]  # <s> and four words; the template's </s> is none of a prompt
+    assert lengths(context().feed([MORE])) == [7]
+    by_ids = kvjax.read(model(), [ids(PROMPT + MORE)], "full", room=40)
+    np.testing.assert_allclose(context().feed(MORE).last, by_ids.last, atol=1e-5)
+
+
+def test_scores_are_of_the_continuation_alone():
+    ((logp, _),) = context().score([MORE])
+    assert len(logp) == 2
+    (same,) = kvjax.score(model(), PROMPT, MORE, "full")
+    np.testing.assert_allclose(same, logp, atol=1e-5)
+    exact = np.asarray(kvjax.logits(model(), PROMPT + MORE)[0], float)[4:6]
+    exact = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
+    np.testing.assert_allclose(logp, exact[[0, 1], ids(PROMPT + MORE)[5:]], atol=1e-5)
+
+
+def test_every_call_that_continues_a_cache_reads_the_same_tokens():
+    options = {"max_new_tokens": 3, "eos_ids": ()}
+    right = kvjax.generate(model(), PROMPT + MORE, "full", **options)
+    _, cache = kvjax.prefill(model(), PROMPT, "full", capacity=64)
+    assert kvjax.extend(model(), MORE, cache)[0].shape[1] == 2
+    assert kvjax.generate(model(), MORE, cache=cache, **options).tokens == right.tokens
+    assert [t for (t,) in kvjax.stream(model(), MORE, cache=cache, **options)] == right.tokens[0]
+    assert "".join(kvjax.stream_text(model(), MORE, cache=cache, **options)) == right.text[0]
+    assert context().ask(MORE, **options).tokens == right.tokens
+    assert context().ask([MORE, MORE], **options).tokens == right.tokens * 2
+    assert context().fork(2).feed([MORE, MORE]).generate(**options).tokens == right.tokens * 2
+
+
+def test_a_document_after_a_shared_prefix_continues_it_and_one_after_none_begins():
+    assert lengths(context().extend_prefix([MORE, MORE + MORE])) == [7, 9]
+    assert lengths(context().extend_prefix([MORE, PROMPT], of=[0, -1])) == [7, 5]
+
+
+def test_a_text_after_an_empty_sequence_begins_it():
+    both = kvjax.read(model(), [PROMPT, PROMPT], "full", room=40).crop([0, 5])
+    assert are_empty(both.cache) == [True, False]
+    assert lengths(both.feed([PROMPT, MORE])) == [5, 7]
+
+
+def test_an_inserted_text_begins_a_sequence_only_at_its_start():
+    assert lengths(context().edit(1, 2, "the capital")) == [6]
+    assert lengths(context().edit(0, 2, "the capital")) == [6]
+    assert lengths(context().edit(0, 5, PROMPT)) == [5]
+
+
+def test_chunks_are_joined_under_one_bos():
+    chunks = kvjax.reuse.read_exactly(model(), ["the capital of", "of France is"])
+    for order in ([0, 1], [1, 0]):
+        text = kvjax.reuse.blend(chunks, [order], [MORE], ratio=1.0, layer=0)
+        words = [("the capital of", "of France is")[i] for i in order]
+        assert text.lengths.tolist() == [9]
+        right = kvjax.logits(model(), " ".join(words) + MORE)[0, -1]
+        np.testing.assert_allclose(text.last[0], right, atol=1e-4)
+
+
+def test_chunks_of_a_prompt_take_its_bos_along_to_the_front_alone():
+    read = kvjax.reuse.read_exactly(model(), ["the capital of France"])
+    chunks = kvjax.reuse.cut(read, [[3, 2]])  # <s> the capital, of France
+    text = chunks.reuse([[1, 0]], [MORE], alpha=100.0)
+    assert text.lengths.tolist() == [7]
+    np.testing.assert_allclose(text.last[0], kvjax.logits(model(), "of France the capital" + MORE)[0, -1], atol=1e-4)
+
+
+def test_documents_that_a_text_is_split_into_begin_each():
+    documents = split_documents(model(), " ".join([PROMPT] * 4), 12, 4)
+    assert [len(x) for x in documents] == [4] * 3 and all(x[0] == BOS and BOS not in x[1:] for x in documents)
+    with pytest.raises(KvjaxError, match="context must be an integer from 2"):
+        split_documents(model(), PROMPT, 4, 1)
+
+
+@pytest.mark.parametrize("make", [sentencepiece, byte_level])
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>", "$A </s>"])
+def test_one_prompt_has_one_reading(make, template):
+    m = model(make, template)
+    (read,) = token_ids(m, PROMPT, begins=True)
+    assert read == context_ids(m.tokenizer, PROMPT).tolist() == encode_prompt(m, PROMPT).ids.tolist()
+    assert token_ids(m, [MORE], begins=False) == [prompt_ids(m.tokenizer, MORE).tolist()]
+    assert read + token_ids(m, [MORE], begins=False)[0] == token_ids(m, [PROMPT + MORE], begins=True)[0]
+    assert lengths(kvjax.read(m, PROMPT, "full")) == [len(read)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: context().feed(""),
+        lambda: context().ask([""]),
+        lambda: context().score([""]),
+        lambda: kvjax.score(model(), PROMPT, "", "full"),
+        lambda: kvjax.extend(model(), "", context().cache),
+        lambda: kvjax.generate(model(), "", cache=context().cache),
+        lambda: context().extend_prefix([""]),
+    ],
+)
+def test_a_text_without_tokens_continues_nothing(call):
+    with pytest.raises(KvjaxError, match="text 0, '', has no tokens"):
+        call()
+
+
+def test_a_caller_says_whether_a_text_begins():
+    with pytest.raises(TypeError, match="begins"):
+        token_ids(model(), PROMPT)
