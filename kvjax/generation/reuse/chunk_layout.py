@@ -67,7 +67,7 @@ def layout_chunks(
 
 
 def chunk_slots(known: FullKV, chunk: Span, is_first: bool) -> list[int]:
-    """Lists the slots of a chunk in its prompt, those of the special tokens before that prompt only in a first chunk."""
+    """Lists the slots of a chunk; those of the special tokens before its prompt belong to a first chunk alone."""
     assert known.ids is not None
     tokenizer = known.model.tokenizer
     opening = [] if tokenizer is None else tokenizer.opening_ids
