@@ -12,7 +12,7 @@ from typing import Any
 
 import kvjax
 from docs.generate.entries import builtin_entries, code_list, entries_by_family, family_path
-from docs.generate.equal_bytes import RESULTS, Result, method_row, method_table
+from docs.generate.equal_bytes import RESULTS, Result, method_table
 from docs.generate.pairs import defined_components, judge_pair, refusals
 from experiments.methods import read_results
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS
@@ -191,7 +191,8 @@ def testbed_table(methods: Sequence[str]) -> str:
     rows = []
     for name in names:
         row, planned = results[name], plan_context(name)
-        numbers = f"{planned.fraction_of_full:.1%} | {planned.host_fraction_of_full:.1%} | {row['recall']:.1%} | {row['code_bits']:.3f} | {row['agreement']:.1%}"
+        fractions = planned.fraction_of_full, planned.host_fraction_of_full, row["recall"]
+        numbers = " | ".join([*(f"{x:.1%}" for x in fractions), f"{row['code_bits']:.3f}", f"{row['agreement']:.1%}"])
         kib = " | ".join(f"{planned.held[kind] / 1024:,.0f}" for kind in ("device", "pinned_host"))
         rows.append(f"| `{name}` | {numbers} | {kib} |")
     heads = ["method", "device, bfloat16", "host, bfloat16", "recall", "code, bits per byte", "predicts as `full`"]
