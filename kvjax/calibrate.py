@@ -22,7 +22,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind, specs
-from kvjax.engine.prefill import measure_layers
+from kvjax.engine.prefill import measure_layers, stack_measures
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
 from kvjax.generation.model_calls import prefill
@@ -145,14 +145,14 @@ def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]])
     tokens, lengths = pad(ids)
     lengths = place(model, lengths, "B")
     _, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
-    measures = measure_layers(prompts, lengths, plan, Target(model.config, model.mesh))
-    statistics = _count_layers(measures, lengths, kind=kind, layer=plan[0])
+    measures = measure_layers(prompts, lengths, plan, Target(model.config, model.mesh), tokens.shape[1])
+    statistics = _count_layers(tuple(measures), lengths, kind=kind, layer=plan[0])
     return tuple(jax.tree.map(lambda x, i=i: x[i], statistics) for i in range(len(plan)))
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "layer"))
-def _count_layers(measures: Any, lengths: Array, kind: TableKind, layer: MethodLayer) -> Any:
-    return kind.count_layers(layer, measures, lengths)
+def _count_layers(measures: tuple[Any, ...], lengths: Array, kind: TableKind, layer: MethodLayer) -> Any:
+    return kind.count_layers(layer, stack_measures(measures), lengths)
 
 
 def calibrate(

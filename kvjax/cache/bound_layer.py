@@ -31,6 +31,7 @@ import numpy as np
 from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.eviction.scorers import Scores
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.state import StateOperations
 from kvjax.core import memory
@@ -201,7 +202,12 @@ class MethodLayer(StateOperations):
         return LayerState(keys, values, block.pos, n, block.bias, reader_state, policy_state, side_store)
 
     def apply_selection(
-        self, block: KVBlock, observation: Observation | None, slots: int, head_budgets: HeadBudgets | None = None
+        self,
+        block: KVBlock,
+        observation: Observation | None,
+        slots: int,
+        head_budgets: HeadBudgets | None = None,
+        scores: Scores | None = None,
     ) -> KVBlock:
         """Applies the selection to a prompt, with representatives and merging.
 
@@ -210,6 +216,7 @@ class MethodLayer(StateOperations):
           observation: of the prompt's queries.
           slots: static size of the result.
           head_budgets: divides the layer's budget among its heads; a head may then keep more than the mean.
+          scores: of the tokens, where they are known; None: the selection's scorer is asked.
 
         Returns:
           The tokens that stay [B K slots H], in the order of their positions.
@@ -226,6 +233,7 @@ class MethodLayer(StateOperations):
             representatives=m.representatives,
             head_budgets=head_budgets,
             second_stage=m.second_stage,
+            scores=scores,
         )
         kept = gather_tokens(block, choice.slots)
         return kept if m.merge is None else m.merge(block, kept, choice, self.spec)

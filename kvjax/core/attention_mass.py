@@ -26,6 +26,7 @@ class Observation(NamedTuple):
     pos: Array  # i32[B Q], positions in the prompt, -1 for padding; nothing else tells which queries are real
     # i32[B] tokens that each sequence keeps, or i32[B K] that each head keeps, of a budget divided among the layers
     num_kept: Array | None = None
+    measure: Any = None  # what this layer has measured of the prompt, where `num_kept` is its part of a divided budget
     output_projection: Array | None = None  # [1 K G H D], of the layer
     hidden_states: Array | None = None  # [B 1 Q D], the layer's inputs from which these queries were projected
     replay_scores: Array | None = None  # f32[B K S], scores of the tokens from a second pass over the prompt

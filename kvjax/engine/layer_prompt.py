@@ -86,7 +86,7 @@ def select_queries(
 
 
 def observed_block(
-    layer: BoundLayer, prompt: LayerPrompt, lengths: Array, num_kept: Array | None = None
+    layer: BoundLayer, prompt: LayerPrompt, lengths: Array, num_kept: Array | None = None, measure: Any = None
 ) -> tuple[KVBlock, Observation | None]:
     """Returns the prompt as `BoundLayer.prefill` takes it.
 
@@ -96,6 +96,7 @@ def observed_block(
       lengths: i32[B], of the prompts.
       num_kept: i32[B] or i32[B K], tokens that this layer, or each of its heads, may keep where all layers share one
         budget (CAKE); else None.
+      measure: what the layer has measured of the prompt for that division.
 
     Returns:
       The keys and values with their positions, and the observation; None for a method that observes nothing.
@@ -110,6 +111,7 @@ def observed_block(
         prompt.q,
         query_pos,
         num_kept=num_kept,
+        measure=measure,
         output_projection=prompt.output_projection,
         hidden_states=prompt.hidden,
         replay_scores=prompt.replay_scores,
@@ -125,6 +127,7 @@ def compress_prompt(
     capacity: int,
     mesh: Mesh | None = None,
     num_kept: Array | None = None,
+    measure: Any = None,
 ) -> Any:
     """Turns a layer's exact prompt into its cache state.
 
@@ -134,16 +137,22 @@ def compress_prompt(
       lengths: i32[B], of the prompts.
       capacity: tokens that a sequence of the cache may grow to.
       mesh: the devices that heads and sequences are split over, or None.
-      num_kept: as in `observed_block`.
+      num_kept, measure: as in `observed_block`.
     """
-    # Prompts are padded to a multiple that may exceed the capacity; only padding lies beyond.
+    prompt = truncate_prompt(call.layer, prompt, capacity)
+    block, observation = observed_block(call.layer, prompt, lengths, num_kept, measure)
+    return prefill_layer(call.layer, block, observation, call.num_slots, mesh)
+
+
+def truncate_prompt(layer: BoundLayer, prompt: LayerPrompt, capacity: int) -> LayerPrompt:
+    """Cuts off what lies beyond the capacity: prompts are padded to a multiple that may exceed it."""
     width = min(prompt.k.shape[2], capacity)
 
     def truncate(x: Array | None, axis: int = 2) -> Array | None:
         return None if x is None else lax.slice_in_dim(x, 0, width, axis=axis)
 
-    observes_all = call.layer.needs.observed_queries is None
-    prompt = prompt._replace(
+    observes_all = layer.needs.observed_queries is None
+    return prompt._replace(
         k=truncate(prompt.k),
         v=truncate(prompt.v),
         q=truncate(prompt.q, 3) if observes_all else prompt.q,
@@ -152,8 +161,6 @@ def compress_prompt(
         replay_scores=truncate(prompt.replay_scores),
         paired=None if prompt.paired is None else tuple(map(truncate, prompt.paired)),
     )
-    block, observation = observed_block(call.layer, prompt, lengths, num_kept)
-    return prefill_layer(call.layer, block, observation, call.num_slots, mesh)
 
 
 def prefill_layer(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
+from kvjax.cache.eviction.budget_allocation import round_up_shared
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
 from kvjax.core.mesh import constrain, per_device, vary
 from kvjax.core.types import Array, KVBlock
@@ -27,7 +27,7 @@ from kvjax.engine.forward import (
     run_layers,
     scan_if_traced,
 )
-from kvjax.engine.layer_prompt import LayerPrompt, compress_prompt, observed_block, prefill_layer
+from kvjax.engine.layer_prompt import LayerPrompt, compress_prompt, observed_block, prefill_layer, truncate_prompt
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, LayerCall, PromptReplay
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import take_tokens
@@ -245,8 +245,10 @@ def compress_prompts(
       The cache state of each layer.
     """
     num_kept: list[Any] = [None] * len(plan)
+    measures: list[Any] = [None] * len(plan)
     if any(layer.needs.global_budget for layer in plan):
-        division = _divide_budget(measure_layers(prompts, lengths, plan, target), lengths, plan=plan)
+        measures = measure_layers(prompts, lengths, plan, target, capacity)
+        division = _divide_budget(tuple(measures), lengths, plan=plan)
         if isinstance(division, Tracer):
             # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.
             longest_prompt = min(prompts[0].k.shape[2], capacity) if longest is None else longest
@@ -256,9 +258,10 @@ def compress_prompts(
             num_kept = list(at_most)
         headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
         layers, sizes = [], []
-        for layer, num_tokens in zip(_budgeted_layers(plan), at_most, strict=True):
-            # Rounded up, so that prompts whose divisions differ a little share their compiled programs.
-            kept_slots = -(-layer.num_kept_slots(num_tokens) // SHARED_ROUNDING) * SHARED_ROUNDING
+        budgeted = _budgeted_layers(plan)
+        needed = [layer.num_kept_slots(num_tokens) for layer, num_tokens in zip(budgeted, at_most, strict=True)]
+        for layer, num_needed in zip(budgeted, needed, strict=True):
+            kept_slots = round_up_shared(num_needed, sum(needed) // len(needed), longest_prompt)
             sizes.append(min(capacity, layer.num_slots_for(kept_slots, headroom_tokens)))
             layers.append(layer.with_kept_slots(kept_slots))
         plan, num_slots = tuple(layers), tuple(sizes)
@@ -275,15 +278,26 @@ def compress_prompts(
             prompt = prompt._replace(paired=(other.k, other.v))
         below = prompt if prompts and plan[i + 1].needs.paired_layer < 0 else None
         if not needs.prompt_chunk:  # a prompt that was fed through its method is a cache state already
-            prompt = compress(prompt, lengths, num_kept[i], call=calls[i], capacity=capacity, target=target)
+            division = num_kept[i], measures[i]
+            prompt = compress(prompt, lengths, *division, call=calls[i], capacity=capacity, target=target)
+        measures[i] = None
         states.append(prompt)
     return tuple(states)
 
 
-def measure_layers(prompts: Sequence[LayerPrompt], lengths: Array, plan: Plan, target: Target) -> Any:
-    """Measures every layer's prompt, for a budget that all layers share (CAKE): arrays [L B ..]."""
+def measure_layers(
+    prompts: Sequence[LayerPrompt], lengths: Array, plan: Plan, target: Target, capacity: int
+) -> list[Any]:
+    """Measures every layer's prompt, for a budget that all layers share (CAKE): for each layer arrays [B ..]."""
     calls = layer_calls(plan, target.config)
-    measures = [_measure_prompt(p, lengths, call=c, target=target) for c, p in zip(calls, prompts, strict=True)]
+    return [
+        _measure_prompt(prompt, lengths, call=call, capacity=capacity, target=target)
+        for call, prompt in zip(calls, prompts, strict=True)
+    ]
+
+
+def stack_measures(measures: Sequence[Any]) -> Any:
+    """Stacks the measures of all layers: arrays [L B ..]. Called where they are traced, as unread ones then cost nothing."""
     return jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
 
 
@@ -313,24 +327,30 @@ def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Ta
     return LayerPrompt(zeros(width), zeros(width), zeros(c.groups, num_observed), hidden)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "target"))
-def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, target: Target) -> Any:
+@functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))
+def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, capacity: int, target: Target) -> Any:
     (layer,) = _budgeted_layers([call.layer])
     measure = per_device(layer.measure, *prompt.k.shape[:2], mesh=target.mesh)
-    return measure(*observed_block(call.layer, prompt, lengths))
+    return measure(*observed_block(call.layer, truncate_prompt(call.layer, prompt, capacity), lengths))
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _divide_budget(measures: Any, lengths: Array, plan: Plan) -> Array:
-    return _budgeted_layers(plan)[0].divide_budget(measures, lengths)
+def _divide_budget(measures: tuple[Any, ...], lengths: Array, plan: Plan) -> Array:
+    return _budgeted_layers(plan)[0].divide_budget(stack_measures(measures), lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))
 def compress(
-    prompt: LayerPrompt, lengths: Array, num_kept: Array | None, call: LayerCall, capacity: int, target: Target
+    prompt: LayerPrompt,
+    lengths: Array,
+    num_kept: Array | None,
+    measure: Any,
+    call: LayerCall,
+    capacity: int,
+    target: Target,
 ) -> Any:
     """Turns one layer's exact prompt into its cache state, as a program of its own."""
-    return compress_prompt(call, prompt, lengths, capacity, target.mesh, num_kept)
+    return compress_prompt(call, prompt, lengths, capacity, target.mesh, num_kept, measure)
 
 
 @functools.partial(jax.jit, static_argnames="width")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
-from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
+from kvjax.cache.eviction.budget_allocation import most_shared_slots
 from kvjax.cache.protocol import BoundLayer, KVMethod, PlannableLayer, num_layer_slots
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
@@ -82,7 +82,11 @@ def planned_bytes(
     num_slots = tuple(num_layer_slots(layer, (prompt,), capacity) for layer in plan)
     if any(layer.needs.global_budget for layer in plan):
         # Each layer's slots are rounded up after the budget has been divided: a plan is never below the actual bytes.
-        num_slots = tuple(min(n + SHARED_ROUNDING - 1, capacity) for n in num_slots)
+        kept_slots = (layer.num_slots(prompt, 0) for layer in plan)
+        num_slots = tuple(
+            min(n + most_shared_slots(kept, prompt) - kept if kept else n, capacity)
+            for n, kept in zip(num_slots, kept_slots, strict=True)
+        )
     planned = _plan_bytes(plan, config, num_slots, batch, min(width, capacity), dtype=dtype, prompt=prompt)
     return dataclasses.replace(planned, full=full_bytes(config, [prompt] * batch, dtype))
 

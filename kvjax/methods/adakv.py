@@ -87,8 +87,8 @@ def adakv(
       page: slots of a page, in which heads of unequal length are stored. The groups of a quantizer that span tokens
         must divide it, as in 'adakv:page=32 + kivi:group=32'.
       scope: "layer", or "model" for one ranking over all heads of all layers, as KVzip divides its budget. With
-        "model", alpha is the guaranteed fraction as under rule "kvpress", bytes are planned as an upper bound, and
-        scores are computed twice.
+        "model", alpha is the guaranteed fraction as under rule "kvpress", and bytes are planned as an upper
+        bound.
 
     Reference:
       AdaKV, Feng et al. 2024, arXiv 2407.11550; the rule of its public code, FFY0/AdaKV

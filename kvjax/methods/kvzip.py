@@ -112,7 +112,7 @@ def kvzip(
     """Keeps the tokens that the model needs to repeat the prompt, whatever will be asked later.
 
     It costs about two more prefills; the prompt itself attends exactly. With level=model bytes are planned as an upper
-    bound, and scores are computed twice.
+    bound.
 
     Formula:
       score_s = max over queries t that repeat s's chunk, and over query heads, of softmax(q_t k_s); plus: times |v_s

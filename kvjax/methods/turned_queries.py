@@ -109,7 +109,7 @@ def turned_queries(
     """Keeps the tokens that the prompt's own queries would attend to if they came after it.
 
     It costs one more attention pass over the prompt, and no run of the model. With level=model bytes are planned as an
-    upper bound, and scores are computed twice.
+    upper bound.
 
     Formula:
       score_s = max over queries t of the prompt, and over query heads, of softmax_s(R(T + ahead) R(-t) q_t . k_s) over

@@ -335,13 +335,14 @@ CASES = (
         paged_bytes(6, page=4),
         variant="kvpress",
     ),
-    # A layer that is planned alone gets one more page, and as many as the rounding of its slots to 16 may add.
+    # A layer that is planned alone gets one more page, and as many as the rounding of its slots may add: here the pages
+    # of the whole prompt of 9 tokens, rounded up to 16 slots.
     sized_case(
         "adakv",
         "snapkv:budget={},window=2,kernel=3 + adakv:page=4,scope=model",
         6,
         100,
-        paged_bytes(6, page=4, extra_pages=5),
+        paged_bytes(6, page=4, extra_pages=2),
         variant="scope=model",
     ),
     sized_case("arkvale", "arkvale:budget={},page=2,sinks=1,window=1,device_layers=0", 6, 100, arkvale_bytes),
@@ -458,7 +459,7 @@ CASES = (
     ),
     MethodCase("kvquant", "kvquant:every=4", "kvquant:every=4,first=100", kvquant_bytes),
     MethodCase(
-        "kvzip", "kvzip:budget=5,sinks=1,page=4", "kvzip:budget=100,page=4", paged_bytes(5, page=4, extra_pages=5)
+        "kvzip", "kvzip:budget=5,sinks=1,page=4", "kvzip:budget=100,page=4", paged_bytes(5, page=4, extra_pages=2)
     ),
     MethodCase(
         "kvzip",
@@ -589,7 +590,7 @@ CASES = (
         "turned_queries",
         "turned_queries:budget=5,sinks=1,ahead=4,page=4",
         "turned_queries:budget=100,page=4",
-        paged_bytes(5, page=4, extra_pages=5),
+        paged_bytes(5, page=4, extra_pages=2),
     ),
     MethodCase(
         "turned_queries",

@@ -169,7 +169,7 @@ def test_c6_bytes_are_the_papers_and_the_planned_ones(case: MethodCase, dtype):
         largest = layer.make_state(
             bound_layer, *layer.prompt(batch), layer.num_slots(bound_layer) + SHARED_ROUNDING - 1
         )
-        assert expected["device"] < planned.total["device"] <= array_bytes(largest)["device"] + 4 * layer.B
+        assert expected["device"] <= planned.total["device"] <= array_bytes(largest)["device"] + 4 * layer.B
 
 
 @each_case

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax import functional
+from kvjax.cache.eviction.budget_allocation import most_shared_slots, round_up_shared
 from kvjax.cache.eviction.ranking import Candidates, ModelRanking
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.methods.keydiff import KeyDiff
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import keydiff
@@ -157,6 +163,61 @@ def test_a_plan_is_never_below_what_is_held_and_allocated(method, length):
     planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
     assert context.bytes.held["device"] <= planned.held["device"] <= 1.5 * context.bytes.held["device"]
     assert context.bytes.total["device"] <= planned.total["device"]
+
+
+def test_slots_are_rounded_up_to_two_sizes_for_each_doubling():
+    sizes = [round_up_shared(n, mean_slots=0, most_slots=10**6) for n in range(1, 2000)]
+    assert sorted(set(sizes)) == [16 * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)]
+    assert all(n <= size < 1.5 * n + 16 for n, size in enumerate(sizes, 1))
+    assert [round_up_shared(n, mean_slots=256, most_slots=10**6) for n in (1, 64, 65)] == [64, 64, 96]
+    assert round_up_shared(200, mean_slots=100, most_slots=203) == 208, "no layer needs more than the whole prompt"
+    assert round_up_shared(640, mean_slots=100, most_slots=600) == 640, "but for its pages, which may be large"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_together_stay_below_what_is_planned_for_them(seed):
+    rng = np.random.default_rng(seed)
+    for spread in (0.1, 1.0, 2.0):
+        needed = np.ceil(rng.lognormal(5, spread, 32)).astype(int).clip(1, 4000)
+        mean = int(needed.mean()) + 1
+        sizes = [round_up_shared(int(n), int(needed.mean()), most_slots=4000) for n in needed]
+        assert sum(sizes) <= len(sizes) * most_shared_slots(mean, most_slots=4000)
+
+
+def test_layers_and_texts_share_sizes():
+    """Two texts of one length, whose divisions differ, have pools of the same few sizes."""
+    model = toy_model(kv_heads=2, layers=6)
+    texts = [np.random.default_rng(seed).integers(0, 60, 400).tolist() for seed in (1, 2)]
+    contexts = [kvjax.read(model, [text], f"keydiff:budget=100 + {OVER_THE_MODEL}", room=16) for text in texts]
+    lengths = [[len(head) for heads in context.kept_positions() for head in heads[0]] for context in contexts]
+    assert lengths[0] != lengths[1]
+    for context in contexts:
+        pools = [state.side_store.pos.shape[2] for state in context.cache.layers]
+        assert set(pools) <= {32, 48, 64, 96, 128, 192, 256, 384}
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedScorer(KeyDiff):
+    """KeyDiff that counts how often it is traced."""
+
+    calls: ClassVar[list[int]] = []
+
+    def scores(self, block, observation, spec):
+        self.calls.append(block.k.shape[2])
+        return super().scores(block, observation, spec)
+
+
+def test_a_prompt_is_scored_once_for_the_ranking_and_the_choice():
+    ranked = kvjax.parse(f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL}")
+    counted = dataclasses.replace(ranked, select=dataclasses.replace(ranked.select, scorer=CountedScorer()))
+    model, tokens = toy_model(kv_heads=2), jnp.asarray([PROMPTS[0]])
+    lengths = jnp.asarray([len(PROMPTS[0])])
+    caches = [
+        functional.prefill(model.params, tokens, lengths, functional.bind(method, model.config), model.config, 72)[1]
+        for method in (counted, ranked)
+    ]
+    assert CountedScorer.calls == [60], "equal layers share the program that scores them"
+    chex.assert_trees_all_equal(caches[0].layers, caches[1].layers)
 
 
 def test_bytes_held_are_those_of_the_pages_that_heads_own():

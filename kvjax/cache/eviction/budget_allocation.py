@@ -20,7 +20,33 @@ if TYPE_CHECKING:
     from kvjax.cache.method import Method
 
 SHARED_ROUNDING = 16
-"""A layer's slots are a multiple of this where layers divide a budget, so that similar prompts share programs."""
+"""A layer's slots are a multiple of this where layers divide a budget; see `round_up_shared`."""
+
+
+def round_up_shared(num_slots: int, mean_slots: int, most_slots: int) -> int:
+    """Rounds a layer's slots up to one of few sizes, where layers divide a budget.
+
+    The sizes are 1, 2, 3, 4, 6, 8, 12, 16, .. times `SHARED_ROUNDING`, two for each doubling, and at least a quarter of
+    the mean. Every size is a shape, and so a program of its own for the prompt, for a question and for a step: with
+    multiples of 16 nearly all layers, and most texts, compiled theirs. A size is at most half as large again as what it
+    holds, and a sixth in the mean.
+
+    Args:
+      num_slots: of the layer.
+      mean_slots: of all layers.
+      most_slots: tokens of the longest prompt; beyond them a larger size would be of no use.
+    """
+    units = max(1, -(-max(num_slots, mean_slots // 4) // SHARED_ROUNDING))
+    power = 1 << (units.bit_length() - 1)  # the largest power of two up to `units`
+    size = SHARED_ROUNDING * next(size for size in (power, power * 3 // 2, 2 * power) if size >= units)
+    whole_prompt = -(-most_slots // SHARED_ROUNDING) * SHARED_ROUNDING
+    return min(size, max(whole_prompt, num_slots))
+
+
+def most_shared_slots(mean_slots: int, most_slots: int) -> int:
+    """The most slots that `round_up_shared` gives layers in the mean, which need `mean_slots` in the mean."""
+    whole_prompt = -(-most_slots // SHARED_ROUNDING) * SHARED_ROUNDING
+    return min((mean_slots + mean_slots // 4 + SHARED_ROUNDING) * 3 // 2, max(whole_prompt, mean_slots))
 
 
 class LayerBudgets:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.eviction.budget_allocation import HeadBudgets, LayerBudgets
 from kvjax.cache.eviction.representatives import fraction_of
+from kvjax.cache.eviction.scorers import Scores
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
@@ -27,6 +28,7 @@ class Candidates(NamedTuple):
     scores: Array  # f32[B K U], -inf for what is no whole unit of the sequence
     quota: Array  # i32[B], units that each head would keep if all heads kept equally many
     always: Array  # i32[B], tokens of each head that stay in any case: sinks, recent ones and an incomplete unit
+    token_scores: Scores | None = None  # from which `scores` were made; the layer selects by them
 
 
 @dataclasses.dataclass(frozen=True)

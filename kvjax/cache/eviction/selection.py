@@ -99,9 +99,10 @@ class Selection:
         num_kept = self.num_kept_per_sequence(block, None, num_slots)
         split = split_prompt(block.pos, num_kept, num_slots, self.sinks, self.recent, self.granularity)
         # Heads compete with one another here, so scores stay apart whatever the scope.
-        scores = score_units(self._score(block, observation, spec).per_kv_head, self.sinks, self.granularity)
+        token_scores = self._score(block, observation, spec)
+        scores = score_units(token_scores.per_kv_head, self.sinks, self.granularity)
         scores = jnp.where(evictable_mask(split, scores.shape[2])[:, None], scores, -jnp.inf)
-        return Candidates(scores, split.num_kept_units, split.num_always)
+        return Candidates(scores, split.num_kept_units, split.num_always, token_scores)
 
     def select_slots(
         self,
@@ -114,6 +115,7 @@ class Selection:
         representatives: Representatives | None = None,
         head_budgets: HeadBudgets | None = None,
         second_stage: SecondStageScorer | None = None,
+        scores: Scores | None = None,
     ) -> SelectedSlots:
         """Selects the most important tokens of each sequence; ties go to the earlier token.
 
@@ -128,10 +130,11 @@ class Selection:
             Where it finds fewer, each head's next best units take the places, so that the count stays the same.
           head_budgets: divides the budget among the heads; `num_kept` and `num_slots` are then means over all heads.
           second_stage: keeps only a part of each head's tokens by `scorer`, and the others by new scores.
+          scores: what `scorer` said of this prompt before, for a ranking over all layers; None: it is asked now.
         """
         num_tokens, size = block.k.shape[2], self.granularity.size
         split = split_prompt(block.pos, num_kept, num_slots, self.sinks, self.recent, self.granularity)
-        scores = self._score(block, observation, spec)
+        scores = self._score(block, observation, spec) if scores is None else scores
         unit_scores = self._score_units(scores.per_kv_head)
         if head_budgets is not None:
             head_budgets = head_budgets.for_lengths(split.length, num_tokens)

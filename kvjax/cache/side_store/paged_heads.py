@@ -18,8 +18,8 @@ from jax import lax
 
 from kvjax.cache.accounting import bytes_beyond
 from kvjax.cache.codecs.base import PagedArrays
-from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING, HeadBudgets
-from kvjax.cache.eviction.ranking import BestOfLayer, MeasuredHeadTokens
+from kvjax.cache.eviction.budget_allocation import HeadBudgets, most_shared_slots
+from kvjax.cache.eviction.ranking import BestOfLayer, Candidates, MeasuredHeadTokens
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
@@ -82,12 +82,14 @@ class PagedHeads(SideStore):
     def split(
         self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
     ) -> tuple[KVBlock, PagePools]:
-        select, head_budgets = layer.method.select, self.head_budgets
+        select, head_budgets, scores = layer.method.select, self.head_budgets, None
         assert select is not None
         max_kept = select.max_kept_up_to(block.pos.shape[2])
         if observation is not None and observation.num_kept is not None:  # all layers together divided a budget
             head_budgets = MeasuredHeadTokens(observation.num_kept, select.granularity.size)
-        kept = layer.apply_selection(block, observation, max_kept, head_budgets)
+            # The ranking has scored the tokens, which can take as long as the prompt itself, and its scores are kept.
+            scores = observation.measure.token_scores if isinstance(observation.measure, Candidates) else None
+        kept = layer.apply_selection(block, observation, max_kept, head_budgets, scores)
         nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
         return nothing, self._fill_pools(layer, kept, self._pages_per_pool(layer, max_kept, block.pos.shape[2]))
 
@@ -119,7 +121,7 @@ class PagedHeads(SideStore):
         # Memory is planned before any layer has seen the prompt, as if each kept its own budget. Each layer gets one
         # page more, as whole pages may add to any of them, and the pages that rounding its slots may add, so that the
         # plan of all layers together is never below what they will store.
-        return pages + 1 + -(-SHARED_ROUNDING // self.page)
+        return -(-most_shared_slots((pages + 1) * self.page, width) // self.page)
 
     def num_kept_slots(self, tokens: np.ndarray) -> int:
         pages = (-(-tokens // self.page)).sum(1).max()
