@@ -297,7 +297,7 @@ def measure_layers(
 
 
 def stack_measures(measures: Sequence[Any]) -> Any:
-    """Stacks the measures of all layers: arrays [L B ..]. Called where they are traced, as unread ones then cost nothing."""
+    """Stacks the measures of all layers: arrays [L B ..]."""
     return jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
 
 
@@ -336,6 +336,7 @@ def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, capaci
 
 @functools.partial(jax.jit, static_argnames="plan")
 def _divide_budget(measures: tuple[Any, ...], lengths: Array, plan: Plan) -> Array:
+    # Stacked in the program, which leaves out what the division does not read: the scores of all tokens.
     return _budgeted_layers(plan)[0].divide_budget(stack_measures(measures), lengths)
 
 
