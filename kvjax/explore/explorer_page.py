@@ -111,7 +111,8 @@ def _method_data(m: MethodTrace, exploration: Exploration, tokenizer: Tokenizer 
         words = f"{num_bytes / 1024:,.0f} KiB, {fraction:.0%} of the exact {m.bytes.dtype} cache"
         return words if num_bytes else ""
 
-    texts, num_equal = token_texts(tokenizer, m.own_answer), 0
+    # The prompt stands before, since a tokenizer may write the first token of a text in another way.
+    texts, num_equal = token_texts(tokenizer, [*exploration.prompt, *m.own_answer])[len(exploration.prompt) :], 0
     while num_equal < min(len(texts), len(exploration.answer)) and (
         m.own_answer[num_equal] == exploration.answer[num_equal]
     ):

@@ -179,8 +179,7 @@ class DecodeSession:
 
     def _decode_text(self, tokens: list[int]) -> str:
         """Decodes a sequence's tokens, without the id that ended it."""
-        has_eos = bool(tokens) and tokens[-1] in np.asarray(self.state.eos)
-        return self.model.text_tokenizer().decode(tokens[:-1] if has_eos else tokens)
+        return stopping.decode_answer(self.model.text_tokenizer(), tokens, np.asarray(self.state.eos))
 
     def _end_at_stop(self) -> None:
         """Ends the sequences whose text contains a stop string."""

@@ -42,6 +42,12 @@ def parse_eos_ids(model: Model, eos_ids: Sequence[int] | int | None) -> Array:
     return jnp.asarray(ids, jnp.int32)
 
 
+def decode_answer(tokenizer: Tokenizer, tokens: Sequence[int], eos_ids: Sequence[int] | np.ndarray) -> str:
+    """Decodes the tokens of an answer, as they follow the prompt, without the id that ended it."""
+    has_eos = len(tokens) > 0 and tokens[-1] in eos_ids
+    return tokenizer.decode_continuation(tokens[:-1] if has_eos else tokens)
+
+
 def contains_stop(text: str, stop: Sequence[str]) -> bool:
     """Whether one of the stop strings appears in a text."""
     return any(s in text for s in stop)
@@ -57,7 +63,7 @@ def shortest_stopped(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence
     # Containing a stop string is monotone in the number of tokens, so that a binary search decodes few prefixes.
     # It ends at `len(tokens)` where no prefix contains one.
     num_tokens = bisect.bisect_left(
-        range(len(tokens)), True, key=lambda n: contains_stop(tokenizer.decode(tokens[:n]), stop)
+        range(len(tokens)), True, key=lambda n: contains_stop(tokenizer.decode_continuation(tokens[:n]), stop)
     )
     return list(tokens[:num_tokens])
 

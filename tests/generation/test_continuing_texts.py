@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax import speculative
 from kvjax.calibrate import split_documents
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.encoding import context_ids, encode_prompt, prompt_ids
+from kvjax.explore.exploration import explore
+from kvjax.explore.explorer_page import page_data
 from kvjax.generation.inputs import are_empty, token_ids
 from kvjax.testing import toy_model
 from tests.helpers.tokenizer_files import byte_level, sentencepiece
@@ -142,3 +147,64 @@ def test_a_text_without_tokens_continues_nothing(call):
 def test_a_caller_says_whether_a_text_begins():
     with pytest.raises(TypeError, match="begins"):
         token_ids(model(), PROMPT)
+
+
+def writing_model(tokens, **kind):
+    """A model that writes these tokens after any other one, and again from the first; they are unlike each other."""
+    tokenizer = sentencepiece(**kind)
+    base = toy_model(vocab_size=tokenizer.vocab_size, layers=1)
+    params = jax.tree.map(np.zeros_like, base.params)
+    ids = [tokenizer.token_id(token) for token in tokens]
+    params["embedding"][:, 0] = params["final_norm"]["scale"][:] = 1
+    for i, token in enumerate(ids):
+        params["embedding"][token] = np.eye(base.config.width)[(i + 1) % len(ids)]
+        params["head"]["kernel"][i, token] = 1
+    return dataclasses.replace(base, params=jax.tree.map(jnp.asarray, params), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("prepend", ["normalizer", "metaspace"])
+def test_an_answer_begins_with_its_space_whichever_call_writes_it(prepend):
+    m = writing_model(["\u2581is"], prepend=prepend)
+    two, context = {"max_new_tokens": 2}, kvjax.read(m, PROMPT, "full")
+    _, cache = kvjax.prefill(m, PROMPT, "full", capacity=64)
+    texts = [
+        kvjax.generate(m, PROMPT, "full", **two).text[0],
+        kvjax.generate(m, MORE, cache=cache, **two).text[0],
+        kvjax.generate(m, [[m.tokenizer.token_id("<s>")]], "full", **two).text[0],  # after a special token
+        context.ask(MORE, **two).text[0],
+        context.generate(**two).text[0],
+        speculative.speculate(m, PROMPT, "full", **two).text[0],
+        speculative.speculate(m, PROMPT, "full", **two, eos_ids=[]).text[0],
+    ]
+    assert texts == [" is is"] * len(texts)
+    assert list(kvjax.stream_text(m, PROMPT, "full", **two))[:2] == [" is", " is"]
+
+
+def test_a_stop_string_that_begins_with_a_space_is_found_in_the_first_word():
+    m = writing_model(["\u2581of", "\u2581is"])
+    (stopped,) = kvjax.generate(m, PROMPT, "full", max_new_tokens=6, stop=" is").text
+    assert stopped == " of" == "".join(kvjax.stream_text(m, PROMPT, "full", max_new_tokens=6, stop=" is"))
+    out = kvjax.generate(m, PROMPT, "full", max_new_tokens=6, stop=" of")
+    assert out.text == [""] and out.tokens == [[m.tokenizer.token_id("\u2581of")]]
+    assert "".join(kvjax.stream_text(m, PROMPT, "full", max_new_tokens=6, stop=" of")) == ""
+
+
+def test_a_streamed_character_of_several_bytes_comes_when_it_is_complete():
+    m = writing_model(["\u2581", "<0xE2>", "<0x82>", "<0xAC>", "\u2581is"])
+    deltas = list(kvjax.stream_text(m, PROMPT, "full", max_new_tokens=5))
+    assert [x for x in deltas if x] == [" ", "\u20ac", " is"]
+
+
+def test_an_end_of_sequence_id_is_in_no_text():
+    m = writing_model(["\u2581of", "\u2581is"])
+    options = {"max_new_tokens": 6, "eos_ids": [m.tokenizer.token_id("\u2581is")]}
+    assert kvjax.generate(m, PROMPT, "full", **options).text == [" of"]
+    assert speculative.speculate(m, PROMPT, "full", **options).text == [" of"]
+
+
+def test_the_explorer_shows_an_answer_with_its_space():
+    m = writing_model(["\u2581is"])
+    exploration = explore(m, m.tokenizer.encode(PROMPT), "full; streaming_llm:recent=3,sinks=1", 2)
+    data = page_data(exploration, m.tokenizer, "text")
+    assert data["tokens"][-2:] == [" is", " is"] and data["likeliest"] == [" is", " is"]
+    assert [method["own"] for method in data["methods"]] == [[" is is", ""]] * 2

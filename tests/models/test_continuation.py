@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
+from tokenizers import models
 
+from kvjax.models.tokenizer import Tokenizer
 from tests.helpers.tokenizer_files import byte_level, sentencepiece
 
 KINDS = {
@@ -51,3 +54,30 @@ def test_special_tokens_open_a_text_and_none_closes_it(make, template, opening):
     assert spell(tokenizer, tokenizer.encode("a</s>"))[-1] == "</s>"
     assert "</s>" not in spell(tokenizer, tokenizer.encode("a</s>", parse_special=False))
     assert "</s>" not in spell(tokenizer, tokenizer.encode_continuation("a</s>", parse_special=False))
+
+
+@ALL
+@pytest.mark.parametrize("text", [" is is", "is", "\u20ac is", "  a", "\n7", ""])
+def test_an_answer_keeps_its_first_space(tokenizer, text):
+    ids = tokenizer.encode_continuation(text)
+    assert tokenizer.decode_continuation(ids) == text
+    # The tokens that a decoder leaves out change nothing, wherever they stand.
+    begin, end = tokenizer.token_id("<s>"), tokenizer.token_id("</s>")
+    assert tokenizer.decode_continuation([begin, *ids, end]) == text
+    assert tokenizer.decode_continuation([begin, *ids], skip_special_tokens=False) == "<s>" + text
+
+
+@ALL
+def test_a_character_of_several_tokens_is_unfinished_until_its_last(tokenizer):
+    ids = tokenizer.encode_continuation(" \u20ac")
+    texts = [tokenizer.decode_continuation(ids[:n]) for n in range(len(ids) + 1)]
+    assert texts[:2] == ["", " "] and texts[-1] == " \u20ac"
+    assert all(text.startswith(" \ufffd") and not text.rstrip("\ufffd").strip() for text in texts[2:-1])
+
+
+def test_a_vocabulary_without_words_and_one_without_a_decoder():
+    letters = tokenizers.Tokenizer(models.WordLevel({"!": 0, "?": 1}, unk_token="?"))
+    assert Tokenizer(letters).decode_continuation([0, 1]) == "! ?"
+    assert Tokenizer(letters).encode_continuation("!") == [0] and Tokenizer(letters).opening_ids == []
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    assert Tokenizer(words).decode_continuation([1, 0]) == " b a"  # words are joined by spaces

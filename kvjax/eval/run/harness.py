@@ -163,7 +163,7 @@ def answer_text(model: Model, tokens: np.ndarray, ask: Ask) -> str:
     """Returns the answer among generated tokens: at most `ask.new_tokens`, no end tokens, up to the first stop."""
     ends = set(model.config.eos_ids)
     ids = [t for t in tokens.tolist()[: ask.new_tokens] if t not in ends]
-    return stopping.truncate_at_stop(model.text_tokenizer().decode(ids, skip_special_tokens=False), ask.stop)
+    return stopping.truncate_at_stop(model.text_tokenizer().decode_continuation(ids, False), ask.stop)
 
 
 def _common_width(sequences: Sequence[np.ndarray]) -> int:

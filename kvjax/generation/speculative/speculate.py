@@ -21,6 +21,7 @@ from kvjax.engine import decode
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.generation import stopping
 from kvjax.generation.cache_ops.sequences import crop_layers, mesh_of
 from kvjax.generation.compile_options import jit_with
 from kvjax.generation.inputs import Prompts, token_ids
@@ -187,10 +188,10 @@ def _prefill_rewindable(
 
 
 def _to_result(model: Model, state: SpeculationState, prefill_seconds: float, timer: Timer) -> Speculation:
-    tokens = [row[row >= 0].tolist() for row in np.asarray(state.out)]
+    tokens, tokenizer, eos_ids = [row[row >= 0].tolist() for row in np.asarray(state.out)], model.tokenizer, state.eos
     return Speculation(
         tokens=tokens,
-        text=None if model.tokenizer is None else [model.tokenizer.decode(t) for t in tokens],
+        text=None if tokenizer is None else [stopping.decode_answer(tokenizer, t, np.asarray(eos_ids)) for t in tokens],
         finish_reasons=["stop" if ended else "length" for ended in np.asarray(state.ended)],
         bytes=state_bytes(state.verifier),
         prefill_seconds=prefill_seconds,
