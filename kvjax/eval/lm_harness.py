@@ -20,7 +20,6 @@ from rich.progress import track
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
-from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.generation.context import read
 from kvjax.generation.generate import generate
 from kvjax.generation.inputs import round_up
@@ -113,7 +112,32 @@ class KvjaxLM(TemplateLM):
         plain = self.model.text_tokenizer().encode(string, special_tokens=False)
         if add_special_tokens is False or (plain and plain[0] == self.model.config.bos_id):
             return plain
-        return encode_prompt(self.model, string).ids.tolist()
+        return self.model.text_tokenizer().encode(string)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Encodes a context and what follows it, by lm_eval's rule: both as one text, cut after the context's tokens.
+
+        The continuation is encoded by itself where a token spans both of them. lm_eval's own models then score what is
+        left after as many tokens as the context has, and count none at all as certain.
+        """
+        end = len(context.rstrip())  # spaces at the end of a context go with the continuation, as in lm_eval
+        context, continuation = context[:end], context[end:] + continuation
+        before, both = self.tok_encode(context), self.tok_encode(context + continuation)
+        if both[: len(before)] == before:
+            rest = both[len(before) :]
+        else:
+            rest = self.model.text_tokenizer().encode_continuation(continuation)
+        return before or [self.prefix_token_id], rest
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Scores continuations (natural log); raises KvjaxError for one without tokens, which would be certain."""
+        for context, continuation in (r.args for r in requests):
+            if not continuation:
+                raise KvjaxError(
+                    f"the continuation of {context[-60:]!r} is empty, and there is nothing to score; leave it out of "
+                    "the task, or give it a text"
+                )
+        return super().loglikelihood(list(requests), disable_tqdm)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Returns the model's template, which lm_eval records with its results; there is one, so none can be named."""
@@ -153,10 +177,14 @@ class KvjaxLM(TemplateLM):
         return out
 
     def _scores(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[tuple[float, bool]]:
-        out: list = [(0.0, True)] * len(pairs)  # of a continuation without tokens
+        if any(not rest for _, rest in pairs):
+            raise KvjaxError(
+                "a continuation has no tokens, so that there is nothing to score; give a text of at least one token"
+            )
+        out: list = [None] * len(pairs)
         # The last token of a continuation is scored and never fed, and so takes no position.
         pairs = [(self._keep_end(prompt, len(rest) - 1), rest) for prompt, rest in pairs]
-        sizes = {i: (len(prompt), len(rest)) for i, (prompt, rest) in enumerate(pairs) if rest}
+        sizes = {i: (len(prompt), len(rest)) for i, (prompt, rest) in enumerate(pairs)}
         for indices in self._batches(sizes, "loglikelihood", quiet):
             prompts, rests = zip(*(pairs[i] for i in indices), strict=True)
             # Similar continuations share one compiled program.

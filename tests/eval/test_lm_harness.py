@@ -17,6 +17,7 @@ from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
+from tests.helpers.tokenizer_files import sentencepiece
 
 with warnings.catch_warnings():  # foreign packages
     warnings.simplefilter("ignore")
@@ -73,9 +74,38 @@ def test_loglikelihood_under_full_is_that_of_the_logits():
     assert [g for g, _ in answers] == pytest.approx(expected, rel=1e-5) and not any(g for _, g in answers)
     greedy_tokens = greedy_continuation(ids(CONTEXT), 3)
     other_tokens = [*greedy_tokens[:2], (greedy_tokens[2] + 1) % 512]
-    encoded = [(("", ""), ids(CONTEXT), tokens) for tokens in (greedy_tokens, other_tokens, [])]
+    encoded = [(("", ""), ids(CONTEXT), tokens) for tokens in (greedy_tokens, other_tokens)]
     answers = lm._loglikelihood_tokens(encoded, disable_tqdm=True)
-    assert [g for _, g in answers] == [True, False, True] and answers[2][0] == 0
+    assert [g for _, g in answers] == [True, False]
+
+
+def test_a_continuation_without_tokens_is_no_certain_one():
+    lm = KvjaxLM(TOY, "full")
+    for context in (CONTEXT, ""):
+        with pytest.raises(KvjaxError, match="is empty, and there is nothing to score"):
+            lm.loglikelihood(make_requests("loglikelihood", (context, "")), disable_tqdm=True)
+    with pytest.raises(KvjaxError, match="a continuation has no tokens"):
+        lm._loglikelihood_tokens([(("", ""), ids(CONTEXT), [])], disable_tqdm=True)
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>"])
+def test_a_continuation_that_melts_into_the_context_is_encoded_by_itself(template):
+    tokenizer = sentencepiece(template=template)
+    config = {"vocab_size": tokenizer.vocab_size, "layers": 1, "bos_id": 1}
+    model = dataclasses.replace(toy_model(**config), tokenizer=tokenizer, name="toy")
+    lm = KvjaxLM(model, "full", batch_size=2)
+    context = "the capital of Fran"
+    pairs = [(context, "ce"), (context, "ce is"), (context, "k"), ("the capital of ", "France"), (" ", "is")]
+    encoded = [lm._encode_pair(*pair) for pair in pairs]
+    for (before, rest), pair in zip(encoded, pairs, strict=True):
+        assert tokenizer.decode(before + rest).strip() == "".join(pair).strip() and before and rest
+    assert [len(rest) for _, rest in encoded] == [2, 3, 1, 1, 2]
+    # Where no token spans both texts, the tokens are those of the whole text.
+    assert encoded[3][0] + encoded[3][1] == tokenizer.encode("the capital of France")
+    answers = lm.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)
+    scores = kvjax.score(model, *zip(*encoded, strict=True), "full")
+    assert [logp for logp, _ in answers] == pytest.approx([float(x.sum()) for x in scores], rel=1e-4)
+    assert all(logp < -0.1 for logp, _ in answers)
 
 
 def test_loglikelihood_under_a_method_is_that_of_score():
