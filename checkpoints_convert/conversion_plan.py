@@ -87,7 +87,7 @@ def bind(rules: tuple[Rule, ...], config: Config) -> tuple[Binding, ...]:
 def plan_conversion(source: Source) -> ConversionPlan:
     """Matches names and shapes; raises one KvjaxError that lists all tensors missing, left over or misshapen."""
     refuse_missing_layers(source.config, len(source.tensors))
-    config = translate(source.config, source.generation)
+    config = translate(source.config, source.generation, source.eos_id())
     bindings = bind(family(source.config).rules, config)
     if problems := _find_problems(source, bindings, config):
         hidden = len(problems) - MAX_PROBLEMS_SHOWN

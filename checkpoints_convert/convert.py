@@ -59,7 +59,7 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
     label = f"{source.config['model_type']} checkpoint {Path(src).resolve().name}"
     files = source.tokenizer_files()
     if tokenizer.FILE in files:
-        tokenizer.Tokenizer.from_bytes(files[tokenizer.FILE], Path(src) / tokenizer.FILE).check_works()
+        tokenizer.Tokenizer.from_files(files, src).check_works()
     with checkpoint.Writer(dst, plan.config, weight_dtype, label, extra_files=files, replace=replace) as writer:
         done, total = 0, sum(num_bytes(b.shape, weight_dtype) for b in plan.bindings)
         if progress:

@@ -33,8 +33,14 @@ SIZES = {
 """Field of Config -> key, for positive integers."""
 
 
-def translate(raw: Raw, generation: Raw | None = None) -> Config:
-    """Translates config.json and generation_config.json, as parsed; raises KvjaxError for what is not supported."""
+def translate(raw: Raw, generation: Raw | None = None, tokenizer_eos_id: int | None = None) -> Config:
+    """Translates config.json and generation_config.json; raises KvjaxError for what is not supported.
+
+    Args:
+      raw: config.json, as parsed.
+      generation: generation_config.json, if there is one.
+      tokenizer_eos_id: the id of the tokenizer's `eos_token`, which ends an answer too, as in vLLM.
+    """
     kind = family(raw)
     for key, remedy in REFUSED.items():
         if raw.get(key):
@@ -52,6 +58,7 @@ def translate(raw: Raw, generation: Raw | None = None) -> Config:
     # generation_config.json overrides config.json, as in transformers' `generate`.
     both_eos = ((generation or {}).get("eos_token_id"), values["eos_token_id"])
     eos_ids = [_read_ids(values, "eos_token_id", x) for x in both_eos if x is not None]
+    own_eos = () if tokenizer_eos_id is None else _read_ids(values, "eos_token_id", tokenizer_eos_id)
     bos = values["bos_token_id"]
     bos_ids = () if bos is None else _read_ids(values, "bos_token_id", bos)
     theta, fraction, scaling = read_rope(values, kind)
@@ -67,7 +74,7 @@ def translate(raw: Raw, generation: Raw | None = None) -> Config:
         rope_scaling=scaling,
         windows=read_windows(values, kind),
         tie_embeddings=_read_switch(values, "tie_word_embeddings"),
-        eos_ids=eos_ids[0] if eos_ids else (),
+        eos_ids=tuple(dict.fromkeys((*(eos_ids[0] if eos_ids else ()), *own_eos))),
         bos_id=bos_ids[0] if bos_ids else None,
         **{field: True for field in kind.always},
         **{field: _read_switch(values, key) for key, fields in kind.switches.items() for field in fields},

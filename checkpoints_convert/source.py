@@ -10,7 +10,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import KvjaxError, escape_unprintable
-from kvjax.models.chat_template import ChatTemplate
+from kvjax.models import chat_template, tokenizer
+from kvjax.models.tokenizer import Tokenizer
 from kvjax.utils import json_documents
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,9 +35,14 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "tokenizer.model",
     "chat_template.jinja",
 )
+
+
+DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"
+"""Where transformers finds the template of a checkpoint with several, if there is no `chat_template.jinja`."""
 
 
 class Tensor(NamedTuple):
@@ -59,6 +65,10 @@ class Source(Protocol):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Returns the files to copy into the converted directory, contents by name."""
+        ...
+
+    def eos_id(self) -> int | None:
+        """Returns the id of the tokenizer's own end, None if `config` and `generation` have all ends."""
         ...
 
     def read(self, name: str) -> np.ndarray:
@@ -103,21 +113,28 @@ class Directory:
         Raises:
           KvjaxError: for a link that leads out of the checkpoint, and for a chat template that would not load.
         """
-        files = [f for name in TOKENIZER_FILES if (f := self.directory / name).is_file()]
+        files = {name: f for name in TOKENIZER_FILES if (f := self.directory / name).is_file()}
+        if chat_template.FILE not in files and (default := self.directory / DEFAULT_TEMPLATE).is_file():
+            files[chat_template.FILE] = default
         # A link may lead to any file of the user, whose content would be copied. Hugging Face's cache is the exception:
         # models--OWNER--NAME/snapshots/REVISION is full of links into models--OWNER--NAME/blobs.
         own = self.directory.resolve()
         cached = [f.parent for f in own.parents if f.name == "snapshots" and f.parent.name.startswith("models--")]
         allowed = [own, *(model / "blobs" for model in cached)]
-        for file in files:
+        for file in files.values():
             target = file.resolve()
             if not any(target.is_relative_to(folder) for folder in allowed):
                 raise KvjaxError(
                     f"{file} is a link to {target}, outside of the checkpoint; if that is the tokenizer that you want, "
                     "put a copy of it in the place of the link"
                 )
-        ChatTemplate.from_directory(self.directory)
-        return {file.name: file.read_bytes() for file in files}
+        chat_template.ChatTemplate.from_directory(self.directory)
+        return {name: file.read_bytes() for name, file in files.items()}
+
+    def eos_id(self) -> int | None:
+        """Returns the id of the tokenizer's `eos_token`; raises KvjaxError for a tokenizer that does not load."""
+        files = self.tokenizer_files()
+        return Tokenizer.from_files(files, self.directory).eos_id if tokenizer.FILE in files else None
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor as stored; the file is mapped for this call only, so nothing else stays in memory."""

@@ -73,6 +73,10 @@ class GgufSource:
         """Makes the tokenizer's files from the metadata."""
         return tokenizer_files.make_files(self.metadata)
 
+    def eos_id(self) -> int | None:
+        """Returns None: the metadata hold all ends."""
+        return None
+
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor in Hugging Face's layout; codes are dequantized to float32."""
         return self._restore_layout(name, read_weights(self.stored[self.names[name]]))

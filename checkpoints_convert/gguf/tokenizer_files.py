@@ -14,6 +14,7 @@ from checkpoints_convert.gguf.vocabulary import (
     BYTE,
     CONTROL,
     DAMAGE_REMEDY,
+    NORMAL,
     ROLE_KEYS,
     UNKNOWN,
     USER_DEFINED,
@@ -60,10 +61,15 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
         ]
         tokenizer.post_processor = TemplateProcessing(single=one, pair=one + two, special_tokens=tokens)
     length = f"{read_value(metadata, 'general.architecture', str, '')}.context_length"
+    # A named token is read as special, which an ordinary one that only fills up batches is not.
+    roles = dict(vocabulary.roles)
+    is_ordinary = "pad" in roles and vocabulary.types[roles["pad"]] == NORMAL
+    if is_ordinary and roles["pad"] not in (i for role, i in roles.items() if role != "pad"):
+        del roles["pad"]
     entries = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": read_value(metadata, length, int),
-        **{f"{role}_token": vocabulary.token(role) for role in ROLE_KEYS},
+        **{f"{role}_token": vocabulary.tokens[i] for role, i in roles.items()},
         **{f"add_{role}_token": is_added for role, is_added in adds.items()},
         "clean_up_tokenization_spaces": False,
         "chat_template": read_value(metadata, "tokenizer.chat_template", str),

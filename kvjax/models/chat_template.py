@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import KvjaxError
+from kvjax.models.special_tokens import CONFIG, SpecialTokens
 from kvjax.utils import json_documents
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+FILE = "chat_template.jinja"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '[{"role": "user", "content": "Hello"}]'
 
@@ -36,13 +37,14 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path | Traversable) -> ChatTemplate | None:
-        """Reads `chat_template.jinja` or `tokenizer_config.json`, if any; raises KvjaxError for a damaged file."""
+        """Reads `chat_template.jinja` or the template of `tokenizer_config.json`, if any, and the special tokens.
+
+        Raises KvjaxError for a damaged file.
+        """
         file, config_file = directory / FILE, directory / CONFIG
         config = json_documents.parse_object(_read(config_file), str(config_file)) if config_file.is_file() else {}
         source = _read(file) if file.is_file() else _default_template(config.get("chat_template"), config_file)
-        # {"bos_token": "<s>"} and {"bos_token": {"content": "<s>"}} mean the same.
-        values = {k: v["content"] if isinstance(v, dict) and "content" in v else v for k, v in config.items()}
-        tokens = tuple((k, v) for k, v in values.items() if k.endswith("_token") and isinstance(v, str))
+        tokens = tuple(SpecialTokens.from_directory(directory).names.items())
         return None if source is None else cls(source, tokens)
 
     def render(self, conversations: Sequence[Conversation], now: datetime | None = None) -> list[str]:

@@ -128,6 +128,9 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     shardings = None if mesh is None else param_shardings(config, mesh)
     config, params = checkpoint.restore(directory, dtype=dtype, shardings=shardings)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
+    # The tokenizer's own end, which config.json and generation_config.json may lack, ends an answer too, as in vLLM.
+    if tokenizer is not None and (eos := tokenizer.eos_id) is not None and eos < config.vocab_size:
+        config = dataclasses.replace(config, eos_ids=tuple(dict.fromkeys((*config.eos_ids, eos))))
     return Model(config, params, tokenizer, mesh, name, ChatTemplate.from_directory(directory))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax.errors import KvjaxError
+from kvjax.models.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     import tokenizers
@@ -21,16 +22,30 @@ MAKE_TOKENIZER_JSON = """make {file} once, where transformers and sentencepiece 
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with truncation and padding turned off: kvjax pads, and never drops a token."""
+    """A `tokenizers.Tokenizer` with truncation and padding turned off: kvjax pads, and never drops a token.
 
-    def __init__(self, inner: tokenizers.Tokenizer, file: str | Path = FILE):
+    Args:
+      inner: the tokenizer; the special tokens are added to it.
+      file: that it was read from, for messages.
+      special_tokens: those that other files tell of.
+    """
+
+    def __init__(
+        self, inner: tokenizers.Tokenizer, file: str | Path = FILE, special_tokens: SpecialTokens | None = None
+    ):
         inner.no_truncation()
         inner.no_padding()
         self.inner, self.file = inner, file
+        self.special_tokens = special_tokens or SpecialTokens()
+        if special_tokens is not None:
+            special_tokens.add_to(inner)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
-        """Reads `tokenizer.json`; raises KvjaxError, which says how to make it, if it is absent or damaged."""
+        """Reads `tokenizer.json` and the tokens that other files add to it.
+
+        Raises KvjaxError, which says how to make it, if it is absent or damaged.
+        """
         path = Path(directory)
         file = path / FILE
         if not file.is_file():
@@ -39,15 +54,29 @@ class Tokenizer:
                     remedy = MAKE_TOKENIZER_JSON.format(file=FILE, dir=path)
                     raise KvjaxError(f"{path} has only the SentencePiece tokenizer {name}; {remedy}")
             raise KvjaxError(f"{path} has no {FILE}; copy the model's {FILE} there, or pass token ids instead of text")
-        return cls.from_bytes(file.read_bytes(), file)
+        return cls.from_bytes(file.read_bytes(), file, SpecialTokens.from_directory(path))
 
     @classmethod
-    def from_bytes(cls, content: bytes, file: str | Path = FILE) -> Tokenizer:
+    def from_files(cls, files: Mapping[str, bytes], directory: str | Path) -> Tokenizer:
+        """Reads what `from_directory` reads, from contents by name; `directory` is for messages."""
+        return cls.from_bytes(files[FILE], Path(directory) / FILE, SpecialTokens.from_files(files, directory))
+
+    @classmethod
+    def from_bytes(
+        cls, content: bytes, file: str | Path = FILE, special_tokens: SpecialTokens | None = None
+    ) -> Tokenizer:
         """Reads the content of a `tokenizer.json`; raises KvjaxError, with the file's name, if it is damaged."""
         import tokenizers  # not on top: a random model and token ids need no tokenizer
 
         with _convert_errors(f"{file} is not a tokenizer that `tokenizers` can read"):
-            return cls(tokenizers.Tokenizer.from_buffer(content), file)
+            inner = tokenizers.Tokenizer.from_buffer(content)
+        return cls(inner, file, special_tokens)
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of the checkpoint's `eos_token`, None if it has none."""
+        eos = self.special_tokens.names.get("eos_token")
+        return None if eos is None else self.inner.token_to_id(eos)
 
     def check_works(self) -> None:
         """Raises KvjaxError unless it encodes a text of its own vocabulary: some files load and fail only then."""

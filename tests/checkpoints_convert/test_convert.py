@@ -81,6 +81,48 @@ def test_tokenizer_files_come_along(hf, tmp_path):
         check(source, tmp_path / "out")
 
 
+def write_words(directory: Path, **files: dict) -> None:
+    """Writes a tokenizer of two words, and further files of it by their names without the ending."""
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"z": 0, "?": 1}, unk_token="?")).save(
+        str(directory / "tokenizer.json")
+    )
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_tokens_and_the_end_beside_tokenizer_json_come_along(hf, tmp_path):
+    source = hf("mistral").directory
+    write_words(
+        source, added_tokens={"<|im_start|>": 2, "<|im_end|>": 3}, special_tokens_map={"eos_token": "<|im_end|>"}
+    )
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "default.jinja").write_text("<|im_start|>z{{ eos_token }}")
+    assert convert(source, tmp_path / "out").eos_ids == (2, 3)
+    check(source, tmp_path / "out", compare_logits=False)
+    model = kvjax.load(tmp_path / "out")
+    assert model.config.eos_ids == (2, 3)
+    assert model.chat_ids([{"role": "user", "content": "z"}]) == [[2, 0, 3]]
+
+
+def test_a_directory_that_was_converted_before_ends_with_the_tokenizers_end(hf, tmp_path):
+    convert(hf("mistral").directory, tmp_path / "out")
+    assert kvjax.load(tmp_path / "out").config.eos_ids == (2,)
+    table = {"3": {"content": "<|end|>", "special": True}, "2": {"content": "<|user|>", "special": True}}
+    write_words(tmp_path / "out", tokenizer_config={"eos_token": "<|end|>", "added_tokens_decoder": table})
+    model = kvjax.load(tmp_path / "out")
+    assert model.config.eos_ids == (2, 3) and model.text_tokenizer().encode("<|user|>z<|end|>") == [2, 0, 3]
+    write_words(tmp_path / "out", tokenizer_config={"eos_token": "</s>"}, added_tokens={"<p>": 2, "</s>": 3})
+    assert kvjax.load(tmp_path / "out").config.eos_ids == (2, 3)
+
+
+def test_an_id_that_no_tokenizer_gives_is_refused_before_anything_is_written(hf, tmp_path):
+    source = hf("mistral").directory
+    write_words(source, added_tokens={"<|im_end|>": 7})
+    with pytest.raises(KvjaxError, match="added_tokens.json gives the token '<.im_end.>' the id 7, which would be 2"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 WORDS = {"model": {"type": "WordLevel", "vocab": {"z": 0, "?": 1}, "unk_token": "?"}}
 NO_ENTRY = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": []}
 

@@ -162,6 +162,11 @@ def test_end_of_sequence_ids(raw, generation, expected):
     assert translate({"model_type": "llama"} | raw, generation).eos_ids == expected
 
 
+@pytest.mark.parametrize(("own", "expected"), [(3, (7, 5, 3)), (5, (7, 5)), (99999, (7, 5)), (None, (7, 5))])
+def test_the_tokenizers_own_end_ends_too(own, expected):
+    assert translate({"model_type": "llama"}, {"eos_token_id": [7, 5]}, own).eos_ids == expected
+
+
 def test_switches_and_derived_sizes():
     llama = translate({"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": None})
     assert llama.qkv_bias and llama.out_bias and llama.mlp_bias and llama.kv_heads == 32 and llama.head_dim == 128

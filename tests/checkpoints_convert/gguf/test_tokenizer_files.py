@@ -120,6 +120,12 @@ def test_what_the_metadata_do_not_say_is_not_in_the_config():
     assert not {"model_max_length", "bos_token", "eos_token", "chat_template"} & set(config)
 
 
+def test_an_ordinary_token_that_fills_up_batches_stays_ordinary(tmp_path):
+    metadata = tiny_keys(bos_token_id=0, eos_token_id=1, padding_token_id=2)
+    ours = load_tokenizer(metadata, tmp_path)
+    assert ours.decode(ours.encode("ab")) == "ab" and ours.encode("ab") == [5]
+
+
 def test_sentencepiece_has_default_ids():
     metadata = {k: v for k, v in sentencepiece_keys().items() if not k.endswith("_id")}
     config = json.loads(tokenizer_files.make_files(metadata)["tokenizer_config.json"])
