@@ -58,7 +58,7 @@ def test_a_failure_at_encoding_names_the_file_and_what_the_library_said(tmp_path
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_the_process_passes(error):
     class Stops:
-        no_truncation = no_padding = staticmethod(lambda: None)
+        encode_special_tokens, no_truncation, no_padding = False, staticmethod(lambda: None), staticmethod(lambda: None)
 
         def encode(self, text, **options):
             raise error
