@@ -137,17 +137,18 @@ def read_rope(values: Raw, kind: Family) -> tuple[float, float, RopeScaling | No
 
 
 def _read_scaling(values: Raw, rope: Raw) -> RopeScaling | None:
-    if not {"rope_type", "type"} & rope.keys():
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind is None:
         # Nothing says which formula such parameters belong to.
-        scaling = {key: x for key, x in rope.items() if key not in UNSCALED and x is not None}
+        harmless = (*UNSCALED, "rope_type", "type", "original_max_position_embeddings")
+        scaling = {key: x for key, x in rope.items() if key not in harmless and x is not None}
         if scaling.get("factor", 1) != 1 or scaling.keys() - {"factor"}:
             raise KvjaxError(
                 f"config.json: RoPE scaling {scaling!r:.200} names no rope_type; add the one that the model was "
                 "trained with, or remove it"
             )
         return None
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind == "default":
+    if kind == "default" or _scales_by_one(values, rope, kind):
         return None
     number = functools.partial(_read_number, rope, name=f"config.json, RoPE scaling {kind!r}")
     if kind == "linear":
@@ -162,11 +163,25 @@ def _read_scaling(values: Raw, rope: Raw) -> RopeScaling | None:
     raise KvjaxError(f"RoPE scaling {kind!r:.80} is not supported; supported: 'default', 'linear', 'llama3'; {remedy}")
 
 
+def _scales_by_one(values: Raw, rope: Raw, kind: Any) -> bool:
+    """Whether a scaling of RoPE leaves every angle and the length of the vectors as they are."""
+    factor, attention = rope.get("factor"), rope.get("attention_factor")
+    factors = [1 if attention is None else attention]
+    if kind == "longrope":  # the factor only sets the length of the vectors, by default from the two contexts
+        key, context = "original_max_position_embeddings", values["max_position_embeddings"]
+        original = values.get(key) or rope.get(key) or context
+        factor = 1 if factor is None and original == context else factor
+        for name in ("short_factor", "long_factor"):
+            factors += rope[name] if isinstance(rope.get(name), list) and rope[name] else [None]
+    is_known = kind in ("linear", "llama3", "yarn", "longrope")
+    return is_known and all(x == 1 and not isinstance(x, bool) for x in (factor, *factors))
+
+
 def read_windows(values: Raw, kind: Family) -> tuple[int | None, ...] | None:
     """Reads each layer's sliding window, in latest positions that a query sees; None where it sees all."""
     layers, types = _read_count(values, "num_hidden_layers"), values.get("layer_types")
     is_on = kind.sliding == "every layer" or (kind.sliding == "by layer" and _read_switch(values, "use_sliding_window"))
-    size = _read_count(values, "sliding_window") if is_on and values["sliding_window"] is not None else None
+    size = _read_count(values, "sliding_window") if is_on and values["sliding_window"] not in (None, 0) else None
     if kind.sliding == "by layer" and types is not None:
         is_sliding = _read_layer_types(types, layers)
     elif kind.sliding == "by layer":

@@ -179,15 +179,33 @@ class Directory:
             for n, s in shard_of.items()
             if n not in headers.get(s, shard_of)
         ]
-        problems += [
-            f"{escape_unprintable(n)}: in {escape_unprintable(s)} but not in {INDEX}"
-            for s, header in headers.items()
-            for n in header
-            if shard_of.get(n) != s
-        ]
+        others = [(n, s) for s, header in headers.items() for n in header if shard_of.get(n) != s]
+        twice = [(n, shard_of[n], s) for n, s in others if n in shard_of and n in headers.get(shard_of[n], {})]
+        stray = [(n, s) for n, s in others if n not in {name for name, _, _ in twice}]
+        problems += [f"{escape_unprintable(n)}: in {escape_unprintable(s)} but not in {INDEX}" for n, s in stray]
+        if twice and not problems:
+            raise self._repeated_error(twice, headers)
         if problems:
             raise KvjaxError("the shards and their index disagree; copy them again:\n  " + "\n  ".join(problems))
         return {name: headers[shard][name] for name, shard in shard_of.items()}
+
+    def _repeated_error(self, twice: list[tuple[str, str, str]], headers: dict[str, dict[str, Tensor]]) -> KvjaxError:
+        """Tells of tensors in two shards, given as (name, the index's shard, another); the remedy is for that case."""
+        problems, differ = [], False
+        for name, shard, other in twice:
+            copies = []
+            for file in (shard, other):
+                with safe_open(headers[file][name].file, framework="np") as f:
+                    copies.append(f.get_tensor(name))
+            first, second = ((x.dtype, x.shape, x.tobytes()) for x in copies)
+            is_equal = first == second
+            differ |= not is_equal
+            names = " and in ".join(map(escape_unprintable, (shard, other)))
+            problems.append(f"{escape_unprintable(name)}: in {names}, {'equal' if is_equal else 'with other numbers'}")
+        remedy = "write each once: AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW)"
+        if differ:
+            remedy = "they are of two versions of the model: download one version into an empty folder"
+        return KvjaxError(f"tensors stand in two shards; {remedy}:\n  " + "\n  ".join(problems))
 
 
 def read_header(file: Path) -> dict[str, Tensor]:

@@ -90,6 +90,47 @@ def test_rope_parameters_that_scale_nothing_need_no_type(said):
     assert translate({"model_type": "llama", "rope_parameters": said}).rope_scaling is None
 
 
+ONES = {"short_factor": [1.0, 1.0], "long_factor": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"type": "linear", "factor": 1.0},
+        {"rope_type": "linear", "factor": 1},
+        {"rope_type": "llama3", **LLAMA3, "factor": 1.0},
+        {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 2048, "beta_fast": 32},
+        {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.0},
+        {"rope_type": "longrope", **ONES, "original_max_position_embeddings": 2048},
+        {"rope_type": "longrope", **ONES, "factor": 1.0, "original_max_position_embeddings": 1024},
+        {"rope_type": None, "type": None},
+        {"rope_type": None, "type": "default"},
+        {"factor": 1.0, "original_max_position_embeddings": 2048},
+        {"factor": None, "type": None, "rope_theta": 10_000.0},
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_scalings_by_one_scale_nothing(key, said):
+    assert translate({"model_type": "llama", key: said}) == translate({"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.2},
+        {"rope_type": "yarn"},
+        {"rope_type": "yarn", "factor": True},
+        {"rope_type": "longrope", **ONES, "original_max_position_embeddings": 1024},
+        {"rope_type": "longrope", **ONES, "long_factor": [1.0, 2.0], "factor": 1.0},
+        {"rope_type": "longrope", "factor": 1.0},
+        {"rope_type": "dynamic", "factor": 1.0},  # beyond the model's context it scales all the same
+    ],
+)
+def test_scalings_by_more_than_one_are_refused(said):
+    with pytest.raises(KvjaxError, match="is not supported.*use a checkpoint without it"):
+        translate({"model_type": "llama", "rope_scaling": said})
+
+
 @pytest.mark.parametrize("kind", ["yarn", "longrope", "su", "dynamic", "mrope"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_other_rope_scalings_are_refused_by_name(kind, key):
@@ -132,6 +173,11 @@ SLIDING = FOUR | {"use_sliding_window": True, "sliding_window": 8, "max_window_l
         ("llama", FOUR | {"sliding_window": 8}, None),
         ("mistral", FOUR | {"sliding_window": 8}, (8, 8, 8, 8)),
         ("mistral", FOUR | {"sliding_window": None}, None),
+        ("mistral", FOUR | {"sliding_window": 0}, None),
+        ("mistral", FOUR | {"sliding_window": None, "layer_types": ["full_attention"] * 4}, None),
+        ("llama", FOUR | {"layer_types": ["full_attention"] * 4}, None),
+        ("qwen2", SLIDING | {"sliding_window": 0}, None),
+        ("qwen2", SLIDING | {"layer_types": ["full_attention"] * 4}, None),
         ("mistral", FOUR, (4096,) * 4),
         ("phi3", FOUR, None),
         ("phi3", FOUR | {"sliding_window": 2047}, (2047,) * 4),

@@ -7,6 +7,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.source import INDEX, Directory
@@ -100,6 +101,20 @@ def test_index_and_shards_must_agree(hf):
     (llama / INDEX).write_text(json.dumps(index))
     error = read_error(llama)
     assert f"model.ghost: not in {shard}" in error and f"{Q}: in {shard} but not in {INDEX}" in error
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_a_tensor_in_two_shards_names_both_and_what_helps(hf, change):
+    llama = hf("llama3").directory
+    shard_of = json.loads((llama / INDEX).read_text())["weight_map"]
+    first = shard_of[Q]
+    second = next(shard for shard in shard_of.values() if shard != first)
+    x = load_file(llama / first)[Q]
+    save_file(load_file(llama / second) | {Q: (x + np.array(change, x.dtype))}, llama / second)
+    error = read_error(llama)
+    assert f"{Q}: in {first} and in {second}, {'with other numbers' if change else 'equal'}" in error
+    remedy = "download one version into an empty folder" if change else "from_pretrained(SRC).save_pretrained(NEW)"
+    assert remedy in error and "copy them again" not in error
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}'])
