@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.cache.protocol import Cache
     from kvjax.engine.sampling import SamplingParams
     from kvjax.errors import IncompatibleMethod, KvjaxError, KvjaxWarning
-    from kvjax.generation.chat import chat
+    from kvjax.generation.chat import chat, stream_chat
     from kvjax.generation.context import Context, read, resume
     from kvjax.generation.generate import generate, stream, stream_text
     from kvjax.generation.memory_plan import planned_bytes
@@ -71,6 +71,7 @@ __all__ = [
     "score",
     "state_bytes",
     "stream",
+    "stream_chat",
     "stream_text",
 ]
 
@@ -84,7 +85,7 @@ _HOMES = {
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),
     "kvjax.generation.model_calls": ("extend", "logits", "prefill", "score"),
-    "kvjax.generation.chat": ("chat",),
+    "kvjax.generation.chat": ("chat", "stream_chat"),
     "kvjax.generation.context": ("Context", "read", "resume"),
     "kvjax.generation.generate": ("generate", "stream", "stream_text"),
     "kvjax.generation.memory_plan": ("planned_bytes",),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # a command imports its modules when it runs, so that `kvjax 
     from kvjax.cache.protocol import KVMethod
     from kvjax.generation.inputs import Prompts
     from kvjax.generation.result import Result
+    from kvjax.models.chat_messages import TemplateOptions
     from kvjax.models.model import Model
 
 DTYPE: Any = {
@@ -150,6 +151,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--chat", action="store_true", help="each prompt is a message to which a chat model answers")
     generate.add_argument("--system", metavar="TEXT", help="with --chat: the system message before each prompt")
+    generate.add_argument(
+        "--tools", type=Path, metavar="FILE", help="with --chat: a JSON file, a list of tools' schemas"
+    )
+    generate.add_argument(
+        "--documents", type=Path, metavar="FILE", help="with --chat: a JSON file, a list of texts to cite"
+    )
+    generate.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="with --chat: variables of the chat template, for example '{\"enable_thinking\": false}'",
+    )
     generate.add_argument("--max-new-tokens", type=_integer, default=64)
     generate.add_argument("--stop", action="append", default=[], help="a text before which the answer ends; repeatable")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
@@ -309,15 +321,17 @@ def _generate(args: argparse.Namespace) -> None:
     from kvjax.generation import checks
 
     method = kvjax.parse(args.method)
-    if args.system is not None and not args.chat:
-        raise KvjaxError("--system is the system message of a chat; add --chat, or leave it out")
+    chat_only = ("system", "tools", "documents", "chat_template_kwargs")
+    if not args.chat and (given := next((name for name in chat_only if getattr(args, name) is not None), None)):
+        raise KvjaxError(f"--{given.replace('_', '-')} is part of a chat; add --chat, or leave it out")
+    template = _template_options(args)
     if args.logprobs is not None and not args.json:
         raise KvjaxError("--logprobs is printed as a part of the JSON document; add --json, or leave it out")
     prompts = args.prompt or [_read_prompt(name) for name in args.prompt_file]
     model = kvjax.load(args.model, dtype=args.dtype)
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        prompts = model.chat_ids([[*system, {"role": "user", "content": p}] for p in prompts])
+        prompts = model.chat_ids([[*system, {"role": "user", "content": p}] for p in prompts], **template)
     options = {name: getattr(args, name) for name in GENERATE_OPTIONS}
     if args.json:
         out = kvjax.generate(model, prompts, method, **options)
@@ -328,6 +342,22 @@ def _generate(args: argparse.Namespace) -> None:
     times = f"prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s"
     compiling = f"compilation {out.compile_seconds:.1f} s"
     print(f"{args.method}: {out.bytes}; {times}, {compiling}", file=sys.stderr)
+
+
+def _template_options(args: argparse.Namespace) -> TemplateOptions:
+    """What the chat template gets, from JSON files and from the command line itself."""
+    texts = {
+        name: read_text_file(path, f"--{name}") for name in ("tools", "documents") if (path := getattr(args, name))
+    }
+    if args.chat_template_kwargs is not None:
+        texts["chat_template_kwargs"] = args.chat_template_kwargs
+    options: Any = {}
+    for name, text in texts.items():
+        try:
+            options[name] = json.loads(text)
+        except ValueError as e:
+            raise KvjaxError(f"--{name.replace('_', '-')} is no JSON: {e}") from e
+    return options
 
 
 def _print_texts(model: Model, prompts: Prompts, method: KVMethod, options: dict[str, Any]) -> Result:

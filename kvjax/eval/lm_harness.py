@@ -37,6 +37,44 @@ except ImportError as e:
 
 MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first wins
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "penalty_alpha": (0,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "num_return_sequences": (1,),
+    "n": (1,),
+    "best_of": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "renormalize_logits": (False,),
+    "remove_invalid_values": (False,),
+    "use_cache": (True,),
+    "return_dict_in_generate": (False,),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+}
+"""Values of transformers' and vLLM's generation arguments that ask for nothing, as None does for any argument."""
 
 
 @register_model("kvjax")
@@ -56,6 +94,8 @@ class KvjaxLM(TemplateLM):
       seed: of sampling.
       max_batch_size, device: lm_eval's, and change nothing: JAX chooses the device (JAX_PLATFORMS).
       load: files or modules with methods of your own.
+      chat_template_args: variables of the chat template, as in lm_eval's own models.
+      enable_thinking: one of them, for templates that read it.
     """
 
     def __init__(
@@ -71,6 +111,8 @@ class KvjaxLM(TemplateLM):
         max_batch_size: int | None = None,
         device: str | None = None,
         load: str | Sequence[str] = (),
+        chat_template_args: dict[str, Any] | None = None,
+        enable_thinking: bool | None = None,
         **unknown: Any,
     ):
         super().__init__()
@@ -85,7 +127,9 @@ class KvjaxLM(TemplateLM):
         for source in [load] if isinstance(load, str) else load:
             load_methods(source)
         self.method = method_of(_restore_commas(method) if isinstance(method, str) else method)
-        self.batch_size = int(batch_size)
+        self.batch_size, self.chat_template_args = int(batch_size), dict(chat_template_args or {})
+        if enable_thinking is not None:
+            self.chat_template_args["enable_thinking"] = enable_thinking
         self.max_length = int(max_length or self.model.config.max_positions)
         self.max_gen_toks, self.seed, self._prefix = int(max_gen_toks), int(seed), prefix_token_id
 
@@ -150,10 +194,11 @@ class KvjaxLM(TemplateLM):
 
         Without add_generation_prompt the last message is the beginning of the answer, which the model continues.
         """
-        if add_generation_prompt:
-            return self.model.chat_texts(chat_history)[0]
-        *history, answer = chat_history
-        return self.model.chat_texts(history)[0] + answer["content"]
+        variables, is_continued = self.chat_template_args, not add_generation_prompt
+        (text,) = self.model.chat_texts(
+            chat_history, chat_template_kwargs=variables, continue_final_message=is_continued
+        )
+        return text
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Scores whole texts (natural log) in windows of max_length, as lm_eval; unscored tokens are the prompt."""
@@ -217,15 +262,22 @@ class KvjaxLM(TemplateLM):
 
     def _parse_options(self, options: dict) -> tuple[list[str], int, dict[str, Any]]:
         """(stop strings, most tokens, sampling) of a request's generation arguments."""
-        known = ("until", "do_sample", *MAX_TOKENS_NAMES, *SAMPLING)
+        known = ("until", "do_sample", *MAX_TOKENS_NAMES, *SAMPLING, *PENALTIES)
+        options = {
+            name: value for name, value in options.items() if value is not None and value not in NEUTRAL.get(name, ())
+        }
         if unknown := next((name for name in options if name not in known), None):
-            raise KvjaxError(f"generation argument {unknown!r} is not supported; supported: {', '.join(known)}")
+            neutral = f"; {unknown}={NEUTRAL[unknown][0]} asks for nothing, and passes" if unknown in NEUTRAL else ""
+            raise KvjaxError(
+                f"generation argument {unknown!r} is not supported; supported: {', '.join(known)}{neutral}"
+            )
         until = options.get("until") or []
-        limits = (int(options[name]) for name in MAX_TOKENS_NAMES if options.get(name) is not None)
+        limits = (int(options[name]) for name in MAX_TOKENS_NAMES if name in options)
         sampling = {"temperature": 1.0 if options.get("do_sample") else 0.0}
         sampling |= {name: options[name] for name in SAMPLING if name in options}
         if options.get("do_sample") is False or not sampling["temperature"]:
-            sampling = {}  # greedy, whatever the other options are
+            sampling = {}  # greedy, whatever the filters are
+        sampling |= {name: options[name] for name in PENALTIES if name in options}
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         return stops, next(limits, self.max_gen_toks), sampling
 

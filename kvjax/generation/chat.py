@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Unpack
 
 from kvjax.cache.protocol import KVMethod
-from kvjax.generation.generate import generate
-from kvjax.generation.options import GenerateOptions
+from kvjax.errors import KvjaxError
+from kvjax.generation.generate import generate, stream_text
+from kvjax.generation.options import GenerateOptions, check_streamed
 from kvjax.generation.result import Result
-from kvjax.models.chat_template import Messages
+from kvjax.models.chat_messages import Messages, TemplateOptions
 from kvjax.models.model import Model
 from kvjax.utils.keywords import checks_keywords
 
@@ -19,6 +21,10 @@ def chat(
     messages: Messages,
     method: str | KVMethod = "full",
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
     capacity: int | None = None,
     **options: Unpack[GenerateOptions],
 ) -> Result:
@@ -29,12 +35,51 @@ def chat(
 
     Args:
       model: from `kvjax.load`.
-      messages: [{"role": "user", "content": "Hello"}], or a list of such lists.
+      messages: [{"role": "user", "content": "Hello"}], or a list of such lists; see `Model.chat_ids`.
       method: a method or its string.
+      tools: functions that the model may call, as JSON schemas: [{"type": "function", "function": {"name": ..}}].
+      documents: texts that the model may cite, [{"title": .., "text": ..}].
+      chat_template_kwargs: other variables of the chat template, such as {"enable_thinking": False}, as in vLLM. One
+        that the template does not read is an error, as are tools and documents that it does not read.
+      continue_final_message: whether the last message, the assistant's, is the beginning of the answer. The result has
+        what follows it.
       capacity: as in `kvjax.generate`.
       **options: max_new_tokens, temperature, stop and the others of `kvjax.GenerateOptions`.
 
     Raises:
       KvjaxError: as `Model.chat_ids` and `kvjax.generate` do.
     """
-    return generate(model, model.chat_ids(messages), method, capacity=capacity, **options)
+    template = TemplateOptions(
+        tools=tools,
+        documents=documents,
+        chat_template_kwargs=chat_template_kwargs,
+        continue_final_message=continue_final_message,
+    )
+    return generate(model, model.chat_ids(messages, **template), method, capacity=capacity, **options)
+
+
+@checks_keywords
+def stream_chat(
+    model: Model,
+    messages: Messages,
+    method: str | KVMethod = "full",
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+    capacity: int | None = None,
+    **options: Unpack[GenerateOptions],
+) -> Iterator[str]:
+    """Streams the next message of one conversation, as text deltas; arguments are those of `chat`."""
+    check_streamed(options)
+    template = TemplateOptions(
+        tools=tools,
+        documents=documents,
+        chat_template_kwargs=chat_template_kwargs,
+        continue_final_message=continue_final_message,
+    )
+    ids = model.chat_ids(messages, **template)
+    if len(ids) != 1:
+        raise KvjaxError(f"stream_chat answers one conversation, got {len(ids)}; kvjax.chat answers several at once")
+    return stream_text(model, ids[0], method, capacity=capacity, **options)

@@ -8,7 +8,7 @@ import importlib
 import operator
 import pathlib
 from importlib import resources
-from typing import Any
+from typing import Any, Unpack
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,8 @@ from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.core.random import key_from_seed
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from kvjax.models.chat_template import ChatTemplate, Messages, render_conversations
+from kvjax.models.chat_messages import Messages, TemplateOptions, render_conversations
+from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.config import Config
 from kvjax.models.decoder import init
 from kvjax.models.fingerprint import fingerprint
@@ -79,21 +80,30 @@ class Model:
             raise KvjaxError("this model has no tokenizer.json: pass prompts as lists of token ids")
         return self.tokenizer
 
-    def chat_ids(self, messages: Messages) -> list[list[int]]:
+    @checks_keywords
+    def chat_ids(self, messages: Messages, **options: Unpack[TemplateOptions]) -> list[list[int]]:
         """Returns the token ids of one conversation, or of each of a batch, up to where the model's answer begins.
 
         They are prompts for `kvjax.generate` and `kvjax.read`. The template writes all special tokens, and none is
         added. A special token spelled out in a message is read as that token, as in transformers.
 
+        Args:
+          messages: [{"role": "user", "content": "Hello"}], or a list of such lists. A content is a text, or a list of
+            parts [{"type": "text", "text": "Hello"}]; a template that reads texts alone gets the parts joined by
+            newlines, as in vLLM. The assistant's message may have `tool_calls`, and no content then.
+          **options: tools, documents, chat_template_kwargs and continue_final_message, as in `kvjax.chat`.
+
         Raises:
-          KvjaxError: for messages without a known role or a text, and for a model without tokenizer or chat template.
+          KvjaxError: for messages without a known role or a text, for what the template does not read, and for a model
+            without tokenizer or chat template.
         """
         tokenizer = self.text_tokenizer()
-        return [tokenizer.encode(text, special_tokens=False) for text in self.chat_texts(messages)]
+        return [tokenizer.encode(text, special_tokens=False) for text in self.chat_texts(messages, **options)]
 
-    def chat_texts(self, messages: Messages) -> list[str]:
+    @checks_keywords
+    def chat_texts(self, messages: Messages, **options: Unpack[TemplateOptions]) -> list[str]:
         """Returns the text that `chat_ids` encodes, for each conversation."""
-        return render_conversations(self.chat_template, messages)
+        return render_conversations(self.chat_template, messages, options)
 
 
 @checks_keywords

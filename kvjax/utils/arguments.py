@@ -51,9 +51,9 @@ def dtype_name(word: str) -> str:
     return SHORT_DTYPES.get(word, word)
 
 
-def suggest_name(name: str, known: Iterable[str]) -> str:
-    """A question for the known name that is nearest to an unknown one, or "" where all are far."""
-    close = difflib.get_close_matches(name, list(known), 1, 0.5)
+def suggest_name(name: str, known: Iterable[str], likeness: float = 0.5) -> str:
+    """A question for the known name that is nearest to an unknown one, or "" where none has that likeness, 0 to 1."""
+    close = difflib.get_close_matches(name, list(known), 1, likeness)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -24,7 +24,7 @@ MEANT = {
     "presence_penalty": "penalty_present",
     "frequency_penalty": "penalty_freq",
     "logprobs": "top_logprobs output_scores output_logits return_logprob n_probs",
-    "chat_template_kwargs": "template_variables template_kwargs enable_thinking thinking reasoning_effort",
+    "chat_template_kwargs": "template_variables template_kwargs chat_template_args template_args",
     "messages": "conversation conversations history",
     "continue_final_message": "add_generation_prompt",
     "prompts": "prompt text texts input inputs input_ids",
@@ -63,6 +63,9 @@ REMEDIES = {
     "chat_template": "the template is the checkpoint's; dataclasses.replace(model, chat_template=..) changes it",
 }
 """What to do in place of arguments that have no counterpart."""
+
+VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "date_string", "custom_tools")
+"""Names that chat templates read."""
 
 
 class _Default:
@@ -103,9 +106,15 @@ def describe_unknown_keyword(call: str, name: str, known: Iterable[str]) -> str:
     text = f"{call}() got an unexpected keyword argument {name!r}"
     if meant := next((x for x in known if name.lower() in MEANT.get(x, "").split()), None):
         return f"{text}; did you mean {meant!r}?"
+    variable = f"a variable of the chat template goes into chat_template_kwargs={{{name!r}: ..}}"
+    if name.lower() in VARIABLES and "chat_template_kwargs" in known:
+        return f"{text}: {variable}"
     if name.lower() in REMEDIES:
         return f"{text}: {REMEDIES[name.lower()]}"
-    return f"{text}{suggest_name(name, known) or '; it takes ' + ', '.join(known)}"
+    if nearest := suggest_name(name, known, 0.65):
+        return text + nearest
+    text = f"{text}; it takes {', '.join(known)}"
+    return f"{text}; {variable}" if "chat_template_kwargs" in known else text
 
 
 def _expand_options(call: Callable[..., Any]) -> tuple[inspect.Signature, Any]:

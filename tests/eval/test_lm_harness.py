@@ -177,6 +177,61 @@ def test_sampling_and_ends():
         lm.generate_until(make_requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
 
 
+NEUTRAL = {
+    "num_beams": 1,
+    "do_sample": False,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": None,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0,
+    "length_penalty": 1,
+    "early_stopping": False,
+    "no_repeat_ngram_size": 0,
+    "num_return_sequences": 1,
+    "use_cache": True,
+    "max_new_tokens": None,
+    "suppress_tokens": None,
+    "skip_special_tokens": True,
+}
+
+
+def test_options_that_ask_for_nothing_pass():
+    lm = KvjaxLM(TOY, max_gen_toks=10)
+    args = [(CONTEXT, {}), (CONTEXT, NEUTRAL)]
+    plain, neutral = lm.generate_until(make_requests("generate_until", *args), disable_tqdm=True)
+    assert plain == neutral
+    assert lm._parse_options({"do_sample": True, "top_p": 1, "top_k": 0, "min_p": 0})[2] == {"temperature": 1.0}
+    assert lm._parse_options({"do_sample": True, "top_k": -1, "top_p": 0.9})[2] == {"temperature": 1.0, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_beams": 2}, "'num_beams' is not supported; supported: until, .*; num_beams=1 asks for nothing"),
+        ({"length_penalty": 0.5}, "'length_penalty' is not supported; .*; length_penalty=1 asks for nothing"),
+        ({"use_cache": False}, "'use_cache' is not supported"),
+        ({"no_repeat_ngram_size": 3}, "'no_repeat_ngram_size' is not supported"),
+        ({"ignore_eos": True}, "'ignore_eos' is not supported"),
+        ({"logit_bias": {1: 2}}, "'logit_bias' is not supported"),
+        ({"presence_penalty": 9}, "presence_penalty must be a number from -2 to 2"),
+    ],
+)
+def test_options_that_ask_for_something_else_are_named(options, says):
+    with pytest.raises(KvjaxError, match=says):
+        KvjaxLM(TOY).generate_until(make_requests("generate_until", (CONTEXT, options)), disable_tqdm=True)
+
+
+def test_penalties_apply_to_greedy_texts_too():
+    options = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+    lm = KvjaxLM(TOY, max_gen_toks=6)
+    args = (CONTEXT, {"do_sample": False, **options})
+    (text,) = lm.generate_until(make_requests("generate_until", args), disable_tqdm=True)
+    assert text == kvjax.generate(TOY, [ids(CONTEXT)], "full", max_new_tokens=6, **options).text[0]
+    assert text != kvjax.generate(TOY, [ids(CONTEXT)], "full", max_new_tokens=6).text[0]
+
+
 def test_chat_templates_as_lm_eval_asks_for_them():
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]")
     lm = KvjaxLM(dataclasses.replace(TOY, chat_template=template))
@@ -185,6 +240,11 @@ def test_chat_templates_as_lm_eval_asks_for_them():
     begun = [*messages, {"role": "assistant", "content": "It is"}]
     assert lm.apply_chat_template(begun, add_generation_prompt=False) == "[user]2 + 2?[assistant]It is"
     assert lm.chat_template(True) == template.source
+    with pytest.raises(KvjaxError, match="reads no variable 'enable_thinking'"):
+        KvjaxLM(lm.model, enable_thinking=False).apply_chat_template(messages)
+    thinking = ChatTemplate(template.source + "{{ '<think>' if enable_thinking else '</think>' }}")
+    lm = KvjaxLM(dataclasses.replace(TOY, chat_template=thinking), chat_template_args={"enable_thinking": True})
+    assert lm.apply_chat_template(messages) == "[user]2 + 2?[assistant]<think>"
     with pytest.raises(KvjaxError, match="none is called 'tool_use'"):
         lm.chat_template("tool_use")
     with pytest.raises(KvjaxError, match="no chat template"):

@@ -279,14 +279,20 @@ def test_what_a_model_needs_for_a_chat(model):
 
 
 @pytest.fixture
-def model_directory(model, tmp_path, monkeypatch) -> str:
+def save_model(model, tmp_path, monkeypatch):
+    """Writes the model with a chat template; returns its directory."""
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
-    files = {"tokenizer.json": tokenizer().to_str().encode(), "chat_template.jinja": CHATML.encode()}
-    checkpoint.save(tmp_path / "model", model.config, model.params, extra_files=files)
-    return str(tmp_path / "model")
+
+    def save(template: str) -> str:
+        files = {"tokenizer.json": tokenizer().to_str().encode(), "chat_template.jinja": template.encode()}
+        checkpoint.save(tmp_path / "model", model.config, model.params, extra_files=files)
+        return str(tmp_path / "model")
+
+    return save
 
 
-def test_the_command_line_chats(model, model_directory, monkeypatch, capsys):
+def test_the_command_line_chats(model, save_model, monkeypatch, capsys):
+    model_directory = save_model(CHATML)
     assert kvjax.load(model_directory).chat_template == model.chat_template
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("Why é?".encode()), encoding="ascii"))
     args = ["generate", "--model", model_directory, "--method", "kcache:n=8", "--max-new-tokens", "4", "--json"]
@@ -295,9 +301,28 @@ def test_the_command_line_chats(model, model_directory, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["tokens"] == out.tokens
 
 
+def test_the_command_line_gives_the_template_tools_and_variables(model, tmp_path, save_model, capsys):
+    directory = save_model("{{ tools[0].function.name }}{{ documents[0].text }}{{ x }}{{ messages[0].content }}")
+    tools, documents = [{"type": "function", "function": {"name": "f"}}], [{"title": "A", "text": "B"}]
+    args = ["generate", "--model", directory, "--max-new-tokens", "4", "--json", "--chat", "--prompt", "a"]
+    for name, value in (("tools", tools), ("documents", documents)):
+        (tmp_path / name).write_text(json.dumps(value))
+        args += [f"--{name}", str(tmp_path / name)]
+    assert cli.main([*args, "--chat-template-kwargs", '{"x": 3}']) == 0
+    expected = kvjax.generate(model, [model.tokenizer.encode("fB3a", special_tokens=False)], "full", max_new_tokens=4)
+    assert json.loads(capsys.readouterr().out)["tokens"] == expected.tokens
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
-    [(["--system", "Be brief."], "add --chat"), (["--chat"], "this model has no chat template")],
+    [
+        (["--system", "Be brief."], "add --chat"),
+        (["--tools", "tools.json"], "--tools is part of a chat; add --chat"),
+        (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is part of a chat; add --chat"),
+        (["--chat", "--chat-template-kwargs", "{"], "--chat-template-kwargs is no JSON"),
+        (["--chat", "--documents", "no-such-file"], "no-such-file"),
+        (["--chat"], "this model has no chat template"),
+    ],
 )
 def test_a_chat_that_cannot_be(args, says, capsys):
     assert cli.main(["generate", "--prompt", "a", *args]) == 2
