@@ -76,7 +76,7 @@ def write_real(name: str, model_name: str) -> None:
         print(f"no table of {name} for {model_name}: {e}")
         return
     texts = source_code(NUM_REAL_CONTEXTS, 16 * CONTEXT_TOKENS)  # a token of code has fewer than 16 in the mean
-    layers = count_arrays(model, name, [model.text_tokenizer().encode(text)[:CONTEXT_TOKENS] for text in texts])
+    layers = count_arrays(model, name, [model.text_tokenizer().encode_prompt(text)[:CONTEXT_TOKENS] for text in texts])
     read = f"{NUM_REAL_CONTEXTS} x {CONTEXT_TOKENS} tokens of the source code of Python's library"
     source = f"kvjax calibrate {name} {model_name}, {read}"
     table_file.write(SHIPPED_TABLES / name / f"{model_name}.safetensors", name, specs(model.config)[0], layers, source)

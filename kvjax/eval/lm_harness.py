@@ -156,7 +156,7 @@ class KvjaxLM(TemplateLM):
         plain = self.model.text_tokenizer().encode(string, special_tokens=False)
         if add_special_tokens is False or (plain and plain[0] == self.model.config.bos_id):
             return plain
-        return self.model.text_tokenizer().encode(string)
+        return self.model.text_tokenizer().encode_prompt(string)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encodes a context and what follows it, by lm_eval's rule: both as one text, cut after the context's tokens.

@@ -81,7 +81,7 @@ def token_ids(model: Model, prompts: Prompts, *, begins: bool | Sequence[bool]) 
             tokenizer = model.text_tokenizer()
             # Callers compare the numbers of texts and sequences later; one sequence may be asked several questions.
             is_first = begins if isinstance(begins, bool) else begins[min(i, len(begins) - 1)]
-            ids.append(tokenizer.encode(prompt) if is_first else tokenizer.encode_continuation(prompt))
+            ids.append(tokenizer.encode_prompt(prompt) if is_first else tokenizer.encode_continuation(prompt))
             if not ids[-1] and not is_first:
                 raise KvjaxError(
                     f"text {i}, {prompt!r:.60}, has no tokens to continue with; give a text or ids with at least one"

@@ -89,38 +89,36 @@ class Tokenizer:
         """The number of ids, added tokens included."""
         return self.inner.get_vocab_size()
 
-    def encode(self, text: str, special_tokens: bool = True, *, parse_special: bool = True) -> list[int]:
-        """Encodes a text that begins a sequence; `encode_continuation` encodes one that follows other tokens.
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Encodes a text as transformers does; `special_tokens` adds all of the post-processor's, as bos and eos.
 
-        Args:
-          text: any text.
-          special_tokens: whether the tokens that the post-processor puts before a text, as bos, are added. Those that
-            it puts after one, as eos, never are: the model is to continue the text.
-          parse_special: whether a special token that is spelled in the text, such as "<s>", becomes that token;
-            otherwise it is plain text.
+        What a model is to continue is encoded by `encode_prompt`, and what follows other tokens by
+        `encode_continuation`.
 
         Raises:
           KvjaxError: a text that is not valid Unicode, or one at which the tokenizer fails.
         """
-        return self.encoding(text, special_tokens, parse_special=parse_special).ids
+        return self._encode(text, special_tokens).ids
 
-    def encoding(self, text: str, special_tokens: bool = True, *, parse_special: bool = True) -> tokenizers.Encoding:
-        """`encode` with all that the library knows about each token, such as its characters; arguments as there."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            bad = text[e.start]
-            raise KvjaxError(f"a text has {bad!r} as character {e.start}; read it again, from valid UTF-8") from e
-        # The option belongs to the tokenizer that the whole process shares, so it is put back.
-        before = self.inner.encode_special_tokens
-        self.inner.encode_special_tokens = not parse_special
-        try:
-            with _convert_errors(
-                f"{self.file} fails to encode a text of {len(text):,} characters", "give token ids instead of it"
-            ):
-                encoding = self.inner.encode(text, add_special_tokens=special_tokens)
-        finally:
-            self.inner.encode_special_tokens = before
+    def encode_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """Encodes a text that begins a sequence and that a model is to continue.
+
+        The tokens that the post-processor puts before a text, as bos, are added; those that it puts after one, as eos,
+        are not.
+
+        Args:
+          text: any text.
+          parse_special: whether a special token that is spelled in the text, such as "<s>", becomes that token;
+            otherwise it is plain text.
+
+        Raises:
+          KvjaxError: as `encode` does.
+        """
+        return self.prompt_encoding(text, parse_special=parse_special).ids
+
+    def prompt_encoding(self, text: str, *, parse_special: bool = True) -> tokenizers.Encoding:
+        """`encode_prompt` with what the library knows about each token, such as its characters."""
+        encoding = self._encode(text, True, parse_special)
         # The mask holds what the post-processor has added, and not the special tokens that a text spells.
         added = encoding.special_tokens_mask
         num_tokens = next((i for i in range(len(added), 0, -1) if not added[i - 1]), 0)
@@ -128,6 +126,24 @@ class Tokenizer:
             num_tokens = len(self.opening_ids)
         encoding.truncate(num_tokens)
         return encoding
+
+    def _encode(self, text: str, special_tokens: bool, parse_special: bool = True) -> tokenizers.Encoding:
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            bad = text[e.start]
+            raise KvjaxError(f"a text has {bad!r} as character {e.start}; read it again, from valid UTF-8") from e
+        with _convert_errors(
+            f"{self.file} fails to encode a text of {len(text):,} characters", "give token ids instead of it"
+        ):
+            if parse_special:
+                return self.inner.encode(text, add_special_tokens=special_tokens)
+            # The option belongs to the tokenizer that the whole process shares, so it is put back.
+            before, self.inner.encode_special_tokens = self.inner.encode_special_tokens, True
+            try:
+                return self.inner.encode(text, add_special_tokens=special_tokens)
+            finally:
+                self.inner.encode_special_tokens = before
 
     def encode_continuation(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Encodes a text that follows other tokens: no special tokens are added, and no space before its first word.
@@ -138,14 +154,14 @@ class Tokenizer:
 
         Args:
           text: any text.
-          parse_special: as in `encode`.
+          parse_special: as in `encode_prompt`.
 
         Raises:
           KvjaxError: as `encode` does.
         """
-        alone = self.encode(text, False, parse_special=parse_special)
+        alone = self._encode(text, False, parse_special).ids
         for anchor, before in self._anchors:
-            both = self.encode(anchor + text, False, parse_special=parse_special)
+            both = self._encode(anchor + text, False, parse_special).ids
             if both[: len(before)] == before:
                 is_same = both == before + alone or self.decode(before + alone, False) == self.decode(both, False)
                 return alone if is_same else both[len(before) :]
@@ -180,7 +196,7 @@ class Tokenizer:
     def _word(self) -> tuple[int, str] | None:
         """An id of letters or digits with its text, which is the same whatever follows it; None without one."""
         for i in sorted(self.inner.get_vocab(with_added_tokens=False).values()):
-            text, token = self.decode([i]), self.inner.id_to_token(i)
+            text, token = self.decode([i]), self.inner.id_to_token(i) or ""
             # The sign of a single byte, <0x41>, is no such id: with the next ones it may make another character.
             is_word = text.isascii() and text.strip().isalnum() and text.strip() in token and not token.startswith("<")
             if is_word and self.decode([i, i]).startswith(text):

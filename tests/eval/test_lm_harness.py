@@ -101,7 +101,7 @@ def test_a_continuation_that_melts_into_the_context_is_encoded_by_itself(templat
         assert tokenizer.decode(before + rest).strip() == "".join(pair).strip() and before and rest
     assert [len(rest) for _, rest in encoded] == [2, 3, 1, 1, 2]
     # Where no token spans both texts, the tokens are those of the whole text.
-    assert encoded[3][0] + encoded[3][1] == tokenizer.encode("the capital of France")
+    assert encoded[3][0] + encoded[3][1] == tokenizer.encode_prompt("the capital of France")
     answers = lm.loglikelihood(make_requests("loglikelihood", *pairs), disable_tqdm=True)
     scores = kvjax.score(model, *zip(*encoded, strict=True), "full")
     assert [logp for logp, _ in answers] == pytest.approx([float(x.sum()) for x in scores], rel=1e-4)

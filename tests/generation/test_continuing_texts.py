@@ -40,8 +40,8 @@ def lengths(x):
     return np.asarray(x.cache.length).tolist()
 
 
-def ids(text, **options):
-    return model().tokenizer.encode(text, **options)
+def ids(text):
+    return model().tokenizer.encode_prompt(text)
 
 
 def test_a_text_that_is_fed_has_no_bos():
@@ -204,7 +204,7 @@ def test_an_end_of_sequence_id_is_in_no_text():
 
 def test_the_explorer_shows_an_answer_with_its_space():
     m = writing_model(["\u2581is"])
-    exploration = explore(m, m.tokenizer.encode(PROMPT), "full; streaming_llm:recent=3,sinks=1", 2)
+    exploration = explore(m, m.tokenizer.encode_prompt(PROMPT), "full; streaming_llm:recent=3,sinks=1", 2)
     data = page_data(exploration, m.tokenizer, "text")
     assert data["tokens"][-2:] == [" is", " is"] and data["likeliest"] == [" is", " is"]
     assert [method["own"] for method in data["methods"]] == [[" is is", ""]] * 2

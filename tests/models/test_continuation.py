@@ -26,7 +26,7 @@ def spell(tokenizer, ids):
 @ALL
 @pytest.mark.parametrize("text", [" is Paris", "is Paris", "\n\nis", "  is", "\u20ac 7", ": a", "|", " "])
 def test_a_prompt_and_its_continuation_decode_to_both_texts(tokenizer, text):
-    prompt, ids = tokenizer.encode(PROMPT), tokenizer.encode_continuation(text)
+    prompt, ids = tokenizer.encode_prompt(PROMPT), tokenizer.encode_continuation(text)
     assert tokenizer.decode(prompt + ids) == tokenizer.decode(prompt) + text
     assert tokenizer.token_id("<s>") not in ids
 
@@ -34,8 +34,8 @@ def test_a_prompt_and_its_continuation_decode_to_both_texts(tokenizer, text):
 def test_a_continuation_has_the_tokens_that_the_whole_text_has():
     for name in ("llama 2", "metaspace", "llama 3"):
         tokenizer = KINDS[name]
-        whole = tokenizer.encode(PROMPT + " is Paris")
-        assert tokenizer.encode(PROMPT) + tokenizer.encode_continuation(" is Paris") == whole
+        whole = tokenizer.encode_prompt(PROMPT + " is Paris")
+        assert tokenizer.encode_prompt(PROMPT) + tokenizer.encode_continuation(" is Paris") == whole
     assert spell(KINDS["llama 2"], KINDS["llama 2"].encode_continuation(" is Paris")) == ["\u2581is", "\u2581Paris"]
     assert spell(KINDS["llama 2"], KINDS["llama 2"].encode_continuation("is")) == ["is"]
 
@@ -46,13 +46,13 @@ def test_a_continuation_has_the_tokens_that_the_whole_text_has():
 )
 def test_special_tokens_open_a_text_and_none_closes_it(make, template, opening):
     tokenizer = make(template=template)
-    assert spell(tokenizer, tokenizer.opening_ids) == opening == spell(tokenizer, tokenizer.encode(""))
+    assert spell(tokenizer, tokenizer.opening_ids) == opening == spell(tokenizer, tokenizer.encode_prompt(""))
     plain = tokenizer.encode(PROMPT, special_tokens=False)
-    assert tokenizer.encode(PROMPT) == tokenizer.opening_ids + plain
+    assert tokenizer.encode_prompt(PROMPT) == tokenizer.opening_ids + plain
     assert tokenizer.encode_continuation("") == []
     # A text that spells the end keeps it, since the template did not put it there.
-    assert spell(tokenizer, tokenizer.encode("a</s>"))[-1] == "</s>"
-    assert "</s>" not in spell(tokenizer, tokenizer.encode("a</s>", parse_special=False))
+    assert spell(tokenizer, tokenizer.encode_prompt("a</s>"))[-1] == "</s>"
+    assert "</s>" not in spell(tokenizer, tokenizer.encode_prompt("a</s>", parse_special=False))
     assert "</s>" not in spell(tokenizer, tokenizer.encode_continuation("a</s>", parse_special=False))
 
 

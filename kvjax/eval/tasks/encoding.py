@@ -13,11 +13,11 @@ from kvjax.models.tokenizer import Tokenizer
 
 def context_ids(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """Encodes a text of a task that opens a prompt, i32[S]; special tokens that it spells are plain text."""
-    return np.array(tokenizer.encode(text, parse_special=False), np.int32)
+    return np.array(tokenizer.encode_prompt(text, parse_special=False), np.int32)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> np.ndarray:
-    """Encodes a text of a task that follows others, i32[P]; `parse_special` as in `Tokenizer.encode`."""
+    """Encodes a text of a task that follows others, i32[P]; `parse_special` as in `Tokenizer.encode_prompt`."""
     return np.array(tokenizer.encode_continuation(text, parse_special=parse_special), np.int32)
 
 
@@ -55,7 +55,7 @@ class EncodedPrompt:
 
 def encode_prompt(model: Model, text: str) -> EncodedPrompt:
     """Encodes a text that the model continues: with special tokens before it and none after it."""
-    encoding = model.text_tokenizer().encoding(text)
+    encoding = model.text_tokenizer().prompt_encoding(text)
     tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
     starts = [-1 if special else start for special, (start, _) in tokens]
     return EncodedPrompt(np.array(encoding.ids, np.int32), np.array(starts, np.int32))

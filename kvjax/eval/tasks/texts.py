@@ -65,7 +65,7 @@ def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> 
         windows = []
         for at in np.linspace(0, len(text) - span, num_windows):
             start = text.rfind("\n", 0, int(at)) + 1
-            encoding = tokenizer.encoding(text[start : start + span], parse_special=False)
+            encoding = tokenizer.prompt_encoding(text[start : start + span], parse_special=False)
             if len(encoding.ids) <= total:  # one more than needed, since the cut may have changed the last token
                 break
             predicted = text[start + encoding.offsets[length][0] : start + encoding.offsets[total][0]]

@@ -116,8 +116,8 @@ def test_text_without_code(tmp_path):
 
 
 def test_contexts_open_and_questions_do_not():
-    closed = BYTES.tokenizer.inner.encode("ab").ids
-    assert context_ids(BYTES.tokenizer, "ab").tolist() == BYTES.tokenizer.encode("ab") == closed[:-1]  # without </s>
+    prompt = BYTES.tokenizer.encode_prompt("ab")
+    assert context_ids(BYTES.tokenizer, "ab").tolist() == prompt == BYTES.tokenizer.encode("ab")[:-1]  # without </s>
     for model in (BYTES, PIECES, OURS):
         for question in ("What is", "\nWhat is", " is", "x"):
             ids = prompt_ids(model.tokenizer, question)
