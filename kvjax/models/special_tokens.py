@@ -84,7 +84,7 @@ class SpecialTokens:
         names = {key: fields["content"] for key, fields in named.items()}
         # Tokens without an id get the next ones, so their order is that of transformers.
         order = sorted(
-            named, key=lambda key: NAMES.index(key) if key in NAMES else 10 + isinstance(config.get(key), str)
+            named, key=lambda key: NAMES.index(key) if key in NAMES else len(NAMES) + isinstance(config.get(key), str)
         )
         special = (*(named[key] for key in order), *extra)
         return cls(names, {i: by_id[i] or {} for i in sorted(by_id)}, without_flags, special, where)
@@ -105,7 +105,9 @@ class SpecialTokens:
         lacking = [
             token
             for i, token in wanted.items()
-            if i not in present or (flags(present[i]) != flags(token) and i not in self.without_flags)
+            if i not in present
+            or present[i].content != token.content
+            or (flags(present[i]) != flags(token) and i not in self.without_flags)
         ]
         if lacking:
             first = inner.get_vocab_size()
@@ -124,7 +126,7 @@ class SpecialTokens:
         present = {token.content: token for token in inner.get_added_tokens_decoder().values()}
         special = []
         for fields in self.without_id:
-            token = present.get(fields["content"]) or AddedToken(**{"normalized": False} | fields | {"special": True})
+            token = present.get(fields["content"]) or AddedToken(**{"normalized": False, **fields, "special": True})
             if fields["content"] not in present or not token.special:
                 token.special = True
                 special.append(token)

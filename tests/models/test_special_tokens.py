@@ -114,7 +114,9 @@ def test_tokens_beside_the_file_are_read_as_by_transformers(files, expected, tmp
     directory = write_tokenizer(tmp_path, files)
     tokenizer = Tokenizer.from_directory(directory)
     ids = tokenizer.encode(TEXT, False)
-    (named,) = ChatTemplate.from_directory(directory).render([[{"role": "user", "content": "x"}]])
+    template = ChatTemplate.from_directory(directory)
+    assert template is not None
+    (named,) = template.render([[{"role": "user", "content": "x"}]])
     assert ([i for i in ids if i >= 256], len(ids), tokenizer.decode(ids), named) == expected
     contents = {f.name: f.read_bytes() for f in directory.iterdir()}
     assert Tokenizer.from_files(contents, directory).encode(TEXT, False) == ids
@@ -161,6 +163,13 @@ def test_ids_that_cannot_be_had_and_damaged_files_are_named(files, says, tmp_pat
         return
     with pytest.raises(KvjaxError, match=says):
         Tokenizer.from_directory(directory)
+
+
+def test_a_table_that_contradicts_tokenizer_json_is_refused(tmp_path):
+    for config in ({ADDED: {"<x>": 256}}, {CONFIG: table(token("<x>"))}):
+        directory = write_tokenizer(tmp_path, config, (AddedToken("<s>", special=True),))
+        with pytest.raises(KvjaxError, match="gives the token '<x>' the id 256, which would be 257"):
+            Tokenizer.from_directory(directory)
 
 
 def test_the_own_end_is_known_by_its_id(tmp_path):
