@@ -62,14 +62,20 @@ class SpecialTokens:
 
         config, where = read(CONFIG), f"{directory}/{CONFIG}"
         table = config.get("added_tokens_decoder")
-        values = config if table is not None else config | read(MAP)
-        named = {key: x for key, x in values.items() if key.endswith("_token")}
-        extra = values.get("extra_special_tokens") or values.get("additional_special_tokens") or []
-        if isinstance(extra, dict):
-            named, extra = named | extra, []
+        special_map = {} if table is not None else read(MAP)
+        named = {key: x for key, x in (config | special_map).items() if key.endswith("_token")}
+        further = [config.get("extra_special_tokens") or config.get("additional_special_tokens")]
+        further.append(special_map.get("extra_special_tokens"))
+        if not any(further):
+            further = [special_map.get("additional_special_tokens")]
+        extra = []
+        for tokens in further:
+            if isinstance(tokens, dict):
+                named |= tokens
+            elif isinstance(tokens, list):
+                extra += [fields for x in tokens if (fields := _parse_token(x)) is not None]
         # {"bos_token": "<s>"} and {"bos_token": {"content": "<s>"}} mean the same; "add_bos_token" holds no token.
         named = {key: fields for key, x in named.items() if (fields := _parse_token(x)) is not None}
-        extra = [fields for x in extra if (fields := _parse_token(x)) is not None] if isinstance(extra, list) else []
         without_flags = frozenset()
         if table is None:
             table, where = read(ADDED), f"{directory}/{ADDED}"

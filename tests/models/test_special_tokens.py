@@ -99,6 +99,14 @@ CASES = {
         {MAP: {"additional_special_tokens": ["<s>", "<|im_end|>"]}},
         ([256, 257], 14, "a  b c <x> d", "||"),
     ),
+    "lists in two files": (
+        {CONFIG: {"additional_special_tokens": ["<x>"]}, MAP: {"extra_special_tokens": ["<s>"]}},
+        ([257, 256], 21, "a  b<|im_end|> c  d", "||"),
+    ),
+    "a list stands above the map's": (
+        {CONFIG: {"additional_special_tokens": ["<x>"]}, MAP: {"additional_special_tokens": ["<s>"]}},
+        ([256], 23, "a <s> b<|im_end|> c  d", "||"),
+    ),
     "named further tokens": (
         {CONFIG: {"extra_special_tokens": {"image_token": "<x>"}}},
         ([256], 23, "a <s> b<|im_end|> c  d", "||<x>"),

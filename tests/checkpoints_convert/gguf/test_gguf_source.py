@@ -18,6 +18,7 @@ from checkpoints_convert.check import check
 from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import convert, open_source, read
 from checkpoints_convert.describe import describe
+from checkpoints_convert.gguf import config_json
 from checkpoints_convert.gguf import header as gguf_header
 from checkpoints_convert.gguf.gguf_source import GgufSource, read_weights
 from kvjax.errors import KvjaxError
@@ -230,6 +231,14 @@ def test_rope_factors_of_one_scale_nothing_and_add_to_none(tmp_path, monkeypatch
     )
     assert plan_conversion(source).config.rope_scaling == LINEAR
     assert "rope_freqs.weight" not in source.tensors
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, None), (2.0, {"rope_type": "longrope"})])
+def test_factors_for_long_texts_are_obeyed_or_name_their_scaling(factor, expected, tmp_path):
+    source = GgufSource(write(ROOT / "phi3", tmp_path / "model.gguf"))
+    shapes = {name: stored.shape for name, stored in source.stored.items()}
+    factors = {f"rope_factors_{length}.weight": np.full(4, factor, np.float32) for length in ("long", "short")}
+    assert config_json.make_config(source.metadata, shapes, factors)["rope_scaling"] == expected
 
 
 def test_rope_that_is_scaled_twice_is_refused(tmp_path, monkeypatch):
