@@ -44,12 +44,20 @@ OFF = (0, 0.0, False, "", None)
 
 ASKS_FOR_NOTHING = {
     "attention.causal": (True,),
-    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.alpha"), (1.0,)),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1.0,)),
+    "rope.scaling.alpha": (*OFF, 1.0),
     "rope.scaling.yarn_ext_factor": (0.0, -1.0),  # -1: as the type of the scaling has it
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (*OFF, 1.0)),
     **dict.fromkeys(("attention.output_scale", "attention.value_scale", "expert_weights_scale"), (*OFF, 1.0)),
 }
 """Key -> values by which it asks for nothing, where these are not OFF."""
+
+REPEATS = {
+    "embedding_length_out": "embedding_length",
+    **{f"{key}_swa": key for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")},
+    "rope.freq_base_swa": "rope.freq_base",
+}
+"""Key of some layers, or of the outputs -> the key of all; it asks for nothing if both have one value."""
 
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS = (ROPE_FREQS, "rope_factors_long.weight", "rope_factors_short.weight")
@@ -133,8 +141,8 @@ def _is_harmless(own: Metadata, key: str, value: Any) -> bool:
         size = width / heads if _is_number(width) and _is_number(heads) and heads else None
         size = own.get("attention.key_length", size)
         return _is_number(size) and size > 0 and math.isclose(value, size**-0.5, rel_tol=1e-6)
-    if key == "rope.freq_base_swa":
-        return value in (*OFF, own.get("rope.freq_base"))
+    if key in REPEATS and REPEATS[key] in own:
+        return value in (*OFF, own[REPEATS[key]])
     values = value if isinstance(value, list) else [value]
     return all(x in ASKS_FOR_NOTHING.get(key, OFF) for x in values)
 

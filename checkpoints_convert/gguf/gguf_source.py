@@ -66,7 +66,10 @@ class GgufSource:
                 own_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
                 if own_name in self.stored:
                     names[name] = own_name
-        taken = {*ROPE_FACTORS, *names.values()}
+        # Types of few bits have a scale for each tensor, which says nothing where it is one.
+        scales = (name for name in self.stored if name.endswith((".scale", ".input_scale")))
+        ones = (name for name in scales if (read_weights(self.stored[name]) == 1).all())
+        taken = {*ROPE_FACTORS, *names.values(), *ones}
         return names | {name: name for name in self.stored if name not in taken}
 
     def tokenizer_files(self) -> dict[str, bytes]:

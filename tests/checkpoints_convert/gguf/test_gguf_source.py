@@ -23,7 +23,7 @@ from checkpoints_convert.gguf import header as gguf_header
 from checkpoints_convert.gguf.gguf_source import GgufSource, read_weights
 from kvjax.errors import KvjaxError
 from kvjax.models import RopeScaling, checkpoint
-from tests.checkpoints_convert.gguf.gguf_files import write
+from tests.checkpoints_convert.gguf.gguf_files import read_tensors, write
 from tests.fixtures import FAMILIES, ROOT
 
 SLIDES_BY_LAYER = ("qwen2_sliding", "qwen3_sliding")  # which the format cannot say
@@ -269,6 +269,8 @@ def test_missing_keys_have_the_defaults_of_llama_cpp(tmp_path, monkeypatch):
         {"expert_count": 0, "expert_used_count": 0, "nextn_predict_layers": 0},
         {"attention__sliding_window": 0, "attention__sliding_window_pattern": 1},
         {"attention__head_count": [4, 4], "attention__head_count_kv": [4, 4], "feed_forward_length": [24, 24]},
+        {"embedding_length_out": 32, "attention__key_length_swa": 8, "rope__dimension_count_swa": 8},
+        {"rope__scaling__alpha": 0.0},
         {"use_parallel_residual": False, "pooling_type": 0, "attention__layer_norm_epsilon": 1e-5},
     ],
 )
@@ -276,6 +278,21 @@ def test_what_asks_for_nothing_is_read(changes, tmp_path, monkeypatch):
     whole = plan_conversion(open_source(write(ROOT / "llama2", tmp_path / "whole.gguf"))).config
     file = write_changed(tmp_path, monkeypatch, **{f"llama__{key}": value for key, value in changes.items()})
     assert plan_conversion(open_source(file)).config == whole
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_scales_of_one_are_left_out_and_others_are_named(scale, tmp_path, monkeypatch):
+    def read_with_scale(directory):
+        return tensors | {"model.norm.scale": np.array([scale], np.float32)}
+
+    tensors = read_tensors(ROOT / "llama2")
+    monkeypatch.setattr("tests.checkpoints_convert.gguf.gguf_files.read_tensors", read_with_scale)
+    source = open_source(write(ROOT / "llama2", tmp_path / "model.gguf"))
+    if scale == 1.0:
+        assert len(plan_conversion(source).bindings) == 21
+    else:
+        with pytest.raises(KvjaxError, match="output_norm.scale: no such tensor"):
+            plan_conversion(source)
 
 
 def test_a_tensor_in_two_parts_names_both(tmp_path, monkeypatch):
