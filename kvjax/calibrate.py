@@ -24,6 +24,7 @@ from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind, specs
 from kvjax.engine.prefill import measure_layers, stack_measures
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
 from kvjax.generation.model_calls import prefill
 from kvjax.generation.reuse.full_kv import observe_prompts
@@ -123,9 +124,23 @@ def count_arrays(model: Model, kind: str, documents: Prompts | None, rows: int =
         for i in range(len(batch)):
             # float64: sums over a whole text would lose digits in float32.
             statistics = jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), layers)
+            if any(np.isnan(x).any() for x in jax.tree.leaves(statistics)):
+                raise _not_finite(f"what is counted in document {start + i}", model)
             total = statistics if total is None else jax.tree.map(counting.kind.join, total, statistics)
     layer_specs = specs(model.config)
-    return [dict(counting.kind.arrays(statistics, spec)) for statistics, spec in zip(total, layer_specs, strict=True)]
+    layers = [dict(counting.kind.arrays(statistics, spec)) for statistics, spec in zip(total, layer_specs, strict=True)]
+    for i, arrays in enumerate(layers):
+        for name, x in arrays.items():
+            if not np.isfinite(x).all():
+                raise _not_finite(f"`{name}` of layer {i}", model)
+    return layers
+
+
+def _not_finite(what: str, model: Model) -> KvjaxError:
+    return KvjaxError(
+        f"{what} is not finite: {model.dtype} cannot hold what the model computes of these documents; load it with "
+        "dtype='float32', or give other documents"
+    )
 
 
 def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]]) -> tuple[Any, ...]:
@@ -144,7 +159,8 @@ def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]])
         ) from e
     tokens, lengths = pad(ids)
     lengths = place(model, lengths, "B")
-    _, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
+    last, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
+    check_logits(model, last, ids, what="document")
     measures = measure_layers(prompts, lengths, plan, Target(model.config, model.mesh), tokens.shape[1])
     statistics = _count_layers(tuple(measures), lengths, kind=kind, layer=plan[0])
     return tuple(jax.tree.map(lambda x, i=i: x[i], statistics) for i in range(len(plan)))

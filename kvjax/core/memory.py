@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import AbstractValue
 from jax.experimental import compute_on as _compute_on_module
@@ -81,6 +82,11 @@ def map_buffers(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
 def is_host(x) -> bool:
     """Whether an array, tracer or abstract value lives in host memory."""
     return memory_kind(x) == "pinned_host"
+
+
+def is_on_cpu(x: Array | np.ndarray) -> bool:
+    """Whether NumPy reads an array without a transfer; small reductions then need no compiled program."""
+    return isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
 
 
 def memory_kind(x) -> str:

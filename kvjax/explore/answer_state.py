@@ -10,6 +10,7 @@ from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens, step
 from kvjax.engine.forward import Target
+from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import place
 from kvjax.models.model import Model
 
@@ -43,4 +44,6 @@ class AnswerState:
 
     def _step(self, cache: Cache, tokens: list[int], num_committed: int) -> tuple[Array, Cache]:
         ids = place(self.model, np.array([tokens], np.int32), "B T")
-        return step(self.model.params, ids, cache, num_committed, Target(self.model.config, self.model.mesh))
+        out = step(self.model.params, ids, cache, num_committed, Target(self.model.config, self.model.mesh))
+        check_logits(self.model, out[0][:, 0], [tokens[:1]], cache=cache, what="a token of answer")
+        return out

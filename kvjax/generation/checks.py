@@ -1,4 +1,4 @@
-"""Pre-flight checks of context length, memory and the owner of a cache; and of finite logits after the prompt."""
+"""Pre-flight checks of context length, memory and the owner of a cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import Cache, KVMethod
@@ -143,14 +142,3 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
             "method, or prefill the prompt under this one"
         )
     return cache
-
-
-def check_finite(model: Model, logits: Array) -> None:
-    """Raises KvjaxError where the logits f32[B V] after prompts are not finite."""
-    is_finite = np.isfinite(np.asarray(logits)).all(-1)
-    if not is_finite.all():
-        raise KvjaxError(
-            f"the logits after prompt {int(np.argmin(is_finite))} are not finite: the model or the method computes "
-            f"what {model.dtype} cannot hold; load the model with dtype='float32', or convert its checkpoint again; "
-            "jax.config.update('jax_debug_nans', True) then stops where the first such number comes up"
-        )

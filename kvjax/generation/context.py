@@ -92,8 +92,9 @@ class Context:
         """
         ids = token_ids(self.model, more, begins=are_empty(self.cache))
         out, cache = extend_padded(self.model, ids, self.cache, decoded, width)
+        last = last_logits(self.model, out, ids, self.cache)
         known = None if self.ids is None else [[*before, *new] for before, new in zip(self.ids, ids, strict=True)]
-        return dataclasses.replace(self, cache=cache, last=last_logits(out, ids), ids=known)
+        return dataclasses.replace(self, cache=cache, last=last, ids=known)
 
     @checks_keywords
     def start(

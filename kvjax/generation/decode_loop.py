@@ -33,7 +33,8 @@ class DecodeState:
     cache: Cache | None
     tokens: Array  # i32[B 1|2], fed in the next step: the last token, and a draft of the next for a method with one
     out: Array  # i32[B M], -1 where nothing was generated
-    done: Array  # bool[B], the sequence has produced an end-of-sequence id
+    done: Array  # bool[B], the sequence has produced an end-of-sequence id, or logits that are not finite
+    is_finite: Array  # bool[B], all logits that the sequence's tokens were drawn from are finite
     i: Array  # i32[], columns of `out` that are filled
     keys: Array  # random keys, one per sequence
     eos: Array  # i32[E]
@@ -70,7 +71,8 @@ def init_state(
     if num_top is not None:
         top = jnp.zeros((B, num_tokens, num_top))
         logprobs = TokenLogProbs(jnp.zeros((B, num_tokens)), top.astype(jnp.int32), top)
-    state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.int32(0), keys, eos, counts, logprobs)
+    state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.ones(B, bool), jnp.int32(0), keys, eos)
+    state = dataclasses.replace(state, counts=counts, logprobs=logprobs)
     state = _draw_next(state, logits[:, None], sampler)
     return dataclasses.replace(state, tokens=jnp.repeat(state.tokens, 1 + has_drafts, 1))
 
@@ -111,7 +113,10 @@ def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Targ
 def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeState:
     """Draws the next token, and the draft after it, from a step's logits f32[B 1|2 V]."""
     token = _draw(state, logits[:, 0], sampler)
-    column, logprobs = jnp.where(state.done, -1, token), state.logprobs
+    # A draw from NaN is a token like any other, so the state says it; what follows a sequence's end may be anything.
+    # The flag is read where the loop returns anyhow, and a sequence that has it is not decoded on.
+    is_finite = state.is_finite & (state.done | jnp.isfinite(logits[:, 0]).all(-1))
+    column, logprobs = jnp.where(state.done | ~is_finite, -1, token), state.logprobs
     if logprobs is not None:
         new = log_probs_of(logits[:, :1], token[:, None], logprobs.top.shape[2])
         update = functools.partial(lax.dynamic_update_slice_in_dim, start_index=state.i, axis=1)
@@ -120,7 +125,8 @@ def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeSta
         state,
         tokens=token[:, None],
         out=lax.dynamic_update_slice(state.out, column[:, None], (0, state.i)),
-        done=state.done | (token[:, None] == state.eos[None]).any(-1),
+        done=state.done | ~is_finite | (token[:, None] == state.eos[None]).any(-1),
+        is_finite=is_finite,
         i=state.i + 1,
         counts=None if state.counts is None else count_tokens(state.counts, token),
         logprobs=logprobs,

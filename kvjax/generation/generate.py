@@ -38,13 +38,12 @@ def start(
     if cache is None:
         plan, capacity = bind(method, model.config), capacity_for(ids, capacity, num_new)
         last, filled = run_prompts(model, plan, ids, capacity, timer=timer)
-        checks.check_finite(model, last)
     else:
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
         check_penalties(resolved, None)
         out, filled = extend_timed(model, cache, timer, **inputs_after_cache(model, ids, cache, num_new))
-        last = last_logits(out, ids)
+        last = last_logits(model, out, ids, cache)
     # The tokens of a given cache are unknown.
     return start_decoding(model, last, filled, resolved, prompt_ids=ids if cache is None else None, timer=timer)
 

@@ -20,6 +20,7 @@ from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks
 from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, are_empty, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
@@ -42,10 +43,12 @@ def logits(model: Model, ids: Prompts) -> Array:
     Returns:
       Logits f32[B T V], where T is the longest prompt; beyond a sequence's length they mean nothing.
     """
-    tokens, lengths = pad(token_ids(model, ids, begins=True))
+    ids = token_ids(model, ids, begins=True)
+    tokens, lengths = pad(ids)
     checks.check_result(model, *tokens.shape)
     with Timer().timed():  # for its errors; the seconds are not read
         out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
+    check_logits(model, out, ids)
     return out[:, : int(lengths.max())]
 
 
@@ -145,6 +148,7 @@ def run_prompts(
             progress=bar,
         )
         last, cache = jax.block_until_ready(outputs)
+    check_logits(model, last, ids)
     return last, dataclasses.replace(cache, weights=model.fingerprint)
 
 
@@ -174,11 +178,14 @@ def extend(
       Logits f32[B T V], which mean nothing beyond a sequence's length, and a new cache.
 
     Raises:
-      KvjaxError: a cache without room for the tokens, or one that another model or method filled.
+      KvjaxError: a cache without room for the tokens, or one that another model or method filled; logits that are not
+        finite.
     """
     cache = checks.check_cache(model, cache, method)
     ids = token_ids(model, ids, begins=are_empty(cache))
-    return extend_padded(model, ids, cache, decoded)
+    out, longer = extend_padded(model, ids, cache, decoded)
+    check_logits(model, out, ids, cache=cache, what="the tokens fed to sequence")
+    return out, longer
 
 
 def extend_padded(
@@ -231,10 +238,15 @@ def extend_timed(model: Model, cache: Cache, timer: Timer, tokens: Array, **inpu
         return jax.block_until_ready(outputs)
 
 
-def last_logits(out: Array, ids: Sequence[Sequence[int]]) -> Array:
-    """Takes the logits f32[B V] of each sequence's last token from those of all its tokens, f32[B T V]."""
-    last = jnp.array([len(row) - 1 for row in ids])
-    return jnp.take_along_axis(out, last[:, None, None], 1)[:, 0]
+def last_logits(model: Model, out: Array, ids: Sequence[Sequence[int]], cache: Cache) -> Array:
+    """Takes the logits f32[B V] of each sequence's last token from those of all that followed a cache, f32[B T V].
+
+    Raises KvjaxError where they are not finite.
+    """
+    at = jnp.array([len(row) - 1 for row in ids])
+    last = jnp.take_along_axis(out, at[:, None, None], 1)[:, 0]
+    check_logits(model, last, ids, cache=cache, what="the tokens fed to sequence")
+    return last
 
 
 def _decoded_mask(ids: Sequence[Sequence[int]], decoded: Decoded) -> list[list[bool]]:
@@ -284,12 +296,16 @@ def teacher_force(
     Returns:
       For each sequence the natural-log probability of each token f32[T], and the likeliest token in its place i32[T].
     """
+    check_logits(model, last, what="the text before continuation")
     out, longest = last[:, None], max(map(len, continuations))
     # The last token of a continuation is scored and never fed.
     mask = [row[:-1] or row for row in _decoded_mask(continuations, decoded)]
     if longest > 1:
         fed = [list(c[:-1]) or [0] for c in continuations]  # the logits of that 0 are not read
-        out = jnp.concatenate([out, extend_padded(model, fed, cache, mask, width)[0]], 1)
+        following = extend_padded(model, fed, cache, mask, width)[0]
+        num_read = [len(c) - 1 for c in continuations]
+        check_logits(model, following, fed, lengths=num_read, cache=cache, what="the continuation of sequence")
+        out = jnp.concatenate([out, following], 1)
     tokens, _ = pad(continuations, out.shape[1])
     logp, likeliest = (np.asarray(x) for x in _score_tokens(out, jnp.asarray(tokens)))
     return [(p[: len(c)], t[: len(c)]) for p, t, c in zip(logp, likeliest, continuations, strict=True)]

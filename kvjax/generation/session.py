@@ -21,6 +21,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation import checks, decode_loop, stopping
 from kvjax.generation.compile_options import compiled_for, jit_with, options_for
 from kvjax.generation.decode_loop import DecodeState
+from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import place
 from kvjax.generation.options import DecodeOptions
 from kvjax.generation.result import Result, logprob_fields
@@ -41,6 +42,7 @@ class DecodeSession:
     stop: tuple[str, ...] = ()  # strings at which the text of a sequence ends
     loop: str = "while"
     decode_seconds: float = 0.0
+    prompt_ids: Sequence[Sequence[int]] | None = None  # where they are known; for the message of an error
 
     def finish(self, limit: int | None = None) -> Result:
         """Decodes until all sequences have ended, by an id or a stop string, or have `limit` tokens, at most all."""
@@ -91,6 +93,19 @@ class DecodeSession:
             yield
             jax.block_until_ready(self.state)
         self.decode_seconds += self.timer.run_seconds - before
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raises KvjaxError where a token of a sequence was drawn from logits that are not finite."""
+        is_finite = np.asarray(self.state.is_finite)
+        if is_finite.all():
+            return
+        row = int(np.argmin(is_finite))
+        tokens = self._token_lists()[row]
+        place = f"after {len(tokens)} new tokens of sequence {row}"
+        if self.prompt_ids is not None:
+            raise nonfinite_error(self.model, place, [*self.prompt_ids[row], *tokens])
+        raise nonfinite_error(self.model, place, cache=self.state.cache)
 
     def _arguments(self) -> dict[str, Any]:
         target = Target(self.model.config, self.model.mesh)
@@ -212,7 +227,7 @@ def start_decoding(
     """Starts decoding from a cache and the logits f32[B V] of its last token.
 
     Args:
-      prompt_ids: all tokens before, where they are known; a repetition penalty needs them.
+      prompt_ids: all tokens before, where they are known; for a repetition penalty, and for errors that name a layer.
       first_row: the number by which the first sequence draws.
       keep: whether the loop works on a copy of the cache, which it would otherwise use up.
       timer: adds up the seconds; its run time so far counts as the prefill.
@@ -245,7 +260,10 @@ def start_decoding(
         # Compiled loops serve all models of a configuration, so the state must not carry the weights' fingerprint.
         cache, weights = dataclasses.replace(cache, weights=""), cache.weights
         state = jax.block_until_ready(dataclasses.replace(state, cache=cache))
-    session = DecodeSession(model, state, sampler, timer, prefill_seconds, weights, options.stop, options.loop)
+    session = DecodeSession(
+        model, state, sampler, timer, prefill_seconds, weights, options.stop, options.loop, prompt_ids=prompt_ids
+    )
+    session.check_finite()
     if num_draft_tokens(cache.plan) and num_new > 1:
         session.draft_first()
     return session

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.core import memory
+
 KIND = "all:"
 """The beginning of a fingerprint, in files too. Those of kvjax 0.2 and before have none: they covered the first four
 entries of each parameter along each axis, and models that were trained further from one start were often equal."""
@@ -32,17 +34,12 @@ def fingerprint(params: Any) -> str:
       `KIND` and 64 hexadecimal digits.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    # All programs are started before the first result is awaited.
-    sums = jax.device_get([_sum_in_memory(x) if is_in_memory(x) else _sum_on_device(x) for _, x in leaves])
+    # All programs are started before the first result is awaited. NumPy needs none, which takes longer than the sum.
+    sums = jax.device_get([_sum_in_memory(x) if memory.is_on_cpu(x) else _sum_on_device(x) for _, x in leaves])
     digest = hashlib.sha256()
     for (path, x), total in zip(leaves, sums, strict=True):
         digest.update(f"{jax.tree_util.keystr(path)} {x.shape} {x.dtype} {int(total)}\n".encode())
     return KIND + digest.hexdigest()
-
-
-def is_in_memory(x: Any) -> bool:
-    """Whether NumPy reads an array where it lies, without a compiled program, which would take longer than the sum."""
-    return isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
 
 
 def _sum_in_memory(x: Any) -> np.uint32:

@@ -23,6 +23,7 @@ from kvjax.engine.prefill import take_last
 from kvjax.errors import KvjaxError
 from kvjax.generation.checks import check_cache
 from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import pad, place, round_up
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
@@ -85,7 +86,9 @@ def read_after_prefix(
         last = compiled.unembed(outer, take_last(hidden, lengths), target=target)
         length = before + lengths
         jax.block_until_ready((last, layers, length))
-    return last, Cache(layers, length, capacity, plan, model.config, model.dtype.name, model.fingerprint)
+    cache = Cache(layers, length, capacity, plan, model.config, model.dtype.name, model.fingerprint)
+    check_logits(model, last, cache=cache, what="document")
+    return last, cache
 
 
 @pytree

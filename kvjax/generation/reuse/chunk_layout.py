@@ -15,6 +15,7 @@ from kvjax.engine.forward import Target
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.errors import KvjaxError
 from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, token_ids
 from kvjax.generation.reuse.full_kv import FullKV
 from kvjax.generation.reuse.partial_recompute import KnownTokens, RecomputeChoice, partial_prefill
@@ -116,4 +117,5 @@ def recompute(
             compiled=compiled,
         )
         last, prompts, at = jax.block_until_ready(outputs)
+    check_logits(model, last, layout.ids, what="text")
     return FullKV(model, prompts, lengths, last), at

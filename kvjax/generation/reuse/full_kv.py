@@ -21,6 +21,7 @@ from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.generation import checks
 from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.context import Context, read
+from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.timing import Timer
@@ -115,6 +116,7 @@ def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) 
     tokens, lengths = pad(ids, width)
     lengths = place(model, lengths, "B")
     last, prompts = observe_prompts(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
+    check_logits(model, last, ids)
     return FullKV(model, tuple(prompts), lengths, last, ids)
 
 

@@ -25,6 +25,7 @@ from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
 from kvjax.errors import KvjaxError
 from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.context import ROOM_TOKENS, Context
+from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.model_calls import capacity_for
 from kvjax.generation.reuse.full_kv import AllQueries, FullKV
@@ -92,6 +93,7 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
         )
         hidden = hidden[rows, starts + lengths - 1]  # each prompt's last token
         last = jax.block_until_ready(compiled.unembed(outer_params(model.params), hidden, target=target))
+    check_logits(model, last, ids)
     return FullKV(model, prompts, lengths, last, ids)
 
 

@@ -24,6 +24,7 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation import stopping
 from kvjax.generation.cache_ops.sequences import crop_layers, mesh_of
 from kvjax.generation.compile_options import jit_with
+from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import capacity_for, run_prompts
 from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
@@ -147,6 +148,12 @@ def speculate(
                 f"{role}={name_of(method_of(name))!r} could not give rejected tokens back in round "
                 f"{int(state.count)}: they had filled a group, which is coded for good; {REMEDY}"
             )
+    # The draft's numbers come first: its tokens are what the verifier reads.
+    sides = ("draft", drafter, draft_ids, 1), ("verifier", model, ids, 0)
+    for role, side_model, side_ids, side in sides:
+        for row in np.flatnonzero(~np.asarray(state.is_finite[side]))[:1]:
+            tokens = [*side_ids[row], *(t for t in np.asarray(state.out[row]).tolist() if t >= 0)]
+            raise nonfinite_error(side_model, f"of the {role} in sequence {row}", tokens)
     return _to_result(model, state, prefill_seconds, timer)
 
 

@@ -39,6 +39,7 @@ class SpeculationState:
     accepted: Array  # i32[B], drafted tokens that were accepted
     drafted: Array  # i32[B]
     count: Array  # i32[], rounds so far
+    is_finite: Array  # bool[2 B], all logits of the verifier, and of the draft, that decided on tokens are finite
     rollback_failed: Array  # bool[2], the verifier's or the draft's cache could not give back rejected tokens
     keys: Array  # random keys, one per sequence
     eos: Array  # i32[E]
@@ -69,6 +70,7 @@ def init_state(
         accepted=zeros,
         drafted=zeros,
         count=jnp.int32(0),
+        is_finite=jnp.stack([first.is_finite] * 2),
         rollback_failed=jnp.zeros(2, bool),
         keys=first.keys,
         eos=eos,
@@ -99,12 +101,16 @@ def run_rounds(
             accepted, distribution = verify(sampler, shift, logits, draft_logits, drafted, uniform)
             column, all_accepted = state.num_generated + accepted, accepted == num_draft_tokens
             last = jax.vmap(_resample)(state.keys, column, all_accepted, jnp.log(distribution))
+            # Nothing depends on the logits after the first rejected token, whose text is nobody's.
+            is_finite = [_is_finite_until(x, accepted) | ~state.is_active for x in (logits, draft_logits)]
+            is_finite = state.is_finite & jnp.stack(is_finite)
         rejected = jnp.where(state.is_active, num_draft_tokens - accepted, 0)
         verifier, verifier_failed = _roll_back(verifier, rejected, targets[0])
         draft, draft_failed = _roll_back(draft, rejected, targets[1])
         failed = jnp.stack([verifier_failed, draft_failed])
-        state = dataclasses.replace(state, verifier=verifier, draft=draft, rollback_failed=failed)
-        return _append_tokens(state, drafted, accepted, last, logits)
+        state = dataclasses.replace(state, verifier=verifier, draft=draft, is_finite=is_finite, rollback_failed=failed)
+        state = _append_tokens(state, drafted, accepted, last, logits)
+        return dataclasses.replace(state, ended=state.ended | ~is_finite.all(0))
 
     return lax.while_loop(lambda state: state.is_active.any() & ~state.rollback_failed.any(), run_round, state)
 
@@ -126,6 +132,12 @@ def _propose(
     steps = jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)
     (_, cache), (tokens, logits) = lax.scan(run_step, (state.token, state.draft), steps)
     return tokens[:num_draft_tokens].T, logits[:num_draft_tokens].swapaxes(0, 1), cache
+
+
+def _is_finite_until(logits: Array, last: Array) -> Array:
+    """Whether the logits f32[B T V] of tokens 0..last i32[B] are finite, bool[B]."""
+    is_later = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] > last[:, None]
+    return (jnp.isfinite(logits).all(-1) | is_later).all(1)
 
 
 def _acceptance_number(key: Array, column: Array) -> Array:

@@ -1,0 +1,227 @@
+"""Logits that are not finite: noticed in all that a call returns, and traced to the layer where such numbers come up.
+
+Every call of `kvjax.generation` ends here before it returns logits, tokens or scores: prompts and fed tokens by
+`check_logits`, decoded tokens by a flag that the decode loop carries. Only real tokens count; padding and what follows
+the end of a sequence may be anything. The layer is looked for by a second run, after a failure alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kvjax.cache.protocol import Cache
+from kvjax.cache.state import take_sequences
+from kvjax.core import memory
+from kvjax.core.attention import causal_attention
+from kvjax.core.types import Array, pytree
+from kvjax.engine import decode
+from kvjax.engine.forward import Compiled, Target, apply_layer, embed, outer_params, run_layers
+from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
+from kvjax.engine.prefill import take_last
+from kvjax.errors import KvjaxError
+from kvjax.generation.inputs import pad
+from kvjax.models.decoder import MLP, Attention, Layer
+from kvjax.models.model import Model
+
+REMEDIES = {
+    "float16": "load the model with dtype='bfloat16' or dtype='float32'",
+    "bfloat16": "load the model with dtype='float32'",
+    "float32": "its weights are damaged, or too large: convert its checkpoint again",
+}
+
+
+def check_logits(
+    model: Model,
+    logits: Array,
+    ids: Sequence[Sequence[int]] | None = None,
+    *,
+    lengths: Sequence[int] | None = None,
+    cache: Cache | None = None,
+    what: str = "prompt",
+) -> None:
+    """Raises KvjaxError where logits are not finite, naming the first layer with such numbers if it can.
+
+    Args:
+      model: that computed them.
+      logits: f32[B V] of the last tokens, or f32[B T V].
+      ids: of the tokens that were run, where they are known.
+      lengths: the tokens of each sequence that are real in f32[B T V]; by default those of `ids`.
+      cache: what the tokens followed, None for nothing.
+      what: what the tokens are, in the message.
+    """
+    if logits.ndim == 3 and lengths is None:
+        assert ids is not None
+        lengths = [len(row) for row in ids]
+    bad = _first_bad_token(logits, lengths)
+    if bad is None:
+        return
+    row, token = bad
+    known = None if ids is None else list(ids[row])[: None if token is None else token + 1]
+    at = "" if token is None or known is None else f", token {token} of {len(ids[row])}"
+    before = None if cache is None else _take_sequence(cache, row)
+    raise nonfinite_error(model, f"after {what} {row}{at}", known, before)
+
+
+def nonfinite_error(
+    model: Model, place: str, ids: Sequence[int] | None = None, cache: Cache | None = None, method: str = "the method"
+) -> KvjaxError:
+    """Makes the error; `ids` of one sequence with its beginning, or those that follow a cache of one sequence."""
+    try:
+        cause, remedy = _explain(model, ids, cache, method)
+    except jax.errors.JaxRuntimeError:  # the search takes memory, and the error must not be about that
+        cause, remedy = "their origin is not known", REMEDIES[model.dtype.name]
+    return KvjaxError(f"the logits {place} are not finite: {cause}; {remedy}")
+
+
+def _first_bad_token(logits: Array, lengths: Sequence[int] | None) -> tuple[int, int | None] | None:
+    """Finds the first sequence with logits that are not finite, and its first such token in f32[B T V]."""
+    if lengths is None:
+        is_finite = is_finite_token(logits)
+        return None if is_finite.all() else (int(np.argmin(is_finite)), None)
+    is_finite = is_finite_token(logits)
+    is_finite |= np.arange(logits.shape[1])[None] >= np.asarray(lengths)[:, None]
+    if is_finite.all():
+        return None
+    row = int(np.argmin(is_finite.all(1)))
+    return row, int(np.argmin(is_finite[row]))
+
+
+def is_finite_token(logits: Array) -> np.ndarray:
+    """Whether all logits f32[.. V] of each token are finite, bool[..]."""
+    if memory.is_on_cpu(logits):
+        # The extremes of a token show NaN and infinities, and take no array of booleans as large as the logits.
+        x = np.asarray(logits)
+        if not x.shape[-1]:
+            return np.ones(x.shape[:-1], bool)
+        return np.isfinite(x.min(-1)) & np.isfinite(x.max(-1))
+    return np.array(_is_finite_on_device(logits))
+
+
+@jax.jit
+def _is_finite_on_device(logits: Array) -> Array:
+    return jnp.isfinite(logits).all(-1)
+
+
+def _take_sequence(cache: Cache, row: int) -> Cache:
+    which = np.array([row], np.int32)
+    layers = tuple(take_sequences(layer, state, which) for layer, state in zip(cache.plan, cache.layers, strict=True))
+    return dataclasses.replace(cache, layers=layers, length=cache.length[row : row + 1])
+
+
+def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None, method: str) -> tuple[str, str]:
+    """Returns the cause and the remedy."""
+    dtype, remedy = model.dtype.name, REMEDIES[model.dtype.name]
+    for path, x in jax.tree_util.tree_leaves_with_path(model.params):
+        if not bool(jnp.isfinite(x).all()):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return f"the parameter {name} of the model is not", "convert its checkpoint again, or load it anew"
+    if ids is None and cache is not None:
+        return _explain_by_cache(cache, model.config.layers), f"{remedy}, or take another method"
+    if ids is None:
+        return f"{dtype} cannot hold what the model or the method computes", remedy
+    if cache is None:
+        place = _find_place(model, lambda compiled: _run_exactly(model, ids, compiled))
+        if place is None:
+            return (
+                f"the exact pass of the same tokens is finite, and so {method} computes what {dtype} cannot hold",
+                f"take another method, or other parameters of it; or {remedy}",
+            )
+    else:
+        place = (
+            None
+            if model.mesh is not None
+            else _find_place(model, lambda compiled: _run_after(model, ids, cache, compiled))
+        )
+        place = place or "a place that a second run does not show"
+    return f"{dtype} cannot hold what comes up in {place}", remedy
+
+
+def _explain_by_cache(cache: Cache, num_layers: int) -> str:
+    for i, state in enumerate(cache.layers):
+        floats = [np.asarray(x) for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        if any(np.isnan(x).any() for x in floats):
+            return f"the cache has such numbers from layer {i + 1} of {num_layers} on"
+    return (
+        f"the cache holds none in any layer, and so {cache.dtype} cannot hold what comes up in layer {num_layers} of "
+        f"{num_layers} or in the head"
+    )
+
+
+def _find_place(model: Model, run: Callable[[Compiled], Array]) -> str | None:
+    """Runs tokens with a look at each layer; returns the first place with numbers that are not finite, if any."""
+    num_layers, seen = model.config.layers, []
+
+    def run_layer(params: Any, hidden: Array, *more: Any, call: LayerCall, target: Target) -> tuple[Array, Any, Any]:
+        outputs, parts = _run_watched_layer(params, hidden, *more, call=call, target=target)
+        seen.append(parts)
+        return outputs
+
+    logits = run(Compiled(run_layer))
+    for i, parts in enumerate(seen):
+        for name, is_finite in zip(WATCHED.values(), parts, strict=True):
+            if not is_finite:
+                return f"layer {i % num_layers + 1} of {num_layers} ({name})"
+    return None if bool(jnp.isfinite(logits).all()) else "the final norm or the head"
+
+
+# In the order in which a layer's parts end.
+WATCHED = {Attention: "its attention", MLP: "its MLP", Layer: "the sum of its residuals"}
+
+
+@functools.partial(jax.jit, static_argnames=("call", "target"))
+def _run_watched_layer(
+    params: Any, hidden: Array, angles: Any, mode: Any, *state: Any, call: LayerCall, target: Target
+) -> tuple[tuple[Array, Any, Any], tuple[Array, ...]]:
+    """Runs `apply_layer`; returns also whether each of the `WATCHED` parts gave finite outputs for all real tokens."""
+    is_real = mode.pos >= 0  # both modes have the positions of their tokens
+    parts: dict[type, Array] = {}
+
+    def watch(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        out = next_fun(*args, **kwargs)
+        if type(context.module) in WATCHED:
+            y = out[0] if isinstance(out, tuple) else out
+            parts[type(context.module)] = (jnp.isfinite(y).all(-1) | ~is_real).all()
+        return out
+
+    with nn.intercept_methods(watch):
+        outputs = apply_layer(params, hidden, angles, mode, *state, call=call, target=target)
+    return outputs, tuple(parts[module] for module in WATCHED)
+
+
+@pytree
+class ExactPass(ForwardMode):
+    """Runs a whole text under exact attention, and keeps nothing."""
+
+    pos: Array  # i32[B T], -1 for padding
+
+    def attend(
+        self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Array, None, Any]:
+        return causal_attention(inputs.q, inputs.k, inputs.v, window=call.window), None, cross_layer
+
+
+def _run_exactly(model: Model, ids: Sequence[int], compiled: Compiled) -> Array:
+    """Runs the tokens of one sequence under exact attention; returns the last one's logits."""
+    tokens, lengths = (jnp.asarray(x) for x in pad([ids]))
+    target, nothing = Target(model.config), (None,) * model.config.layers
+    calls = [LayerCall(cast(Any, None), model.config.window(i)) for i in range(model.config.layers)]
+    hidden, angles, pos = embed(outer_params(model.params), tokens, None, lengths, target=target)
+    hidden, _ = run_layers(
+        model.params, hidden, angles, ExactPass(pos), calls, nothing, target=target, compiled=compiled
+    )
+    return compiled.unembed(outer_params(model.params), take_last(hidden, lengths), target=target)
+
+
+def _run_after(model: Model, ids: Sequence[int], cache: Cache, compiled: Compiled) -> Array:
+    """Runs further tokens of one sequence on its cache; returns the last one's logits."""
+    tokens = jnp.asarray([ids], jnp.int32)
+    return decode.extend(model.params, tokens, cache, Target(model.config), compiled=compiled)[0][:, -1]
