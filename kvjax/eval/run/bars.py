@@ -13,17 +13,16 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 from kvjax.utils.display import StatusLine
 
 
 def bars() -> Progress:
-    """Returns bars on stderr with the time left: of everything, and of the present method and task."""
-    description, time_left = TextColumn("{task.description}"), TimeRemainingColumn(compact=True)
+    """Returns bars on stderr: of everything, with the time left, and of the present method and task."""
+    description, time_left = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
     columns = (description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), time_left)
-    return Progress(*columns, console=Console(stderr=True), speed_estimate_period=600)
+    return Progress(*columns, console=Console(stderr=True))
 
 
 def make_progress(is_visible: bool | None) -> Progress:
@@ -61,4 +60,5 @@ class LineProgress(Progress):
         # The first task is that of the whole run.
         done, total = self.tasks[0].completed, self.tasks[0].total or 0
         seconds = time.perf_counter() - self._start_seconds
-        self._line.say(f"{done:.0f} of {total:.0f}, {seconds:.0f} s: {description}")
+        left = self.tasks[0].fields.get("left")
+        self._line.say(f"{done:.0f} of {total:.0f}, {seconds:.0f} s{left and f', {left}'}: {description}")

@@ -36,6 +36,7 @@ def compare(
     speed: bool = False,
     progress: bool | Progress | None = None,
     left_out: Callable[[str], None] | None = None,
+    announce: Callable[[str], None] | None = None,
     rebuild: bool = False,
 ) -> Comparison:
     """Asks every method all cases of the tasks.
@@ -53,6 +54,7 @@ def compare(
       progress: whether to show how far it is; by default on a terminal and in a notebook. A `rich` progress is used
         as it is.
       left_out: called with a line for each task that does not fit in a length, which is then left out.
+      announce: called with a line that says how long the run will take, once its first batches show it.
       rebuild: go on with records in `out` whose run.json is damaged or missing.
 
     Returns:
@@ -70,7 +72,9 @@ def compare(
     if out is None:
         options = {"batch": batch, "question_aware": question_aware, "speed": speed}
         with tempfile.TemporaryDirectory(prefix="kvjax-") as folder:
-            return compare(model, methods, tasks, spec, folder, **options, progress=progress, left_out=left_out)
+            return compare(
+                model, methods, tasks, spec, folder, **options, progress=progress, left_out=left_out, announce=announce
+            )
     method_names = list(resolve(methods))
     tasks = suite.expand(tasks)
     cases = suite.cases(model, tasks, spec, left_out)
@@ -78,5 +82,6 @@ def compare(
     run = store.describe_run(model, **options, methods=method_names, tasks=tasks, lengths=spec.lengths)
     shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
     with store.open_store(out, run, rebuild) as records:
-        evaluate(model, methods, cases, records, **options, speed=spec.lengths if speed else (), progress=shown)
+        lengths = spec.lengths if speed else ()
+        evaluate(model, methods, cases, records, **options, speed=lengths, progress=shown, announce=announce)
     return Comparison.of(summary.rows(store.read(out)))

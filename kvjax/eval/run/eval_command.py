@@ -59,9 +59,8 @@ def run(args: argparse.Namespace) -> None:
         with warnings.catch_warnings():
             # Every method would warn of the positions again.
             warnings.simplefilter("ignore", KvjaxWarning)
-            compare(
-                model, methods, tasks, spec, args.out, **options, rebuild=args.rebuild, progress=bars(), left_out=_say
-            )
+            options |= {"rebuild": args.rebuild, "progress": bars(), "left_out": _say, "announce": _say}
+            compare(model, methods, tasks, spec, args.out, **options)
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
     if (args.out / store.RUN).is_file() and (note := store.read_run(args.out).get("rebuilt")):

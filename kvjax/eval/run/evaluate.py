@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,10 @@ from rich.progress import Progress
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import harness
+from kvjax.eval.run import harness, time_estimate
 from kvjax.eval.run.context_reader import ContextReader
 from kvjax.eval.run.store import Store
+from kvjax.eval.run.time_estimate import TimeEstimate
 from kvjax.eval.tasks.case import Case
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.generation.memory_plan import planned_bytes
@@ -77,6 +78,7 @@ def evaluate(
     speed: Sequence[int] = (),
     seed: int = 0,
     progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> None:
     """Appends to the store one record per method and case that it lacks, a batch at a time; greedy, deterministic.
 
@@ -92,6 +94,7 @@ def evaluate(
       speed: context lengths, in tokens, at which speed is measured.
       seed: of the contexts of speed measurements.
       progress: shows how far the run is.
+      announce: called with a line that says how long the run will take, once a few batches show it.
 
     Raises:
       KvjaxError: before anything runs, for a method or case that cannot run; later, for a batch that fails. The
@@ -109,18 +112,21 @@ def evaluate(
     pairs = ((step, name) for group in groups for step in steps for name in group)
     work = [(s, name) for s, name in pairs if not all(store.find(name, c.task, c.key) for c in s.cases)]
     reader = ContextReader(model)
+    sizes = {id(s): time_estimate.make_step(s.cases, s.batch_size, s.max_new_tokens, question_aware) for s in steps}
+    estimate = TimeEstimate(model, [(sizes[id(s)], name) for s, name in work], reader, announce)
     with Progress(disable=True) if progress is None else progress as bar:
-        total = bar.add_task("all", total=sum(len(s.cases) for s, _ in work))
+        total = bar.add_task("all", total=sum(len(s.cases) for s, _ in work), left="")
         for (name, task), part in itertools.groupby(work, key=lambda w: (w[1], w[0].cases[0].task)):
             todo = [s for s, _ in part]
-            line = bar.add_task(f"{name}: {task}", total=sum(len(s.cases) for s in todo))
+            line = bar.add_task(f"{name}: {task}", total=sum(len(s.cases) for s in todo), left="")
             for step in todo:
-                with _name_failures(name, task):
+                with _name_failures(name, task), estimate.measured():
                     if task == SPEED:
                         records = [run_speed_test(model, name, parsed[name], step, seed)]
                     else:
                         records = run_batch(reader, name, parsed[name], step, question_aware, fingerprints)
                 store.append([record | {"method_hash": hashes[name]} for record in records])
+                bar.update(total, left=estimate.describe_left())
                 bar.advance(line, len(step.cases))
                 bar.advance(total, len(step.cases))
             bar.remove_task(line)
