@@ -106,7 +106,7 @@ def test_the_logits_and_the_length_are_those_of_the_prompt(model):
 
 def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it():
     class Words:
-        def encode(self, text: str, special_tokens: bool) -> list[int]:
+        def encode_continuation(self, text: str) -> list[int]:
             return {"go": [90], "on": [91, 92]}[text]
 
     @dataclasses.dataclass(frozen=True)
