@@ -101,6 +101,15 @@ def test_chunks_are_joined_under_one_bos():
         np.testing.assert_allclose(text.last[0], right, atol=1e-4)
 
 
+def test_a_chunk_that_follows_others_only_is_read_as_a_continuation():
+    chunks = kvjax.reuse.read_exactly(model(), ["the capital", " of France"], begins=[True, False])
+    assert [*chunks.ids[0], *chunks.ids[1]] == ids(PROMPT)
+    text = kvjax.reuse.blend(chunks, [[0, 1]], [MORE], ratio=1.0, layer=0)
+    np.testing.assert_allclose(text.last[0], kvjax.logits(model(), PROMPT + MORE)[0, -1], atol=1e-4)
+    with pytest.raises(KvjaxError, match="begins has 1 values for 2 documents"):
+        kvjax.reuse.read_exactly(model(), ["the", "of"], begins=[True])
+
+
 def test_chunks_of_a_prompt_take_its_bos_along_to_the_front_alone():
     read = kvjax.reuse.read_exactly(model(), ["the capital of France"])
     chunks = kvjax.reuse.cut(read, [[3, 2]])  # <s> the capital, of France

@@ -27,7 +27,8 @@ def blend(
 
     Args:
       chunks: from `kvjax.reuse.read_exactly(model, texts)`, one chunk per sequence. Each is read with the special
-        tokens that stand before a text, as bos; a text of several keeps those of its first chunk.
+        tokens that stand before a text, as bos, unless `begins` says otherwise there; a text of several chunks keeps
+        those of the first.
       order: for each text the indices of its chunks.
       questions: the text after the chunks, always run in full; one per text.
       ratio: fraction of the chunks' tokens, rounded down, that is run again (the public code: 0.16).

@@ -104,15 +104,22 @@ class AllQueries:
 
 
 @checks_keywords
-def read_exactly(model: Model, documents: Prompts, *, width: int | None = None) -> FullKV:
+def read_exactly(
+    model: Model, documents: Prompts, *, width: int | None = None, begins: bool | Sequence[bool] = True
+) -> FullKV:
     """Runs documents in full attention once.
 
     Args:
       model: from `kvjax.load`.
       documents: texts, or lists of ids.
       width: tokens that documents are padded to.
+      begins: whether a text begins a sequence, and gets the special tokens that stand before one, as bos; for all of
+        them, or for each. Chunks that `kvjax.reuse.blend` puts after others only are read with False.
     """
-    ids, plan = token_ids(model, documents, begins=True), (AllQueries(),) * model.config.layers
+    ids = token_ids(model, documents, begins=begins)
+    if not isinstance(begins, bool) and len(begins) != len(ids):
+        raise KvjaxError(f"begins has {len(begins)} values for {len(ids)} documents; give one per document")
+    plan = (AllQueries(),) * model.config.layers
     tokens, lengths = pad(ids, width)
     lengths = place(model, lengths, "B")
     last, prompts = observe_prompts(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
