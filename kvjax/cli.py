@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="try a method against the rules that all methods keep")
     check.add_argument("method", metavar="METHOD", help="for example my_method:budget=16")
-    check.add_argument("--model", default="toy", help=f"toy (default), {MODEL}")
+    check.add_argument("--model", help=f"toy, {MODEL} (default: toy, or testbed where toy does not suit the method)")
     check.add_argument(
         "--length", type=_integer, default=90, help="tokens of the longest prompt (default: %(default)s)"
     )
@@ -403,7 +403,7 @@ def _check(args: argparse.Namespace) -> int:
     from kvjax import testing
 
     kvjax.parse(args.method)  # a misspelled method is reported before a model is loaded
-    model = testing.toy_model() if args.model == "toy" else kvjax.load(args.model)
+    model = testing.toy_model() if args.model == "toy" else kvjax.load(args.model) if args.model else None
     try:
         print(testing.check_method(args.method, model, length=args.length, seed=args.seed))
     except testing.BrokenRule as e:

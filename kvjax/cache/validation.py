@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from kvjax.cache.eviction.scorers import Scorer
 from kvjax.errors import KvjaxError
@@ -43,6 +45,66 @@ def uncompared_fields(name: str, value: Any) -> Iterator[str]:
     for path, part in _walk(name, value):
         if dataclasses.is_dataclass(part) and type(part).__module__.partition(".")[0] != "kvjax":
             yield from (f"{path}.{field.name}" for field in dataclasses.fields(part) if not field.compare)
+            # A subclass without a decorator of its own may set attributes that are no fields.
+            known = {field.name for field in dataclasses.fields(part)}
+            cached = {
+                name for cls in type(part).__mro__ for name, x in vars(cls).items() if isinstance(x, cached_property)
+            }
+            yield from (f"{path}.{name}" for name in getattr(part, "__dict__", ()) if name not in known | cached)
+
+
+class Difference(NamedTuple):
+    """A part in which two values differ that were made in the same way, in words, and the repair."""
+
+    problem: str
+    remedy: str
+
+
+def find_difference(path: str, one: Any, other: Any) -> Difference | None:
+    """Finds the part of a value that differs from its counterpart in a value that was made in the same way.
+
+    Compiled programs are found by equality and hash, so that a method with a part that is equal to itself alone is
+    compiled anew each time that its string is used.
+    """
+    for place, part in _walk(path, one):
+        if isinstance(part, float | complex) and part != part:
+            return Difference(f"{place} is NaN, which is unequal to itself", "Take another number, or None.")
+    if _are_equal(one, other):
+        if hash(one) == hash(other):
+            return None
+        return Difference(f"{path} and its equal have two hashes", f"Leave `__hash__` of {type(one).__name__} out.")
+    kind, children = type(one), []
+    if type(other) is kind and dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one) if field.compare]
+        children = [(f"{path}.{name}", getattr(one, name, None), getattr(other, name, None)) for name in names]
+    elif type(other) is kind is tuple and len(one) == len(other):
+        children = [(f"{path}[{i}]", x, y) for i, (x, y) in enumerate(zip(one, other, strict=True))]
+    for child in children:
+        if difference := find_difference(*child):
+            return difference
+    if isinstance(one, types.FunctionType):
+        return Difference(
+            f"{path} is the function {one.__qualname__}, made anew with each method, and equal to itself alone",
+            "Define it with `def` at the top of the file.",
+        )
+    if kind is not type(other) or kind.__eq__ is not object.__eq__:
+        return Difference(
+            f"{path} is {one!r:.60} in a method and {other!r:.60} in the same method made again",
+            "Make it of the method's parameters alone.",
+        )
+    decorator = "@dataclasses.dataclass(frozen=True)"
+    return Difference(
+        f"{path} is a {kind.__name__} that is equal to itself alone, so that equal strings make unequal methods, and "
+        "each is compiled anew",
+        f"Write `{decorator}` above `class {kind.__name__}`, without `eq=False`, and make what it holds fields.",
+    )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except ValueError:  # arrays are compared number by number
+        return False
 
 
 def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -102,6 +102,16 @@ def pack(x: Array, host: bool = False) -> Buffer:
     return to_host(buf) if host else buf
 
 
+def _require_buffer(buf: Buffer, function: str) -> None:
+    """Raises KvjaxError for an array that was not packed."""
+    if not isinstance(buf, Buffer):
+        what = f"the array {jax.typeof(buf)}" if isinstance(buf, Array) else f"a {type(buf).__name__}"
+        raise KvjaxError(
+            f"`memory.{function}` takes what `memory.pack` returned, got {what}: let `encode` return memory.pack(x) of "
+            "each array [B K S W] (jax.tree.map(memory.pack, arrays) for several), and use one array at a time here"
+        )
+
+
 def to_device(buf: Buffer) -> Buffer:
     """Copies the whole buffer to device memory."""
     if not buf.host:
@@ -119,8 +129,7 @@ def to_host(buf: Buffer) -> Buffer:
 
 def unpack(buf: Buffer) -> Array:
     """Returns the vectors [B K S W] in their own dtype, in device memory."""
-    if not isinstance(buf, Buffer):
-        raise KvjaxError(f"`unpack` takes what `pack` returned, got {type(buf).__name__}")
+    _require_buffer(buf, "unpack")
     return _from_bits(to_device(buf).data, buf.dtype)
 
 
@@ -135,7 +144,16 @@ def append(buf: Buffer, x: Array, at: Array, is_due: Array | None = None) -> Buf
 
     Returns:
       The buffer with the new vectors. Gather from this one, not from `buf`.
+
+    Raises:
+      KvjaxError: `buf` was not packed, or `x` has other axes or another dtype.
     """
+    _require_buffer(buf, "append")
+    if x.dtype not in (jnp.dtype(buf.dtype), buf.data.dtype):
+        raise KvjaxError(
+            f"`append` takes new token vectors in the buffer's dtype {buf.dtype}, got {x.dtype}: let one function "
+            "make what `encode` packs and what `append` writes"
+        )
     x = _to_bits(x, WORDS if buf.host else RAW) if buf.data.dtype != x.dtype else x
     x = _pair_words(x) if buf.data.dtype != x.dtype else x
     B, K, _, W = buf.data.shape
@@ -181,6 +199,7 @@ def take(x: Array, idx: Array) -> Array:
 
 def slice_tokens(buf: Buffer, first_head: Array, num_heads: int, start: Array | int, num_tokens: int) -> Array:
     """Slices a device buffer, seen as [B * K, S, W], along its first two axes; the result is in the buffer's dtype."""
+    _require_buffer(buf, "slice_tokens")
     data = buf.data.reshape(-1, *buf.data.shape[2:])
     sliced = lax.dynamic_slice(data, (first_head, start, 0), (num_heads, num_tokens, data.shape[2]))
     return _from_bits(sliced, buf.dtype)
@@ -196,6 +215,7 @@ def gather_tokens(buf: Buffer, idx: Array) -> Array:
     Returns:
       [B K n W] in the buffer's dtype.
     """
+    _require_buffer(buf, "gather_tokens")
     idx = jnp.clip(idx, 0, buf.data.shape[2] - 1)
     if not buf.host:
         vectors = gather(buf.data, idx)
@@ -212,6 +232,7 @@ def dot_products(buf: Buffer, q: Array) -> Array:
 
     The host itself multiplies with the keys of a host buffer: no key is transferred.
     """
+    _require_buffer(buf, "dot_products")
     B, K, G, T, H = q.shape
     q = q.reshape(B, K, G * T, H)
 

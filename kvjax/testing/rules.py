@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import sysconfig
 import traceback
@@ -18,11 +19,12 @@ import numpy as np
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.base import Codec
+from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import Cache, KVMethod, LayerState
-from kvjax.cache.validation import uncompared_fields
+from kvjax.cache.validation import find_difference, uncompared_fields
 from kvjax.core import memory
-from kvjax.errors import KvjaxError
+from kvjax.engine.plan import bind
 from kvjax.generation.generate import generate
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.model_calls import extend, logits, prefill
@@ -45,6 +47,7 @@ class MethodRun:
 
     model: Model
     method: KVMethod
+    twin: KVMethod  # made in the same way
     prompts: list[list[int]]
     following: list[list[int]]
 
@@ -106,10 +109,45 @@ class Rule:
     find: Callable[[MethodRun], str | Breach]
 
 
+def find_inequality(run: MethodRun) -> str | Breach:
+    """Compares the method with its twin, and the layers that each is bound to."""
+    pairs = [("method", run.method, run.twin)]
+    pairs += zip(itertools.repeat("the bound layer"), *(bind(x, run.model.config) for x in (run.method, run.twin)))
+    for name, one, other in pairs:
+        if difference := find_difference(name, one, other):
+            return Breach(*difference)
+    return ""
+
+
 def find_uncompared_field(run: MethodRun) -> str:
     """Finds a field that does not take part in equality: compiled programs are cached by the method's value."""
     for field in uncompared_fields("method", run.method):
         return f"{field} is not compared, so that methods which differ there share one compiled program"
+    return ""
+
+
+def find_unpacked(run: MethodRun) -> str | Breach:
+    """Looks at the shapes of what codecs store of two numbers of slots: which arrays grow, and along which axis."""
+    config, dtype = run.model.config, run.model.dtype
+    few, many = 1024, 2048  # multiples of every group and page, and beyond every recent window
+
+    def stored_arrays(codec: Codec, slots: int) -> list[Any]:
+        x = jax.ShapeDtypeStruct((1, config.kv_heads, slots, config.head_dim), dtype)
+        stored = jax.eval_shape(codec.encode, x, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
+        return jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, memory.Buffer))
+
+    layers = [layer for layer in dict.fromkeys(bind(run.method, config)) if isinstance(layer, MethodLayer)]
+    codecs = dict.fromkeys(codec.on_device() for layer in layers for codec in (layer.k, layer.v))
+    for codec in (codec for codec in codecs if not type(codec).__module__.startswith("kvjax.")):
+        for array, larger in zip(stored_arrays(codec, few), stored_arrays(codec, many), strict=True):
+            if array == larger:  # a recent window, or a number for each sequence
+                continue
+            shape, larger_shape = (getattr(x, "data", x).shape for x in (array, larger))
+            what = f"{type(codec).__name__}.encode stores {array.dtype}{list(shape)} for {few} slots"
+            if not isinstance(array, memory.Buffer):
+                return f"{what}, which `memory.pack` did not make, so that it can never lie in host memory"
+            if len(shape) < 3 or shape[2] == larger_shape[2] or shape[:2] != larger_shape[:2]:
+                return Breach(what, "The slots are axis 2 of whatever is packed: [B K S W].")
     return ""
 
 
@@ -119,7 +157,7 @@ def find_invalid_scores(run: MethodRun) -> str:
     with jax.disable_jit(), contextlib.suppress(IndexRead):
         try:
             run.with_index_guard.first_cache  # noqa: B018
-        except KvjaxError as e:
+        except InvalidScores as e:
             return str(e)
     return ""
 
@@ -419,10 +457,23 @@ def find_loop_mismatch(run: MethodRun) -> str:
 
 RULES = (
     Rule(
+        "equality",
+        "a method that is made twice is equal to itself, so that it is compiled once",
+        "",  # each of its findings has its own remedy
+        find_inequality,
+    ),
+    Rule(
         "fields",
         "methods that compare equal are equal",
         "Take `compare=False` off that field, or the field out of the dataclass.",
         find_uncompared_field,
+    ),
+    Rule(
+        "packed",
+        "what a codec stores of each slot is packed, so that it can lie in host memory",
+        "Return `memory.pack(x)` of each array [B K S W] from `encode`, as in `jax.tree.map(memory.pack, parts)`, and "
+        "use `memory.append`, `memory.gather_tokens` and `memory.unpack` on them (`from kvjax.core import memory`).",
+        find_unpacked,
     ),
     Rule(
         "scores",
@@ -502,3 +553,6 @@ RULES = (
     ),
 )
 """The rules in the order in which they are tried: a later one may rely on the earlier ones."""
+
+NUM_STATIC_RULES = 3
+"""The first rules run nothing: they look at values and shapes."""

@@ -145,6 +145,34 @@ class Periodic(Policy):
         return state.pos, None
 
 
+@dataclasses.dataclass(frozen=True)
+class Codes(Codec):
+    """Stores 8-bit codes and a scale, with an optional `fault`."""
+
+    fault: str = ""
+
+    def parts(self, x):
+        scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / 127, 1e-6).astype(jnp.float32)
+        return jnp.round(x / scale).astype(jnp.int8), scale
+
+    def encode(self, x, pos):
+        codes, scale = self.parts(x)
+        if self.fault == "slots first":
+            return memory.pack(codes.swapaxes(1, 2)), memory.pack(scale)
+        return memory.pack(codes), scale if self.fault == "a scale that is not packed" else memory.pack(scale)
+
+    def decode(self, stored):
+        codes, scale = (memory.unpack(buffer) for buffer in stored)
+        return codes.astype(jnp.float32) * scale
+
+    def append(self, stored, x, at):
+        return tuple(memory.append(buffer, new, at) for buffer, new in zip(stored, self.parts(x), strict=True))
+
+    def gather(self, stored, idx):
+        codes, scale = (memory.gather_tokens(buffer, idx) for buffer in stored)
+        return codes.astype(jnp.float32) * scale
+
+
 @pytest.mark.parametrize(
     "method",
     [
@@ -154,6 +182,7 @@ class Periodic(Policy):
         Method(decode=Periodic()),
         Method(select=make_selection(Norms(), 6)),
         Method(select=make_selection(BoundFirstLayer(), 6)),
+        Method(v=Codes()),
         "offload",
     ],
     ids=str,
@@ -227,17 +256,18 @@ class UnevenSlotsLayer(LargeStateLayer):
         return self.count + 2 * (prompt_tokens < 10)
 
 
+@dataclasses.dataclass(frozen=True)
 class NanCodec(Codec):
     """Stores token vectors and replaces the first by NaN."""
 
     def encode(self, x, pos):
-        return x.at[:, :, 0].set(jnp.nan)
+        return memory.pack(x.at[:, :, 0].set(jnp.nan))
 
     def decode(self, stored):
-        return stored
+        return memory.unpack(stored)
 
     def append(self, stored, x, at):
-        return stored.at[jnp.arange(x.shape[0])[:, None], :, at].set(x.swapaxes(1, 2))
+        return memory.append(stored, x, at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +301,52 @@ class UncomparedField(Norms):
     sign: float = dataclasses.field(default=1.0, compare=False)
 
 
+class NotFrozen(Norms):
+    """A scorer below no decorator, whose attribute is no field."""
+
+    def __init__(self, sign=1.0):
+        object.__setattr__(self, "sign", sign)
+
+
+class Identity(Scorer):
+    """A scorer that is equal to itself alone."""
+
+    def scores(self, block, observation, spec):
+        return Norms().scores(block, observation, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithField(Norms):
+    """A scorer with a field of any value."""
+
+    field: Any = None
+
+
 FAULTY = {
+    "a scorer that is no dataclass": (
+        Method(select=make_selection(Identity(), 6)),
+        "method.select.scorer is a Identity that is equal to itself alone, so that equal strings make unequal methods",
+    ),
+    "a codec that is no dataclass": (
+        Method(k=type("Other", (Half,), {"__eq__": object.__eq__, "__hash__": object.__hash__})()),
+        "method.k is a Other that is equal to itself alone",
+    ),
+    "a field that is NaN": (
+        Method(select=make_selection(WithField(field=float("nan")), 6)),
+        "method.select.scorer.field is NaN, which is unequal to itself",
+    ),
+    "an attribute that is no field": (
+        Method(select=make_selection(NotFrozen(), 6)),
+        "method.select.scorer.sign is not compared",
+    ),
+    "a scale that is not packed": (
+        Method(v=Codes("a scale that is not packed")),
+        r"Codes.encode stores float32\[1, 2, 1024, 1\] for 1024 slots, which `memory.pack` did not make",
+    ),
+    "slots first": (
+        Method(v=Codes("slots first")),
+        r"Codes.encode stores int8\[1, 1024, 2, 8\] for 1024 slots",
+    ),
     "a field that is not compared": (
         Method(select=make_selection(UncomparedField(), 6)),
         "method.select.scorer.sign is not compared, so that methods which differ there share one compiled program",
@@ -343,6 +418,12 @@ FAULTY = {
 
 
 MENDS = {
+    "a scorer that is no dataclass": ("equality", "Write `@dataclasses.dataclass(frozen=True)` above `class Identity`"),
+    "a codec that is no dataclass": ("equality", "Write `@dataclasses.dataclass(frozen=True)` above `class Other`"),
+    "a field that is NaN": ("equality", "Take another number"),
+    "an attribute that is no field": ("fields", ""),
+    "a scale that is not packed": ("packed", "Return `memory.pack(x)` of each array"),
+    "slots first": ("packed", "The slots are axis 2"),
     "a field that is not compared": ("fields", "Take `compare=False` off"),
     "a score that is no number": ("scores", "at empty slots: mask them"),
     "a state that grows": ("shapes", "write into slots"),
@@ -426,9 +507,9 @@ def test_what_a_methods_code_raises_is_told_with_its_line(model):
 
 
 def test_what_says_nothing_is_an_error(model):
-    with pytest.raises(KvjaxError, match="keeps all 20 tokens of the longest prompt.*greater `length`"):
-        check("streaming_llm:recent=100", model)
-    with pytest.raises(KvjaxError, match="or a smaller budget, such as snapkv:budget=6,window=2 . int4$"):
-        check("snapkv:budget=256,window=2 + int4", model)
+    with pytest.raises(KvjaxError, match="keeps all 20 tokens of the longest prompt.*longer prompt, --length N"):
+        check(Method(decode=RecentWindow(100)), model)
+    with pytest.raises(KvjaxError, match="keeps all 20 tokens of the longest prompt.*or with a smaller budget"):
+        check("snapkv:budget=100%,window=2 + int4", model)
     with pytest.raises(KvjaxError, match="length must be an integer from 3"):
         check_method("full", model, length=1)

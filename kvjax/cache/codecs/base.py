@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array
+from kvjax.errors import KvjaxError
 
 
 class Codec:
@@ -177,10 +179,19 @@ class Host(CodecWrapper):
         object.__setattr__(self, "inner", self.inner.on_host())
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
-        return memory.map_buffers(memory.to_host, self.inner.encode_prompt(x, pos, observation))
+        return self._to_host(self.inner.encode_prompt(x, pos, observation))
 
     def encode(self, x: Array, pos: Array) -> Any:
-        return memory.map_buffers(memory.to_host, self.inner.encode(x, pos))
+        return self._to_host(self.inner.encode(x, pos))
+
+    def _to_host(self, stored: Any) -> Any:
+        leaves = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, memory.Buffer))
+        if not any(isinstance(x, memory.Buffer) for x in leaves):
+            raise KvjaxError(
+                f"{type(self.inner).__name__}.encode packs nothing, and only what `memory.pack` made can lie in host "
+                "memory: return memory.pack(x) of each array [B K S W]"
+            )
+        return memory.map_buffers(memory.to_host, stored)
 
     def decode(self, stored: Any) -> Array:
         return self.inner.decode(self.load(stored))

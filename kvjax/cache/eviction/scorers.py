@@ -15,6 +15,10 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
 
 
+class InvalidScores(KvjaxError):
+    """Scores of real tokens that are no numbers."""
+
+
 class Scores(NamedTuple):
     """The scores of a prompt's tokens; -inf exactly at empty slots."""
 

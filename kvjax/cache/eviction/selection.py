@@ -28,7 +28,7 @@ from kvjax.cache.eviction.granularity import (
 from kvjax.cache.eviction.ranking import Candidates
 from kvjax.cache.eviction.representatives import EvictableUnits, Representatives, fraction_of
 from kvjax.cache.eviction.rescoring import SecondStageScorer, TwoStage
-from kvjax.cache.eviction.scorers import Scorer, Scores
+from kvjax.cache.eviction.scorers import InvalidScores, Scorer, Scores
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -193,7 +193,7 @@ class Selection:
         if not isinstance(scores.per_kv_head, Tracer):  # values are known under `jax.disable_jit` alone
             is_nan, is_real = np.isnan(np.asarray(scores.per_kv_head, np.float32)), np.asarray(block.pos) >= 0
             if (is_nan & is_real).any():
-                raise KvjaxError(f"{name}.scores gives NaN, which would win over every number")
+                raise InvalidScores(f"{name}.scores gives NaN, which would win over every number")
         return scores
 
     def _score_units(self, scores: Array) -> Array:
