@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 
@@ -12,19 +13,29 @@ from kvjax.methods.registry import REGISTRY, is_builtin
 from kvjax.testing import toy_model
 from tests.helpers.documents import (
     FENCE,
+    ONLY_PARSED,
+    READERS_FILES,
     ROOT,
     check_command,
     code_blocks,
     commands,
     compare_output,
+    inline_commands,
+    page_commands,
     python_code,
+    reason_not_to_run,
+    run_command,
     run_page,
 )
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "experiments/README.md")
 SITE = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 """The hand-written pages of the site."""
-PAGES = [page for page in (*DOCUMENTS, *SITE) if any(block.language in ("python", "sh") for block in code_blocks(page))]
+PAGES = [
+    page
+    for page in (*DOCUMENTS, *SITE)
+    if any(block.language in ("python", "sh") for block in code_blocks(page)) or inline_commands(page)
+]
 RUN_ELSEWHERE = {"docs/coming_from.md": "test_coming_from.py", "docs/states.md": "test_states_document.py"}
 """Pages whose own tests run them, and look at what the blocks define."""
 
@@ -57,15 +68,33 @@ def test_every_page_with_code_is_run():
 
 @pytest.mark.parametrize("page", (*DOCUMENTS, *SITE))
 def test_methods_in_the_text_of_a_page_can_be_used(page, clean_registry):
-    """Inline code is a method if its first word is the name of one, and a command if it begins with `kvjax`."""
+    """Inline code is a method if its first word is the name of one."""
     text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
     names = "|".join(load_all())
     for code in re.findall(rf"`((?:{names})(?::[^`]*| [+] [^`]*))`", text):
         if "FILE" not in code and "DIR" not in code and ".." not in code:
             kvjax.parse(code)
-    for code in re.findall(r"`(kvjax [a-z]+ [^`]+)`", text):
-        if ".." not in code:
-            check_command(*commands(code))
+
+
+def test_every_reason_not_to_run_a_command_is_met_on_a_page():
+    met = {reason_not_to_run(words) for page in PAGES for words in page_commands(page)}
+    assert set(ONLY_PARSED) <= met
+
+
+def test_commands_in_the_text_of_the_pages_are_run():
+    run = [shlex.join(words) for page in PAGES for words in inline_commands(page) if not reason_not_to_run(words)]
+    assert {"kvjax check --load my_method.py value_norm", "kvjax methods kivi", "kvjax eval --list"} <= set(run)
+
+
+def test_a_command_that_ends_with_an_error_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match="a page: kvjax methods kivy: kvjax: unknown method 'kivy'"):
+        run_command(["kvjax", "methods", "kivy"], "a page")
+
+
+def test_an_input_file_that_a_command_reads_is_one_that_the_page_names():
+    texts = " ".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
+    assert [file for file in READERS_FILES if file not in texts] == []
 
 
 @pytest.mark.parametrize(
@@ -75,6 +104,8 @@ def test_methods_in_the_text_of_a_page_can_be_used(page, clean_registry):
         ("kvjax generate --prompt x --method snapvk", "unknown method 'snapvk'"),
         ("kvjax eval --methods 'full; snapkv:buget=3'", "buget"),
         ("python -m experiments.bench.wishful", "no module experiments.bench.wishful"),
+        ("python -m experiments.bench.prefill --lang", "unrecognized arguments: --lang"),
+        ("python -m checkpoints_convert inspct SRC", "invalid choice: 'inspct'"),
         ("make wishful", "make wishful"),
     ],
 )

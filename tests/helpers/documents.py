@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import doctest
 import functools
+import importlib
 import importlib.util
 import io
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,26 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```[ ]*$", re.M | re.S)
 MODULES = ("experiments", "kvjax", "checkpoints_convert", "tests")
 """Packages of this repository whose modules documents run with `python -m`."""
+
+INLINE = re.compile(r"`(kvjax (?:models|methods|[a-z]+ [^`]+|--[^`]+)|(?:python -m|make) [^`]+)`")
+"""Commands in the text of a page; a name alone, such as that of `kvjax eval`, is none."""
+PLACEHOLDER = re.compile(r"\b(DIR|DST|FILE|KIND|MODEL|NAME|OUT|SRC)\b|[$]|[.][.]")
+"""In a command that holds one of these, a reader puts something else; it is parsed as it stands."""
+
+ONLY_PARSED = {
+    "kvjax demo": "it compares methods for minutes; tests/package/test_demo.py runs it",
+    "kvjax eval": "it takes minutes at the sizes of the pages; those with an output below are run",
+    "kvjax explore": "it takes minutes; tests/explore/test_explore_command.py runs it",
+    "kvjax calibrate": "it reads texts that only the reader has; tests/package/test_cli.py runs it",
+    "kvjax report": "it needs the folder of an evaluation that is not run",
+    "kvjax generate --model smollm2-135m": "it needs packages from the network",
+    "python -m": "benchmarks, papers and conversions take minutes, or need checkpoints",
+    "make": "it installs packages, or runs these tests",
+}
+"""The beginnings of commands that are parsed and not run, each with the reason."""
+
+READERS_FILES = {"prompt.txt": "def main():\n    return"}
+"""Files that commands of the pages read and that no page writes."""
 
 real_load = kvjax.load
 
@@ -80,8 +103,30 @@ def kvjax_arguments(words: list[str]) -> list[str] | None:
     return words[3:] if words[:3] == ["python", "-m", "kvjax"] else None
 
 
+def inline_commands(page: str) -> list[list[str]]:
+    """The commands of kvjax, Python and make that stand in the text of a page, as words."""
+    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+    return [words for code in INLINE.findall(" ".join(text.split())) for words in commands(code)]
+
+
+def page_commands(page: str) -> list[list[str]]:
+    """All commands of a page, those of its blocks and those of its text."""
+    blocks = [block.code for block in code_blocks(page) if block.language == "sh"]
+    return [words for code in blocks for words in commands(code)] + inline_commands(page)
+
+
+def reason_not_to_run(words: list[str]) -> str:
+    """The beginning in `ONLY_PARSED` with which a command begins, or its placeholder; "" for one that is run."""
+    text = shlex.join(words)
+    if kvjax_arguments(words) == ["eval", "--list"]:
+        return ""
+    beginning = next((beginning for beginning in ONLY_PARSED if f"{text} ".startswith(f"{beginning} ")), "")
+    placeholder = PLACEHOLDER.search(text)
+    return beginning or (placeholder[0] if placeholder else "")
+
+
 def check_command(words: list[str]) -> None:
-    """Fails for a command that cannot work: a wrong argument of kvjax, a missing module, an unknown target of make."""
+    """Fails for a command that cannot work: a wrong argument, a missing module, an unknown target of make."""
     arguments = kvjax_arguments(words)
     if arguments is not None:
         errors = io.StringIO()
@@ -91,14 +136,56 @@ def check_command(words: list[str]) -> None:
         except SystemExit:
             pytest.fail(f"{shlex.join(words)}: {errors.getvalue()}")
         for name in ("method", "methods"):
-            if isinstance(value := getattr(args, name, None), str) and not args.load and "$" not in value:
+            value = getattr(args, name, None)
+            if isinstance(value, str) and not args.load and not PLACEHOLDER.search(value):
                 for text in value.split(";"):
                     kvjax.parse(text.strip())
     elif words[:2] == ["python", "-m"] and words[2].partition(".")[0] in MODULES:
         assert importlib.util.find_spec(words[2]), f"there is no module {words[2]}"
+        if words[2] != "kvjax.eval.lm_harness":  # whose parser is lm_eval's
+            parse_module_arguments(words[2], words[3:])
     elif words[0] == "make":
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         assert {word for word in words[1:] if "=" not in word} <= set(targets), shlex.join(words)
+
+
+class _Parsed(BaseException):
+    """Ends a module's `main` when its arguments are parsed."""
+
+
+def parse_module_arguments(name: str, arguments: list[str]) -> None:
+    """Runs the `main` of a module until its own parser has accepted the arguments; fails where it refuses them."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+        parse_args(parser, args, namespace)
+        raise _Parsed
+
+    spec = importlib.util.find_spec(name)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    module = importlib.import_module(f"{name}.__main__" if is_package else name)
+    errors = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        patch.setattr(sys, "argv", [name, *arguments])
+        try:
+            module.main()
+        except _Parsed:
+            return
+        except SystemExit:
+            pytest.fail(f"python -m {name} {shlex.join(arguments)}: {errors.getvalue()}")
+    pytest.fail(f"{name} parses no arguments")
+
+
+def run_command(words: list[str], where: str) -> None:
+    """Runs a command of kvjax in this process; fails unless it ends well."""
+    errors = io.StringIO()
+    for file, text in READERS_FILES.items():
+        if file in words and not Path(file).exists():
+            Path(file).write_text(text, encoding="utf-8")
+    with contextlib.redirect_stderr(errors):
+        status = cli.main(kvjax_arguments(words))
+    assert status == 0, f"{where}: {shlex.join(words)}: {errors.getvalue()}"
 
 
 @functools.cache
@@ -117,9 +204,10 @@ def named_model(name: str, dtype: Any = None) -> Model:
 
 
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values: Any) -> dict[str, Any]:
-    """Runs a page's Python blocks and the kvjax commands with an output; checks the other commands.
+    """Runs a page's Python blocks and its commands of kvjax, and parses the commands that are not to be run.
 
-    A block with a title is saved as that file. Outputs are compared as in doctest: "..." matches anything.
+    A block with a title is saved as that file. Outputs are compared as in doctest: "..." matches anything. A command
+    that stands in the text runs last, when all files of the page are there.
 
     Returns:
       the names that the blocks have defined.
@@ -141,13 +229,18 @@ def run_page(page: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **values:
         elif block.language == "sh":
             for words in commands(block.code):
                 check_command(words)
-                if block.output and (arguments := kvjax_arguments(words)) is not None:
-                    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-                        assert cli.main(arguments) == 0, f"{where}: {shlex.join(words)}"
+                if kvjax_arguments(words) is not None and (block.output or not reason_not_to_run(words)):
+                    with contextlib.redirect_stdout(printed):
+                        run_command(words, where)
         else:
             continue
         if block.output is not None:
             compare_output(block.output, printed.getvalue(), where)
+    for words in inline_commands(page):
+        check_command(words)
+        if kvjax_arguments(words) is not None and not reason_not_to_run(words):
+            with contextlib.redirect_stdout(io.StringIO()):
+                run_command(words, page)
     return values
 
 
