@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.eviction.budget_allocation import HeadBudgets, LayerBudgets
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.decode_policy import Policy, check_minimum, evict_lowest, top_slots
+from kvjax.cache.eviction.decode_policy import Policy, check_minimum, evict_lowest, policy_state_at, top_slots
 from kvjax.cache.eviction.representatives import Representatives
 from kvjax.cache.eviction.rescoring import SecondStageScorer
 from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, token_scores
@@ -64,6 +64,7 @@ __all__ = [
     "load_methods",
     "make_selection",
     "over_heads",
+    "policy_state_at",
     "refuse_gradient",
     "register_method",
     "token_scores",

@@ -138,4 +138,10 @@ def _name_failures(name: str) -> Iterator[None]:
         raise
     except Exception as e:
         first_line = (str(e).splitlines() or [""])[0]
-        raise KvjaxError(f"{name} fails: {users_line(e)}{type(e).__name__}: {first_line}") from e
+        hint = ""
+        if isinstance(e, AttributeError | TypeError) and "NoneType" in first_line:
+            hint = (
+                "; `observation` is None unless the class says `num_queries = N` (or None, for all queries), and the "
+                "`weights` of a policy are None unless it says `needs_weights = True`"
+            )
+        raise KvjaxError(f"{name} fails: {users_line(e)}{type(e).__name__}: {first_line}{hint}") from e

@@ -13,7 +13,7 @@ from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial
-from kvjax.errors import IncompatibleMethod
+from kvjax.errors import IncompatibleMethod, KvjaxError
 
 if TYPE_CHECKING:
     from kvjax.cache.bound_layer import MethodLayer
@@ -104,6 +104,12 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
     else:
         s = layer.k.scores(q, keys)
     if state.bias is not None:
+        expected = (*s.shape[:2], s.shape[4])
+        if state.bias.shape != expected:
+            raise KvjaxError(
+                f"`state.bias` is added to the logits of slots, and must be f32[B K S], here {expected}; got "
+                f"{jax.typeof(state.bias)}"
+            )
         s = s + state.bias[:, :, None, None]
     return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
 
