@@ -31,6 +31,7 @@ import numpy as np
 from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
 from kvjax.cache.codecs.base import Codec
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.eviction.decode_policy import check_policy_result
 from kvjax.cache.eviction.scorers import Scores
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.state import StateOperations
@@ -189,7 +190,8 @@ class MethodLayer(StateOperations):
             # The softmax sums cover the whole prompt, and some of its tokens are gone: the components below sum anew.
             observation = observation._replace(softmax_lse=None)
         if m.decode:
-            slots, policy_state = m.decode.init(self, block, observation, num_slots)
+            result = m.decode.init(self, block, observation, num_slots)
+            slots, policy_state = check_policy_result(m.decode, "init", result, block.k.shape[:2])
             block = gather_tokens(block, slots)
         # Empty slots follow the tokens, for what is decoded later.
         more = [(0, 0), (0, 0), (0, num_slots - block.pos.shape[2])]
@@ -338,7 +340,8 @@ class MethodLayer(StateOperations):
         if m.decode and commit:
             weights = result.weights if m.decode.needs_weights else None
             weights = None if weights is None else weights[:, :, :, 0]
-            pos, policy_state = m.decode.after_token(self, state, weights, q_pos[:, :1])
+            result = m.decode.after_token(self, state, weights, q_pos[:, :1])
+            pos, policy_state = check_policy_result(m.decode, "after_token", result, q.shape[:2])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
         return StepResult(merge(partials + outside), state, result.cross_layer)
 

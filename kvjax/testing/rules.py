@@ -146,8 +146,8 @@ def find_unpacked(run: MethodRun) -> str | Breach:
             what = f"{type(codec).__name__}.encode stores {array.dtype}{list(shape)} for {few} slots"
             if not isinstance(array, memory.Buffer):
                 return f"{what}, which `memory.pack` did not make, so that it can never lie in host memory"
-            if len(shape) < 3 or shape[2] == larger_shape[2] or shape[:2] != larger_shape[:2]:
-                return Breach(what, "The slots are axis 2 of whatever is packed: [B K S W].")
+            if len(shape) != 4 or shape[2] == larger_shape[2] or shape[:2] != larger_shape[:2]:
+                return Breach(what, "Pack arrays [B K S W]: slots are axis 2, and a number for each token has W = 1.")
     return ""
 
 

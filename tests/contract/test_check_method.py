@@ -13,7 +13,7 @@ from kvjax import KvjaxError
 from kvjax.cache.protocol import Traits
 from kvjax.core import memory
 from kvjax.core.types import KVBlock
-from kvjax.method_api import Codec, Method, Policy, Scorer, make_selection, token_scores
+from kvjax.method_api import Codec, Full, Host, Method, Policy, Reader, Scorer, make_selection, token_scores
 from kvjax.testing import BrokenRule, check_method, rules, toy_model
 from tests.contract.test_conformance import LastTokens, LastTokensLayer
 
@@ -423,7 +423,7 @@ MENDS = {
     "a field that is NaN": ("equality", "Take another number"),
     "an attribute that is no field": ("fields", ""),
     "a scale that is not packed": ("packed", "Return `memory.pack(x)` of each array"),
-    "slots first": ("packed", "The slots are axis 2"),
+    "slots first": ("packed", "Pack arrays [B K S W]: slots are axis 2"),
     "a field that is not compared": ("fields", "Take `compare=False` off"),
     "a score that is no number": ("scores", "at empty slots: mask them"),
     "a state that grows": ("shapes", "write into slots"),
@@ -504,6 +504,106 @@ def test_what_a_methods_code_raises_is_told_with_its_line(model):
     with pytest.raises(KvjaxError, match=rf"fails: .*test_check_method.py, line {line}: TypeError: .*") as error:
         check(Method(select=make_selection(FailingScorer(), 6)), model)
     assert "\n" not in str(error.value) and isinstance(error.value.__cause__, TypeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistaken(RecentWindowWithAges):
+    """A policy with a mistake of its author, `fault`."""
+
+    needs_weights: ClassVar[bool] = False
+
+    def init(self, layer, block, observation, slots):
+        if self.fault == "no observation":
+            return observation.pos, None
+        chosen, ages = super().init(layer, block, observation, slots)
+        return {"slots alone": chosen, "no heads": (chosen[:, 0], ages), "a list": (chosen, [0.0])}.get(
+            self.fault, (chosen, ages)
+        )
+
+    def after_token(self, layer, state, weights, q_pos):
+        if self.fault == "no weights":
+            return state.pos, weights.sum(2)
+        pos, ages = super().after_token(layer, state, weights, q_pos)
+        return {"positions alone": pos, "positions of a sequence": (pos[:, 0], ages)}.get(self.fault, (pos, ages))
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatGate(Full):
+    """A reader with a bias that has no heads."""
+
+    def read(self, layer, state, q, q_pos, other_partial=None, cross_layer=None):
+        gated = dataclasses.replace(state, bias=jnp.zeros(state.pos.shape[::2]))
+        return super().read(layer, gated, q, q_pos, other_partial, cross_layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainAppend(Codes):
+    """A codec that forgets to quantize what it appends."""
+
+    def append(self, stored, x, at):
+        return tuple(memory.append(buffer, x, at) for buffer in stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class NothingPacked(Codes):
+    """A codec that hands plain arrays to the functions of `memory`."""
+
+    def encode(self, x, pos):
+        return self.parts(x)
+
+
+MISTAKES = {
+    "no observation": (
+        Mistaken(4, "no observation"),
+        r"line \d+: AttributeError: .*unless the class says `num_queries",
+    ),
+    "no weights": (Mistaken(4, "no weights"), r"line \d+: AttributeError: .*unless it says `needs_weights = True`"),
+    "slots alone": (
+        Mistaken(4, "slots alone"),
+        r"Mistaken.init must return two things, slots of the prompt i32\[B 1\|K n",
+    ),
+    "no heads": (
+        Mistaken(4, "no heads"),
+        r"Mistaken.init must return slots .*, here \[., 1 or 2, ..\], and returned int32",
+    ),
+    "a list": (
+        Mistaken(4, "a list"),
+        "must return a policy state of arrays, such as f32.*and returned one with a float",
+    ),
+    "positions alone": (Mistaken(4, "positions alone"), "Mistaken.after_token must return two things, positions"),
+    "positions of a sequence": (Mistaken(4, "positions of a sequence"), "Mistaken.after_token must return positions"),
+    "a flat bias": (FlatGate(), r"must be f32\[B K S\], here \(., 2, .*\); got float32"),
+    "vectors for codes": (PlainAppend(), "`append` takes new token vectors in the buffer's dtype int8, got float32"),
+    "plain arrays": (NothingPacked(), "packed: NothingPacked.encode stores int8.*`memory.pack` did not make"),
+}
+
+
+@pytest.mark.parametrize("fault", MISTAKES)
+def test_an_authors_mistake_is_named(fault, model):
+    component, says = MISTAKES[fault]
+    field = next(
+        name for kind, name in ((Policy, "decode"), (Reader, "read"), (Codec, "v")) if isinstance(component, kind)
+    )
+    with pytest.raises(KvjaxError, match=says) as error:
+        check(Method(**{field: component}), model)
+    assert "\n" not in str(error.value)
+
+
+def test_arrays_that_were_not_packed_are_named_where_they_are_used():
+    x, at = jnp.zeros((1, 2, 4, 8)), jnp.zeros((1, 1), jnp.int32)
+    calls = {
+        "append": lambda: memory.append(x, x[:, :, :1], at),
+        "gather_tokens": lambda: memory.gather_tokens(x, jnp.zeros((1, 2, 1), jnp.int32)),
+        "unpack": lambda: memory.unpack(x),
+        "dot_products": lambda: memory.dot_products(x, x[:, :, None]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            KvjaxError, match=rf"`memory.{name}` takes what `memory.pack` returned, got the array float32"
+        ):
+            call()
+    with pytest.raises(KvjaxError, match="NothingPacked.encode packs nothing, and only what `memory.pack` made"):
+        Host(NothingPacked()).encode(x, jnp.zeros((1, 1, 4), jnp.int32))
 
 
 def test_what_says_nothing_is_an_error(model):

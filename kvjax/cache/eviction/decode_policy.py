@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.cache.protocol import LayerState
@@ -86,6 +88,35 @@ class Policy:
         queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)
         index = lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), (order.reshape(B * K, -1), queries))
         return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
+
+
+def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[int, int]) -> tuple[Array, Any]:
+    """Returns what `init` or `after_token` of a policy returned; raises KvjaxError that names its author's mistake.
+
+    Args:
+      policy: the policy.
+      member: "init" or "after_token".
+      result: what it returned.
+      heads: sequences and key/value heads, B and K.
+    """
+    name = f"{type(policy).__name__}.{member}"
+    first = "slots of the prompt i32[B 1|K n]" if member == "init" else "positions i32[B 1|K S]"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise KvjaxError(
+            f"{name} must return two things, {first} and the policy state (None if there is none), and returned "
+            f"{type(result).__name__}"
+        )
+    chosen, policy_state = result
+    B, K = heads
+    if getattr(chosen, "ndim", 0) != 3 or chosen.shape[0] != B or chosen.shape[1] not in (1, K):
+        returned = f"{chosen.dtype}{list(chosen.shape)}" if hasattr(chosen, "shape") else type(chosen).__name__
+        raise KvjaxError(f"{name} must return {first}, here [{B}, 1 or {K}, ..], and returned {returned}")
+    if others := [x for x in jax.tree.leaves(policy_state) if not isinstance(x, jax.Array | np.ndarray)]:
+        raise KvjaxError(
+            f"{name} must return a policy state of arrays, such as f32[B K S], and returned one with a "
+            f"{type(others[0]).__name__}"
+        )
+    return chosen, policy_state
 
 
 def check_minimum(method: str, **fields: tuple[int, int]) -> None:
