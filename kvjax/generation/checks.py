@@ -19,6 +19,7 @@ from kvjax.generation.memory_plan import total_bytes
 from kvjax.methods.strings import method_of, name_of
 from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
+from kvjax.utils.keywords import caller_level
 
 
 def check_prompts(
@@ -95,7 +96,7 @@ def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
         f"{size.fraction_of_full:.1%} of the exact {size.dtype} cache; a longer prompt shows what it saves, or a "
         "smaller budget",
         KvjaxWarning,
-        stacklevel=3,
+        stacklevel=caller_level(),
     )
 
 
@@ -105,7 +106,7 @@ def _warn_of_positions(model: Model, what: str) -> None:
         "and the output may mean nothing; shorten the text, or use a method that is made for endless text, such as "
         "infllm",
         KvjaxWarning,
-        stacklevel=4,
+        stacklevel=caller_level(),
     )
 
 

@@ -149,13 +149,14 @@ def _prepare_calls(name: str, message: Mapping[str, Any], template: CompiledTemp
         )
     prepared = []
     for call in calls if _is_list(calls) else [None]:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
+        # OpenAI's form has the function as an entry, and some others are the function itself.
+        entries = dict(call) if isinstance(call, Mapping) else {}
+        function = entries.get("function", entries)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise KvjaxError(
-                f'{name} has the tool call {call if _is_list(calls) else calls!r:.60}; give [{{"type": "function", '
-                '"function": {"name": "f", "arguments": {}}}]'
+                f'{name} has the tool calls {calls!r:.60}; give [{{"type": "function", "function": {{"name": "f", '
+                '"arguments": {}}}]'
             )
-        function = dict(function)
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
@@ -164,8 +165,8 @@ def _prepare_calls(name: str, message: Mapping[str, Any], template: CompiledTemp
                 raise KvjaxError(f"{name} calls {function['name']} with arguments that are no JSON: {e}") from e
         if not isinstance(arguments, Mapping):
             raise KvjaxError(f"{name} calls {function['name']} with {arguments!r:.60}; arguments are an object")
-        function["arguments"] = dict(arguments)
-        prepared.append({**call, "function": function} if "function" in call else function)
+        function = {**function, "arguments": dict(arguments)}
+        prepared.append({**entries, "function": function} if "function" in entries else function)
     return prepared
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -98,6 +99,14 @@ def checks_keywords(call: Callable[P, R]) -> Callable[P, R]:
         described = inspect.cleandoc(options.__doc__).partition("Attributes:\n")[2]
         checked.__doc__ = f"{inspect.cleandoc(checked.__doc__)}\n\nOptions:\n{described}\n"
     return checked
+
+
+def caller_level() -> int:
+    """The `stacklevel` at which a warning names the line that called kvjax, whatever wraps the call."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "kvjax":
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def describe_unknown_keyword(call: str, name: str, known: Iterable[str]) -> str:

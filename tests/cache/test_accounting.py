@@ -145,6 +145,7 @@ def test_a_method_that_saves_nothing_says_so_once(monkeypatch):
     ) as warned:
         kvjax.generate(MODEL, short, "snapkv:budget=256", max_new_tokens=2)
     assert len(warned) == 1 and "\n" not in str(warned[0].message)
+    assert warned[0].filename == __file__  # the line that called kvjax
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvjax.read(MODEL, short, "snapkv:budget=256")  # the warning came before

@@ -85,8 +85,9 @@ def test_positions_that_the_model_does_not_know(method, prompt, fed):
     with expect_warning(fed):
         checks.check_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 5)
     checks.check_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 4)
-    with expect_warning(prompt):
+    with expect_warning(prompt) as warned:
         kvjax.prefill(MODEL, one_prompt(65), method)
+    assert not prompt or warned[0].filename == __file__  # the line that called kvjax
 
 
 def test_a_share_of_a_short_prompt_keeps_what_is_protected():

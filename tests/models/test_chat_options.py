@@ -215,8 +215,8 @@ IMAGE = [{"role": "user", "content": [PAIR[0], {"type": "image_url", "image_url"
             "message 1 of conversation 0 has tool_calls, which the model's chat template does not read",
         ),
         (THINKING, [{**USER[0], "tool_calls": [CALL]}], {}, "the assistant alone calls tools"),
-        (THINKING, [*USER, {"role": "assistant", "tool_calls": [{"function": {}}]}, *USER], {}, "has the tool call"),
-        (THINKING, [*USER, {"role": "assistant", "tool_calls": CALL}, *USER], {}, "has the tool call"),
+        (THINKING, [*USER, {"role": "assistant", "tool_calls": [{"function": {}}]}, *USER], {}, "has the tool calls"),
+        (THINKING, [*USER, {"role": "assistant", "tool_calls": CALL}, *USER], {}, "has the tool calls"),
         (
             THINKING,
             [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *USER],
