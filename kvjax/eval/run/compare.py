@@ -37,6 +37,7 @@ def compare(
     progress: bool | Progress | None = None,
     left_out: Callable[[str], None] | None = None,
     announce: Callable[[str], None] | None = None,
+    other_seconds: float = 0.0,
     rebuild: bool = False,
 ) -> Comparison:
     """Asks every method all cases of the tasks.
@@ -55,6 +56,7 @@ def compare(
         as it is.
       left_out: called with a line for each task that does not fit in a length, which is then left out.
       announce: called with a line that says how long the run will take, once its first batches show it.
+      other_seconds: what was spent before, and counts as part of the run in that line.
       rebuild: go on with records in `out` whose run.json is damaged or missing.
 
     Returns:
@@ -70,11 +72,10 @@ def compare(
       >>> rows.plot("comparison.png")
     """
     if out is None:
-        options = {"batch": batch, "question_aware": question_aware, "speed": speed}
+        options = {"batch": batch, "question_aware": question_aware, "speed": speed, "progress": progress}
+        options |= {"left_out": left_out, "announce": announce, "other_seconds": other_seconds}
         with tempfile.TemporaryDirectory(prefix="kvjax-") as folder:
-            return compare(
-                model, methods, tasks, spec, folder, **options, progress=progress, left_out=left_out, announce=announce
-            )
+            return compare(model, methods, tasks, spec, folder, **options)
     method_names = list(resolve(methods))
     tasks = suite.expand(tasks)
     cases = suite.cases(model, tasks, spec, left_out)
@@ -83,5 +84,6 @@ def compare(
     shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
     with store.open_store(out, run, rebuild) as records:
         lengths = spec.lengths if speed else ()
-        evaluate(model, methods, cases, records, **options, speed=lengths, progress=shown, announce=announce)
+        timing = {"announce": announce, "other_seconds": other_seconds}
+        evaluate(model, methods, cases, records, **options, **timing, speed=lengths, progress=shown)
     return Comparison.of(summary.rows(store.read(out)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from fractions import Fraction
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
         width = max(map(len, lines))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in lines.items()))
         return
+    started = time.perf_counter()
     resolve(args.methods)  # a misspelled method is reported before a large model is loaded
     tasks, spec = suite.expand(split_words(args.tasks)), make_spec(args)
     shares = () if args.budget_bytes is None else equal_bytes.parse_shares(args.budget_bytes)
@@ -60,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
             # Every method would warn of the positions again.
             warnings.simplefilter("ignore", KvjaxWarning)
             options |= {"rebuild": args.rebuild, "progress": bars(), "left_out": _say, "announce": _say}
+            options["other_seconds"] = time.perf_counter() - started
             compare(model, methods, tasks, spec, args.out, **options)
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None

@@ -79,6 +79,7 @@ def evaluate(
     seed: int = 0,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
+    other_seconds: float = 0.0,
 ) -> None:
     """Appends to the store one record per method and case that it lacks, a batch at a time; greedy, deterministic.
 
@@ -95,6 +96,7 @@ def evaluate(
       seed: of the contexts of speed measurements.
       progress: shows how far the run is.
       announce: called with a line that says how long the run will take, once a few batches show it.
+      other_seconds: what the caller has spent before, such as on loading the model, and counts as part of the run.
 
     Raises:
       KvjaxError: before anything runs, for a method or case that cannot run; later, for a batch that fails. The
@@ -113,7 +115,7 @@ def evaluate(
     work = [(s, name) for s, name in pairs if not all(store.find(name, c.task, c.key) for c in s.cases)]
     reader = ContextReader(model)
     sizes = {id(s): time_estimate.make_step(s.cases, s.batch_size, s.max_new_tokens, question_aware) for s in steps}
-    estimate = TimeEstimate(model, [(sizes[id(s)], name) for s, name in work], reader, announce)
+    estimate = TimeEstimate(model, [(sizes[id(s)], name) for s, name in work], reader, announce, other_seconds)
     with Progress(disable=True) if progress is None else progress as bar:
         total = bar.add_task("all", total=sum(len(s.cases) for s, _ in work), left="")
         for (name, task), part in itertools.groupby(work, key=lambda w: (w[1], w[0].cases[0].task)):

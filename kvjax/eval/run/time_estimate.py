@@ -23,6 +23,7 @@ from kvjax.models.model import Model
 
 ANNOUNCED_FRACTION = 0.2  # of the run after which an estimate is announced, though some methods have not run yet
 SHORTEST_SECONDS = 10.0  # of a run whose length is announced
+END_FRACTION = 0.6  # tables, plots and the page take so much of the time of what came before the work
 CHANGED_FRACTION = 0.25  # of an estimate's change after which it is announced again
 DECODE_FLOPS = 16  # a step of decoding takes as long as reading so many tokens, while no step was measured
 
@@ -84,6 +85,7 @@ class TimeEstimate:
       reader: reads the contexts.
       announce: called with a line that says how long the run will take, as soon as that is known, and again where it
         has changed by more than a quarter.
+      other_seconds: what was done before the work, such as loading the model.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class TimeEstimate:
         work: Sequence[tuple[Step, str]],
         reader: ContextReader,
         announce: Callable[[str], None] | None = None,
+        other_seconds: float = 0.0,
     ):
         self._work, self._done, self._reader, self._announce = work, 0, reader, announce
         self._steps: dict[tuple[Step, str], _Measured] = {}
         self._config, self._weights = model.config, _weights_per_token(model)
-        self._start, self._announced, self._left = time.perf_counter(), 0.0, 0.0
+        self._start, self._announced, self._left = time.perf_counter() - other_seconds, 0.0, 0.0
+        self._end_seconds = END_FRACTION * other_seconds
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
@@ -148,7 +152,7 @@ class TimeEstimate:
 
     def _announce_changes(self) -> None:
         elapsed = time.perf_counter() - self._start
-        total = elapsed + self._left
+        total = elapsed + self._left + self._end_seconds
         is_known = {m.method for m in self._measured} >= {method for _, method in self._work}
         if self._announce is None or self._done == len(self._work) or total < SHORTEST_SECONDS:
             return
