@@ -65,8 +65,9 @@ def check_logits(
     if bad is None:
         return
     row, token = bad
-    known = None if ids is None else list(ids[row])[: None if token is None else token + 1]
-    at = "" if token is None or known is None else f", token {token} of {len(ids[row])}"
+    known, at = None if ids is None else list(ids[row]), ""
+    if known is not None and token is not None:
+        known, at = known[: token + 1], f", token {token} of {len(known)}"
     before = None if cache is None else _take_sequence(cache, row)
     raise nonfinite_error(model, f"after {what} {row}{at}", known, before)
 

@@ -19,6 +19,7 @@ from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.store import Store
 from kvjax.eval.tasks.case import Spec
 from kvjax.explore.exploration import explore
+from kvjax.generation.finite import nonfinite_error
 from kvjax.models import checkpoint
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
@@ -303,7 +304,7 @@ def test_two_devices_say_the_same():
 def test_a_method_is_blamed_where_the_exact_pass_is_finite():
     model = toy_model(layers=1)
     model = dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(jnp.float16), model.params))
-    error = kvjax.generation.finite.nonfinite_error(model, "after prompt 0", [1, 2, 3])
+    error = nonfinite_error(model, "after prompt 0", [1, 2, 3])
     assert "the exact pass of the same tokens is finite, and so the method computes what float16" in str(error)
     assert "take another method, or other parameters of it" in str(error)
 
