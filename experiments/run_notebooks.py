@@ -70,10 +70,15 @@ def run(notebook: Any, folder: Path) -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day
         if cell.cell_type == "code":
-            # Progress and warnings of the machine go to stderr.
-            cell.outputs = [_hide_names(o, shown) for o in cell.outputs if o.get("name") != "stderr"]
+            cell.outputs = [_hide_names(o, shown) for o in cell.outputs if is_result(o)]
     notebook.metadata[RAN] = digest(notebook)
     notebook.metadata["language_info"] = {"name": "python"}
+
+
+def is_result(output: Mapping[str, Any]) -> bool:
+    """Whether an output is more than progress and warnings: these go to stderr, or end as an empty text."""
+    text = output.get("data", {}).get("text/plain", "-")
+    return output.get("name") != "stderr" and bool(text.strip()) and "ipywidgets" not in text
 
 
 def _hide_names(value: Any, shown: Mapping[str, str]) -> Any:

@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from safetensors.numpy import save_file
 
 import kvjax  # noqa: F401  so that the cell finds it imported
+from experiments import run_notebooks
 from kvjax.testbed import vocab
 from tests.fixtures import ROOT
 
@@ -63,7 +66,57 @@ def test_there_are_notebooks_for_a_tour_a_method_and_a_checkpoint():
     assert [p.stem for p in NOTEBOOKS] == ["checkpoint_to_curve", "tour", "your_own_method"]
     for path in NOTEBOOKS:
         first = next(c for c in nbformat.read(path, 4).cells if c.cell_type == "code")
-        assert first.source == first_cell() and first.source.startswith('KVJAX = ""')  # no address is invented
+        assert first.source == first_cell() and first.source.startswith(run_notebooks.address() + "  # outside of")
+
+
+def test_the_address_stands_in_one_variable_and_none_is_invented():
+    assert run_notebooks.REPOSITORY == "" and run_notebooks.address() == 'KVJAX = ""'
+    for path in NOTEBOOKS:
+        notebook = nbformat.read(path, 4)
+        assert run_notebooks.badge(path.stem) in notebook.cells[0].source.splitlines()
+        run_notebooks.write_address(notebook, path.stem, "owner/name")
+        texts = [cell.source for cell in notebook.cells]
+        assert sum("owner/name" in text for text in texts) == 2
+        badge, first = (next(t for t in texts if word in t) for word in ("colab-badge.svg", "KVJAX = "))
+        assert (
+            f"(https://colab.research.google.com/github/owner/name/blob/main/experiments/notebooks/{path.name})"
+            in badge
+        )
+        assert first.startswith('KVJAX = "https://github.com/owner/name"  # outside of')
+        run_notebooks.write_address(notebook, path.stem)
+        assert notebook == nbformat.read(path, 4)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_notebook_carries_the_outputs_of_the_code_that_stands_there(path):
+    """They are made by `python -m experiments.run_notebooks`, which notes the code that it ran."""
+    notebook = nbformat.read(path, 4)
+    assert notebook.metadata[run_notebooks.RAN] == run_notebooks.digest(notebook), "run it again"
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert len(outputs) >= len(cells) / 2 and not any(o.output_type == "error" for o in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_the_outputs_of_a_notebook_are_small_and_name_no_machine(path):
+    assert path.stat().st_size < 150_000
+    for cell in nbformat.read(path, 4).cells:
+        text = json.dumps(
+            [{k: v for k, v in o.get("data", o).items() if k != "image/png"} for o in cell.get("outputs", ())]
+        )
+        assert not re.search(r"(?<![\w./])/(home|root|tmp|work|usr|opt|Users|private)/", text), text
+        assert platform.node() not in text or platform.node() == "localhost"
+
+
+def test_changed_code_is_no_longer_that_of_the_outputs_and_a_changed_address_is():
+    notebook = nbformat.read(NOTEBOOKS[0], 4)
+    before = run_notebooks.digest(notebook)
+    run_notebooks.write_address(notebook, NOTEBOOKS[0].stem, "owner/name")
+    assert run_notebooks.digest(notebook) == before
+    next(c for c in notebook.cells if c.cell_type == "code").source += " "
+    assert run_notebooks.digest(notebook) != before
 
 
 def test_the_first_cell_knows_the_oldest_jax():
