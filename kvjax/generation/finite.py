@@ -73,11 +73,11 @@ def check_logits(
 
 
 def nonfinite_error(
-    model: Model, place: str, ids: Sequence[int] | None = None, cache: Cache | None = None, method: str = "the method"
+    model: Model, place: str, ids: Sequence[int] | None = None, cache: Cache | None = None
 ) -> KvjaxError:
     """Makes the error; `ids` of one sequence with its beginning, or those that follow a cache of one sequence."""
     try:
-        cause, remedy = _explain(model, ids, cache, method)
+        cause, remedy = _explain(model, ids, cache)
     except jax.errors.JaxRuntimeError:  # the search takes memory, and the error must not be about that
         cause, remedy = "their origin is not known", REMEDIES[model.dtype.name]
     return KvjaxError(f"the logits {place} are not finite: {cause}; {remedy}")
@@ -118,7 +118,7 @@ def _take_sequence(cache: Cache, row: int) -> Cache:
     return dataclasses.replace(cache, layers=layers, length=cache.length[row : row + 1])
 
 
-def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None, method: str) -> tuple[str, str]:
+def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None) -> tuple[str, str]:
     """Returns the cause and the remedy."""
     dtype, remedy = model.dtype.name, REMEDIES[model.dtype.name]
     for path, x in jax.tree_util.tree_leaves_with_path(model.params):
@@ -133,7 +133,7 @@ def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None, metho
         place = _find_place(model, lambda compiled: _run_exactly(model, ids, compiled))
         if place is None:
             return (
-                f"the exact pass of the same tokens is finite, and so {method} computes what {dtype} cannot hold",
+                f"the exact pass of the same tokens is finite, and so the method computes what {dtype} cannot hold",
                 f"take another method, or other parameters of it; or {remedy}",
             )
     else:
