@@ -340,8 +340,8 @@ class MethodLayer(StateOperations):
         if m.decode and commit:
             weights = result.weights if m.decode.needs_weights else None
             weights = None if weights is None else weights[:, :, :, 0]
-            result = m.decode.after_token(self, state, weights, q_pos[:, :1])
-            pos, policy_state = check_policy_result(m.decode, "after_token", result, q.shape[:2])
+            after = m.decode.after_token(self, state, weights, q_pos[:, :1])
+            pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
         return StepResult(merge(partials + outside), state, result.cross_layer)
 
