@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ def token_status(layer: BoundLayer, state: Any, exact: KVBlock) -> TokenStatus:
         # blank was measured on numbers from there.
         if any(memory.is_host(x) for x in jax.tree.leaves(state)):
             blank = memory.map_buffers(
-                lambda x: memory.Buffer(jnp.zeros(x.data.shape, x.data.dtype), x.dtype) if x.host else x, state
+                lambda x: dataclasses.replace(x, data=jnp.zeros(x.data.shape, x.data.dtype)) if x.host else x, state
             )
             blank_errors = layer.reconstruction_error(blank, exact)
         on_host = tuple((a != b) & ~jnp.isnan(a) for a, b in zip(errors, blank_errors, strict=True))

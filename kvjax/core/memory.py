@@ -34,6 +34,7 @@ from kvjax.errors import KvjaxError
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RAW, WORDS = "raw bits of 16-bit floats in device memory", "words in host memory"
+CODES = "codes of keys and values in a cache"
 """Names of the stored forms of floats, for errors."""
 
 _UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of a number
@@ -58,10 +59,15 @@ def _compute_on(fun: Callable[..., Array], where: str) -> Callable[..., Array]:
 
 @pytree
 class Buffer:
-    """Token vectors [B K S W] of some dtype, stored as raw bits or words where the rules above ask for it."""
+    """Token vectors [B K S W] of some dtype, stored as raw bits or words where the rules above ask for it.
+
+    JAX passes integers by when it differentiates a function of a cache, so that a rule at `data` would never be asked.
+    `guard` is a float array without elements, which is differentiated together with the buffer, and refuses.
+    """
 
     data: Array
     dtype: str = dataclasses.field(metadata={"static": True})
+    guard: Array | None = None  # f32[B K 0] where `data` has no gradient, as bits and codes; else None
 
     @property
     def host(self) -> bool:
@@ -98,7 +104,7 @@ def memory_kind(x) -> str:
 def pack(x: Array, host: bool = False) -> Buffer:
     """Makes a buffer of x [B K S W], on the device or, by a copy, in pinned host memory."""
     is_raw = x.dtype.itemsize == 2 and not as_floats.value
-    buf = Buffer(_to_bits(x, RAW) if is_raw else x, x.dtype.name)
+    buf = with_guard(Buffer(_to_bits(x, RAW) if is_raw else x, x.dtype.name))
     return to_host(buf) if host else buf
 
 
@@ -112,11 +118,38 @@ def _require_buffer(buf: Buffer, function: str) -> None:
         )
 
 
+def with_guard(buf: Buffer) -> Buffer:
+    """Adds the guard to a buffer whose array is of integers or of 8-bit floats, which round any gradient away."""
+    data = buf.data
+    if buf.guard is not None or (jnp.issubdtype(data.dtype, jnp.floating) and data.dtype.itemsize > 1):
+        return buf
+    # Made of the data, so that it varies between devices as they do inside a caller's `jax.shard_map`.
+    shape = (*data.shape[:2], 0)
+    guard = jnp.zeros(shape) if is_host(data) else data[:, :, :0, :0].astype(jnp.float32).reshape(shape)
+    return dataclasses.replace(buf, guard=lax.stop_gradient(guard))
+
+
+def without_guard(buf: Buffer) -> Buffer:
+    """Removes the guard, as for a file."""
+    return dataclasses.replace(buf, guard=None)
+
+
+def read_data(buf: Buffer) -> Array:
+    """Returns the stored array for numbers that are computed of it; raises GradientThroughBits as `guard` says."""
+    if buf.guard is not None:
+        dtype = jnp.dtype(buf.dtype)
+        is_coded = not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1
+        # On the device, floats of 32 bits are never stored as bits.
+        is_word = buf.host or dtype.itemsize > 2
+        refuse_gradient(buf.guard, CODES if is_coded else WORDS if is_word else RAW)
+    return buf.data
+
+
 def to_device(buf: Buffer) -> Buffer:
     """Copies the whole buffer to device memory."""
     if not buf.host:
         return buf
-    bits = _from_bits(jax.device_put(buf.data, DEVICE), _UINT[jnp.dtype(buf.dtype).itemsize])
+    bits = _from_bits(jax.device_put(read_data(buf), DEVICE), _UINT[jnp.dtype(buf.dtype).itemsize])
     return dataclasses.replace(buf, data=bits)
 
 
@@ -124,13 +157,14 @@ def to_host(buf: Buffer) -> Buffer:
     """Copies the whole buffer to pinned host memory; under `as_floats` it stays on the device."""
     if buf.host or as_floats.value:
         return buf
-    return dataclasses.replace(buf, data=jax.device_put(_pair_words(_to_bits(buf.data, WORDS)), HOST))
+    bits = with_guard(dataclasses.replace(buf, data=_to_bits(buf.data, WORDS)))
+    return dataclasses.replace(bits, data=jax.device_put(_pair_words(bits.data), HOST))
 
 
 def unpack(buf: Buffer) -> Array:
     """Returns the vectors [B K S W] in their own dtype, in device memory."""
     _require_buffer(buf, "unpack")
-    return _from_bits(to_device(buf).data, buf.dtype)
+    return _from_bits(read_data(to_device(buf)), buf.dtype)
 
 
 def append(buf: Buffer, x: Array, at: Array, is_due: Array | None = None) -> Buffer:
@@ -200,7 +234,7 @@ def take(x: Array, idx: Array) -> Array:
 def slice_tokens(buf: Buffer, first_head: Array, num_heads: int, start: Array | int, num_tokens: int) -> Array:
     """Slices a device buffer, seen as [B * K, S, W], along its first two axes; the result is in the buffer's dtype."""
     _require_buffer(buf, "slice_tokens")
-    data = buf.data.reshape(-1, *buf.data.shape[2:])
+    data = read_data(buf).reshape(-1, *buf.data.shape[2:])
     sliced = lax.dynamic_slice(data, (first_head, start, 0), (num_heads, num_tokens, data.shape[2]))
     return _from_bits(sliced, buf.dtype)
 
@@ -216,14 +250,14 @@ def gather_tokens(buf: Buffer, idx: Array) -> Array:
       [B K n W] in the buffer's dtype.
     """
     _require_buffer(buf, "gather_tokens")
-    idx = jnp.clip(idx, 0, buf.data.shape[2] - 1)
+    idx, data = jnp.clip(idx, 0, buf.data.shape[2] - 1), read_data(buf)
     if not buf.host:
-        vectors = gather(buf.data, idx)
-    elif jax.default_backend() == "gpu" and os.environ.get("KVJAX_FETCH_KERNEL") != "0" and fits(buf.data, idx):
+        vectors = gather(data, idx)
+    elif jax.default_backend() == "gpu" and os.environ.get("KVJAX_FETCH_KERNEL") != "0" and fits(data, idx):
         # A GPU reads pinned host memory itself; elsewhere the host gathers, which needs the indices first.
-        vectors = _compute_on(fetch, "gpu_stream:1")(buf.data, idx)
+        vectors = _compute_on(fetch, "gpu_stream:1")(data, idx)
     else:
-        vectors = _compute_on(gather, "device_host")(buf.data, jax.device_put(idx, HOST))
+        vectors = _compute_on(gather, "device_host")(data, jax.device_put(idx, HOST))
     return _from_bits(vectors, buf.dtype)
 
 
@@ -241,9 +275,9 @@ def dot_products(buf: Buffer, q: Array) -> Array:
         return lax.dot_general(_from_bits(data, buf.dtype), q, dims, preferred_element_type=jnp.float32)
 
     if buf.host:
-        products = _compute_on(multiply, "device_host")(buf.data, jax.device_put(q, HOST))
+        products = _compute_on(multiply, "device_host")(read_data(buf), jax.device_put(q, HOST))
     else:
-        products = multiply(buf.data, q)
+        products = multiply(read_data(buf), q)
     return products.swapaxes(2, 3).reshape(B, K, G, T, -1)
 
 

@@ -45,6 +45,8 @@ SMALL = {name: case.small for name, case in FIRST_CASES.items()} | {
     "codes of what stays": "snapkv:budget=6,window=2,kernel=3 + int4",
 }
 STEPPED |= {"codes in pages", "codes of what stays"}
+CONFIG = Config(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=32, mlp_width=64)
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)).astype(np.int32)
 QKV = tuple[jax.Array, jax.Array, jax.Array]
 """Queries, keys and values of prompts and of the tokens that follow them."""
 
@@ -75,11 +77,11 @@ def loss(out: jax.Array) -> jax.Array:
 
 @functools.cache
 def compile_gradient(layer: MethodLayer, steps: int = 1) -> Any:
-    """Compiles the function of a QKV -> ((loss, (positions in the cache, output)), gradient)."""
+    """Compiles the function of a QKV -> ((loss, (positions in the cache, output, state)), gradient)."""
 
-    def run(qkv: QKV) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def run(qkv: QKV) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
         out, state = run_steps(layer, qkv, steps)
-        return loss(out), (layer.positions(state), out)
+        return loss(out), (layer.positions(state), out, state)
 
     return jax.jit(jax.value_and_grad(run, has_aux=True))
 
@@ -97,9 +99,9 @@ def check_finite_differences(run: Any, inputs: Any, eps: float, seed: int = 5) -
     def run_at(step: float) -> Any:
         return run(jax.tree.map(lambda x, y: x + step * y, inputs, direction))
 
-    (_, (positions, _)), gradient = run_at(0.0)
-    (loss_up, (positions_up, _)), _ = run_at(eps)
-    (loss_down, (positions_down, _)), _ = run_at(-eps)
+    (_, (positions, *_)), gradient = run_at(0.0)
+    (loss_up, (positions_up, *_)), _ = run_at(eps)
+    (loss_down, (positions_down, *_)), _ = run_at(-eps)
     assert jax.tree.all(jax.tree.map(np.array_equal, positions_up, positions))
     assert jax.tree.all(jax.tree.map(np.array_equal, positions_down, positions))
     slopes = jax.tree.map(lambda x, y: float(jnp.vdot(x, y)), gradient, direction)
@@ -117,7 +119,7 @@ def test_a_smooth_method_has_the_gradient_of_finite_differences(name):
 @pytest.mark.parametrize("name", sorted(STEPPED))
 def test_codes_have_the_gradient_of_the_exact_vectors_at_their_values(name):
     qkv = random_qkv()
-    (_, (_, out)), gradients = compile_gradient(bind_layer(SMALL[name]))(qkv)
+    (_, (_, out, _)), gradients = compile_gradient(bind_layer(SMALL[name]))(qkv)
     expected_out, expected_gradients = straight_through(bind_layer(SMALL[name], False), qkv)
     np.testing.assert_allclose(out[:, :, :, 0], expected_out, atol=2e-5)
     for gradient, expected in zip(gradients, expected_gradients, strict=True):
@@ -214,14 +216,146 @@ def test_the_forward_pass_gives_the_same_bits(name):
 def test_gradients_pass_through_caches_of_16_bits(name):
     run = compile_gradient(bind_layer(SMALL[name]))
     narrow = random_qkv(jnp.bfloat16)
-    (_, (positions, _)), gradients = run(narrow)
+    (_, (positions, *_)), gradients = run(narrow)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
-    (_, (wide_positions, _)), wide_gradients = run(wide)
+    (_, (wide_positions, *_)), wide_gradients = run(wide)
     assert np.array_equal(positions, wide_positions)
     for gradient, expected in zip(gradients, wide_gradients, strict=True):
         assert jnp.linalg.norm(gradient.astype(jnp.float32) - expected) < 0.05 * jnp.linalg.norm(expected)
     with pytest.raises(GradientThroughBits, match="raw bits of 16-bit floats|words in host memory"):
         jax.eval_shape(jax.grad(lambda qkv: loss(run_steps(bind_layer(SMALL[name], False), qkv)[0])), narrow)
+
+
+@functools.cache
+def compile_state_gradient(layer: MethodLayer) -> Any:
+    """Compiles the function of a state and a new token -> (loss of the token's output, gradient to the state)."""
+    return jax.jit(jax.value_and_grad(lambda *args: loss_of_token(layer, *args), allow_int=True))
+
+
+def loss_of_token(layer: MethodLayer, state: Any, token: one_layer.NewTokens) -> jax.Array:
+    return loss(layer.extend(state, *token, 1, None)[0])
+
+
+def map_floats(fun: Any, state: Any, *others: Any) -> Any:
+    """Applies `fun` to the floats of a state; its integers stay."""
+    return jax.tree.map(lambda x, *y: fun(x, *y) if jnp.issubdtype(x.dtype, jnp.floating) else x, state, *others)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_gradient_to_a_cache_is_that_of_finite_differences_or_refused(name):
+    # Methods that only select are one layer after the prompt, and share a program.
+    layer, token = bind_layer(SMALL[name], False).after_prompt, one_layer.random_batch(3).token(2)
+    if name in STEPPED or parse(SMALL[name]).traits.host:
+        state = jax.eval_shape(functools.partial(run_steps, bind_layer(SMALL[name], False)), random_qkv())[1]
+        with pytest.raises(GradientThroughBits, match=r"(codes of|words in host memory).*differentiable=True"):
+            jax.eval_shape(jax.grad(functools.partial(loss_of_token, layer), allow_int=True), state, token)
+        return
+    state = compile_gradient(bind_layer(SMALL[name]), 2 if layer.method.decode else 1)(random_qkv())[0][1][2]
+    rng = np.random.default_rng(5)
+    direction = map_floats(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), state)
+    run = compile_state_gradient(layer)
+    up, down = (map_floats(lambda x, d, step=step: x + step * d, state, direction) for step in (1e-3, -1e-3))
+    difference = float(run(up, token)[0] - run(down, token)[0]) / 2e-3
+    slopes = map_floats(jnp.vdot, direction, run(state, token)[1])
+    slope = sum(float(x) for x in jax.tree.leaves(slopes) if jnp.issubdtype(x.dtype, jnp.floating))
+    np.testing.assert_allclose(slope, difference, rtol=5e-3, atol=5e-4)
+
+
+@pytest.mark.parametrize("name", ["kivi", "int8", "turboquant", "specache", "codes in pages", "full"])
+def test_a_differentiable_cache_passes_the_whole_gradient_of_a_prompt(name):
+    """The gradient to the cache, taken further to the prompt, is the one through both at once."""
+    layer, qkv = bind_layer(SMALL[name]), random_qkv()
+    token = one_layer.SequenceBatch(*qkv, one_layer.LENGTHS).token(0)
+
+    def read_prompt(qkv: QKV) -> tuple[Any, one_layer.NewTokens]:
+        batch = one_layer.SequenceBatch(*qkv, one_layer.LENGTHS)
+        state = one_layer.make_state(layer, *one_layer.prompt(batch), one_layer.num_slots(layer))
+        return state, batch.token(0)
+
+    (state, token), pull_back = jax.vjp(jax.jit(read_prompt), qkv)
+    gradient = jax.jit(jax.grad(functools.partial(loss_of_token, layer), (0, 1), allow_int=True))(state, token)
+    (found,) = pull_back(gradient)
+    for x, expected in zip(found, compile_gradient(layer)(qkv)[1], strict=True):
+        np.testing.assert_allclose(x, expected, atol=1e-6, rtol=1e-4)
+
+
+PARTS_OF_CACHE = {
+    "the cache": (lambda cache: cache, lambda cache, part: part),
+    "its layers": (lambda cache: cache.layers, lambda cache, part: dataclasses.replace(cache, layers=part)),
+    "its last keys": (
+        lambda cache: cache.layers[-1].k,
+        lambda cache, part: dataclasses.replace(
+            cache, layers=(cache.layers[0], dataclasses.replace(cache.layers[1], k=part))
+        ),
+    ),
+}
+DERIVATIVES = {
+    "grad": lambda run, part: jax.grad(run, allow_int=True)(part),
+    "vjp": lambda run, part: jax.vjp(run, part),
+    "jacrev": lambda run, part: jax.jacrev(run, allow_int=True)(part),
+    "linearize": lambda run, part: jax.linearize(run, part),
+    "of jit": lambda run, part: jax.grad(jax.jit(run), allow_int=True)(part),
+    "of checkpoint": lambda run, part: jax.grad(jax.checkpoint(run), allow_int=True)(part),
+    "vmap": lambda run, part: jax.vmap(jax.grad(run, allow_int=True))(jax.tree.map(lambda x: x[None], part)),
+}
+
+
+def abstract_cache(text: str, differentiable: bool = False) -> tuple[Any, Any]:
+    """Parameters and a cache of two sequences of a small model, as types."""
+    plan, params = functional.bind(text, CONFIG, differentiable), random_model(CONFIG, 1).params
+
+    def read(params: Any) -> Any:
+        lengths = jnp.array([9, 6], jnp.int32)
+        return functional.prefill(params, jnp.asarray(TOKENS[:, :9]), lengths, plan, CONFIG, 24)[1]
+
+    return params, jax.eval_shape(read, params)
+
+
+@pytest.mark.parametrize("part", PARTS_OF_CACHE)
+@pytest.mark.parametrize("how", DERIVATIVES)
+def test_codes_in_a_cache_refuse_every_kind_of_derivative(how, part):
+    params, cache = abstract_cache("int8")
+    take, put = PARTS_OF_CACHE[part]
+
+    def derive(cache: Any) -> Any:
+        def run(part: Any) -> jax.Array:
+            return functional.extend(params, TOKENS[:, 9:], put(cache, part))[0][:, -1].var()
+
+        return jax.tree.leaves(DERIVATIVES[how](run, take(cache)))[0]
+
+    with pytest.raises(GradientThroughBits, match=r"codes of keys and values in a cache.*differentiable=True"):
+        jax.eval_shape(derive, cache)
+
+
+@pytest.mark.parametrize(
+    "text", ["int8", "int4", "turboquant:ends=0", "offload", "fp8", "kivi:bits=2,group=8,residual=8"]
+)
+def test_codes_refuse_the_gradient_of_steps_in_a_scan_and_of_a_score_of_what_is_in_the_cache(text):
+    params, cache = abstract_cache(text)
+
+    def scan_steps(cache: Any) -> jax.Array:
+        def step(cache: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+            logits, cache = functional.extend(params, tokens[:, None], cache)
+            return cache, logits
+
+        return lax.scan(step, cache, jnp.asarray(TOKENS[:, 9:].T))[1].var()
+
+    def draft(cache: Any) -> jax.Array:  # nothing is written, so that nothing is encoded either
+        return functional.extend(params, TOKENS[:, 9:], cache, commit=0)[0].var()
+
+    for run in (scan_steps, draft):
+        with pytest.raises(GradientThroughBits, match="differentiable=True"):
+            jax.eval_shape(jax.grad(run, allow_int=True), cache)
+    exact = abstract_cache(text, True)[1]
+    assert jax.eval_shape(jax.grad(draft, allow_int=True), exact).length.shape == (2,)
+
+
+def test_16_bits_on_the_device_refuse_a_gradient_to_the_cache():
+    layer = bind_layer("full", False)
+    state = jax.eval_shape(functools.partial(run_steps, layer), random_qkv(jnp.bfloat16))[1]
+    token = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 3 else x, one_layer.random_batch(3).token(2))
+    with pytest.raises(GradientThroughBits, match="raw bits of 16-bit floats"):
+        jax.eval_shape(jax.grad(functools.partial(loss_of_token, layer), allow_int=True), state, token)
 
 
 def sum_coded(x: jax.Array) -> jax.Array:
@@ -298,10 +432,6 @@ def test_a_method_without_components_is_refused_with_a_reason():
         make_differentiable(Own())
     method = make_differentiable(parse("kivi"))
     assert make_differentiable(method) is method and not make_differentiable(parse("offload")).traits.host
-
-
-CONFIG = Config(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=32, mlp_width=64)
-TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)).astype(np.int32)
 
 
 @functools.cache

@@ -178,7 +178,7 @@ class Kivi(Codec):
         )
 
     def decode(self, stored: KiviState) -> Array:
-        codes = bit_packing.unpack(stored.codes.data, self.bits, self._word_axis)
+        codes = bit_packing.unpack(memory.read_data(stored.codes), self.bits, self._word_axis)
         x = self.restore_groups(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), bit_packing.dequantize)
         slot = jnp.arange(stored.slots, dtype=jnp.int32)[None]
         recent = jnp.take(stored.recent, slot[0] % self.num_recent, axis=2)
@@ -227,7 +227,7 @@ class Kivi(Codec):
 
     def packed_codes(self, stored: KiviState) -> PackedCodes:
         """The arrays that kernels read."""
-        return PackedCodes(stored.codes.data, memory.unpack(stored.scale), memory.unpack(stored.lo))
+        return PackedCodes(memory.read_data(stored.codes), memory.unpack(stored.scale), memory.unpack(stored.lo))
 
     def _has_kernel(self, x: Array, stored: KiviState) -> bool:
         """Whether a kernel multiplies queries or weights x [B K G T ...] with the codes here."""
@@ -339,7 +339,7 @@ class PagedKivi(Codec):
         scale, lo = memory.unpack(stored.scale), memory.unpack(stored.lo)
         B, K, P, n = scale.shape
         H = n * self.rule.group // self.page
-        codes = bit_packing.unpack(stored.codes.data, self.rule.bits, 3)[..., : self.page * H]
+        codes = bit_packing.unpack(memory.read_data(stored.codes), self.rule.bits, 3)[..., : self.page * H]
         groups = (B, K, P * self.page // self.rule.group, H)
         if self.rule.axis == "token":
             groups = (B, K, P * self.page, H // self.rule.group)

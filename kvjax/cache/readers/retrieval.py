@@ -166,7 +166,9 @@ class Retrieve(Reader):
         self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, search_q: Array, reader_state: Any
     ) -> Partial:
         """Attends queries to the units that search queries [B K G T H] find in the index for them."""
-        summary, lookup_slot = self.index.load(reader_state), slot_lookup(state, q_pos)
+        # What only chooses is a constant, in codes too.
+        summary = self.index.load(jax.tree.map(lax.stop_gradient, reader_state))
+        lookup_slot = slot_lookup(state, q_pos)
 
         def attend(q: Array, q_pos: Array, search_q: Array) -> Partial:
             with jax.named_scope("retrieve"):
