@@ -230,6 +230,8 @@ def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
     if isinstance(layer, BatchedLayer):
         return layer.concat_sequences(states)
 
+    if isinstance(layer, StateOperations):
+        states = pad_to_largest(states)
     batches = [_batch_size(state) for state in states]
 
     def concat_on_device(*xs: Array) -> Array:
@@ -244,6 +246,35 @@ def concat_sequences(layer: BoundLayer | None, states: list[Any]) -> Any:
         return xs[0] if is_shared else memory.apply_on_device(concat_on_device, *xs)
 
     return jax.tree.map(concat, *states)
+
+
+def pad_to_largest(states: Sequence[Any]) -> list[Any]:
+    """Gives states of one layer under a `kvjax.Method` equal shapes: empty slots, pages and chunks follow the others.
+
+    The states are of one capacity. What a prompt leaves and the room behind it add up to different numbers of slots
+    where a method evicts, and a budget of the whole model gives a layer as many as its prompt asks for.
+
+    Raises:
+      ValueError: states of different parts or with different numbers of heads.
+    """
+    leaves, trees = zip(*map(jax.tree.flatten, states), strict=True)
+    if len(set(trees)) == 1 and len({tuple(x.shape[1:] for x in xs) for xs in leaves}) == 1:
+        return list(states)
+    if len({len(xs) for xs in leaves}) > 1:
+        raise ValueError("some of them have parts that others lack")
+    shapes = [tuple(map(max, zip(*(x.shape[2:] for x in xs), strict=True))) for xs in zip(*leaves, strict=True)]
+    # Static fields, such as the slots that a codec counts, are those of the state with the most.
+    tree = trees[int(np.argmax([sum(x.size // max(x.shape[0], 1) for x in xs if x.ndim) for xs in leaves]))]
+
+    def pad(x: Array, shape: tuple[int, ...]) -> Array:
+        if x.shape[2:] == shape:
+            return x
+        # Numbers lie in the order of their slots, chunks or pages, in a ring with as many places as there are slots
+        # too, so that those behind the last one are free. An i32 is a position, a head or a slot, and -1 is none.
+        more = [(0, 0), (0, 0), *((0, n - m) for n, m in zip(shape, x.shape[2:], strict=True))]
+        return memory.apply_on_device(lambda a: jnp.pad(a, more, constant_values=-1 if a.dtype == jnp.int32 else 0), x)
+
+    return [tree.unflatten(map(pad, xs, shapes)) for xs in leaves]
 
 
 def _batch_size(state: Any) -> int:

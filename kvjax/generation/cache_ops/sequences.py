@@ -95,17 +95,19 @@ def fork(cache: Cache, times: int) -> Cache:
 
 @checks_keywords
 def join(caches: Sequence[Cache]) -> Cache:
-    """Joins the sequences of several caches of one method and model into one batch, bit by bit.
+    """Joins the sequences of several caches of one method, model and capacity into one batch, bit by bit.
+
+    Documents may be of any lengths. Where that gives the caches different numbers of slots, those of fewer get empty
+    ones, which count as reserved bytes.
 
     Raises:
-      KvjaxError: caches of different shapes. Read their documents with the same `capacity`, and where a method evicts
-        tokens of a prompt, with documents of similar length.
+      KvjaxError: caches of different models, methods or capacities, or of a layer of one's own whose arrays differ.
     """
     if not caches:
         raise KvjaxError("no caches were given; pass one or more")
     for cache in caches:
         cache.check_usable()
-    # Arrays of unlike capacity cannot be concatenated, and padding one would change what its method has stored.
+    # Padding a cache to another capacity would change what its method has stored: a policy with more slots evicts less.
     first = caches[0]
     for i, cache in enumerate(caches[1:], 1):
         if cache.weights != first.weights:
@@ -126,8 +128,8 @@ def join(caches: Sequence[Cache]) -> Cache:
             layers.append(concat_sequences(layer, [cache.layers[i] for cache in caches]))
         except ValueError as e:
             raise KvjaxError(
-                f"layer {i} of these caches is held in unlike shapes ({e}); read documents of like length with one "
-                "capacity and width"
+                f"layer {i} of these caches, {type(layer).__name__}, is held in unlike shapes ({e}); read their "
+                "documents in one batch"
             ) from e
     return dataclasses.replace(first, layers=tuple(layers), length=concat_sequences(None, [c.length for c in caches]))
 
