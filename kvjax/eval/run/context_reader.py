@@ -33,6 +33,7 @@ class ReadingTime:
     exact: float = 0.0  # exact keys, values and queries, which several methods share
     exact_compile: float = 0.0
     compress: float = 0.0  # under a method; whole reads where exact ones are not kept
+    compress_compile: float = 0.0
 
 
 class ContextReader:
@@ -63,6 +64,7 @@ class ContextReader:
                 context = read(self.model, contexts, method, room=headroom_tokens, width=width)
                 jax.block_until_ready(context.last)
             self.time.compress += timer.run_seconds
+            self.time.compress_compile += timer.compile_seconds
             return context
         ids = [np.asarray(context).tolist() for context in contexts]
         key = width, tuple(map(tuple, ids))
@@ -82,6 +84,7 @@ class ContextReader:
             context = self._exact[key].compress(method, capacity=capacity)
             jax.block_until_ready(context.cache)
         self.time.compress += timer.run_seconds
+        self.time.compress_compile += timer.compile_seconds
         return context
 
     def _max_exact_bytes(self) -> float:

@@ -65,7 +65,7 @@ def make_step(cases: Sequence[Case], batch_size: int, max_new_tokens: int, quest
 
 @dataclasses.dataclass(frozen=True)
 class _Measured:
-    """Seconds of a step under a method, without compilation but for the last two fields."""
+    """Seconds of a step under a method, without compilation but for the last three fields."""
 
     step: Step
     method: str
@@ -73,7 +73,8 @@ class _Measured:
     compress: float
     rest: float  # asking, decoding, scoring
     exact_compile: float
-    compile: float
+    compress_compile: float
+    rest_compile: float
 
 
 class TimeEstimate:
@@ -111,8 +112,9 @@ class TimeEstimate:
         seconds, compiled, read = time.perf_counter() - start, compile_seconds() - compiled, self._reader.time
         rest = max(seconds - compiled - read.exact - read.compress, 0.0)
         before = self._steps.get((step, method))
-        compiled = max(compiled - read.exact_compile, 0.0)
-        now = _Measured(step, method, read.exact, read.compress, rest, read.exact_compile, compiled)
+        compiled = max(compiled - read.exact_compile - read.compress_compile, 0.0)
+        reading = read.exact_compile, read.compress_compile
+        now = _Measured(step, method, read.exact, read.compress, rest, *reading, compiled)
         if before:
             # Steps of one size are one measurement, in which the latest ones count most; only the first compiles.
             means = {name: (getattr(before, name) + getattr(now, name)) / 2 for name in ("compress", "rest")}
@@ -131,6 +133,7 @@ class TimeEstimate:
         left, before, known = 0.0, self._work[self._done - 1][0], {}
         shapes = {(m.method, m.step.kind, m.step.shape) for m in self._measured}
         exact_shapes = {(m.step.batch_size, m.step.width) for m in self._measured}
+        read_shapes = {(m.method, m.step.batch_size, m.step.width) for m in self._measured}
         for step, method in self._work[self._done :]:
             if step is not before and step.kind != "speed":
                 left += self._exact_seconds(step)
@@ -141,7 +144,11 @@ class TimeEstimate:
             left += known[step, method]
             if (method, step.kind, step.shape) not in shapes:
                 left += self._compile_seconds(step, method)
+            if (method, step.batch_size, step.width) not in read_shapes:
+                own = [m for m in self._measured if m.method == method] or self._measured
+                left += _mean(m.compress_compile for m in own if m.compress_compile)
             shapes.add((method, step.kind, step.shape))
+            read_shapes.add((method, step.batch_size, step.width))
             exact_shapes.add((step.batch_size, step.width))
             before = step
         return left
@@ -243,10 +250,10 @@ class TimeEstimate:
         return self._exact_rate() if step.kind == "text" else 1.0
 
     def _compile_seconds(self, step: Step, method: str) -> float:
-        """Compilation of a method for a new shape: as at the first shape of the same kind."""
+        """Compilation of what follows reading, for a new shape: as at the first shape of the same kind."""
         first: dict[tuple, float] = {}
         for m in self._measured:
-            first.setdefault((m.method, m.step.kind, m.step.shape), m.compile)
+            first.setdefault((m.method, m.step.kind, m.step.shape), m.rest_compile)
         for is_like in (
             lambda key: key[:2] == (method, step.kind),
             lambda key: key[1] == step.kind,
