@@ -90,7 +90,7 @@ class Policy:
         return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
 
 
-def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[int, int]) -> tuple[Array, Any]:
+def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[int, ...]) -> tuple[Array, Any]:
     """Returns what `init` or `after_token` of a policy returned; raises KvjaxError that names its author's mistake.
 
     Args:
