@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
 
 
 DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"
-"""Where transformers finds the template of a checkpoint with several, if there is no `chat_template.jinja`."""
+"""The file in which transformers finds the template of a checkpoint with several, without a `chat_template.jinja`."""
 
 
 class Tensor(NamedTuple):

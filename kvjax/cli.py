@@ -345,7 +345,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _template_options(args: argparse.Namespace) -> TemplateOptions:
-    """What the chat template gets, from JSON files and from the command line itself."""
+    """Reads the chat template's further inputs, from JSON files and from the command line itself."""
     texts = {
         name: read_text_file(path, f"--{name}") for name in ("tools", "documents") if (path := getattr(args, name))
     }

@@ -69,7 +69,7 @@ class DemoRow:
     dtype: str  # of the model
     fraction_of_full: float  # device bytes, of the exact cache's in the model's dtype
     bfloat16_fraction: float  # the same of the same tokens, both in bfloat16
-    bfloat16_device_bytes: int  # of the table, beside their fraction: planned, in bfloat16
+    bfloat16_device_bytes: int  # shown in the table, as planned for a cache in bfloat16
     bfloat16_host_bytes: int
     tokens_per_second: tuple[float, ...] = ()  # of each turn, decoding all contexts at once
 

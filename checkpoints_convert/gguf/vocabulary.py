@@ -31,7 +31,7 @@ END_KEYS = {
     "fim_rep": "tokenizer.ggml.fim_rep_token_id",
     "fim_sep": "tokenizer.ggml.fim_sep_token_id",
 }
-"""What ends with a token -> key of the token's id, where llama.cpp stops."""
+"""Keys of the ids at which llama.cpp stops, by what the token ends."""
 
 END_TEXTS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
@@ -46,7 +46,7 @@ INFILL_END_TEXTS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Further such tokens, of which llama.cpp takes the first where the key of END_KEYS is missing."""
+"""Texts of further such tokens: llama.cpp takes the first that there is where the key of END_KEYS is missing."""
 
 DAMAGE_REMEDY = "the file is damaged: copy it again, or convert the safetensors checkpoint instead"
 

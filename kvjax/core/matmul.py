@@ -29,7 +29,7 @@ NO_PACKING = {"xla_cpu_experimental_ynn_fusion_type": ""}
 """Compiler options that leave such products to other code than YNNPACK."""
 
 CPUINFO = pathlib.Path("/proc/cpuinfo")
-"""Where Linux lists the flags of the CPU."""
+"""The file in which Linux lists the flags of the CPU."""
 
 
 def matmul(x: Array, w: Array) -> Array:

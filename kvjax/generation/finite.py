@@ -75,7 +75,7 @@ def check_logits(
 def nonfinite_error(
     model: Model, place: str, ids: Sequence[int] | None = None, cache: Cache | None = None
 ) -> KvjaxError:
-    """Makes the error; `ids` of one sequence with its beginning, or those that follow a cache of one sequence."""
+    """Makes the error; `ids` are of one sequence, from its beginning or after a cache of one sequence."""
     try:
         cause, remedy = _explain(model, ids, cache)
     except jax.errors.JaxRuntimeError:  # the search takes memory, and the error must not be about that

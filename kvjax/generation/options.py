@@ -68,7 +68,7 @@ class DecodeOptions:
     sampling: SamplingParams
     eos: Array  # i32[E], ids that end a sequence
     stop: tuple[str, ...]
-    num_top: int | None  # likeliest tokens with a log-probability, beside the drawn one; None for no log-probabilities
+    num_top: int | None  # likeliest tokens with a log-probability in each step; None for no log-probabilities
     loop: str
 
 

@@ -26,7 +26,7 @@ PROBE, END_OF_MESSAGE = "kvjaxPROBE", "kvjaxENDOFMESSAGE "  # the latter ends in
 
 
 class TemplateOptions(TypedDict, total=False):
-    """What a chat template gets beside the messages, in the words of transformers and vLLM.
+    """The inputs of a chat template in addition to the messages, in the words of transformers and vLLM.
 
     Attributes:
       tools: functions that the model may call, as JSON schemas: [{"type": "function", "function": {"name": ..}}].

@@ -1,4 +1,4 @@
-"""The special tokens of a checkpoint: those that have a name, and those that its `tokenizer.json` lacks.
+"""The special tokens of a checkpoint: the ones with a name, and all that its `tokenizer.json` lacks.
 
 They stand in three more files, which transformers reads in this order (`tokenization_utils_base.py`):
 
@@ -31,7 +31,7 @@ Fields = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """The tokens that the files beside `tokenizer.json` tell of."""
+    """The tokens in the other files of a tokenizer, which complete `tokenizer.json`."""
 
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {"bos_token": "<s>"}
     by_id: Mapping[int, Fields] = dataclasses.field(default_factory=dict)

@@ -27,7 +27,7 @@ class Tokenizer:
     Args:
       inner: the tokenizer; the special tokens are added to it.
       file: that it was read from, for messages.
-      special_tokens: those that other files tell of.
+      special_tokens: of the other files of the tokenizer.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Tokenizer:
     def encode_prompt(self, text: str, *, parse_special: bool = True) -> list[int]:
         """Encodes a text that begins a sequence and that a model is to continue.
 
-        The tokens that the post-processor puts before a text, as bos, are added; those that it puts after one, as eos,
-        are not.
+        The tokens that the post-processor puts before a text, as bos, are added, and the tokens that it puts after one,
+        as eos, are not.
 
         Args:
           text: any text.

@@ -107,7 +107,7 @@ def _scalable(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _sizes(part: Part) -> dict[str, int]:
-    """The parameters that say how many tokens a method keeps: those that are declared, or else its largest number."""
+    """The parameters that say how many tokens a method keeps: the declared ones, or else its largest number."""
     entry, scalable = load_all()[part.name], _scalable(part.values)
     budgets = {name for name, p in entry.parameters.items() if p.annotation is TokenBudget}
     declared = {key: value for key, value in scalable.items() if key in budgets.union(entry.size_parameters)}

@@ -63,7 +63,7 @@ REMEDIES = {
     "device_map": "JAX chooses the device; give kvjax.load a mesh for several",
     "chat_template": "the template is the checkpoint's; dataclasses.replace(model, chat_template=..) changes it",
 }
-"""What to do in place of arguments that have no counterpart."""
+"""Remedies for arguments that have no counterpart."""
 
 VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "date_string", "custom_tools")
 """Names that chat templates read."""

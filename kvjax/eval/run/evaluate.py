@@ -122,7 +122,7 @@ def evaluate(
             todo = [s for s, _ in part]
             line = bar.add_task(f"{name}: {task}", total=sum(len(s.cases) for s in todo), left="")
             for step in todo:
-                with _name_failures(name, task), estimate.measured():
+                with _name_failures(name, task), estimate.measure_step():
                     if task == SPEED:
                         records = [run_speed_test(model, name, parsed[name], step, seed)]
                     else:

@@ -1,4 +1,4 @@
-"""How long a run will take: the seconds of the work that is left, from those of the work that is done.
+"""An estimate of how long a run will take: the seconds of the work that is left, from those of the work done.
 
 Work is divided into what scales differently. Exact keys are read once for all methods; compressing them and decoding
 take each method its own time; and a program is compiled once for a method and a shape. What was measured for a method
@@ -23,9 +23,9 @@ from kvjax.models.model import Model
 
 ANNOUNCED_FRACTION = 0.2  # of the run after which an estimate is announced, though some methods have not run yet
 SHORTEST_SECONDS = 10.0  # of a run whose length is announced
-END_FRACTION = 0.6  # tables, plots and the page take so much of the time of what came before the work
+END_FRACTION = 0.6  # seconds of tables, plots and the page, as a fraction of those before the work began
 CHANGED_FRACTION = 0.25  # of an estimate's change after which it is announced again
-DECODE_FLOPS = 16  # a step of decoding takes as long as reading so many tokens, while no step was measured
+DECODE_FLOPS = 16  # tokens read in the time of one decoding step, as long as no step was measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class TimeEstimate:
         self._end_seconds = END_FRACTION * other_seconds
 
     @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure_step(self) -> Iterator[None]:
         """Measures the next step of the work."""
         step, method = self._work[self._done]
         start, compiled, self._reader.time = time.perf_counter(), compile_seconds(), ReadingTime()
@@ -125,27 +125,27 @@ class TimeEstimate:
         self._announce_changes()
 
     @property
-    def _measured(self) -> list[_Measured]:
+    def _measurements(self) -> list[_Measured]:
         return list(self._steps.values())
 
     def _predict(self) -> float:
         """Predicts the seconds of the work that is left."""
         left, before, known = 0.0, self._work[self._done - 1][0], {}
-        shapes = {(m.method, m.step.kind, m.step.shape) for m in self._measured}
-        exact_shapes = {(m.step.batch_size, m.step.width) for m in self._measured}
-        read_shapes = {(m.method, m.step.batch_size, m.step.width) for m in self._measured}
+        shapes = {(m.method, m.step.kind, m.step.shape) for m in self._measurements}
+        exact_shapes = {(m.step.batch_size, m.step.width) for m in self._measurements}
+        read_shapes = {(m.method, m.step.batch_size, m.step.width) for m in self._measurements}
         for step, method in self._work[self._done :]:
             if step is not before and step.kind != "speed":
                 left += self._exact_seconds(step)
                 if (step.batch_size, step.width) not in exact_shapes:
-                    left += _mean(m.exact_compile for m in self._measured if m.exact_compile)
+                    left += _mean(m.exact_compile for m in self._measurements if m.exact_compile)
             if (step, method) not in known:
                 known[step, method] = self._compress_seconds(step, method) + self._rest_seconds(step, method)
             left += known[step, method]
             if (method, step.kind, step.shape) not in shapes:
                 left += self._compile_seconds(step, method)
             if (method, step.batch_size, step.width) not in read_shapes:
-                own = [m for m in self._measured if m.method == method] or self._measured
+                own = [m for m in self._measurements if m.method == method] or self._measurements
                 left += _mean(m.compress_compile for m in own if m.compress_compile)
             shapes.add((method, step.kind, step.shape))
             read_shapes.add((method, step.batch_size, step.width))
@@ -160,7 +160,7 @@ class TimeEstimate:
     def _announce_changes(self) -> None:
         elapsed = time.perf_counter() - self._start
         total = elapsed + self._left + self._end_seconds
-        is_known = {m.method for m in self._measured} >= {method for _, method in self._work}
+        is_known = {m.method for m in self._measurements} >= {method for _, method in self._work}
         if self._announce is None or self._done == len(self._work) or total < SHORTEST_SECONDS:
             return
         if self._announced:
@@ -184,7 +184,7 @@ class TimeEstimate:
 
     def _exact_rate(self) -> float:
         """Seconds per unit of work of reading, from the exact reads, or from whole reads where those are not kept."""
-        found = [m for m in self._measured if m.step.kind != "speed"]
+        found = [m for m in self._measurements if m.step.kind != "speed"]
         reads = [m for m in found if m.exact] or found
         if not reads:
             return 0.0
@@ -192,7 +192,7 @@ class TimeEstimate:
         return seconds / sum(self._read_flops(m.step) for m in reads)
 
     def _exact_seconds(self, step: Step) -> float:
-        if not any(m.exact for m in self._measured):
+        if not any(m.exact for m in self._measurements):
             return 0.0  # every method reads for itself
         return self._exact_rate() * self._read_flops(step)
 
@@ -216,17 +216,17 @@ class TimeEstimate:
             return step.amount
         if step.kind == "text":
             return self._read_flops(step, step.amount)
-        answers = [m for m in self._measured if m.step.kind == "answers"]
+        answers = [m for m in self._measurements if m.step.kind == "answers"]
         own = [m for m in answers if m.method == method] or answers
         token_seconds = self._exact_rate() * self._read_flops(step) / step.num_reads / step.width / step.batch_size
         decode = _mean(m.rest / m.step.amount for m in own) if own else DECODE_FLOPS * token_seconds
-        compressed = [m for m in self._measured if m.method == method and m.step.kind != "speed"]
+        compressed = [m for m in self._measurements if m.method == method and m.step.kind != "speed"]
         compress = _mean(m.compress / self._read_flops(m.step) for m in compressed) * self._read_flops(step)
         return self._exact_rate() * self._read_flops(step) + compress + SPEED_RUNS * SPEED_TOKENS * decode
 
     def _rate(self, step: Step, method: str, rate: Callable[[_Measured], float], *, by_task: bool = True) -> float:
         """The measured rate of a method on a task; or that of others, times how much slower it was elsewhere."""
-        found = [m for m in self._measured if not by_task or m.step.kind == step.kind]
+        found = [m for m in self._measurements if not by_task or m.step.kind == step.kind]
         found = found if by_task else [m for m in found if m.step.kind != "speed"]
         task = {m.method: [] for m in found if not by_task or m.step.task == step.task}
         for m in found:
@@ -252,7 +252,7 @@ class TimeEstimate:
     def _compile_seconds(self, step: Step, method: str) -> float:
         """Compilation of what follows reading, for a new shape: as at the first shape of the same kind."""
         first: dict[tuple, float] = {}
-        for m in self._measured:
+        for m in self._measurements:
             first.setdefault((m.method, m.step.kind, m.step.shape), m.rest_compile)
         for is_like in (
             lambda key: key[:2] == (method, step.kind),

@@ -52,7 +52,7 @@ def run(monkeypatch, steps, announce=None, methods=METHODS, **machine):
     estimate = TimeEstimate(toy_model(layers=1), work, world.reader, announce)
     predicted = []
     for step, method in work:
-        with estimate.measured():
+        with estimate.measure_step():
             world.run(step, method)
         predicted.append(world.now + estimate._left)
     assert estimate._left == 0 and estimate.describe_left() == ""
@@ -98,7 +98,7 @@ def test_an_estimate_that_turns_out_wrong_is_announced_again(monkeypatch):
     estimate = TimeEstimate(toy_model(layers=1), work, world.reader, lines.append)
     for i, (step, method) in enumerate(work):
         world.slower = 1.0 if i < 2 else 20.0  # something else runs on the machine
-        with estimate.measured():
+        with estimate.measure_step():
             world.run(step, method)
     assert len(lines) >= 2 and lines[1].startswith("now about ")
 
