@@ -83,9 +83,9 @@ class CacheBytes:
 
 
 def array_bytes(tree: Any) -> dict[str, int]:
-    """Bytes of a pytree of arrays or typed abstract values, by memory kind."""
+    """Bytes of a pytree of arrays or typed abstract values, by memory kind; without the guards of buffers."""
     total: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
-    for x in jax.tree.leaves(tree):
+    for x in jax.tree.leaves(memory.without_guards(tree)):
         total[memory.memory_kind(x)] += x.size * x.dtype.itemsize
     return total
 
@@ -151,13 +151,10 @@ def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False)
         # A prompt that is fed through the method is stored before any query has been observed.
         observes = layer.needs.observes and not layer.needs.prompt_chunk
         k, v, reader_state = layer.encode_slots(block, queries if observes else None)
-        if not filled:
-            return k, v, reader_state
-        return (
-            layer.k.used_part(k, slots),
-            layer.v.used_part(v, slots),
-            layer.method.read.used_part(reader_state, slots),
-        )
+        if filled:
+            k, v = layer.k.used_part(k, slots), layer.v.used_part(v, slots)
+            reader_state = layer.method.read.used_part(reader_state, slots)
+        return memory.without_guards((k, v, reader_state))
 
     abstract: Any = jax.ShapeDtypeStruct  # typed Any, since its users say Array
     spec, num_queries = layer.spec, layer.needs.observed_queries
@@ -179,7 +176,7 @@ def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int
       used: for each sequence of the batch, the slots that tokens fill: of each head, or their mean over the heads.
     """
     total = array_bytes(())
-    for x in jax.tree.leaves(store):
+    for x in jax.tree.leaves(memory.without_guards(store)):
         if x.shape[2:3] == (slots,):
             per_slot = x.size * x.dtype.itemsize / (len(used) * slots)
             total[memory.memory_kind(x)] += sum(int(per_slot * (slots - count)) for count in used)

@@ -62,12 +62,13 @@ class Buffer:
     """Token vectors [B K S W] of some dtype, stored as raw bits or words where the rules above ask for it.
 
     JAX passes integers by when it differentiates a function of a cache, so that a rule at `data` would never be asked.
-    `guard` is a float array without elements, which is differentiated together with the buffer, and refuses.
+    `guard` is a small float array, which is differentiated together with the buffer, and refuses. It has one number for
+    each sequence and head, since orbax writes no empty arrays; counts of bytes leave it out.
     """
 
     data: Array
     dtype: str = dataclasses.field(metadata={"static": True})
-    guard: Array | None = None  # f32[B K 0] where `data` has no gradient, as bits and codes; else None
+    guard: Array | None = None  # f32[B K 1], zeros, where `data` has no gradient, as bits and codes; else None
 
     @property
     def host(self) -> bool:
@@ -123,15 +124,21 @@ def with_guard(buf: Buffer) -> Buffer:
     data = buf.data
     if buf.guard is not None or (jnp.issubdtype(data.dtype, jnp.floating) and data.dtype.itemsize > 1):
         return buf
-    # Made of the data, so that it varies between devices as they do inside a caller's `jax.shard_map`.
-    shape = (*data.shape[:2], 0)
-    guard = jnp.zeros(shape) if is_host(data) else data[:, :, :0, :0].astype(jnp.float32).reshape(shape)
+    if is_host(data):
+        guard = jnp.zeros((*data.shape[:2], 1))
+    else:  # an empty sum over the data, so that it varies between devices as they do inside a caller's `jax.shard_map`
+        guard = data[:, :, :0, :0].astype(jnp.float32).sum((2, 3))[:, :, None]
     return dataclasses.replace(buf, guard=lax.stop_gradient(guard))
 
 
 def without_guard(buf: Buffer) -> Buffer:
     """Removes the guard, as for a file."""
     return dataclasses.replace(buf, guard=None)
+
+
+def without_guards(tree: Any) -> Any:
+    """Removes the guards of all buffers of a tree: they say nothing that the buffers do not."""
+    return map_buffers(without_guard, tree)
 
 
 def read_data(buf: Buffer) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
 from kvjax.cache.eviction.budget_allocation import most_shared_slots
 from kvjax.cache.protocol import BoundLayer, KVMethod, PlannableLayer, num_layer_slots
+from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.engine.forward import Plan
@@ -147,4 +148,6 @@ def abstract_state(
     )
     trace = jax.make_jaxpr(lambda block, observation: layer.prefill(block, observation, num_slots), return_shape=True)
     traced, shapes = trace(block, observation if needs.observes and length else None)
-    return traced.out_avals, jax.tree.structure(shapes)
+    state = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+    arrays, tree = jax.tree.flatten(memory.without_guards(state))
+    return arrays, tree

@@ -27,7 +27,7 @@ from kvjax.core import memory
 from kvjax.engine.plan import bind
 from kvjax.generation.generate import generate
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.generation.model_calls import extend, logits, prefill
+from kvjax.generation.model_calls import capacity_for, extend_padded, logits, run_prompts
 from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
 from kvjax.testing.index_guard import GuardedMethod, IndexRead
@@ -55,11 +55,13 @@ class MethodRun:
         """Returns the cache after the prompts of these sequences."""
         prompts = [self.prompts[i] for i in sequences]
         default = len(self.prompts[0]) + DECODED_TOKENS
-        return prefill(self.model, prompts, self.method, capacity=capacity or default)[1]
+        plan, capacity = bind(self.method, self.model.config), capacity_for(prompts, capacity or default, 0)
+        return run_prompts(self.model, plan, prompts, capacity)[1]
 
     def feed(self, cache: Cache, tokens: list[list[int]]) -> tuple[np.ndarray, Cache]:
         """Feeds several tokens to each sequence in one call, and returns (logits f32[B T V], the cache)."""
-        out, cache = extend(self.model, tokens, cache)
+        # Unlike `kvjax.extend` this takes logits that are not finite, which a rule reports.
+        out, cache = extend_padded(self.model, tokens, cache)
         return np.asarray(out, np.float32), cache
 
     @functools.cached_property

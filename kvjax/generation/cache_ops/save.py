@@ -36,7 +36,7 @@ def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: 
     """Writes a cache and the logits of its last tokens, whole or not at all; returns the path."""
     arrays = {"last": last, "length": cache.length}
     for i, layer in enumerate(cache.layers):
-        arrays |= {f"layer {i}, {j}": x for j, x in enumerate(jax.tree.leaves(_strip_guards(layer)))}
+        arrays |= {f"layer {i}, {j}": x for j, x in enumerate(jax.tree.leaves(memory.without_guards(layer)))}
     header = {"method": name_of(method), "code": _code_of(method)}
     header |= {"capacity": cache.capacity, "layers": len(cache.layers)}
     return archive.write(path, FORMAT, model, header, arrays)
@@ -73,11 +73,6 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
     last, length = place(model, arrays["last"], "B"), place(model, arrays["length"], "B")
     cache = Cache(tuple(layers), length, capacity, plan, model.config, model.dtype.name, model.fingerprint)
     return method, cache, last
-
-
-def _strip_guards(state: Any) -> Any:
-    """A layer's state without the guards of its buffers, which say nothing that the buffers do not."""
-    return memory.map_buffers(memory.without_guard, state)
 
 
 def _code_of(method: KVMethod) -> str:
@@ -135,7 +130,6 @@ def _candidate_trees(
     for candidate, (prompt, num_slots), count in itertools.product(layers, sizes, batches):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
             leaves, tree = abstract_state(candidate, model.config, prompt, num_slots, count, model.dtype)
-            leaves, tree = jax.tree.flatten(_strip_guards(tree.unflatten(leaves)))
             if [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in arrays[: len(leaves)]]:
                 yield tree
                 return
