@@ -15,6 +15,7 @@ from experiments.bench import (
     decode,
     decoders,
     dtypes,
+    first_answers,
     heads,
     host,
     measuring,
@@ -289,3 +290,12 @@ def test_the_peak_of_a_new_process_is_its_own():
 def test_a_process_of_its_own_that_fails_ends_the_run():
     with pytest.raises(SystemExit, match="the process that ran measure_peaks ended with status 1"):
         process.run_in_process(memory.measure_peaks, "/nowhere", "float32", 20)
+
+
+def test_first_answers_tells_cold_warm_and_from_disk(capsys):
+    first_answers.main(["--model", "testbed", "--tokens", "64", "--methods", "snapkv:budget=25%"])
+    (cell,) = last_line(capsys)["results"]
+    assert (cell["method"], cell["tokens"]) == ("snapkv:budget=25%", 64)
+    for name in ("cold", "second", "third", "disk"):
+        assert cell[name]["read"] > 0 and cell[name]["answer"] > 0
+    assert cell["cold"]["bytes"] == cell["disk"]["bytes"]
