@@ -134,7 +134,8 @@ def test_eval_shape_gives_the_planned_bytes_and_one_type_of_cache(every_case: Ca
     if not any(layer.needs.global_budget for layer in case.plan):  # its number of slots depends on values
         sizes = {"capacity": CAPACITY, "batch": len(LENGTHS), "width": max(LENGTHS)}
         planned = kvjax.planned_bytes(case.method, case.model, max(LENGTHS), **sizes)
-        assert planned.total == array_bytes(cache)
+        # By their sum: `jax.eval_shape` does not tell in which memory an array lies.
+        assert sum(planned.total.values()) == sum(array_bytes(cache).values())
 
 
 def test_an_empty_cache_takes_tokens(every_case: Case):
