@@ -85,10 +85,9 @@ def nonfinite_error(
 
 def _first_bad_token(logits: Array, lengths: Sequence[int] | None) -> tuple[int, int | None] | None:
     """Finds the first sequence with logits that are not finite, and its first such token in f32[B T V]."""
-    if lengths is None:
-        is_finite = is_finite_token(logits)
-        return None if is_finite.all() else (int(np.argmin(is_finite)), None)
     is_finite = is_finite_token(logits)
+    if lengths is None:
+        return None if is_finite.all() else (int(np.argmin(is_finite)), None)
     is_finite |= np.arange(logits.shape[1])[None] >= np.asarray(lengths)[:, None]
     if is_finite.all():
         return None

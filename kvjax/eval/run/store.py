@@ -28,15 +28,8 @@ from kvjax.utils.files import replace_atomically
 from kvjax.utils.lock import claim
 
 RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
-PINNED = (
-    "digest",
-    "weights",
-    "dtype",
-    "seed",
-    "batch",
-    "question_aware",
-    "device",
-)  # a run is continued under the same ones only
+# A run is continued under the same ones only.
+PINNED = ("digest", "weights", "dtype", "seed", "batch", "question_aware", "device")
 GROWING = ("methods", "tasks", "lengths")  # a run may be continued with more of these
 REQUIRED_FIELDS = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
 """Fields of every record, with their types."""

@@ -206,9 +206,10 @@ class TimeEstimate:
         return self._rate(step, method, rate, by_task=False) * self._read_flops(step)
 
     def _rest_seconds(self, step: Step, method: str) -> float:
-        return self._rate(step, method, lambda m: m.rest / self._rest_units(m.step, m.method)) * self._rest_units(
-            step, method
-        )
+        def rate(m: _Measured) -> float:
+            return m.rest / self._rest_units(m.step, m.method)
+
+        return self._rate(step, method, rate) * self._rest_units(step, method)
 
     def _rest_units(self, step: Step, method: str) -> float:
         """The work after reading, in steps of decoding, in units of reading, or in seconds."""
@@ -254,15 +255,11 @@ class TimeEstimate:
         first: dict[tuple, float] = {}
         for m in self._measurements:
             first.setdefault((m.method, m.step.kind, m.step.shape), m.rest_compile)
-        for is_like in (
-            lambda key: key[:2] == (method, step.kind),
-            lambda key: key[1] == step.kind,
-            lambda key: key[0] == method,
-            lambda key: True,
-        ):
-            if found := [seconds for key, seconds in first.items() if is_like(key)]:
-                return _mean(found)
-        return 0.0
+        same_method = {key: seconds for key, seconds in first.items() if key[0] == method}
+        same_kind = {key: seconds for key, seconds in first.items() if key[1] == step.kind}
+        both = {key: seconds for key, seconds in same_method.items() if key in same_kind}
+        # The likest measurements that there are.
+        return _mean((both or same_kind or same_method or first).values())
 
 
 def describe_work(work: Sequence[tuple[Step, str]]) -> str:
