@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 
 import jax
 import pytest
@@ -51,9 +52,11 @@ def few_programs():
 
 @pytest.fixture
 def clean_registry():
-    """Restores the registry of methods when a test ends."""
+    """Restores the registry of methods when a test ends, and forgets the modules that they were loaded from."""
     before = dict(load_all())
     yield
+    for name in REGISTRY.keys() - before.keys():
+        sys.modules.pop(REGISTRY[name].make.__module__, None)
     REGISTRY.clear()
     REGISTRY.update(before)
 
