@@ -51,12 +51,13 @@ def few_programs():
 
 
 @pytest.fixture
-def clean_registry():
-    """Restores the registry of methods when a test ends, and forgets the modules that they were loaded from."""
+def clean_registry(tmp_path_factory):
+    """Restores the registry of methods when a test ends, and forgets the modules that it wrote and loaded."""
     before = dict(load_all())
     yield
-    for name in REGISTRY.keys() - before.keys():
-        sys.modules.pop(REGISTRY[name].make.__module__, None)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path_factory.getbasetemp())):
+            del sys.modules[name]
     REGISTRY.clear()
     REGISTRY.update(before)
 

@@ -49,15 +49,11 @@ def {name}(budget: int = 256) -> Method:
 
 @pytest.fixture(autouse=True)
 def nothing_remains(clean_registry, monkeypatch, tmp_path):
-    """Modules, paths and what was loaded are as before."""
+    """Paths and what was loaded are as before."""
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(loading, "_DIGESTS", {})
     monkeypatch.chdir(tmp_path)
-    yield
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 def write(path, text=VALUE_NORM, name="value_norm", sign=""):
