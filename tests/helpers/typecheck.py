@@ -1,7 +1,7 @@
 """Type checks of the whole package, of the documents' code blocks, and of calls that pyright must accept or refuse.
 
-`make check` runs `python -m tests.helpers.typecheck`; `tests/package/test_types.py` asserts the same. The checker is
-basedpyright, whose package needs no Node installation; in its mode basic it reports pyright's errors.
+`make check` runs `python -m tests.helpers.typecheck`, and so does continuous integration. The checker is basedpyright,
+whose package needs no Node installation; in its mode basic it reports pyright's errors.
 """
 
 from __future__ import annotations

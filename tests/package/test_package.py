@@ -58,6 +58,11 @@ def test_all_files_say_the_same_version():
     assert re.findall(r"^## \[([^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[:2] == ["Unreleased", version]
 
 
+def test_commits_are_formatted_by_the_ruff_of_the_constraints():
+    pinned = re.search(r"^ruff==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    assert re.findall(r"^ *rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text(), re.M) == [pinned]
+
+
 IMPORT = """
 import importlib, json, pkgutil, sys
 

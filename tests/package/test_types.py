@@ -1,29 +1,12 @@
-"""Type checkers and editors see the public calls: the checker runs once, and all tests read its report."""
+"""Type checkers and editors see the public calls. The checker itself runs in `make check`, not here."""
 
 from __future__ import annotations
 
 import inspect
 
-import pytest
-
 import kvjax
 from kvjax.methods.loading import load_all
 from tests.helpers import typecheck
-
-
-@pytest.fixture(scope="module")
-def report():
-    return typecheck.check()
-
-
-def test_the_public_modules_and_the_blocks_of_the_documents_have_no_type_errors(report):
-    errors, _ = report
-    assert not errors, "\n".join(map(str, errors))
-
-
-def test_wrong_calls_are_refused_and_right_ones_are_not(report):
-    _, refused = report
-    assert refused == typecheck.wrong_lines()
 
 
 def test_blocks_stand_on_the_lines_of_their_page(tmp_path, monkeypatch):
