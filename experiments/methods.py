@@ -20,7 +20,7 @@ from kvjax import demo, load
 from kvjax.cli import use_compilation_cache
 from kvjax.eval.run.harness import SPEED_RUNS
 from kvjax.generation.generate import generate
-from kvjax.methods.loading import load_all
+from kvjax.registry.loading import load_all
 
 RESULTS = Path(__file__).parent / "results" / "methods.json"
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` gi
     from kvjax.generation.model_calls import extend, logits, prefill, score
     from kvjax.generation.options import GenerateOptions
     from kvjax.generation.result import Result
-    from kvjax.methods.strings import compose, name_of, parse
     from kvjax.models.config import Config
     from kvjax.models.model import Model, load, random_model
+    from kvjax.registry.strings import compose, name_of, parse
 
     __version__: str
 
@@ -81,7 +81,7 @@ _HOMES = {
     "kvjax.cache.protocol": ("Cache",),
     "kvjax.cache.method": ("Method",),
     "kvjax.errors": ("IncompatibleMethod", "KvjaxError", "KvjaxWarning"),
-    "kvjax.methods.strings": ("compose", "name_of", "parse"),
+    "kvjax.registry.strings": ("compose", "name_of", "parse"),
     "kvjax.models.config": ("Config",),
     "kvjax.models.model": ("Model", "load", "random_model"),
     "kvjax.generation.model_calls": ("extend", "logits", "prefill", "score"),

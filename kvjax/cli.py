@@ -94,7 +94,7 @@ def _load_methods(args: argparse.Namespace) -> None:
     """Loads the methods of --load, and prints a hint if the command uses none of them."""
     if not getattr(args, "load", None):
         return
-    from kvjax.methods.loading import load_methods
+    from kvjax.registry.loading import load_methods
 
     names = [name for source in args.load for name in load_methods(source)]
     option = next((x for x in ("methods", "method") if hasattr(args, x)), None)
@@ -413,9 +413,9 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _methods(args: argparse.Namespace) -> None:
-    from kvjax.methods import listing
-    from kvjax.methods.loading import load_all
-    from kvjax.methods.strings import find_entry
+    from kvjax.registry import listing
+    from kvjax.registry.loading import load_all
+    from kvjax.registry.strings import find_entry
 
     entries = [find_entry(name) for name in args.names] or [entry for _, entry in sorted(load_all().items())]
     if args.json:

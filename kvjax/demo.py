@@ -25,8 +25,8 @@ from kvjax.eval.run.context_reader import ContextReader, padded_width
 from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.metrics import METRICS
-from kvjax.methods.strings import Methods, method_of, resolve
 from kvjax.models.model import Model, load
+from kvjax.registry.strings import Methods, method_of, resolve
 from kvjax.testbed import corpus, tasks
 from kvjax.utils.files import write_text
 

@@ -21,8 +21,8 @@ from kvjax.core.gradients import refuse_gradient
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import GradientThroughBits, IncompatibleMethod, KvjaxError
-from kvjax.methods.loading import load_methods
-from kvjax.methods.registry import register_method
+from kvjax.registry.loading import load_methods
+from kvjax.registry.registration import register_method
 
 __all__ = [
     "Array",

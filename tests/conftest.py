@@ -13,8 +13,8 @@ import pytest
 from kvjax.core import compile_cache
 from kvjax.engine import forward
 from kvjax.generation import compile_options
-from kvjax.methods.loading import load_all
-from kvjax.methods.registry import REGISTRY
+from kvjax.registry.loading import load_all
+from kvjax.registry.registration import REGISTRY
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")

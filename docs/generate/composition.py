@@ -6,7 +6,7 @@ import itertools
 
 from docs.generate.entries import builtin_entries, code_list
 from docs.generate.pairs import defined_components, judge_pair, refusals
-from kvjax.methods.registry import MethodEntry
+from kvjax.registry.registration import MethodEntry
 
 
 def table_row(entry: MethodEntry) -> str:

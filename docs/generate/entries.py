@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvjax.methods.loading import load_all
-from kvjax.methods.registry import FAMILIES, MethodEntry, is_builtin
+from kvjax.registry.loading import load_all
+from kvjax.registry.registration import FAMILIES, MethodEntry, is_builtin
 
 
 def builtin_entries() -> dict[str, MethodEntry]:

@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from experiments.equal_bytes import FULL, RESULTS
 from kvjax.eval.page.summary import mean_error
-from kvjax.methods.strings import parse_parts
+from kvjax.registry.strings import parse_parts
 
 PAGES = {RESULTS: "equal_bytes", RESULTS.with_name("equal_bytes.smollm2.json"): "equal_bytes.smollm2"}
 """File of results -> the name of its page."""

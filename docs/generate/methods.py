@@ -16,8 +16,8 @@ from docs.generate.equal_bytes import RESULTS, Result, method_table
 from docs.generate.pairs import defined_components, judge_pair, refusals
 from experiments.methods import read_results
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS
-from kvjax.methods.registry import FAMILIES, MethodEntry
-from kvjax.methods.strings import parse, parse_parts
+from kvjax.registry.registration import FAMILIES, MethodEntry
+from kvjax.registry.strings import parse, parse_parts
 
 FULL = "full"
 CONTEXT_TOKENS = 2048  # the length of the contexts of `experiments.methods`

@@ -13,7 +13,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.errors import ComponentConflict, IncompatibleMethod
-from kvjax.methods.strings import parse
+from kvjax.registry.strings import parse
 
 LAYER = LayerSpec(index=3, num_layers=4, num_kv_heads=2, num_groups=2, head_dim=32, window=None, rope=Rope(32))
 """A layer of the shipped model, which has calibrated tables, so that every method binds at its default sizes."""

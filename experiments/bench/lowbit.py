@@ -20,7 +20,7 @@ from experiments.bench import measuring
 from experiments.bench.decoders import KvjaxDecoder, random_loop, time_decode_steps
 from experiments.bench.shapes import describe
 from kvjax.eval.run.machine import machine
-from kvjax.methods.strings import resolve
+from kvjax.registry.strings import resolve
 
 METHODS = "full; kivi:bits=4; kivi:bits=2; kivi:bits=1; specache:bits=2; specache:bits=1"
 

@@ -29,8 +29,8 @@ from experiments.bench.process import Killed, run_in_process
 from experiments.bench.shapes import SHAPES, decode_bytes
 from kvjax import KvjaxError
 from kvjax.eval.run.machine import machine
-from kvjax.methods.strings import split_list
 from kvjax.models import Config
+from kvjax.registry.strings import split_list
 from kvjax.utils.arguments import dtype_name
 
 METHODS = "full;int8;kivi:bits=2;snapkv:budget=256;offload;kcache:n=64;specache:bits=2"

@@ -21,7 +21,7 @@ from experiments.papers import common, questions
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.protocol import KVMethod
 from kvjax.generation.inputs import round_up
-from kvjax.methods.strings import Methods, resolve
+from kvjax.registry.strings import Methods, resolve
 from kvjax.testbed import corpus, tasks
 from kvjax.testbed.vocab import ASK, PAIR, SYMBOLS
 

@@ -20,7 +20,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.calibrate import count_arrays
 from kvjax.core.rope import Rope
 from kvjax.engine.plan import specs
-from kvjax.methods.loading import load_all
+from kvjax.registry.loading import load_all
 from kvjax.testbed import corpus
 from kvjax.testbed.vocab import END
 

@@ -6,8 +6,8 @@ from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec
 from kvjax.core import memory
 from kvjax.engine.forward import Plan
 from kvjax.engine.straight_through import make_differentiable
-from kvjax.methods.strings import method_of
 from kvjax.models.config import Config
+from kvjax.registry.strings import method_of
 
 
 def specs(config: Config) -> tuple[LayerSpec, ...]:

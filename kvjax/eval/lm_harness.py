@@ -23,10 +23,10 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.context import read
 from kvjax.generation.generate import generate
 from kvjax.generation.inputs import round_up
-from kvjax.methods.loading import load_methods
-from kvjax.methods.strings import method_of, name_of
 from kvjax.models import model as models
 from kvjax.models.model import Model
+from kvjax.registry.loading import load_methods
+from kvjax.registry.strings import method_of, name_of
 
 try:
     from lm_eval.api.model import TemplateLM

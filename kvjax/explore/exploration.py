@@ -22,8 +22,8 @@ from kvjax.explore.answer_state import AnswerState
 from kvjax.explore.traced_state import TracedLayer, TracedMethod, TracedState, inner_cache
 from kvjax.generation.context import read
 from kvjax.generation.inputs import round_up
-from kvjax.methods.strings import Methods, resolve
 from kvjax.models.model import Model
+from kvjax.registry.strings import Methods, resolve
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from kvjax.errors import KvjaxError
 from kvjax.explore import explorer_page
 from kvjax.explore.exploration import explore
 from kvjax.generation.inputs import token_ids
-from kvjax.methods.strings import resolve
 from kvjax.models.model import load
+from kvjax.registry.strings import resolve
 from kvjax.utils.files import check_not_input, read_text_file, write_text
 
 METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"

@@ -16,9 +16,9 @@ from kvjax.engine.forward import Plan
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, KvjaxWarning, OtherWeights
 from kvjax.generation.memory_plan import total_bytes
-from kvjax.methods.strings import method_of, name_of
 from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
+from kvjax.registry.strings import method_of, name_of
 from kvjax.utils.keywords import caller_level
 
 

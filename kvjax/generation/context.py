@@ -27,8 +27,8 @@ from kvjax.generation.options import DecodeOptions, GenerateOptions, check_strea
 from kvjax.generation.result import Result, concat_results
 from kvjax.generation.session import DecodeSession, check_penalties, start_decoding
 from kvjax.generation.timing import Timer
-from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
+from kvjax.registry.strings import method_of, name_of
 from kvjax.utils import arguments
 from kvjax.utils.display import table
 from kvjax.utils.keywords import checks_keywords

@@ -15,8 +15,8 @@ from kvjax.generation.options import GenerateOptions, check_streamed, resolve_op
 from kvjax.generation.result import Result
 from kvjax.generation.session import DecodeSession, check_penalties, start_decoding
 from kvjax.generation.timing import Timer
-from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
+from kvjax.registry.strings import method_of
 from kvjax.utils.keywords import checks_keywords
 
 

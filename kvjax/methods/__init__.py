@@ -84,9 +84,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time a method needs n
     from kvjax.methods.zipcache import zipcache as zipcache
     from kvjax.methods.zipvl import zipvl as zipvl
 
-INFRASTRUCTURE = ("docstrings", "listing", "loading", "method_hash", "registry", "strings")
-"""The modules of this folder that define no method."""
-
 
 class _MethodsPackage(types.ModuleType):
     """A package in which a method and the module that defines it have the same name, and the method wins."""
@@ -95,20 +92,18 @@ class _MethodsPackage(types.ModuleType):
         if name == "__all__":
             return dir(self)
         module = f"{__name__}.{name}"
-        if name.startswith("_") or name in INFRASTRUCTURE or importlib.util.find_spec(module) is None:
+        if name.startswith("_") or importlib.util.find_spec(module) is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(module), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The import of a submodule ends with setattr(package, name, submodule).
-        if isinstance(value, types.ModuleType) and name not in INFRASTRUCTURE:
+        if isinstance(value, types.ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted(
-            module.name for module in pkgutil.iter_modules(self.__path__) if module.name not in INFRASTRUCTURE
-        )
+        return sorted(module.name for module in pkgutil.iter_modules(self.__path__))
 
 
 sys.modules[__name__].__class__ = _MethodsPackage

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.core.types import Array
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

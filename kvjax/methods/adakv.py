@@ -15,7 +15,7 @@ from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

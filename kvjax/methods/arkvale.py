@@ -16,7 +16,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, exportable
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @exportable

@@ -27,7 +27,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 SELF_LOGIT = 32.0  # in a calibrated gate, the logit of a token of root-mean-square length with itself
 EXAMPLE_WIDTH = 8  # channels of the hidden states that the example is made for, those of the tests' layer

@@ -12,7 +12,7 @@ from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.cache.method import Method
 from kvjax.core.types import Array, pytree
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @pytree

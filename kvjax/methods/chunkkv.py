@@ -6,7 +6,7 @@ from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.scorers import WindowAttention
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @register_method(example="chunkkv:budget=512", family="eviction after the prompt")

@@ -15,7 +15,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import split_blocks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 EPSILON = 1e-4  # added to scores, so that a token without attention may still win by its value
 

@@ -15,7 +15,7 @@ from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import attention, memory
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @pytree

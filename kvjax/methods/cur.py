@@ -14,7 +14,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 MIN_SUM = 1e-30  # keeps a window of zeros from dividing by zero
 

@@ -14,7 +14,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 COSINE_TOLERANCE = 1e-6  # below the threshold, so that cosines which differ by rounding are treated alike
 

@@ -20,8 +20,8 @@ from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.paged_heads import PagedHeads
-from kvjax.methods.registry import register_method
 from kvjax.methods.sinks_and_recent import Recency
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 NUM_LAST_TOKENS = 1  # last tokens of a prompt, which always stay and are no anchors
 

@@ -25,7 +25,7 @@ from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

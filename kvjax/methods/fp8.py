@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.codecs.per_token import PerTokenCodec
 from kvjax.cache.codecs.quantizers import Fp8
 from kvjax.cache.method import Method
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @register_method(family="quantization by token")

@@ -18,7 +18,7 @@ from kvjax.core import memory
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 JACOBI_SWEEPS = 10  # over all pairs of rows; float32 needs six to nine of them for matrices of up to 256 rows
 

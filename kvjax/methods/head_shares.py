@@ -25,7 +25,7 @@ from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 CALIBRATED_FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
 """Budgets, as fractions of a text, at which a table is calibrated."""

@@ -15,7 +15,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

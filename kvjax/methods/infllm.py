@@ -24,7 +24,7 @@ from kvjax.core.mesh import over_heads, vary
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @pytree

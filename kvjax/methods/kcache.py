@@ -16,7 +16,7 @@ from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_block
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

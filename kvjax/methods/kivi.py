@@ -6,7 +6,7 @@ from kvjax.cache.codecs import group_quant_kernel  # noqa: F401 (registers the k
 from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.method import Method
 from kvjax.cache.readers.full import Full
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @register_method(example="kivi:bits=2", family="quantization by channel and group")

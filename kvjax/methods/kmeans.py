@@ -14,7 +14,7 @@ from kvjax.core.random import draw
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.kvcrush import unit_signatures
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 TIE = 1.0001  # distances within this factor of the least are equal
 

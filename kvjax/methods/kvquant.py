@@ -25,7 +25,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 NORMAL_FLOAT_BITS = (2, 3, 4, 8)
 

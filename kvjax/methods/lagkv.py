@@ -15,7 +15,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 MIN_SPAN = 1e-6  # a channel with less between its extremes in a partition counts as constant
 

@@ -26,7 +26,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.rope import Rope
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @register_table_kind("locret")

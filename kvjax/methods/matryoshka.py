@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.cache.calibration.bases import Bases
 from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.method import Method
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @register_method(family="fewer numbers per vector")

@@ -9,7 +9,7 @@ from kvjax.cache.calibration.table_kinds import register_table_kind
 from kvjax.cache.codecs.low_rank import CalibratedLowRank
 from kvjax.cache.method import Method
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @register_table_kind("merged_bases")

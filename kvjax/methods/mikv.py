@@ -17,7 +17,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, pytree
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @pytree

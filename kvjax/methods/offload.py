@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.method import Method
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @register_method(family="exact")

@@ -12,7 +12,7 @@ from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core.attention import scores
 from kvjax.core.types import Array, exportable
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @exportable

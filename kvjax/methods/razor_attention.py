@@ -25,8 +25,8 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
 from kvjax.methods.sinks_and_recent import Recency
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kvjax.core.attention import MASKED_LOGIT, scores, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Box, Boxes
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

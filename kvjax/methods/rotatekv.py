@@ -22,7 +22,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 MAX_ZERO_POINT_STEPS = 2.0**14  # steps from zero to the codes at most, so that a zero point fits into 16 bits
 

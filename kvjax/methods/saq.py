@@ -15,7 +15,7 @@ from kvjax.cache.method import Method
 from kvjax.core import memory
 from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @exportable

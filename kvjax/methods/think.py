@@ -17,7 +17,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @pytree

@@ -18,7 +18,7 @@ from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array, exportable
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 MAX_FLOAT16 = float(jnp.finfo(jnp.float16).max)
 

@@ -21,7 +21,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 QUERIES_AT_ONCE = 64  # a block of [64, T] weights is in memory, not one of [T, T]
 

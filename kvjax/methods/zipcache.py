@@ -18,7 +18,7 @@ from kvjax.core.random import draw
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import covering_mask, top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.registry import register_method
 from kvjax.methods.zipcache import ProbeAttention
+from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)

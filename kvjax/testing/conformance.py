@@ -12,8 +12,8 @@ import numpy as np
 from kvjax.cache.accounting import kept_positions
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
-from kvjax.methods.strings import name_of
 from kvjax.models.model import Model
+from kvjax.registry.strings import name_of
 from kvjax.testing.preparation import prepare
 from kvjax.testing.rules import DECODED_TOKENS, NUM_STATIC_RULES, RULES, Breach, MethodRun, users_line
 from kvjax.utils import arguments, display

@@ -11,9 +11,9 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.cache.validation import check_hashable
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.methods.loading import load_all
-from kvjax.methods.strings import Part, format_methods, method_of, name_of, parse, parse_parts, split_methods
 from kvjax.models.model import Model, load
+from kvjax.registry.loading import load_all
+from kvjax.registry.strings import Part, format_methods, method_of, name_of, parse, parse_parts, split_methods
 from kvjax.testing.helpers import toy_model
 
 LEAST_SCALED = 32

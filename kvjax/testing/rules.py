@@ -28,8 +28,8 @@ from kvjax.engine.plan import bind
 from kvjax.generation.generate import generate
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.model_calls import capacity_for, extend_padded, logits, run_prompts
-from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
+from kvjax.registry.strings import method_of
 from kvjax.testing.index_guard import GuardedMethod, IndexRead
 
 DECODED_TOKENS = 6  # one by one, after each prompt

@@ -18,7 +18,7 @@ from kvjax.core.attention import split_blocks
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
-from kvjax.methods.strings import method_of
+from kvjax.registry.strings import method_of
 from kvjax.testing import dense_attention
 
 B, K, G, H = 3, 2, 2, 32

@@ -7,8 +7,8 @@ import itertools
 
 from kvjax.cache.protocol import BoundLayer
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.loading import load_all
-from kvjax.methods.strings import parse
+from kvjax.registry.loading import load_all
+from kvjax.registry.strings import parse
 from tests.contract import layer
 from tests.contract.cases import FIRST_CASES
 from tests.contract.method_case import LayerShape

@@ -9,7 +9,7 @@ from kvjax import KvjaxError, cli
 from kvjax.cache.protocol import num_layer_slots
 from kvjax.engine.plan import bind
 from kvjax.method_api import Method, TokenBudget, make_selection, register_method
-from kvjax.methods.loading import load_all
+from kvjax.registry.loading import load_all
 from kvjax.testing import BrokenRule, check_method, toy_model
 from kvjax.testing.preparation import prepare
 from kvjax.testing.rules import NUM_STATIC_RULES, RULES, MethodRun

@@ -24,7 +24,7 @@ from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
 from kvjax.eval.tasks import suite
 from kvjax.generation.checks import check_cache
-from kvjax.methods.strings import method_of
+from kvjax.registry.strings import method_of
 from kvjax.testing import toy_model
 
 PROMPTS = [list(range(1, 13)), [8], [40, 41, 42, 43, 44]]

@@ -18,8 +18,8 @@ from kvjax import planned_bytes
 from kvjax.cache.accounting import array_bytes
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
 from kvjax.errors import IncompatibleMethod
-from kvjax.methods.strings import method_of
 from kvjax.models import Config
+from kvjax.registry.strings import method_of
 from kvjax.testing.rules import changed_types, wrong_positions
 from tests.contract import edges, layer
 from tests.contract.cases import CASES

@@ -25,8 +25,8 @@ from kvjax.core.types import KVBlock
 from kvjax.engine.layer_prompt import prefill_layer
 from kvjax.engine.modes import extend_layer
 from kvjax.errors import KvjaxError
-from kvjax.methods.strings import method_of
 from kvjax.models.sharding import param_shardings
+from kvjax.registry.strings import method_of
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.contract.cases import FIRST_CASES

@@ -17,7 +17,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.layer_prompt import observed_block
-from kvjax.methods.strings import parse
+from kvjax.registry.strings import parse
 from tests.contract import layer
 from tests.contract.cases import FIRST_CASES
 from tests.contract.edges import batches, non_finite_cases

@@ -8,8 +8,8 @@ import shlex
 import pytest
 
 import kvjax
-from kvjax.methods.loading import load_all
-from kvjax.methods.registry import REGISTRY, is_builtin
+from kvjax.registry.loading import load_all
+from kvjax.registry.registration import REGISTRY, is_builtin
 from kvjax.testing import toy_model
 from tests.helpers.documents import (
     FENCE,

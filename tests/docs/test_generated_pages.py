@@ -13,8 +13,8 @@ from docs.generate import __main__, composition, entries, equal_bytes, field, me
 from docs.generate.entries import builtin_entries
 from experiments.methods import RESULTS, read_results
 from kvjax.errors import ComponentConflict, IncompatibleMethod
-from kvjax.methods.registry import FAMILIES, register_method
-from kvjax.methods.strings import parse_parts
+from kvjax.registry.registration import FAMILIES, register_method
+from kvjax.registry.strings import parse_parts
 from tests.helpers.documents import FENCE, check_command, commands
 
 NAMES = sorted(builtin_entries())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.methods.registry import FAMILIES
+from kvjax.registry.registration import FAMILIES
 from tests.docs.test_generated_pages import NAMES
 from tests.helpers import browser
 

@@ -32,9 +32,9 @@ from kvjax.engine.plan import specs
 from kvjax.engine.straight_through import StraightThrough, make_differentiable
 from kvjax.errors import GradientThroughBits, KvjaxError
 from kvjax.methods.specache import LowBitCopy
-from kvjax.methods.strings import parse
 from kvjax.models.config import Config
 from kvjax.models.model import random_model
+from kvjax.registry.strings import parse
 from tests.contract import layer as one_layer
 from tests.contract.cases import FIRST_CASES
 

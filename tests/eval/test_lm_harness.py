@@ -12,9 +12,9 @@ import pytest
 
 import kvjax
 from kvjax.errors import KvjaxError
-from kvjax.methods.strings import parse
 from kvjax.models.chat_template import ChatTemplate
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.registry.strings import parse
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 from tests.helpers.tokenizer_files import sentencepiece

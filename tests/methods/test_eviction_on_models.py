@@ -13,7 +13,7 @@ from kvjax.engine.forward import Target, layer_calls, run_layer
 from kvjax.engine.modes import FullPrefill
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.strings import split_methods
+from kvjax.registry.strings import split_methods
 from kvjax.testing import toy_model
 from tests.contract.cases import FIRST_CASES
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvjax import KvjaxError, methods, parse, planned_bytes
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.methods.loading import load_all
-from kvjax.methods.registry import MAX_NUMBER
+from kvjax.registry.loading import load_all
+from kvjax.registry.registration import MAX_NUMBER
 from kvjax.testing import toy_model
 
 CONFIG = toy_model(layers=2).config

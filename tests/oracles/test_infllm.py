@@ -22,7 +22,7 @@ from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.infllm import BlockReader, infllm
-from kvjax.methods.strings import parse
+from kvjax.registry.strings import parse
 from kvjax.testing import dense_attention, full_copies, toy_model
 from tests.oracles import infllm as oracle
 from tests.oracles.online import rope

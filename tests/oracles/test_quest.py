@@ -18,7 +18,7 @@ from kvjax.core import memory
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.quest import Boxes, quest
-from kvjax.methods.strings import method_of
+from kvjax.registry.strings import method_of
 from tests.contract import layer
 from tests.oracles.quest import attend_pages, page_bound
 

@@ -16,7 +16,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.strings import method_of
+from kvjax.registry.strings import method_of
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import tidal_decode as oracle

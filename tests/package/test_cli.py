@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.methods import loading, registry
+from kvjax.registry import loading, registration
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_methods_has_a_line_for_each_below_its_family(capsys, monkeypatch):
     members = [line.split()[0] for line in lines if line.startswith("  ")]
     assert sorted(members) == sorted(loading.load_all()) and len(lines) < len(members) + 40
     heads = [line.partition(":")[0] for line in lines if line and not line.startswith((" ", "`"))]
-    assert heads == list(registry.FAMILIES)
+    assert heads == list(registration.FAMILIES)
     assert "kivi" in lines[lines.index(next(x for x in lines if x.startswith("quantization by channel"))) + 2]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "60")

@@ -17,8 +17,8 @@ import pytest
 import kvjax
 from kvjax.errors import KvjaxError, UnknownKeyword
 from kvjax.generation.options import GenerateOptions
-from kvjax.methods.loading import load_all
-from kvjax.methods.registry import REGISTRY, is_builtin
+from kvjax.registry.loading import load_all
+from kvjax.registry.registration import REGISTRY, is_builtin
 
 ROOT = Path(__file__).parents[2]
 NAMED = (

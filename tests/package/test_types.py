@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import kvjax
-from kvjax.methods.loading import load_all
+from kvjax.registry.loading import load_all
 from tests.helpers import typecheck
 
 

@@ -21,7 +21,7 @@ from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.longbench import SOURCE
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.methods.strings import resolve
+from kvjax.registry.strings import resolve
 
 TASKS = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),

@@ -28,7 +28,7 @@ from kvjax.eval.run.bars import bars
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.methods.strings import resolve, split_methods
+from kvjax.registry.strings import resolve, split_methods
 
 TASK = "niah"
 METHODS = "full; kivi:bits=1,group={group}; specache:bits=1,group={group}"

@@ -16,7 +16,7 @@ import kvjax
 from experiments.bench.measuring import machine, parse_integers, report, table
 from experiments.papers import common
 from kvjax import Config, Model
-from kvjax.methods.strings import split_methods
+from kvjax.registry.strings import split_methods
 
 PAIR = ("kivi:bits={bits},group={group}", "specache:bits={bits},group={group}")
 """The defaults are the paper's: kivi keeps 128 recent tokens exact, specache 64 recent and 64 fetched ones."""

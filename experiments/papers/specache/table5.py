@@ -14,7 +14,7 @@ from typing import Any
 import kvjax
 from experiments.bench.measuring import machine, report, table
 from experiments.papers import common
-from kvjax.methods.strings import split_methods
+from kvjax.registry.strings import split_methods
 
 # Qasper, 2WikiMQA, RB-P of LLaMA-3-8B, by (method, levels); `full` is from Table 1.
 PAPER = {

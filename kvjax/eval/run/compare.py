@@ -14,8 +14,8 @@ from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
-from kvjax.methods.strings import Methods, resolve
 from kvjax.models.model import Model
+from kvjax.registry.strings import Methods, resolve
 from kvjax.utils.keywords import checks_keywords
 
 TASKS = "niah,ppl"

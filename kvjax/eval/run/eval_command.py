@@ -22,8 +22,8 @@ from kvjax.eval.tasks import data_files, suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.eval.tasks.suite import split_words
-from kvjax.methods.strings import resolve, split_list
 from kvjax.models.model import Model, load
+from kvjax.registry.strings import resolve, split_list
 
 CSV = "summary.csv"
 INSTALL = 'pip install "kvjax[eval]"'

@@ -22,9 +22,9 @@ from kvjax.eval.run.time_estimate import TimeEstimate
 from kvjax.eval.tasks.case import Case
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.generation.memory_plan import planned_bytes
-from kvjax.methods.method_hash import method_hash
-from kvjax.methods.strings import Methods, is_builtin_method, resolve
 from kvjax.models.model import Model
+from kvjax.registry.method_hash import method_hash
+from kvjax.registry.strings import Methods, is_builtin_method, resolve
 
 SPEED = "speed"
 GROUP_METHODS = 16  # methods that take a batch one after the other, and so share its exact keys and values

@@ -25,9 +25,9 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.cache_ops import archive
 from kvjax.generation.inputs import BUCKET_TOKENS, place
 from kvjax.generation.memory_plan import abstract_state
-from kvjax.methods.method_hash import has_user_code, method_hash
-from kvjax.methods.strings import method_of, name_of, split_methods
 from kvjax.models.model import Model
+from kvjax.registry.method_hash import has_user_code, method_hash
+from kvjax.registry.strings import method_of, name_of, split_methods
 
 FORMAT = archive.Format("kvjax-context", 3, {"method": str, "code": str, "capacity": int, "layers": int})
 

@@ -25,8 +25,8 @@ from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.timing import Timer
-from kvjax.methods.strings import method_of
 from kvjax.models.model import Model
+from kvjax.registry.strings import method_of
 from kvjax.utils.keywords import checks_keywords
 
 

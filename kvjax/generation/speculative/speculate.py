@@ -32,8 +32,8 @@ from kvjax.generation.result import Result, logprob_fields
 from kvjax.generation.speculative.acceptance import make_shift
 from kvjax.generation.speculative.speculation_loop import SpeculationState, init_state, run_rounds
 from kvjax.generation.timing import Timer
-from kvjax.methods.strings import method_of, name_of
 from kvjax.models.model import Model
+from kvjax.registry.strings import method_of, name_of
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 

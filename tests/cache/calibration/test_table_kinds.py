@@ -13,7 +13,7 @@ from kvjax.cache.calibration.table_file import SHIPPED_TABLES, TableFile
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS, TableKind, register_table_kind
 from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
-from kvjax.methods.loading import load_all
+from kvjax.registry.loading import load_all
 from tests.contract import layer, test_devices
 
 load_all()

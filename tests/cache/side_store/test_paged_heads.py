@@ -13,7 +13,7 @@ from kvjax.cache.accounting import array_bytes
 from kvjax.cache.eviction.budget_allocation import HeadBudgets
 from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.types import Array, KVBlock
-from kvjax.methods.strings import parse
+from kvjax.registry.strings import parse
 from tests.contract import layer
 from tests.oracles import adakv as oracle
 

@@ -9,7 +9,7 @@ import pytest
 from kvjax import planned_bytes
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import equal_bytes, eval_command
-from kvjax.methods.strings import format_methods, parse, parse_parts
+from kvjax.registry.strings import format_methods, parse, parse_parts
 from kvjax.testing import toy_model
 
 CONFIG, PROMPT, DTYPE = toy_model(layers=1, head_dim=32).config, 128, "bfloat16"

@@ -13,8 +13,8 @@ from kvjax.eval.run import harness
 from kvjax.eval.run.context_reader import ContextReader, padded_width
 from kvjax.eval.run.evaluate import check_cases, evaluate, fingerprint, make_batches
 from kvjax.eval.tasks.case import Ask, Case
-from kvjax.methods.method_hash import method_hash
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.registry.method_hash import method_hash
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model
 

@@ -25,8 +25,8 @@ from experiments.papers.kvcrush import table2 as kvcrush_table2
 from experiments.papers.kvcrush import table3 as kvcrush_table3
 from experiments.papers.specache import table2 as specache_table2
 from kvjax import KvjaxError
-from kvjax.methods.strings import split_methods
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.registry.strings import split_methods
 from kvjax.testbed import tasks, vocab
 from kvjax.testbed.vocab import ASK, PAIR
 from kvjax.testing import toy_model

@@ -20,7 +20,7 @@ from experiments.papers.kcache import table4 as kcache_table4
 from experiments.papers.specache import appendix as specache_appendix
 from experiments.papers.specache import figure4 as specache_figure4
 from kvjax import KvjaxError
-from kvjax.methods.strings import split_methods
+from kvjax.registry.strings import split_methods
 from kvjax.testing import toy_model
 from tests.experiments.output import read_output
 

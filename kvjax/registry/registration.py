@@ -1,4 +1,4 @@
-"""The registry of methods: every file of this folder registers its own, and users register theirs."""
+"""The registry of methods: every file of `kvjax/methods/` registers its own, and users register theirs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import numpy as np
 
-import kvjax.methods
 from kvjax.cache.eviction.budgets import TokenBudget, parse_budget
 from kvjax.errors import KvjaxError, UnknownKeyword
-from kvjax.methods.docstrings import MethodDocs, check_docstring, parse_docstring, resolve_meaning
+from kvjax.registry.docstrings import MethodDocs, check_docstring, parse_docstring, resolve_meaning
 from kvjax.utils.arguments import suggest_name
 
 
@@ -82,6 +81,8 @@ OWN_FAMILY = "your own"
 
 P = ParamSpec("P")
 M = TypeVar("M")  # a method: `Method`, or a class that implements the protocol itself
+
+BUILTIN_PACKAGE = "kvjax.methods"  # by name: the methods stand above the registry and import it
 
 MAX_NUMBER = 2**30  # the sum of two such numbers, such as a window and a block, still fits 32 bits
 
@@ -188,7 +189,7 @@ def _check_registration(make: Callable[..., Any], signature: inspect.Signature) 
 
 def is_builtin(make: Callable[..., Any]) -> bool:
     """Whether a registered function is kvjax's and not a user's."""
-    return make.__module__.startswith(f"{kvjax.methods.__name__}.")
+    return make.__module__.startswith(f"{BUILTIN_PACKAGE}.")
 
 
 def source_file(make: Callable[..., Any]) -> Path | None:
@@ -252,7 +253,7 @@ def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> 
 
 
 def import_builtin_methods() -> dict[str, MethodEntry]:
-    """Imports every file of this folder, so that it registers its methods."""
-    for module in pkgutil.iter_modules(kvjax.methods.__path__):
-        importlib.import_module(f"kvjax.methods.{module.name}")
+    """Imports every file of `kvjax/methods/`, so that it registers its methods."""
+    for module in pkgutil.iter_modules(importlib.import_module(BUILTIN_PACKAGE).__path__):
+        importlib.import_module(f"{BUILTIN_PACKAGE}.{module.name}")
     return REGISTRY

@@ -18,7 +18,7 @@ import warnings
 from pathlib import Path
 
 from kvjax.errors import KvjaxError, KvjaxWarning
-from kvjax.methods.registry import REGISTRY, MethodEntry, import_builtin_methods, is_builtin, source_file
+from kvjax.registry.registration import REGISTRY, MethodEntry, import_builtin_methods, is_builtin, source_file
 
 ENTRY_POINT_GROUP = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""

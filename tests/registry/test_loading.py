@@ -19,9 +19,9 @@ from kvjax.errors import KvjaxWarning
 from kvjax.eval.page import paired_difference
 from kvjax.eval.run import store
 from kvjax.method_api import load_methods
-from kvjax.methods import loading
-from kvjax.methods.method_hash import method_hash
-from kvjax.methods.registry import REGISTRY
+from kvjax.registry import loading
+from kvjax.registry.method_hash import method_hash
+from kvjax.registry.registration import REGISTRY
 from kvjax.testing import toy_model
 
 VALUE_NORM = """

@@ -23,9 +23,9 @@ from kvjax.errors import KvjaxError
 from kvjax.eval import Spec, compare
 from kvjax.eval.run import store
 from kvjax.method_api import Method, Scorer, make_selection, register_method, token_scores
-from kvjax.methods.loading import load_all
-from kvjax.methods.method_hash import method_hash
-from kvjax.methods.strings import parse, resolve
+from kvjax.registry.loading import load_all
+from kvjax.registry.method_hash import method_hash
+from kvjax.registry.strings import parse, resolve
 from kvjax.testing import toy_model
 from tests.contract.cases import CASES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.methods.registry import FAMILIES, OWN_FAMILY, MethodEntry
+from kvjax.registry.registration import FAMILIES, OWN_FAMILY, MethodEntry
 
 HINT = "`kvjax methods NAME ...` has parameters, defaults and references; `a + b` composes methods"
 

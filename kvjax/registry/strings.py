@@ -11,8 +11,8 @@ from kvjax.cache import compose as components
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import ComponentConflict, KvjaxError
-from kvjax.methods.loading import load_all
-from kvjax.methods.registry import (
+from kvjax.registry.loading import load_all
+from kvjax.registry.registration import (
     MethodEntry,
     describe_unknown_parameter,
     describe_wrong_type,

@@ -13,11 +13,11 @@ from kvjax.cache.codecs.base import Host, Plain
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.method_api import register_method
-from kvjax.methods.docstrings import parse_docstring
 from kvjax.methods.kcache import TopValues
-from kvjax.methods.loading import load_all
-from kvjax.methods.registry import FAMILIES, OWN_FAMILY, REGISTRY
-from kvjax.methods.strings import split_list
+from kvjax.registry.docstrings import parse_docstring
+from kvjax.registry.loading import load_all
+from kvjax.registry.registration import FAMILIES, OWN_FAMILY, REGISTRY
+from kvjax.registry.strings import split_list
 from kvjax.testing import toy_model
 
 
@@ -100,7 +100,7 @@ def test_every_method_of_kvjax_has_a_family_and_every_family_has_methods():
 
 def test_the_files_of_methods_are_loaded_one_after_the_other():
     """A file that loaded the others while it registers its own would reverse their order, in which pages show them."""
-    code = "from kvjax.methods.loading import load_all; print(*load_all())"
+    code = "from kvjax.registry.loading import load_all; print(*load_all())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[:4] == ["a2ats", "a_shape", "accumulated", "adakv"]
 
