@@ -23,7 +23,8 @@ from kvjax.engine.forward import (
     run_layers,
     scan_if_traced,
 )
-from kvjax.engine.modes import Decode, LayerCall
+from kvjax.engine.layer_prompt import LayerCall
+from kvjax.engine.modes import Decode
 from kvjax.engine.sampling import Sampler, sample, sequence_keys
 from kvjax.models.config import Config
 from kvjax.models.decoder import Angles

@@ -19,7 +19,8 @@ from kvjax.cache.protocol import BoundLayer
 from kvjax.core.attention import causal_attention
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
-from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
+from kvjax.engine.layer_prompt import LayerCall, LayerInputs
+from kvjax.engine.modes import ForwardMode
 from kvjax.engine.positions import token_positions
 from kvjax.models import decoder
 from kvjax.models.config import Config

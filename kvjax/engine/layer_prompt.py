@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,25 @@ from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.positions import token_positions
 
-if TYPE_CHECKING:
-    from kvjax.engine.modes import LayerCall, LayerInputs
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """One bound layer in one pass. Hashable: equal calls share a compiled program, wherever they stand in the model."""
+
+    layer: BoundLayer
+    window: int | None  # the model's sliding window in this layer
+    num_slots: int = 0  # of the cache state, in the modes that make one
+    selects_queries: bool = False  # whether the mode computes only some outputs in this layer, the model's last one
+
+
+class LayerInputs(NamedTuple):
+    """The queries, keys and values of one layer in this pass, and the hidden vectors that they come from."""
+
+    q: Array  # [B K G T H], after RoPE
+    k: Array  # [B K T H], after RoPE
+    v: Array  # [B K T H]
+    hidden: Array  # [B T D], normalized, from which q, k and v were projected
+    output_projection: Array  # [1 K G H D]
 
 
 class LayerPrompt(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,31 +16,19 @@ from kvjax.core.attention import attend_dense, causal_attention, causal_attentio
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock, pytree
-from kvjax.engine.layer_prompt import LayerPrompt, compress_prompt, observed_block, prompt_of_inputs, select_queries
+from kvjax.engine.layer_prompt import (
+    LayerCall,
+    LayerInputs,
+    LayerPrompt,
+    compress_prompt,
+    observed_block,
+    prompt_of_inputs,
+    select_queries,
+)
 from kvjax.engine.positions import token_positions
 
 QUERY_BLOCK_TOKENS = 128
 """Queries that attend at a time, where the logits of all of them at once would not fit the processor's caches."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerCall:
-    """One bound layer in one pass. Hashable: equal calls share a compiled program, wherever they stand in the model."""
-
-    layer: BoundLayer
-    window: int | None  # the model's sliding window in this layer
-    num_slots: int = 0  # of the cache state, in the modes that make one
-    selects_queries: bool = False  # whether the mode computes only some outputs in this layer, the model's last one
-
-
-class LayerInputs(NamedTuple):
-    """The queries, keys and values of one layer in this pass, and the hidden vectors that they come from."""
-
-    q: Array  # [B K G T H], after RoPE
-    k: Array  # [B K T H], after RoPE
-    v: Array  # [B K T H]
-    hidden: Array  # [B T D], normalized, from which q, k and v were projected
-    output_projection: Array  # [1 K G H D]
 
 
 class ForwardMode:

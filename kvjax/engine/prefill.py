@@ -27,8 +27,15 @@ from kvjax.engine.forward import (
     run_layers,
     scan_if_traced,
 )
-from kvjax.engine.layer_prompt import LayerPrompt, compress_prompt, observed_block, prefill_layer, truncate_prompt
-from kvjax.engine.modes import ChunkedPrefill, FullPrefill, LayerCall, PromptReplay
+from kvjax.engine.layer_prompt import (
+    LayerCall,
+    LayerPrompt,
+    compress_prompt,
+    observed_block,
+    prefill_layer,
+    truncate_prompt,
+)
+from kvjax.engine.modes import ChunkedPrefill, FullPrefill, PromptReplay
 from kvjax.errors import KvjaxError
 from kvjax.models.decoder import take_tokens
 

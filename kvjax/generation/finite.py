@@ -25,7 +25,8 @@ from kvjax.core.attention import causal_attention
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
 from kvjax.engine.forward import Compiled, Target, apply_layer, embed, outer_params, run_layers
-from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
+from kvjax.engine.layer_prompt import LayerCall, LayerInputs
+from kvjax.engine.modes import ForwardMode
 from kvjax.engine.prefill import take_last
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import pad

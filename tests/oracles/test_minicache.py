@@ -17,8 +17,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
-from kvjax.engine.layer_prompt import LayerPrompt, compress_prompt
-from kvjax.engine.modes import LayerCall, extend_layer
+from kvjax.engine.layer_prompt import LayerCall, LayerPrompt, compress_prompt
+from kvjax.engine.modes import extend_layer
 from kvjax.errors import KvjaxError
 from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.minicache import signed_squared_cosine, slerp, split_length

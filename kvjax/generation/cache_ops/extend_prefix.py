@@ -16,8 +16,8 @@ from kvjax.core import memory
 from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device
 from kvjax.core.types import Array, pytree
 from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
-from kvjax.engine.layer_prompt import observed_block, prompt_of_inputs
-from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs
+from kvjax.engine.layer_prompt import LayerCall, LayerInputs, observed_block, prompt_of_inputs
+from kvjax.engine.modes import ForwardMode
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import take_last
 from kvjax.errors import KvjaxError

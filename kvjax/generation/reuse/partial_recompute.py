@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.engine.forward import PLAIN, Compiled, Target, embed, layer_calls, outer_params, run_layers
-from kvjax.engine.layer_prompt import LayerPrompt
-from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
+from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt
+from kvjax.engine.modes import ForwardMode, attend_all
 from kvjax.engine.positions import token_positions
 from kvjax.engine.prefill import take_last
 from kvjax.generation.reuse.full_kv import AllQueries

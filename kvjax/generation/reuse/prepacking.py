@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from kvjax.cache.protocol import KVMethod
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.engine.forward import Target, embed_at, layer_calls, outer_params, run_layers
-from kvjax.engine.layer_prompt import LayerPrompt, prompt_of_inputs
-from kvjax.engine.modes import ForwardMode, LayerCall, LayerInputs, attend_all
+from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, prompt_of_inputs
+from kvjax.engine.modes import ForwardMode, attend_all
 from kvjax.errors import KvjaxError
 from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.context import ROOM_TOKENS, Context
