@@ -1,84 +1,33 @@
-"""Pre-flight checks of context length, memory and the owner of a cache."""
+"""The owner of a cache, and warnings about long texts and methods that save nothing."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-
-import jax
-import jax.numpy as jnp
 
 from kvjax.cache.accounting import CacheBytes
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.core import memory
-from kvjax.core.types import Array
 from kvjax.engine.forward import Plan
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, KvjaxWarning, OtherWeights
-from kvjax.generation.memory_plan import total_bytes
-from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of, name_of
 from kvjax.utils.keywords import caller_level
 
 
-def check_prompts(
-    model: Model,
-    plan: Plan,
-    lengths: Sequence[int],
-    num_slots: tuple[int, ...],
-    capacity: int,
-    *,
-    width: int,
-    chunk: int,
-) -> None:
-    """Raises KvjaxError where the cache of prompts cannot fit, and warns where the model has too few positions.
-
-    The prompts are padded to `width` tokens, and run in chunks of `chunk`; the others as in `kvjax.engine.prefill`.
-    """
-    if capacity > MAX_SIZE:
-        raise KvjaxError(
-            f"a cache for {capacity:,} tokens per sequence was asked for, and positions are 32-bit integers; ask for "
-            "fewer new tokens, or for less room"
-        )
-    longest = max(lengths)
-    if longest > model.config.max_positions and not all(
-        x.needs.unbounded_length and x.needs.prompt_chunk for x in plan
-    ):
-        _warn_of_positions(model, f"prompts of {longest:,} tokens go")
-    cache_bytes = total_bytes(plan, model.config, num_slots, len(lengths), min(width, capacity), jnp.dtype(model.dtype))
-    # A lower bound of what a layer's forward pass takes: its hidden vectors and the MLP's.
-    layer_width = model.config.width + model.config.mlp_width
-    activation_bytes = len(lengths) * min(longest, chunk) * layer_width * model.dtype.itemsize
-    what = f"{len(lengths)} sequences of up to {longest:,} tokens in a cache for {capacity:,}"
-    _check_memory(model, cache_bytes["device"] + activation_bytes, cache_bytes["pinned_host"], what)
-
-
-def _check_memory(model: Model, device_bytes: int, host_bytes: int, what: str) -> None:
-    """Raises KvjaxError for more bytes than the model's devices, or this machine, have in all."""
-    embedding = model.params["embedding"]
-    available = memory.installed_memory(embedding.devices() if isinstance(embedding, Array) else jax.devices()[:1])
-    needed = [(device_bytes, available.device), (host_bytes, available.host)]
-    if available.shared:  # on a CPU both kinds are the same RAM
-        needed = [(device_bytes + host_bytes, available.device)]
-    for size, limit in needed:
-        if limit is not None and size > limit:
-            raise KvjaxError(
-                f"{what} take at least {size / 1e9:,.1f} GB of memory, and there are {limit / 1e9:,.1f} GB; give fewer "
-                "or shorter prompts at a time, ask for fewer new tokens, or use a method that holds less"
-            )
-
-
-def check_result(model: Model, batch: int, num_tokens: int) -> None:
-    """Raises KvjaxError where the logits of `num_tokens` tokens of each sequence cannot fit in memory."""
-    size = 4 * batch * num_tokens * model.config.vocab_size
-    _check_memory(model, size, 0, f"the logits of {batch} sequences of {num_tokens:,} tokens")
-
-
-def check_positions(model: Model, plan: Plan, used: int, more: int) -> None:
+def warn_of_positions(model: Model, plan: Plan, used: int, more: int) -> None:
     """Warns where `more` tokens after `used` ones are the first beyond the positions that the model was trained on."""
-    if used <= model.config.max_positions < used + more and not all(layer.needs.unbounded_length for layer in plan):
-        _warn_of_positions(model, f"{more:,} tokens after {used:,} others go")
+    limit = model.config.max_positions
+    # A prompt keeps its own positions, unless the method reads it in chunks.
+    serves_any_length = all(x.needs.unbounded_length and (used or x.needs.prompt_chunk) for x in plan)
+    if serves_any_length or not used <= limit < used + more:
+        return
+    what = f"{more:,} tokens after {used:,} others go" if used else f"prompts of {more:,} tokens go"
+    warnings.warn(
+        f"{what} beyond the {limit:,} positions that {model.name or 'this model'} was made for, and the output may "
+        "mean nothing; shorten the text, or use a method that is made for endless text, such as infllm",
+        KvjaxWarning,
+        stacklevel=caller_level(),
+    )
 
 
 _WARNED_METHODS: set[str] = set()
@@ -95,16 +44,6 @@ def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
         f"{name} saves nothing on this prompt: {size.held['device']:,} bytes held on the device, "
         f"{size.fraction_of_full:.1%} of the exact {size.dtype} cache; a longer prompt shows what it saves, or a "
         "smaller budget",
-        KvjaxWarning,
-        stacklevel=caller_level(),
-    )
-
-
-def _warn_of_positions(model: Model, what: str) -> None:
-    warnings.warn(
-        f"{what} beyond the {model.config.max_positions:,} positions that {model.name or 'this model'} was made for, "
-        "and the output may mean nothing; shorten the text, or use a method that is made for endless text, such as "
-        "infllm",
         KvjaxWarning,
         stacklevel=caller_level(),
     )

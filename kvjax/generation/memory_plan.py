@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Sequence
+import collections
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
 from kvjax.cache.eviction.budget_allocation import most_shared_slots
@@ -17,7 +14,6 @@ from kvjax.cache.protocol import BoundLayer, KVMethod, PlannableLayer, num_layer
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
-from kvjax.engine.forward import Plan
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
@@ -88,37 +84,17 @@ def planned_bytes(
             min(n + most_shared_slots(kept, prompt) - kept if kept else n, capacity)
             for n, kept in zip(num_slots, kept_slots, strict=True)
         )
-    planned = _plan_bytes(plan, config, num_slots, batch, min(width, capacity), dtype=dtype, prompt=prompt)
-    return dataclasses.replace(planned, full=full_bytes(config, [prompt] * batch, dtype))
-
-
-@functools.lru_cache(maxsize=1024)  # each call of a loop over prompts checks the memory of the same cache
-def total_bytes(
-    plan: Plan, config: Config, num_slots: tuple[int, ...], batch: int, width: int, dtype: np.dtype
-) -> dict[str, int]:
-    """Counts the bytes of a cache by memory kind; `num_slots` of each layer, `width` tokens of each padded prompt."""
-    return _plan_bytes(plan, config, num_slots, batch, width, dtype=dtype, prompt=width).total
-
-
-def _plan_bytes(
-    plan: Plan, config: Config, num_slots: Sequence[int], batch: int, width: int, *, dtype: Any, prompt: int
-) -> CacheBytes:
-    """Counts the bytes of a cache after prompts of `prompt` tokens, padded to `width`; `full` is left at 0."""
     held, empty = {"device": 4 * batch, "pinned_host": 0}, {"device": 0, "pinned_host": 0}  # the cache's own `length`
-    known: dict[Any, tuple[dict[str, int], dict[str, int]]] = {}
-    for layer, slots in zip(plan, num_slots, strict=True):
-        key = layer, slots  # equal layers take equally many bytes, and tracing one takes a while
-        if key not in known:
-            arrays, tree = abstract_state(layer, config, width, slots, batch, dtype)
-            unused = {"device": 0, "pinned_host": 0}
-            if isinstance(layer, PlannableLayer):
-                unused = layer.planned_empty_bytes(jax.tree.unflatten(tree, arrays), prompt, jnp.dtype(dtype).name)
-            known[key] = array_bytes(arrays), unused
-        total, unused = known[key]
+    # Equal layers take equally many bytes, and tracing one takes a while.
+    for (layer, slots), count in collections.Counter(zip(plan, num_slots, strict=True)).items():
+        arrays, tree = abstract_state(layer, config, min(width, capacity), slots, batch, dtype)
+        total, unused = array_bytes(arrays), dict.fromkeys(held, 0)
+        if isinstance(layer, PlannableLayer):
+            unused = layer.planned_empty_bytes(jax.tree.unflatten(tree, arrays), prompt, dtype.name)
         for kind in held:
-            held[kind] += total[kind] - unused[kind]
-            empty[kind] += unused[kind]
-    return CacheBytes(held, empty, 0, jnp.dtype(dtype).name)
+            held[kind] += count * (total[kind] - unused[kind])
+            empty[kind] += count * unused[kind]
+    return CacheBytes(held, empty, full_bytes(config, [prompt] * batch, dtype), dtype.name)
 
 
 def abstract_state(

@@ -23,6 +23,7 @@ from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, are_empty, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
+from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
@@ -45,7 +46,6 @@ def logits(model: Model, ids: Prompts) -> Array:
     """
     ids = token_ids(model, ids, begins=True)
     tokens, lengths = pad(ids)
-    checks.check_result(model, *tokens.shape)
     with Timer().timed():  # for its errors; the seconds are not read
         out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
     check_logits(model, out, ids)
@@ -89,7 +89,13 @@ def capacity_for(ids: Sequence[Sequence[int]], capacity: int | None, num_new: in
             f"capacity {capacity} is too small: the longest prompt has {need - num_new} tokens and {num_new} more are "
             f"to come; raise capacity to at least {need}, or shorten the prompt"
         )
-    return round_up(need if capacity is None else capacity)
+    capacity = round_up(need if capacity is None else capacity)
+    if capacity > MAX_SIZE:
+        raise KvjaxError(
+            f"a cache for {capacity:,} tokens per sequence was asked for, and positions are 32-bit integers; ask for "
+            "fewer new tokens, or for less room"
+        )
+    return capacity
 
 
 def run_prompts(
@@ -120,7 +126,7 @@ def run_prompts(
         raise KvjaxError("this method feeds a prompt in chunks of its own; leave `chunk` out")
     padded = width or round_up(max(lengths))
     tokens_at_once = chunk or method_chunk or padded
-    checks.check_prompts(model, plan, lengths, num_slots, capacity, width=padded, chunk=tokens_at_once)
+    checks.warn_of_positions(model, plan, 0, max(lengths))
     # A method's own chunks end at the padded length; user-set chunks are equal, so that they share one program.
     tokens, lengths = pad(ids, padded if chunk is None else round_up(padded, chunk))
     tokens_at_once = min(tokens_at_once, tokens.shape[1])
@@ -218,10 +224,9 @@ def inputs_after_cache(
             f"the cache has room for {cache.capacity} tokens per sequence and holds {used}; {need - used} more do not "
             f"fit: prefill with capacity={need} or more, or read with that, or with a larger room="
         )
-    checks.check_positions(model, cache.plan, used, longest)
+    checks.warn_of_positions(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
     tokens, lengths = pad(ids, min(width, cache.capacity - used))
-    checks.check_result(model, *tokens.shape)
     return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
 
 

@@ -233,7 +233,7 @@ def start_decoding(
       timer: adds up the seconds; its run time so far counts as the prefill.
     """
     num_new = options.max_new_tokens
-    checks.check_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), num_new)
+    checks.warn_of_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), num_new)
     timer, sampler, in_prompt = timer or Timer(), options.sampling.sampler(), None
     if options.sampling.repetition_penalty != 1:
         check_penalties(options, prompt_ids)

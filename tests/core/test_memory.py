@@ -176,3 +176,8 @@ def test_a_device_without_host_memory_is_named(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Tpu()])
     with pytest.raises(KvjaxError, match="tpu has no pinned_host memory"):
         memory.require_host_memory()
+
+
+def test_what_is_installed_is_known():
+    sizes = memory.installed_memory(jax.devices())
+    assert sizes.shared and (sizes.host is None or sizes.host > 2**28) and sizes.device == sizes.host

@@ -80,9 +80,9 @@ class FullKV:
                     "and queries: read the prompts' tokens with it"
                 )
             return read(model, self.ids, method, capacity=capacity)
-        lengths, width = tuple(np.asarray(self.lengths).tolist()), self.prompts[0].k.shape[2]
+        lengths = tuple(np.asarray(self.lengths).tolist())
+        checks.warn_of_positions(model, plan, 0, max(lengths))
         num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
-        checks.check_prompts(model, plan, lengths, num_slots, capacity, width=width, chunk=width)
         prompts = []
         for layer, (k, v, q, *_) in zip(plan, self.prompts, strict=True):
             if layer.needs.observed_queries != 0 and not q.shape[3]:
