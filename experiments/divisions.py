@@ -38,8 +38,8 @@ from experiments.bench.measuring import log_progress, make_parser, parse_integer
 from experiments.papers.common import run_script
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.components import Scorer, Scores
 from kvjax.cache.eviction.ranking import MeasuredHeadTokens
-from kvjax.cache.eviction.scorers import Scorer, Scores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import attend_dense, merge

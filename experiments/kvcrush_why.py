@@ -23,8 +23,8 @@ import kvjax
 from experiments.bench.measuring import log_progress, machine, report, table
 from experiments.papers import common
 from kvjax import KvjaxError, Model
-from kvjax.cache.eviction.granularity import Token, evictable_mask, group_into_units, split_prompt
-from kvjax.cache.eviction.representatives import EvictableUnits
+from kvjax.cache.components import EvictableUnits, Token
+from kvjax.cache.eviction.granularity import evictable_mask, group_into_units, split_prompt
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.random import draw

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.base import Codec, Host, Plain
-from kvjax.cache.eviction.budget_allocation import HeadBudgets, LayerBudgets
+from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.components import (
+    Codec,
+    HeadBudgets,
+    LayerBudgets,
+    Policy,
+    Reader,
+    ReadResult,
+    Representatives,
+    Scorer,
+    Scores,
+    SecondStageScorer,
+    SideStore,
+)
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.decode_policy import Policy, check_minimum, evict_lowest, policy_state_at, top_slots
-from kvjax.cache.eviction.representatives import Representatives
-from kvjax.cache.eviction.rescoring import SecondStageScorer
-from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, token_scores
+from kvjax.cache.eviction.decode_policy import check_minimum, evict_lowest, policy_state_at, top_slots
+from kvjax.cache.eviction.scorers import head_scores, token_scores
 from kvjax.cache.eviction.selection import Selection, make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, LayerState, Needs, Traits
-from kvjax.cache.readers.base import Reader, ReadResult
 from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.retrieval import Index, Retrieve
-from kvjax.cache.side_store.base import SideStore
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.mesh import over_heads

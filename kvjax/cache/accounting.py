@@ -14,13 +14,12 @@ import numpy as np
 from kvjax.cache.protocol import Cache, SizedLayer
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import MEMORY_KINDS, array_bytes
 from kvjax.core.types import KVBlock
 from kvjax.utils.keywords import checks_keywords
 
 if TYPE_CHECKING:
     from kvjax.cache.bound_layer import MethodLayer
-
-MEMORY_KINDS: tuple[str, str] = "device", "pinned_host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +79,6 @@ class CacheBytes:
         """The mean of a batch of `count` sequences, rounded down."""
         held, reserved = ({kind: part[kind] // count for kind in MEMORY_KINDS} for part in (self.held, self.reserved))
         return CacheBytes(held, reserved, self.full // count, self.dtype)
-
-
-def array_bytes(tree: Any) -> dict[str, int]:
-    """Bytes of a pytree of arrays or typed abstract values, by memory kind; without the guards of buffers."""
-    total: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
-    for x in jax.tree.leaves(memory.without_guards(tree)):
-        total[memory.memory_kind(x)] += x.size * x.dtype.itemsize
-    return total
 
 
 @checks_keywords
@@ -165,19 +156,3 @@ def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False)
     observation = Observation(abstract((1, K, G, num_queries, H), dtype), abstract((1, num_queries), jnp.int32))
     # `jax.eval_shape` would not tell in which memory an array lies; the abstract values of a jaxpr do.
     return array_bytes(jax.make_jaxpr(store)(block, observation).out_avals)
-
-
-def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int]:
-    """Bytes that a store keeps beyond the used slots of each sequence, by memory kind.
-
-    Args:
-      store: a pytree; its arrays with an entry for each slot have the slots as axis 2, and others count as used.
-      slots: of each sequence and head.
-      used: for each sequence of the batch, the slots that tokens fill: of each head, or their mean over the heads.
-    """
-    total = array_bytes(())
-    for x in jax.tree.leaves(memory.without_guards(store)):
-        if x.shape[2:3] == (slots,):
-            per_slot = x.size * x.dtype.itemsize / (len(used) * slots)
-            total[memory.memory_kind(x)] += sum(int(per_slot * (slots - count)) for count in used)
-    return total

@@ -29,10 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
-from kvjax.cache.codecs.base import Codec
-from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.components import Codec, HeadBudgets, Scores
 from kvjax.cache.eviction.decode_policy import check_policy_result
-from kvjax.cache.eviction.scorers import Scores
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.state import StateOperations
 from kvjax.core import memory

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.cache.codecs.base import Codec, Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import ComponentConflict, IncompatibleMethod

@@ -7,19 +7,22 @@ import typing
 
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Codec, Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.compatibility import check_components
-from kvjax.cache.eviction.budget_allocation import LayerBudgets
+from kvjax.cache.components import (
+    Codec,
+    LayerBudgets,
+    MergeRule,
+    Policy,
+    Reader,
+    Representatives,
+    SecondStageScorer,
+    SideStore,
+)
 from kvjax.cache.eviction.budgets import budgets_by_layer
-from kvjax.cache.eviction.decode_policy import Policy
-from kvjax.cache.eviction.merging import MergeRule
-from kvjax.cache.eviction.representatives import Representatives
-from kvjax.cache.eviction.rescoring import SecondStageScorer
 from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.protocol import LayerSpec, Traits
-from kvjax.cache.readers.base import Reader
 from kvjax.cache.readers.full import Full
-from kvjax.cache.side_store.base import SideStore
 from kvjax.cache.validation import check_component_type, check_hashable
 from kvjax.core.attention import AttentionPattern
 from kvjax.errors import KvjaxError

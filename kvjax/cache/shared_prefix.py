@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.protocol import (
     EditableLayer,
     KVMethod,
@@ -25,11 +24,12 @@ from kvjax.cache.protocol import (
     StepResult,
     Traits,
 )
-from kvjax.cache.readers.base import map_query_blocks
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.state import concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import array_bytes
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 

@@ -14,18 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.accounting import array_bytes, bytes_beyond, slot_bytes
+from kvjax.cache.accounting import slot_bytes
 from kvjax.cache.protocol import BatchedLayer, BoundLayer, LayerSpec, LayerState, Needs, StepResult
 from kvjax.cache.readers.full import Full
 from kvjax.cache.token_status import relative_error
 from kvjax.core import memory
 from kvjax.core.attention import combine
+from kvjax.core.memory import array_bytes, bytes_beyond
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
 from kvjax.errors import IncompatibleMethod
 
 if TYPE_CHECKING:
     from kvjax.cache.bound_layer import MethodLayer
-    from kvjax.cache.codecs.base import Codec
+    from kvjax.cache.components import Codec
     from kvjax.cache.method import Method
 
 CONTEXT_REMEDY = "a context is a value: keep the one of before, or fork it, instead of taking tokens back"

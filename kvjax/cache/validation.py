@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from kvjax.cache.eviction.scorers import Scorer
+from kvjax.cache.components import Scorer
 from kvjax.errors import KvjaxError
 
 

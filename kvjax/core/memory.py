@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -346,3 +346,30 @@ def require_host_memory() -> None:
             f"JAX {jax.__version__} reads wrong addresses of pinned host buffers on CUDA (openxla/xla#46231); "
             "install jax >= 0.11.2 (Python >= 3.12)"
         )
+
+
+MEMORY_KINDS: tuple[str, str] = "device", "pinned_host"
+
+
+def array_bytes(tree: Any) -> dict[str, int]:
+    """Bytes of a pytree of arrays or typed abstract values, by memory kind; without the guards of buffers."""
+    total: dict[str, int] = dict.fromkeys(MEMORY_KINDS, 0)
+    for x in jax.tree.leaves(without_guards(tree)):
+        total[memory_kind(x)] += x.size * x.dtype.itemsize
+    return total
+
+
+def bytes_beyond(store: Any, slots: int, used: Sequence[float]) -> dict[str, int]:
+    """Bytes that a store keeps beyond the used slots of each sequence, by memory kind.
+
+    Args:
+      store: a pytree; its arrays with an entry for each slot have the slots as axis 2, and others count as used.
+      slots: of each sequence and head.
+      used: for each sequence of the batch, the slots that tokens fill: of each head, or their mean over the heads.
+    """
+    total = array_bytes(())
+    for x in jax.tree.leaves(without_guards(store)):
+        if x.shape[2:3] == (slots,):
+            per_slot = x.size * x.dtype.itemsize / (len(used) * slots)
+            total[memory_kind(x)] += sum(int(per_slot * (slots - count)) for count in used)
+    return total

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
-from kvjax.cache.readers.base import map_query_blocks
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core.attention import attend_dense, causal_attention, causal_attention_with_lse, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device

@@ -17,8 +17,9 @@ import jax
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Codec, CodecWrapper
+from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
+from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, Traits
 from kvjax.cache.readers.full import Full

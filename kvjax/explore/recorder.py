@@ -8,8 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.representatives import EvictableUnits
-from kvjax.cache.eviction.selection import SelectedSlots
+from kvjax.cache.components import EvictableUnits, SelectedSlots
 from kvjax.cache.protocol import BoundLayer, LayerSpec
 from kvjax.cache.token_status import scatter_index
 from kvjax.core.types import Array, KVBlock, pytree

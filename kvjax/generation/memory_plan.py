@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.accounting import CacheBytes, array_bytes, full_bytes
+from kvjax.cache.accounting import CacheBytes, full_bytes
 from kvjax.cache.eviction.budget_allocation import most_shared_slots
 from kvjax.cache.protocol import BoundLayer, KVMethod, PlannableLayer, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import array_bytes
 from kvjax.core.types import KVBlock
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError

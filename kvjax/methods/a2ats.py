@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.components import ReadResult
 from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import ReadResult
 from kvjax.cache.readers.retrieval import Index, Retrieve
 from kvjax.core import memory
 from kvjax.core.attention import scores, split_blocks

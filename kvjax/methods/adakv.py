@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.components import HeadBudgets
 from kvjax.cache.eviction.ranking import BestOfModel, ModelRanking, count_best
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method

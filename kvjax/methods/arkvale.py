@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve

@@ -14,12 +14,12 @@ from jax import lax
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.calibration.text_halves import split_halves
-from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.components import HeadBudgets, Scorer, Scores
+from kvjax.cache.eviction.scorers import token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import map_query_blocks
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation, attention_mass

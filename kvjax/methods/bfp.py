@@ -7,8 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.base import CodecWrapper
 from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.codecs.quantizers import BlockFloat
 from kvjax.cache.method import Method
 from kvjax.core.types import Array, pytree

@@ -7,7 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.budget_allocation import LayerBudgets, match_total
+from kvjax.cache.components import LayerBudgets
+from kvjax.cache.eviction.budget_allocation import match_total
 from kvjax.cache.eviction.scorers import WindowAttention, pre_window_mask, window_query_mask
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method

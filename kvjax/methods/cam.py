@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.components import SelectedSlots
 from kvjax.cache.eviction.merging import evicted_mask, gather_at_slots, scatter_add, scores_of_kept
-from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads

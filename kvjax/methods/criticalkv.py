@@ -8,8 +8,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.components import SecondStageScorer
 from kvjax.cache.eviction.representatives import check_share
-from kvjax.cache.eviction.rescoring import SecondStageScorer
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import split_blocks

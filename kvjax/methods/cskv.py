@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.calibration.bases import JointBases
-from kvjax.cache.codecs.base import CodecWrapper
 from kvjax.cache.codecs.low_rank import CalibratedLowRank
+from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.method import Method
 from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import attention, memory

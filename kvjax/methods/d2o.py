@@ -7,8 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.components import SelectedSlots
 from kvjax.cache.eviction.merging import fold_into_kept, match_evicted, scatter_add
-from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads

@@ -13,9 +13,10 @@ from jax import lax
 
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.codecs.base import Codec, Plain
 from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.plain import Plain
 from kvjax.cache.codecs.quantizers import MinMax
+from kvjax.cache.components import Codec
 from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

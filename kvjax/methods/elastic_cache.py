@@ -7,11 +7,12 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.components import Policy, SelectedSlots
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.decode_policy import Policy, check_minimum
+from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, scatter_add
 from kvjax.cache.eviction.scorers import AccumulatedAttention
-from kvjax.cache.eviction.selection import SelectedSlots, make_selection
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.core.attention_mass import Observation

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.cache.components import Scorer, Scores, SelectedSlots
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.merging import (
     MIN_KEY_NORM,
@@ -17,8 +18,8 @@ from kvjax.cache.eviction.merging import (
     unit_vectors,
 )
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores, window_query_mask
-from kvjax.cache.eviction.selection import SelectedSlots, make_selection
+from kvjax.cache.eviction.scorers import head_scores, window_query_mask
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation, attention_mass

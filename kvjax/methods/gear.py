@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.calibration.bases import sum_outer_products
-from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.chunk_quant import Channelwise, ChunkCodec, ChunkState, Tokenwise
 from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
+from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.core import memory
 from kvjax.core.mesh import vary

@@ -8,8 +8,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.components import Policy
 from kvjax.cache.eviction.decode_policy import (
-    Policy,
     check_minimum,
     evict_lowest,
     policy_state_at,

@@ -14,8 +14,8 @@ import numpy as np
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.budgets import Budget, budgets_by_layer, num_kept_by_length
+from kvjax.cache.components import Budget, HeadBudgets
+from kvjax.cache.eviction.budgets import budgets_by_layer, num_kept_by_length
 from kvjax.cache.eviction.ranking import Candidates, MeasuredHeadTokens
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.selection import Selection

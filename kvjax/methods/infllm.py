@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.components import Reader, ReadResult
 from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, map_query_blocks
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.readers.retrieval import slot_lookup
 from kvjax.cache.readers.ring_buffer import RingBuffer
 from kvjax.core import memory

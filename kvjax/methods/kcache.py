@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.components import Reader, ReadResult
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks, normalize_weights
+from kvjax.cache.readers.query_blocks import logits, map_query_blocks, normalize_weights
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError

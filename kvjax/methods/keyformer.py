@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.components import Policy
 from kvjax.cache.eviction.decode_policy import (
-    Policy,
     check_minimum,
     evict_lowest,
     policy_state_at,

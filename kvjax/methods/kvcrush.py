@@ -7,7 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.representatives import EvictableUnits, check_share
+from kvjax.cache.components import EvictableUnits
+from kvjax.cache.eviction.representatives import check_share
 from kvjax.cache.method import Method
 from kvjax.core.mesh import over_heads
 from kvjax.core.random import draw

@@ -7,16 +7,10 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.cache.components import Scorer, Scores, SelectedSlots
 from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, gather_at_slots, scatter_add, unit_vectors
-from kvjax.cache.eviction.scorers import (
-    AccumulatedAttention,
-    Scorer,
-    Scores,
-    head_scores,
-    pre_window_mask,
-    rank_below_others,
-)
-from kvjax.cache.eviction.selection import SelectedSlots, make_selection
+from kvjax.cache.eviction.scorers import AccumulatedAttention, head_scores, pre_window_mask, rank_below_others
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core import memory

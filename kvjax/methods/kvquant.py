@@ -15,11 +15,11 @@ from jax import lax
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.bit_packing import check_bits
 from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkCodes, ChunkState
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
+from kvjax.cache.components import Codec
 from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

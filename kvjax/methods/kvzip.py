@@ -7,9 +7,10 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.components import Scorer, Scores
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.competition import level_components
-from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.eviction.scorers import token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, Replay

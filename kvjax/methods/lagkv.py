@@ -6,9 +6,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.cache.components import Scorer, Scores
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.granularity import group_into_units
-from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.eviction.scorers import token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

@@ -15,12 +15,13 @@ from jax import lax
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.calibration.text_halves import split_halves
+from kvjax.cache.components import SelectedSlots
 from kvjax.cache.eviction.merging import evicted_mask, scores_of_kept
 from kvjax.cache.eviction.scorers import AccumulatedAttention
-from kvjax.cache.eviction.selection import SelectedSlots, make_selection
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.base import map_query_blocks
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, merge, weights
 from kvjax.core.attention_mass import Observation

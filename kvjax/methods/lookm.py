@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.cache.components import Scorer, Scores, SelectedSlots
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.merging import fold_into_kept, match_evicted, scatter_add
-from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, head_scores, rank_below_others
-from kvjax.cache.eviction.selection import SelectedSlots, make_selection
+from kvjax.cache.eviction.scorers import AccumulatedAttention, head_scores, rank_below_others
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation

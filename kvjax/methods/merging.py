@@ -6,9 +6,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.cache.components import SelectedSlots
 from kvjax.cache.eviction.merging import MIN_KEY_NORM, fold_into_kept, match_evicted, scatter_add
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.top_k import top_k_mask

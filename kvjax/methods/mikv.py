@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.base import CodecWrapper, Plain
 from kvjax.cache.codecs.chunk_quant import Tokenwise
 from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.plain import CodecWrapper, Plain
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
 from kvjax.cache.codecs.quantizers import MinMax
 from kvjax.cache.eviction.scorers import AccumulatedAttention

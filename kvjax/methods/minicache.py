@@ -11,8 +11,8 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.side_store.mixed_precision import PrecisionTiers
 from kvjax.core.attention import MASKED_LOGIT, mix, scores, visible, weights
 from kvjax.core.attention_mass import Observation

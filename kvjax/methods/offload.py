@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.method import Method
 from kvjax.registry.registration import register_method
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvjax.cache.components import Budget
 from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.budgets import Budget
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

@@ -7,8 +7,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.components import Scorer, Scores
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.eviction.scorers import token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.cache.calibration.head_tables import RetrievalHeads
 from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.components import SelectedSlots
 from kvjax.cache.eviction.head_budgets import (
     ALL_TOKENS,
     HeadTableBudgets,
@@ -19,7 +20,7 @@ from kvjax.cache.eviction.head_budgets import (
     top_heads_mask,
 )
 from kvjax.cache.eviction.merging import evicted_mask
-from kvjax.cache.eviction.selection import SelectedSlots, Selection
+from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.paged_heads import PagedHeads

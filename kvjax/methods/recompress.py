@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy
+from kvjax.cache.components import Policy
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState, last_positions
 from kvjax.core import memory

@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.components import Reader, ReadResult
 from kvjax.cache.eviction.decode_policy import check_minimum
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult
 from kvjax.cache.readers.retrieval import Index, Retrieve, slot_lookup
 from kvjax.core.attention import scores
 from kvjax.core.attention_mass import Observation

@@ -7,7 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction.scorers import Scorer, Scores, check_kernel, pool_scores, pre_window_mask, token_scores
+from kvjax.cache.components import Scorer, Scores
+from kvjax.cache.eviction.scorers import check_kernel, pool_scores, pre_window_mask, token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

@@ -13,10 +13,11 @@ from kvjax.cache.binding import bind_fields
 from kvjax.cache.calibration.bases import Bases
 from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.codecs import bit_packing
-from kvjax.cache.codecs.base import Codec, CodecWrapper
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.per_token import PerTokenCodec, hadamard
+from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.codecs.quantizers import Quantizer, step_size
+from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.mesh import over_heads

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs import bit_packing
-from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.group_quant import Kivi
+from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.core import memory
 from kvjax.core.types import Array, exportable, pytree

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.low_rank import PromptLowRank
+from kvjax.cache.codecs.plain import Host
+from kvjax.cache.components import SideStore
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import map_query_blocks
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.cache.side_store.base import SideStore
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.attention_mass import Observation

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Codec, Host, Plain
 from kvjax.cache.codecs.group_quant import Kivi
+from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.components import Codec, Reader, ReadResult
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult
 from kvjax.core.attention import MASKED_LOGIT, attend_scores, combine, scores, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock, Partial, pytree

@@ -7,8 +7,9 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Codec, Plain
+from kvjax.cache.codecs.plain import Plain
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
+from kvjax.cache.components import Codec
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.scorers import window_query_mask
 from kvjax.cache.method import Method

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.components import Reader, ReadResult
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import Reader, ReadResult, logits, map_query_blocks
 from kvjax.cache.readers.full import Full
+from kvjax.cache.readers.query_blocks import logits, map_query_blocks
 from kvjax.cache.readers.retrieval import attend_slots
 from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.types import Array, Partial

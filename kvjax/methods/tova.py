@@ -8,7 +8,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.decode_policy import Policy, check_minimum, evict_lowest, require_observation, top_slots
+from kvjax.cache.components import Policy
+from kvjax.cache.eviction.decode_policy import check_minimum, evict_lowest, require_observation, top_slots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention_mass import Observation, attention_mass

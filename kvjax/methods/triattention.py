@@ -8,9 +8,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.components import Scorer, Scores
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.future_queries import mean_over_pre_rope, rotate_ahead, sum_queries, visible_to_next_query
-from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
+from kvjax.cache.eviction.scorers import head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

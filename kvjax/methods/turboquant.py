@@ -11,9 +11,10 @@ import numpy as np
 
 from kvjax.cache.binding import bind_component
 from kvjax.cache.codecs import bit_packing
-from kvjax.cache.codecs.base import Codec, CodecWrapper, Plain
 from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.plain import CodecWrapper, Plain
 from kvjax.cache.codecs.quantizers import Fp8, Quantizer, step_size
+from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array, exportable

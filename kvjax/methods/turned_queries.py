@@ -8,11 +8,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.components import Scorer, Scores
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.eviction.future_queries import visible_to_next_query
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
+from kvjax.cache.eviction.scorers import head_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

@@ -8,8 +8,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
+from kvjax.cache.components import Scorer, Scores
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import Scorer, Scores, head_scores
+from kvjax.cache.eviction.scorers import head_scores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.cache.side_store.mixed_precision import ScoredTiers

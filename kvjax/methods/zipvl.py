@@ -7,8 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Codec
 from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
+from kvjax.cache.components import Codec
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.base import Codec
+from kvjax.cache.components import Codec
 from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import Cache, KVMethod, LayerState

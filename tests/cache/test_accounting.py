@@ -11,7 +11,8 @@ import pytest
 
 import kvjax
 from kvjax import CacheBytes, KvjaxError
-from kvjax.cache.accounting import array_bytes, full_bytes
+from kvjax.cache.accounting import full_bytes
+from kvjax.core.memory import array_bytes
 from kvjax.errors import KvjaxWarning
 from kvjax.generation import checks
 from kvjax.testing import toy_model

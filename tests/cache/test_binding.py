@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.binding import bind_component
-from kvjax.cache.codecs.base import Plain
+from kvjax.cache.codecs.plain import Plain
 from kvjax.cache.eviction.budgets import Uniform
 from kvjax.cache.protocol import LayerSpec
 from kvjax.engine.plan import bind, specs

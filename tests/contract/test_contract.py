@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvjax import planned_bytes
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.eviction.budget_allocation import SHARED_ROUNDING
+from kvjax.core.memory import array_bytes
 from kvjax.errors import IncompatibleMethod
 from kvjax.models import Config
 from kvjax.registry.strings import method_of

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.scorers import Scorer, Scores, token_scores
+from kvjax.cache.components import Scorer, Scores
+from kvjax.cache.eviction.scorers import token_scores
 from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec

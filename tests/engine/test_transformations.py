@@ -23,9 +23,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax import functional
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.protocol import Cache
 from kvjax.core import memory
+from kvjax.core.memory import array_bytes
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.models.model import Model

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.eviction.scorers import AccumulatedAttention, Scorer, Scores, WindowAttention
-from kvjax.cache.eviction.selection import SelectedSlots, make_selection
+from kvjax.cache.components import Scorer, Scores, SelectedSlots
+from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope

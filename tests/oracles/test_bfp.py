@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.codecs.quantizers import BlockFloat
+from kvjax.core.memory import array_bytes
 from kvjax.errors import KvjaxError
 from kvjax.methods.bfp import SortedChannels
 from tests.contract import layer

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.eviction.granularity import Chunk, Page, Token
-from kvjax.cache.eviction.representatives import EvictableUnits
+from kvjax.cache.components import Chunk, EvictableUnits, Page, Token
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.core.random import draw
 from kvjax.errors import KvjaxError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import parse
-from kvjax.cache.eviction.scorers import Scores
+from kvjax.cache.components import Scores
 from kvjax.errors import KvjaxError
 from kvjax.methods.ems import CenterMerge, GlobalLocalAttention
 from tests.contract import layer

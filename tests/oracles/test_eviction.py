@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache.components import Chunk, Page, Token
 from kvjax.cache.eviction.budgets import Uniform
-from kvjax.cache.eviction.granularity import Chunk, Page, Token
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.cache.eviction.selection import Selection
 from kvjax.core.attention_mass import Observation

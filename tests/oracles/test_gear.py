@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.chunk_quant import Channelwise, Tokenwise
 from kvjax.cache.codecs.outliers import ChannelOutliers, TokenOutliers
+from kvjax.cache.codecs.plain import Host
 from kvjax.errors import KvjaxError
 from kvjax.methods.gear import LowRankResidual
 from tests.contract import layer

@@ -12,12 +12,12 @@ import pytest
 from jax import lax
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.compose import compose
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core import memory
+from kvjax.core.memory import array_bytes
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError

@@ -12,8 +12,8 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.group_quant import Kivi
+from kvjax.core.memory import array_bytes
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from tests.contract import layer

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs.group_quant import Kivi
+from kvjax.core.memory import array_bytes
 from kvjax.errors import IncompatibleMethod
 from kvjax.testing import toy_model
 from tests.contract import layer

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.calibration import table_file
+from kvjax.core.memory import array_bytes
 from kvjax.errors import KvjaxError
 from kvjax.methods.kvquant import (
     ChannelQuantileOutliers,

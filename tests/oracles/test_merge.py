@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.components import Scores, SelectedSlots
 from kvjax.cache.eviction.merging import match_evicted
-from kvjax.cache.eviction.scorers import Scores
-from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.random import draw

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.base import Plain
 from kvjax.cache.codecs.chunk_quant import Tokenwise
+from kvjax.cache.codecs.plain import Plain
 from kvjax.core import attention
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import array_bytes
 from kvjax.errors import KvjaxError
 from kvjax.methods.mikv import ChannelBalancer
 from kvjax.testing import dense_attention

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import array_bytes
 from kvjax.core.mesh import axes_of_layer_array, named_sharding
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.method import Method
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import array_bytes
 from kvjax.core.rope import rotate
 from kvjax.core.types import KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.codecs.group_quant import Kivi
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve
 from kvjax.core import memory

@@ -13,8 +13,8 @@ import kvjax
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.head_tables import NUM_COPIES, RetrievalHeads
 from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.components import SelectedSlots
 from kvjax.cache.eviction.head_budgets import ALL_TOKENS
-from kvjax.cache.eviction.selection import SelectedSlots
 from kvjax.calibrate import calibrate
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock

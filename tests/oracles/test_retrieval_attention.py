@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax.cache.codecs.plain import Host
 from kvjax.cache.codecs.quantizers import Absmax
 from kvjax.core import memory
 from kvjax.errors import KvjaxError

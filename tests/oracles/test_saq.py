@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.base import Host
+from kvjax.cache.codecs.plain import Host
 from kvjax.core import memory
+from kvjax.core.memory import array_bytes
 from kvjax.errors import KvjaxError
 from kvjax.methods.saq import StaircaseQuantizer
 from tests.contract import layer

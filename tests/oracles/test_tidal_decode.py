@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock

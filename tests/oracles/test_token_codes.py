@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
 from kvjax.cache.codecs import bit_packing, blockwise
-from kvjax.cache.codecs.base import Host, Plain
 from kvjax.cache.codecs.per_token import PerTokenCodec, hadamard
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.codecs.quantizers import Absmax, MinMax, Quantizer
 from kvjax.core import attention, memory
+from kvjax.core.memory import array_bytes
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
 from tests.contract import layer

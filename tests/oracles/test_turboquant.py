@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.codecs.quantizers import Quantizer
 from kvjax.cache.protocol import LayerSpec
+from kvjax.core.memory import array_bytes
 from kvjax.core.rope import Rope
 from kvjax.errors import KvjaxError
 from kvjax.methods.turboquant import LloydMax, UniformQuantizer, lloyd_max_levels

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.accounting import array_bytes
-from kvjax.cache.codecs.base import Host
 from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
+from kvjax.cache.codecs.plain import Host
 from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import array_bytes
 from kvjax.core.random import draw
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError

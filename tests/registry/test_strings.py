@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvjax import Method, compose, methods, name_of, parse
-from kvjax.cache.codecs.base import Host, Plain
+from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.method_api import register_method

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.base import CodecWrapper
+from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, pytree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.cache.codecs.base import Codec
+from kvjax.cache.components import Codec
 from kvjax.cache.side_store.mixed_precision import LowTier, PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock

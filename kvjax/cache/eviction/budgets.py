@@ -11,30 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.cache.binding import bind_component
+from kvjax.cache.components import Budget
 from kvjax.cache.protocol import LayerSpec
 from kvjax.errors import KvjaxError
-
-
-class Budget:
-    """Prompt tokens kept per sequence, layer and key/value head, sinks and recent tokens included.
-
-    A budget is a frozen dataclass with the methods `num_kept` and `max_kept`. One that differs between layers also has
-    a method `at(spec)`, which returns the budget of one layer.
-    """
-
-    is_fraction = False  # a fraction of each prompt, which may ask for fewer tokens than the sinks and recent ones
-
-    def num_kept(self, length: int) -> int:
-        """Tokens kept of a prompt of `length` tokens, at most `length`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `num_kept`")
-
-    def num_kept_by_length(self, max_length: int) -> np.ndarray:
-        """i32[max_length + 1]: `num_kept` of every length; a budget that knows all of them at once overrides it."""
-        return np.array([self.num_kept(n) for n in range(max_length + 1)], np.int32)
-
-    def max_kept(self) -> int | None:
-        """Most tokens kept of a prompt of any length; None if there is no bound."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `max_kept`")
 
 
 @dataclasses.dataclass(frozen=True)

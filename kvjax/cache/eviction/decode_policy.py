@@ -13,81 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.protocol import LayerState
+from kvjax.cache.components import Policy
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
 if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
-
-
-class Policy:
-    """Decides which tokens stay, at the end of the prompt and after every decoded token.
-
-    A policy is a frozen dataclass. It owns the statistics that it keeps of each token, `LayerState.policy_state`, and
-    never keys or values, which the method's codecs hold. `layer.spec`, a `LayerSpec`, describes the layer.
-    """
-
-    num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
-    needs_weights = False  # whether `after_token` reads the attention weights of a step
-
-    def num_slots(self, layer: MethodLayer) -> int:
-        """Slots of the layer: the tokens that stay after a step, and the next one."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `num_slots`")
-
-    def num_kept(self, layer: MethodLayer, prompt: int) -> int:
-        """Most tokens that a prompt of `prompt` tokens leaves."""
-        return min(prompt, self.num_slots(layer) - 1)
-
-    def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, Any]:
-        """Selects the prompt's tokens that stay.
-
-        Args:
-          layer: the bound layer.
-          block: the prompt [B K T H].
-          observation: the queries that `num_queries` asks for.
-          slots: of the state.
-
-        Returns:
-          Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `slots` slots.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no method `init`")
-
-    def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
-        """Prepares the state for a token with query q [B K G 1 H] at q_pos i32[B 1]; the base changes nothing."""
-        return state
-
-    def after_token(
-        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
-    ) -> tuple[Array, Any]:
-        """Evicts tokens after a new token has attended.
-
-        Sequences that got no token, whose q_pos is -1, are included: their results must be what they were.
-
-        Args:
-          layer: the bound layer.
-          state: with the new token in it.
-          weights: f32[B K G S], the new token's attention, where `needs_weights`.
-          q_pos: i32[B 1], its position.
-
-        Returns:
-          `pos` with -1 for evicted tokens, and the policy state.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no method `after_token`")
-
-    def check(self, layer: MethodLayer) -> None:
-        """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
-
-    def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
-        """Counts positions inside the cache: of tokens at pos i32[B 1|K T], among the held ones i32[B 1|K S]."""
-        order = jnp.sort(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), -1)
-        B, K, _ = order.shape
-        queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)
-        index = lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), (order.reshape(B * K, -1), queries))
-        return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
+    pass
 
 
 def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[int, ...]) -> tuple[Array, Any]:

@@ -12,55 +12,16 @@ tokens of every head, and all of its tokens if there are no more than `budget`.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kvjax.cache.components import Chunk, Granularity, Page, Token
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-
-
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """Every token for itself."""
-
-    size: ClassVar[int] = 1
-    score: ClassVar[str] = "sum"
-    is_aligned: ClassVar[bool] = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Runs of `size` tokens, counted from the first token after the sinks.
-
-    Args:
-      size: consecutive tokens of a unit.
-      score: a unit's score from its tokens' scores: "sum", "mean" or "max".
-    """
-
-    size: int
-    score: str = "sum"
-    is_aligned: ClassVar[bool] = False  # whether units are counted from the very first token, and not after the sinks
-
-    def __post_init__(self):
-        if self.size < 1:
-            raise KvjaxError(f"a {type(self).__name__.lower()} has at least 1 token, got {self.size}")
-        if self.score not in ("sum", "mean", "max"):
-            raise KvjaxError(f"score must be 'sum', 'mean' or 'max', got {self.score!r}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Page(Chunk):
-    """Chunks that coincide with the pages of a paged cache, so the sinks must fill whole pages."""
-
-    is_aligned: ClassVar[bool] = True
-
-
-Granularity = Token | Chunk
 
 
 def parse_granularity(text: str) -> Granularity:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.eviction.budget_allocation import HeadBudgets, match_total
-from kvjax.cache.eviction.budgets import Budget
+from kvjax.cache.components import Budget, HeadBudgets
+from kvjax.cache.eviction.budget_allocation import match_total
 from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.eviction.selection import SelectedSlots
-from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.components import SelectedSlots
 from kvjax.core.types import Array, KVBlock
 
 MIN_KEY_NORM = 1e-6
 """Lower bound of a norm by which something is divided, so that a vector of zeros gives no NaN."""
-
-
-@runtime_checkable
-class MergeRule(Protocol):
-    """Folds keys and values of evicted tokens into kept ones."""
-
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
-        """Merges what a selection evicts.
-
-        Args:
-          block: the prompt [B K T H].
-          kept: its kept tokens [B K n H], in the order of `choice.slots`.
-          choice: the selection's result.
-          spec: the layer.
-
-        Returns:
-          `kept` with evicted tokens folded in. Slots keep their positions; a slot that stands for several tokens may
-          have the log of their number as its bias (`KVBlock.bias`).
-        """
-        ...
 
 
 class EvictedTokens(NamedTuple):

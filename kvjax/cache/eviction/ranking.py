@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.budget_allocation import HeadBudgets, LayerBudgets
+from kvjax.cache.components import HeadBudgets, LayerBudgets, Scores
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import Scores
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation

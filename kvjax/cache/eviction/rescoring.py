@@ -7,24 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation
 from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock
-
-
-class SecondStageScorer:
-    """Scores the tokens that the first stage of a selection has not kept (CriticalKV).
-
-    A second stage is a frozen dataclass with the field `share` and the method `scores`.
-    """
-
-    share: float  # fraction of a head's kept tokens, sinks and recent ones included, that the first stage chooses
-    needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
-
-    def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
-        """Scores a block's tokens anew, from the scorer's own f32[B K S]: f32[B K S], -inf at empty slots."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
+from kvjax.core.types import Array
 
 
 class TwoStage(NamedTuple):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.protocol import LayerSpec, Replay
+from kvjax.cache.components import Scorer, Scores
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
@@ -17,53 +18,6 @@ from kvjax.errors import KvjaxError
 
 class InvalidScores(KvjaxError):
     """Scores of real tokens that are no numbers."""
-
-
-class Scores(NamedTuple):
-    """The scores of a prompt's tokens; -inf exactly at empty slots."""
-
-    per_query_head: Array  # f32[B K G S], G = 1 for a scorer that observes no queries
-    per_kv_head: Array  # f32[B K S], by which a key/value head chooses its tokens
-
-
-class Scorer:
-    """Scores how important each token of a prompt is.
-
-    A scorer is a frozen dataclass with one method, `scores`; its class attributes say what it observes.
-    """
-
-    num_queries: int | None = 0  # last queries of each sequence that it observes: none, W, or None for all of them
-    needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
-    needs_hidden = False  # whether it reads the prompt's hidden states, `Observation.hidden_states`
-    is_comparable = True  # whether scores of different layers and heads are on one scale, as attention weights are
-    # a second pass over the prompt; what `update_scores` makes of it is `Observation.replay_scores` for `scores`
-    replay: Replay | None = None
-
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        """Scores a prompt.
-
-        Args:
-          block: prompt keys and values [B K S H], sequences left-aligned; empty slots may hold anything.
-          observation: what the class attributes ask for, None if nothing.
-          spec: the layer.
-
-        Returns:
-          `token_scores(x, block)` for scores x f32[B K S], or `head_scores` where query heads have scores of their own.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
-
-    def update_scores(
-        self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
-    ) -> Array:
-        """f32[B K T]: see `ReplayedLayer.update_scores`; only called for a scorer with a `replay`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `update_scores`")
-
-    def require_observation(self, observation: Observation | None) -> Observation:
-        """Returns the observation; raises KvjaxError where the caller brought none."""
-        if observation is None:
-            which = "all" if self.num_queries is None else f"the last {self.num_queries}"
-            raise KvjaxError(f"{self} scores by queries, got none; observe {which} of each sequence")
-        return observation
 
 
 def head_scores(heads: Array, kv: Array, block: KVBlock) -> Scores:

@@ -5,19 +5,27 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvjax.cache.eviction.budget_allocation import HeadBudgets
-from kvjax.cache.eviction.budgets import Budget, TokenBudget, Uniform, num_kept_by_length, parse_budget
-from kvjax.cache.eviction.granularity import (
+from kvjax.cache.components import (
+    Budget,
+    EvictableUnits,
     Granularity,
-    PromptSplit,
+    HeadBudgets,
+    Representatives,
+    Scorer,
+    Scores,
+    SecondStageScorer,
+    SelectedSlots,
     Token,
+)
+from kvjax.cache.eviction.budgets import TokenBudget, Uniform, num_kept_by_length, parse_budget
+from kvjax.cache.eviction.granularity import (
+    PromptSplit,
     evictable_mask,
     group_into_units,
     parse_granularity,
@@ -26,22 +34,15 @@ from kvjax.cache.eviction.granularity import (
     units_to_slots,
 )
 from kvjax.cache.eviction.ranking import Candidates
-from kvjax.cache.eviction.representatives import EvictableUnits, Representatives, fraction_of
-from kvjax.cache.eviction.rescoring import SecondStageScorer, TwoStage
-from kvjax.cache.eviction.scorers import InvalidScores, Scorer, Scores
+from kvjax.cache.eviction.representatives import fraction_of
+from kvjax.cache.eviction.rescoring import TwoStage
+from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-
-
-class SelectedSlots(NamedTuple):
-    """The prompt tokens that a selection keeps, and the scores that it went by."""
-
-    slots: Array  # i32[B 1|K n], ascending, -1 where unused
-    scores: Scores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from kvjax.cache.components import Reader, ReadResult
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers import fused_kernels
-from kvjax.cache.readers.base import QUERY_BLOCK, Reader, ReadResult, logits, map_query_blocks, normalize_weights
+from kvjax.cache.readers.query_blocks import QUERY_BLOCK, logits, map_query_blocks, normalize_weights
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
 from kvjax.errors import KvjaxError

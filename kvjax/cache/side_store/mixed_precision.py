@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.accounting import bytes_beyond
-from kvjax.cache.codecs.base import Codec, Plain
+from kvjax.cache.codecs.plain import Plain
+from kvjax.cache.components import Codec, Scorer, SideStore
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import Scorer
 from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.base import QUERY_BLOCK, map_query_blocks
-from kvjax.cache.side_store.base import SideStore
+from kvjax.cache.readers.query_blocks import QUERY_BLOCK, map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, visible, weights
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import bytes_beyond
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError

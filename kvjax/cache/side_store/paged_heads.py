@@ -16,23 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.accounting import bytes_beyond
-from kvjax.cache.codecs.base import PagedArrays
-from kvjax.cache.eviction.budget_allocation import HeadBudgets, most_shared_slots
+from kvjax.cache.components import HeadBudgets, PagedArrays, SideStore
+from kvjax.cache.eviction.budget_allocation import most_shared_slots
 from kvjax.cache.eviction.ranking import BestOfLayer, Candidates, MeasuredHeadTokens
 from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.base import map_query_blocks
 from kvjax.cache.readers.full import Full
-from kvjax.cache.side_store.base import SideStore
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import bytes_beyond
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
 if TYPE_CHECKING:
     from kvjax.cache.bound_layer import MethodLayer
-    from kvjax.cache.eviction.budgets import Budget
+    from kvjax.cache.components import Budget
     from kvjax.cache.method import Method
 
 # With few queries and short pages a softmax over rows of one page takes longer than the products, so the logits of all

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.readers.base import map_query_blocks
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError

@@ -6,9 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.cache.components import Chunk, Page, Scorer, Scores, Token
 from kvjax.cache.eviction.budgets import Uniform
-from kvjax.cache.eviction.granularity import Chunk, Page, Token
-from kvjax.cache.eviction.scorers import Scorer, Scores
 from kvjax.cache.eviction.selection import Selection
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.readers.base import map_query_blocks
+from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core.attention import attend_dense
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError

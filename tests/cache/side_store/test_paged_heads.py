@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.accounting import array_bytes
-from kvjax.cache.eviction.budget_allocation import HeadBudgets
+from kvjax.cache.components import HeadBudgets
 from kvjax.cache.side_store.paged_heads import PagedHeads
+from kvjax.core.memory import array_bytes
 from kvjax.core.types import Array, KVBlock
 from kvjax.registry.strings import parse
 from tests.contract import layer

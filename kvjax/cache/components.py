@@ -1,0 +1,597 @@
+"""The interface between a method and its components: one base class for each kind of component."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax.cache.protocol import LayerSpec, LayerState, Replay
+from kvjax.core import attention, memory
+from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import array_bytes
+from kvjax.core.mesh import over_heads
+from kvjax.core.types import Array, KVBlock, Partial
+from kvjax.errors import IncompatibleMethod, KvjaxError
+
+if TYPE_CHECKING:
+    from kvjax.cache.bound_layer import MethodLayer
+    from kvjax.cache.eviction.selection import Selection
+    from kvjax.cache.method import Method
+
+
+class Codec:
+    """Stores the keys or the values [B K S H] of one layer.
+
+    A codec is a frozen dataclass that defines `encode`, `decode`, `append` and `gather`. The other members have
+    defaults that follow from these four; a codec overrides one where it can be faster or cheaper. Empty slots (pos < 0)
+    may hold anything when a codec gets them, so they must not influence what it stores, such as a quantization scale.
+    """
+
+    sequential_writes = False  # whether `append` takes at most one token per call
+    supports_eviction = True  # whether any slot can be overwritten; otherwise tokens are only appended after the last
+    pre_rope = False  # whether it stores keys before their rotation by RoPE
+    is_smooth = False  # whether `decode` is a differentiable function of what was encoded
+    is_head_specific = False  # whether each head is stored differently, so that a page cannot move between heads
+    num_queries: int | None = 0  # last prompt queries of each sequence that `encode_prompt` observes, as in `Needs`
+
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
+        """`encode` for the tokens that a prompt leaves; override it in a codec that observes the prompt's queries."""
+        return self.encode(x, pos)
+
+    def encode(self, x: Array, pos: Array) -> Any:
+        """Stores all slots of a cache.
+
+        Args:
+          x: [B K S H], keys or values; arbitrary in empty slots.
+          pos: i32[B 1|K S], positions, -1 in empty slots.
+
+        Returns:
+          The stored form: any pytree. `memory.Buffer`s within it can be placed in host memory.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `encode`")
+
+    def decode(self, stored: Any) -> Array:
+        """Restores all slots: [B K S H] in device memory."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `decode`")
+
+    def append(self, stored: Any, x: Array, at: Array) -> Any:
+        """Writes x [B K T H] from slot at i32[B 1|K] on; `at` differs between heads only where `supports_eviction`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `append`")
+
+    def gather(self, stored: Any, idx: Array) -> Array:
+        """Restores the slots idx i32[B K n]: [B K n H] in device memory; only these cross from the host."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `gather`")
+
+    def load(self, stored: Any) -> Any:
+        """Copies the stored form to device memory, for `scores` and `mix`."""
+        return stored
+
+    def scores(self, q: Array, stored: Any) -> Array:
+        """Scaled dot products of q [B K G T H] and all keys, f32[B K G T S]; `stored` in device memory."""
+        return attention.scores(q, self.decode(stored))
+
+    def score_in_place(self, q: Array, stored: Any) -> Array:
+        """`scores`, computed in the memory where the keys are, if the codec can do so."""
+        return self.scores(q, self.load(memory.map_buffers(memory.to_device, stored)))
+
+    def mix(self, p: Array, stored: Any) -> Array:
+        """Sums all values by the weights p f32[B K G T S]: f32[B K G T H]; `stored` in device memory."""
+        return attention.mix(p, self.decode(stored))
+
+    def num_quantized(self, n: Array) -> Array:
+        """i32[B]: how many of the first n i32[B] tokens of each sequence are inexact when the next token is read."""
+        return jnp.zeros_like(n)
+
+    def num_committed(self, stored: Any, n: Array) -> Array:
+        """i32[B]: how many of the first n i32[B] tokens cannot be rolled back, because they share stored numbers."""
+        return jnp.zeros_like(n) if self.supports_eviction else n
+
+    def used_part(self, stored: Any, num_tokens: int) -> Any:
+        """The arrays, or parts of them, that a cache with `num_tokens` slots would have; its bytes are reported.
+
+        Override it in a codec with arrays whose size does not follow from the slots, such as a recent window.
+        """
+        return stored
+
+    def in_pages(self, page: int) -> Codec | None:
+        """The codec that stores immutable pages of `page` slots, each of one head; None if this one cannot.
+
+        Only `encode` and `decode` are called on it, with [B K S H] in whole pages that are filled from the front. Its
+        arrays have one entry per slot in axis 2; those with one entry per page stand in a `PagedArrays`.
+
+        Raises:
+          IncompatibleMethod: for a page size that does not suit the codec.
+        """
+        return self if self.supports_eviction else None
+
+    def on_device(self) -> Codec:
+        """The same codec without host placement."""
+        return self
+
+    def on_host(self) -> Codec:
+        """The same codec in the layout that suits gathering single tokens from host memory."""
+        return self
+
+
+class PagedArrays:
+    """Marks a pytree of arrays [B K P ...] whose axis 2 counts pages, not slots."""
+
+
+class Reader:
+    """Attends queries to the stored keys and values; the base keeps no state of its own.
+
+    A reader is a frozen dataclass that defines `read`. Its argument `layer` has the codecs `k` and `v` and the `spec`,
+    see `kvjax.cache.bound_layer.MethodLayer`. A reader with a state, such as an index of the keys, also defines
+    `init_state` and `append`.
+    """
+
+    draft_tokens = 0  # predicted tokens that each decode step carries along
+    sequential_writes = False  # whether `append` takes at most one token per call
+    supports_eviction = True  # whether tokens can leave the slots, and enter them in any order
+    prompt_chunk = 0  # above 0, prompts are read through the reader too, in chunks of this many tokens
+    unbounded_length = False  # whether relative positions stay in the trained range at any length, as in `Needs`
+    num_queries: int | None = 0  # last prompt queries of each sequence that `init_state` observes, as in `Needs`
+
+    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
+        """Returns the reader's state after a prompt [B K S H], left-aligned; `observation` has its last queries."""
+        return None
+
+    def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
+        """Returns the state after tokens [B K T H] that are now in the slots from i32[B 1|K] on; T may be 0."""
+        return reader_state
+
+    def used_part(self, reader_state: Any, num_tokens: int) -> Any:
+        """The arrays, or parts of them, that a cache with `num_tokens` slots would have; as in `Codec.used_part`."""
+        return reader_state
+
+    def crop(self, layer: MethodLayer, state: LayerState) -> Any:
+        """Returns the reader's state after its last tokens were rolled back; `state.pos` says which are left."""
+        if state.reader_state is None:
+            return None
+        raise IncompatibleMethod(
+            f"component `read`, {type(self).__name__}, keeps something of all tokens, which none can be taken out of; "
+            "a context is a value: keep the one of before, or fork it"
+        )
+
+    def read(
+        self,
+        layer: MethodLayer,
+        state: LayerState,
+        q: Array,
+        q_pos: Array,
+        other_partial: Partial | None,
+        cross_layer: Any,
+    ) -> ReadResult:
+        """Attends queries to the visible slots.
+
+        Args:
+          layer: the bound layer.
+          state: its state, to which the tokens of this call have been appended.
+          q: [B K G T H].
+          q_pos: i32[B T].
+          other_partial: attention to tokens of this call that are not kept, for a reader that needs a softmax over all.
+          cross_layer: value from the layer below in this step, None in layer 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `read`")
+
+
+class ReadResult(NamedTuple):
+    """The result of `Reader.read`."""
+
+    part: Partial  # attention over the slots that were read
+    reader_state: Any = None  # the reader's new state
+    weights: Array | None = None  # f32[B K G 1 S], softmax of a single query over the slots; for decode policies
+    cross_layer: Any = None  # for the layer above
+
+
+class Policy:
+    """Decides which tokens stay, at the end of the prompt and after every decoded token.
+
+    A policy is a frozen dataclass. It owns the statistics that it keeps of each token, `LayerState.policy_state`, and
+    never keys or values, which the method's codecs hold. `layer.spec`, a `LayerSpec`, describes the layer.
+    """
+
+    num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
+    needs_weights = False  # whether `after_token` reads the attention weights of a step
+
+    def num_slots(self, layer: MethodLayer) -> int:
+        """Slots of the layer: the tokens that stay after a step, and the next one."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_slots`")
+
+    def num_kept(self, layer: MethodLayer, prompt: int) -> int:
+        """Most tokens that a prompt of `prompt` tokens leaves."""
+        return min(prompt, self.num_slots(layer) - 1)
+
+    def init(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[Array, Any]:
+        """Selects the prompt's tokens that stay.
+
+        Args:
+          layer: the bound layer.
+          block: the prompt [B K T H].
+          observation: the queries that `num_queries` asks for.
+          slots: of the state.
+
+        Returns:
+          Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `slots` slots.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `init`")
+
+    def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+        """Prepares the state for a token with query q [B K G 1 H] at q_pos i32[B 1]; the base changes nothing."""
+        return state
+
+    def after_token(
+        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
+    ) -> tuple[Array, Any]:
+        """Evicts tokens after a new token has attended.
+
+        Sequences that got no token, whose q_pos is -1, are included: their results must be what they were.
+
+        Args:
+          layer: the bound layer.
+          state: with the new token in it.
+          weights: f32[B K G S], the new token's attention, where `needs_weights`.
+          q_pos: i32[B 1], its position.
+
+        Returns:
+          `pos` with -1 for evicted tokens, and the policy state.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `after_token`")
+
+    def check(self, layer: MethodLayer) -> None:
+        """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
+
+    def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
+        """Counts positions inside the cache: of tokens at pos i32[B 1|K T], among the held ones i32[B 1|K S]."""
+        order = jnp.sort(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), -1)
+        B, K, _ = order.shape
+        queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)
+        index = lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), (order.reshape(B * K, -1), queries))
+        return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
+
+
+class Budget:
+    """Prompt tokens kept per sequence, layer and key/value head, sinks and recent tokens included.
+
+    A budget is a frozen dataclass with the methods `num_kept` and `max_kept`. One that differs between layers also has
+    a method `at(spec)`, which returns the budget of one layer.
+    """
+
+    is_fraction = False  # a fraction of each prompt, which may ask for fewer tokens than the sinks and recent ones
+
+    def num_kept(self, length: int) -> int:
+        """Tokens kept of a prompt of `length` tokens, at most `length`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_kept`")
+
+    def num_kept_by_length(self, max_length: int) -> np.ndarray:
+        """i32[max_length + 1]: `num_kept` of every length; a budget that knows all of them at once overrides it."""
+        return np.array([self.num_kept(n) for n in range(max_length + 1)], np.int32)
+
+    def max_kept(self) -> int | None:
+        """Most tokens kept of a prompt of any length; None if there is no bound."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `max_kept`")
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """Every token for itself."""
+
+    size: ClassVar[int] = 1
+    score: ClassVar[str] = "sum"
+    is_aligned: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Runs of `size` tokens, counted from the first token after the sinks.
+
+    Args:
+      size: consecutive tokens of a unit.
+      score: a unit's score from its tokens' scores: "sum", "mean" or "max".
+    """
+
+    size: int
+    score: str = "sum"
+    is_aligned: ClassVar[bool] = False  # whether units are counted from the very first token, and not after the sinks
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise KvjaxError(f"a {type(self).__name__.lower()} has at least 1 token, got {self.size}")
+        if self.score not in ("sum", "mean", "max"):
+            raise KvjaxError(f"score must be 'sum', 'mean' or 'max', got {self.score!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Page(Chunk):
+    """Chunks that coincide with the pages of a paged cache, so the sinks must fill whole pages."""
+
+    is_aligned: ClassVar[bool] = True
+
+
+Granularity = Token | Chunk
+
+
+class Scores(NamedTuple):
+    """The scores of a prompt's tokens; -inf exactly at empty slots."""
+
+    per_query_head: Array  # f32[B K G S], G = 1 for a scorer that observes no queries
+    per_kv_head: Array  # f32[B K S], by which a key/value head chooses its tokens
+
+
+class Scorer:
+    """Scores how important each token of a prompt is.
+
+    A scorer is a frozen dataclass with one method, `scores`; its class attributes say what it observes.
+    """
+
+    num_queries: int | None = 0  # last queries of each sequence that it observes: none, W, or None for all of them
+    needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
+    needs_hidden = False  # whether it reads the prompt's hidden states, `Observation.hidden_states`
+    is_comparable = True  # whether scores of different layers and heads are on one scale, as attention weights are
+    # a second pass over the prompt; what `update_scores` makes of it is `Observation.replay_scores` for `scores`
+    replay: Replay | None = None
+
+    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+        """Scores a prompt.
+
+        Args:
+          block: prompt keys and values [B K S H], sequences left-aligned; empty slots may hold anything.
+          observation: what the class attributes ask for, None if nothing.
+          spec: the layer.
+
+        Returns:
+          `token_scores(x, block)` for scores x f32[B K S], or `head_scores` where query heads have scores of their own.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
+
+    def update_scores(
+        self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
+    ) -> Array:
+        """f32[B K T]: see `ReplayedLayer.update_scores`; only called for a scorer with a `replay`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `update_scores`")
+
+    def require_observation(self, observation: Observation | None) -> Observation:
+        """Returns the observation; raises KvjaxError where the caller brought none."""
+        if observation is None:
+            which = "all" if self.num_queries is None else f"the last {self.num_queries}"
+            raise KvjaxError(f"{self} scores by queries, got none; observe {which} of each sequence")
+        return observation
+
+
+class SecondStageScorer:
+    """Scores the tokens that the first stage of a selection has not kept (CriticalKV).
+
+    A second stage is a frozen dataclass with the field `share` and the method `scores`.
+    """
+
+    share: float  # fraction of a head's kept tokens, sinks and recent ones included, that the first stage chooses
+    needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
+
+    def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
+        """Scores a block's tokens anew, from the scorer's own f32[B K S]: f32[B K S], -inf at empty slots."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
+
+
+class EvictableUnits(NamedTuple):
+    """The units of a prompt, c tokens each, among which representatives are chosen, and the features to go by."""
+
+    scores: Array  # f32[B K G U c], of each query head
+    keys: Array  # [B K U c H], arbitrary where not valid
+    valid: Array  # bool[B U], the evictable units of the sequence
+    candidates: Array  # bool[B U], units that no head keeps for their score
+
+
+@runtime_checkable
+class Representatives(Protocol):
+    """Keeps some of the units that a selection would evict, so that they stand for the others (KVCrush, k-means)."""
+
+    @property
+    def share(self) -> float:
+        """The fraction of the kept units that representatives take, rounded down."""
+        ...
+
+    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
+        """Chooses at most `count` i32[B] of each sequence's candidates.
+
+        Returns:
+          i32[B places], distinct units, -1 where there is none.
+        """
+        ...
+
+
+class SelectedSlots(NamedTuple):
+    """The prompt tokens that a selection keeps, and the scores that it went by."""
+
+    slots: Array  # i32[B 1|K n], ascending, -1 where unused
+    scores: Scores
+
+
+@runtime_checkable
+class MergeRule(Protocol):
+    """Folds keys and values of evicted tokens into kept ones."""
+
+    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+        """Merges what a selection evicts.
+
+        Args:
+          block: the prompt [B K T H].
+          kept: its kept tokens [B K n H], in the order of `choice.slots`.
+          choice: the selection's result.
+          spec: the layer.
+
+        Returns:
+          `kept` with evicted tokens folded in. Slots keep their positions; a slot that stands for several tokens may
+          have the log of their number as its bias (`KVBlock.bias`).
+        """
+        ...
+
+
+class HeadBudgets:
+    """Units that each key/value head of a layer keeps: the rule of the side store `PagedHeads`.
+
+    A rule is a frozen dataclass with the method `allocate`, and `at(spec)` where it differs between layers.
+    """
+
+    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection | None, HeadBudgets]:
+        """Returns the method's selection with the budget of this layer, and the rule in it; the base changes neither.
+
+        A rule that also divides the budget among layers, before any prompt, gives the selection another budget.
+        """
+        return method.select, self
+
+    def tokens_by_length(self, longest: int) -> np.ndarray | None:
+        """i32[longest + 1, K]: tokens that each head keeps of prompts of 0..longest; None where the prompt decides."""
+        return None
+
+    def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
+        """The rule for prompts of i32[B] tokens, at most `longest`; a rule that goes by lengths looks them up here."""
+        return self
+
+    def num_other_heads(self, spec: LayerSpec) -> int:
+        """Heads whose budgets one head may take in addition to its own: it bounds the slots of a head."""
+        return spec.num_kv_heads - 1
+
+    def allocate(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+        """Divides the units of a layer among all its heads.
+
+        Args:
+          scores: f32[B K U], of every unit.
+          allowed: bool[B U], units that a head may keep; no head gets more than there are.
+          num_units: i32[B], units per head on average.
+          num_always: i32[B], units that each head keeps in any case, in addition.
+
+        Returns:
+          i32[B K], the sum of a sequence K * num_units.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `allocate`")
+
+    def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+        """`allocate` for the heads on this device, whose scores are given."""
+        # Heads compete across devices, so every device divides the budget of all heads and takes its own part.
+        local_heads = scores.shape[1]
+        all_heads = self.allocate(over_heads.gather(scores), allowed, num_units, num_always)
+        return lax.dynamic_slice_in_dim(all_heads, over_heads.first_head(local_heads), local_heads, 1)
+
+
+class LayerBudgets:
+    """The component `layer_budgets`: each layer measures its prompt, and gets tokens by its measure (CAKE)."""
+
+    num_queries: int | None = 0  # last prompt queries that `measure` observes, as in `Needs`
+    # whether `allocate_tokens` counts tokens of each head, which takes a side store for heads of unequal length
+    by_head = False
+
+    def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Any:
+        """Measures one layer's prompt: a pytree of arrays [B ...]."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `measure`")
+
+    def allocate_tokens(self, layer: MethodLayer, measures: Any, lengths: Array) -> Array:
+        """Divides the budget of all layers.
+
+        Args:
+          layer: one of the layers, for what all have in common; its `budgets` are what each layer would keep by itself.
+          measures: those of all layers, arrays [L B ...].
+          lengths: i32[B], tokens of the prompts.
+
+        Returns:
+          Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `allocate_tokens`")
+
+    def check(self, layer: MethodLayer) -> None:
+        """Raises KvjaxError for other components of the method that this one cannot work with."""
+
+
+class SideStore:
+    """Stores a part of the prompt's tokens apart from the slots: in another precision, in pages, or on the host.
+
+    Attention over the store is one more `Partial`, which the layer merges with attention over the slots. A store that
+    differs between layers has a method `at(spec)`, which returns the store of one layer, or None for a layer without.
+    """
+
+    num_queries: int | None = 0  # last prompt queries of each sequence that `split` observes, as in `Needs`
+    uses_host_memory = False
+    has_unequal_heads = False  # whether heads can keep different numbers of tokens
+    # +1 or -1 in a layer that shares its store with the next or the previous layer; `open_pair` is then called
+    paired_layer: int = 0
+
+    @property
+    def after_prompt(self) -> SideStore:
+        """The store as decode steps need it: equal stores share a compiled program, whatever filled them."""
+        return self
+
+    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> Method:
+        """Returns the method of one layer, with the budget of its selection divided as the store says.
+
+        `method` is bound to the layer already; `budget` is that of its selection before, with all layers' numbers.
+        """
+        return method
+
+    def num_main_slots(self, kept: int) -> int:
+        """The number of `kept` prompt tokens that stay in the main slots."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_main_slots`")
+
+    def num_kept_slots(self, tokens: np.ndarray) -> int:
+        """Mean slots per head for heads that keep i32[B K] tokens; of a store that `has_unequal_heads`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_kept_slots`")
+
+    def with_kept_slots(self, slots: int) -> SideStore:
+        """Returns the store with this many slots per head on average; of a store that `has_unequal_heads`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `with_kept_slots`")
+
+    def split(
+        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+    ) -> tuple[KVBlock, Any]:
+        """Divides a prompt [B K T H] between `slots` main slots and the store.
+
+        Returns:
+          The tokens of the main slots, and the stored form of the rest: any pytree.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `split`")
+
+    def open_pair(self, layer: MethodLayer, store: Any, cross_layer: Any) -> tuple[Any, Any]:
+        """Returns the store of a paired layer as `read` takes it in this step, and the value for the layer above."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `open_pair`")
+
+    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
+        """Attends queries q [B K G T H] at q_pos i32[B T] to the tokens of `state.side_store`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `read`")
+
+    def positions(self, store: Any) -> Array:
+        """i32[B 1|K S]: positions of the stored tokens, -1 in empty places."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `positions`")
+
+    def visible_block(self, layer: MethodLayer, store: Any) -> KVBlock | None:
+        """Keys (rotated) and values as queries read them, in the places of `positions`; None if it cannot say."""
+        return None
+
+    def empty_bytes(self, store: Any) -> dict[str, int]:
+        """Bytes of the places that hold no token, by memory kind."""
+        return array_bytes(())
+
+    def planned_empty_bytes(self, store: Any, kept: int, prompt: int) -> dict[str, int]:
+        """`empty_bytes` of an abstract store, for prompts of `prompt` tokens that leave `kept`, slots included."""
+        return array_bytes(())
+
+    def check(self, layer: MethodLayer) -> None:
+        """Raises IncompatibleMethod for other components of the method that the store cannot work with.
+
+        The base refuses a decode policy, which would have to evict stored tokens, and prompts that come in chunks.
+        """
+        method = layer.method
+        if method.decode is not None:
+            raise IncompatibleMethod(
+                f"component `side_store`, {type(self).__name__}, holds prompt tokens for good, and component `decode`, "
+                f"{type(method.decode).__name__}, would have to evict them too; leave one of them out"
+            )
+        if layer.needs.prompt_chunk:
+            raise IncompatibleMethod(
+                f"component `side_store`, {type(self).__name__}, divides a prompt that has been seen whole, and "
+                f"component `read`, {type(method.read).__name__}, takes it in chunks of {layer.needs.prompt_chunk} "
+                "tokens; leave one of them out"
+            )
