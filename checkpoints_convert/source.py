@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import chat_template, tokenizer
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.utils import json_documents
+from kvjax.utils.files import parse_json_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -105,7 +106,7 @@ class Directory:
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         file = self.directory / name
-        return json_documents.parse_object(file.read_bytes(), file) if file.is_file() else None
+        return parse_json_object(file.read_bytes(), file) if file.is_file() else None
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Returns the tokenizer's files as they are.
@@ -227,7 +228,7 @@ def _truncated_tensors(file: Path) -> list[str]:
         with file.open("rb") as f:
             # The layout of safetensors: the header's length in 8 bytes, the header in JSON, the data.
             start = 8 + int.from_bytes(f.read(8), "little")
-            entries = json_documents.loads(f.read(min(start - 8, size)))
+            entries = json.loads(f.read(min(start - 8, size)))
         return [n for n, e in entries.items() if n != "__metadata__" and e["data_offsets"][1] > size - start]
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError):
         return []

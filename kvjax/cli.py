@@ -120,13 +120,6 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _RenamedOption(argparse.Action):
-    """Ends with the new name of an option."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
-        parser.error(f"{option_string} is now called {self.const}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvjax", description="KV-cache methods in JAX: measured, composed, generated with."
@@ -284,10 +277,6 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--question-aware", action="store_true", help="each question ends the prompt, so that methods see it"
-    )
-    p.add_argument("--seen", action=_RenamedOption, const="--question-aware", nargs=0, help=argparse.SUPPRESS)
-    p.add_argument(
-        "--rebuild", action="store_true", help="write a damaged or missing run.json anew and keep its records"
     )
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
     p.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").run(args))

@@ -14,7 +14,6 @@ import sys
 from typing import Any
 
 from kvjax.errors import KvjaxError
-from kvjax.utils import json_documents
 
 
 def dumps(value: Any) -> bytes:
@@ -25,10 +24,10 @@ def dumps(value: Any) -> bytes:
 def loads(content: bytes) -> Any:
     """Reads what `dumps` wrote; raises KvjaxError for anything else, and for a class that is not imported."""
     try:
-        return _from_json(json_documents.loads(content))
+        return _from_json(json.loads(content))
     except KvjaxError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise KvjaxError(f"these are no static fields that this version of kvjax wrote ({e}); export it again") from e
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import KvjaxError
 from kvjax.models.special_tokens import CONFIG, SpecialTokens
-from kvjax.utils import json_documents
+from kvjax.utils.files import parse_json_object
 
 if TYPE_CHECKING:
     import jinja2
@@ -40,7 +40,7 @@ class ChatTemplate:
         Raises KvjaxError for a damaged file.
         """
         file, config_file = directory / FILE, directory / CONFIG
-        config = json_documents.parse_object(_read(config_file), str(config_file)) if config_file.is_file() else {}
+        config = parse_json_object(_read(config_file), str(config_file)) if config_file.is_file() else {}
         tokens = tuple(SpecialTokens.from_directory(directory).names.items())
         if file.is_file():
             return cls(_read(file), tokens)

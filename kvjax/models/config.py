@@ -9,7 +9,7 @@ from typing import Any
 
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.errors import KvjaxError
-from kvjax.utils import arguments, json_documents
+from kvjax.utils import arguments
 
 MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit integers on a device
 
@@ -93,7 +93,7 @@ class Config:
     def from_json(cls, text: str) -> Config:
         """Reads what `to_json` wrote; raises KvjaxError for anything else."""
         try:
-            raw: dict[str, Any] = json_documents.loads(text)
+            raw: dict[str, Any] = json.loads(text)
             scaling = raw.pop("rope_scaling", None)
             for name in ("windows", "eos_ids"):
                 if raw.get(name) is not None:
@@ -101,5 +101,5 @@ class Config:
             return cls(**raw, rope_scaling=RopeScaling(**scaling) if scaling else None)
         except KvjaxError:
             raise
-        except (TypeError, AttributeError, ValueError) as e:
+        except (TypeError, AttributeError, ValueError, RecursionError) as e:
             raise KvjaxError(f"not a kvjax model configuration ({e}); convert the checkpoint again") from e

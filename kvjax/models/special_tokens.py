@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import KvjaxError
-from kvjax.utils import json_documents
+from kvjax.utils.files import parse_json_object
 
 if TYPE_CHECKING:
     import tokenizers
@@ -58,7 +58,7 @@ class SpecialTokens:
         """
 
         def read(name: str) -> dict[str, Any]:
-            return json_documents.parse_object(files[name], f"{directory}/{name}") if name in files else {}
+            return parse_json_object(files[name], f"{directory}/{name}") if name in files else {}
 
         config, where = read(CONFIG), f"{directory}/{CONFIG}"
         table = config.get("added_tokens_decoder")

@@ -1,1 +1,1 @@
-"""Helpers that know nothing about models or caches: arguments, files of text and of packages, JSON, locks, display."""
+"""Helpers that know nothing about models or caches: arguments, files, locks, packages, display."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import filelock
 
 from kvjax.errors import KvjaxError
 
@@ -18,6 +21,17 @@ def read_text_file(path: Path, name: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise KvjaxError(f"cannot read {name} {path} ({e}); give a UTF-8 text file") from e
+
+
+def parse_json_object(content: str | bytes, name: str | Path, remedy: str = "copy it again") -> dict[str, Any]:
+    """Parses a JSON object; raises KvjaxError with the document's name and the remedy for anything else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as e:  # the latter for lists in lists a thousand deep
+        raise KvjaxError(f"{name} is not valid JSON ({e}); {remedy}") from e
+    if not isinstance(value, dict):
+        raise KvjaxError(f"{name} does not hold a JSON object; {remedy}")
+    return value
 
 
 @contextlib.contextmanager
@@ -78,6 +92,32 @@ def write_text(path: Path, text: str) -> Path:
     except OSError as e:
         raise KvjaxError(f"cannot write {path} ({e.strerror}); make room there, or write elsewhere") from e
     return path
+
+
+class Busy(KvjaxError):
+    """Another process writes there."""
+
+
+@contextlib.contextmanager
+def lock(file: Path, folder: Path) -> Iterator[None]:
+    """Lets one process at a time write `folder`; the lock ends with its process, however that ends.
+
+    Args:
+      file: stands for the folder, which may not exist yet; it is removed at the end.
+      folder: what is written, for the error.
+
+    Raises:
+      Busy: another process holds the lock.
+    """
+    try:
+        with filelock.FileLock(file, blocking=False):
+            try:
+                yield
+            finally:
+                # While it is locked, so that a process that has opened it sees its name gone, and makes a new one.
+                file.unlink(missing_ok=True)
+    except filelock.Timeout:
+        raise Busy(f"another process writes {folder}; wait until it is done, or choose another directory") from None
 
 
 def check_not_input(source: Path, option: str, out: Path) -> None:

@@ -18,7 +18,7 @@ from checkpoints_convert.package_models import PackageModel
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import store
 from kvjax.models import checkpoint
-from kvjax.utils.lock import Busy
+from kvjax.utils.files import Busy
 from kvjax.utils.packages import PackageFile
 from tests.checkpoints_convert.gguf.gguf_files import write
 from tests.fixtures import ROOT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, RopeScaling, checkpoint
 from kvjax.models.model import random_model
-from kvjax.utils.lock import Busy
+from kvjax.utils.files import Busy
 
 CONFIG = Config(
     vocab_size=16,
@@ -257,7 +256,7 @@ def test_what_was_set_aside_by_a_killed_replacement_goes_back(model_directory, p
     doubled = jax.tree.map(lambda x: 2 * x, params)
     writer = write_parts(model_directory, doubled)
     model_directory.rename(writer._old)
-    os.close(writer._lock)  # as when the process ends here
+    writer._lock.__exit__(None, None, None)  # as when the process ends here
     with pytest.raises(KvjaxError, match="exists"):
         checkpoint.save(model_directory, CONFIG, doubled)
     assert_same(checkpoint.restore(model_directory)[1], params)

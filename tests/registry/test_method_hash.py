@@ -166,8 +166,7 @@ def test_a_run_is_continued_only_with_the_method_and_the_weights_that_began_it(t
 
     records = tmp_path / "run" / store.RECORDS
     written = records.read_text()
-    # kvjax 0.1 called the field `meant`.
-    records.write_text(re.sub('"method_hash": "[0-9a-f]+"', '"meant": "0123456789abcdef"', written))
+    records.write_text(re.sub('"method_hash": "[0-9a-f]+"', '"method_hash": "0123456789abcdef"', written))
     assert len(store.read(tmp_path / "run")) == written.count("\n")
     with pytest.raises(KvjaxError, match="or the version of kvjax have changed. Choose another --out"):
         run(model, "own_method")

@@ -38,7 +38,6 @@ def compare(
     left_out: Callable[[str], None] | None = None,
     announce: Callable[[str], None] | None = None,
     other_seconds: float = 0.0,
-    rebuild: bool = False,
 ) -> Comparison:
     """Asks every method all cases of the tasks.
 
@@ -57,7 +56,6 @@ def compare(
       left_out: called with a line for each task that does not fit in a length, which is then left out.
       announce: called with a line that says how long the run will take, once its first batches show it.
       other_seconds: what was spent before, and counts as part of the run in that line.
-      rebuild: go on with records in `out` whose run.json is damaged or missing.
 
     Returns:
       One row per method, task and length: `print` shows the table, `.plot()` quality against bytes, `.to_dicts()` and
@@ -82,7 +80,7 @@ def compare(
     options = {"seed": spec.seed, "batch": batch, "question_aware": question_aware}
     run = store.describe_run(model, **options, methods=method_names, tasks=tasks, lengths=spec.lengths)
     shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
-    with store.open_store(out, run, rebuild) as records:
+    with store.open_store(out, run) as records:
         lengths = spec.lengths if speed else ()
         timing = {"announce": announce, "other_seconds": other_seconds}
         evaluate(model, methods, cases, records, **options, **timing, speed=lengths, progress=shown)

@@ -61,13 +61,11 @@ def run(args: argparse.Namespace) -> None:
         with warnings.catch_warnings():
             # Every method would warn of the positions again.
             warnings.simplefilter("ignore", KvjaxWarning)
-            options |= {"rebuild": args.rebuild, "progress": bars(), "left_out": _say, "announce": _say}
+            options |= {"progress": bars(), "left_out": _say, "announce": _say}
             options["other_seconds"] = time.perf_counter() - started
             compare(model, methods, tasks, spec, args.out, **options)
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
-    if (args.out / store.RUN).is_file() and (note := store.read_run(args.out).get("rebuilt")):
-        _say(note)
     summarize(args.out)
 
 
@@ -127,8 +125,5 @@ def render(out: Path) -> None:
     from kvjax.eval.page import report
 
     if (out / store.RECORDS).is_file() and not (out / store.RUN).is_file():
-        _say(
-            f"{out} has records but no {store.RUN}, so that the page cannot say how they were made; "
-            f"{store.REBUILD_HINT}"
-        )
+        _say(f"{out} has records but no {store.RUN}, so that the page cannot say how they were made; copy it again")
     print(f"wrote {report.write(out)}")

@@ -2,7 +2,6 @@
 
 DIR/records.jsonl    one line per method and case, whole batches at a time
 DIR/run.json         the model and its digests, the options, methods, tasks and lengths, the machine and versions
-DIR/.lock            locked while a process writes; the system frees it when that process ends, however it ends
 """
 
 from __future__ import annotations
@@ -12,42 +11,26 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.run.machine import machine, version
 from kvjax.models import checkpoint
-from kvjax.models.fingerprint import KIND as FINGERPRINT_KIND
 from kvjax.models.model import Model, find_checkpoint
-from kvjax.utils import json_documents
-from kvjax.utils.files import replace_atomically
-from kvjax.utils.lock import claim
+from kvjax.utils.files import lock, replace_atomically
 
 RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
-# A run is continued under the same ones only.
-PINNED = ("digest", "weights", "dtype", "seed", "batch", "question_aware", "device")
-GROWING = ("methods", "tasks", "lengths")  # a run may be continued with more of these
-REQUIRED_FIELDS = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
+# A run is continued under the same ones only; a model of no checkpoint has no digest, and is known by its name.
+CONDITIONS = ("digest", "weights", "dtype", "seed", "batch", "question_aware", "device")
+FIELDS = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
 """Fields of every record, with their types."""
-
-RENAMED_FIELDS = {"seen": "question_aware", "meant": "method_hash"}
-"""Names in files of earlier versions of kvjax, which are read under their new names."""
-
-REBUILD_HINT = (
-    "its records are still good: if they are of this model and these options, run the same `kvjax eval` with "
-    "--rebuild, which writes it anew"
-)
 
 RecordKey = tuple[str, str, str]
 """(method, task, key of the case)"""
-
-
-class DamagedRun(KvjaxError):
-    """A run.json is missing, says nothing usable, or nothing of all weights."""
 
 
 def record_key(record: Mapping[str, Any]) -> RecordKey:
@@ -58,8 +41,8 @@ def record_key(record: Mapping[str, Any]) -> RecordKey:
 class Store:
     """The records of one run, owned by one process; `open_store` makes it."""
 
-    def __init__(self, file: BinaryIO, records: Iterable[dict[str, Any]], write_run: Callable[[], None]):
-        self._file, self._write_run = file, write_run
+    def __init__(self, directory: Path, run: Mapping[str, Any], records: Iterable[dict[str, Any]]):
+        self._directory, self._run = directory, run
         self._records = {record_key(r): r for r in records}
 
     @property
@@ -79,44 +62,45 @@ class Store:
         """
         new, lines = [dict(r) for r in records if record_key(r) not in self._records], ""
         for r in new:
-            wrong = _find_problem(r)
+            problem = _find_problem(r)
             try:
                 lines += json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n"
             except (TypeError, ValueError) as e:
-                wrong = f"cannot be written as JSON ({e})"
-            if wrong:
-                raise KvjaxError(f"the record of {r['method']} on {r['key']} {wrong}; mend the task or its metric")
-        # run.json is written with the first record: a run that fails before it leaves no description behind.
-        self._write_run()
-        self._write_run = lambda: None
-        self._file.write(lines.encode(errors="backslashreplace"))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+                problem = f"cannot be written as JSON ({e})"
+            if problem:
+                raise KvjaxError(f"the record of {r['method']} on {r['key']} {problem}; mend the task or its metric")
+        if self._run:  # with the first record: a run that fails before it leaves no description behind
+            with replace_atomically(self._directory / RUN) as file:
+                file.write(json.dumps(self._run, indent=1).encode() + b"\n")
+            self._run = {}
+        with (self._directory / RECORDS).open("ab") as file:
+            file.write(lines.encode(errors="backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
         self._records |= {record_key(r): r for r in new}
 
 
 @contextlib.contextmanager
-def open_store(directory: str | Path, run: Mapping[str, Any], rebuild: bool = False) -> Iterator[Store]:
+def open_store(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]:
     """Opens the store of a new run, or of one to be continued; a torn last line, left by a kill, is dropped.
 
     Args:
       directory: the run's folder.
       run: the result of `describe_run`; run.json is written before the first record is.
-      rebuild: whether records whose run.json is damaged or missing are kept, and run.json is written anew.
 
     Raises:
-      KvjaxError: another process writes there, a line is damaged, run.json is damaged or missing and `rebuild` is
-        False, or the folder holds another run.
+      KvjaxError: another process writes there, a line or run.json is damaged, or the folder holds another run.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK).open("ab") as lock:
-        claim(lock.fileno(), directory)
-        records, num_good_bytes = _parse_records(directory / RECORDS)
-        run = _merge_runs(directory, run, records, rebuild)
-        with (directory / RECORDS).open("ab") as file:
-            file.truncate(num_good_bytes)
-            yield Store(file, records, lambda: _write_run(directory / RUN, run))
+    with lock(directory / LOCK, directory):
+        records = _parse_records(directory / RECORDS)
+        if records or (directory / RUN).is_file():
+            run = _continue_run(read_run(directory), run, directory)
+        with (directory / RECORDS).open("ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        yield Store(directory, run, records)
 
 
 def read(directory: str | Path) -> list[dict[str, Any]]:
@@ -124,51 +108,42 @@ def read(directory: str | Path) -> list[dict[str, Any]]:
     path = Path(directory) / RECORDS
     if not path.is_file():
         raise KvjaxError(f"{directory} has no {RECORDS}; make it: kvjax eval --out {directory}")
-    return _parse_records(path)[0]
+    return _parse_records(path)
 
 
 def read_run(directory: str | Path) -> dict[str, Any]:
     """Reads run.json; raises KvjaxError if it is missing or damaged."""
     path = Path(directory) / RUN
     try:
-        run = json_documents.loads(path.read_bytes())
-        if not isinstance(run, dict) or "model" not in run:
-            raise ValueError("it names no model")
-    except FileNotFoundError:
-        raise KvjaxError(f"{directory} has no {RUN}; make it: kvjax eval --out {directory}") from None
-    except ValueError as e:
-        raise DamagedRun(f"{path} is damaged ({e}); {REBUILD_HINT}") from e
-    return _rename_fields(run)
+        run = json.loads(path.read_bytes())
+        return {**run, "model": run["model"]}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as e:
+        raise KvjaxError(f"{path} is missing or damaged ({e!r:.200}); copy it again, or choose another --out") from e
 
 
-def _parse_records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """(records, bytes up to the end of the last whole line)."""
-    data = path.read_bytes() if path.is_file() else b""
-    # A line without its end was torn by a kill.
-    num_good_bytes, records = data.rfind(b"\n") + 1, []
-    for number, line in enumerate(data[:num_good_bytes].splitlines(), 1):
+def _parse_records(path: Path) -> list[dict[str, Any]]:
+    """The records of the whole lines; a last line without its end was torn by a kill."""
+    records, data = [], path.read_bytes() if path.is_file() else b""
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         if not line.strip():
             continue
         try:
-            record = json_documents.loads(line)
-            wrong = _find_problem(record)
-        except ValueError as e:
-            wrong = f"is no JSON ({e})"
-        if wrong:
-            raise KvjaxError(f"line {number} of {path} {wrong}; delete that line, and `kvjax eval` does its case again")
-        records.append(_rename_fields(record))
-    return records, num_good_bytes
-
-
-def _rename_fields(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {RENAMED_FIELDS.get(name, name): value for name, value in document.items()}
+            records.append(json.loads(line))
+            problem = _find_problem(records[-1])
+        except (ValueError, RecursionError) as e:
+            problem = f"is no JSON ({e})"
+        if problem:
+            raise KvjaxError(
+                f"line {number} of {path} {problem}; delete that line, and `kvjax eval` does its case again"
+            )
+    return records
 
 
 def _find_problem(record: Any) -> str:
     """Says why a record is unusable, in words that follow its name; empty if it is good."""
-    if not isinstance(record, Mapping):
+    if not isinstance(record, dict):
         return f"is {type(record).__name__}, not a record"
-    for name, kind in REQUIRED_FIELDS.items():
+    for name, kind in FIELDS.items():
         if not isinstance(record.get(name), kind):
             has = f"has {record[name]!r:.60} as" if name in record else "has no"
             return f"{has} {name!r}, which must be a {kind.__name__}"
@@ -177,62 +152,17 @@ def _find_problem(record: Any) -> str:
     return ""
 
 
-def _merge_runs(
-    directory: Path, new: Mapping[str, Any], records: Sequence[Mapping[str, Any]], rebuild: bool
-) -> Mapping[str, Any]:
-    """The next content of run.json, checked against its present content."""
-    try:
-        if (directory / RUN).is_file():
-            return _continue_run(read_run(directory), new, directory)
-        if records:
-            raise DamagedRun(f"{directory} has records but no {RUN}; {REBUILD_HINT}")
-    except DamagedRun:
-        if not rebuild:
-            raise
-    if not records:
-        return new
-    note = (
-        f"{RUN} was damaged, missing or old at {new['started']} and has been written anew; that the {len(records)} "
-        f"records of before were made under the same {', '.join(PINNED)} has not been checked"
-    )
-    recorded = {
-        "methods": [r["method"] for r in records],
-        "tasks": [r["task"] for r in records if r["task"] != "speed"],
-        "lengths": [n for r in records if (n := r.get("about", {}).get("length")) is not None],
-    }
-    run = {**new, **_extend_lists(recorded, new), "rebuilt": note}
-    _write_run(directory / RUN, run)
-    return run
-
-
 def _continue_run(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    pinned = PINNED if new["digest"] else ("model", *PINNED)
-    is_old = not str(old.get("weights", "")).startswith(FINGERPRINT_KIND)
-    changed = [
-        f"{p} was {old.get(p)!r} and is now {new[p]!r}"
-        for p in pinned
-        if old.get(p) != new[p] and not (p == "weights" and is_old)
-    ]
+    """The next content of run.json: it may gain methods, tasks and lengths."""
+    conditions = CONDITIONS if new["digest"] else ("model", *CONDITIONS)
+    changed = [f"{c} was {old.get(c)!r} and is now {new[c]!r}" for c in conditions if old.get(c) != new[c]]
     if changed:
         raise KvjaxError(
             f"{directory} holds another run: {'; '.join(changed)}. Choose another --out, or delete {directory}"
         )
-    if is_old:
-        raise DamagedRun(
-            f"{directory / RUN} is of an earlier kvjax, which looked at few of a model's weights, or at none, so that "
-            f"it cannot be seen whether these are the same; {REBUILD_HINT}; or choose another --out"
-        )
+    grown = {n: list(dict.fromkeys([*old.get(n, ()), *new[n]])) for n in ("methods", "tasks", "lengths")}
     resumption = {"at": new["started"], "kvjax": new["kvjax"], "machine": new["machine"]}
-    return {**old, **_extend_lists(old, new), "resumed": [*old.get("resumed", ()), resumption]}
-
-
-def _extend_lists(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    return {n: list(dict.fromkeys([*old.get(n, ()), *new[n]])) for n in GROWING}
-
-
-def _write_run(path: Path, run: Mapping[str, Any]) -> None:
-    with replace_atomically(path) as file:
-        file.write(json.dumps(run, indent=1).encode() + b"\n")
+    return {**old, **grown, "resumed": [*old.get("resumed", ()), resumption]}
 
 
 def describe_run(

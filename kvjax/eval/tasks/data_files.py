@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Spec
-from kvjax.utils import json_documents
 from kvjax.utils.files import read_text_file
 from kvjax.utils.packages import PackageFile
 
@@ -66,8 +66,8 @@ def read_json_lines(path: Path, fields: Mapping[str, type], source: str) -> Iter
 
 def _parse_line(line: bytes, where: str, fields: Mapping[str, type]) -> dict[str, Any]:
     try:
-        row = json_documents.loads(line)
-    except ValueError as e:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as e:
         raise KvjaxError(f"{where} is not JSON ({e}); copy the file again") from None
     if not isinstance(row, dict):
         raise KvjaxError(f"{where} is {type(row).__name__}, not an object with the fields {', '.join(fields)}")

@@ -16,7 +16,6 @@ from kvjax.core import memory
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.models.model import Model
-from kvjax.utils import json_documents
 from kvjax.utils.files import replace_atomically
 
 HEADER, SEAL = "header", "seal"
@@ -81,7 +80,7 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
             # kind or model says so, and is not called damaged.
             with np.load(raw, allow_pickle=False) as file:
                 text = file[HEADER].tobytes()
-                header = json_documents.loads(text)
+                header = json.loads(text)
                 _check_header(header, path, form, model)
                 if file[SEAL].tobytes() != hashlib.sha256(text).digest():
                     raise ValueError("its header is not what was written")

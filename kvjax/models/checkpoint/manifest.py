@@ -18,7 +18,6 @@ from flax.traverse_util import flatten_dict
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
 from kvjax.models.sharding import abstract_params
-from kvjax.utils import json_documents
 
 FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 2, "kvjax.json", "params"
 
@@ -110,11 +109,11 @@ def read_manifest(directory: str | Path) -> Manifest:
             f"{path} has no {MANIFEST}: not a kvjax checkpoint, or one whose writing was cut short; convert again"
         )
     try:
-        raw = json_documents.loads(file.read_bytes())
+        raw = json.loads(file.read_bytes())
         digest = raw.pop("digest", None)
         is_intact = digest == json_digest(raw)
         file_format, version = raw.pop("format"), raw.pop("version")
-    except (ValueError, KeyError, AttributeError, TypeError) as e:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise KvjaxError(f"{file} is damaged ({e!r:.200}); convert the checkpoint again") from e
     if file_format != FORMAT:
         raise KvjaxError(f"{file} has format {file_format!r:.80}, not {FORMAT!r}; convert the checkpoint again")

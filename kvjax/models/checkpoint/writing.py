@@ -22,7 +22,7 @@ from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, part_digest, part_names
 from kvjax.utils.arguments import float_type
-from kvjax.utils.lock import is_open_path, lock_folder
+from kvjax.utils.files import lock
 
 NEW, OLD = "new", "old"  # in the working folder: the new directory, and the one that it replaces
 
@@ -62,8 +62,8 @@ class Writer:
     def __enter__(self) -> Writer:
         parent = self.directory.parent
         parent.mkdir(parents=True, exist_ok=True)
-        self._lock_file = parent / f"{self.prefix}.lock"
-        self._lock = lock_folder(self.directory, self._lock_file)
+        self._lock = lock(parent / f"{self.prefix}.lock", self.directory)
+        self._lock.__enter__()
         try:
             self._remove_leftovers()
             refuse_existing(self.directory, self.replace)
@@ -73,7 +73,7 @@ class Writer:
         except BaseException:
             with contextlib.suppress(OSError):  # the first error is the one to report
                 self._remove_leftovers()
-            self._release()
+            self._lock.__exit__(None, None, None)
             raise
         return self
 
@@ -89,11 +89,6 @@ class Writer:
         if (work / OLD).exists() and not self.directory.exists():
             (work / OLD).rename(self.directory)
         shutil.rmtree(work, ignore_errors=True)
-
-    def _release(self) -> None:
-        if is_open_path(self._lock_file, self._lock):
-            self._lock_file.unlink()
-        os.close(self._lock)
 
     def put(self, name: str, subtree: Any) -> None:
         """Writes one top-level entry of the parameters: a tree of arrays, or an array for `embedding`."""
@@ -122,7 +117,7 @@ class Writer:
             try:
                 self._remove(self._work)
             finally:
-                self._release()
+                self._lock.__exit__(None, None, None)
 
     def _finish(self) -> None:
         check_shapes(self.config, {p: tuple(x["shape"]) for p, x in self.parameters.items()}, "what was written")

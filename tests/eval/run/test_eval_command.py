@@ -246,9 +246,3 @@ def test_without_the_libraries_of_the_page_the_table_is_still_written(toy, tmp_p
     assert "kvjax: without matplotlib there will be summary.csv and no page; for that: pip install" in earlier_errors[0]
     assert (tmp_path / eval_command.CSV).read_text().count("\n") == 3 and not (tmp_path / "report.html").exists()
     assert "plots need matplotlib" in capsys.readouterr().err
-
-
-def test_the_old_name_of_an_option_answers_with_the_new_one(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["eval", "--seen"])
-    assert "--seen is now called --question-aware" in capsys.readouterr().err

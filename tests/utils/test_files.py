@@ -5,27 +5,22 @@ from __future__ import annotations
 import pytest
 
 from kvjax.errors import KvjaxError, escape_unprintable
-from kvjax.utils import json_documents
-from kvjax.utils.files import replace_atomically
-
-DEEP = "[" * 100_000 + "]" * 100_000
-LESS_DEEP = '{"a":' * 300 + "1" + "}" * 300  # which Python reads, and then cannot show or copy everywhere
+from kvjax.utils.files import Busy, lock, parse_json_object, replace_atomically
 
 
-@pytest.mark.parametrize("content", [DEEP, DEEP.encode(), LESS_DEEP, "{", b"\xff{}", "1" * 5000, ""])
-def test_what_is_no_json_is_a_value_error(content):
-    with pytest.raises(ValueError):
-        json_documents.loads(content)
-    with pytest.raises(KvjaxError, match="^here is not valid JSON .*; copy it again$"):
-        json_documents.parse_object(content, "here")
+@pytest.mark.parametrize("content", ["[" * 100_000 + "]" * 100_000, "{", b"\xff{}", "1" * 5000, "[1]"])
+def test_what_is_no_json_object_is_named_with_the_remedy(content):
+    with pytest.raises(KvjaxError, match="^here (is not valid JSON .*|does not hold a JSON object); do this$"):
+        parse_json_object(content, "here", "do this")
 
 
-def test_what_is_json_comes_back():
-    brackets = [[[]] * 3 for _ in range(json_documents.MAX_DEPTH)]
-    assert json_documents.loads(str(brackets)) == brackets
-    assert json_documents.parse_object('{"ä": "[[["}'.encode(), "here") == {"ä": "[[["}
-    with pytest.raises(KvjaxError, match="here does not hold a JSON object; do this"):
-        json_documents.parse_object("[1]", "here", "do this")
+def test_one_holder_of_a_lock_at_a_time(tmp_path):
+    with lock(tmp_path / "lock", tmp_path):
+        with pytest.raises(Busy, match="another process writes .*wait until"), lock(tmp_path / "lock", tmp_path):
+            pass
+    with pytest.raises(OSError, match="full"), lock(tmp_path / "lock", tmp_path):
+        raise OSError("full")
+    assert not list(tmp_path.iterdir())
 
 
 def test_escape_codes_are_spelled_out():
