@@ -58,8 +58,8 @@ from kvjax.eval.tasks.case import Spec
 from kvjax.generation.inputs import pad, round_up
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.model_calls import replay_prompts
-from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.registry.strings import method_of
+from kvjax.reuse.full_kv import FullKV, read_exactly
 
 SETTINGS = Path(__file__).with_suffix(".toml")
 TASKS = {"turns": "turns.essays", "alone": "shared.essays"}

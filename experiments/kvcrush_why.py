@@ -33,8 +33,8 @@ from kvjax.core.types import Array
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.eval.run.equal_bytes import parse_shares
-from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.kvcrush import KVCrush, unit_signatures
+from kvjax.reuse.full_kv import FullKV, read_exactly
 
 WINDOW_TOKENS = 8  # of SnapKV: the last tokens, which always stay
 SHARE = 0.25  # of the budget without the window, for representatives

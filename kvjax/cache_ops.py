@@ -1,9 +1,272 @@
-"""Operations on a bare `kvjax.Cache`: crop, take, fork, join and edit; and batches with shared prefixes."""
+"""Operations on a bare `kvjax.Cache`: crop, edit, take, fork and join."""
 
 from __future__ import annotations
 
-from kvjax.generation.cache_ops.edit import edit
-from kvjax.generation.cache_ops.sequences import crop, fork, join, take
-from kvjax.generation.reuse.prefix_tree import read_batch
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
-__all__ = ["crop", "edit", "fork", "join", "read_batch", "take"]
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer, RewindableLayer
+from kvjax.cache.state import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
+from kvjax.core import memory
+from kvjax.core.mesh import check_divides, per_device
+from kvjax.core.rope import Rope, rotate
+from kvjax.core.types import Array, KVBlock
+from kvjax.errors import IncompatibleMethod, KvjaxError, OtherWeights
+from kvjax.generation.checks import check_cache
+from kvjax.generation.inputs import Prompts, round_up, token_ids
+from kvjax.generation.model_calls import extend_padded
+from kvjax.models.model import Model
+from kvjax.utils import arguments
+from kvjax.utils.keywords import checks_keywords
+
+__all__ = ["crop", "edit", "fork", "join", "take"]
+
+
+@checks_keywords
+def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
+    """Keeps only the first tokens of each sequence, exactly: as if the others had never been fed.
+
+    Args:
+      cache: of any method that can give tokens back.
+      lengths: tokens that each sequence keeps, one number or one per sequence.
+
+    Returns:
+      A new cache; the given one stays usable.
+
+    Raises:
+      IncompatibleMethod: a method that has evicted some of the tokens, or has coded them in groups for good.
+    """
+    cache.check_usable()
+    new_lengths, old_lengths = per_sequence(lengths, cache, "lengths"), sequence_lengths(cache)
+    for row, (new, old) in enumerate(zip(new_lengths, old_lengths, strict=True)):
+        if not 0 <= new <= old:
+            raise KvjaxError(f"sequence {row} has {old} tokens and cannot be cropped to {new}; give 0..{old}")
+    count = old_lengths - new_lengths
+    for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
+        if not isinstance(layer, RewindableLayer):
+            raise missing_ability(layer, "give back tokens")
+        max_rollback = np.asarray(layer.max_rollback(state))
+        for row in np.flatnonzero(count > max_rollback)[:1]:
+            raise IncompatibleMethod(
+                f"sequence {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at "
+                f"most: those before lie in groups that are coded for good, or in a shared prefix; crop to "
+                f"{old_lengths[row] - max_rollback[row]} tokens or more; {CONTEXT_REMEDY}"
+            )
+    count = jnp.asarray(count, jnp.int32)
+    layers = crop_layers(cache.layers, count, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
+    return dataclasses.replace(cache, layers=layers, length=cache.length - count)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "heads", "mesh"))
+def crop_layers(
+    layers: tuple[Any, ...], count: Array, plan: tuple[BoundLayer, ...], heads: int, mesh: Mesh | None
+) -> tuple:
+    """Removes the last count i32[B] tokens of each sequence, at most `max_rollback`, from the states of all layers."""
+    states = []
+    for layer, state in zip(plan, layers, strict=True):
+        if not isinstance(layer, RewindableLayer):
+            raise missing_ability(layer, "give back tokens")
+        states.append(per_device(layer.crop, count.shape[0], heads, mesh)(state, count))
+    return tuple(states)
+
+
+@checks_keywords
+def take(cache: Cache, which: Sequence[int]) -> Cache:
+    """Takes the sequences with these indices, in this order, each as often as it is listed; any method, bit by bit."""
+    cache.check_usable()
+    indices = np.asarray(which)
+    B = cache.length.shape[0]
+    if indices.ndim != 1 or not indices.size or not np.issubdtype(indices.dtype, np.integer):
+        raise KvjaxError(f"sequences are named by a list of one number or more, got {which!r}")
+    if indices.min() < 0 or indices.max() >= B:
+        raise KvjaxError(f"the cache has sequences 0..{B - 1}, got {which!r}")
+    mesh = mesh_of(cache)
+    if mesh is not None:
+        check_divides("B", len(indices), mesh, "take a number of sequences that does")
+    at = jnp.asarray(indices, jnp.int32)
+    layers = tuple(take_sequences(layer, state, at) for layer, state in zip(cache.plan, cache.layers, strict=True))
+    return dataclasses.replace(cache, layers=layers, length=take_sequences(None, cache.length, at))
+
+
+@checks_keywords
+def fork(cache: Cache, times: int) -> Cache:
+    """Copies each sequence `times` times; the copies of a sequence are adjacent."""
+    return take(cache, np.repeat(np.arange(cache.length.shape[0]), arguments.integer("times", times)).tolist())
+
+
+@checks_keywords
+def join(caches: Sequence[Cache]) -> Cache:
+    """Joins the sequences of several caches of one method, model and capacity into one batch, bit by bit.
+
+    Documents may be of any lengths. Where that gives the caches different numbers of slots, those of fewer get empty
+    ones, which count as reserved bytes.
+
+    Raises:
+      KvjaxError: caches of different models, methods or capacities, or of a layer of one's own whose arrays differ.
+    """
+    if not caches:
+        raise KvjaxError("no caches were given; pass one or more")
+    for cache in caches:
+        cache.check_usable()
+    # Padding a cache to another capacity would change what its method has stored: a policy with more slots evicts less.
+    first = caches[0]
+    for i, cache in enumerate(caches[1:], 1):
+        if cache.weights != first.weights:
+            raise OtherWeights(
+                f"cache {i} is of a model with other weights than cache 0, or one of them names none, as those of "
+                "kvjax.functional; join those of one model"
+            )
+        if cache.config != first.config or cache.plan != first.plan:
+            raise KvjaxError(f"cache {i} is of another model or method than cache 0; join those of one")
+        if cache.capacity != first.capacity:
+            raise KvjaxError(
+                f"cache {i} has room for {cache.capacity} tokens per sequence and cache 0 for {first.capacity}; read "
+                "their documents with one capacity"
+            )
+    layers = []
+    for i, layer in enumerate(first.plan):
+        try:
+            layers.append(concat_sequences(layer, [cache.layers[i] for cache in caches]))
+        except ValueError as e:
+            raise KvjaxError(
+                f"layer {i} of these caches, {type(layer).__name__}, is held in unlike shapes ({e}); read their "
+                "documents in one batch"
+            ) from e
+    return dataclasses.replace(first, layers=tuple(layers), length=concat_sequences(None, [c.length for c in caches]))
+
+
+@checks_keywords
+def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Sequence[int], tokens: Prompts) -> Cache:
+    """Replaces tokens start..stop-1 of each sequence by others; the tokens after them are not run again.
+
+    Positional integrity encoding (PIE; He et al. 2024, arXiv 2407.03157, "Let the Code LLM Edit Itself When You Edit
+    the Code"): the new tokens are run after the unchanged beginning, and the keys of all later tokens are rotated from
+    their old position to their new one. Values stay, and so do traces of the old text in later tokens: an edit is exact
+    in the first layer and approximate above it. Unverified: no code is public.
+
+    Args:
+      model: the model that filled the cache.
+      cache: it stays usable.
+      start: first token that is replaced, one number or one per sequence.
+      stop: the token after the last one that is replaced; equal to `start` for an insertion.
+      tokens: one text or list of ids per sequence, an empty one to delete. A text gets the special tokens that stand
+        before a sequence where it begins one, at start 0: to put a text between them and the first word, start after
+        them.
+
+    Returns:
+      The cache of the edited texts.
+
+    Raises:
+      KvjaxError: positions outside a sequence, or a text longer than the capacity.
+      IncompatibleMethod: a method whose cache cannot be cropped to `start`, or stores tokens in groups.
+    """
+    cache = check_cache(model, cache)
+    batch, first, end = cache.length.shape[0], per_sequence(start, cache, "start"), per_sequence(stop, cache, "stop")
+    if not isinstance(tokens, Iterable):
+        raise KvjaxError(
+            f"the new tokens are one text or list of ids per sequence, empty ones to delete, got {tokens!r:.60}"
+        )
+    texts = [tokens] if isinstance(tokens, str) else list(tokens)
+    if len(texts) != batch:
+        raise KvjaxError(
+            f"{len(texts)} texts were given for {batch} sequences; give one per sequence, an empty one to delete"
+        )
+    inserted = [
+        token_ids(model, [text], begins=bool(a == 0))[0] if len(text) else []
+        for text, a in zip(texts, first, strict=True)
+    ]
+    lengths, num_inserted = sequence_lengths(cache), np.array([len(row) for row in inserted])
+    for row, (a, b, n) in enumerate(zip(first, end, lengths, strict=True)):
+        if not 0 <= a <= b <= n:
+            raise KvjaxError(
+                f"sequence {row} has {n} tokens: tokens {a}..{b} of it cannot be replaced; use 0 <= start <= stop"
+            )
+    shift, num_later = first + num_inserted - end, lengths - end
+    longest = int((lengths + shift).max())
+    if longest > cache.capacity:
+        raise KvjaxError(
+            f"the edited text has {longest} tokens and the cache room for {cache.capacity}; read with "
+            f"capacity={longest} or more"
+        )
+    for layer in cache.plan:
+        if not isinstance(layer, EditableLayer):
+            raise missing_ability(layer, "be edited")
+    edited = crop(cache, first.tolist())
+    if num_inserted.any():
+        edited = extend_padded(model, inserted, edited)[1]
+    if not num_later.any():
+        return edited
+    count = jnp.asarray(num_later, jnp.int32)
+    layers = _append_later_tokens(
+        states=edited.layers,
+        old_states=cache.layers,
+        count=count,
+        shift=jnp.asarray(shift, jnp.int32),
+        plan=cache.plan,
+        width=min(round_up(int(num_later.max())), cache.capacity),
+        rope=model.config.rope,
+        heads=model.config.kv_heads,
+        mesh=model.mesh,
+    )
+    return dataclasses.replace(edited, layers=layers, length=edited.length + count)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "width", "rope", "heads", "mesh"))
+def _append_later_tokens(
+    *,
+    states: tuple[Any, ...],
+    old_states: tuple[Any, ...],
+    count: Array,
+    shift: Array,
+    plan: tuple[BoundLayer, ...],
+    width: int,
+    rope: Rope,
+    heads: int,
+    mesh: Mesh | None,
+) -> tuple[Any, ...]:
+    """Appends the last count i32[B] tokens of the old states, moved on by shift i32[B] positions, in `width` slots."""
+
+    def append(layer: BoundLayer, state: Any, old_state: Any) -> Any:
+        assert isinstance(layer, EditableLayer)
+
+        def run(state: Any, old_state: Any, count: Array, shift: Array) -> Any:
+            block = layer.decoded_block(old_state)
+            num_tokens = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+            index = jnp.arange(width, dtype=jnp.int32)[None]
+            slot = jnp.clip((num_tokens - count)[:, None] + index, 0, block.pos.shape[2] - 1)[:, None]
+            pos = jnp.take_along_axis(block.pos, jnp.broadcast_to(slot, (*block.pos.shape[:2], width)), 2)
+            pos = jnp.where((index < count[:, None])[:, None], pos, -1)
+            # Keys are stored after RoPE, so one more rotation by the difference moves them; by 0 it changes no bit.
+            k = rotate(memory.take(block.k, slot), *rope.angles(shift[:, None, None]))
+            v, pos = memory.take(block.v, slot), jnp.where(pos >= 0, pos + shift[:, None, None], -1)
+            return layer.append_block(state, KVBlock(k, v, pos))
+
+        return per_device(run, count.shape[0], heads, mesh)(state, old_state, count, shift)
+
+    return tuple(map(append, plan, states, old_states))
+
+
+def per_sequence(x: int | Sequence[int], cache: Cache, name: str) -> np.ndarray:
+    """Broadcasts a number for all sequences of a cache, or one for each, to i64[B]."""
+    B, values = cache.length.shape[0], np.asarray(x)
+    if values.shape not in ((), (B,)) or not np.issubdtype(values.dtype, np.integer):
+        raise KvjaxError(f"{name} must be a whole number, or one for each of {B} sequences, got {x!r}")
+    return np.broadcast_to(values, (B,)).astype(np.int64)
+
+
+def sequence_lengths(cache: Cache) -> np.ndarray:
+    """Returns the tokens of each sequence, evicted ones included, as i64[B]."""
+    return np.asarray(jax.device_get(cache.length)).astype(np.int64)
+
+
+def mesh_of(cache: Cache) -> Mesh | None:
+    """Returns the mesh that a cache is sharded over."""
+    sharding = cache.length.sharding
+    return cast(Mesh, sharding.mesh) if isinstance(sharding, NamedSharding) else None

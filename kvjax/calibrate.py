@@ -27,10 +27,10 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, place, token_ids
 from kvjax.generation.model_calls import prefill
-from kvjax.generation.reuse.full_kv import observe_prompts
 from kvjax.models.model import Model
 from kvjax.registry.loading import load_all
 from kvjax.registry.strings import method_of
+from kvjax.reuse.full_kv import observe_prompts
 from kvjax.utils import arguments
 
 

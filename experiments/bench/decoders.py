@@ -13,7 +13,7 @@ import numpy as np
 import kvjax
 from experiments.bench.measuring import time_in_turns
 from kvjax.eval.run.machine import cores, version
-from kvjax.generation.reuse.full_kv import full_kv_from_arrays
+from kvjax.reuse.full_kv import full_kv_from_arrays
 
 
 class KvjaxDecoder:

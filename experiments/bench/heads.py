@@ -24,7 +24,7 @@ from experiments.bench.decoders import KvjaxDecoder, time_decode_steps
 from experiments.bench.shapes import SHAPES, describe
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.eval.run.machine import machine
-from kvjax.generation.reuse.full_kv import FullKV
+from kvjax.reuse.full_kv import FullKV
 
 EQUAL = "equal heads"
 MAX_POSITIONS = 2**20  # no prompt of random keys reaches the model's own limit

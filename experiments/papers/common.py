@@ -18,8 +18,8 @@ from kvjax.cli import use_compilation_cache
 from kvjax.eval.tasks import data_files
 from kvjax.eval.tasks.suite import split_words
 from kvjax.eval.tasks.symbols import knows_symbols
-from kvjax.generation.reuse.full_kv import full_kv_from_context
 from kvjax.models.tokenizer import FILE
+from kvjax.reuse.full_kv import full_kv_from_context
 from kvjax.testbed import corpus, tasks
 
 FULL = kvjax.methods.full()

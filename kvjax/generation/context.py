@@ -10,6 +10,7 @@ from typing import Unpack
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import cache_ops
 from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.cache.shared_prefix import SharedPrefixMethod
@@ -17,10 +18,8 @@ from kvjax.cache.state import concat_sequences, take_sequences
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, OtherWeights
-from kvjax.generation import checks
-from kvjax.generation.cache_ops import save, sequences
-from kvjax.generation.cache_ops.edit import edit
-from kvjax.generation.cache_ops.extend_prefix import read_after_prefix
+from kvjax.generation import checks, save
+from kvjax.generation.extend_prefix import read_after_prefix
 from kvjax.generation.inputs import Prompts, are_empty, round_up, token_ids
 from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
 from kvjax.generation.options import DecodeOptions, GenerateOptions, check_streamed, resolve_options
@@ -203,7 +202,7 @@ class Context:
 
         See `kvjax.cache_ops.crop`. The logits of the new last tokens are unknown: continue with `ask` or `feed`.
         """
-        cache = sequences.crop(self.cache, lengths)
+        cache = cache_ops.crop(self.cache, lengths)
         known = self.ids and [row[:n] for row, n in zip(self.ids, cache.length.tolist(), strict=True)]
         return self._without_last(cache, known)
 
@@ -218,12 +217,12 @@ class Context:
           stop: the token after the last one that is replaced; equal to `start` for an insertion.
           tokens: one text or list of ids per sequence, an empty one to delete.
         """
-        return self._without_last(edit(self.model, self.cache, start, stop, tokens), None)
+        return self._without_last(cache_ops.edit(self.model, self.cache, start, stop, tokens), None)
 
     @checks_keywords
     def take(self, which: Sequence[int]) -> Context:
         """Takes the sequences with these indices, in this order, each as often as it is listed."""
-        cache, known = sequences.take(self.cache, which), self.ids and [self.ids[i] for i in which]
+        cache, known = cache_ops.take(self.cache, which), self.ids and [self.ids[i] for i in which]
         return dataclasses.replace(
             self, cache=cache, last=take_sequences(None, self.last, np.asarray(which)), ids=known
         )
@@ -242,7 +241,7 @@ class Context:
             if other.model is not self.model and other.model.fingerprint != self.model.fingerprint:
                 raise OtherWeights("these contexts are of models with other weights or types; join those of one model")
         contexts = (self, *others)
-        cache = sequences.join([x.cache for x in contexts])
+        cache = cache_ops.join([x.cache for x in contexts])
         known = [x.ids for x in contexts if x.ids is not None]
         ids = [row for rows in known for row in rows] if len(known) == len(contexts) else None
         if len({x.last.shape[1] for x in contexts}) > 1:  # the last logits of some are unknown

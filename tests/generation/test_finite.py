@@ -93,7 +93,7 @@ PROMPT_CALLS = {
     "speculate with a draft": lambda m: kvjax.speculative.speculate(SOUND, IDS, draft_model=m, max_new_tokens=2),
     "read_exactly": lambda m: kvjax.reuse.read_exactly(m, IDS),
     "read_packed": lambda m: kvjax.reuse.read_packed(m, IDS, "full"),
-    "read_batch": lambda m: kvjax.cache_ops.read_batch(m, [[1, 2, 3], [1, 2, 4]], least=2),
+    "read_batch": lambda m: kvjax.reuse.read_batch(m, [[1, 2, 3], [1, 2, 4]], least=2),
 }
 
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import functional
+from kvjax import cachegen, functional
 from kvjax.errors import KvjaxError, OtherWeights
-from kvjax.generation.cache_ops import archive, save
-from kvjax.generation.reuse import cachegen
+from kvjax.generation import archive, save
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 from kvjax.testing import toy_model

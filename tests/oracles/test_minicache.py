@@ -20,9 +20,9 @@ from kvjax.core.types import KVBlock
 from kvjax.engine.layer_prompt import LayerCall, LayerPrompt, compress_prompt
 from kvjax.engine.modes import extend_layer
 from kvjax.errors import KvjaxError
-from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.methods.minicache import signed_squared_cosine, slerp, split_length
 from kvjax.models.config import Config
+from kvjax.reuse.full_kv import FullKV, read_exactly
 from kvjax.testing import dense_attention, toy_model
 from tests.contract import layer
 from tests.oracles import minicache as oracle

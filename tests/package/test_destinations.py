@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError, calibrate, cli
-from kvjax.generation.cache_ops import archive, save
+from kvjax.generation import archive, save
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1)

@@ -13,9 +13,9 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.core import memory
 from kvjax.generation.context import Context, read
 from kvjax.generation.inputs import round_up
-from kvjax.generation.reuse.full_kv import FullKV, read_exactly
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
+from kvjax.reuse.full_kv import FullKV, read_exactly
 
 EXACT_MEMORY_FRACTION = 1 / 8
 """The part of the installed memory that exact keys, values and queries may take."""

@@ -11,7 +11,7 @@ from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cli import main
 from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
-from kvjax.generation.reuse.full_kv import read_exactly
+from kvjax.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
 
 DOCUMENTS = [[5, 9, 2, 7, 7, 1, 30], [3, 8, 4], [11, 2, 2, 19, 6]]

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from experiments import divisions, divisions_figure, equal_bytes_table
 from kvjax import KvjaxError
-from kvjax.generation.reuse.full_kv import read_exactly
+from kvjax.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
 
 LENGTHS = 60, 47

@@ -11,7 +11,7 @@ import kvjax
 from experiments import kvcrush_why
 from kvjax import KvjaxError
 from kvjax.engine.plan import bind
-from kvjax.generation.reuse.full_kv import read_exactly
+from kvjax.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
 
 LENGTH, MORE, BUDGET = 60, 8, 24

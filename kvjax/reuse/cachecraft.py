@@ -20,8 +20,8 @@ from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts, round_up
-from kvjax.generation.reuse.chunk_layout import Span, chunk_slots, layout_chunks, recompute
-from kvjax.generation.reuse.full_kv import FullKV
+from kvjax.reuse.chunk_layout import Span, chunk_slots, layout_chunks, recompute
+from kvjax.reuse.full_kv import FullKV
 from kvjax.utils.keywords import checks_keywords
 
 QUERY_BLOCK_TOKENS = 64

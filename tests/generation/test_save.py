@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax import KvjaxError
 from kvjax.core import memory
-from kvjax.generation.cache_ops import archive, save
+from kvjax.generation import archive, save
 from kvjax.method_api import load_methods
 from kvjax.testing import toy_model
 

@@ -7,8 +7,8 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.reuse.cacheblend import blend
-from kvjax.generation.reuse.chunk_layout import Span, layout_chunks, recompute
+from kvjax.reuse.cacheblend import blend
+from kvjax.reuse.chunk_layout import Span, layout_chunks, recompute
 from kvjax.testing import toy_model
 
 MODEL = toy_model(windows=(None, None, 9))

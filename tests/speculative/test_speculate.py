@@ -14,10 +14,10 @@ import kvjax
 from kvjax import IncompatibleMethod, KvjaxError
 from kvjax.engine.sampling import SamplingParams
 from kvjax.generation.compile_options import jit_with
-from kvjax.generation.speculative import acceptance
-from kvjax.generation.speculative.acceptance import acceptance_probabilities, make_shift, shift_logits
-from kvjax.generation.speculative.speculation_loop import run_rounds
 from kvjax.models.sharding import param_shardings
+from kvjax.speculative import acceptance
+from kvjax.speculative.acceptance import acceptance_probabilities, make_shift, shift_logits
+from kvjax.speculative.speculation_loop import run_rounds
 from kvjax.testing import toy_model
 from tests.oracles import speculation as oracle
 

@@ -7,8 +7,8 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.reuse.cachecraft import Chunk, cut, overlap
-from kvjax.generation.reuse.chunk_layout import Span
+from kvjax.reuse.cachecraft import Chunk, cut, overlap
+from kvjax.reuse.chunk_layout import Span
 from kvjax.testing import toy_model
 from tests.oracles import cachecraft as oracle
 

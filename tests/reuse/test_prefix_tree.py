@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.reuse.prefix_tree import group_by_prefix
+from kvjax.reuse.prefix_tree import group_by_prefix
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1)
@@ -62,7 +62,7 @@ def test_a_batch_with_shared_prefixes_is_the_batch():
     rng = np.random.default_rng(0)
     a, b = (rng.integers(0, 97, n).tolist() for n in (80, 70))
     prompts = [a + [1, 2], b + [3], [4, 5, 6], a + [7], b + [8, 9], a[:60] + [1]]
-    shared = kvjax.cache_ops.read_batch(MODEL, prompts, "full", room=20)
+    shared = kvjax.reuse.read_batch(MODEL, prompts, "full", room=20)
     plain = kvjax.read(MODEL, prompts, "full", room=20)
     np.testing.assert_allclose(shared.last, plain.last, atol=2e-5)
     more = [[1], [2, 3], [4], [5], [6, 7, 8], [9]]
@@ -71,7 +71,7 @@ def test_a_batch_with_shared_prefixes_is_the_batch():
 
 
 def test_nothing_shared_is_read_as_ever():
-    context = kvjax.cache_ops.read_batch(MODEL, [[1, 2], [3, 4]], "int4", room=20)
+    context = kvjax.reuse.read_batch(MODEL, [[1, 2], [3, 4]], "int4", room=20)
     assert context.method == kvjax.parse("int4")
     with pytest.raises(KvjaxError, match="least must be an integer from 1 to .*, got 0"):
-        kvjax.cache_ops.read_batch(MODEL, [[1]], least=0)
+        kvjax.reuse.read_batch(MODEL, [[1]], least=0)

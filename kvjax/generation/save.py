@@ -22,7 +22,7 @@ from kvjax.core.mesh import axes_of_layer_array
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
-from kvjax.generation.cache_ops import archive
+from kvjax.generation import archive
 from kvjax.generation.inputs import BUCKET_TOKENS, place
 from kvjax.generation.memory_plan import abstract_state
 from kvjax.models.model import Model

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.protocol import Cache, RewindableLayer
+from kvjax.cache_ops import crop_layers
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler, sample
 from kvjax.generation import decode_loop
-from kvjax.generation.cache_ops.sequences import crop_layers
 from kvjax.generation.decode_loop import TokenLogProbs
-from kvjax.generation.speculative.acceptance import Shift, verify
+from kvjax.speculative.acceptance import Shift, verify
 
 Targets = tuple[Target, Target]  # of the verifier and of the draft
 

@@ -17,9 +17,9 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, token_ids
-from kvjax.generation.reuse.full_kv import FullKV
-from kvjax.generation.reuse.partial_recompute import KnownTokens, RecomputeChoice, partial_prefill
 from kvjax.generation.timing import Timer
+from kvjax.reuse.full_kv import FullKV
+from kvjax.reuse.partial_recompute import KnownTokens, RecomputeChoice, partial_prefill
 
 
 class Span(NamedTuple):

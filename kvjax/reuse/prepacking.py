@@ -28,9 +28,9 @@ from kvjax.generation.context import ROOM_TOKENS, Context
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, round_up, token_ids
 from kvjax.generation.model_calls import capacity_for
-from kvjax.generation.reuse.full_kv import AllQueries, FullKV
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
+from kvjax.reuse.full_kv import AllQueries, FullKV
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 

@@ -15,6 +15,7 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod, RewindableLayer
 from kvjax.cache.state import missing_ability
+from kvjax.cache_ops import crop_layers, mesh_of
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine import decode
@@ -22,18 +23,17 @@ from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation import stopping
-from kvjax.generation.cache_ops.sequences import crop_layers, mesh_of
 from kvjax.generation.compile_options import jit_with
 from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import Prompts, token_ids
 from kvjax.generation.model_calls import capacity_for, run_prompts
 from kvjax.generation.options import DecodeOptions, GenerateOptions, resolve_options
 from kvjax.generation.result import Result, logprob_fields
-from kvjax.generation.speculative.acceptance import make_shift
-from kvjax.generation.speculative.speculation_loop import SpeculationState, init_state, run_rounds
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of, name_of
+from kvjax.speculative.acceptance import make_shift
+from kvjax.speculative.speculation_loop import SpeculationState, init_state, run_rounds
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax import KvjaxError
-from kvjax.generation.reuse.prepacking import pack_exactly, pack_rows, read_packed
+from kvjax.reuse.prepacking import pack_exactly, pack_rows, read_packed
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2, windows=(None, 9))

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvjax.generation.speculative.speculate import Speculation, speculate
+from kvjax.speculative.speculation import Speculation, speculate
 
 __all__ = ["Speculation", "speculate"]

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts
-from kvjax.generation.reuse.chunk_layout import Span, layout_chunks, recompute
-from kvjax.generation.reuse.full_kv import FullKV
+from kvjax.reuse.chunk_layout import Span, layout_chunks, recompute
+from kvjax.reuse.full_kv import FullKV
 from kvjax.utils.keywords import checks_keywords
 
 

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax import KvjaxError
+from kvjax import KvjaxError, cachegen
 from kvjax.core import memory
-from kvjax.generation.cache_ops import archive
-from kvjax.generation.reuse import cachegen, rans
+from kvjax.generation import archive
+from kvjax.reuse import rans
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2)

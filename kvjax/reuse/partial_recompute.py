@@ -22,8 +22,8 @@ from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt
 from kvjax.engine.modes import ForwardMode, attend_all
 from kvjax.engine.positions import token_positions
 from kvjax.engine.prefill import take_last
-from kvjax.generation.reuse.full_kv import AllQueries
 from kvjax.models.decoder import Angles, take_tokens
+from kvjax.reuse.full_kv import AllQueries
 
 
 class KnownTokens(NamedTuple):

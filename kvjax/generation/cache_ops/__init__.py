@@ -1,1 +1,0 @@
-"""Operations on whole caches: take, fork and join sequences, crop, edit, extend a shared prefix, save."""

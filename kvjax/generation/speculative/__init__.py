@@ -1,1 +1,0 @@
-"""Speculative decoding with a draft method or a draft model."""
