@@ -45,7 +45,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.engine.forward import Target
+from kvjax.engine.forward import Target, layer_calls
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
 from kvjax.engine.plan import bind
 from kvjax.engine.positions import token_positions
@@ -240,7 +240,7 @@ def replay_scores(exact: FullKV, method: str) -> list[Array]:
     prompts = [LayerPrompt(p.k, p.v, p.q[:, :, :, :0]) for p in exact.prompts]
     plan = bind(method, exact.model.config)
     model, tokens = exact.model, jnp.asarray(pad(exact.ids, prompts[0].k.shape[2])[0])
-    arguments = model.params, tokens, exact.lengths, prompts, plan, Target(model.config)
+    arguments = model.params, tokens, exact.lengths, prompts, layer_calls(plan, model.config), Target(model.config)
     replayed = replay(*arguments, replay_prompts=replay_prompts(model, plan))
     return [prompt.replay_scores for prompt in replayed]
 

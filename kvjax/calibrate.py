@@ -20,7 +20,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, Needs, Traits
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
-from kvjax.engine.forward import Target
+from kvjax.engine.forward import Target, layer_calls
 from kvjax.engine.plan import bind, specs
 from kvjax.engine.prefill import measure_layers, stack_measures
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -161,7 +161,8 @@ def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]])
     lengths = place(model, lengths, "B")
     last, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
     check_logits(model, last, ids, what="document")
-    measures = measure_layers(prompts, lengths, plan, Target(model.config, model.mesh), tokens.shape[1])
+    calls, target = layer_calls(plan, model.config), Target(model.config, model.mesh)
+    measures = measure_layers(prompts, lengths, calls, target, tokens.shape[1])
     statistics = _count_layers(tuple(measures), lengths, kind=kind, layer=plan[0])
     return tuple(jax.tree.map(lambda x, i=i: x[i], statistics) for i in range(len(plan)))
 

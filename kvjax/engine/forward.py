@@ -182,15 +182,11 @@ def run_layers(
 
 
 @functools.lru_cache(maxsize=1024)
-def layer_calls(
-    plan: Plan, config: Config, num_slots: tuple[int, ...] | None = None, selects_queries: bool = False
-) -> tuple[LayerCall, ...]:
-    """Returns the layers of a plan in one pass; `selects_queries` as in `LayerCall`, for the last layer."""
+def layer_calls(plan: Plan, config: Config, num_slots: tuple[int, ...] | None = None) -> tuple[LayerCall, ...]:
+    """Returns the layers of a plan in one pass; `num_slots` of each layer's state, in the modes that make one."""
     # Cached, so that equal calls are one object: every step compares them, which then ends at identity.
     sizes = num_slots or (0,) * len(plan)
-    calls = [LayerCall(layer, config.window(i), n) for i, (layer, n) in enumerate(zip(plan, sizes, strict=True))]
-    calls[-1] = dataclasses.replace(calls[-1], selects_queries=selects_queries)
-    return tuple(calls)
+    return tuple(LayerCall(layer, config.window(i), n) for i, (layer, n) in enumerate(zip(plan, sizes, strict=True)))
 
 
 def outer_params(params: Any) -> Any:

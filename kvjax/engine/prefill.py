@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -82,7 +83,7 @@ def prefill(
     T = tokens.shape[1]
     if num_slots is None:
         num_slots = tuple(num_layer_slots(layer, (min(T, capacity),), capacity) for layer in plan)
-    needs = [layer.needs for layer in plan]
+    calls, needs = layer_calls(plan, target.config, num_slots), [layer.needs for layer in plan]
     chunk = chunk or min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
     if chunk is None and not any(n.global_budget or n.replay or n.paired_layer for n in needs):
         # One pass: each layer's exact keys and values exist only until its state has been made of them.
@@ -90,7 +91,7 @@ def prefill(
         num_observed: int | None = None
         if None not in observed and T > SHORT_PROMPT_TOKENS:
             num_observed = max(1, *(n for n in observed if n is not None))
-        calls = layer_calls(plan, target.config, num_slots, num_observed is not None)
+            calls = *calls[:-1], dataclasses.replace(calls[-1], selects_queries=True)
         hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
         mode, nothing = FullPrefill(lengths, capacity, num_observed), (None,) * len(plan)
         hidden, states = run_layers(params, hidden, angles, mode, calls, nothing, target=target, compiled=compiled)
@@ -100,15 +101,14 @@ def prefill(
             params,
             tokens,
             lengths,
-            plan,
+            calls,
             target,
             chunk=chunk,
-            num_slots=num_slots,
             replay_prompts=replay_prompts,
             compiled=compiled,
             progress=progress,
         )
-        states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots)
+        states = compress_prompts(prompts, lengths, calls, target, capacity)
     logits = compiled.unembed(outer_params(params), hidden, target=target)
     # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
     return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
@@ -118,8 +118,8 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
     """Makes the cache of `batch` sequences that have no token yet; see `kvjax.functional.empty`."""
     c, lengths = target.config, jnp.zeros(batch, jnp.int32)
     num_slots = tuple(num_layer_slots(layer, (0,), capacity) for layer in plan)
-    prompts = []
-    for call in layer_calls(plan, c, num_slots):
+    prompts, calls = [], layer_calls(plan, c, num_slots)
+    for call in calls:
         prompt = empty_prompt(batch=batch, width=min(capacity, 64), dtype=dtype, call=call, target=target)
         needs = call.layer.needs
         if needs.output_projection and not needs.prompt_chunk:
@@ -127,7 +127,7 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
         if needs.replay:
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
         prompts.append(prompt)
-    states = compress_prompts(prompts, lengths, plan, target, capacity, num_slots, longest=0)
+    states = compress_prompts(prompts, lengths, calls, target, capacity, longest=0)
     return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))
 
 
@@ -135,18 +135,18 @@ def prefill_exactly(
     params: Any,
     tokens: Array,
     lengths: Array,
-    plan: Plan,
+    calls: Sequence[LayerCall],
     target: Target,
     *,
     chunk: int | None = None,
-    num_slots: tuple[int, ...] | None = None,
     replay_prompts: ReplayPrompts = ((), ()),
     compiled: Compiled = PLAIN,
     progress: Progress = iter,
 ) -> tuple[Array, list[LayerPrompt | Any]]:
     """Runs prompts and keeps each layer's exact keys and values, with all that its method observes.
 
-    Arguments are those of `prefill`. A layer whose method is fed the prompt chunk by chunk holds its cache state.
+    Arguments are those of `prefill`, with the `layer_calls` in place of the plan. A layer whose method is fed the
+    prompt chunk by chunk holds its cache state.
 
     Returns:
       The hidden vector of each prompt's last token [B D], and what each layer holds: a list, so that a caller that uses
@@ -155,7 +155,6 @@ def prefill_exactly(
     B, T = tokens.shape
     chunk = chunk or T
     dtype, outer = params["embedding"].dtype, outer_params(params)
-    calls = layer_calls(plan, target.config, num_slots)
     states = tuple(empty_prompt(batch=B, width=T, dtype=dtype, call=call, target=target) for call in calls)
 
     def run_chunk(carry: tuple[Any, Array], xs: tuple[Array | np.int32, Array]) -> tuple[Any, None]:
@@ -177,12 +176,12 @@ def prefill_exactly(
     if T % chunk:
         carry, _ = run_chunk(carry, (np.int32(num_chunks * chunk), tokens[:, num_chunks * chunk :]))
     prompts, hidden = carry
-    if any(layer.needs.replay for layer in plan):
+    if any(call.layer.needs.replay for call in calls):
         prompts = replay(
-            params, tokens, lengths, prompts, plan, target, replay_prompts=replay_prompts, compiled=compiled
+            params, tokens, lengths, prompts, calls, target, replay_prompts=replay_prompts, compiled=compiled
         )
     prompts = list(prompts)
-    for i, layer in enumerate(plan):
+    for i, layer in enumerate(call.layer for call in calls):
         if layer.needs.output_projection and not layer.needs.prompt_chunk:
             output_projection = params[f"layer_{i}"]["attention"]["o"]["kernel"][None]
             prompts[i] = prompts[i]._replace(output_projection=output_projection)
@@ -194,7 +193,7 @@ def replay(
     tokens: Array,
     lengths: Array,
     prompts: Sequence[LayerPrompt],
-    plan: Plan,
+    calls: Sequence[LayerCall],
     target: Target,
     *,
     replay_prompts: ReplayPrompts,
@@ -204,14 +203,15 @@ def replay(
 
     Arguments are those of `prefill_exactly`; `prompts` is its result. Returns the prompts with their `replay_scores`.
     """
-    replays = {layer.needs.replay for layer in plan if layer.needs.replay is not None}
-    if len(replays) != 1 or any(layer.needs.prompt_chunk for layer in plan):
+    replays = {call.layer.needs.replay for call in calls if call.layer.needs.replay is not None}
+    if len(replays) != 1 or any(call.layer.needs.prompt_chunk for call in calls):
         raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
     (settings,) = replays
-    calls, outer = layer_calls(plan, target.config), outer_params(params)
+    # No slots are made here, so that prompts of all sizes share one program.
+    calls, outer = [dataclasses.replace(call, num_slots=0) for call in calls], outer_params(params)
     prompts = tuple(
-        prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32)) if layer.needs.replay else prompt
-        for layer, prompt in zip(plan, prompts, strict=True)
+        prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32)) if call.layer.needs.replay else prompt
+        for call, prompt in zip(calls, prompts, strict=True)
     )
     B, T = tokens.shape
     # Copies are padded to one width, so that all of them share one program.
@@ -230,10 +230,9 @@ def replay(
 def compress_prompts(
     prompts: list[LayerPrompt | Any],
     lengths: Array,
-    plan: Plan,
+    calls: Sequence[LayerCall],
     target: Target,
     capacity: int,
-    num_slots: tuple[int, ...],
     *,
     longest: int | None = None,
 ) -> tuple[Any, ...]:
@@ -242,19 +241,19 @@ def compress_prompts(
     Args:
       prompts: what each layer holds; the list is emptied, so that a layer's exact prompt is freed once it is used.
       lengths: i32[B], of the prompts.
-      plan: a method bound to each layer.
+      calls: see `layer_calls`; their numbers of slots hold where layers divide no budget among them.
       target: model configuration and mesh.
       capacity: tokens that a sequence of the cache may grow to.
-      num_slots: of each layer's state, where layers divide no budget among them.
       longest: tokens of the longest prompt, where a caller knows it under a transformation; None: their width.
 
     Returns:
       The cache state of each layer.
     """
+    plan = tuple(call.layer for call in calls)
     num_kept: list[Any] = [None] * len(plan)
     measures: list[Any] = [None] * len(plan)
     if any(layer.needs.global_budget for layer in plan):
-        measures = measure_layers(prompts, lengths, plan, target, capacity)
+        measures = measure_layers(prompts, lengths, calls, target, capacity)
         division = _divide_budget(tuple(measures), lengths, plan=plan)
         if isinstance(division, Tracer):
             # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.
@@ -264,26 +263,25 @@ def compress_prompts(
             at_most, longest_prompt = np.asarray(division), int(np.max(lengths))
             num_kept = list(at_most)
         headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
-        layers, sizes = [], []
         budgeted = _budgeted_layers(plan)
         needed = [layer.num_kept_slots(num_tokens) for layer, num_tokens in zip(budgeted, at_most, strict=True)]
-        for layer, num_needed in zip(budgeted, needed, strict=True):
+        sized = []
+        for call, layer, num_needed in zip(calls, budgeted, needed, strict=True):
             kept_slots = round_up_shared(num_needed, sum(needed) // len(needed), longest_prompt)
-            sizes.append(min(capacity, layer.num_slots_for(kept_slots, headroom_tokens)))
-            layers.append(layer.with_kept_slots(kept_slots))
-        plan, num_slots = tuple(layers), tuple(sizes)
-    calls = layer_calls(plan, target.config, num_slots)
+            num_slots = min(capacity, layer.num_slots_for(kept_slots, headroom_tokens))
+            sized.append(dataclasses.replace(call, layer=layer.with_kept_slots(kept_slots), num_slots=num_slots))
+        calls = sized
     states: list[Any] = []
     below = None
     while prompts:
         # A layer's exact keys and values are dropped as soon as no other layer has to see them.
         i, prompt = len(states), prompts.pop(0)
-        needs = plan[i].needs
+        needs = calls[i].layer.needs
         if needs.paired_layer:
             other = prompts[0] if needs.paired_layer > 0 else below  # the layer above or below (MiniCache)
             assert other is not None
             prompt = prompt._replace(paired=(other.k, other.v))
-        below = prompt if prompts and plan[i + 1].needs.paired_layer < 0 else None
+        below = prompt if prompts and calls[i + 1].layer.needs.paired_layer < 0 else None
         if not needs.prompt_chunk:  # a prompt that was fed through its method is a cache state already
             division = num_kept[i], measures[i]
             prompt = compress(prompt, lengths, *division, call=calls[i], capacity=capacity, target=target)
@@ -293,12 +291,11 @@ def compress_prompts(
 
 
 def measure_layers(
-    prompts: Sequence[LayerPrompt], lengths: Array, plan: Plan, target: Target, capacity: int
+    prompts: Sequence[LayerPrompt], lengths: Array, calls: Sequence[LayerCall], target: Target, capacity: int
 ) -> list[Any]:
     """Measures every layer's prompt, for a budget that all layers share (CAKE): for each layer arrays [B ..]."""
-    calls = layer_calls(plan, target.config)
     return [
-        _measure_prompt(prompt, lengths, call=call, capacity=capacity, target=target)
+        _measure_prompt(prompt, lengths, call=dataclasses.replace(call, num_slots=0), capacity=capacity, target=target)
         for call, prompt in zip(calls, prompts, strict=True)
     ]
 

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.cache.protocol import Cache, KVMethod, Needs, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.types import Array
-from kvjax.engine.forward import Plan, Target, outer_params
+from kvjax.engine.forward import Plan, Target, layer_calls, outer_params
 from kvjax.engine.layer_prompt import LayerPrompt, select_queries
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, prefill_exactly
@@ -83,6 +83,7 @@ class FullKV:
         lengths = tuple(np.asarray(self.lengths).tolist())
         checks.warn_of_positions(model, plan, 0, max(lengths))
         num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
+        calls = layer_calls(plan, model.config, num_slots)
         prompts = []
         for layer, (k, v, q, *_) in zip(plan, self.prompts, strict=True):
             if layer.needs.observed_queries != 0 and not q.shape[3]:
@@ -91,7 +92,7 @@ class FullKV:
         # The cache gets lengths of its own: the decode loop donates them, and these prompts stay usable.
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
         with timer.timed():
-            layers = jax.block_until_ready(compress_prompts(prompts, lengths, plan, target, capacity, num_slots))
+            layers = jax.block_until_ready(compress_prompts(prompts, lengths, calls, target, capacity))
         cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, self.weights)
         return Context(model, cache, self.last, method, timer.run_seconds, self.ids)
 
@@ -135,9 +136,10 @@ def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> 
     """
     compiled = compiled_for(model, tokens.size, in_place=True, num_logits=len(tokens))
     target, texts = Target(model.config, model.mesh), replay_prompts(model, plan)
+    calls = layer_calls(plan, model.config)
     with Timer().timed():
         hidden, prompts = prefill_exactly(
-            model.params, tokens, lengths, plan, target, replay_prompts=texts, compiled=compiled
+            model.params, tokens, lengths, calls, target, replay_prompts=texts, compiled=compiled
         )
         logits = compiled.unembed(outer_params(model.params), hidden, target=target)
         return jax.block_until_ready((logits, prompts))
