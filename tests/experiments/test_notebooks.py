@@ -4,8 +4,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -62,13 +60,6 @@ def first_cell() -> str:
     return next(c.source for c in nbformat.read(NOTEBOOKS[0], 4).cells if c.cell_type == "code")
 
 
-def test_there_are_notebooks_for_a_tour_a_method_and_a_checkpoint():
-    assert [p.stem for p in NOTEBOOKS] == ["checkpoint_to_curve", "tour", "your_own_method"]
-    for path in NOTEBOOKS:
-        first = next(c for c in nbformat.read(path, 4).cells if c.cell_type == "code")
-        assert first.source == first_cell() and first.source.startswith(run_notebooks.address() + "  # outside of")
-
-
 def test_the_address_stands_in_one_variable_and_none_is_invented():
     assert run_notebooks.REPOSITORY == "" and run_notebooks.address() == 'KVJAX = ""'
     for path in NOTEBOOKS:
@@ -97,26 +88,6 @@ def test_a_notebook_carries_the_outputs_of_the_code_that_stands_there(path):
     outputs = [output for cell in cells for output in cell.outputs]
     assert len(outputs) >= len(cells) / 2 and not any(o.output_type == "error" for o in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_the_outputs_of_a_notebook_are_small_and_name_no_machine(path):
-    assert path.stat().st_size < 150_000
-    for cell in nbformat.read(path, 4).cells:
-        text = json.dumps(
-            [{k: v for k, v in o.get("data", o).items() if k != "image/png"} for o in cell.get("outputs", ())]
-        )
-        assert not re.search(r"(?<![\w./])/(home|root|tmp|work|usr|opt|Users|private)/", text), text
-        assert platform.node() not in text or platform.node() == "localhost"
-
-
-def test_changed_code_is_no_longer_that_of_the_outputs_and_a_changed_address_is():
-    notebook = nbformat.read(NOTEBOOKS[0], 4)
-    before = run_notebooks.digest(notebook)
-    run_notebooks.write_address(notebook, NOTEBOOKS[0].stem, "owner/name")
-    assert run_notebooks.digest(notebook) == before
-    next(c for c in notebook.cells if c.cell_type == "code").source += " "
-    assert run_notebooks.digest(notebook) != before
 
 
 def test_the_first_cell_knows_the_oldest_jax():
@@ -163,12 +134,6 @@ def test_the_first_cell_installs_nothing_where_kvjax_is_and_names_the_accelerato
     assert capsys.readouterr().out.endswith(f"JAX {jax.__version__} on {len(jax.devices())} x {device}\n")
 
 
-def test_the_first_cell_finds_the_checkout_that_it_lies_in(run_first, monkeypatch):
-    monkeypatch.chdir(NOTEBOOKS[0].parent)
-    assert run_first() == [["install", "-q", "-e", f"{REPOSITORY}[eval]"]]
-    assert sys.path[0] == str(REPOSITORY)
-
-
 @pytest.mark.parametrize(
     ("address", "requirement"),
     [
@@ -181,13 +146,6 @@ def test_the_first_cell_finds_the_checkout_that_it_lies_in(run_first, monkeypatc
 def test_the_first_cell_takes_a_repository_or_a_wheel(run_first, address, requirement):
     Path("a wheel.whl").touch()
     assert run_first(address) == [["install", "-q", requirement.format(here=Path.cwd())]]
-
-
-def test_the_first_cell_says_what_is_missing(run_first):
-    with pytest.raises(RuntimeError, match="not installed and .*somewhere/else is in no checkout of it: set KVJAX"):
-        run_first()
-    with pytest.raises(FileNotFoundError, match=r"no\.whl"):
-        run_first("no.whl")
 
 
 def test_the_first_cell_keeps_a_jax_that_is_new_enough_and_its_accelerator(run_first, capsys):

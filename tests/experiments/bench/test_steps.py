@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import signal
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import AbstractMesh
 
-from experiments.bench import cross_compile, process, steps
-from kvjax import KvjaxError
+from experiments.bench import cross_compile, steps
 from kvjax.core import memory
-from kvjax.generation.decode_loop import decode_until
 
 PROGRAM = """HloModule made_by_hand
 
@@ -65,41 +60,6 @@ def test_a_step_is_the_loops_body_with_the_loops_in_it():
     """A fusion, a product, three fetches, and an addition in the inner loop, which overlaps the last of them."""
     expected = steps.Step(launches=6, fusions=1, products=1, copies=1, host=3, fetches=3, waits=2, outside=1)
     assert steps.Step.from_program(PROGRAM) == expected
-
-
-def test_a_program_without_a_loop_is_refused():
-    with pytest.raises(KvjaxError, match="has no loop"):
-        steps.Step.from_program(PROGRAM.replace(" while(", " call("))
-
-
-def test_steps_of_this_machine_are_told(capsys):
-    steps.main("--methods full;snapkv:budget=8,window=4 --shape small --layers 1 --tokens 64 --dtype float32".split())
-    full, fewer = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["steps"]
-    assert full["launches"] > full["fusions"] > 0 and full["host"] == full["host_bytes"] == 0
-    assert fewer["device_bytes"] < full["device_bytes"]
-    assert full["bound_bytes"] < full["counted_bytes"]
-
-
-def test_a_compiler_that_ends_its_process_leaves_a_row_of_dashes(monkeypatch, capsys):
-    with pytest.raises(process.Killed, match="ended with status -9"):
-        process.run_in_process(signal.raise_signal, signal.SIGKILL)
-
-    def raise_killed(*args):
-        raise process.Killed("ended")
-
-    monkeypatch.setattr(steps, "run_in_process", raise_killed)
-    steps.main(["--methods", "full", "--topology", "v5e:2x2"])
-    lines = capsys.readouterr().out.splitlines()
-    assert json.loads(lines[-1])["results"]["steps"] == [{"method": "full"}]
-    assert any(line.count(" - ") == len(steps.COLUMNS) - 1 for line in lines)
-
-
-def test_a_machine_that_nobody_can_compile_for_is_refused_with_what_it_takes(monkeypatch):
-    monkeypatch.setattr(cross_compile, "TPU_ENVIRONMENT", {})
-    monkeypatch.setattr(cross_compile.topologies, "get_topology_desc", lambda *args, **more: 1 / 0)
-    for name, remedy in (("v9:1x1", "pip install libtpu"), ("h200", "set JAX_PLATFORMS=cpu")):
-        with pytest.raises(KvjaxError, match=rf"cannot compile for '{name}' \(division by zero\).*{remedy}"):
-            cross_compile.compile_for(name, jax.jit(decode_until), {}, ())
 
 
 def test_arguments_of_another_machine_lie_in_the_same_memories():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from experiments import answers, cartridge
 from experiments.papers.eviction import draw_instances
 from kvjax.testbed import vocab
@@ -54,20 +51,6 @@ def test_after_the_first_tokens_the_text_goes_on_at_the_contexts_end(model, pack
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
-def test_self_study_is_made_of_the_context_and_asks_nothing_that_is_held_out(model, packed_questions, full):
-    keys = packed_questions.tokens[:, 3:, 1]
-    pieces, questions = cartridge.self_study(model, full, packed_questions.contexts, keys)
-    assert (pieces[:, 0] == packed_questions.contexts[:, : cartridge.CHUNK_TOKENS]).all()
-    assert (pieces[:, 1, 0] == packed_questions.contexts[:, cartridge.CHUNK_TOKENS // 2]).all()
-    for b, context in enumerate(packed_questions.contexts):
-        drawn_keys = set(questions[b, :, 1].tolist())
-        assert not drawn_keys & set(keys[b].tolist())
-        assert drawn_keys | set(keys[b].tolist()) == {t for t in context.tolist() if t in vocab.SYMBOLS}
-    prompt = [*packed_questions.contexts[0].tolist(), *questions[0, 0, :2].tolist()]
-    answer = kvjax.generate(model, [prompt], "full", max_new_tokens=cartridge.ANSWER_TOKENS, eos_ids=()).tokens[0]
-    assert answer == questions[0, 0, 2:].tolist()
-
-
 def test_a_few_steps_bring_the_slots_nearer_to_the_full_cache(model, packed_questions, full):
     start = answers.compress(model, packed_questions.contexts, "snapkv:budget=16,window=4")
     texts = [packed_questions.contexts[:, :32].reshape(2, 4, 8)]
@@ -87,12 +70,3 @@ def test_questions_count_as_right_when_every_token_of_the_answer_is_the_likelies
     assert answers.is_right(wrong, packed_questions).sum() == packed_questions.tokens.shape[1] * 2 - 1
     unasked = logits.at[0, 1, 0].set(jax.nn.one_hot(0, vocab.SIZE))
     assert answers.is_right(unasked, packed_questions).all()
-
-
-def test_the_script_prints_its_table(directory, capsys):
-    small = f"--length {LENGTH} --pairs 4 --contexts 1 --steps 2 --batch 2 --methods random:budget=64"
-    cartridge.main(["--model", str(directory), *small.split(), "--starts", "first tokens"])
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    names = ["full", "first tokens", "distilled from first tokens", "random:budget=64"]
-    assert list(results["caches"]) == names
-    assert set(results["caches"]["full"]) == {"asked in training", "held out"}

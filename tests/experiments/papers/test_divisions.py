@@ -9,7 +9,6 @@ import pytest
 
 import kvjax
 from experiments import divisions, divisions_figure, equal_bytes_table
-from kvjax import KvjaxError
 from kvjax.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
 
@@ -168,71 +167,6 @@ def test_a_run_is_summed_up_and_gone_on_with(run, tmp_path):
     assert resumed["measured"] == document["measured"]
 
 
-def test_hiding_that_differs_from_the_method_is_told(run, monkeypatch):
-    monkeypatch.setattr(divisions, "hide_tokens", lambda context, masks: context)
-    monkeypatch.setattr(divisions, "ask", lambda context, batch, width: ([[id(context)]], [[0.0]]))
-    with pytest.raises(KvjaxError, match="where tokens are hidden"):
-        run("--check")
-
-
-def _results(measured: dict, bytes_: dict) -> divisions_figure.Results:
-    """A document of two contexts a seed, two seeds."""
-    settings = [
-        {"group": "scorers", "scorer": s, "division": d, "share": "1/4", "method": f"{s} {d}"}
-        for s in ("window", "turned queries")
-        for d in divisions_figure.DIVISIONS
-    ]
-    return divisions_figure.Results({"length": 64, "settings": settings, "measured": measured, "bytes": bytes_})
-
-
-def _record(right: list, kept: float = 8.0, errors: float = 0.1) -> dict:
-    return {"right": right, "kept": [[kept, 2 * kept]] * 3, "errors": [errors] * 3}
-
-
-def test_a_cell_is_the_mean_over_contexts_of_all_seeds():
-    both = {"turns": {"1": _record([[True], [True]]), "0": _record([[True], [False]])}}
-    results = _results({"window equal": both}, {})
-    np.testing.assert_array_equal(results.scores("window equal", "turns"), [100, 0, 100, 100])
-    table = divisions_figure.table(results, "turns", ("1/4",))
-    assert "| window | equal | 75 ±25 |" in table and "turned queries" not in table
-
-
-def test_gains_are_paired_by_context():
-    measured = {
-        "window equal": {"turns": {"0": _record([[False], [True]])}},
-        "window over the model": {"turns": {"0": _record([[True], [True]])}},
-    }
-    assert "| window | 1/4 | - | +50 ±50 |" in divisions_figure.gain_table(_results(measured, {}), "turns")
-
-
-def test_the_error_of_attention_orders_settings_as_the_answers_do_or_not():
-    measured = {
-        f"window {d}": {"turns": {"0": _record([[i > 0], [i > 1]], errors=0.3 - 0.1 * i)}}
-        for i, d in enumerate(divisions_figure.DIVISIONS)
-    }
-    assert divisions_figure.correlations(_results(measured, {}))["1/4"] == pytest.approx(-1)
-    same = {name: {"turns": {"0": _record([[True]], errors=0.1 * i)}} for i, name in enumerate(measured)}
-    assert not np.isfinite(divisions_figure.correlations(_results(same, {}))["1/4"])
-
-
-def test_a_line_of_the_picture_holds_its_methods_alone():
-    line = divisions_figure.Curve("kvzip over the model", "kvzip:budget=", "", "C0")
-    assert line.has_point("kvzip:budget=48") and not line.has_point("kvzip:budget=48 + int4")
-    assert not line.has_point("kvzip:budget=63,level=head") and not line.has_point("snapkv:budget=48")
-
-
-def test_the_pictures_are_those_of_the_records(tmp_path):
-    """Every line of README's picture has points, and every point that is there a name."""
-    results = divisions_figure.Results(json.loads((divisions_figure.RESULTS / "divisions.smollm2.json").read_text()))
-    divisions_figure.draw_curves(results, tmp_path / "curves.svg")
-    divisions_figure.draw(results, tmp_path / "where.svg", "1/4", ("repeated prompt (KVzip)", "turned queries"))
-    curves = (tmp_path / "curves.svg").read_text()
-    for name in (*(line.name for line in divisions_figure.EVICTION), *divisions_figure.POINTS.values()):
-        assert f"<!-- {name} -->" in curves
-    where = (tmp_path / "where.svg").read_text()
-    assert all(f"<!-- {division} -->" in where for division in divisions_figure.DIVISIONS)
-
-
 def test_the_tables_of_results_are_those_of_the_records():
     page = (divisions_figure.ROOT / "docs" / "results.md").read_text()
     small, qwen = (
@@ -254,14 +188,3 @@ def test_a_method_of_both_runs_on_the_real_model_has_one_number():
     means = {name: round(float(scores.mean()), 2) for name, scores in shared.items() if scores is not None}
     assert set(divisions_figure.POINTS) < set(means)
     assert means == {p.method: round(p.questions[0], 2) for p in points if p.method in means}
-
-
-def test_rows_that_are_zero_throughout_share_one_line():
-    nothing, some = ({"turns": {"0": _record(right)}} for right in ([[False], [False]], [[True], [False]]))
-    names = [f"{s} {d}" for s in ("window", "turned queries") for d in divisions_figure.DIVISIONS]
-    measured = dict.fromkeys(names, nothing) | {"window equal": some}
-    rows = divisions_figure.table(_results(measured, {}), "turns", ("1/4",)).splitlines()[2:]
-    assert rows == [
-        "| window | equal | 50 ±50 |",
-        "| window within a layer and over the model; turned queries | each | 0 ±0 |",
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -77,16 +76,6 @@ def test_a_sum_is_kept_where_its_records_are_gone(run, tmp_path):
         run("--sum", "--keep", "--seeds", "0")
 
 
-def test_the_page_has_every_method_at_every_share(run):
-    result = equal_bytes_page.Result(run())
-    page = equal_bytes_page.page(result, "plot.png")
-    for point in result.points():
-        assert page.count(f"| `{point['method']}` |") >= 1
-    assert "- 1/2: `int8`" in page and "median" in page
-    picture = equal_bytes_page.draw_plot(result)
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-
-
 def test_an_interval_holds_its_mean_95_times_of_100():
     """Means of 24 normal numbers, whose true mean is 1; resampling only 24 makes intervals a little too short."""
     draw = np.random.default_rng(1)
@@ -105,17 +94,6 @@ def test_differences_are_taken_context_by_context(run):
     ]
     np.testing.assert_allclose(result.differences("int8", "turns"), by_hand)
     assert "| `int8` | " in equal_bytes_page.difference_table(result, "3/4")
-
-
-def test_an_unknown_family_is_named(run):
-    with pytest.raises(KvjaxError, match="--families has 'wishful'; there are full, tokens, bits"):
-        run("--families", "wishful")
-
-
-def test_a_family_may_have_shares_of_its_own(directory, tmp_path):
-    (tmp_path / "families.toml").write_text(SMALL.replace('name = "bits"', 'name = "bits"\nshares = "3/4"'))
-    points = equal_bytes.fit_points(kvjax.load(directory), [Fraction(1, 2)], 96, tmp_path / "families.toml")
-    assert [(p.family, p.share) for p in points] == [("tokens", "1/2"), ("bits", "3/4"), ("bits", "3/4")]
 
 
 @pytest.mark.parametrize("settings", ["equal_bytes.toml", "real_models.toml", "readme.toml"])

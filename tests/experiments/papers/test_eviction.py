@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import types
-
 import jax
 import numpy as np
 import pytest
 
 import kvjax
-from experiments.bench import shapes
 from experiments.papers import (
     eviction,
-    eviction_curves,
     eviction_tables,
     streaming,
 )
-from experiments.papers.kvcrush import figure5 as kvcrush_figure5
-from experiments.papers.kvcrush import figure6 as kvcrush_figure6
-from experiments.papers.kvcrush import figure7 as kvcrush_figure7
-from experiments.papers.kvcrush import figure8 as kvcrush_figure8
 from experiments.papers.kvcrush import table2 as kvcrush_table2
-from experiments.papers.kvcrush import table3 as kvcrush_table3
 from experiments.papers.specache import table2 as specache_table2
 from kvjax import KvjaxError
 from kvjax.models.tokenizer import Tokenizer
@@ -30,9 +20,6 @@ from kvjax.registry.strings import split_methods
 from kvjax.testbed import tasks, vocab
 from kvjax.testbed.vocab import ASK, PAIR
 from kvjax.testing import toy_model
-
-# Rows and tokens are such that text and questions share their compiled programs.
-QUICK = "--length 96 --contexts 2 --batch 4 --windows 4 --tokens 8 --tasks variables"
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +29,8 @@ def toy() -> kvjax.Model:
     return kvjax.Model(model.config, model.params, Tokenizer(vocab.tokenizer()), name="toy")
 
 
-@pytest.fixture
-def load_toy(monkeypatch, toy):
-    monkeypatch.setattr(kvjax, "load", lambda *a, **k: toy)
-
-
 def make_instances(count: int = 2, length: int = 90) -> list[tasks.Instance]:
     return [eviction.phrases(np.random.default_rng(i), length, pairs=4, span=3, questions=3) for i in range(count)]
-
-
-def last_line(capsys) -> dict:
-    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
 
 
 def test_phrases_are_found_by_reading_the_context():
@@ -121,24 +99,6 @@ def test_questions_are_asked_as_the_file_says(toy):
                 assert outcomes[when].right[row, column] == float((logp.argmax(-1) == q.answer).all())
 
 
-def test_a_first_answer_of_one_token_is_no_test_of_the_cache(toy):
-    instances = [tasks.recall(np.random.default_rng(i), 90, pairs=4, questions=3) for i in range(2)]
-    outcomes, _ = eviction.QuestionPrompts(toy, instances).outcomes(kvjax.methods.full())
-    assert sorted(outcomes) == ["later", "unseen"]
-
-
-def test_only_tokens_of_answers_are_guessed():
-    """The rows are one that is asked without warning, and one whose first answer precedes the question."""
-    prompts = types.SimpleNamespace(instances=make_instances(1))
-    rows = eviction.QuestionPrompts._texts(prompts, 1, 1)
-    first, second = prompts.instances[0].questions[:2]
-    assert rows == [[*second.prompt, *second.answer], [*first.answer, *second.prompt, *second.answer]]
-    assert eviction.QuestionPrompts._decoded_masks(prompts, 1, 1) == [
-        [False] * 2 + [True] * 3,
-        [True] * 3 + [False] * 2 + [True] * 3,
-    ]
-
-
 def test_text_is_continued_token_by_token(toy):
     windows = np.random.default_rng(0).integers(0, 256, (2, 75), np.int32)
     outcomes, _ = eviction.TextPrompts(toy, windows, 70).outcomes(kvjax.methods.full())
@@ -168,70 +128,6 @@ def test_scores_and_gains_are_per_context_and_paired():
     line = eviction_tables.Line("a", "a", "b")
     assert eviction_tables.format_score(measurements, line, "first", "t") == "62.5 ±23.9 (+25.0 ±14.4)"
     assert eviction_tables.format_score(measurements, line, "later") is None
-
-
-def test_what_the_later_questions_lose_is_beside_full():
-    measurements = eviction.Measurements()
-    rights = {"full": ([[1], [1]], [[1], [0]]), "m": ([[1], [1]], [[0], [0]])}
-    for method, pair in rights.items():
-        for when, right in zip(("first", "later"), pair, strict=True):
-            measurements.outcomes[method, "t", when] = outcome(right)
-    assert eviction_curves.later_loss(measurements, "m") == pytest.approx((0.5, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("script", "options", "methods"),
-    [
-        (kvcrush_table2, "--page 4 --budget 48 --anchors mean", 4),
-        (kvcrush_figure5, "--budget 48 --shares 0.25 --bases accumulated", 2),
-        (kvcrush_figure7, "--budget 48 --units token --bases SnapKV", 3),
-        (kvcrush_figure8, "--page 4 --pages 8", 4),
-        (kvcrush_table3, "--budget 48 --bases SnapKV", 3),
-        (specache_table2, "--ratios 4 --block 2", 6),
-        (eviction_curves, "--budgets 48 --methods random", 3),
-    ],
-)
-def test_scripts_end_with_one_document(load_toy, tmp_path, capsys, script, options, methods):
-    script.main([*QUICK.split(), *options.split(), "--out", str(tmp_path)])
-    results = last_line(capsys)
-    assert len({o["method"] for o in results["outcomes"]}) == methods
-    assert {"first", "later", "unseen"} <= {o["when"] for o in results["outcomes"]}
-    assert all(0 <= o["right"] <= 1 and o["nats"] > 0 for o in results["outcomes"])
-    method_names = {o["method"] for o in results["outcomes"]}
-    assert all(line["method"] in method_names and line["base"] in {None, *method_names} for line in results["lines"])
-    for image in tmp_path.iterdir():
-        assert image.suffix == ".png" and image.stat().st_size > 1000
-
-
-def test_a_model_of_another_vocabulary_continues_text(monkeypatch, toy, tmp_path, capsys):
-    other = vocab.tokenizer()
-    other.add_tokens(["<more>"])
-    model = kvjax.Model(toy.config, toy.params, Tokenizer(other), name="other")
-    monkeypatch.setattr(kvjax, "load", lambda *a, **k: model)
-    path = tmp_path / "text.txt"
-    path.write_text("to be continued, " * 40)
-    kvcrush_table3.main([*QUICK.split(), "--budget", "48", "--bases", "SnapKV", "--text", str(path)])
-    assert {o["when"] for o in last_line(capsys)["outcomes"]} == {"text"}
-
-
-def test_latency_is_measured_for_each_model(load_toy, monkeypatch, toy, capsys):
-    monkeypatch.setitem(shapes.SHAPES, "toy", toy.config)
-    words = "--budget 48 --timed-length 64 --steps 3 --repeats 2 --shapes toy --no-accuracy"
-    kvcrush_figure6.main(words.split())
-    latency = last_line(capsys)["latency"]
-    assert [r["shape"] for r in latency] == ["testbed", "toy"]
-    seconds = [s for r in latency for part in ("seconds", "selection") for s in sum(r[part].values(), [])]
-    assert len(seconds) == 2 * 4 * (2 + 6) and all(s > 0 for s in seconds)
-    with pytest.raises(KvjaxError, match="unknown shape 'huge'; use small, 125m"):
-        kvcrush_figure6.main(["--shapes", "huge"])
-
-
-def test_overheads_are_of_pairs_and_of_what_is_added():
-    seconds = {"base": [1.0, 2.0, 1.0], "more": [1.5, 3.0, 1.1]}
-    selection = {"base": [0.1, 0.1, 0.2], "more": [0.2, 0.3, 0.3]}
-    o = kvcrush_figure6.overheads({"seconds": seconds, "selection": selection}, "base")
-    assert o["more"]["whole"] == pytest.approx(0.5) and o["more"]["added"] == pytest.approx(0.1)
-    assert o["base"]["whole"] == o["base"]["added"] == 0
 
 
 def test_pages_are_the_papers():
@@ -285,19 +181,3 @@ def test_windows_computed_anew_see_what_they_say(toy):
     for t in (16, 31, 32, 44):
         start = t // 16 * 16 - 16
         assert nats[t - 16] == pytest.approx(-exact_log_probs(toy, tokens[start : t + 1])[-2, tokens[t]], abs=1e-4)
-
-
-def test_the_slope_of_a_line_is_its_own():
-    x = 0.25 + 3e-5 * (np.arange(1000) + 0.5)
-    assert streaming.slope(x, 10) == pytest.approx((3.0, 0.0), abs=1e-6)
-
-
-def test_streaming_reports_constant_bytes(load_toy, tmp_path, capsys):
-    words = f"--tokens 400 --recent 28 --sinks 4 --chunk 32 --full 200 --out {tmp_path}"
-    streaming.main(words.split())
-    results = last_line(capsys)
-    assert all(len(sizes) == 1 for sizes in results["bytes"].values())
-    assert list(results["nats"]) == ["streaming_llm", "no first tokens", "true positions", "full"]
-    assert len(results["slope"]["streaming_llm"]) == 2 and (tmp_path / "streaming.png").stat().st_size > 1000
-    with pytest.raises(KvjaxError, match="--tokens 50 is less than two caches of 32; use 64"):
-        streaming.main("--tokens 50 --recent 28 --sinks 4".split())

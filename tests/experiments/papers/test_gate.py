@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -117,11 +116,3 @@ def test_training_asks_only_about_files_of_the_training_split(model, monkeypatch
     start, trained, losses = gate.train(model, args)
     assert splits == [("phrases", "train"), ("variables", "train")] and len(losses) == 2
     assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (start, trained)), strict=True))
-
-
-def test_the_script_prints_its_table(directory, capsys):
-    small = f"--length {LENGTH} --budget 16 --steps 2 --batch 1 --contexts 1 --methods random"
-    gate.main(["--model", str(directory), *small.split()])
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-    assert list(results["chosen_by"]) == ["full", "the gate at its start", "the trained gate", "random:budget=16"]
-    assert {task for scores in results["chosen_by"].values() for task in scores} == {"phrases", "variables", "recall"}

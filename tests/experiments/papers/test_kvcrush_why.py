@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 import kvjax
 from experiments import kvcrush_why
-from kvjax import KvjaxError
 from kvjax.engine.plan import bind
 from kvjax.reuse.full_kv import read_exactly
 from kvjax.testing import toy_model
@@ -56,23 +53,3 @@ def test_the_future_is_the_attention_of_what_follows(read):
     mass = (p / p.sum(-1, keepdims=True)).mean((2, 3))[:, :, :LENGTH]
     mass[:, :, 0] = 0
     np.testing.assert_allclose(layers[0].future, mass, atol=1e-6)
-
-
-def test_signatures_are_counted():
-    bits = np.array([[[0, 1], [0, 1], [1, 1], [0, 1]], [[0, 0], [0, 1], [1, 0], [1, 1]]], bool)
-    assert kvcrush_why.signatures(bits) == {"bits": 2, "distinct": 3.0, "largest": 0.5}
-
-
-def test_the_script_ends_with_one_document(directory, capsys):
-    arguments = ["--model", str(directory), "--length", "64", "--tokens", "8", "--windows", "2"]
-    kvcrush_why.main([*arguments, "--budgets", "1/4,1/2"])
-    results = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
-    assert list(results["budgets"]) == ["1/4", "1/2"] and results["windows"] == 2
-    for budget_results in results["budgets"].values():
-        kept = budget_results["kept"]
-        assert 0 < kept["base"] <= 1 and set(budget_results["gain"]) == {"kvcrush", "joined", "even"}
-        for kind, (gain, error) in budget_results["gain"].items():
-            assert gain == pytest.approx(kept[kind] - kept["base"], abs=1e-6) and error >= 0
-    assert results["signatures"]["joined"] == results["signatures"]["one layer"]  # the model has one layer
-    with pytest.raises(KvjaxError, match="1/8 leaves no room for representatives"):
-        kvcrush_why.main([*arguments, "--budgets", "1/8"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -14,13 +13,10 @@ import pytest
 
 import kvjax
 from experiments.papers import eviction, questions
-from experiments.papers.kcache import table2 as kcache_table2
-from experiments.papers.kvcrush import table3 as kvcrush_table3
-from kvjax import KvjaxError, Model
+from kvjax import Model
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import chat_format
-from kvjax.models.tokenizer import Tokenizer
-from kvjax.testbed import tasks, vocab
+from kvjax.testbed import tasks
 from kvjax.testing import toy_model
 from tests.eval.tasks.fake_packages import decode, install_packages, make_cases
 from tests.eval.tasks.test_chat_format import CHATML, make_chat_model
@@ -84,23 +80,3 @@ def test_questions_follow_each_other_as_the_template_has_it(site, chat_model):
                 logp = np.asarray(jax.nn.log_softmax(kvjax.logits(chat_model, ids)[0], -1))[-len(q.answer) - 1 : -1]
                 nats = -logp[np.arange(len(q.answer)), q.answer].mean()
                 np.testing.assert_allclose(outcomes[when].nats[row, column], nats, atol=1e-4)
-
-
-def test_each_model_is_asked_what_it_can_read(chat_model):
-    ours = Model(None, None, Tokenizer(vocab.tokenizer()), name="ours")
-    names = ["recall", "shared", "variables"]
-    assert questions.select_tasks(ours, names) == ["recall", "variables"]
-    assert questions.select_tasks(chat_model, names) == ["shared"]
-    with pytest.raises(KvjaxError, match="unknown task 'recal'; use recall, .*, shared, ruler.niah_single_1"):
-        questions.select_tasks(ours, ["recal"])
-
-
-def test_the_scripts_ask_a_model_of_text(site, chat_model, monkeypatch, capsys):
-    monkeypatch.setattr(kvjax, "load", lambda *a, **k: chat_model)
-    options = "--text essays --tasks shared --length 640 --contexts 2 --windows 2 --tokens 8 --out out".split()
-    kcache_table2.main([*options, "--n", "8", "--layers", "0"])
-    lines = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["lines"]
-    assert [r["tasks"]["shared"]["questions"] for r in lines] == [8, 8]
-    kvcrush_table3.main([*options, "--budget", "320", "--bases", "SnapKV"])
-    outcomes = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["outcomes"]
-    assert {(o["task"], o["when"]) for o in outcomes} >= {("shared", w) for w in ("first", "later", "unseen")}

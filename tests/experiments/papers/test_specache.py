@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from experiments.bench.shapes import SHAPES
 from experiments.papers import common
 from experiments.papers.specache import figure2 as specache_figure2
-from experiments.papers.specache import figure5 as specache_figure5
 from experiments.papers.specache import table1 as specache_table1
 from experiments.papers.specache import table3 as specache_table3
-from experiments.papers.specache import table4 as specache_table4
-from experiments.papers.specache import table5 as specache_table5
-from experiments.testbed.measure import answers
 from kvjax import KvjaxError
-from kvjax.eval.tasks.symbols import knows_symbols
 from kvjax.testbed import tasks
-from kvjax.testing import toy_model
-from tests.experiments.output import read_output
 
-SCRIPTS = {
-    "specache_figure2": specache_figure2,
-    "specache_figure5": specache_figure5,
-    "specache_table1": specache_table1,
-    "specache_table3": specache_table3,
-    "specache_table4": specache_table4,
-    "specache_table5": specache_table5,
-}
 LOW = "bits=1,group=8,residual=32"
 
 
@@ -98,12 +80,6 @@ def test_a_shared_prefill_answers_as_generation_from_the_whole_prompt(tiny, text
     assert common.answers(tiny, {text: method}, instances, "prompt")[text] == [False, False]
 
 
-def test_a_question_to_the_cache_is_what_a_context_is_asked(tiny):
-    method, batch = kvjax.parse(f"kivi:{LOW}"), small_instances("variables", 2, 96)
-    right, _ = answers(tiny, method, batch)
-    assert common.answers(tiny, {"m": method}, batch, "cache")["m"] == [r[i] for i in range(4) for r in right]
-
-
 def test_text_is_scored_as_by_a_context(tiny):
     rows = np.random.default_rng(0).integers(0, 256, (2, 100), np.int32)
     methods = {t: kvjax.parse(t) for t in ("full", f"kivi:{LOW}")}
@@ -113,14 +89,6 @@ def test_text_is_scored_as_by_a_context(tiny):
         nats, likeliest = map(np.stack, zip(*context_scores, strict=True))
         np.testing.assert_allclose(scores[text][0], -nats[:, 1:].mean(1) / np.log(2), rtol=1e-5)
         np.testing.assert_array_equal(scores[text][1], likeliest[:, 1:])
-
-
-def test_shares_have_binomial_errors():
-    assert common.accuracy([True] * 3 + [False]) == {
-        "accuracy": 0.75,
-        "error": (0.75 * 0.25 / 4) ** 0.5,
-        "questions": 4,
-    }
 
 
 def arguments(**changes) -> argparse.Namespace:
@@ -134,22 +102,6 @@ def test_windows_are_spread_over_a_text(tiny, tmp_path):
     assert [bytes(r.tolist()) for r in rows] == [b"0123456789"] * 3
     with pytest.raises(KvjaxError, match="50 tokens, and one window takes 51: give a longer --text"):
         common.windows(arguments(text=file), tiny, 51)
-
-
-def test_text_that_cannot_be_used_is_refused_with_a_remedy(tiny, tmp_path):
-    with pytest.raises(KvjaxError, match="cannot read --text .*give a UTF-8 text file"):
-        common.windows(arguments(text=tmp_path / "none"), tiny, 10)
-    (tmp_path / "bad").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(KvjaxError, match="give a UTF-8 text file"):
-        common.windows(arguments(text=tmp_path / "bad"), tiny, 10)
-    with pytest.raises(KvjaxError, match="has no tokenizer.json .*copy the model's"):
-        common.windows(arguments(), dataclasses.replace(tiny, tokenizer=None), 10)
-    with pytest.raises(KvjaxError, match="raise --length"):
-        common.instances(arguments(length=20), tiny, "recall")
-
-
-def test_a_model_of_another_vocabulary_gets_text_only(tiny):
-    assert knows_symbols(tiny) and not knows_symbols(toy_model())
 
 
 def exact_weights(q: np.ndarray, k: np.ndarray, t: int) -> np.ndarray:
@@ -189,58 +141,6 @@ def test_hit_rates_are_those_of_a_plain_loop():
     np.testing.assert_allclose(hits, np.mean(best, 1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in SCRIPTS if n not in ("specache_table3", "specache_figure2")])
-def test_a_script_prints_a_table_and_one_json_document(name, directory, tmp_path, capsys, monkeypatch):
-    """One-bit lines only: they are the same methods in all scripts, compiled once."""
-    monkeypatch.setattr(specache_table4, "PAPER", {k: v for k, v in specache_table4.PAPER.items() if k[0] == 1})
-    more = {
-        "specache_table1": "--bits 1",
-        "specache_table4": "--rows 1 --steps 1 --repeats 1",
-        "specache_figure5": "--topk 64",
-    }
-    quick = "--length 96 --contexts 1 --windows 1 --tokens 3 --tasks needle"
-    SCRIPTS[name].main(f"--model {directory} --out {tmp_path} {quick} {more.get(name, '')}".split())
-    people, document = read_output(capsys)
-    assert document["benchmark"] == name and "Differs from the paper" in people and "…" not in people
-    results = document["results"]["quality"] if name == "specache_table1" else document["results"]
-    assert results[0]["method"] == "full" and results[0]["agreement"] == 1.0 and len(results) >= 2
-    for r in results:
-        assert r["tasks"]["needle"]["questions"] == 1 and r["tokens"] == 2
-        assert 0 <= r["agreement"] <= 1 and np.isfinite(r["bits"])
-        assert all(cell in people for cell in common.format_record(r))
-    assert (tmp_path / "specache_figure5.png").is_file() == (name == "specache_figure5")
-
-
-def test_methods_are_the_papers(tiny):
-    texts = specache_table1.methods(tiny, [2, 1], [32, 64])
-    assert texts == [f"{m}:bits={b},group=32" for b in (2, 1) for m in ("kivi", "specache")]
-    ahead = {kvjax.parse(t).read.speculative for t in specache_table4.methods(64)}
-    assert ahead == {True, False} and len(specache_table4.methods(64)) == 4
-    args = argparse.Namespace(group=32, residual=64, speculative=True)
-    assert kvjax.parse(specache_figure5.method(0, args)).k.residual == 64
-    assert kvjax.parse(specache_figure5.method(16, args)).read.topk == 16
-
-
-def test_figure2_names_a_task_that_there_is_not(tiny):
-    with pytest.raises(KvjaxError, match="unknown task 'recal'; use recall"):
-        specache_figure2.measure_hits(arguments(tasks=["recal"], windows=1), tiny)
-
-
-def test_figure2_prints_hits_and_moves_and_draws(directory, tmp_path, capsys):
-    quick = "--length 96 --percent 2,50 --contexts 1 --windows 1 --tokens 128 --steps 1 --repeats 1"
-    specache_figure2.main(f"--model {directory} --out {tmp_path} {quick}".split())
-    people, document = read_output(capsys)
-    results = document["results"]
-    assert list(results["hits"]) == ["text", "recall"] and (tmp_path / "specache_figure2.png").stat().st_size > 1000
-    for low, high in results["hits"].values():
-        assert (low["keys"], high["keys"]) == (2, 48)
-        assert 0 < low["greedy"] <= low["topk"] < high["topk"] <= 1 + 1e-5
-    (moved,) = results["moves"]
-    assert (moved["tokens"], moved["rows"], moved["bytes"]) == (128, 1, 2 * 32 * 4 * 128)
-    assert all(moved[k]["median"] > 0 for k in ("all", "run", "scattered", "step"))
-    assert "decode step" in people and "same RAM" in people
-
-
 def test_a_plan_fills_the_memory_and_no_more():
     method, config = kvjax.parse("specache:bits=1,group=64"), specache_table3.CONFIG
     assert specache_table3.weight_bytes(config) == 2 * 7_241_732_096  # Mistral-7B's parameters
@@ -250,26 +150,3 @@ def test_a_plan_fills_the_memory_and_no_more():
     assert plan["batch"] * each <= free < (plan["batch"] + 1) * each
     assert b["host"] == plan["batch"] * 32 * 2 * 2 * 8 * 128 * 2048
     assert specache_table3.plan(config, method, 2048, 2**30, 2**30)["batch"] == 0
-
-
-def test_throughput_is_measured_on_request_only(tiny, capsys, monkeypatch):
-    specache_table3.main("--contexts 2048,512 --memory-gb 24".split())
-    people, document = read_output(capsys)
-    results = document["results"]
-    assert [(r["context"], r["column"]) for r in results] == [(c, i) for c in (2048, 512) for i in range(3)]
-    assert "not measured" in people and "526.3" in people and not any("measured" in r for r in results)
-    monkeypatch.setitem(SHAPES, "toy", tiny.config)
-    monkeypatch.setattr(specache_table3, "METHODS", ("full",) * 3)
-    specache_table3.main("--contexts 64 --measure toy --batch 2 --steps 1 --repeats 1".split())
-    people, document = read_output(capsys)
-    for r in document["results"]:
-        assert r["measured"]["batch"] == 2 and r["measured"]["tokens_per_second"] > 0
-    with pytest.raises(KvjaxError, match="unknown model 'big'; --measure takes mistral-7b, "):
-        specache_table3.main("--contexts 64 --measure big".split())
-
-
-def test_an_unusable_input_ends_with_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "use_compilation_cache", lambda: None)
-    with pytest.raises(SystemExit, match="error: there is no checkpoint directory"):
-        common.run_script(lambda: specache_table5.main(["--model", str(tmp_path / "none")]))
-    jax.clear_caches()
