@@ -9,32 +9,21 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.components import ReadResult
-from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.retrieval import Index, Retrieve
-from kvjax.core import memory
-from kvjax.core.attention import scores, split_blocks
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
-@pytree
+@kv.pytree
 class CodewordState:
     """The codeword of each token, and the codebook."""
 
     codes: Any  # a buffer of uint8 or uint16 [B K S 1]; loaded, the array
-    words: Array  # [B K C H], pre-RoPE keys
-    moment: Array  # f32[B K H H], the mean of q q^T over the prompt's queries
+    words: kv.Array  # [B K C H], pre-RoPE keys
+    moment: kv.Array  # f32[B K H H], the mean of q q^T over the prompt's queries
 
 
 @dataclasses.dataclass(frozen=True)
-class Codewords(Index):
+class Codewords(kv.Index):
     """Scores single tokens by the nearest of `words` pre-RoPE keys (A2ATS, He et al. 2025, arXiv 2502.12665).
 
     The distance is the mean square error that a prompt's queries would see: query-aware vector quantization, the same
@@ -53,12 +42,12 @@ class Codewords(Index):
     num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
-        check_minimum("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
+        kv.check_minimum("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
         if self.words > 2**16:
-            raise KvjaxError(f"a codeword's number has 16 bits, got words={self.words} of A2ATS; use 65536 or fewer")
+            raise kv.KvjaxError(f"a codeword's number has 16 bits, got words={self.words} of A2ATS; use 65536 or fewer")
 
-    def fit(self, block: KVBlock, observation: Observation | None) -> CodewordState:
-        block, observation = block.clean(), require_observation(observation, "A2ATS", "all queries")
+    def fit(self, block: kv.KVBlock, observation: kv.Observation | None) -> CodewordState:
+        block, observation = block.clean(), kv.require_observation(observation, "A2ATS", "all queries")
         keys, count = block.k.astype(jnp.float32), min(self.words, block.pos.shape[2])
         is_query = (observation.pos >= 0)[:, None, None, :, None]
         q = jnp.where(is_query, observation.q.astype(jnp.float32), 0.0)
@@ -70,37 +59,37 @@ class Codewords(Index):
         is_short = real.sum(2, keepdims=True) <= count
         nearest = nearest_codeword(keys, words.astype(jnp.float32), moment)
         codes = jnp.where(is_short, jnp.minimum(slot, count - 1), nearest)
-        return CodewordState(memory.pack(self._narrow(codes)), words, moment)
+        return CodewordState(kv.memory.pack(self._narrow(codes)), words, moment)
 
-    def rebuild(self, reader_state: CodewordState, block: KVBlock) -> CodewordState:
+    def rebuild(self, reader_state: CodewordState, block: kv.KVBlock) -> CodewordState:
         return reader_state  # the tokens that are left keep their codewords
 
-    def append(self, reader_state: CodewordState, new: KVBlock, at: Array) -> CodewordState:
+    def append(self, reader_state: CodewordState, new: kv.KVBlock, at: kv.Array) -> CodewordState:
         new, count = new.clean(), reader_state.words.shape[2]
         if not new.pos.shape[2]:
             return reader_state
         # While there are unused codewords, a new token becomes one; a write beyond the last one is dropped.
-        words = memory.put(reader_state.words, new.k.astype(reader_state.words.dtype), at)
+        words = kv.memory.put(reader_state.words, new.k.astype(reader_state.words.dtype), at)
         slot = at[:, :, None] + jnp.arange(new.pos.shape[2], dtype=jnp.int32)[None, None]
         nearest = nearest_codeword(new.k.astype(jnp.float32), words.astype(jnp.float32), reader_state.moment)
         codes = self._narrow(jnp.where(slot < count, slot, nearest))
-        return CodewordState(memory.append(reader_state.codes, codes, at), words, reader_state.moment)
+        return CodewordState(kv.memory.append(reader_state.codes, codes, at), words, reader_state.moment)
 
     def load(self, reader_state: CodewordState) -> CodewordState:
         words = reader_state.words.astype(jnp.float32)
-        return dataclasses.replace(reader_state, codes=memory.unpack(reader_state.codes), words=words)
+        return dataclasses.replace(reader_state, codes=kv.memory.unpack(reader_state.codes), words=words)
 
-    def score(self, summary: CodewordState, q: Array) -> Array:
+    def score(self, summary: CodewordState, q: kv.Array) -> kv.Array:
         # One product per codeword; a token's score is looked up in this table.
-        table = scores(q, summary.words)
+        table = kv.attention.scores(q, summary.words)
         codes = summary.codes[..., 0].astype(jnp.int32)[:, :, None, None]
         return jnp.take_along_axis(table, jnp.broadcast_to(codes, (*table.shape[:4], codes.shape[4])), 4)
 
-    def _narrow(self, codes: Array) -> Array:
+    def _narrow(self, codes: kv.Array) -> kv.Array:
         return codes[..., None].astype(jnp.uint8 if self.words <= 2**8 else jnp.uint16)
 
 
-def fit_codebook(x: Array, real: Array, moment: Array, count: int, num_iterations: int) -> Array:
+def fit_codebook(x: kv.Array, real: kv.Array, moment: kv.Array, count: int, num_iterations: int) -> kv.Array:
     """Fits codewords to vectors by Lloyd's k-means, for the errors that queries would see.
 
     Codewords start at vectors with equally many between them; one that is nearest to no vector stays where it is. If
@@ -125,7 +114,7 @@ def fit_codebook(x: Array, real: Array, moment: Array, count: int, num_iteration
     start = jnp.where(is_used[..., None], start, 0.0)
     sequence, head = (jnp.arange(size, dtype=jnp.int32) for size in x.shape[:2])
 
-    def run_round(_: int, words: Array) -> Array:
+    def run_round(_: int, words: kv.Array) -> kv.Array:
         nearest = jnp.where(real, nearest_codeword(x, words, moment, is_used), count)  # index `count` is dropped
         at = (sequence[:, None, None], head[None, :, None], nearest)
         sums = jnp.zeros_like(words).at[at].add(jnp.where(real[..., None], x, 0.0), mode="drop")
@@ -136,8 +125,8 @@ def fit_codebook(x: Array, real: Array, moment: Array, count: int, num_iteration
 
 
 def nearest_codeword(
-    x: Array, words: Array, moment: Array, is_used: Array | None = None, vectors_at_once: int = 1024
-) -> Array:
+    x: kv.Array, words: kv.Array, moment: kv.Array, is_used: kv.Array | None = None, vectors_at_once: int = 1024
+) -> kv.Array:
     """Finds the nearest codeword of each vector; ties go to the first.
 
     Args:
@@ -155,58 +144,58 @@ def nearest_codeword(
     square = (weighted * words).sum(-1)
     square = square if is_used is None else jnp.where(is_used, square, jnp.inf)
 
-    def find(vectors: Array) -> Array:
+    def find(vectors: kv.Array) -> kv.Array:
         # The distance without the square of the vector itself, which is the same for all codewords.
         distance = square[:, :, None] - 2 * product(vectors, weighted.swapaxes(2, 3))
         return jnp.argmin(distance, -1).astype(jnp.int32)
 
     if x.shape[2] <= vectors_at_once:
         return find(x)
-    index = lax.map(find, split_blocks(x, 2, vectors_at_once))
+    index = lax.map(find, kv.attention.split_blocks(x, 2, vectors_at_once))
     return jnp.moveaxis(index, 0, 2).reshape(*x.shape[:2], -1)[:, :, : x.shape[2]]
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowedRopeRetrieval(Retrieve):
+class WindowedRopeRetrieval(kv.Retrieve):
     """Retrieval by pre-RoPE keys, and queries as if all tokens were `distance` before them: windowed RoPE."""
 
     distance: int = 2048
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
-        observation = require_observation(observation, "A2ATS", "all queries")
+    def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> Any:
+        observation = kv.require_observation(observation, "A2ATS", "all queries")
         q = self._move_queries(lax.stop_gradient(observation.q), observation.pos, spec)
         return self.index.fit(_pre_rope(block, spec), observation._replace(q=q, softmax_lse=None))
 
-    def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
+    def append(self, reader_state: Any, new: kv.KVBlock, at: kv.Array, spec: kv.LayerSpec) -> Any:
         return self.index.append(reader_state, _pre_rope(new, spec), at)
 
     def read(
         self,
         layer: MethodLayer,
-        state: LayerState,
-        q: Array,
-        q_pos: Array,
-        other_partial: Partial | None = None,
+        state: kv.LayerState,
+        q: kv.Array,
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
-    ) -> ReadResult:
+    ) -> kv.ReadResult:
         search_q = self._move_queries(q, q_pos, layer.spec)
         out = self.attend_retrieved(layer, state, q, q_pos, search_q, state.reader_state)
-        return ReadResult(out, state.reader_state, cross_layer=cross_layer)
+        return kv.ReadResult(out, state.reader_state, cross_layer=cross_layer)
 
-    def _move_queries(self, q: Array, q_pos: Array, spec: LayerSpec) -> Array:
+    def _move_queries(self, q: kv.Array, q_pos: kv.Array, spec: kv.LayerSpec) -> kv.Array:
         """Rotates queries at q_pos i32[B T] to the position `distance`: f32."""
         return spec.rope.rotate_queries(spec.rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.distance))
 
 
-def _pre_rope(block: KVBlock, spec: LayerSpec) -> KVBlock:
+def _pre_rope(block: kv.KVBlock, spec: kv.LayerSpec) -> kv.KVBlock:
     """Unrotates the keys, without a gradient: codewords only choose which tokens are read."""
     return dataclasses.replace(block, k=lax.stop_gradient(spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)))
 
 
-@register_method(example="a2ats:words=128", family="host memory", sized_by="topk")
+@kv.register_method(example="a2ats:words=128", family="host memory", sized_by="topk")
 def a2ats(
     topk: int = 256, words: int = 1024, sinks: int = 4, recent: int = 64, distance: int = 2048, rounds: int = 10
-) -> Method:
+) -> kv.Method:
     """Stores keys and values on the host; a query fetches the tokens whose codewords promise the largest logits.
 
     Attention in the prompt is exact. No default is from the paper; all are unverified.
@@ -231,6 +220,6 @@ def a2ats(
     Reference:
       A2ATS, He et al. 2025, arXiv 2502.12665, by its abstract; there is no public code
     """
-    check_minimum("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
+    kv.check_minimum("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
     read = WindowedRopeRetrieval(Codewords(words, rounds), topk, sinks, recent, distance=distance)
-    return Method(k=Host(Plain()), v=Host(Plain()), read=read)
+    return kv.Method(k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()), read=read)

@@ -6,10 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.decode_policy import check_minimum
-from kvjax.cache.method import Method
-from kvjax.core.types import Array
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,21 +22,23 @@ class AShape:
     recent: int
 
     def __post_init__(self):
-        check_minimum("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
+        kv.check_minimum("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
 
-    def is_visible(self, s: Array, t: Array) -> Array:
+    def is_visible(self, s: kv.Array, t: kv.Array) -> kv.Array:
         """Whether a query at t reads the key at s: one of the first `sinks`, or of the last `recent`, t included."""
         return (s < self.sinks) | (s > t - self.recent)
 
-    def block_visibility(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    def block_visibility(
+        self, first: kv.Array, last: kv.Array, start: kv.Array, end: kv.Array
+    ) -> tuple[kv.Array, kv.Array]:
         """Says whether any pair of keys first..last and queries start..end is read, and whether all causal ones are."""
         some = (first < self.sinks) | (last > start - self.recent)
         beyond_sinks = jnp.maximum(first, self.sinks)
         return some, (last < self.sinks) | (beyond_sinks > end - self.recent)
 
 
-@register_method(example="a_shape:sinks=64,recent=512", family="sparse reading")
-def a_shape(sinks: int = 1024, recent: int = 4096) -> Method:
+@kv.register_method(example="a_shape:sinks=64,recent=512", family="sparse reading")
+def a_shape(sinks: int = 1024, recent: int = 4096) -> kv.Method:
     """Restricts the prompt's attention to the first tokens and a local window; decoding reads everything.
 
     Blocks of the prompt outside that shape are skipped, so prefill time grows with the length and not with its square.
@@ -57,4 +56,4 @@ def a_shape(sinks: int = 1024, recent: int = 4096) -> Method:
     Reference:
       A-shape heads of MInference, Jiang et al. 2024, arXiv 2407.02490, section 3; StreamingLLM's pattern, 2309.17453
     """
-    return Method(attend=AShape(sinks, recent))
+    return kv.Method(attend=AShape(sinks, recent))

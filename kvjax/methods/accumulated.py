@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import AccumulatedAttention
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_method(example="accumulated:budget=512,recent=256", family="eviction after the prompt")
+@kv.register_method(example="accumulated:budget=512,recent=256", family="eviction after the prompt")
 def accumulated(
-    budget: TokenBudget = 1024,
+    budget: kv.TokenBudget = 1024,
     recent: int = 8,
     normalise: str = "none",
     decay: float = 1.0,
     sinks: int = 0,
     unit: str = "token",
     per: str = "head",
-) -> Method:
+) -> kv.Method:
     """Keeps the prompt tokens that received most attention from all of the prompt's queries, and the recent tokens.
 
     The method of the H2O paper evicts at every step: see `h2o`.
@@ -39,5 +35,5 @@ def accumulated(
     Reference:
       H2O in its prompt form (KVCache-Factory, kvpress); Zhang et al. 2023, arXiv 2306.14048; A2SF, 2407.20485
     """
-    scorer = AccumulatedAttention(normalise, decay)
-    return Method(select=make_selection(scorer, budget, sinks, recent, unit, per))
+    scorer = kv.AccumulatedAttention(normalise, decay)
+    return kv.Method(select=kv.make_selection(scorer, budget, sinks, recent, unit, per))

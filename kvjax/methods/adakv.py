@@ -7,19 +7,12 @@ from fractions import Fraction
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import HeadBudgets
+from kvjax import method_api as kv
 from kvjax.cache.eviction.ranking import BestOfModel, ModelRanking, count_best
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.method import Method
-from kvjax.cache.side_store.paged_heads import PagedHeads
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaKV(HeadBudgets):
+class AdaKV(kv.HeadBudgets):
     """Divides a layer's budget by how many of its best units each head has (Feng et al. 2024, arXiv 2407.11550).
 
     The K * quota best units of all heads together determine each head's count; ties go to the earlier unit, then to the
@@ -40,33 +33,33 @@ class AdaKV(HeadBudgets):
 
     def __post_init__(self):
         if not 0 <= self.alpha <= 1:
-            raise KvjaxError(f"alpha of AdaKV must lie in [0, 1], got {self.alpha}; 1 gives all heads the same")
+            raise kv.KvjaxError(f"alpha of AdaKV must lie in [0, 1], got {self.alpha}; 1 gives all heads the same")
         if self.rule not in ("adakv", "kvpress"):
-            raise KvjaxError(f"rule of AdaKV must be 'adakv' or 'kvpress', got {self.rule!r}")
+            raise kv.KvjaxError(f"rule of AdaKV must be 'adakv' or 'kvpress', got {self.rule!r}")
 
-    def allocate(self, scores: Array, allowed: Array, quota: Array, num_always: Array) -> Array:
+    def allocate(self, scores: kv.Array, allowed: kv.Array, quota: kv.Array, num_always: kv.Array) -> kv.Array:
         if self.normalise:
             # A head whose attention is spread over many units wins fewer of the layer's.
             sums = jnp.where(allowed[:, None], scores, 0.0)
-            best = jnp.where(top_k_mask(sums, allowed[:, None], quota), sums, 0.0)
+            best = jnp.where(kv.top_k_mask(sums, allowed[:, None], quota), sums, 0.0)
             scores = scores * (best.sum(-1, keepdims=True) / jnp.maximum(sums.sum(-1, keepdims=True), 1e-30))
         if self.rule == "kvpress":
-            safe = jnp.clip(fraction_of(self.alpha, quota + num_always) - num_always, 0, quota)
-            return count_best(jnp.where(top_k_mask(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
+            safe = jnp.clip(kv.fraction_of(self.alpha, quota + num_always) - num_always, 0, quota)
+            return count_best(jnp.where(kv.top_k_mask(scores, allowed[:, None], safe), jnp.inf, scores), allowed, quota)
         num_won = count_best(scores, allowed, quota)
         # (1 - alpha) * num_won + alpha * quota, in integers with alpha = n / d: remainders that are equal stay equal,
         # and the sum is exact.
         n, d = Fraction(self.alpha).limit_denominator(1000).as_integer_ratio()
         whole, remainder = jnp.divmod(n * quota[:, None] + (d - n) * num_won, d)
         left = num_won.shape[1] * quota - whole.sum(-1, dtype=jnp.int32)
-        one_more = top_k_mask(remainder.astype(jnp.float32), jnp.ones(whole.shape, bool), left)
+        one_more = kv.top_k_mask(remainder.astype(jnp.float32), jnp.ones(whole.shape, bool), left)
         return whole + one_more.astype(jnp.int32)
 
 
-@register_method(example="snapkv:budget=256 + adakv", family="component over a selection")
+@kv.register_method(example="snapkv:budget=256 + adakv", family="component over a selection")
 def adakv(
     alpha: float = 0.2, rule: str = "adakv", normalise: bool = False, page: int = 16, scope: str = "layer"
-) -> Method:
+) -> kv.Method:
     """Divides a layer's budget, and its bytes, among its heads by the scores of an eviction method.
 
     Use it as in 'snapkv:budget=256 + adakv'. The window and the sinks stay in every head.
@@ -94,12 +87,12 @@ def adakv(
       AdaKV, Feng et al. 2024, arXiv 2407.11550; the rule of its public code, FFY0/AdaKV
     """
     if scope not in ("layer", "model"):
-        raise KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
+        raise kv.KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
     head_budgets = AdaKV(alpha, rule, normalise)
     if scope == "layer":
-        return Method(side_store=PagedHeads(head_budgets, page))
+        return kv.Method(side_store=kv.PagedHeads(head_budgets, page))
     if rule != "adakv":
-        raise KvjaxError(
+        raise kv.KvjaxError(
             f"rule of adakv divides a layer's budget among its heads; leave rule={rule!r} out of scope=model"
         )
-    return Method(side_store=PagedHeads(BestOfModel(), page), layer_budgets=ModelRanking(alpha, normalise))
+    return kv.Method(side_store=kv.PagedHeads(BestOfModel(), page), layer_budgets=ModelRanking(alpha, normalise))

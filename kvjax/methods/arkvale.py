@@ -7,24 +7,16 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.eviction.decode_policy import check_minimum
-from kvjax.cache.method import Method
-from kvjax.cache.readers.retrieval import Retrieve
-from kvjax.core import memory
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, exportable
-from kvjax.errors import KvjaxError
+from kvjax import method_api as kv
 from kvjax.methods.quest import Box, Boxes
-from kvjax.registry.registration import register_method
 
 
-@exportable
+@kv.exportable
 class Digests(NamedTuple):
     """The boxes of all pages, and the keys of the unfinished page."""
 
     box: Box  # [B K U H]
-    growing: memory.Buffer  # [B K size H], the keys of the page in which the next token will lie
+    growing: kv.memory.Buffer  # [B K size H], the keys of the page in which the next token will lie
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +30,7 @@ class TightBoxes(Boxes):
 
     size: int = 32
 
-    def summarize(self, keys: Array, real: Array) -> Box:
+    def summarize(self, keys: kv.Array, real: kv.Array) -> Box:
         box, real = super().summarize(keys, real), real[..., None]
         middle = (box.low.astype(jnp.float32) + box.high.astype(jnp.float32)) / 2
         distance = jnp.where(real, jnp.abs(middle[:, :, :, None] - keys.astype(jnp.float32)), 0.0)
@@ -46,14 +38,14 @@ class TightBoxes(Boxes):
         reach = distance.sum(3) / count
         return Box((middle - reach).astype(keys.dtype), (middle + reach).astype(keys.dtype))
 
-    def build(self, block: KVBlock) -> Digests:
+    def build(self, block: kv.KVBlock) -> Digests:
         n = (block.pos[:, :1] >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         slot = n // self.size * self.size + jnp.arange(self.size, dtype=jnp.int32)[None, None]
-        keys = memory.take(block.k, jnp.minimum(slot, block.pos.shape[2] - 1))
+        keys = kv.memory.take(block.k, jnp.minimum(slot, block.pos.shape[2] - 1))
         growing = jnp.where((slot < n)[..., None], keys, jnp.zeros((), keys.dtype))
-        return Digests(super().build(block), memory.pack(growing))
+        return Digests(super().build(block), kv.memory.pack(growing))
 
-    def append(self, reader_state: Digests, new_tokens: KVBlock, at: Array) -> Digests:
+    def append(self, reader_state: Digests, new_tokens: kv.KVBlock, at: kv.Array) -> Digests:
         count = new_tokens.pos.shape[2]
         if not count:
             return reader_state
@@ -61,22 +53,22 @@ class TightBoxes(Boxes):
         pages = (count + self.size - 2) // self.size + 1  # that these tokens touch at most
         keys, real = self.split_units(new_tokens, offset, pages)
         before = jnp.arange(self.size, dtype=jnp.int32)[None, None] < offset[..., None]
-        growing = jnp.where(before[..., None], memory.unpack(reader_state.growing), keys[:, :, 0])
+        growing = jnp.where(before[..., None], kv.memory.unpack(reader_state.growing), keys[:, :, 0])
         keys, real = keys.at[:, :, 0].set(growing), real.at[:, :, 0].set(real[:, :, 0] | before)
-        box = memory.map_buffers(
-            lambda stored, new: memory.append(stored, new, first), reader_state.box, self.summarize(keys, real)
+        box = kv.memory.map_buffers(
+            lambda stored, new: kv.memory.append(stored, new, first), reader_state.box, self.summarize(keys, real)
         )
         tokens = offset + (new_tokens.pos[:, :1] >= 0).sum(2, dtype=jnp.int32)
         next_page = jnp.minimum(tokens // self.size, pages - 1)[:, :, None, None, None]
         last = jnp.take_along_axis(jnp.where(real[..., None], keys, jnp.zeros((), keys.dtype)), next_page, 2)
-        return Digests(box, memory.pack(last[:, :, 0]))
+        return Digests(box, kv.memory.pack(last[:, :, 0]))
 
-    def score(self, summary: Digests, q: Array) -> Array:
-        return over_heads.mean(super().score(summary.box, q).mean(2, keepdims=True))
+    def score(self, summary: Digests, q: kv.Array) -> kv.Array:
+        return kv.over_heads.mean(super().score(summary.box, q).mean(2, keepdims=True))
 
 
-@register_method(example="arkvale:budget=512,device_layers=1", family="host memory")
-def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2, device_layers: int = 2) -> Method:
+@kv.register_method(example="arkvale:budget=512,device_layers=1", family="host memory")
+def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2, device_layers: int = 2) -> kv.Method:
     """Stores keys and values on the host; a query reads the pages that small bounding boxes recommend.
 
     No token is lost, and attention in the prompt is exact. All heads of a layer share their pages.
@@ -100,13 +92,13 @@ def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2,
     Reference:
       ArkVale, Chen et al., NeurIPS 2024; constants of its public code
     """
-    check_minimum("ArkVale", page=(page, 1), sinks=(sinks, 0), window=(window, 1))
+    kv.check_minimum("ArkVale", page=(page, 1), sinks=(sinks, 0), window=(window, 1))
     recalled = budget // page - sinks - (window - 1)
     if recalled < 1:
         least = (sinks + window) * page
-        raise KvjaxError(
+        raise kv.KvjaxError(
             f"budget={budget} of ArkVale leaves no page of {page} tokens to recall after {sinks} sink pages and a "
             f"window of {window}; use budget={least} or more"
         )
-    read = Retrieve(TightBoxes(page), recalled, sinks * page, window * page)
-    return Method(k=Host(Plain()), v=Host(Plain()), read=read, device_layers=device_layers)
+    read = kv.Retrieve(TightBoxes(page), recalled, sinks * page, window * page)
+    return kv.Method(k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()), read=read, device_layers=device_layers)

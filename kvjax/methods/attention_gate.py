@@ -11,31 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.calibration.text_halves import split_halves
-from kvjax.cache.components import HeadBudgets, Scorer, Scores
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.cache.side_store.paged_heads import PagedHeads
-from kvjax.core.attention import attend_dense, merge
-from kvjax.core.attention_mass import Observation, attention_mass
-from kvjax.core.mesh import over_heads
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 SELF_LOGIT = 32.0  # in a calibrated gate, the logit of a token of root-mean-square length with itself
 EXAMPLE_WIDTH = 8  # channels of the hidden states that the example is made for, those of the tests' layer
 
 
-@register_table_kind("attention_gate")
+@kv.register_table_kind("attention_gate")
 @dataclasses.dataclass(frozen=True)
-class AttentionGateTable(TableKind):
+class AttentionGateTable(kv.TableKind):
     """The weights of an Attention-Gate: A attention heads of C channels over hidden states of D, which mix E channels.
 
     `query`, `key` f32[A D C], `value` f32[A D E], `output` f32[A E K], `bias` f32[K]. With x the hidden states that the
@@ -64,18 +48,18 @@ class AttentionGateTable(TableKind):
 
     def __post_init__(self):
         if not 0 < self.keep < 100:
-            raise KvjaxError(f"keep is how many of a hundred tokens a gate keeps, 1 to 99, got {self.keep}; use 50")
+            raise kv.KvjaxError(f"keep is how many of a hundred tokens a gate keeps, 1 to 99, got {self.keep}; use 50")
         if min(self.channels, self.ridge) < 1:
-            raise KvjaxError(f"channels and ridge must be at least 1, got {self.channels} and {self.ridge}")
+            raise kv.KvjaxError(f"channels and ridge must be at least 1, got {self.channels} and {self.ridge}")
 
-    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+    def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None
-        earlier, later = split_halves(block, observation)
-        received, num_queries = attention_mass(block, observation, later.astype(jnp.float32), spec.window)
+        earlier, later = kv.split_halves(block, observation)
+        received, num_queries = kv.attention_mass(block, observation, later.astype(jnp.float32), spec.window)
         is_scored = earlier[:, :1] & (num_queries[:, :1] > 0)
         num_tokens = is_scored.sum(2, dtype=jnp.int32)
         num_kept = jnp.broadcast_to(num_tokens * self.keep // 100, received.shape[:2])
-        kept = top_k_mask(received.sum(2), is_scored, num_kept).astype(jnp.float32)
+        kept = kv.top_k_mask(received.sum(2), is_scored, num_kept).astype(jnp.float32)
         x, scale = self._mix_similar(observation, spec)
         x = jnp.where(is_scored[:, 0, :, None], x, 0.0)
         return {
@@ -88,7 +72,7 @@ class AttentionGateTable(TableKind):
             "xx": jnp.einsum("btd,bte->bde", x, x, precision=lax.Precision.HIGHEST)[:, None],
         }
 
-    def _mix_similar(self, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
+    def _mix_similar(self, observation: kv.Observation, spec: kv.LayerSpec) -> tuple[kv.Array, kv.Array]:
         """Mixes each token's similar hidden states, f32[B T D], and returns the scale of the projection, f32[B 1]."""
         real = (observation.pos >= 0)[:, None, :, None]
         assert observation.hidden_states is not None
@@ -103,14 +87,14 @@ class AttentionGateTable(TableKind):
         mixed = gate_attention(x, observation.pos, projection, projection, jnp.eye(D)[None])
         return (mixed / scale[:, :, None, None])[:, 0], scale
 
-    def _projection(self, width: int, spec: LayerSpec) -> np.ndarray:
+    def _projection(self, width: int, spec: kv.LayerSpec) -> np.ndarray:
         """Draws a random projection [D C] that preserves the squared length of a vector in the mean."""
         return np.random.default_rng(spec.index).normal(size=(width, self.channels)) / self.channels**0.5
 
-    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+    def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
         tokens, kept = counted["tokens"], counted["kept"]
         if not (kept.all() and (tokens > kept).all()):
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"of these texts each head would keep {kept.astype(int).tolist()} of {int(tokens.item())} tokens that "
                 "are asked, none or all; give longer ones"
             )
@@ -131,13 +115,13 @@ class AttentionGateTable(TableKind):
         arrays = {"query": projection, "key": projection, "value": value, "output": same, "bias": bias}
         return {name: array.astype(np.float32) for name, array in arrays.items()}
 
-    def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+    def example(self, spec: kv.LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         A, C, D, K = 2, 3, EXAMPLE_WIDTH, spec.num_kv_heads
         shapes = {"query": (A, D, C), "key": (A, D, C), "value": (A, D, C), "output": (A, C, K), "bias": (K,)}
         return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def gate_attention(hidden: Array, pos: Array, query: Array, key: Array, value: Array) -> Array:
+def gate_attention(hidden: kv.Array, pos: kv.Array, query: kv.Array, key: kv.Array, value: kv.Array) -> kv.Array:
     """Mixes hidden states by A attention heads without RoPE, each over all tokens of the prompt, later ones included.
 
     Args:
@@ -152,48 +136,48 @@ def gate_attention(hidden: Array, pos: Array, query: Array, key: Array, value: A
     """
     x = jnp.where((pos >= 0)[..., None], hidden[:, 0].astype(jnp.float32), 0.0)
     q, k, v = (jnp.einsum("btd,adc->batc", x, w, precision=lax.Precision.HIGHEST) for w in (query, key, value))
-    prompt, last = KVBlock(k, v, pos[:, None]), pos.max(1, keepdims=True)
+    prompt, last = kv.KVBlock(k, v, pos[:, None]), pos.max(1, keepdims=True)
 
-    def attend(q: Array, pos: Array) -> Array:
+    def attend(q: kv.Array, pos: kv.Array) -> kv.Array:
         # Asked from the last position, a causal query sees every token.
-        return merge([attend_dense(q, prompt, jnp.broadcast_to(last, pos.shape))])
+        return kv.attention.merge([kv.attention.attend_dense(q, prompt, jnp.broadcast_to(last, pos.shape))])
 
-    return map_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
+    return kv.map_query_blocks(attend, q[:, :, None], pos, 64)[:, :, 0]
 
 
 @dataclasses.dataclass(frozen=True)
-class Gate(Scorer):
+class Gate(kv.Scorer):
     """Scores a token by the logit of its gate, for each key/value head (Zeng et al. 2024, 2410.12876).
 
     Args:
       given: a file of `AttentionGateTable`.
     """
 
-    given: TableFile
+    given: kv.TableFile
     needs_hidden: ClassVar[bool] = True
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation, K = self.require_observation(observation), spec.num_kv_heads
         assert observation.hidden_states is not None
         wide = (None, None, None)
         arrays = self.given.layer_arrays(spec, query=wide, key=wide, value=wide, output=(None, None, K), bias=(K,))
         query, key, value, output, bias = (jnp.asarray(x, jnp.float32) for x in arrays.values())
         if query.shape[1] != observation.hidden_states.shape[3]:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"the gates in {self.given.path} read hidden states of {query.shape[1]} channels, and the model has "
                 f"{observation.hidden_states.shape[3]}; make a table for this model, as with `kvjax calibrate "
                 "attention_gate`"
             )
         mixed = gate_attention(observation.hidden_states, block.pos[:, 0], query, key, value)
         # The table has the gates of all heads of the layer, and a device scores for its own.
-        output = over_heads.local_part(jnp.moveaxis(output, 2, 0), block.k.shape[1])
-        bias = over_heads.local_part(bias, block.k.shape[1])
+        output = kv.over_heads.local_part(jnp.moveaxis(output, 2, 0), block.k.shape[1])
+        bias = kv.over_heads.local_part(bias, block.k.shape[1])
         logits = jnp.einsum("bate,kae->bkt", mixed, output, precision=lax.Precision.HIGHEST)
-        return token_scores(logits + bias[None, :, None], block)
+        return kv.token_scores(logits + bias[None, :, None], block)
 
 
 @dataclasses.dataclass(frozen=True)
-class ThresholdBudgets(HeadBudgets):
+class ThresholdBudgets(kv.HeadBudgets):
     """Lets each head keep the units whose scores are above a threshold, few or many.
 
     If the heads of a layer together flag more units than their budgets hold, the best of them all stay; ties go to
@@ -202,17 +186,17 @@ class ThresholdBudgets(HeadBudgets):
 
     above: float
 
-    def allocate(self, scores: Array, allowed: Array, quota: Array, num_always: Array) -> Array:
+    def allocate(self, scores: kv.Array, allowed: kv.Array, quota: kv.Array, num_always: kv.Array) -> kv.Array:
         B, K, U = scores.shape
         is_flagged = allowed[:, None] & (scores > self.above)
         scores, is_flagged = (x.swapaxes(1, 2).reshape(B, U * K) for x in (scores, is_flagged))
-        return top_k_mask(scores, is_flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)
+        return kv.top_k_mask(scores, is_flagged, K * quota).reshape(B, U, K).sum(1, dtype=jnp.int32)
 
 
-@register_method(example="attention_gate:budget=512", family="eviction after the prompt")
+@kv.register_method(example="attention_gate:budget=512", family="eviction after the prompt")
 def attention_gate(
     budget: int = 1024, threshold: float = 0.5, sinks: int = 4, recent: int = 32, table: str = "shipped", page: int = 16
-) -> Method:
+) -> kv.Method:
     """Keeps the prompt tokens that each head's trained gate flags, up to a budget.
 
     Formula:
@@ -238,9 +222,9 @@ def attention_gate(
       Attention-Gate, Zeng et al. 2024, arXiv 2410.12876
     """
     if not 0 <= threshold < 1:
-        raise KvjaxError(
+        raise kv.KvjaxError(
             f"threshold is a gate's least probability to keep a token, 0 <= threshold < 1, got {threshold}"
         )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
-    select = make_selection(Gate(AttentionGateTable.table_file(table)), budget, sinks, recent)
-    return Method(select=select, side_store=PagedHeads(ThresholdBudgets(above), page))
+    select = kv.make_selection(Gate(AttentionGateTable.table_file(table)), budget, sinks, recent)
+    return kv.Method(select=select, side_store=kv.PagedHeads(ThresholdBudgets(above), page))

@@ -7,24 +7,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.plain import CodecWrapper
+from kvjax import method_api as kv
 from kvjax.cache.codecs.quantizers import BlockFloat
-from kvjax.cache.method import Method
-from kvjax.core.types import Array, pytree
-from kvjax.registry.registration import register_method
 
 
-@pytree
+@kv.pytree
 class SortedState:
     """Token vectors with sorted channels, as the inner codec stores them."""
 
     inner: Any
-    order: Array  # i32[B K H], the channel at each place
+    order: kv.Array  # i32[B K H], the channel at each place
 
 
 @dataclasses.dataclass(frozen=True)
-class SortedChannels(CodecWrapper):
+class SortedChannels(kv.CodecWrapper):
     """Sorts the channels of each head by size, largest first, before another codec stores them.
 
     The size is the root of the sum of squares over the tokens of a sequence's prompt; the order stays for decoded
@@ -32,48 +28,48 @@ class SortedChannels(CodecWrapper):
     meet keys, and mixed values are sorted back: products are unchanged.
     """
 
-    def encode(self, x: Array, pos: Array) -> SortedState:
+    def encode(self, x: kv.Array, pos: kv.Array) -> SortedState:
         real = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype)).astype(jnp.float32)
         order = jnp.argsort(-jnp.square(real).sum(2), axis=-1, stable=True).astype(jnp.int32)
         return SortedState(self.inner.encode(_permute(x, order), pos), order)
 
-    def append(self, stored: SortedState, x: Array, at: Array) -> SortedState:
+    def append(self, stored: SortedState, x: kv.Array, at: kv.Array) -> SortedState:
         return SortedState(self.inner.append(stored.inner, _permute(x, stored.order), at), stored.order)
 
-    def decode(self, stored: SortedState) -> Array:
+    def decode(self, stored: SortedState) -> kv.Array:
         return _permute_back(self.inner.decode(stored.inner), stored.order)
 
-    def gather(self, stored: SortedState, idx: Array) -> Array:
+    def gather(self, stored: SortedState, idx: kv.Array) -> kv.Array:
         return _permute_back(self.inner.gather(stored.inner, idx), stored.order)
 
     def load(self, stored: SortedState) -> SortedState:
         return SortedState(self.inner.load(stored.inner), stored.order)
 
-    def scores(self, q: Array, stored: SortedState) -> Array:
+    def scores(self, q: kv.Array, stored: SortedState) -> kv.Array:
         return self.inner.scores(_permute(q, stored.order), stored.inner)
 
-    def score_in_place(self, q: Array, stored: SortedState) -> Array:
+    def score_in_place(self, q: kv.Array, stored: SortedState) -> kv.Array:
         return self.inner.score_in_place(_permute(q, stored.order), stored.inner)
 
-    def mix(self, p: Array, stored: SortedState) -> Array:
+    def mix(self, p: kv.Array, stored: SortedState) -> kv.Array:
         return _permute_back(self.inner.mix(p, stored.inner), stored.order)
 
-    def num_committed(self, stored: SortedState, n: Array) -> Array:
+    def num_committed(self, stored: SortedState, n: kv.Array) -> kv.Array:
         return self.inner.num_committed(stored.inner, n)
 
 
-def _permute(x: Array, order: Array) -> Array:
+def _permute(x: kv.Array, order: kv.Array) -> kv.Array:
     """Puts the channels of x [B K ... H] in an order i32[B K H]."""
     B, K, H = order.shape
     return jnp.take_along_axis(x, order.reshape(B, K, *[1] * (x.ndim - 3), H), -1)
 
 
-def _permute_back(x: Array, order: Array) -> Array:
+def _permute_back(x: kv.Array, order: kv.Array) -> kv.Array:
     return _permute(x, jnp.argsort(order, axis=-1).astype(jnp.int32))
 
 
-@register_method(example="bfp:block=8", family="quantization by token")
-def bfp(bits: int = 4, block: int = 32, sort: bool = True) -> Method:
+@kv.register_method(example="bfp:block=8", family="quantization by token")
+def bfp(bits: int = 4, block: int = 32, sort: bool = True) -> kv.Method:
     """Quantizes blocks of channels with a shared exponent; sorting the key channels puts outliers into common blocks.
 
     Attention in the prompt is exact. A token takes H bits / 8 + H / block bytes per head for a key and as many for a
@@ -97,5 +93,5 @@ def bfp(bits: int = 4, block: int = 32, sort: bool = True) -> Method:
     Reference:
       Accurate Block Quantization in LLMs with Outliers, Trukhanov & Soloveychik 2024, arXiv 2403.20137
     """
-    codec = PerTokenCodec(BlockFloat(bits, block))
-    return Method(k=SortedChannels(codec) if sort else codec, v=codec)
+    codec = kv.PerTokenCodec(BlockFloat(bits, block))
+    return kv.Method(k=SortedChannels(codec) if sort else codec, v=codec)

@@ -6,33 +6,25 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import LayerBudgets
 from kvjax.cache.eviction.budget_allocation import match_total
-from kvjax.cache.eviction.scorers import WindowAttention, pre_window_mask, window_query_mask
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation, moments
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax.core.attention_mass import moments
 
 
 @dataclasses.dataclass(frozen=True)
-class ShiftingAttention(WindowAttention):
+class ShiftingAttention(kv.WindowAttention):
     """Scores by mean + gamma * variance over the window's queries instead of their mean (2503.12491)."""
 
     gamma: float = 200.0
 
-    def window_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> Array:
+    def window_attention(self, block: kv.KVBlock, observation: kv.Observation, spec: kv.LayerSpec) -> kv.Array:
         mean, variance, _ = _window_statistics(block, observation, self.num_queries, spec)
         return mean + self.gamma * variance
 
 
 @dataclasses.dataclass(frozen=True)
-class Preference(LayerBudgets):
+class Preference(kv.LayerBudgets):
     """Divides the budget by dispersion^(1/tau1) * shift^(1/tau2) of each layer (Qin et al. 2025, arXiv 2503.12491).
 
     Both describe the attention p of the prompt's last queries to the tokens before them, summed over all heads:
@@ -54,22 +46,26 @@ class Preference(LayerBudgets):
 
     def __post_init__(self):
         if min(self.tau1, self.tau2) <= 0:
-            raise KvjaxError(f"tau1 and tau2 must be above 0, got {self.tau1} and {self.tau2}; CAKE uses 1.6 and 0.6")
+            raise kv.KvjaxError(
+                f"tau1 and tau2 must be above 0, got {self.tau1} and {self.tau2}; CAKE uses 1.6 and 0.6"
+            )
 
-    def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def measure(self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
         assert layer.method.select is not None
         observation = layer.method.select.scorer.require_observation(observation)
         _, variance, entropy = _window_statistics(block, observation, self.num_queries, layer.spec)
-        before = pre_window_mask(block, self.num_queries)[:, :, None]
-        dispersion, shift = (over_heads.sum(jnp.where(before, x, 0.0).sum((2, 3)))[:, 0] for x in (entropy, variance))
+        before = kv.pre_window_mask(block, self.num_queries)[:, :, None]
+        dispersion, shift = (
+            kv.over_heads.sum(jnp.where(before, x, 0.0).sum((2, 3)))[:, 0] for x in (entropy, variance)
+        )
         # Rounding can leave a sum of -p ln p below 0, which has no fractional power.
         return jnp.maximum(dispersion, 0.0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
-    def allocate_tokens(self, layer: MethodLayer, measures: Array, lengths: Array) -> Array:
+    def allocate_tokens(self, layer: MethodLayer, measures: kv.Array, lengths: kv.Array) -> kv.Array:
         select, L = layer.method.select, measures.shape[0]
         assert select is not None
         if None in layer.budgets:
-            raise KvjaxError(f"{select.budget} grows with the text and cannot be divided among layers; give tokens")
+            raise kv.KvjaxError(f"{select.budget} grows with the text and cannot be divided among layers; give tokens")
         always = jnp.minimum(select.sinks + select.recent, lengths)
         total = jnp.minimum(jnp.array(layer.budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
         most = lengths - always
@@ -81,23 +77,23 @@ class Preference(LayerBudgets):
 
 
 def _window_statistics(
-    block: KVBlock, observation: Observation, num_queries: int, spec: LayerSpec
-) -> tuple[Array, Array, Array]:
+    block: kv.KVBlock, observation: kv.Observation, num_queries: int, spec: kv.LayerSpec
+) -> tuple[kv.Array, kv.Array, kv.Array]:
     """Computes f32[B K G S] of what each slot receives from the window's queries.
 
     Returns:
       The mean over the queries; the unbiased variance, 0 for a single query; and the sum of -p ln p.
     """
-    is_observed = window_query_mask(observation, num_queries)
+    is_observed = kv.window_query_mask(observation, num_queries)
     count = is_observed.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
     count = jnp.maximum(count, 1.0)
-    window = Observation(observation.q, jnp.where(is_observed, observation.pos, -1))
+    window = kv.Observation(observation.q, jnp.where(is_observed, observation.pos, -1))
     sums = moments(block, window, spec.window)
     squares = sums.square - sums.p * sums.p / count
     return sums.p / count, jnp.maximum(squares, 0.0) / jnp.maximum(count - 1, 1.0), -sums.p_log_p
 
 
-@register_method(example="cake:budget=512", family="eviction after the prompt")
+@kv.register_method(example="cake:budget=512", family="eviction after the prompt")
 def cake(
     budget: int = 1024,
     window: int = 32,
@@ -107,7 +103,7 @@ def cake(
     tau2: float = 0.6,
     sinks: int = 0,
     unit: str = "token",
-) -> Method:
+) -> kv.Method:
     """Divides a budget among layers by how far attention spreads and shifts, and keeps the tokens that it shifts to.
 
     Formula:
@@ -132,10 +128,11 @@ def cake(
     """
     scorer = ShiftingAttention(window, kernel, "avg", gamma=gamma)
     if budget <= window + sinks:
-        raise KvjaxError(
+        raise kv.KvjaxError(
             f"every layer keeps its window of {window} and {sinks} sinks and at least one token more, got "
             f"budget={budget}; use {window + sinks + 1} or more"
         )
-    return Method(
-        select=make_selection(scorer, budget, sinks, window, unit, "head"), layer_budgets=Preference(window, tau1, tau2)
+    return kv.Method(
+        select=kv.make_selection(scorer, budget, sinks, window, unit, "head"),
+        layer_budgets=Preference(window, tau1, tau2),
     )

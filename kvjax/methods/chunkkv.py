@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import WindowAttention
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_method(example="chunkkv:budget=512", family="eviction after the prompt")
-def chunkkv(budget: TokenBudget = 1024, chunk: int = 10, window: int = 32, kernel: int = 1, sinks: int = 0) -> Method:
+@kv.register_method(example="chunkkv:budget=512", family="eviction after the prompt")
+def chunkkv(
+    budget: kv.TokenBudget = 1024, chunk: int = 10, window: int = 32, kernel: int = 1, sinks: int = 0
+) -> kv.Method:
     """Keeps the chunks of the prompt that its last queries attend to most, one set for all heads, and the window.
 
     Other scores select chunks in the same way: 'keydiff:unit=chunk10,per=layer'.
@@ -34,5 +32,5 @@ def chunkkv(budget: TokenBudget = 1024, chunk: int = 10, window: int = 32, kerne
     Reference:
       ChunkKV, Liu et al. 2025, arXiv 2502.00299; one set for all heads as in kvpress
     """
-    scorer = WindowAttention(window, kernel, "avg")
-    return Method(select=make_selection(scorer, budget, sinks, window, f"chunk{chunk}", "layer"))
+    scorer = kv.WindowAttention(window, kernel, "avg")
+    return kv.Method(select=kv.make_selection(scorer, budget, sinks, window, f"chunk{chunk}", "layer"))

@@ -8,20 +8,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.components import SecondStageScorer
-from kvjax.cache.eviction.representatives import check_share
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import split_blocks
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 EPSILON = 1e-4  # added to scores, so that a token without attention may still win by its value
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputScores(SecondStageScorer):
+class OutputScores(kv.SecondStageScorer):
     """Multiplies scores by the L1 norm of the value's contribution to the layer's output (CriticalKV, 2502.03805).
 
     The norm is the mean over the query heads of a key/value head.
@@ -34,16 +27,18 @@ class OutputScores(SecondStageScorer):
     share: float = 0.5
 
     def __post_init__(self):
-        check_share(self.share)
+        kv.check_share(self.share)
 
-    def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
+    def scores(
+        self, block: kv.KVBlock, own: kv.Array, observation: kv.Observation | None, spec: kv.LayerSpec
+    ) -> kv.Array:
         assert observation is not None and observation.output_projection is not None
         real = block.pos >= 0
         new = (jnp.where(real, own, 0.0) + EPSILON) * output_norms(block.clean().v, observation.output_projection)
         return jnp.where(real, new, -jnp.inf)
 
 
-def output_norms(v: Array, output: Array, at_once: int = 64) -> Array:
+def output_norms(v: kv.Array, output: kv.Array, at_once: int = 64) -> kv.Array:
     """Computes the L1 norms of values after the output projection, the mean over query heads.
 
     Args:
@@ -56,17 +51,17 @@ def output_norms(v: Array, output: Array, at_once: int = 64) -> Array:
     """
     weight = output[0].astype(jnp.float32)
 
-    def average_norms(v: Array) -> Array:
+    def average_norms(v: kv.Array) -> kv.Array:
         contributions = jnp.einsum("bksh,kghd->bkgsd", v.astype(jnp.float32), weight)
         return jnp.abs(contributions).sum(-1).mean(2)
 
     size = min(at_once, v.shape[2])
-    norms = jnp.moveaxis(lax.map(average_norms, split_blocks(v, 2, size)), 0, 2)
+    norms = jnp.moveaxis(lax.map(average_norms, kv.attention.split_blocks(v, 2, size)), 0, 2)
     return norms.reshape(*v.shape[:2], -1)[:, :, : v.shape[2]]
 
 
-@register_method(example="snapkv:budget=512 + criticalkv", family="component over a selection")
-def criticalkv(share: float = 0.5) -> Method:
+@kv.register_method(example="snapkv:budget=512 + criticalkv", family="component over a selection")
+def criticalkv(share: float = 0.5) -> kv.Method:
     """Gives half of an eviction method's budget to scores weighted by the value's effect on the layer's output.
 
     Use it as in 'snapkv:budget=256 + criticalkv', or 'snapkv:budget=256 + adakv + criticalkv', where each of AdaKV's
@@ -91,4 +86,4 @@ def criticalkv(share: float = 0.5) -> Method:
     Reference:
       CriticalKV, Feng et al. 2025, arXiv 2502.03805, as in kvpress' CriticalKVPress and CriticalAdaKVPress
     """
-    return Method(second_stage=OutputScores(share))
+    return kv.Method(second_stage=OutputScores(share))

@@ -7,29 +7,21 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.calibration.bases import JointBases
-from kvjax.cache.codecs.low_rank import CalibratedLowRank
-from kvjax.cache.codecs.plain import CodecWrapper
-from kvjax.cache.method import Method
-from kvjax.cache.readers.ring_buffer import RingBuffer
-from kvjax.core import attention, memory
-from kvjax.core.types import Array, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@pytree
+@kv.pytree
 class WindowState:
     """All slots in the inner codec, and exact copies of the newest ones, slot i at place i modulo P."""
 
     inner: Any
     # [B K P H]. P is one more than the window: in a chunk, the padding of a short sequence is written to that place.
-    newest: Array
-    n: Array  # i32[B], slots that were written, with padding
+    newest: kv.Array
+    n: kv.Array  # i32[B], slots that were written, with padding
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactWindow(CodecWrapper):
+class ExactWindow(kv.CodecWrapper):
     """Reads the last `window` slots exactly, a query's own included, and all others from the inner codec.
 
     Every token is also encoded when it arrives, so that when it leaves the window, its exact copy is just overwritten.
@@ -42,61 +34,61 @@ class ExactWindow(CodecWrapper):
 
     def __post_init__(self):
         if self.window < 1:
-            raise KvjaxError(f"the exact window has at least 1 token, got {self.window}; CSKV uses 32")
+            raise kv.KvjaxError(f"the exact window has at least 1 token, got {self.window}; CSKV uses 32")
 
-    def encode(self, x: Array, pos: Array) -> WindowState:
+    def encode(self, x: kv.Array, pos: kv.Array) -> WindowState:
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        slot = RingBuffer(0, min(self.window + 1, x.shape[2])).slots(n, jnp.zeros_like(n))
-        newest = jnp.where((slot >= 0)[..., None], memory.take(x, jnp.maximum(slot, 0)), jnp.zeros((), x.dtype))
+        slot = kv.RingBuffer(0, min(self.window + 1, x.shape[2])).slots(n, jnp.zeros_like(n))
+        newest = jnp.where((slot >= 0)[..., None], kv.memory.take(x, jnp.maximum(slot, 0)), jnp.zeros((), x.dtype))
         return WindowState(self.inner.encode(x, pos), newest, n)
 
-    def append(self, stored: WindowState, x: Array, at: Array) -> WindowState:
-        newest = memory.put(stored.newest, x, at % stored.newest.shape[2])
+    def append(self, stored: WindowState, x: kv.Array, at: kv.Array) -> WindowState:
+        newest = kv.memory.put(stored.newest, x, at % stored.newest.shape[2])
         return WindowState(self.inner.append(stored.inner, x, at), newest, at[:, 0] + x.shape[2])
 
-    def decode(self, stored: WindowState) -> Array:
+    def decode(self, stored: WindowState) -> kv.Array:
         x = self.inner.decode(stored.inner)
         slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None]
         return self._insert_newest(stored, x, jnp.broadcast_to(slot, x.shape[:3]))
 
-    def gather(self, stored: WindowState, idx: Array) -> Array:
+    def gather(self, stored: WindowState, idx: kv.Array) -> kv.Array:
         return self._insert_newest(stored, self.inner.gather(stored.inner, idx), idx)
 
     def load(self, stored: WindowState) -> WindowState:
         return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
 
-    def scores(self, q: Array, stored: WindowState) -> Array:
+    def scores(self, q: kv.Array, stored: WindowState) -> kv.Array:
         scores = self.inner.scores(q, stored.inner)
         slot = jnp.arange(scores.shape[4], dtype=jnp.int32)[None, None]
         place = jnp.broadcast_to((slot % stored.newest.shape[2])[:, :, None, None], scores.shape)
         # The logits of the window's few places are computed once, and each slot takes that of its place.
-        exact = jnp.take_along_axis(attention.scores(q, stored.newest), place, 4)
+        exact = jnp.take_along_axis(kv.attention.scores(q, stored.newest), place, 4)
         return jnp.where(self._is_in_window(stored, slot)[:, :, None, None], exact, scores)
 
-    def mix(self, p: Array, stored: WindowState) -> Array:
+    def mix(self, p: kv.Array, stored: WindowState) -> kv.Array:
         slot = jnp.arange(p.shape[4], dtype=jnp.int32)[None, None]
         older = jnp.where(self._is_in_window(stored, slot)[:, :, None, None], 0.0, p)
-        newest_slot = RingBuffer(0, stored.newest.shape[2]).slots(stored.n, jnp.zeros_like(stored.n))
+        newest_slot = kv.RingBuffer(0, stored.newest.shape[2]).slots(stored.n, jnp.zeros_like(stored.n))
         at = jnp.broadcast_to(jnp.maximum(newest_slot, 0)[:, :, None, None], (*p.shape[:4], newest_slot.shape[2]))
         is_new = self._is_in_window(stored, newest_slot)[:, :, None, None]
         newer = jnp.where(is_new, jnp.take_along_axis(p, at, 4), 0.0)
-        return self.inner.mix(older, stored.inner) + attention.mix(newer, stored.newest)
+        return self.inner.mix(older, stored.inner) + kv.attention.mix(newer, stored.newest)
 
-    def num_quantized(self, n: Array) -> Array:
+    def num_quantized(self, n: kv.Array) -> kv.Array:
         return jnp.maximum(n + 1 - self.window, 0)
 
-    def _is_in_window(self, stored: WindowState, slot: Array) -> Array:
+    def _is_in_window(self, stored: WindowState, slot: kv.Array) -> kv.Array:
         n = stored.n[:, None, None]
         return (slot >= jnp.maximum(n - self.window, 0)) & (slot < n)
 
-    def _insert_newest(self, stored: WindowState, x: Array, slot: Array) -> Array:
+    def _insert_newest(self, stored: WindowState, x: kv.Array, slot: kv.Array) -> kv.Array:
         """Replaces tokens x [B K n H] of slots i32[B K n] by their exact copies, where they are in the window."""
-        exact = memory.take(stored.newest, slot % stored.newest.shape[2])
+        exact = kv.memory.take(stored.newest, slot % stored.newest.shape[2])
         return jnp.where(self._is_in_window(stored, slot)[..., None], exact, x)
 
 
-@register_method(family="fewer numbers per vector")
-def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = "shipped") -> Method:
+@kv.register_method(family="fewer numbers per vector")
+def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = "shipped") -> kv.Method:
     """Stores all tokens as coordinates in a basis that the heads of a layer share; the newest tokens are also exact.
 
     Keys are stored without RoPE. Attention in the prompt is exact.
@@ -119,7 +111,7 @@ def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = 
     Reference:
       CSKV, Wang et al. 2024, arXiv 2409.10593, section 2; constants of its authors' code
     """
-    bases = JointBases.table_file(table)
-    k = CalibratedLowRank(heads=0, table=bases, of="bare_keys", share=keys)
-    v = CalibratedLowRank(heads=0, table=bases, share=values)
-    return Method(k=ExactWindow(k, window), v=ExactWindow(v, window))
+    bases = kv.JointBases.table_file(table)
+    k = kv.CalibratedLowRank(heads=0, table=bases, of="bare_keys", share=keys)
+    v = kv.CalibratedLowRank(heads=0, table=bases, share=values)
+    return kv.Method(k=ExactWindow(k, window), v=ExactWindow(v, window))

@@ -6,22 +6,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 MIN_SUM = 1e-30  # keeps a window of zeros from dividing by zero
 
 
 @dataclasses.dataclass(frozen=True)
-class Cur(Scorer):
+class Cur(kv.Scorer):
     """Scores tokens by approximate leverage, the squared norms of keys and values (CurDKV, 2509.15038; kvpress).
 
     A squared norm counts as a fraction of the sum over its window. Scores of a head sum to 1, and are 0 for zeros.
@@ -36,11 +27,11 @@ class Cur(Scorer):
 
     def __post_init__(self):
         if self.window < 1:
-            raise KvjaxError(f"window must be at least 1 token, got {self.window}; kvpress uses 16")
+            raise kv.KvjaxError(f"window must be at least 1 token, got {self.window}; kvpress uses 16")
         if self.leverage not in ("product", "mean", "key", "value"):
-            raise KvjaxError(f"leverage must be 'product', 'mean', 'key' or 'value', got {self.leverage!r}")
+            raise kv.KvjaxError(f"leverage must be 'product', 'mean', 'key' or 'value', got {self.leverage!r}")
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         real = block.clean()
         squares = jnp.stack([jnp.square(x.astype(jnp.float32)).sum(-1) for x in (real.k, real.v)])
         S = squares.shape[3]
@@ -49,18 +40,18 @@ class Cur(Scorer):
         fractions = windows / jnp.maximum(windows.sum(-1, keepdims=True), MIN_SUM)
         key, value = fractions.reshape(*squares.shape[:3], -1)[..., :S]
         score = {"product": key * value, "mean": (key + value) / 2, "key": key, "value": value}[self.leverage]
-        return token_scores(score / jnp.maximum(score.sum(2, keepdims=True), MIN_SUM), block)
+        return kv.token_scores(score / jnp.maximum(score.sum(2, keepdims=True), MIN_SUM), block)
 
 
-@register_method(example="cur:budget=512", family="eviction after the prompt")
+@kv.register_method(example="cur:budget=512", family="eviction after the prompt")
 def cur(
-    budget: TokenBudget = 1024,
+    budget: kv.TokenBudget = 1024,
     window: int = 16,
     leverage: str = "product",
     sinks: int = 4,
     unit: str = "token",
     per: str = "head",
-) -> Method:
+) -> kv.Method:
     """Keeps the prompt tokens whose keys and values are large among their neighbors; it needs no queries.
 
     The paper's AdaCurDKV divides a layer's budget among its heads: 'cur + adakv'.
@@ -83,4 +74,4 @@ def cur(
     Reference:
       CURPress of kvpress, after CurDKV, Sengupta et al. 2025, arXiv 2509.15038
     """
-    return Method(select=make_selection(Cur(window, leverage), budget, sinks, 0, unit, per))
+    return kv.Method(select=kv.make_selection(Cur(window, leverage), budget, sinks, 0, unit, per))

@@ -7,14 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.components import SelectedSlots
-from kvjax.cache.eviction.merging import fold_into_kept, match_evicted, scatter_add
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 COSINE_TOLERANCE = 1e-6  # below the threshold, so that cosines which differ by rounding are treated alike
 
@@ -37,16 +30,18 @@ class D2O:
 
     def __post_init__(self):
         if self.rule not in ("authors", "paper"):
-            raise KvjaxError(f"rule of D2O must be 'authors' or 'paper', got {self.rule!r}")
+            raise kv.KvjaxError(f"rule of D2O must be 'authors' or 'paper', got {self.rule!r}")
 
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+    def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n, T = match_evicted(block, kept, choice), kept.k.shape[2], block.k.shape[2]
+        lost, n, T = kv.match_evicted(block, kept, choice), kept.k.shape[2], block.k.shape[2]
         if self.rule == "authors":
             # The evicted tokens of one rank, the i-th of each head, are merged in all heads or in none.
             rank = jnp.cumsum(lost.mask, 2, dtype=jnp.int32) - 1
             at = jnp.where(lost.mask, rank, T)
-            total, heads = (over_heads.sum(scatter_add(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32)))
+            total, heads = (
+                kv.over_heads.sum(kv.scatter_add(x, at, T)) for x in (lost.cosine, lost.mask.astype(jnp.float32))
+            )
             mean = total.sum(2, keepdims=True) / jnp.maximum(heads.sum(2, keepdims=True), 1.0)
             enough = jnp.broadcast_to(total >= heads * (mean - COSINE_TOLERANCE), lost.mask.shape)
             joins = lost.mask & jnp.take_along_axis(enough, jnp.maximum(rank, 0), 2)
@@ -57,17 +52,17 @@ class D2O:
             joins = lost.mask & (lost.cosine >= mean - COSINE_TOLERANCE)
             own, weight = np.float32(np.e), jnp.exp(lost.cosine)
         slot = jnp.where(joins, lost.slot, n)
-        number = scatter_add(jnp.ones(slot.shape), slot, n)
+        number = kv.scatter_add(jnp.ones(slot.shape), slot, n)
         # The authors divide by the number of tokens although a cosine weighs less than 1: merged vectors shrink.
-        total_weight = own + (number if self.rule == "authors" else scatter_add(weight, slot, n))
+        total_weight = own + (number if self.rule == "authors" else kv.scatter_add(weight, slot, n))
         k, v = (
-            fold_into_kept(x, own, y, weight, slot, total_weight) for x, y in ((kept.k, block.k), (kept.v, block.v))
+            kv.fold_into_kept(x, own, y, weight, slot, total_weight) for x, y in ((kept.k, block.k), (kept.v, block.v))
         )
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(number) if self.count else kept.bias)
 
 
-@register_method(example="accumulated:budget=256,recent=64,sinks=4 + d2o", family="component over a selection")
-def d2o(rule: str = "authors", count: bool = False) -> Method:
+@kv.register_method(example="accumulated:budget=256,recent=64,sinks=4 + d2o", family="component over a selection")
+def d2o(rule: str = "authors", count: bool = False) -> kv.Method:
     """Merges each evicted token that resembles a kept one into it, keys and values both.
 
     Use it as in 'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. The
@@ -91,4 +86,4 @@ def d2o(rule: str = "authors", count: bool = False) -> Method:
     Reference:
       D2O, Wan et al. 2024, arXiv 2406.13035; the merge of its authors' code
     """
-    return Method(merge=D2O(rule, count))
+    return kv.Method(merge=D2O(rule, count))

@@ -11,26 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.plain import Plain
-from kvjax.cache.codecs.quantizers import MinMax
-from kvjax.cache.components import Codec
-from kvjax.cache.eviction.decode_policy import check_minimum, require_observation
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.retrieval import Index, Retrieve
-from kvjax.core.attention import scores
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_table_kind("channels")
-class ChannelOrder(TableKind):
+@kv.register_table_kind("channels")
+class ChannelOrder(kv.TableKind):
     """The mean of |q_c k_c| by channel c of each layer and key/value head, each token's key with its own query.
 
     Arrays: `order` i32[K H], channels by falling mean, ties the lower first, and `means` f32[K H]. Queries and keys are
@@ -40,7 +25,7 @@ class ChannelOrder(TableKind):
 
     num_queries = None
 
-    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+    def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None
         B, K, _, _ = block.k.shape
         real = (block.pos >= 0)[:, :, None, :, None]
@@ -48,22 +33,22 @@ class ChannelOrder(TableKind):
         tokens = jnp.broadcast_to(real.sum((2, 3, 4), dtype=jnp.float32)[..., None], (B, K, 1))
         return {"products": jnp.where(real, product, 0.0).mean(2).sum(2), "tokens": tokens}
 
-    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+    def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
         means = counted["products"] / np.maximum(counted["tokens"], 1)
         order = np.argsort(-means, -1, kind="stable")
         return {"order": order.astype(np.int32), "means": means.astype(np.float32)}
 
 
-@pytree
+@kv.pytree
 class Labels:
     """The labels that tokens are found by: r channels of their keys."""
 
-    channels: Array  # i32[B K r], which ones
+    channels: kv.Array  # i32[B K r], which ones
     k: Any  # [B K S r], stored by the index's codec
 
 
 @dataclasses.dataclass(frozen=True)
-class LabelChannels(Index):
+class LabelChannels(kv.Index):
     """Scores single tokens by 1 / factor of the channels of their keys (Yang et al. 2024, arXiv 2408.07092, section 3).
 
     A key/value head takes the channels in which |q k| is largest in the mean over the prompt's tokens that are kept,
@@ -81,17 +66,17 @@ class LabelChannels(Index):
     num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
-        check_minimum("Double Sparsity", factor=(self.factor, 1))
+        kv.check_minimum("Double Sparsity", factor=(self.factor, 1))
         if self.bits != 16:
-            MinMax(self.bits)  # which raises for bits that it does not know
+            kv.MinMax(self.bits)  # which raises for bits that it does not know
 
     @property
-    def codec(self) -> Codec:
+    def codec(self) -> kv.Codec:
         """The codec of labels."""
-        return Plain() if self.bits == 16 else PerTokenCodec(MinMax(self.bits))
+        return kv.Plain() if self.bits == 16 else kv.PerTokenCodec(kv.MinMax(self.bits))
 
-    def fit(self, block: KVBlock, observation: Observation | None) -> Labels:
-        observation = require_observation(observation, "Double Sparsity", "all queries")
+    def fit(self, block: kv.KVBlock, observation: kv.Observation | None) -> Labels:
+        observation = kv.require_observation(observation, "Double Sparsity", "all queries")
         B, K, S, _ = block.k.shape
         at = jnp.broadcast_to(jnp.maximum(block.pos, 0), (B, K, S))  # the query at position i is the i-th
         q = jnp.take_along_axis(observation.q, at[:, :, None, :, None], 3).astype(jnp.float32)
@@ -99,25 +84,25 @@ class LabelChannels(Index):
         product = jnp.where((block.pos >= 0)[:, :, None, :, None], product, 0.0).sum(3).mean(2)
         return self.make_labels(lax.top_k(product, self.num_channels(block))[1], block)
 
-    def num_channels(self, block: KVBlock) -> int:
+    def num_channels(self, block: kv.KVBlock) -> int:
         """Channels of a label; raises KvjaxError where `factor` gives no number that can be stored."""
         size = block.k.shape[3]
         count = size // self.factor
         if size % self.factor or (self.bits < 16 and count * self.bits % 32):
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"factor={self.factor} of Double Sparsity leaves {size} / {self.factor} channels, which must be a "
                 f"whole number and in {self.bits} bits fill 32-bit words; use another factor, or bits=16"
             )
         return count
 
-    def rebuild(self, reader_state: Labels, block: KVBlock) -> Labels:
+    def rebuild(self, reader_state: Labels, block: kv.KVBlock) -> Labels:
         return self.make_labels(reader_state.channels, block)
 
-    def make_labels(self, channels: Array, block: KVBlock) -> Labels:
+    def make_labels(self, channels: kv.Array, block: kv.KVBlock) -> Labels:
         """Makes the labels of a block in channels i32[B K r]."""
         return Labels(channels, self.codec.encode(jnp.take_along_axis(block.k, channels[:, :, None], 3), block.pos))
 
-    def append(self, reader_state: Labels, new: KVBlock, at: Array) -> Labels:
+    def append(self, reader_state: Labels, new: kv.KVBlock, at: kv.Array) -> Labels:
         if not new.pos.shape[2]:
             return reader_state
         labels = jnp.take_along_axis(new.k, reader_state.channels[:, :, None], 3)
@@ -126,32 +111,32 @@ class LabelChannels(Index):
     def load(self, reader_state: Labels) -> Labels:
         return dataclasses.replace(reader_state, k=self.codec.decode(reader_state.k))
 
-    def score(self, summary: Labels, q: Array) -> Array:
-        return scores(jnp.take_along_axis(q, summary.channels[:, :, None, None], 4), summary.k)
+    def score(self, summary: Labels, q: kv.Array) -> kv.Array:
+        return kv.attention.scores(jnp.take_along_axis(q, summary.channels[:, :, None, None], 4), summary.k)
 
 
 @dataclasses.dataclass(frozen=True)
-class CalibratedLabels(Retrieve):
+class CalibratedLabels(kv.Retrieve):
     """Retrieval by labels in the channels of a file of `ChannelOrder`, which were found on other texts."""
 
-    table: TableFile | None = None
+    table: kv.TableFile | None = None
 
     num_queries: ClassVar[int | None] = 0  # the table stands for the prompt's own queries
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Labels:
+    def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> Labels:
         assert self.table is not None and isinstance(self.index, LabelChannels)
         order = self.table.layer_arrays(spec, order=(spec.num_kv_heads, spec.head_dim))["order"]
-        own_order = over_heads.local_part(jnp.asarray(order), block.k.shape[1])
+        own_order = kv.over_heads.local_part(jnp.asarray(order), block.k.shape[1])
         channels = own_order[None, :, : self.index.num_channels(block)]
         channels = jnp.broadcast_to(channels, (block.k.shape[0], *channels.shape[1:]))
         # Labels only choose which tokens are read, so no gradient passes through them.
         return self.index.make_labels(channels, jax.tree.map(lax.stop_gradient, block))
 
 
-@register_method(example="double_sparsity:heavy=256,factor=4,device_layers=1", family="sparse reading")
+@kv.register_method(example="double_sparsity:heavy=256,factor=4,device_layers=1", family="sparse reading")
 def double_sparsity(
     heavy: int = 256, factor: int = 8, bits: int = 16, device_layers: int = 2, table: str = ""
-) -> Method:
+) -> kv.Method:
     """Reads only the tokens whose keys match the query best in a few channels; no token is lost.
 
     Attention in the prompt is exact.
@@ -174,11 +159,11 @@ def double_sparsity(
     Reference:
       Double Sparsity, Yang et al. 2024, arXiv 2408.07092, section 3
     """
-    check_minimum("Double Sparsity", heavy=(heavy, 2))
+    kv.check_minimum("Double Sparsity", heavy=(heavy, 2))
     labels = LabelChannels(factor, bits)
     read = (
         CalibratedLabels(labels, heavy - 1, table=ChannelOrder.table_file(table))
         if table
-        else Retrieve(labels, heavy - 1)
+        else kv.Retrieve(labels, heavy - 1)
     )
-    return Method(read=read, device_layers=device_layers)
+    return kv.Method(read=read, device_layers=device_layers)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.calibration.head_tables import HeadWeights
-from kvjax.cache.calibration.table_file import TableFile
+from kvjax import method_api as kv
 from kvjax.cache.eviction.head_budgets import (
     ALL_TOKENS,
     HeadTableBudgets,
@@ -15,13 +14,7 @@ from kvjax.cache.eviction.head_budgets import (
     scores_of_all_heads,
     top_heads_mask,
 )
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.selection import Selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import PagedHeads
 from kvjax.methods.sinks_and_recent import Recency
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,26 +30,26 @@ class StreamingBudgets(HeadTableBudgets):
       streaming: tokens of a streaming head.
     """
 
-    given: TableFile
+    given: kv.TableFile
     sparsity: float
     streaming: int
 
     def __post_init__(self):
         check_head_fractions(sparsity=self.sparsity)
 
-    def at(self, spec: LayerSpec) -> HeadTokens:
+    def at(self, spec: kv.LayerSpec) -> HeadTokens:
         assert spec.index is not None
         weights = scores_of_all_heads(self.given, spec, "weights")
         # The heads below an interpolated quantile are ceil(sparsity * (n - 1)); two signs make the floor a ceiling.
-        num_streaming = -fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
+        num_streaming = -kv.fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
         is_full = top_heads_mask(weights, weights.size - num_streaming)[spec.index]
         return HeadTokens(tuple(ALL_TOKENS if full else self.streaming for full in is_full.tolist()))
 
 
-@register_method(family="heads of unequal length")
+@kv.register_method(family="heads of unequal length")
 def duo_attention(
     sparsity: float = 0.5, sinks: int = 64, recent: int = 256, table: str = "shipped", page: int = 16
-) -> Method:
+) -> kv.Method:
     """Keeps the whole prompt in retrieval heads, and its first and last tokens in streaming heads.
 
     Formula:
@@ -78,5 +71,7 @@ def duo_attention(
     Reference:
       DuoAttention, Xiao et al. 2024, arXiv 2410.10819, section 3; its public code, mit-han-lab/duo-attention
     """
-    rule = StreamingBudgets(HeadWeights.table_file(table), sparsity, sinks + recent)
-    return Method(select=Selection(Recency(), MeanOfHeads(rule), sinks, recent), side_store=PagedHeads(rule, page))
+    rule = StreamingBudgets(kv.HeadWeights.table_file(table), sparsity, sinks + recent)
+    return kv.Method(
+        select=kv.Selection(Recency(), MeanOfHeads(rule), sinks, recent), side_store=kv.PagedHeads(rule, page)
+    )

@@ -6,19 +6,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Policy, SelectedSlots
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.decode_policy import check_minimum
-from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, scatter_add
-from kvjax.cache.eviction.scorers import AccumulatedAttention
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.registry.registration import register_method
 
 NUM_LAST_TOKENS = 1  # last tokens of a prompt, which always stay and are no anchors
 
@@ -32,9 +21,9 @@ class AnchorMerge:
 
     sinks: int
 
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+    def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = evicted_mask(block, choice), kept.k.shape[2]
+        lost, n = kv.evicted_mask(block, choice), kept.k.shape[2]
         # Kept slots ascend, so the nearest anchor is the last one before the token or the first one after it.
         following = jnp.cumsum((block.pos >= 0) & ~lost, 2, dtype=jnp.int32)  # the first kept slot after each token
         last = (kept.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32) - NUM_LAST_TOKENS - 1
@@ -46,13 +35,13 @@ class AnchorMerge:
         nearest = jnp.where(to_right < to_left, right, left)
         slot = jnp.where(lost & (last >= self.sinks), nearest, n)  # there is no slot n
         weight = jnp.ones(slot.shape)
-        total = 1.0 + scatter_add(weight, slot, n)
-        k, v = (fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        total = 1.0 + kv.scatter_add(weight, slot, n)
+        k, v = (kv.fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v)
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedPointEviction(Policy):
+class FixedPointEviction(kv.Policy):
     """Evicts, over the selection's budget, the token that has `distance` newer ones (Liu et al. 2024, 2407.18121).
 
     All but the newest `distance` of the selected tokens stay for good, and of all later ones the newest `distance`.
@@ -61,19 +50,19 @@ class FixedPointEviction(Policy):
     distance: int = 25
 
     def __post_init__(self):
-        check_minimum("Elastic Cache", distance=(self.distance, 1))
+        kv.check_minimum("Elastic Cache", distance=(self.distance, 1))
 
     def check(self, layer: MethodLayer) -> None:
         select = layer.method.select
         budget = None if select is None else select.max_kept()
         if budget is None or layer.method.layer_budgets is not None:
-            raise IncompatibleMethod(
+            raise kv.IncompatibleMethod(
                 f"component `decode`, {self}, holds as many tokens as component `select` leaves of any prompt, and "
                 "here that is no fixed number; use a selection with a budget in tokens, without component "
                 "`layer_budgets`"
             )
         if budget <= self.distance:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"the budget of Elastic Cache must be more than distance={self.distance}, got {budget} tokens; use "
                 f"budget={self.distance + 1} or more"
             )
@@ -85,23 +74,23 @@ class FixedPointEviction(Policy):
         return most + 1
 
     def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, None]:
+        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+    ) -> tuple[kv.Array, None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         return jnp.where(place < length, place, -1), None
 
     def after_token(
-        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
-    ) -> tuple[Array, None]:
+        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
+    ) -> tuple[kv.Array, None]:
         is_full = (state.pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
         rank = max(state.pos.shape[2] - 1 - self.distance, 0)  # rank of the evicted token, from the oldest
         evicted = jnp.sort(state.pos, 2)[:, :, rank, None]
         return jnp.where(is_full & (state.pos == evicted), -1, state.pos), None
 
 
-@register_method(example="elastic_cache:budget=512", family="merging")
-def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25) -> Method:
+@kv.register_method(example="elastic_cache:budget=512", family="merging")
+def elastic_cache(budget: kv.TokenBudget = 1024, sinks: int = 1, distance: int = 25) -> kv.Method:
     """Keeps a layer's most attended prompt tokens, averages the others into them, and never grows beyond its budget.
 
     Formula:
@@ -122,5 +111,5 @@ def elastic_cache(budget: TokenBudget = 1024, sinks: int = 1, distance: int = 25
     Reference:
       Elastic Cache, Liu et al. 2024, arXiv 2407.18121; constants of its public code, liuzuyan/ElasticCache
     """
-    select = make_selection(AccumulatedAttention(), budget, sinks, NUM_LAST_TOKENS, per="layer")
-    return Method(select=select, merge=AnchorMerge(sinks), decode=FixedPointEviction(distance))
+    select = kv.make_selection(kv.AccumulatedAttention(), budget, sinks, NUM_LAST_TOKENS, per="layer")
+    return kv.Method(select=select, merge=AnchorMerge(sinks), decode=FixedPointEviction(distance))

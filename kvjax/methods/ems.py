@@ -7,30 +7,12 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import Scorer, Scores, SelectedSlots
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.merging import (
-    MIN_KEY_NORM,
-    fold_into_kept,
-    match_evicted,
-    scatter_add,
-    scores_of_kept,
-    unit_vectors,
-)
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import head_scores, window_query_mask
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation, attention_mass
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
+from kvjax.cache.eviction.merging import MIN_KEY_NORM, unit_vectors
 
 
 @dataclasses.dataclass(frozen=True)
-class GlobalLocalAttention(Scorer):
+class GlobalLocalAttention(kv.Scorer):
     """Adds the attention from all queries and from the last ones, each over its sum (Li et al. 2024, arXiv 2412.08521).
 
     The global part is a mean over the queries that see a token, because a sum would favor old tokens.
@@ -41,17 +23,17 @@ class GlobalLocalAttention(Scorer):
 
     def __post_init__(self):
         if self.window < 1:
-            raise KvjaxError(f"window of EMS must be at least 1 query, got {self.window}; use 32")
+            raise kv.KvjaxError(f"window of EMS must be at least 1 query, got {self.window}; use 32")
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation = self.require_observation(observation)
-        total, num_queries = attention_mass(block, observation, jnp.ones(observation.pos.shape), spec.window)
-        local_queries = window_query_mask(observation, self.window).astype(jnp.float32)
-        local, _ = attention_mass(block, observation, local_queries, spec.window)
+        total, num_queries = kv.attention_mass(block, observation, jnp.ones(observation.pos.shape), spec.window)
+        local_queries = kv.window_query_mask(observation, self.window).astype(jnp.float32)
+        local, _ = kv.attention_mass(block, observation, local_queries, spec.window)
         global_mean = total / jnp.maximum(num_queries, 1.0)[:, :, None]
         global_part, local_part = (x / jnp.maximum(x.sum(-1, keepdims=True), 1e-30) for x in (global_mean, local))
         heads = global_part + local_part
-        return head_scores(heads, heads.mean(2), block)
+        return kv.head_scores(heads, heads.mean(2), block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,24 +54,24 @@ class CenterMerge:
 
     def __post_init__(self):
         if self.band < 0:
-            raise KvjaxError(f"band of EMS must be 0 or more times the tokens that stay, got {self.band}; use 1")
+            raise kv.KvjaxError(f"band of EMS must be 0 or more times the tokens that stay, got {self.band}; use 1")
         if not 0 <= self.threshold <= 1:
-            raise KvjaxError(f"threshold of EMS is a cosine in [0, 1], got {self.threshold}; use 0.6")
+            raise kv.KvjaxError(f"threshold of EMS is a cosine in [0, 1], got {self.threshold}; use 0.6")
 
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+    def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
+        lost, n = kv.match_evicted(block, kept, choice), kept.k.shape[2]
         # The band: the evicted tokens of the highest scores, in proportion to the tokens that the head keeps.
         num_kept = (jnp.broadcast_to(choice.slots, kept.k.shape[:3]) >= 0).sum(-1, dtype=jnp.int32)
-        in_band = top_k_mask(choice.scores.per_kv_head, lost.mask, fraction_of(self.band, num_kept))
+        in_band = kv.top_k_mask(choice.scores.per_kv_head, lost.mask, kv.fraction_of(self.band, num_kept))
         joins = in_band & (lost.cosine >= self.threshold)
         slot = jnp.where(joins, lost.slot, n)
         weight = jnp.maximum(jnp.where(lost.mask, choice.scores.per_kv_head, 0.0), MIN_KEY_NORM)
-        own_weight = jnp.maximum(scores_of_kept(kept, choice), MIN_KEY_NORM)
-        total = own_weight + scatter_add(weight, slot, n)
+        own_weight = jnp.maximum(kv.scores_of_kept(kept, choice), MIN_KEY_NORM)
+        total = own_weight + kv.scatter_add(weight, slot, n)
 
-        def average(own: Array, evicted: Array) -> Array:
-            return fold_into_kept(own, own_weight[..., None], evicted, weight, slot, total)
+        def average(own: kv.Array, evicted: kv.Array) -> kv.Array:
+            return kv.fold_into_kept(own, own_weight[..., None], evicted, weight, slot, total)
 
         direction = average(unit_vectors(kept.k), unit_vectors(block.k))
         own_norm, evicted_norm = (
@@ -97,15 +79,15 @@ class CenterMerge:
         )
         norm = average(own_norm, evicted_norm)
         # A key that nothing was merged into keeps its bits, which a product of direction and norm would round.
-        is_merged = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
+        is_merged = kv.scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
         k = jnp.where(is_merged, (unit_vectors(direction) * norm).astype(kept.k.dtype), kept.k)
         return dataclasses.replace(kept, k=k, v=average(kept.v, block.v))
 
 
-@register_method(example="ems:budget=512", family="merging")
+@kv.register_method(example="ems:budget=512", family="merging")
 def ems(
-    budget: TokenBudget = 256, window: int = 32, band: float = 1.0, threshold: float = 0.6, sinks: int = 0
-) -> Method:
+    budget: kv.TokenBudget = 256, window: int = 32, band: float = 1.0, threshold: float = 0.6, sinks: int = 0
+) -> kv.Method:
     """Keeps each head's best tokens by global and local attention, merges the next best into them, and evicts the rest.
 
     Formula:
@@ -127,5 +109,5 @@ def ems(
     Reference:
       EMS, Li et al. 2024, arXiv 2412.08521
     """
-    select = make_selection(GlobalLocalAttention(window), budget, sinks, window)
-    return Method(select=select, merge=CenterMerge(band, threshold))
+    select = kv.make_selection(GlobalLocalAttention(window), budget, sinks, window)
+    return kv.Method(select=select, merge=CenterMerge(band, threshold))

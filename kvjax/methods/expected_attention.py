@@ -8,23 +8,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax import method_api as kv
 from kvjax.cache.eviction.future_queries import mean_over_pre_rope, rotate_ahead, sum_queries, visible_to_next_query
-from kvjax.cache.eviction.scorers import head_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import MASKED_LOGIT, weights
-from kvjax.core.attention_mass import Observation
-from kvjax.core.rope import Rope
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpectedAttention(Scorer):
+class ExpectedAttention(kv.Scorer):
     """Scores tokens by the expected attention of a normally distributed future query, times |v|.
 
     Devoto et al. 2025, arXiv 2510.00636; kvpress. Mean and covariance are those of the pre-RoPE queries after the
@@ -43,23 +32,25 @@ class ExpectedAttention(Scorer):
 
     def __post_init__(self):
         if self.future < 1:
-            raise KvjaxError(f"future must be at least 1 position ahead, got {self.future}; kvpress uses 512")
+            raise kv.KvjaxError(f"future must be at least 1 position ahead, got {self.future}; kvpress uses 512")
         if self.epsilon < 0:
-            raise KvjaxError(f"epsilon must be 0 or more, got {self.epsilon}; kvpress uses 0")
+            raise kv.KvjaxError(f"epsilon must be 0 or more, got {self.epsilon}; kvpress uses 0")
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         block, observation = block.clean(), self.require_observation(observation)
         mean, covariance = self._future_queries(block, observation, spec.rope)
         logits = expected_logits(block.k, mean, covariance)
         is_readable = visible_to_next_query(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
-        p, _, l = weights(jnp.where(is_readable, logits, MASKED_LOGIT))
+        p, _, l = kv.attention.weights(jnp.where(is_readable, logits, kv.MASKED_LOGIT))
         heads = p / jnp.maximum(l, 1e-30)[..., None]
         if self.value_norms:
             norms = jnp.sqrt(jnp.square(block.v.astype(jnp.float32)).sum(-1))
             heads = (heads + self.epsilon) * norms[:, :, None]
-        return head_scores(heads, heads.mean(2), block)
+        return kv.head_scores(heads, heads.mean(2), block)
 
-    def _future_queries(self, block: KVBlock, observation: Observation, rope: Rope) -> tuple[Array, Array | None]:
+    def _future_queries(
+        self, block: kv.KVBlock, observation: kv.Observation, rope: kv.Rope
+    ) -> tuple[kv.Array, kv.Array | None]:
         """Estimates the mean f32[B K G H] and the covariance f32[B K G H H] of future queries."""
         counted, steps = observation.pos >= self.sinks, jnp.arange(self.future, dtype=jnp.int32)
         pre_rope_mean = mean_over_pre_rope(observation, counted, rope, sum_queries)[:, :, :, None]
@@ -67,7 +58,7 @@ class ExpectedAttention(Scorer):
         if not self.covariance:
             return mean, None
 
-        def sum_products(q: Array, counts: Array) -> Array:
+        def sum_products(q: kv.Array, counts: kv.Array) -> kv.Array:
             deviation = (q - pre_rope_mean) * counts
             return jnp.einsum("bkgqh,bkgqi->bkghi", deviation, deviation)
 
@@ -77,11 +68,11 @@ class ExpectedAttention(Scorer):
         return mean, rotate_ahead(half_rotated.swapaxes(3, 4), rope, block, steps)
 
 
-def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_once: int = 256) -> Array:
+def expected_logits(keys: kv.Array, mean: kv.Array, covariance: kv.Array | None, keys_at_once: int = 256) -> kv.Array:
     """Computes the logarithm of the expected exp of the scaled dot product with keys [B K S H]: f32[B K G S]."""
     H = keys.shape[3]
 
-    def score_key(key: Array) -> Array:
+    def score_key(key: kv.Array) -> kv.Array:
         key = key.astype(jnp.float32)
         logit = jnp.einsum("bkh,bkgh->bkg", key, mean) * H**-0.5
         if covariance is None:
@@ -92,9 +83,9 @@ def expected_logits(keys: Array, mean: Array, covariance: Array | None, keys_at_
     return jnp.moveaxis(lax.map(score_key, jnp.moveaxis(keys, 2, 0), batch_size=keys_at_once), 0, 3)
 
 
-@register_method(example="expected_attention:budget=512", family="eviction after the prompt")
+@kv.register_method(example="expected_attention:budget=512", family="eviction after the prompt")
 def expected_attention(
-    budget: TokenBudget = 1024,
+    budget: kv.TokenBudget = 1024,
     sinks: int = 4,
     future: int = 512,
     covariance: bool = True,
@@ -102,7 +93,7 @@ def expected_attention(
     epsilon: float = 0.0,
     unit: str = "token",
     per: str = "head",
-) -> Method:
+) -> kv.Method:
     """Keeps the prompt tokens that future queries are expected to attend to.
 
     kvpress' evaluation divides its budget among heads: 'expected_attention:epsilon=0.01 + adakv:rule=kvpress'; alone
@@ -131,4 +122,4 @@ def expected_attention(
       Expected Attention, Devoto et al. 2025, arXiv 2510.00636; constants of its public code, kvpress
     """
     scorer = ExpectedAttention(sinks, future, covariance, value_norms, epsilon)
-    return Method(select=make_selection(scorer, budget, sinks, unit=unit, per=per))
+    return kv.Method(select=kv.make_selection(scorer, budget, sinks, unit=unit, per=per))

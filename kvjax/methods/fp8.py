@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.quantizers import Fp8
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_method(family="quantization by token")
-def fp8(kind: str = "e4m3", scaled: bool = True) -> Method:
+@kv.register_method(family="quantization by token")
+def fp8(kind: str = "e4m3", scaled: bool = True) -> kv.Method:
     """Quantizes every token's key and value of a head to 8-bit floats with a scale of its own, once, when it arrives.
 
     Attention in the prompt is exact. A key or a value of head size H takes H + 4 bytes, H without the scale.
@@ -28,5 +25,5 @@ def fp8(kind: str = "e4m3", scaled: bool = True) -> Method:
     Reference:
       vLLM, kv_cache_dtype fp8_per_token_head, and fp8; the formats: Micikevicius et al. 2022, arXiv 2209.05433
     """
-    codec = PerTokenCodec(Fp8(kind, scaled))
-    return Method(k=codec, v=codec)
+    codec = kv.PerTokenCodec(kv.Fp8(kind, scaled))
+    return kv.Method(k=codec, v=codec)

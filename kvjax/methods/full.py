@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_method(family="exact")
-def full() -> Method:
+@kv.register_method(family="exact")
+def full() -> kv.Method:
     """Stores all keys and values on the device and reads them all: the exact reference.
 
     Formula:
@@ -19,4 +18,4 @@ def full() -> Method:
     Reference:
       Vaswani et al. 2017, arXiv 1706.03762; Pope et al. 2022, arXiv 2211.05102
     """
-    return Method()
+    return kv.Method()

@@ -9,33 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.bases import sum_outer_products
+from kvjax import method_api as kv
 from kvjax.cache.codecs.chunk_quant import Channelwise, ChunkCodec, ChunkState, Tokenwise
 from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
-from kvjax.cache.components import Codec
-from kvjax.cache.method import Method
-from kvjax.core import memory
-from kvjax.core.mesh import vary
-from kvjax.core.types import Array, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 JACOBI_SWEEPS = 10  # over all pairs of rows; float32 needs six to nine of them for matrices of up to 256 rows
 
 
-@pytree
+@kv.pytree
 class GearState:
     """The codes of all slots, and the three things that are added to them."""
 
     codes: ChunkState
     outliers: Any
-    coordinates: memory.Buffer  # [B K S r] of each token's error, r the greater of both ranks
-    prompt_basis: Array  # [B K H rank], the directions of the prompt's coordinates
-    chunk_bases: Array  # [B K U H*later], those of each decoded chunk; its rank is at most its number of tokens
+    coordinates: kv.memory.Buffer  # [B K S r] of each token's error, r the greater of both ranks
+    prompt_basis: kv.Array  # [B K H rank], the directions of the prompt's coordinates
+    chunk_bases: kv.Array  # [B K U H*later], those of each decoded chunk; its rank is at most its number of tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class LowRankResidual(Codec):
+class LowRankResidual(kv.Codec):
     """Stores X as codes of (X - S), plus outliers S, plus a low-rank matrix L (GEAR, 2403.05527, section 4).
 
     The outliers come back exactly. L is the best matrix of its rank for the error E that the codes leave elsewhere
@@ -60,12 +53,12 @@ class LowRankResidual(Codec):
 
     def __post_init__(self):
         if min(self.rank, self.later) < 1:
-            raise KvjaxError(f"ranks must be 1 or more, got {self.rank} and {self.later}; GEAR uses 4 and 2")
+            raise kv.KvjaxError(f"ranks must be 1 or more, got {self.rank} and {self.later}; GEAR uses 4 and 2")
 
-    def num_committed(self, stored: GearState, n: Array) -> Array:
+    def num_committed(self, stored: GearState, n: kv.Array) -> kv.Array:
         return self.backbone.num_committed(stored.codes, n)
 
-    def encode(self, x: Array, pos: Array) -> GearState:
+    def encode(self, x: kv.Array, pos: kv.Array) -> GearState:
         B, K, S, H = x.shape
         real = jnp.broadcast_to(pos >= 0, (B, K, S))
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
@@ -77,19 +70,19 @@ class LowRankResidual(Codec):
         return GearState(
             codes,
             self.outliers.init_state(x, is_outlier, self.backbone.every),
-            memory.pack(coordinates),
+            kv.memory.pack(coordinates),
             basis,
             jnp.zeros((B, K, self.backbone.num_chunks(S), H * chunk_rank), x.dtype),
         )
 
-    def append(self, stored: GearState, x: Array, at: Array) -> GearState:
+    def append(self, stored: GearState, x: kv.Array, at: kv.Array) -> GearState:
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
         is_due = self.backbone.is_due(stored.codes, at)
         if self.backbone.num_chunks(stored.codes.slots):
             stored = lax.cond(is_due.any(), lambda s: self._quantize_chunk(s, is_due), lambda s: s, stored)
         return dataclasses.replace(stored, codes=self.backbone.append_recent(stored.codes, x, at))
 
-    def _quantize_chunk(self, stored: GearState, is_due: Array) -> GearState:
+    def _quantize_chunk(self, stored: GearState, is_due: kv.Array) -> GearState:
         """Quantizes the full chunks of the sequences that are due, bool[B]."""
         x, at = self.backbone.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
         is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
@@ -101,33 +94,35 @@ class LowRankResidual(Codec):
         return GearState(
             self.backbone.append_chunk(stored.codes, codes, is_due),
             self.outliers.add(stored.outliers, x, is_outlier, at, chunk, is_due),
-            memory.append(stored.coordinates, coordinates, at, is_due),
+            kv.memory.append(stored.coordinates, coordinates, at, is_due),
             stored.prompt_basis,
-            memory.put(stored.chunk_bases, basis.reshape(*x.shape[:2], 1, -1), place),
+            kv.memory.put(stored.chunk_bases, basis.reshape(*x.shape[:2], 1, -1), place),
         )
 
-    def decode(self, stored: GearState) -> Array:
+    def decode(self, stored: GearState) -> kv.Array:
         x = self.backbone.decode(stored.codes)
         slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None]
         return self._add_residual(stored, x, jnp.broadcast_to(slot, x.shape[:3]))
 
-    def gather(self, stored: GearState, idx: Array) -> Array:
+    def gather(self, stored: GearState, idx: kv.Array) -> kv.Array:
         return self._add_residual(stored, self.backbone.gather(stored.codes, idx), idx)
 
-    def _add_residual(self, stored: GearState, x: Array, slot: Array) -> Array:
+    def _add_residual(self, stored: GearState, x: kv.Array, slot: kv.Array) -> kv.Array:
         """Adds L and the outliers to the dequantized tokens x [B K n H] of slots i32[B K n]."""
-        coordinates = memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
+        coordinates = kv.memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
         low_rank = _combine(coordinates, stored.prompt_basis[:, :, None])
         if num_chunks := stored.chunk_bases.shape[2]:
             chunk = self.backbone.chunk_index(stored.codes, slot)
-            bases = memory.take(stored.chunk_bases, jnp.clip(chunk, 0, num_chunks - 1))
+            bases = kv.memory.take(stored.chunk_bases, jnp.clip(chunk, 0, num_chunks - 1))
             later = _combine(coordinates, bases.reshape(*slot.shape, stored.prompt_basis.shape[2], -1))
             low_rank = jnp.where((chunk < 0)[..., None], low_rank, later)
         whole = (x.astype(jnp.float32) + low_rank).astype(x.dtype)
         whole = self.outliers.insert(stored.outliers, whole, slot)
         return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
-    def _factorize_error(self, x: Array, restored: Array, counts: Array, rank: int) -> tuple[Array, Array]:
+    def _factorize_error(
+        self, x: kv.Array, restored: kv.Array, counts: kv.Array, rank: int
+    ) -> tuple[kv.Array, kv.Array]:
         """Factorizes what codes leave of tokens x [B K n H], where it counts, bool[B K n H].
 
         Returns:
@@ -139,24 +134,24 @@ class LowRankResidual(Codec):
         # The smaller of the two Gram matrices has the same leading part of the decomposition. Its vectors are rounded
         # to the dtype that stores them before the error is projected on them, so that the other factor makes up for it.
         if n < H:
-            coordinates = leading_eigenvectors(sum_outer_products(transposed), min(rank, n)).astype(x.dtype)
+            coordinates = leading_eigenvectors(kv.sum_outer_products(transposed), min(rank, n)).astype(x.dtype)
             basis = jnp.matmul(transposed, coordinates.astype(jnp.float32), precision=lax.Precision.HIGHEST)
             basis = basis.astype(x.dtype)
         else:
-            basis = leading_eigenvectors(sum_outer_products(error), min(rank, H)).astype(x.dtype)
+            basis = leading_eigenvectors(kv.sum_outer_products(error), min(rank, H)).astype(x.dtype)
             coordinates = jnp.matmul(error, basis.astype(jnp.float32), precision=lax.Precision.HIGHEST)
             coordinates = coordinates.astype(x.dtype)
         width = min(max(self.rank, self.later), H)
         return jnp.pad(coordinates, [(0, 0)] * 3 + [(0, width - coordinates.shape[3])]), basis
 
 
-def _combine(coordinates: Array, basis: Array) -> Array:
+def _combine(coordinates: kv.Array, basis: kv.Array) -> kv.Array:
     """Combines a basis [B K 1|n H r'] by each token's first coordinates f32[B K n r] -> f32[B K n H]."""
     first = coordinates[..., None, : basis.shape[4]]
     return (first * basis.astype(jnp.float32)).sum(-1)
 
 
-def leading_eigenvectors(matrix: Array, count: int) -> Array:
+def leading_eigenvectors(matrix: kv.Array, count: int) -> kv.Array:
     """Computes the eigenvectors of the greatest eigenvalues of positive semidefinite matrices.
 
     It uses Jacobi's method in plain array operations: each round rotates n / 2 disjoint pairs of rows and columns so
@@ -186,24 +181,24 @@ def leading_eigenvectors(matrix: Array, count: int) -> Array:
         top_seats, bottom_seats = [0, bottom_seats[0], *top_seats[1:-1]], [*bottom_seats[1:], top_seats[-1]]
     order = np.array(top_seats + bottom_seats, np.int32)
 
-    def rotate_pairs(x: Array, cosine: Array, sine: Array) -> Array:
+    def rotate_pairs(x: kv.Array, cosine: kv.Array, sine: kv.Array) -> kv.Array:
         first, second = x[..., :half, :], x[..., half:, :]
         return jnp.concatenate([cosine * first - sine * second, sine * first + cosine * second], -2)
 
-    def run_round(_: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def run_round(_: kv.Array, carry: tuple[kv.Array, kv.Array]) -> tuple[kv.Array, kv.Array]:
         a, vectors = carry
         cosine, sine = _jacobi_angles(a)
         a = rotate_pairs(rotate_pairs(a, cosine, sine).swapaxes(-2, -1), cosine, sine)
         return a[..., order, :][..., order], rotate_pairs(vectors, cosine, sine)[..., order, :]
 
     start = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), a.shape)  # eigenvectors as rows
-    a, vectors = lax.fori_loop(0, JACOBI_SWEEPS * (size - 1), run_round, (a, vary(start)))
+    a, vectors = lax.fori_loop(0, JACOBI_SWEEPS * (size - 1), run_round, (a, kv.vary(start)))
     values = jnp.diagonal(a, axis1=-2, axis2=-1)
     best = jnp.argsort(-values, axis=-1)[..., :count, None]
     return jnp.take_along_axis(vectors, best, -2)[..., :n].swapaxes(-2, -1)
 
 
-def _jacobi_angles(a: Array) -> tuple[Array, Array]:
+def _jacobi_angles(a: kv.Array) -> tuple[kv.Array, kv.Array]:
     """Computes the cosines and sines f32[... n/2 1] that make zero the entries where rows i and i + n / 2 meet."""
     half = a.shape[-1] // 2
     diagonal = jnp.diagonal(a, axis1=-2, axis2=-1)
@@ -216,8 +211,8 @@ def _jacobi_angles(a: Array) -> tuple[Array, Array]:
     return cosine[..., None], (tangent * cosine)[..., None]
 
 
-@register_method(example="gear:bits=2", family="quantization by channel and group")
-def gear(bits: int = 4, rank: int = 4, later: int = 2, share: float = 0.02, every: int = 20) -> Method:
+@kv.register_method(example="gear:bits=2", family="quantization by channel and group")
+def gear(bits: int = 4, rank: int = 4, later: int = 2, share: float = 0.02, every: int = 20) -> kv.Method:
     """Quantizes keys by channel and values by token, and adds their error as a low-rank matrix and exact outliers.
 
     Attention in the prompt is exact.
@@ -243,7 +238,7 @@ def gear(bits: int = 4, rank: int = 4, later: int = 2, share: float = 0.02, ever
     Reference:
       GEAR, Kang et al. 2024, arXiv 2403.05527, section 4; its variant KCVT
     """
-    return Method(
+    return kv.Method(
         k=LowRankResidual(Channelwise(bits, every), ChannelOutliers(share), rank, later),
         v=LowRankResidual(Tokenwise(bits, every), TokenOutliers(share), rank, later),
     )

@@ -7,26 +7,12 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Policy
-from kvjax.cache.eviction.decode_policy import (
-    check_minimum,
-    evict_lowest,
-    policy_state_at,
-    require_observation,
-    top_slots,
-)
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.core.attention_mass import Observation, attention_mass
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class H2O(Policy):
+class H2O(kv.Policy):
     """Keeps heavy hitters and recent tokens, chosen again at every step (Zhang et al. 2023, 2306.14048, section 4).
 
     A token's score is the attention it has received, softmax over the kept tokens, summed over the query heads of its
@@ -47,47 +33,49 @@ class H2O(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_minimum("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
+        kv.check_minimum("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
         if not 0 <= self.decay <= 1:
-            raise KvjaxError(f"decay of H2O must be between 0 and 1, got {self.decay}; 1 forgets nothing")
+            raise kv.KvjaxError(f"decay of H2O must be between 0 and 1, got {self.decay}; 1 forgets nothing")
         if self.normalise not in ("none", "visible-count"):
-            raise KvjaxError(f"normalise of H2O must be 'none' or 'visible-count', got {self.normalise!r}")
+            raise kv.KvjaxError(f"normalise of H2O must be 'none' or 'visible-count', got {self.normalise!r}")
         if self.granularity not in ("kv", "layer"):
-            raise KvjaxError(f"granularity of H2O must be 'kv' or 'layer', got {self.granularity!r}")
+            raise kv.KvjaxError(f"granularity of H2O must be 'kv' or 'layer', got {self.granularity!r}")
 
     def num_slots(self, layer: MethodLayer) -> int:
         return self.heavy + self.recent + 1
 
     def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, Array]:
-        observation = require_observation(observation, "H2O", "all queries")
-        last = over_heads.max(block.pos.max(2))  # [B 1]
+        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+    ) -> tuple[kv.Array, kv.Array]:
+        observation = kv.require_observation(observation, "H2O", "all queries")
+        last = kv.over_heads.max(block.pos.max(2))  # [B 1]
         age = jnp.where(observation.pos < 0, 0, last - observation.pos).astype(jnp.float32)
-        received = attention_mass(block, observation, jnp.float32(self.decay) ** age, layer.spec.window)[0]
+        received = kv.attention_mass(block, observation, jnp.float32(self.decay) ** age, layer.spec.window)[0]
         score = self._pool_heads(received.sum(2))
         pos = jnp.broadcast_to(block.pos, score.shape)
         is_recent = pos > last[..., None] - self.recent
         rank = jnp.where(is_recent, jnp.inf, self._normalize(score, pos, last[..., None], layer.spec))
-        chosen = top_slots(rank, pos, min(self.heavy + self.recent, slots))
-        return chosen, policy_state_at(score, chosen, slots)
+        chosen = kv.top_slots(rank, pos, min(self.heavy + self.recent, slots))
+        return chosen, kv.policy_state_at(score, chosen, slots)
 
-    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
+    def after_token(
+        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
+    ) -> tuple[kv.Array, kv.Array]:
         t = q_pos[:, None]  # [B 1 1]
         # The newest token's slot still has the score of an evicted token.
         before = jnp.where(state.pos == t, 0.0, state.policy_state)
         score = jnp.where(t >= 0, self.decay * before + self._pool_heads(weights.sum(2)), state.policy_state)
         may_leave = (state.pos >= 0) & (state.pos <= t - self.recent)
         rank = self._normalize(score, state.pos, t, layer.spec)
-        return evict_lowest(rank, state.pos, may_leave, t >= 0), score
+        return kv.evict_lowest(rank, state.pos, may_leave, t >= 0), score
 
-    def _pool_heads(self, received: Array) -> Array:
+    def _pool_heads(self, received: kv.Array) -> kv.Array:
         """Averages attention f32[B K S] over the heads that choose together."""
         if self.granularity == "kv":
             return received
-        return jnp.broadcast_to(over_heads.mean(received), received.shape)
+        return jnp.broadcast_to(kv.over_heads.mean(received), received.shape)
 
-    def _normalize(self, score: Array, pos: Array, t: Array, spec: LayerSpec) -> Array:
+    def _normalize(self, score: kv.Array, pos: kv.Array, t: kv.Array, spec: kv.LayerSpec) -> kv.Array:
         """Divides scores f32[B K S] by the queries that could see the tokens at pos, up to time t i32[B 1 1]."""
         if self.normalise == "none":
             return score
@@ -96,10 +84,10 @@ class H2O(Policy):
         return score / jnp.maximum(num_queries, 1).astype(jnp.float32)
 
 
-@register_method(example="h2o:heavy=256,recent=256", family="eviction at every step", sized_by="heavy,recent")
+@kv.register_method(example="h2o:heavy=256,recent=256", family="eviction at every step", sized_by="heavy,recent")
 def h2o(
     heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"
-) -> Method:
+) -> kv.Method:
     """Keeps heavy hitters and recent tokens, selected again at every step, in constant memory.
 
     Formula:
@@ -123,4 +111,4 @@ def h2o(
     Reference:
       H2O, Zhang et al. 2023, arXiv 2306.14048, section 4; decay: A2SF, arXiv 2407.20485
     """
-    return Method(decode=H2O(heavy, recent, decay, normalise, granularity))
+    return kv.Method(decode=H2O(heavy, recent, decay, normalise, granularity))

@@ -11,21 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.components import Budget, HeadBudgets
 from kvjax.cache.eviction.budgets import budgets_by_layer, num_kept_by_length
 from kvjax.cache.eviction.ranking import Candidates, MeasuredHeadTokens
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.selection import Selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import PagedHeads
-from kvjax.core.rope import Rope
-from kvjax.core.types import Array
-from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.registry.registration import register_method
 
 CALIBRATED_FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
 """Budgets, as fractions of a text, at which a table is calibrated."""
@@ -34,9 +23,9 @@ LENGTHS_AT_ONCE = 1024  # prompt lengths whose divisions are computed together
 MEAN_TOLERANCE = 1e-3  # between the mean of a table's shares and its fraction: they are stored in float32
 
 
-@register_table_kind("head_shares")
+@kv.register_table_kind("head_shares")
 @dataclasses.dataclass(frozen=True)
-class CalibratedShares(TableKind):
+class CalibratedShares(kv.TableKind):
     """The fraction of a text's tokens that each head keeps when the tokens of all heads of all layers are ranked.
 
     Arrays of a layer: `fractions` f32[R], budgets as fractions of a text, ascending, equal in all layers; `shares`
@@ -54,7 +43,7 @@ class CalibratedShares(TableKind):
     def measuring_method(self) -> str:
         return self.method
 
-    def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Any:
+    def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: kv.Array) -> Any:
         """Counts the tokens i32[L B K R] that each head and all heads of the model keep, and those of the texts."""
         assert layer.method.select is not None
         size, shape = layer.method.select.granularity.size, measures.scores.shape[:3]
@@ -68,11 +57,11 @@ class CalibratedShares(TableKind):
         every = jnp.broadcast_to(tokens.sum((0, 2), keepdims=True, dtype=jnp.int32), tokens.shape)
         return {"kept": tokens, "every": every, "length": jnp.broadcast_to(lengths[None, :, None], shape)}
 
-    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+    def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
         length = counted["length"]
         fractions = counted["every"][0] / (length[0] * spec.num_layers * spec.num_kv_heads)
         if not (np.diff(fractions, prepend=0) > 0).all():
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"the texts do not leave room for what always stays at a budget of {CALIBRATED_FRACTIONS[0]} of their "
                 f"tokens: heads keep {fractions[0]:.3f} and {fractions[1]:.3f} of them at the lowest two budgets; give "
                 "longer texts, or a method with fewer sinks and recent tokens"
@@ -82,7 +71,7 @@ class CalibratedShares(TableKind):
             "fractions": fractions.astype(np.float32),
         }
 
-    def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+    def example(self, spec: kv.LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         fractions = np.array(CALIBRATED_FRACTIONS, np.float64)
         lean = rng.uniform(-1, 1, spec.num_kv_heads)
         lean = (lean - lean.mean()) / max(np.abs(lean - lean.mean()).max(), 1e-9)
@@ -104,9 +93,9 @@ class Division:
       represented: fraction of a layer's units that representatives take.
     """
 
-    given: TableFile
+    given: kv.TableFile
     model: tuple[int, int, int, int]
-    budget: Budget
+    budget: kv.Budget
     sinks: int
     recent: int
     size: int
@@ -161,7 +150,7 @@ def _divide_tokens(
     if division.represented:
         # Representatives take equally many units of each head of a layer, so each head must have as many.
         mean_of_layer = -(-units.sum(2) // K)
-        least = np.asarray(fraction_of(division.represented, mean_of_layer))[..., None]
+        least = np.asarray(kv.fraction_of(division.represented, mean_of_layer))[..., None]
         total = np.maximum(units.sum(2), K * least[..., 0])
         units, least = (x.reshape(-1, x.shape[-1]) for x in (units, least))
         units = round_to_totals(units, total.reshape(-1), least, np.repeat(most, L)[:, None]).reshape(-1, L, K)
@@ -197,29 +186,29 @@ def round_to_totals(ideal: np.ndarray, total: np.ndarray, least: np.ndarray, mos
 
 
 @functools.lru_cache(maxsize=16)
-def _load_table(table: TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _load_table(table: kv.TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Loads (fractions f64[R], shares f64[L K R]); raises KvjaxError for a table of another model."""
     shares, fractions = [], []
     for i in range(model[0]):
-        spec = LayerSpec(i, *model, None, Rope(model[3]))
+        spec = kv.LayerSpec(i, *model, None, kv.Rope(model[3]))
         size = table.layer_arrays(spec, fractions=(None,))["fractions"].shape[0]
         arrays = table.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
         shares.append(arrays["shares"].astype(np.float64))
         fractions.append(arrays["fractions"].astype(np.float64).tolist())
     at, remedy = fractions[0], "make the table anew, as with `kvjax calibrate head_shares`"
     if not at or any(other != at for other in fractions) or sorted({0.0, *at, 1.0}) != [0.0, *at, 1.0]:
-        raise KvjaxError(
+        raise kv.KvjaxError(
             f"fractions of {table.path} must ascend between 0 and 1 and be the same in every layer, got {at}; {remedy}"
         )
     every = np.stack(shares)
     if every.min() < 0 or every.max() > 1:
-        raise KvjaxError(
+        raise kv.KvjaxError(
             f"shares of {table.path} are tokens kept of a text's and lie in [0, 1], got {every.min():g} to "
             f"{every.max():g}; {remedy}"
         )
     for fraction, mean in zip(at, every.mean((0, 1)).tolist(), strict=True):
         if abs(mean - fraction) > MEAN_TOLERANCE:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"at the fraction {fraction:g} the shares of {table.path} have the mean {mean:.4f}, and it must be the "
                 f"fraction; {remedy}"
             )
@@ -227,7 +216,7 @@ def _load_table(table: TableFile, model: tuple[int, int, int, int]) -> tuple[np.
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerDivision(HeadBudgets):
+class LayerDivision(kv.HeadBudgets):
     """The tokens that a division gives to each head of one layer.
 
     Args:
@@ -241,12 +230,12 @@ class LayerDivision(HeadBudgets):
     def tokens_by_length(self, longest: int) -> np.ndarray:
         return self.division.tokens(longest)[:, self.index]
 
-    def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
+    def for_lengths(self, lengths: kv.Array, longest: int) -> kv.HeadBudgets:
         return SequenceBudgets(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerMean(Budget):
+class LayerMean(kv.Budget):
     """The budget of a selection under a `LayerDivision`: the mean of the layer's heads, rounded up to whole units."""
 
     heads: LayerDivision
@@ -274,24 +263,26 @@ class SequenceBudgets(MeasuredHeadTokens):
     """The tokens that a layer's heads keep of each prompt of a batch."""
 
     # Each layer's budget is settled before, so a head competes with those of its own layer alone.
-    num_other_heads = HeadBudgets.num_other_heads
+    num_other_heads = kv.HeadBudgets.num_other_heads
 
 
 @dataclasses.dataclass(frozen=True)
-class CalibratedDivision(HeadBudgets):
+class CalibratedDivision(kv.HeadBudgets):
     """The rule of a table; bound to a layer and its selection, it becomes a `LayerDivision`."""
 
-    given: TableFile
+    given: kv.TableFile
 
-    def at(self, spec: LayerSpec) -> CalibratedDivision:
+    def at(self, spec: kv.LayerSpec) -> CalibratedDivision:
         _load_table(self.given, _model_shape(spec))
         return self
 
-    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection, HeadBudgets]:
+    def bind_budget(
+        self, method: kv.Method, budget: kv.Budget, spec: kv.LayerSpec
+    ) -> tuple[kv.Selection, kv.HeadBudgets]:
         select = method.select
         assert select is not None
         if len(set(budgets_by_layer(budget, spec))) > 1:
-            raise IncompatibleMethod(
+            raise kv.IncompatibleMethod(
                 "head shares (component `side_store`) divide one budget among all layers, and "
                 f"{type(select.budget).__name__} (component `select`) has divided it already; give all layers the "
                 "same, as in 'snapkv:budget=256 + head_shares'"
@@ -311,12 +302,12 @@ class CalibratedDivision(HeadBudgets):
         return dataclasses.replace(select, budget=LayerMean(layer_division)), layer_division
 
 
-def _model_shape(spec: LayerSpec) -> tuple[int, int, int, int]:
+def _model_shape(spec: kv.LayerSpec) -> tuple[int, int, int, int]:
     return spec.num_layers, spec.num_kv_heads, spec.num_groups, spec.head_dim
 
 
-@register_method(example="turned_queries:budget=512,level=head + head_shares", family="component over a selection")
-def head_shares(table: str = "shipped", page: int = 16) -> Method:
+@kv.register_method(example="turned_queries:budget=512,level=head + head_shares", family="component over a selection")
+def head_shares(table: str = "shipped", page: int = 16) -> kv.Method:
     """Divides one budget among all heads of all layers by a table that is calibrated once.
 
     Use it as in 'snapkv:budget=25% + head_shares', or 'kvzip:budget=25%,level=head + head_shares'. The number of tokens
@@ -339,4 +330,4 @@ def head_shares(table: str = "shipped", page: int = 16) -> Method:
     Reference:
       kvjax's own, after the ranking over the model of KVzip, Kim et al. 2025, arXiv 2505.23416
     """
-    return Method(side_store=PagedHeads(CalibratedDivision(CalibratedShares.table_file(table)), page))
+    return kv.Method(side_store=kv.PagedHeads(CalibratedDivision(CalibratedShares.table_file(table)), page))

@@ -6,16 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.cache.calibration.head_tables import HeadWeights
-from kvjax.cache.calibration.table_file import TableFile
+from kvjax import method_api as kv
 from kvjax.cache.eviction.head_budgets import HeadTableBudgets, HeadTokens, MeanOfHeads, scores_of_all_heads
-from kvjax.cache.eviction.scorers import WindowAttention
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import PagedHeads
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,23 +24,23 @@ class HeadWeightBudgets(HeadTableBudgets):
       beta: 1 puts all tokens into the pool.
     """
 
-    given: TableFile
+    given: kv.TableFile
     budget: int
     window: int
     beta: float
 
     def __post_init__(self):
         if self.budget <= self.window:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"a budget of {self.budget} tokens leaves nothing before the window of {self.window}; use more"
             )
         if self.beta < 1:
-            raise KvjaxError(f"beta must be at least 1, got {self.beta}; 1 puts everything into the pool")
+            raise kv.KvjaxError(f"beta must be at least 1, got {self.beta}; 1 puts everything into the pool")
 
-    def at(self, spec: LayerSpec) -> HeadTokens:
+    def at(self, spec: kv.LayerSpec) -> HeadTokens:
         weights = scores_of_all_heads(self.given, spec, "weights")
         if weights.min() < 0 or not weights.any():
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"weights of heads must be 0 or more and not all 0, got {weights.min():g} to {weights.max():g} in "
                 f"{self.given.path}; make the table anew"
             )
@@ -58,7 +50,7 @@ class HeadWeightBudgets(HeadTableBudgets):
         return HeadTokens(tuple(self.window + int(n) for n in tokens[spec.index]))
 
 
-@register_method(example="headkv:budget=256", family="heads of unequal length")
+@kv.register_method(example="headkv:budget=256", family="heads of unequal length")
 def headkv(
     budget: int = 128,
     beta: float = 1.01,
@@ -67,7 +59,7 @@ def headkv(
     pool: str = "max",
     table: str = "shipped",
     page: int = 16,
-) -> Method:
+) -> kv.Method:
     """Gives important heads of the whole model many of the prompt's tokens, and the others few.
 
     Formula:
@@ -89,6 +81,8 @@ def headkv(
     Reference:
       HeadKV, Fu et al. 2024, arXiv 2410.19258, section 3; its public code, FYYFU/HeadKV
     """
-    rule = HeadWeightBudgets(HeadWeights.table_file(table), budget, window, beta)
-    scorer = WindowAttention(window, kernel, pool)
-    return Method(select=make_selection(scorer, MeanOfHeads(rule), 0, window), side_store=PagedHeads(rule, page))
+    rule = HeadWeightBudgets(kv.HeadWeights.table_file(table), budget, window, beta)
+    scorer = kv.WindowAttention(window, kernel, pool)
+    return kv.Method(
+        select=kv.make_selection(scorer, MeanOfHeads(rule), 0, window), side_store=kv.PagedHeads(rule, page)
+    )

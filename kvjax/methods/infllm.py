@@ -9,45 +9,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.components import Reader, ReadResult
-from kvjax.cache.eviction.decode_policy import check_minimum
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.readers.retrieval import slot_lookup
-from kvjax.cache.readers.ring_buffer import RingBuffer
-from kvjax.core import memory
-from kvjax.core.attention import MASKED_LOGIT, combine, mix, scores, visible, weights
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads, vary
-from kvjax.core.rope import Rope
-from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
-@pytree
+@kv.pytree
 class InfLLMState:
     """A second copy of the latest tokens, and the keys that blocks are found by, on the device."""
 
-    k: memory.Buffer  # [B K P H] after RoPE, in the P places of a `RingBuffer`
-    v: memory.Buffer  # [B K P H]
-    mass: Array  # f32[B K G P], attention received while inside the window
-    num_blocks: Array  # i32[B], blocks so far
-    keys: Array | None  # [B K G blocks H], the representative key of each block, before RoPE
+    k: kv.memory.Buffer  # [B K P H] after RoPE, in the P places of a `RingBuffer`
+    v: kv.memory.Buffer  # [B K P H]
+    mass: kv.Array  # f32[B K G P], attention received while inside the window
+    num_blocks: kv.Array  # i32[B], blocks so far
+    keys: kv.Array | None  # [B K G blocks H], the representative key of each block, before RoPE
 
 
 class SlotTokens(NamedTuple):
     """Some tokens of the cache, and their slots."""
 
-    block: KVBlock  # [B K n H]; keys of far tokens are float32, before RoPE
-    slot: Array  # i32[B 1|K n], -1 where there is none
+    block: kv.KVBlock  # [B K n H]; keys of far tokens are float32, before RoPE
+    slot: kv.Array  # i32[B 1|K n], -1 where there is none
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockReader(Reader):
+class BlockReader(kv.Reader):
     """Reads sinks, a window, and the `topk` most relevant blocks of the past (Xiao et al. 2024, 2402.04617, section 3).
 
     Tokens come in chunks of at most `prompt_chunk` queries (one when decoding). A prompt is read in chunks too, so its
@@ -84,23 +70,23 @@ class BlockReader(Reader):
 
     def __post_init__(self):
         fields = {name: (getattr(self, name), 1) for name in ("block", "local", "topk", "representatives")}
-        check_minimum("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
+        kv.check_minimum("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
         if self.prompt_chunk > self.local:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"chunk of InfLLM must not exceed local={self.local}, got {self.prompt_chunk}; use {self.local}"
             )
         if self.representatives > self.block:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"representatives of InfLLM must not exceed block={self.block}, got {self.representatives}; "
                 f"use {self.block} or fewer"
             )
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> InfLLMState:
+    def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> InfLLMState:
         B, K, S, _ = block.k.shape
         # The window, an unfinished block, the last chunk and this one: tokens are written before blocks are formed.
         # Whole blocks, so that none of them wraps around.
         max_tokens = min(self.local + self.block - 1 + 2 * self.prompt_chunk, S - self.sinks)
-        ring = RingBuffer(self.sinks, -(-max(max_tokens, 1) // self.block) * self.block)
+        ring = kv.RingBuffer(self.sinks, -(-max(max_tokens, 1) // self.block) * self.block)
         max_blocks = max(S - self.sinks - self.local, 0) // self.block
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         num_blocks = jnp.clip((n - self.sinks - self.local) // self.block, 0, max_blocks)
@@ -109,7 +95,9 @@ class BlockReader(Reader):
         keys = self._mean_keys(block, num_blocks, max_blocks, spec) if max_blocks else None
         return InfLLMState(ring.fill(block.k, slot), ring.fill(block.v, slot), mass, num_blocks, keys)
 
-    def append(self, reader_state: InfLLMState, new_tokens: KVBlock, at: Array, spec: LayerSpec) -> InfLLMState:
+    def append(
+        self, reader_state: InfLLMState, new_tokens: kv.KVBlock, at: kv.Array, spec: kv.LayerSpec
+    ) -> InfLLMState:
         ring = self._ring_from_mass(reader_state.mass)
         slot = at[:, :, None] + jnp.arange(new_tokens.pos.shape[2], dtype=jnp.int32)[None, None]
         place = jnp.where(new_tokens.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
@@ -122,19 +110,19 @@ class BlockReader(Reader):
     def read(
         self,
         layer: MethodLayer,
-        state: LayerState,
-        q: Array,
-        q_pos: Array,
-        other_partial: Partial | None = None,
+        state: kv.LayerState,
+        q: kv.Array,
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
-    ) -> ReadResult:
+    ) -> kv.ReadResult:
         assert state.n is not None
         rope, n, own_slots = layer.spec.rope, state.n[:, None], slot_lookup(state, q_pos)
         is_kept = (q_pos >= 0) & (own_slots(q_pos) < n)  # the others are drafts, which recall blocks of their own
         reader_state = self._form_blocks(layer, state, state.n - is_kept.sum(-1, dtype=jnp.int32))
         far_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))
         near_slot = self._ring_from_mass(reader_state.mass).slots(state.n, self._first_slot(reader_state.num_blocks))
-        near = _slot_tokens(state, memory.unpack(reader_state.k), memory.unpack(reader_state.v), near_slot)
+        near = _slot_tokens(state, kv.memory.unpack(reader_state.k), kv.memory.unpack(reader_state.v), near_slot)
         unassigned = self._unassigned_tokens(layer, state, reader_state, near, q.shape[3])
         recalled, recalled_for_drafts = None, None
         if reader_state.keys is not None:
@@ -143,7 +131,7 @@ class BlockReader(Reader):
                 is_draft = (q_pos >= 0) & ~is_kept
                 recalled_for_drafts = self._recall_blocks(layer, state, reader_state, far_q, is_draft)
 
-        def attend(q: Array, t: Array, far_q: Array) -> tuple[Partial, Array]:
+        def attend(q: kv.Array, t: kv.Array, far_q: kv.Array) -> tuple[kv.Partial, kv.Array]:
             own = own_slots(t)
             is_kept = (own < n)[:, None, None, :, None]
             p, window = _attend(q, near.block, self._visibility(layer, near, t, own)[0])
@@ -152,43 +140,45 @@ class BlockReader(Reader):
                 if tokens is None:
                     continue
                 is_far = self._visibility(layer, tokens, t, own)[1] & may_read
-                total = combine(total, _attend(far_q, tokens.block, is_far)[1])
+                total = kv.attention.combine(total, _attend(far_q, tokens.block, is_far)[1])
             # From weights relative to the window's own maximum to those of the softmax over both parts.
             scale = jnp.exp(window.m - total.m) / jnp.maximum(total.l, 1e-30)
             return total, jnp.where(is_kept, p * scale[..., None], 0.0).sum(3, keepdims=True)
 
         # `map_query_blocks` concatenates along the axis of queries: mass has one sum for each block of queries there.
-        out, mass = map_query_blocks(attend, q, q_pos, 64, far_q)
+        out, mass = kv.map_query_blocks(attend, q, q_pos, 64, far_q)
         reader_state = dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3))
-        return ReadResult(out, reader_state, cross_layer=cross_layer)
+        return kv.ReadResult(out, reader_state, cross_layer=cross_layer)
 
-    def _visibility(self, layer: MethodLayer, tokens: SlotTokens, t: Array, own: Array) -> tuple[Array, Array]:
+    def _visibility(
+        self, layer: MethodLayer, tokens: SlotTokens, t: kv.Array, own: kv.Array
+    ) -> tuple[kv.Array, kv.Array]:
         """Masks the tokens that queries at t i32[B T], in slots own i32[B T], see in their window, and the far ones."""
         distance = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
-        is_visible = visible(tokens.block.pos, t, layer.spec.window)
+        is_visible = kv.attention.visible(tokens.block.pos, t, layer.spec.window)
         return is_visible & (distance < self.local), is_visible & (distance >= self.local)
 
-    def _ring_from_mass(self, mass: Array) -> RingBuffer:
-        return RingBuffer(self.sinks, mass.shape[3] - self.sinks)
+    def _ring_from_mass(self, mass: kv.Array) -> kv.RingBuffer:
+        return kv.RingBuffer(self.sinks, mass.shape[3] - self.sinks)
 
-    def _first_slot(self, block_index: Array) -> Array:
+    def _first_slot(self, block_index: kv.Array) -> kv.Array:
         return self.sinks + block_index * self.block
 
-    def _mean_keys(self, block: KVBlock, num_blocks: Array, max_blocks: int, spec: LayerSpec) -> Array:
+    def _mean_keys(self, block: kv.KVBlock, num_blocks: kv.Array, max_blocks: int, spec: kv.LayerSpec) -> kv.Array:
         """Averages the keys of each block that a prompt forms at once: [B K G blocks H]."""
         B, K, _, H = block.k.shape
         size = self.block
         all_keys = lax.stop_gradient(block.k)  # these keys only choose which blocks are read
 
-        def add(i: Array, keys: Array) -> Array:
+        def add(i: kv.Array, keys: kv.Array) -> kv.Array:
             k, pos = (lax.dynamic_slice_in_dim(x, self.sinks + i * size, size, 2) for x in (all_keys, block.pos))
             mean = jnp.where((i < num_blocks)[:, None, None], spec.rope.unrotate(k, pos).mean(2), 0.0)
             return keys.at[:, :, :, i].set(mean[:, :, None].astype(keys.dtype))
 
-        start = vary(jnp.zeros((B, K, spec.num_groups, max_blocks, H), block.k.dtype))
+        start = kv.vary(jnp.zeros((B, K, spec.num_groups, max_blocks, H), block.k.dtype))
         return lax.fori_loop(0, num_blocks.max(), add, start)
 
-    def _form_blocks(self, layer: MethodLayer, state: LayerState, n: Array) -> InfLLMState:
+    def _form_blocks(self, layer: MethodLayer, state: kv.LayerState, n: kv.Array) -> InfLLMState:
         """Forms blocks of the first n i32[B] tokens, until fewer than block + local of them are left."""
         reader_state = state.reader_state
         if reader_state.keys is None:
@@ -197,13 +187,13 @@ class BlockReader(Reader):
         ring = self._ring_from_mass(reader_state.mass)
         B, K, G, N, _ = reader_state.keys.shape
 
-        def form_one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def form_one(carry: tuple[kv.Array, kv.Array]) -> tuple[kv.Array, kv.Array]:
             num_blocks, keys = carry
             # The block's tokens are still in the ring; the mean of its most attended keys becomes its key.
             slot = self._first_slot(num_blocks)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
             place = jnp.broadcast_to(ring.place(slot), (B, K, self.block))
             pre_rope = layer.spec.rope.unrotate(
-                memory.gather_tokens(reader_state.k, place), _take_slots(state.pos, slot)
+                kv.memory.gather_tokens(reader_state.k, place), _take_slots(state.pos, slot)
             )
             mass = jnp.take_along_axis(reader_state.mass, place[:, :, None], 3)
             best = lax.top_k(mass, self.representatives)[1]  # [B K G r]
@@ -215,12 +205,12 @@ class BlockReader(Reader):
             return num_blocks + is_due.astype(jnp.int32), keys.at[index].set(key.astype(keys.dtype), mode="drop")
 
         with jax.named_scope("form"):
-            start = vary((reader_state.num_blocks, lax.stop_gradient(reader_state.keys)))
+            start = kv.vary((reader_state.num_blocks, lax.stop_gradient(reader_state.keys)))
             num_blocks, keys = lax.while_loop(lambda carry: (target > carry[0]).any(), form_one, start)
         return dataclasses.replace(reader_state, num_blocks=num_blocks, keys=keys)
 
     def _unassigned_tokens(
-        self, layer: MethodLayer, state: LayerState, reader_state: InfLLMState, near: SlotTokens, num_new: int
+        self, layer: MethodLayer, state: kv.LayerState, reader_state: InfLLMState, near: SlotTokens, num_new: int
     ) -> SlotTokens:
         """Returns sinks, and the tokens of no block that may lie outside the window of one of `num_new` queries."""
         ring = self._ring_from_mass(reader_state.mass)
@@ -228,11 +218,11 @@ class BlockReader(Reader):
         recent = self._first_slot(reader_state.num_blocks)[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
         sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None], (recent.shape[0], self.sinks))
         place = jnp.concatenate([sinks, ring.place(recent)], 1)[:, None]
-        k, v = memory.take(near.block.k, place), memory.take(near.block.v, place)
+        k, v = kv.memory.take(near.block.k, place), kv.memory.take(near.block.v, place)
         return _slot_tokens(state, k, v, _take_slots(near.slot, place), layer.spec.rope)
 
     def _recall_blocks(
-        self, layer: MethodLayer, state: LayerState, reader_state: InfLLMState, far_q: Array, is_asking: Array
+        self, layer: MethodLayer, state: kv.LayerState, reader_state: InfLLMState, far_q: kv.Array, is_asking: kv.Array
     ) -> SlotTokens:
         """Fetches the best blocks for the mean of the queries far_q f32[B K G T H] that ask, bool[B T]."""
         assert reader_state.keys is not None
@@ -240,7 +230,7 @@ class BlockReader(Reader):
         real = is_asking[:, None, None, :, None]
         mean = jnp.where(real, far_q, 0.0).sum(3) / jnp.maximum(real.sum(3, dtype=jnp.int32), 1).astype(jnp.float32)
         score = jnp.einsum("bkgh,bkgnh->bkn", mean, reader_state.keys.astype(jnp.float32))
-        score = score if self.per_head else over_heads.sum(score)
+        score = score if self.per_head else kv.over_heads.sum(score)
         exists = jnp.arange(N, dtype=jnp.int32)[None, None] < reader_state.num_blocks[:, None, None]
         score = jnp.where(exists, score, -jnp.inf)
         best, chosen = lax.top_k(score, min(self.topk, N))  # [B K|1 n]
@@ -252,7 +242,9 @@ class BlockReader(Reader):
         return _slot_tokens(state, k, v, slot, layer.spec.rope)
 
 
-def _slot_tokens(state: LayerState, k: Array, v: Array, slot: Array, rope: Rope | None = None) -> SlotTokens:
+def _slot_tokens(
+    state: kv.LayerState, k: kv.Array, v: kv.Array, slot: kv.Array, rope: kv.Rope | None = None
+) -> SlotTokens:
     """Adds the positions and biases of slots i32[B 1|K n] to their keys and values [B K n H].
 
     With a `rope` they become far tokens: keys without RoPE, and zeros where there is no token.
@@ -260,27 +252,27 @@ def _slot_tokens(state: LayerState, k: Array, v: Array, slot: Array, rope: Rope 
     pos = jnp.where(slot >= 0, _take_slots(state.pos, slot), -1)
     bias = None if state.bias is None else _take_slots(state.bias, slot)
     if rope is None:
-        return SlotTokens(KVBlock(k, v, pos, bias), slot)
-    return SlotTokens(KVBlock(rope.unrotate(k, pos), v, pos, bias).clean(), slot)
+        return SlotTokens(kv.KVBlock(k, v, pos, bias), slot)
+    return SlotTokens(kv.KVBlock(rope.unrotate(k, pos), v, pos, bias).clean(), slot)
 
 
-def _take_slots(x: Array, at: Array) -> Array:
+def _take_slots(x: kv.Array, at: kv.Array) -> kv.Array:
     """Takes x [B 1|K S] at i32[B 1|K n], clipped -> [B 1|K n]."""
     heads = max(x.shape[1], at.shape[1])
     x, at = (jnp.broadcast_to(a, (a.shape[0], heads, a.shape[2])) for a in (x, at))
     return jnp.take_along_axis(x, at, 2, mode="clip")
 
 
-def _attend(q: Array, block: KVBlock, is_visible: Array) -> tuple[Array, Partial]:
+def _attend(q: kv.Array, block: kv.KVBlock, is_visible: kv.Array) -> tuple[kv.Array, kv.Partial]:
     """Attends queries [B K G T H] to a block; also returns their unnormalized weights f32[B K G T n]."""
-    s = scores(q, block.k)
+    s = kv.attention.scores(q, block.k)
     if block.bias is not None:
         s = s + block.bias[:, :, None, None]
-    p, m, l = weights(jnp.where(is_visible, s, MASKED_LOGIT))
-    return p, Partial(mix(p, block.v), m, l)
+    p, m, l = kv.attention.weights(jnp.where(is_visible, s, kv.MASKED_LOGIT))
+    return p, kv.Partial(kv.attention.mix(p, block.v), m, l)
 
 
-@register_method(example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128", family="host memory")
+@kv.register_method(example="infllm:block=64,sinks=64,local=256,topk=4,chunk=128", family="host memory")
 def infllm(
     block: int = 128,
     sinks: int = 128,
@@ -289,7 +281,7 @@ def infllm(
     representatives: int = 4,
     chunk: int = 512,
     per_head: bool = False,
-) -> Method:
+) -> kv.Method:
     """Reads the sinks, a local window, and the most relevant blocks of the past, which lie in pinned host memory.
 
     The attention of the prompt is restricted in the same way.
@@ -316,4 +308,4 @@ def infllm(
       InfLLM, Xiao et al. 2024, arXiv 2402.04617, section 3
     """
     read = BlockReader(block, sinks, local, topk, representatives, chunk, per_head)
-    return Method(k=Host(Plain()), v=Host(Plain()), read=read)
+    return kv.Method(k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()), read=read)

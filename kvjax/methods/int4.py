@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.quantizers import MinMax
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_method(family="quantization by token")
-def int4(rotate: bool = True, clip: float = 1.0) -> Method:
+@kv.register_method(family="quantization by token")
+def int4(rotate: bool = True, clip: float = 1.0) -> kv.Method:
     """Quantizes every token's key and value of a head to 4 bits with a scale of its own, once, when it arrives.
 
     Attention in the prompt is exact. A key or a value of head size H takes H / 2 + 4 bytes.
@@ -29,5 +26,5 @@ def int4(rotate: bool = True, clip: float = 1.0) -> Method:
     Reference:
       vLLM, kv_cache_dtype int4_per_token_head; rotation: QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, section 3
     """
-    codec = PerTokenCodec(MinMax(4, clip), "hadamard" if rotate else "")
-    return Method(k=codec, v=codec)
+    codec = kv.PerTokenCodec(kv.MinMax(4, clip), "hadamard" if rotate else "")
+    return kv.Method(k=codec, v=codec)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.per_token import PerTokenCodec
+from kvjax import method_api as kv
 from kvjax.cache.codecs.quantizers import Absmax
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
 
 
-@register_method(family="quantization by token")
-def int8() -> Method:
+@kv.register_method(family="quantization by token")
+def int8() -> kv.Method:
     """Quantizes every token's key and value of a head to 8 bits with a scale of its own, once, when it arrives.
 
     Attention in the prompt is exact. A key or a value of head size H takes H + 4 bytes.
@@ -23,5 +21,5 @@ def int8() -> Method:
     Reference:
       vLLM, kv_cache_dtype int8_per_token_head
     """
-    codec = PerTokenCodec(Absmax())
-    return Method(k=codec, v=codec)
+    codec = kv.PerTokenCodec(Absmax())
+    return kv.Method(k=codec, v=codec)

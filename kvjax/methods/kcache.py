@@ -8,20 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.components import Reader, ReadResult
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.query_blocks import logits, map_query_blocks, normalize_weights
-from kvjax.core.attention import weights
-from kvjax.core.types import Array, Partial
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax.cache.readers.query_blocks import logits, normalize_weights
 
 
 @dataclasses.dataclass(frozen=True)
-class TopValues(Reader):
+class TopValues(kv.Reader):
     """Attends exactly to all keys, and reads only the values of the n heaviest slots (KCache, section 3.1).
 
     The fields are the arguments of `kcache`.
@@ -33,24 +26,24 @@ class TopValues(Reader):
 
     def __post_init__(self):
         if self.n < 1:
-            raise KvjaxError(f"n must be at least 1 value per head, got {self.n}; the paper uses 32, 64 or 128")
+            raise kv.KvjaxError(f"n must be at least 1 value per head, got {self.n}; the paper uses 32, 64 or 128")
         if self.granularity not in ("query", "kv"):
-            raise KvjaxError(f"granularity must be 'query' or 'kv', got {self.granularity!r}")
+            raise kv.KvjaxError(f"granularity must be 'query' or 'kv', got {self.granularity!r}")
 
     def read(
         self,
         layer: MethodLayer,
-        state: LayerState,
-        q: Array,
-        q_pos: Array,
-        other_partial: Partial | None = None,
+        state: kv.LayerState,
+        q: kv.Array,
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
-    ) -> ReadResult:
+    ) -> kv.ReadResult:
         keys = layer.k.load(state.k)
 
-        def attend(q: Array, q_pos: Array) -> ReadResult:
+        def attend(q: kv.Array, q_pos: kv.Array) -> kv.ReadResult:
             B, K, G, T, H = q.shape
-            p, m, l = weights(logits(layer, state, q, q_pos, keys))
+            p, m, l = kv.attention.weights(logits(layer, state, q, q_pos, keys))
             n = min(self.n, p.shape[-1])
             importance = p
             if self.granularity == "kv":
@@ -62,13 +55,13 @@ class TopValues(Reader):
             heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
             mixed = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
             total = heaviest.sum(-1) if self.renormalise else l
-            return ReadResult(Partial(mixed, m, total), weights=normalize_weights(p, l))
+            return kv.ReadResult(kv.Partial(mixed, m, total), weights=normalize_weights(p, l))
 
-        return map_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
+        return kv.map_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
 
 
-@register_method(example="kcache:n=32", family="host memory")
-def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, granularity: str = "query") -> Method:
+@kv.register_method(example="kcache:n=32", family="host memory")
+def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, granularity: str = "query") -> kv.Method:
     """Keeps keys on the device and values in pinned host memory, and reads only the n values of the largest weights.
 
     Scores are exact.
@@ -92,4 +85,4 @@ def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, gran
     Reference:
       KCache, He & Wu 2024, arXiv 2404.18057, sections 3.1 and 4.1
     """
-    return Method(v=Host(Plain()), read=TopValues(n, renormalise, granularity), device_layers=device_layers)
+    return kv.Method(v=kv.Host(kv.Plain()), read=TopValues(n, renormalise, granularity), device_layers=device_layers)

@@ -6,40 +6,32 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyDiff(Scorer):
+class KeyDiff(kv.Scorer):
     """Scores a token by minus the cosine between its key and the mean direction of all keys (Park et al. 2025).
 
     The mean is over the sequence's tokens, of keys at unit length. A key of zeros has no direction and scores 0.
     """
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         direction = _normalize(block.clean().k.astype(jnp.float32))
         count = jnp.maximum((block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32), 1)
         mean_direction = direction.sum(2, keepdims=True) / count[..., None].astype(jnp.float32)
-        return token_scores(-(direction * _normalize(mean_direction)).sum(-1), block)
+        return kv.token_scores(-(direction * _normalize(mean_direction)).sum(-1), block)
 
 
-def _normalize(x: Array) -> Array:
+def _normalize(x: kv.Array) -> kv.Array:
     # The constant is torch's in `F.normalize`, which kvpress calls.
     return x / jnp.maximum(jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)), 1e-12)
 
 
-@register_method(example="keydiff:budget=512", family="eviction after the prompt")
+@kv.register_method(example="keydiff:budget=512", family="eviction after the prompt")
 def keydiff(
-    budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
-) -> Method:
+    budget: kv.TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+) -> kv.Method:
     """Keeps the prompt tokens whose keys differ most from the mean key; it needs no queries.
 
     With 'keydiff + recompress:every=1' it selects again at every decoded token.
@@ -57,4 +49,4 @@ def keydiff(
     Reference:
       KeyDiff, Park et al. 2025, arXiv 2504.15364, section 3; scored once after the prompt as in kvpress
     """
-    return Method(select=make_selection(KeyDiff(), budget, sinks, recent, unit, per))
+    return kv.Method(select=kv.make_selection(KeyDiff(), budget, sinks, recent, unit, per))

@@ -8,36 +8,20 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Policy
-from kvjax.cache.eviction.decode_policy import (
-    check_minimum,
-    evict_lowest,
-    policy_state_at,
-    require_observation,
-    top_slots,
-)
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.core import attention
-from kvjax.core.attention_mass import Observation, attention_mass
-from kvjax.core.mesh import over_heads
-from kvjax.core.random import draw
-from kvjax.core.types import Array, KVBlock, exportable
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
-@exportable
+@kv.exportable
 class KeyformerState(NamedTuple):
     """The scores of the kept tokens."""
 
-    score: Array  # f32[B K S], of the token in each slot
-    prompt: Array  # i32[B], tokens of the prompt, from which steps are counted
+    score: kv.Array  # f32[B K S], of the token in each slot
+    prompt: kv.Array  # i32[B], tokens of the prompt, from which steps are counted
 
 
 @dataclasses.dataclass(frozen=True)
-class Keyformer(Policy):
+class Keyformer(kv.Policy):
     """Keeps key tokens and recent tokens, chosen again at every step (Adnan et al. 2024, arXiv 2403.09054).
 
     A token's score is a sum over all queries since its own and over the query heads of its key/value head. Each query
@@ -63,38 +47,38 @@ class Keyformer(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_minimum("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
+        kv.check_minimum("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
         if min(self.tau, self.tau_end) <= 0:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"temperatures of Keyformer must be above 0, got tau={self.tau} and tau_end={self.tau_end}; it uses 1 "
                 "and 2"
             )
 
-    def at(self, spec: LayerSpec) -> Keyformer:
+    def at(self, spec: kv.LayerSpec) -> Keyformer:
         return dataclasses.replace(self, layer=spec.index)
 
     def num_slots(self, layer: MethodLayer) -> int:
         return self.budget + 1
 
     def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, KeyformerState]:
-        observation = require_observation(observation, "Keyformer", "all queries")
-        last = over_heads.max(block.pos.max(2))  # [B 1]
+        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+    ) -> tuple[kv.Array, KeyformerState]:
+        observation = kv.require_observation(observation, "Keyformer", "all queries")
+        last = kv.over_heads.max(block.pos.max(2))  # [B 1]
 
-        def perturb(logits: Array, q_pos: Array, pos: Array) -> Array:
+        def perturb(logits: kv.Array, q_pos: kv.Array, pos: kv.Array) -> kv.Array:
             return (logits + self.noise(layer.spec, logits.shape[1], q_pos, pos)) / self.tau
 
         every = jnp.ones(observation.pos.shape)
-        score = attention_mass(block, observation, every, layer.spec.window, logit_transform=perturb)[0].sum(2)
+        score = kv.attention_mass(block, observation, every, layer.spec.window, logit_transform=perturb)[0].sum(2)
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
-        chosen = top_slots(rank, pos, min(self.budget, slots))
-        return chosen, KeyformerState(policy_state_at(score, chosen, slots), last[:, 0] + 1)
+        chosen = kv.top_slots(rank, pos, min(self.budget, slots))
+        return chosen, KeyformerState(kv.policy_state_at(score, chosen, slots), last[:, 0] + 1)
 
     def after_token(
-        self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array
-    ) -> tuple[Array, KeyformerState]:
+        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
+    ) -> tuple[kv.Array, KeyformerState]:
         t, prompt = q_pos[:, None], state.policy_state.prompt  # [B 1 1], [B]
         step = jnp.clip(t - prompt[:, None, None] + 1, 0, self.steps).astype(jnp.float32)
         tau = self.tau + (self.tau_end - self.tau) * step / self.steps
@@ -104,9 +88,9 @@ class Keyformer(Policy):
         before = jnp.where(state.pos == t, 0.0, state.policy_state.score)
         score = jnp.where(t >= 0, before + added, state.policy_state.score)
         may_leave = (state.pos >= 0) & (state.pos <= t - self.recent)
-        return evict_lowest(score, state.pos, may_leave, t >= 0), KeyformerState(score, prompt)
+        return kv.evict_lowest(score, state.pos, may_leave, t >= 0), KeyformerState(score, prompt)
 
-    def noise(self, spec: LayerSpec, num_own_heads: int, q_pos: Array, pos: Array) -> Array:
+    def noise(self, spec: kv.LayerSpec, num_own_heads: int, q_pos: kv.Array, pos: kv.Array) -> kv.Array:
         """Draws Gumbel noise for this device's key/value heads.
 
         Args:
@@ -119,25 +103,25 @@ class Keyformer(Policy):
           f32[B K G T S].
         """
         layer = jnp.full((1, 1, 1, 1, 1), self.layer, jnp.int32)
-        head = over_heads.first_head(num_own_heads) + jnp.arange(num_own_heads, dtype=jnp.int32)
+        head = kv.over_heads.first_head(num_own_heads) + jnp.arange(num_own_heads, dtype=jnp.int32)
         head = head[None, :, None, None, None]
         group = jnp.arange(spec.num_groups, dtype=jnp.int32)[None, None, :, None, None]
-        bits = draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
+        bits = kv.draw(self.seed, layer, head, group, q_pos[:, None, None, :, None], pos[:, :, None, None, :])
         uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * np.float32(2**-23)  # never 0 or 1
         return -jnp.log(-jnp.log(uniform))
 
 
-def temper_weights(weights: Array, noise: Array, tau: Array) -> Array:
+def temper_weights(weights: kv.Array, noise: kv.Array, tau: kv.Array) -> kv.Array:
     """Recomputes softmax weights f32[... S] with noise on the logits, at temperature tau; 0 stays 0."""
-    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, attention.MASKED_LOGIT)
-    p, _, l = attention.weights(logits)
+    logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, kv.attention.MASKED_LOGIT)
+    p, _, l = kv.attention.weights(logits)
     return p / jnp.maximum(l, 1e-30)[..., None]
 
 
-@register_method(example="keyformer:budget=512,recent=153", family="eviction at every step")
+@kv.register_method(example="keyformer:budget=512,recent=153", family="eviction at every step")
 def keyformer(
     budget: int = 1024, recent: int = 307, tau: float = 1.0, tau_end: float = 2.0, steps: int = 100, seed: int = 0
-) -> Method:
+) -> kv.Method:
     """Keeps key tokens and recent tokens, selected again at every step by attention with noise, in constant memory.
 
     Formula:
@@ -160,4 +144,4 @@ def keyformer(
     Reference:
       Keyformer, Adnan et al. 2024, arXiv 2403.09054, and its public code, d-matrix-ai/keyformer-llm
     """
-    return Method(decode=Keyformer(budget, recent, tau, tau_end, steps, seed))
+    return kv.Method(decode=Keyformer(budget, recent, tau, tau_end, steps, seed))

@@ -6,31 +6,23 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyNorm(Scorer):
+class KeyNorm(kv.Scorer):
     """Scores a token by minus the norm of its key (Devoto et al. 2024, arXiv 2406.11430)."""
 
     is_comparable = False  # each layer's norms are on a scale of their own
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        return token_scores(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
+        return kv.token_scores(-jnp.sqrt(jnp.square(block.k.astype(jnp.float32)).sum(-1)), block)
 
 
-@register_method(example="keynorm:budget=512,sinks=4,recent=64", family="eviction after the prompt")
+@kv.register_method(example="keynorm:budget=512,sinks=4,recent=64", family="eviction after the prompt")
 def keynorm(
-    budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
-) -> Method:
+    budget: kv.TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+) -> kv.Method:
     """Keeps the prompt tokens with the smallest keys; it needs no queries.
 
     Formula:
@@ -46,4 +38,4 @@ def keynorm(
     Reference:
       Devoto et al. 2024, arXiv 2406.11430
     """
-    return Method(select=make_selection(KeyNorm(), budget, sinks, recent, unit, per))
+    return kv.Method(select=kv.make_selection(KeyNorm(), budget, sinks, recent, unit, per))

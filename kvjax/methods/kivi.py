@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from kvjax import method_api as kv
 from kvjax.cache.codecs import group_quant_kernel  # noqa: F401 (registers the kernel for these codes)
-from kvjax.cache.codecs.group_quant import Kivi
-from kvjax.cache.method import Method
-from kvjax.cache.readers.full import Full
-from kvjax.registry.registration import register_method
 
 
-@register_method(example="kivi:bits=2", family="quantization by channel and group")
+@kv.register_method(example="kivi:bits=2", family="quantization by channel and group")
 def kivi(
     bits: int = 2, group: int = 32, residual: int = 128, one_bit: str = "improved", kernel: str = "auto"
-) -> Method:
+) -> kv.Method:
     """Quantizes keys in groups of tokens per channel and values in groups of channels per token, to 1, 2, 4 or 8 bits.
 
     Attention in the prompt is exact; a residual as long as prompt and answer makes all of it exact. Where heads keep
@@ -36,6 +33,6 @@ def kivi(
     Reference:
       KIVI, Liu et al. 2024, arXiv 2402.02750; one bit: SpeCache, arXiv 2503.16163, section 3.4
     """
-    keys = Kivi(bits, group, "channel", residual, one_bit)
-    values = Kivi(bits, group, "token", residual, one_bit)
-    return Method(k=keys, v=values, read=Full(kernel))
+    keys = kv.Kivi(bits, group, "channel", residual, one_bit)
+    values = kv.Kivi(bits, group, "token", residual, one_bit)
+    return kv.Method(k=keys, v=values, read=kv.Full(kernel))

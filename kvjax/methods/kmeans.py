@@ -7,15 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.components import EvictableUnits
-from kvjax.cache.eviction.representatives import check_share
-from kvjax.cache.method import Method
-from kvjax.core.mesh import over_heads
-from kvjax.core.random import draw
-from kvjax.core.types import Array
-from kvjax.errors import KvjaxError
+from kvjax import method_api as kv
 from kvjax.methods.kvcrush import unit_signatures
-from kvjax.registry.registration import register_method
 
 TIE = 1.0001  # distances within this factor of the least are equal
 
@@ -35,13 +28,13 @@ class KMeans:
     seed: int = 0
 
     def __post_init__(self):
-        check_share(self.share)
+        kv.check_share(self.share)
         if self.iterations < 0:
-            raise KvjaxError(f"iterations must be 0 or more, got {self.iterations}")
+            raise kv.KvjaxError(f"iterations must be 0 or more, got {self.iterations}")
         if self.features not in ("keys", "bits"):
-            raise KvjaxError(f"features must be 'keys' or 'bits', got {self.features!r}")
+            raise kv.KvjaxError(f"features must be 'keys' or 'bits', got {self.features!r}")
 
-    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
+    def choose(self, units: kv.EvictableUnits, count: kv.Array, places: int) -> kv.Array:
         """Chooses as in `Representatives`; place i is that of centroid i."""
         U = units.valid.shape[1]
         if U < places:
@@ -50,17 +43,17 @@ class KMeans:
         if self.features == "bits":
             x = unit_signatures(units).astype(jnp.float32)
         else:
-            keys = over_heads.gather(units.keys.astype(jnp.float32))  # [B K U c H]
+            keys = kv.over_heads.gather(units.keys.astype(jnp.float32))  # [B K U c H]
             x = jnp.moveaxis(keys, 1, 3).reshape(*units.valid.shape, -1)
         x = jnp.where(units.candidates[..., None], x, 0.0)
         index = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], units.valid.shape)
         is_excluded = (~units.candidates).astype(jnp.int32)
-        start = lax.sort((is_excluded, draw(self.seed, index), index), num_keys=3)[2][:, :places]
+        start = lax.sort((is_excluded, kv.draw(self.seed, index), index), num_keys=3)[2][:, :places]
         count = jnp.minimum(count, units.candidates.sum(-1, dtype=jnp.int32))
         is_used = jnp.arange(places)[None] < count[:, None]
         centroids = jnp.take_along_axis(x, start[..., None], 1)
 
-        def run_iteration(_: Array, centroids: Array) -> Array:
+        def run_iteration(_: kv.Array, centroids: kv.Array) -> kv.Array:
             members, _ = _assign_clusters(x, centroids, is_used, units.candidates)
             sums = jnp.einsum("bum,buf->bmf", members, x, precision=lax.Precision.HIGHEST)
             size = members.sum(1)[..., None]
@@ -72,13 +65,15 @@ class KMeans:
         return jnp.where((members > 0).any(1), nearest, -1)
 
 
-def _nearest(distance: Array, axis: int) -> Array:
+def _nearest(distance: kv.Array, axis: int) -> kv.Array:
     """Returns the first index along an axis whose distance is the least, or a tie with it."""
     least = distance.min(axis, keepdims=True)
     return jnp.argmax(distance <= least * TIE, axis, keepdims=True).astype(jnp.int32)
 
 
-def _assign_clusters(x: Array, centroids: Array, is_used: Array, candidates: Array) -> tuple[Array, Array]:
+def _assign_clusters(
+    x: kv.Array, centroids: kv.Array, is_used: kv.Array, candidates: kv.Array
+) -> tuple[kv.Array, kv.Array]:
     """Marks with 1 the nearest centroid in use of each candidate.
 
     Args:
@@ -98,8 +93,8 @@ def _assign_clusters(x: Array, centroids: Array, is_used: Array, candidates: Arr
     return (is_nearest & is_used[:, None] & candidates[..., None]).astype(jnp.float32), distance
 
 
-@register_method(example="snapkv:budget=512 + kmeans", family="component over a selection")
-def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> Method:
+@kv.register_method(example="snapkv:budget=512 + kmeans", family="component over a selection")
+def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> kv.Method:
     """Gives a part of an eviction method's budget to representatives from k-means over the evicted tokens.
 
     Use it as in 'snapkv:budget=256 + kmeans'; `kvcrush` finds representatives without clustering.
@@ -121,4 +116,4 @@ def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", se
     Reference:
       the baseline of KVCrush's Figure 6, arXiv 2503.00022, section IV-C
     """
-    return Method(representatives=KMeans(share, iterations, features, seed))
+    return kv.Method(representatives=KMeans(share, iterations, features, seed))

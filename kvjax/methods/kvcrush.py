@@ -7,15 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.components import EvictableUnits
-from kvjax.cache.eviction.representatives import check_share
-from kvjax.cache.method import Method
-from kvjax.core.mesh import over_heads
-from kvjax.core.random import draw
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +41,7 @@ class KVCrush:
     seed: int = 0
 
     def __post_init__(self):
-        check_share(self.share)
+        kv.check_share(self.share)
         choices = {
             "anchor": ("random", "mean", "alternate", "zeros", "ones"),
             "rule": ("buckets", "stride", "bins"),
@@ -57,14 +49,14 @@ class KVCrush:
         }
         for name, values in choices.items():
             if getattr(self, name) not in values:
-                raise KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
+                raise kv.KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
 
-    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
+    def choose(self, units: kv.EvictableUnits, count: kv.Array, places: int) -> kv.Array:
         return self.choose_by_signature(unit_signatures(units, self.bits), units, count, places)
 
     def choose_by_signature(
-        self, signatures: Array, units: EvictableUnits, num_wanted: Array, max_wanted: int
-    ) -> Array:
+        self, signatures: kv.Array, units: kv.EvictableUnits, num_wanted: kv.Array, max_wanted: int
+    ) -> kv.Array:
         """Chooses i32[B max_wanted] as in `Representatives`, by given signatures bool[B U bits]."""
         num_bits = signatures.shape[-1]
         distance = hamming_distance(pack_bits(signatures), pack_bits(self._anchor(signatures, units.valid)))
@@ -81,17 +73,17 @@ class KVCrush:
             chosen = jnp.take_along_axis(order, jnp.clip(rank, 0, U - 1), 1)
         return jnp.where(jnp.arange(max_wanted)[None] < num_wanted[:, None], chosen, -1)
 
-    def _anchor(self, signatures: Array, valid: Array) -> Array:
+    def _anchor(self, signatures: kv.Array, valid: kv.Array) -> kv.Array:
         """Returns the signature that all units are compared with, bool[B|1 1 bits]."""
         bit = jnp.arange(signatures.shape[-1], dtype=jnp.int32)[None, None]
         if self.anchor == "mean":
             num_valid = valid.sum(-1, dtype=jnp.int32)[:, None, None]
             return 2 * signatures.sum(1, keepdims=True, dtype=jnp.int32) > num_valid
         if self.anchor == "random":
-            return draw(self.seed, jnp.zeros_like(bit), bit) % 2 == 1
+            return kv.draw(self.seed, jnp.zeros_like(bit), bit) % 2 == 1
         return {"alternate": bit % 2 == 1, "zeros": bit < 0, "ones": bit >= 0}[self.anchor]
 
-    def _bucket_members(self, num_candidates: Array, num_buckets: Array, max_buckets: int) -> Array:
+    def _bucket_members(self, num_candidates: kv.Array, num_buckets: kv.Array, max_buckets: int) -> kv.Array:
         """Picks a member of each bucket, i32[B max_buckets]: its rank in the order of distances."""
         bucket = jnp.arange(max_buckets, dtype=jnp.int32)[None]
         num_buckets = jnp.maximum(num_buckets, 1)
@@ -101,17 +93,17 @@ class KVCrush:
         size, remainder = num_candidates // num_buckets, num_candidates % num_buckets
         start = bucket * size + jnp.minimum(bucket, remainder)
         size = jnp.maximum(size + (bucket < remainder).astype(jnp.int32), 1)
-        return start + (draw(self.seed, bucket) % size.astype(jnp.uint32)).astype(jnp.int32)
+        return start + (kv.draw(self.seed, bucket) % size.astype(jnp.uint32)).astype(jnp.int32)
 
     def _order_by_bins(
-        self, distance: Array, num_bits: int, candidates: Array, num_bins: Array, max_bins: int
-    ) -> Array:
+        self, distance: kv.Array, num_bits: int, candidates: kv.Array, num_bins: kv.Array, max_bins: int
+    ) -> kv.Array:
         """Orders units i32[B max_bins]: a random member of each bin, then a second one of each, and so on."""
         B, U = distance.shape
         index = jnp.broadcast_to(jnp.arange(U, dtype=jnp.int32)[None], (B, U))
         no_bin = U + 1
         bins = jnp.where(candidates, distance * jnp.maximum(num_bins, 1)[:, None] // (num_bits + 1), no_bin)
-        bins, _, member = lax.sort((bins, draw(self.seed, index), index), num_keys=3)
+        bins, _, member = lax.sort((bins, kv.draw(self.seed, index), index), num_keys=3)
         # A unit's turn is its rank in its own bin, by its distance from where the bin begins.
         is_first = jnp.pad(bins[:, 1:] != bins[:, :-1], [(0, 0), (1, 0)], constant_values=True)
         turn = index - lax.cummax(jnp.where(is_first, index, 0), 1)
@@ -120,19 +112,19 @@ class KVCrush:
         return jnp.pad(order, [(0, 0), (0, max(max_bins - U, 0))])[:, :max_bins]
 
 
-def unit_signatures(units: EvictableUnits, bits: str = "heads") -> Array:
+def unit_signatures(units: kv.EvictableUnits, bits: str = "heads") -> kv.Array:
     """Computes units' signatures: bool[B U size * N] for "heads", bool[B U size] for "positions"; see `KVCrush`."""
     B, _, _, U, size = units.scores.shape
-    scores = over_heads.gather(units.scores)
+    scores = kv.over_heads.gather(units.scores)
     if bits == "positions":
         scores = scores.mean((1, 2), keepdims=True)
     scores = scores.reshape(B, -1, U * size)
     allowed = jnp.repeat(units.valid, size, -1)[:, None]
-    better_half = top_k_mask(scores, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
+    better_half = kv.top_k_mask(scores, allowed, allowed[:, 0].sum(-1, dtype=jnp.int32) // 2)
     return jnp.moveaxis(better_half.reshape(B, -1, U, size), 1, 3).reshape(B, U, -1)
 
 
-def pack_bits(bits: Array) -> Array:
+def pack_bits(bits: kv.Array) -> kv.Array:
     """Packs bool[... n] into uint32[... words], the first bit lowest."""
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
     words = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
@@ -140,15 +132,15 @@ def pack_bits(bits: Array) -> Array:
     return (words << shift).sum(-1, dtype=jnp.uint32)
 
 
-def hamming_distance(a: Array, b: Array) -> Array:
+def hamming_distance(a: kv.Array, b: kv.Array) -> kv.Array:
     """Counts the bits in which packed uint32[B U words] and uint32[B|1 1 words] differ, i32[B U]."""
     return lax.population_count(a ^ b).astype(jnp.int32).sum(-1, dtype=jnp.int32)
 
 
-@register_method(example="snapkv:budget=512 + kvcrush", family="component over a selection")
+@kv.register_method(example="snapkv:budget=512 + kvcrush", family="component over a selection")
 def kvcrush(
     share: float = 0.25, anchor: str = "random", rule: str = "buckets", bits: str = "heads", seed: int = 0
-) -> Method:
+) -> kv.Method:
     """Gives a part of an eviction method's budget to tokens that represent the evicted ones.
 
     Use it as in 'snapkv:budget=256 + kvcrush'.
@@ -172,4 +164,4 @@ def kvcrush(
     Reference:
       KVCrush, Jha et al. 2025, arXiv 2503.00022, sections III-A to III-C
     """
-    return Method(representatives=KVCrush(share, anchor, rule, bits, seed))
+    return kv.Method(representatives=KVCrush(share, anchor, rule, bits, seed))

@@ -7,18 +7,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import Scorer, Scores, SelectedSlots
-from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, gather_at_slots, scatter_add, unit_vectors
-from kvjax.cache.eviction.scorers import AccumulatedAttention, head_scores, pre_window_mask, rank_below_others
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core import memory
-from kvjax.core.attention_mass import Observation
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
+from kvjax.cache.eviction.merging import gather_at_slots, unit_vectors
+from kvjax.cache.eviction.scorers import rank_below_others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +33,16 @@ class MergeSets:
     def __post_init__(self):
         least = 2 * self.heavy + self.recent + 1  # between any two heavy hitters a set may be left
         if min(self.heavy, self.recent) < 0 or self.budget < least:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"KVMerger with heavy={self.heavy} and recent={self.recent} (0 or more) needs a budget of at least "
                 f"2 heavy + recent + 1, got budget={self.budget}; raise it to {max(least, 1)} or protect fewer"
             )
 
-    def assign(self, block: KVBlock, scores: Array) -> Array:
+    def assign(self, block: kv.KVBlock, scores: kv.Array) -> kv.Array:
         """Returns the set of each token by scores f32[B K T]: i32[B K T], counted from the first, T in empty slots."""
         T = scores.shape[2]
-        real, old = block.pos >= 0, pre_window_mask(block, self.recent)
-        is_heavy = top_k_mask(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
+        real, old = block.pos >= 0, kv.pre_window_mask(block, self.recent)
+        is_heavy = kv.top_k_mask(scores, old, jnp.full(scores.shape[:1], self.heavy, jnp.int32))
         may_join = old & ~is_heavy
         direction = unit_vectors(block.clean().k)
         # A pair of neighbors stands at the later one; the first token has no pair.
@@ -59,10 +50,10 @@ class MergeSets:
         cosine = jnp.pad((direction[:, :, 1:] * direction[:, :, :-1]).sum(-1), one_later)
         may_join_previous = may_join & jnp.pad(may_join[:, :, :-1], one_later)
         excess = real.sum(2, dtype=jnp.int32) - self.budget
-        joins_previous = top_k_mask(cosine, may_join_previous, jnp.maximum(excess, 0))
+        joins_previous = kv.top_k_mask(cosine, may_join_previous, jnp.maximum(excess, 0))
         return jnp.where(real, jnp.cumsum(~joins_previous, 2, dtype=jnp.int32) - 1, T)
 
-    def pivots(self, block: KVBlock, scores: Array) -> Array:
+    def pivots(self, block: kv.KVBlock, scores: kv.Array) -> kv.Array:
         """Marks the most attended token of each set, bool[B K T]; ties go to the first."""
         sets, T = self.assign(block, scores), scores.shape[2]
         place = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], sets.shape)
@@ -73,23 +64,23 @@ class MergeSets:
         return place == first.at[index].get(mode="fill", fill_value=-1)
 
 
-def _heads(x: Array) -> tuple[Array, Array]:
+def _heads(x: kv.Array) -> tuple[kv.Array, kv.Array]:
     """Returns the indices of sequences and heads of x [B K ...], to stand before an index of slots."""
     return jnp.arange(x.shape[0])[:, None, None], jnp.arange(x.shape[1])[None, :, None]
 
 
 @dataclasses.dataclass(frozen=True)
-class PivotScores(Scorer):
+class PivotScores(kv.Scorer):
     """Scores tokens by attention summed over the prompt, and ranks all pivots of sets above all other tokens."""
 
     sets: MergeSets
     num_queries: ClassVar[int | None] = None
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        attention = AccumulatedAttention().scores(block, observation, spec)
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
+        attention = kv.AccumulatedAttention().scores(block, observation, spec)
         others = (block.pos >= 0) & ~self.sets.pivots(block, attention.per_kv_head)
         per_query_head = rank_below_others(attention.per_query_head, others[:, :, None])
-        return head_scores(per_query_head, rank_below_others(attention.per_kv_head, others), block)
+        return kv.head_scores(per_query_head, rank_below_others(attention.per_kv_head, others), block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +99,9 @@ class GaussianMerge:
 
     def __post_init__(self):
         if self.sigma < 0:
-            raise KvjaxError(f"sigma of KVMerger must be 0 (each set's own) or positive, got {self.sigma}; use 0")
+            raise kv.KvjaxError(f"sigma of KVMerger must be 0 (each set's own) or positive, got {self.sigma}; use 0")
 
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+    def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
         n, kept_slots = kept.k.shape[2], jnp.broadcast_to(choice.slots, kept.k.shape[:3])
         # These are the scores of `PivotScores`, which rank the heavy hitters as the attention does: they are pivots.
@@ -121,21 +112,23 @@ class GaussianMerge:
         place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32)[None, None], kept_slots.shape)
         slot_of_set = jnp.full(sets.shape, n).at[(*_heads(sets), kept_sets)].min(place, mode="drop")
         slot = jnp.take_along_axis(slot_of_set, sets, 2, mode="clip")
-        slot = jnp.where(evicted_mask(block, choice), slot, n)
-        num_merged = scatter_add(jnp.ones(slot.shape), slot, n)
-        pivot = memory.take(kept.k, jnp.minimum(slot, n - 1)).astype(jnp.float32)
+        slot = jnp.where(kv.evicted_mask(block, choice), slot, n)
+        num_merged = kv.scatter_add(jnp.ones(slot.shape), slot, n)
+        pivot = kv.memory.take(kept.k, jnp.minimum(slot, n - 1)).astype(jnp.float32)
         distance = jnp.square(block.k.astype(jnp.float32) - pivot).sum(-1)
         variance = jnp.full(num_merged.shape, self.sigma**2)
         if not self.sigma:
-            variance = scatter_add(distance, slot, n) / (1.0 + num_merged)
+            variance = kv.scatter_add(distance, slot, n) / (1.0 + num_merged)
         weight = jnp.exp(-distance / jnp.maximum(2 * gather_at_slots(variance, slot), 1e-12))
-        total = 1.0 + scatter_add(weight, slot, n)
-        k, v = (fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
+        total = 1.0 + kv.scatter_add(weight, slot, n)
+        k, v = (kv.fold_into_kept(x, 1.0, y, weight, slot, total) for x, y in ((kept.k, block.k), (kept.v, block.v)))
         return dataclasses.replace(kept, k=k, v=v, bias=jnp.log1p(num_merged) if self.count else kept.bias)
 
 
-@register_method(example="kvmerger:budget=512", family="merging")
-def kvmerger(budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float = 0.0, count: bool = False) -> Method:
+@kv.register_method(example="kvmerger:budget=512", family="merging")
+def kvmerger(
+    budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float = 0.0, count: bool = False
+) -> kv.Method:
     """Merges runs of neighboring tokens with similar keys until no more than the budget are left.
 
     Formula:
@@ -159,6 +152,6 @@ def kvmerger(budget: int = 1024, heavy: int = 64, recent: int = 64, sigma: float
       KVMerger, Wang et al. 2024, arXiv 2407.08454
     """
     sets = MergeSets(budget, heavy, recent)
-    return Method(
-        select=make_selection(PivotScores(sets), budget, recent=recent), merge=GaussianMerge(sets, sigma, count)
+    return kv.Method(
+        select=kv.make_selection(PivotScores(sets), budget, recent=recent), merge=GaussianMerge(sets, sigma, count)
     )

@@ -12,26 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.codecs.bit_packing import check_bits
+from kvjax import method_api as kv
 from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkCodes, ChunkState
-from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
-from kvjax.cache.components import Codec
-from kvjax.cache.eviction.representatives import IntOrArray
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.types import Array, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 NORMAL_FLOAT_BITS = (2, 3, 4, 8)
 
 
-@register_table_kind("levels")
-class LevelTable(TableKind):
+@kv.register_table_kind("levels")
+class LevelTable(kv.TableKind):
     """The levels of each layer's keys and values, both f32[2 2^bits], ascending in a range of -1..1.
 
     The first row assigns codes: each number gets that of the nearest level. The second is what a code stands for, which
@@ -41,7 +30,7 @@ class LevelTable(TableKind):
 
     bits = 4  # of the example
 
-    def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+    def example(self, spec: kv.LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         arrays = {}
         for name in ("keys", "values"):
             x = np.clip(rng.normal(size=2000) / 3, -1, 1)
@@ -64,7 +53,7 @@ def fit_levels(x: np.ndarray, weight: np.ndarray, bits: int, num_iterations: int
     """
     count = 2**bits
     if x.size < count:
-        raise KvjaxError(f"{count} levels need {count} numbers or more, got {x.size}; give more of them")
+        raise kv.KvjaxError(f"{count} levels need {count} numbers or more, got {x.size}; give more of them")
     x, weight = x.ravel().astype(np.float64), weight.ravel().astype(np.float64)
     levels = np.quantile(x, (np.arange(count) + 0.5) / count)
     for _ in range(num_iterations):
@@ -111,21 +100,21 @@ class NonUniformCodec(ChunkCodec):
     """
 
     axis: str = "channel"
-    given: TableFile | None = None
+    given: kv.TableFile | None = None
     of: str = "keys"
-    spec: LayerSpec | None = None
+    spec: kv.LayerSpec | None = None
 
     def __post_init__(self):
         super().__post_init__()
         if self.given is None:
-            check_bits(self.bits, NORMAL_FLOAT_BITS)
+            kv.bit_packing.check_bits(self.bits, NORMAL_FLOAT_BITS)
 
-    def at(self, spec: LayerSpec) -> Codec:
-        bound = dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
+    def at(self, spec: kv.LayerSpec) -> kv.Codec:
+        bound = dataclasses.replace(kv.bind_fields(self, spec), spec=spec.without_index)
         bound._levels()  # a table that does not fit raises here, when the method is bound
         return bound
 
-    def quantize(self, x: Array) -> ChunkCodes:
+    def quantize(self, x: kv.Array) -> ChunkCodes:
         over, y = (2 if self.axis == "channel" else 3), x.astype(jnp.float32)
         least, most = y.min(over, keepdims=True), y.max(over, keepdims=True)
         # Halves first, so that the sum of two large numbers does not overflow.
@@ -138,7 +127,7 @@ class NonUniformCodec(ChunkCodec):
         ends = jnp.concatenate([half, middle], -1)
         return ChunkCodes(codes, None, ends) if self.axis == "channel" else ChunkCodes(codes, ends, None)
 
-    def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
+    def restore(self, codes: kv.Array, own: kv.Array | None, shared: kv.Array | None) -> kv.Array:
         ends = shared if self.axis == "channel" else own
         assert ends is not None
         half, middle = jnp.split(ends.astype(jnp.float32), 2, -1)
@@ -153,7 +142,7 @@ class NonUniformCodec(ChunkCodec):
         return self.given.layer_arrays(self.spec, **{self.of: (2, 2**self.bits)})[self.of]
 
 
-@pytree
+@kv.pytree
 class DenseAndSparseState:
     """The codes of all slots, and the outliers that replace some of the restored numbers."""
 
@@ -162,7 +151,7 @@ class DenseAndSparseState:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseAndSparse(Codec):
+class DenseAndSparse(kv.Codec):
     """Stores X as codes of (X - S) and exact outliers S (KVQuant, 2401.18079, dense-and-sparse quantization).
 
     Numbers far from the others come back exactly, and widen no range.
@@ -180,24 +169,24 @@ class DenseAndSparse(Codec):
     sequential_writes = True  # whether a query sees a token exactly depends on when it asks
     supports_eviction = False  # tokens of a chunk share their ranges, so none of them can leave
 
-    def num_committed(self, stored: DenseAndSparseState, n: Array) -> Array:
+    def num_committed(self, stored: DenseAndSparseState, n: kv.Array) -> kv.Array:
         return self.codes.num_committed(stored.codes, n)
 
-    def encode(self, x: Array, pos: Array) -> DenseAndSparseState:
+    def encode(self, x: kv.Array, pos: kv.Array) -> DenseAndSparseState:
         real = jnp.broadcast_to(pos >= 0, x.shape[:3])
         x = jnp.where(real[..., None], x, jnp.zeros((), x.dtype))
         is_outlier, without_outliers = self.outliers.find(x, real)
         outliers = self.outliers.init_state(x, is_outlier, self.codes.every)
         return DenseAndSparseState(self.codes.encode(without_outliers, pos), outliers)
 
-    def append(self, stored: DenseAndSparseState, x: Array, at: Array) -> DenseAndSparseState:
+    def append(self, stored: DenseAndSparseState, x: kv.Array, at: kv.Array) -> DenseAndSparseState:
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
         is_due = self.codes.is_due(stored.codes, at)
         if self.codes.num_chunks(stored.codes.slots):
             stored = lax.cond(is_due.any(), lambda s: self._quantize_chunk(s, is_due), lambda s: s, stored)
         return dataclasses.replace(stored, codes=self.codes.append_recent(stored.codes, x, at))
 
-    def _quantize_chunk(self, stored: DenseAndSparseState, is_due: Array) -> DenseAndSparseState:
+    def _quantize_chunk(self, stored: DenseAndSparseState, is_due: kv.Array) -> DenseAndSparseState:
         """Quantizes the full chunks of the sequences that are due, bool[B]."""
         x, at = self.codes.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
         is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
@@ -207,15 +196,15 @@ class DenseAndSparse(Codec):
             self.outliers.add(stored.outliers, x, is_outlier, at, chunk, is_due),
         )
 
-    def decode(self, stored: DenseAndSparseState) -> Array:
+    def decode(self, stored: DenseAndSparseState) -> kv.Array:
         x = self.codes.decode(stored.codes)
         slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None]
         return self._insert_outliers(stored, x, jnp.broadcast_to(slot, x.shape[:3]))
 
-    def gather(self, stored: DenseAndSparseState, idx: Array) -> Array:
+    def gather(self, stored: DenseAndSparseState, idx: kv.Array) -> kv.Array:
         return self._insert_outliers(stored, self.codes.gather(stored.codes, idx), idx)
 
-    def _insert_outliers(self, stored: DenseAndSparseState, x: Array, slot: Array) -> Array:
+    def _insert_outliers(self, stored: DenseAndSparseState, x: kv.Array, slot: kv.Array) -> kv.Array:
         """Inserts the outliers into tokens x [B K n H] of slots i32[B K n]; tokens that are no codes have theirs."""
         whole = self.outliers.insert(stored.outliers, x, slot)
         return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
@@ -226,7 +215,7 @@ class QuantileOutliers(Outliers):
 
     mean_of_all = False
 
-    def num_per_side(self, length: IntOrArray) -> IntOrArray:
+    def num_per_side(self, length: kv.IntOrArray) -> kv.IntOrArray:
         return super().num_per_side(length - 1) + 1 if self.share else super().num_per_side(length)
 
 
@@ -240,8 +229,8 @@ class TokenQuantileOutliers(QuantileOutliers, TokenOutliers):
     """Outliers of each token."""
 
 
-@register_method(family="quantization by channel and group", sized_by="bits")
-def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 128, table: str = "") -> Method:
+@kv.register_method(family="quantization by channel and group", sized_by="bits")
+def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 128, table: str = "") -> kv.Method:
     """Quantizes to non-uniform levels, and stores outliers and the first tokens exactly.
 
     Keys are quantized by channel before RoPE, values by token. Attention in the prompt is exact. An outlier takes 4
@@ -270,7 +259,7 @@ def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 
     levels = LevelTable.table_file(table) if table else None
     keys = NonUniformCodec(bits, every, "channel", levels, "keys")
     values = NonUniformCodec(bits, every, "token", levels, "values")
-    return Method(
-        k=ExactPrefix(DenseAndSparse(keys, ChannelQuantileOutliers(outliers), pre_rope=True), first),
-        v=ExactPrefix(DenseAndSparse(values, TokenQuantileOutliers(outliers)), first),
+    return kv.Method(
+        k=kv.ExactPrefix(DenseAndSparse(keys, ChannelQuantileOutliers(outliers), pre_rope=True), first),
+        v=kv.ExactPrefix(DenseAndSparse(values, TokenQuantileOutliers(outliers)), first),
     )

@@ -7,26 +7,16 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax import method_api as kv
 from kvjax.cache.eviction.competition import level_components
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, Replay
-from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible, weights
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import vary
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax.cache.protocol import Replay
 
 FIRST_INSTRUCTION = "\n\nRepeat the previous context exactly."
 LATER_INSTRUCTION = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplayAttention(Scorer):
+class ReplayAttention(kv.Scorer):
     """Scores a token by the most attention that it gets while the model repeats its chunk (KVzip, 2505.23416).
 
     For its score, a query of the repetition attends only to the first `sinks` tokens of the prompt, to the chunk that
@@ -40,7 +30,7 @@ class ReplayAttention(Scorer):
 
     def __post_init__(self):
         if self.chunk < 1 or self.lead < 0:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"KVzip repeats chunks of at least 1 token after 0 or more others, got chunk={self.chunk} and "
                 f"lead={self.lead}; kvpress uses 2048 and 8"
             )
@@ -57,18 +47,24 @@ class ReplayAttention(Scorer):
 
     needs_hidden = needs_output
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         replay_scores = self.require_observation(observation).replay_scores
         assert replay_scores is not None
-        return token_scores(replay_scores, block)
+        return kv.token_scores(replay_scores, block)
 
     def update_scores(
-        self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
-    ) -> Array:
+        self,
+        block: kv.KVBlock,
+        start: kv.Array,
+        observation: kv.Observation,
+        new: kv.KVBlock,
+        before: kv.Array,
+        spec: kv.LayerSpec,
+    ) -> kv.Array:
         size = min(self.chunk, block.pos.shape[2])
         # The size is static, so the last chunk overlaps the one before it, whose tokens are masked here.
         first = jnp.minimum(start, block.pos.shape[2] - size)
-        chunk = KVBlock(*(lax.dynamic_slice_in_dim(x, first, size, 2) for x in (block.k, block.v, block.pos)))
+        chunk = kv.KVBlock(*(lax.dynamic_slice_in_dim(x, first, size, 2) for x in (block.k, block.v, block.pos)))
         sinks = block.first(self.sinks)
         sinks_pos = jnp.where(sinks.pos < start, sinks.pos, -1)
         chunk_pos = jnp.where(chunk.pos >= start, chunk.pos, -1)
@@ -83,33 +79,35 @@ class ReplayAttention(Scorer):
             hidden_norms = jnp.linalg.norm(observation.hidden_states[:, 0].astype(jnp.float32), axis=-1)
             query_scale = jnp.where(observation.pos >= 0, 1.0 / jnp.maximum(hidden_norms, 1e-6), 0.0)
 
-        def update(most: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        def update(most: kv.Array, queries: tuple[kv.Array, kv.Array, kv.Array]) -> tuple[kv.Array, None]:
             q, q_pos, query_scale = queries
-            p, _, l = weights(jnp.where(visible(pos, q_pos, spec.window), scores(q, keys), MASKED_LOGIT))
+            p, _, l = kv.attention.weights(
+                jnp.where(kv.attention.visible(pos, q_pos, spec.window), kv.attention.scores(q, keys), kv.MASKED_LOGIT)
+            )
             received = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * query_scale[:, None, None, :, None]
             return jnp.maximum(most, (received * value_norms[:, :, :, None]).max((2, 3))), None
 
         blocks = (
-            split_blocks(observation.q, 3, 64),
-            split_blocks(observation.pos, 1, 64, -1),
-            split_blocks(query_scale, 1, 64),
+            kv.attention.split_blocks(observation.q, 3, 64),
+            kv.attention.split_blocks(observation.pos, 1, 64, -1),
+            kv.attention.split_blocks(query_scale, 1, 64),
         )
-        most, _ = lax.scan(update, vary(jnp.zeros(chunk.k.shape[:3])), blocks)
+        most, _ = lax.scan(update, kv.vary(jnp.zeros(chunk.k.shape[:3])), blocks)
         most = jnp.where(chunk_pos >= 0, most, 0.0)
         most = jnp.maximum(lax.dynamic_slice_in_dim(before, first, size, 2), most)
         return lax.dynamic_update_slice_in_dim(before, most, first, 2)
 
 
-@register_method(example="kvzip:budget=512", family="eviction after the prompt")
+@kv.register_method(example="kvzip:budget=512", family="eviction after the prompt")
 def kvzip(
-    budget: TokenBudget = 1024,
+    budget: kv.TokenBudget = 1024,
     chunk: int = 2048,
     lead: int = 8,
     sinks: int = 4,
     plus: bool = False,
     level: str = "model",
     page: int = 16,
-) -> Method:
+) -> kv.Method:
     """Keeps the tokens that the model needs to repeat the prompt, whatever will be asked later.
 
     It costs about two more prefills; the prompt itself attends exactly. With level=model bytes are planned as an upper
@@ -138,6 +136,7 @@ def kvzip(
     Reference:
       KVzip, Kim et al. 2025, arXiv 2505.23416, section 3; constants and KVzip+ of kvpress
     """
-    return Method(
-        select=make_selection(ReplayAttention(chunk, lead, sinks, plus), budget, sinks), **level_components(level, page)
+    return kv.Method(
+        select=kv.make_selection(ReplayAttention(chunk, lead, sinks, plus), budget, sinks),
+        **level_components(level, page),
     )

@@ -6,23 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax import method_api as kv
 from kvjax.cache.eviction.granularity import group_into_units
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 MIN_SPAN = 1e-6  # a channel with less between its extremes in a partition counts as constant
 
 
 @dataclasses.dataclass(frozen=True)
-class LagKV(Scorer):
+class LagKV(kv.Scorer):
     """Scores a token by its variation within the range of the next partition (arXiv 2504.04704).
 
     After its `sinks` a sequence is cut into partitions of `lag` tokens. Each channel of a token's key is normalized to
@@ -39,9 +30,9 @@ class LagKV(Scorer):
 
     def __post_init__(self):
         if self.lag < 1:
-            raise KvjaxError(f"lag must be at least 1 token, got {self.lag}; kvpress uses 128")
+            raise kv.KvjaxError(f"lag must be at least 1 token, got {self.lag}; kvpress uses 128")
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         real = block.clean()
         keys, values = (group_into_units(x.astype(jnp.float32), self.sinks, self.lag, 2) for x in (real.k, real.v))
         scored = (_spread(keys) + _spread(values)) / 2
@@ -54,10 +45,10 @@ class LagKV(Scorer):
         recency = slot.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
         unscored = jnp.where(slot < self.sinks, 2.0, 1.0 + recency)
         end_of_next = self.sinks + ((slot - self.sinks) // self.lag + 2) * self.lag
-        return token_scores(jnp.where((slot >= self.sinks) & (end_of_next <= length), scored, unscored), block)
+        return kv.token_scores(jnp.where((slot >= self.sinks) & (end_of_next <= length), scored, unscored), block)
 
 
-def _spread(x: Array) -> Array:
+def _spread(x: kv.Array) -> kv.Array:
     """Scores the tokens of all partitions x [B K U c H] but the last: f32[B K U-1 c]."""
     scored, following = x[:, :, :-1], x[:, :, 1:]
     low = following.min(3, keepdims=True)
@@ -68,15 +59,15 @@ def _spread(x: Array) -> Array:
     return weight / weight.sum(-1, keepdims=True)
 
 
-@register_method(example="lagkv:budget=512", family="eviction after the prompt")
+@kv.register_method(example="lagkv:budget=512", family="eviction after the prompt")
 def lagkv(
-    budget: TokenBudget = 1024,
+    budget: kv.TokenBudget = 1024,
     lag: int = 128,
     sinks: int = 4,
     cross: bool = False,
     unit: str = "token",
     per: str = "head",
-) -> Method:
+) -> kv.Method:
     """Keeps the prompt tokens that stand out from the tokens that follow them; it needs no queries.
 
     'lagkv + recompress:every=128' goes on while decoding.
@@ -100,4 +91,4 @@ def lagkv(
     Reference:
       LagKV, Liang et al. 2025, arXiv 2504.04704; scored once after the prompt as in kvpress
     """
-    return Method(select=make_selection(LagKV(lag, sinks, cross), budget, sinks, 0, unit, per))
+    return kv.Method(select=kv.make_selection(LagKV(lag, sinks, cross), budget, sinks, 0, unit, per))

@@ -12,23 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.calibration.text_halves import split_halves
-from kvjax.cache.components import SelectedSlots
-from kvjax.cache.eviction.merging import evicted_mask, scores_of_kept
-from kvjax.cache.eviction.scorers import AccumulatedAttention
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.core import memory
-from kvjax.core.attention import MASKED_LOGIT, attend_dense, merge, weights
-from kvjax.core.attention_mass import Observation
-from kvjax.core.top_k import mask_to_slots, top_k_mask
-from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 LEARNING_RATE = 3e-3  # Adam's, in calibration
 
@@ -36,14 +20,14 @@ LEARNING_RATE = 3e-3  # Adam's, in calibration
 class Convolution(NamedTuple):
     """The weights by which M slots mix tokens, the same in all heads."""
 
-    weight: Array  # f32[M 2*H w], over keys and values of w neighbors, w odd
-    bias: Array  # f32[M]
-    normalizer: Array  # f32[1], weight of the mix against a slot's own token
+    weight: kv.Array  # f32[M 2*H w], over keys and values of w neighbors, w odd
+    bias: kv.Array  # f32[M]
+    normalizer: kv.Array  # f32[1], weight of the mix against a slot's own token
 
 
-@register_table_kind("lococo")
+@kv.register_table_kind("lococo")
 @dataclasses.dataclass(frozen=True)
-class ConvolutionTable(TableKind):
+class ConvolutionTable(kv.TableKind):
     """The weights of LoCoCo's convolution for M mixed slots, as its public code lays them out.
 
     They come from the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M] are `layers.0.weight`
@@ -67,12 +51,12 @@ class ConvolutionTable(TableKind):
 
     def __post_init__(self):
         if min(self.slots, self.length, self.steps) < 1 or self.kernel % 2 == 0:
-            raise KvjaxError(f"{self} needs an odd kernel and all others at least 1; the authors' kernel is 21")
+            raise kv.KvjaxError(f"{self} needs an odd kernel and all others at least 1; the authors' kernel is 21")
 
-    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+    def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None
 
-        def fit_length(x: Array, axis: int) -> Array:
+        def fit_length(x: kv.Array, axis: int) -> kv.Array:
             x = lax.slice_in_dim(x, 0, min(self.length, x.shape[axis]), axis=axis)
             padding = [(0, self.length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)]
             return jnp.pad(x.astype(jnp.float32), padding)[:, :, None]  # the axis of texts, which `join` lengthens
@@ -89,13 +73,13 @@ class ConvolutionTable(TableKind):
     def join(self, before: np.ndarray, more: np.ndarray) -> np.ndarray:
         return np.concatenate([before, more], 1)
 
-    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+    def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
         q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
         pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
-        texts = split_texts(KVBlock(k, v, pos), q, 2 * self.slots, spec)
-        if not evicted_mask(texts.earlier, texts.choice).any():
+        texts = split_texts(kv.KVBlock(k, v, pos), q, 2 * self.slots, spec)
+        if not kv.evicted_mask(texts.earlier, texts.choice).any():
             least = 4 * self.slots + 1
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"no text loses a token; give texts of {least} tokens or more, as `length`, or fewer slots"
             )
         convolution = self._initial_weights(spec)
@@ -106,13 +90,13 @@ class ConvolutionTable(TableKind):
         arrays = {name: np.asarray(array, np.float32) for name, array in convolution._asdict().items()}
         return arrays | {"weight": arrays["weight"].astype(np.float16)}
 
-    def _initial_weights(self, spec: LayerSpec) -> Convolution:
+    def _initial_weights(self, spec: kv.LayerSpec) -> Convolution:
         num_inputs = 2 * spec.head_dim
         weight = np.random.default_rng(spec.index).normal(size=(self.slots, num_inputs, self.kernel))
         weight = jnp.asarray(weight / np.sqrt(num_inputs * self.kernel), jnp.float32)
         return Convolution(weight, jnp.zeros(self.slots), jnp.full(1, 0.5))
 
-    def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
+    def example(self, spec: kv.LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         arrays = {"weight": rng.normal(size=(3, 2 * spec.head_dim, 5)), "bias": rng.normal(size=3), "normalizer": [0.5]}
         return {name: np.asarray(array, np.float32) for name, array in arrays.items()}
 
@@ -120,39 +104,41 @@ class ConvolutionTable(TableKind):
 class SplitTexts(NamedTuple):
     """Texts in halves: what is kept of the earlier one, and what the later one's queries read."""
 
-    earlier: KVBlock
-    choice: SelectedSlots
-    q: Array  # [B K G T H]
-    q_pos: Array  # i32[B T], -1 for queries of the earlier half
-    later: Partial  # what the queries read of their own half
-    target: Array  # f32[B K G T H], what they read of both halves
+    earlier: kv.KVBlock
+    choice: kv.SelectedSlots
+    q: kv.Array  # [B K G T H]
+    q_pos: kv.Array  # i32[B T], -1 for queries of the earlier half
+    later: kv.Partial  # what the queries read of their own half
+    target: kv.Array  # f32[B K G T H], what they read of both halves
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "spec"))
-def split_texts(block: KVBlock, q: Array, budget: int, spec: LayerSpec) -> SplitTexts:
+def split_texts(block: kv.KVBlock, q: kv.Array, budget: int, spec: kv.LayerSpec) -> SplitTexts:
     """Splits texts with all of their queries [B K G T H], and selects `budget` tokens of the earlier halves."""
     pos = block.pos[:, 0]
-    is_earlier, is_later_query = split_halves(block, Observation(q, pos))
+    is_earlier, is_later_query = kv.split_halves(block, kv.Observation(q, pos))
     # The earlier half lies at the front, so that its block needs no more room than that.
     earlier = dataclasses.replace(block, pos=jnp.where(is_earlier, block.pos, -1)).first(-(-pos.shape[1] // 2))
     num_kept = jnp.minimum(is_earlier.sum((1, 2), dtype=jnp.int32), budget)
-    observation = Observation(q, jnp.where(is_earlier[:, 0], pos, -1))
-    choice = make_selection(AccumulatedAttention(), budget).select_slots(earlier, observation, num_kept, budget, spec)
+    observation = kv.Observation(q, jnp.where(is_earlier[:, 0], pos, -1))
+    choice = kv.make_selection(kv.AccumulatedAttention(), budget).select_slots(
+        earlier, observation, num_kept, budget, spec
+    )
     later = dataclasses.replace(block, pos=jnp.where(is_later_query[:, None], block.pos, -1))
     q_pos = jnp.where(is_later_query, pos, -1)
 
-    def read(half: KVBlock) -> Partial:
-        return map_query_blocks(lambda q, at: attend_dense(q, half, at, spec.window), q, q_pos, 64)
+    def read(half: kv.KVBlock) -> kv.Partial:
+        return kv.map_query_blocks(lambda q, at: kv.attention.attend_dense(q, half, at, spec.window), q, q_pos, 64)
 
     read_later = read(later)
-    return SplitTexts(earlier, choice, q, q_pos, read_later, merge([read(earlier), read_later]))
+    return SplitTexts(earlier, choice, q, q_pos, read_later, kv.attention.merge([read(earlier), read_later]))
 
 
-def relative_error(convolution: Convolution, texts: SplitTexts, slots: int, window: int | None) -> Array:
+def relative_error(convolution: Convolution, texts: SplitTexts, slots: int, window: int | None) -> kv.Array:
     """Computes the squared error of the queries' outputs, relative to the squares of those over all tokens."""
-    kept = gather_tokens(texts.earlier, texts.choice.slots)
+    kept = kv.gather_tokens(texts.earlier, texts.choice.slots)
     kept = merge_by_convolution(texts.earlier, kept, texts.choice, convolution, slots, 0)
-    out = merge([attend_dense(texts.q, kept, texts.q_pos, window), texts.later])
+    out = kv.attention.merge([kv.attention.attend_dense(texts.q, kept, texts.q_pos, window), texts.later])
     counts = (texts.q_pos >= 0)[:, None, None, :, None]
     error, norm = (jnp.where(counts, jnp.square(x), 0.0).sum() for x in (out - texts.target, texts.target))
     return error / jnp.maximum(norm, 1e-30)
@@ -163,7 +149,7 @@ def relative_error(convolution: Convolution, texts: SplitTexts, slots: int, wind
 def _adam_step(
     convolution: Convolution,
     moments: tuple[Convolution, Convolution],
-    step: Array,
+    step: kv.Array,
     texts: SplitTexts,
     slots: int,
     window: int | None,
@@ -179,8 +165,8 @@ def _adam_step(
 
 
 def merge_by_convolution(
-    block: KVBlock, kept: KVBlock, choice: SelectedSlots, convolution: Convolution, heavy: int, recent: int
-) -> KVBlock:
+    block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, convolution: Convolution, heavy: int, recent: int
+) -> kv.KVBlock:
     """Mixes evicted tokens into the kept ones that are no heavy hitters.
 
     Heavy hitters are the last `recent` tokens of a sequence, and the highest scores among the others. All other tokens,
@@ -200,14 +186,14 @@ def merge_by_convolution(
     is_used = jnp.broadcast_to(choice.slots >= 0, kept.k.shape[:3])
     is_recent = is_used & (kept.pos > block.pos.max(2, keepdims=True) - recent)
     num_scored = jnp.full(is_used.shape[:2], heavy - recent, jnp.int32)
-    is_heavy = is_recent | top_k_mask(scores_of_kept(kept, choice), is_used & ~is_recent, num_scored)
-    is_mixed = evicted_mask(block, choice._replace(slots=jnp.where(is_heavy, choice.slots, -1)))
-    evicts = evicted_mask(block, choice).any(2, keepdims=True)
+    is_heavy = is_recent | kv.top_k_mask(kv.scores_of_kept(kept, choice), is_used & ~is_recent, num_scored)
+    is_mixed = kv.evicted_mask(block, choice._replace(slots=jnp.where(is_heavy, choice.slots, -1)))
+    evicts = kv.evicted_mask(block, choice).any(2, keepdims=True)
     is_anchor = is_used & ~is_heavy & evicts
     rank, num_mixed = jnp.cumsum(is_anchor, 2, dtype=jnp.int32) - 1, convolution.bias.shape[0]
     every, own = (jnp.concatenate([x.k, x.v], -1).astype(jnp.float32) for x in (block, kept))
-    mix = _convolve(every, mask_to_slots(is_mixed, block.k.shape[2]), convolution)
-    mix = memory.take(mix, jnp.clip(rank, 0, num_mixed - 1))
+    mix = _convolve(every, kv.mask_to_slots(is_mixed, block.k.shape[2]), convolution)
+    mix = kv.memory.take(mix, jnp.clip(rank, 0, num_mixed - 1))
     weight = convolution.normalizer[None, None, None]
     new = (1 - weight) * own + weight * mix
     new = jnp.where((is_anchor & (rank < num_mixed))[..., None], new, own).astype(kept.k.dtype)
@@ -215,18 +201,18 @@ def merge_by_convolution(
     return dataclasses.replace(kept, k=k, v=v)
 
 
-def _convolve(x: Array, slot: Array, convolution: Convolution) -> Array:
+def _convolve(x: kv.Array, slot: kv.Array, convolution: Convolution) -> kv.Array:
     """Mixes the tokens of x [B K T 2*H] at slot i32[B K T], -1 behind the last, for each of M slots: f32[B K M 2*H]."""
     B, K, T, channels = x.shape
     real, edge = slot >= 0, (convolution.weight.shape[2] - 1) // 2
-    x = jnp.where(real[..., None], memory.take(x, jnp.maximum(slot, 0)), 0.0)
+    x = jnp.where(real[..., None], kv.memory.take(x, jnp.maximum(slot, 0)), 0.0)
     heads = x.reshape(B * K, T, channels)
     axes = ("NTC", "OIT", "NCT")
     logits = lax.conv_general_dilated(
         heads, convolution.weight, (1,), [(edge, edge)], dimension_numbers=axes, precision=lax.Precision.HIGHEST
     )
     logits = jax.nn.relu(logits + convolution.bias[None, :, None]).reshape(B, K, -1, T)
-    p, _, l = weights(jnp.where(real[:, :, None], logits, MASKED_LOGIT))
+    p, _, l = kv.attention.weights(jnp.where(real[:, :, None], logits, kv.MASKED_LOGIT))
     mix = jnp.einsum("bkmt,bktw->bkmw", p, x, precision=lax.Precision.HIGHEST)
     return mix / jnp.maximum(l, 1e-30)[..., None]
 
@@ -241,32 +227,32 @@ class ConvolutionMerge:
       recent: last tokens, which are never mixed.
     """
 
-    given: TableFile
+    given: kv.TableFile
     budget: int
     recent: int
 
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+    def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         arrays = self.given.layer_arrays(
             spec, weight=(None, 2 * spec.head_dim, None), bias=(None,), normalizer=(1,)
         ).values()
         convolution = Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays))
         num_mixed, width = convolution.weight.shape[0], convolution.weight.shape[2]
         if convolution.bias.shape[0] != num_mixed or width % 2 == 0:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"{self.given.path} has {num_mixed} slots with {convolution.bias.shape[0]} biases and a kernel of "
                 f"{width} tokens; give as many biases as slots and an odd kernel"
             )
         heavy = self.budget - num_mixed
         if heavy < self.recent:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"{self.given.path} mixes {num_mixed} slots, and a budget of {self.budget} with {self.recent} recent "
                 f"tokens leaves fewer; use a budget of at least {num_mixed + self.recent}"
             )
         return merge_by_convolution(block, kept, choice, convolution, heavy, self.recent)
 
 
-@register_method(example="lococo:budget=256", family="merging")
-def lococo(budget: int = 512, recent: int = 0, table: str = "shipped") -> Method:
+@kv.register_method(example="lococo:budget=256", family="merging")
+def lococo(budget: int = 512, recent: int = 0, table: str = "shipped") -> kv.Method:
     """Keeps each head's most attended prompt tokens, and mixes all others into a fixed number of slots.
 
     Formula:
@@ -288,5 +274,5 @@ def lococo(budget: int = 512, recent: int = 0, table: str = "shipped") -> Method
     Reference:
       LoCoCo, Cai et al. 2024, arXiv 2406.05317; its public code, VITA-Group/LoCoCo
     """
-    select = make_selection(AccumulatedAttention(), budget, 0, recent)
-    return Method(select=select, merge=ConvolutionMerge(ConvolutionTable.table_file(table), budget, recent))
+    select = kv.make_selection(kv.AccumulatedAttention(), budget, 0, recent)
+    return kv.Method(select=select, merge=ConvolutionMerge(ConvolutionTable.table_file(table), budget, recent))

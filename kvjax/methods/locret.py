@@ -11,28 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
-from kvjax.cache.calibration.text_halves import max_logits, split_halves
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.core.attention import MASKED_LOGIT
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads
-from kvjax.core.rope import Rope
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
+from kvjax.cache.calibration.text_halves import max_logits
 
 
-@register_table_kind("locret")
+@kv.register_table_kind("locret")
 @dataclasses.dataclass(frozen=True)
-class RetainingHeads(TableKind):
+class RetainingHeads(kv.TableKind):
     """The weights of a network of one hidden layer of R units, without biases, as Locret's public release has them.
 
     `fc1` f32[R (N+2*K)*H]: of the layer's N query heads, its K keys and its K values, in this order and before RoPE;
@@ -51,16 +36,16 @@ class RetainingHeads(TableKind):
 
     def __post_init__(self):
         if self.ridge < 1:
-            raise KvjaxError(f"ridge must be at least 1, got {self.ridge}; 1000 adds a thousandth of the variance")
+            raise kv.KvjaxError(f"ridge must be at least 1, got {self.ridge}; 1000 adds a thousandth of the variance")
 
-    def count(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> dict[str, Array]:
+    def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None
-        earlier, later = split_halves(block, observation)
+        earlier, later = kv.split_halves(block, observation)
         target = max_logits(block, observation, later, spec.window)
         # A sliding window may hide a token from all later queries; such a token has no target.
-        has_target = earlier[:, :1] & over_heads.any(target > MASKED_LOGIT / 2)
+        has_target = earlier[:, :1] & kv.over_heads.any(target > kv.MASKED_LOGIT / 2)
         own = network_inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)
-        every = jnp.moveaxis(over_heads.gather(own), 1, 2)
+        every = jnp.moveaxis(kv.over_heads.gather(own), 1, 2)
         x = jnp.where(has_target[:, 0, :, None], every.reshape(*every.shape[:2], -1), 0.0)
         y = jnp.where(has_target, target, 0.0)
         return {
@@ -71,10 +56,10 @@ class RetainingHeads(TableKind):
             "xy": jnp.einsum("btc,bkt->bkc", x, y, precision=lax.Precision.HIGHEST),
         }
 
-    def arrays(self, counted: dict[str, np.ndarray], spec: LayerSpec) -> Mapping[str, np.ndarray]:
+    def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
         tokens = counted["tokens"].item()
         if not tokens:
-            raise KvjaxError("no token of these texts is asked by a later one; give texts of at least 2 tokens")
+            raise kv.KvjaxError("no token of these texts is asked by a later one; give texts of at least 2 tokens")
         x, y = counted["x"] / tokens, counted["y"] / tokens
         covariance = counted["xx"][0] / tokens - x.T @ x
         covariance += np.eye(len(covariance)) * (np.trace(covariance) / len(covariance) / self.ridge + 1e-12)
@@ -85,21 +70,21 @@ class RetainingHeads(TableKind):
         return {name: array.astype(np.float32) for name, array in arrays.items()}
 
 
-def group_by_head(fc1: np.ndarray, spec: LayerSpec) -> np.ndarray:
+def group_by_head(fc1: np.ndarray, spec: kv.LayerSpec) -> np.ndarray:
     """Groups the released weights of the first layer [R (K*G+2*K)*H] by key/value head: [K (G+2)*H R]."""
     K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
     parts = np.split(fc1, [K * G * H, (K * G + K) * H], 1)
     return np.concatenate([x.reshape(-1, K, x.shape[1] // K) for x in parts], 2).transpose(1, 2, 0)
 
 
-def ungroup_heads(weights: np.ndarray, spec: LayerSpec) -> np.ndarray:
+def ungroup_heads(weights: np.ndarray, spec: kv.LayerSpec) -> np.ndarray:
     """Inverts `group_by_head`."""
     G, H = spec.num_groups, spec.head_dim
     parts = np.split(weights.transpose(2, 0, 1), [G * H, (G + 1) * H], 2)
     return np.concatenate([x.reshape(len(x), -1) for x in parts], 1)
 
 
-def network_inputs(q: Array, pos: Array, k: Array, v: Array, rope: Rope) -> Array:
+def network_inputs(q: kv.Array, pos: kv.Array, k: kv.Array, v: kv.Array, rope: kv.Rope) -> kv.Array:
     """Concatenates each token's queries, key and value of a head, all before RoPE; zeros for padding.
 
     Args:
@@ -118,7 +103,7 @@ def network_inputs(q: Array, pos: Array, k: Array, v: Array, rope: Rope) -> Arra
 
 
 @dataclasses.dataclass(frozen=True)
-class RetainingScorer(Scorer):
+class RetainingScorer(kv.Scorer):
     """Scores a token by its causal importance fc2 silu(fc1 [q, k, v]), a number for each key/value head (2410.01805).
 
     q, k and v are the token's own, in all heads and before RoPE, so later tokens do not change its score.
@@ -127,39 +112,39 @@ class RetainingScorer(Scorer):
       given: a file of `RetainingHeads`.
     """
 
-    given: TableFile
+    given: kv.TableFile
     num_queries: ClassVar[int | None] = None
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation = self.require_observation(observation)
         K = spec.num_kv_heads
         columns = (K * spec.num_groups + 2 * K) * spec.head_dim
         fc1, fc2 = self.given.layer_arrays(spec, fc1=(None, columns), fc2=(K, None)).values()
         weights = (jnp.asarray(x, jnp.float32) for x in (group_by_head(fc1, spec), fc2))
-        fc1, fc2 = (over_heads.local_part(x, block.k.shape[1]) for x in weights)
+        fc1, fc2 = (kv.over_heads.local_part(x, block.k.shape[1]) for x in weights)
 
-        def run_network(q: Array, pos: Array, k: Array, v: Array) -> Array:
+        def run_network(q: kv.Array, pos: kv.Array, k: kv.Array, v: kv.Array) -> kv.Array:
             x = network_inputs(q, pos, k, v, spec.rope)
             # The hidden layer mixes all heads of the layer, so each device adds the part of its heads.
             hidden = jnp.einsum("bktc,kcr->btr", x, fc1, precision=lax.Precision.HIGHEST)
-            hidden = jax.nn.silu(over_heads.sum(hidden[:, None])[:, 0])
+            hidden = jax.nn.silu(kv.over_heads.sum(hidden[:, None])[:, 0])
             return jnp.einsum("btr,kr->bkt", hidden, fc2, precision=lax.Precision.HIGHEST)[:, :, None]
 
         # In blocks of tokens, because the inputs are wider than keys and values together.
         k, v = block.k[:, :, None], block.v[:, :, None]
-        scores = map_query_blocks(run_network, observation.q, observation.pos, 512, k, v)[:, :, 0]
-        return token_scores(scores, block)
+        scores = kv.map_query_blocks(run_network, observation.q, observation.pos, 512, k, v)[:, :, 0]
+        return kv.token_scores(scores, block)
 
 
-@register_method(example="locret:budget=512", family="eviction after the prompt")
+@kv.register_method(example="locret:budget=512", family="eviction after the prompt")
 def locret(
-    budget: TokenBudget = 6100,
+    budget: kv.TokenBudget = 6100,
     recent: int = 100,
     sinks: int = 0,
     unit: str = "token",
     per: str = "head",
     table: str = "shipped",
-) -> Method:
+) -> kv.Method:
     """Keeps the prompt tokens that a trained network scores highest, and the local tokens.
 
     Formula:
@@ -183,4 +168,4 @@ def locret(
       Locret, Huang et al. 2024, arXiv 2410.01805, section 3.3; its public code, huangyuxiang03/Locret
     """
     scorer = RetainingScorer(RetainingHeads.table_file(table))
-    return Method(select=make_selection(scorer, budget, sinks, recent, unit, per))
+    return kv.Method(select=kv.make_selection(scorer, budget, sinks, recent, unit, per))

@@ -7,23 +7,14 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import Scorer, Scores, SelectedSlots
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.merging import fold_into_kept, match_evicted, scatter_add
-from kvjax.cache.eviction.scorers import AccumulatedAttention, head_scores, rank_below_others
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
+from kvjax.cache.eviction.scorers import rank_below_others
 
 RULES = ("pivot", "average", "weighted", "normalised")
 
 
 @dataclasses.dataclass(frozen=True)
-class TextPrior(Scorer):
+class TextPrior(kv.Scorer):
     """Scores by attention summed over the prompt, with image tokens below all text (Wan et al. 2024, 2406.18139).
 
     Args:
@@ -33,13 +24,13 @@ class TextPrior(Scorer):
     images: tuple[tuple[int, int], ...] = ()
     num_queries: ClassVar[int | None] = None
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        attention = AccumulatedAttention().scores(block, observation, spec)
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
+        attention = kv.AccumulatedAttention().scores(block, observation, spec)
         is_image = jnp.zeros(block.pos.shape, bool)
         for first, last in self.images:
             is_image |= (block.pos >= first) & (block.pos <= last)
         per_query_head = rank_below_others(attention.per_query_head, is_image[:, :, None])
-        return head_scores(per_query_head, rank_below_others(attention.per_kv_head, is_image), block)
+        return kv.head_scores(per_query_head, rank_below_others(attention.per_kv_head, is_image), block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +47,12 @@ class NearestMerge:
 
     def __post_init__(self):
         if self.rule not in RULES:
-            raise KvjaxError(f"rule of LOOK-M must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
+            raise kv.KvjaxError(f"rule of LOOK-M must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
 
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+    def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
-        num_merged = scatter_add(jnp.ones(lost.slot.shape), lost.slot, n)
+        lost, n = kv.match_evicted(block, kept, choice), kept.k.shape[2]
+        num_merged = kv.scatter_add(jnp.ones(lost.slot.shape), lost.slot, n)
         own = 1.0 + num_merged / 2 if self.rule == "pivot" else jnp.ones(num_merged.shape)
         if self.rule == "weighted":
             weight = lost.cosine
@@ -69,9 +60,9 @@ class NearestMerge:
             weight = jnp.maximum((lost.cosine + 1.0) / 2, 1e-6)
         else:
             weight = jnp.full(lost.cosine.shape, 0.5 if self.rule == "pivot" else 1.0)
-        total = 1.0 + (scatter_add(weight, lost.slot, n) if self.rule == "normalised" else num_merged)
+        total = 1.0 + (kv.scatter_add(weight, lost.slot, n) if self.rule == "normalised" else num_merged)
         k, v = (
-            fold_into_kept(x, own[..., None], y, weight, lost.slot, total)
+            kv.fold_into_kept(x, own[..., None], y, weight, lost.slot, total)
             for x, y in ((kept.k, block.k), (kept.v, block.v))
         )
         return dataclasses.replace(kept, k=k, v=v)
@@ -83,7 +74,7 @@ def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
     for part in filter(None, text.split("/")):
         first, dash, last = part.partition("-")
         if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"images of LOOK-M must be ranges of positions, first to last, got {part!r}; write '5-580' for one, "
                 "'5-580/600-1175' for two, or leave it empty"
             )
@@ -91,10 +82,10 @@ def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-@register_method(example="lookm:budget=512,recent=256", family="merging")
+@kv.register_method(example="lookm:budget=512,recent=256", family="merging")
 def lookm(
-    budget: TokenBudget = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = ""
-) -> Method:
+    budget: kv.TokenBudget = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = ""
+) -> kv.Method:
     """Keeps heavy hitters and recent tokens, text before images, and merges evicted tokens into the nearest kept ones.
 
     Formula:
@@ -117,7 +108,7 @@ def lookm(
     Reference:
       LOOK-M, Wan et al. 2024, arXiv 2406.18139; its public code, SUSTechBruce/LOOK-M
     """
-    return Method(
-        select=make_selection(TextPrior(_parse_ranges(images)), budget, sinks, recent),
+    return kv.Method(
+        select=kv.make_selection(TextPrior(_parse_ranges(images)), budget, sinks, recent),
         merge=NearestMerge(rule),
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.codecs.low_rank import CalibratedLowRank
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_method(family="fewer numbers per vector")
-def matryoshka(keys: float = 0.4, values: float = 0.4, table: str = "shipped") -> Method:
+@kv.register_method(family="fewer numbers per vector")
+def matryoshka(keys: float = 0.4, values: float = 0.4, table: str = "shipped") -> kv.Method:
     """Stores each head's keys and values as coordinates along the first directions of given orthonormal bases.
 
     A query is projected once, and so is the weighted sum of values; nothing is expanded. Attention in the prompt is
@@ -32,7 +29,7 @@ def matryoshka(keys: float = 0.4, values: float = 0.4, table: str = "shipped") -
     Reference:
       MatryoshkaKV, Lin et al. 2024, arXiv 2410.14731, section 3; keys after RoPE and centered, as in its authors' code
     """
-    bases = Bases.table_file(table)
-    return Method(
-        k=CalibratedLowRank(table=bases, of="keys", share=keys), v=CalibratedLowRank(table=bases, share=values)
+    bases = kv.Bases.table_file(table)
+    return kv.Method(
+        k=kv.CalibratedLowRank(table=bases, of="keys", share=keys), v=kv.CalibratedLowRank(table=bases, share=values)
     )

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.calibration.bases import JointBases
-from kvjax.cache.calibration.table_kinds import register_table_kind
-from kvjax.cache.codecs.low_rank import CalibratedLowRank
-from kvjax.cache.method import Method
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_table_kind("merged_bases")
+@kv.register_table_kind("merged_bases")
 @dataclasses.dataclass(frozen=True)
-class MergedBases(JointBases):
+class MergedBases(kv.JointBases):
     """The principal directions of `heads` adjacent heads together; see `Bases`."""
 
     heads: int = 2
 
 
-@register_method(family="fewer numbers per vector")
-def merged_heads(heads: int = 2, table: str = "shipped") -> Method:
+@kv.register_method(family="fewer numbers per vector")
+def merged_heads(heads: int = 2, table: str = "shipped") -> kv.Method:
     """Stores neighboring key/value heads as one head, along the principal directions of their caches.
 
     Keys are stored without RoPE. Attention in the prompt is exact.
@@ -43,9 +38,9 @@ def merged_heads(heads: int = 2, table: str = "shipped") -> Method:
       Effectively Compress KV Heads for LLM, Yu et al. 2024, arXiv 2406.07056, section 3
     """
     if heads < 2:
-        raise KvjaxError(f"at least 2 heads become one, got heads={heads}; the paper uses 2 and 4")
+        raise kv.KvjaxError(f"at least 2 heads become one, got heads={heads}; the paper uses 2 and 4")
     bases, share = MergedBases.table_file(table), 1 / heads
-    return Method(
-        k=CalibratedLowRank(heads, table=bases, of="bare_keys", share=share),
-        v=CalibratedLowRank(heads, table=bases, share=share),
+    return kv.Method(
+        k=kv.CalibratedLowRank(heads, table=bases, of="bare_keys", share=share),
+        v=kv.CalibratedLowRank(heads, table=bases, share=share),
     )

@@ -6,15 +6,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import SelectedSlots
-from kvjax.cache.eviction.merging import MIN_KEY_NORM, fold_into_kept, match_evicted, scatter_add
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
+from kvjax.cache.eviction.merging import MIN_KEY_NORM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,28 +22,28 @@ class ValueMerge:
 
     def __post_init__(self):
         if not 0 <= self.threshold <= 1:
-            raise KvjaxError(f"threshold of merging must lie in [0, 1], got {self.threshold}; kvpress uses 0")
+            raise kv.KvjaxError(f"threshold of merging must lie in [0, 1], got {self.threshold}; kvpress uses 0")
         if not 0 < self.fraction <= 1:
-            raise KvjaxError(f"fraction of merging must lie in (0, 1], got {self.fraction}; kvpress uses 1")
+            raise kv.KvjaxError(f"fraction of merging must lie in (0, 1], got {self.fraction}; kvpress uses 1")
 
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+    def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = match_evicted(block, kept, choice), kept.k.shape[2]
+        lost, n = kv.match_evicted(block, kept, choice), kept.k.shape[2]
         joins = lost.mask & (lost.cosine >= self.threshold)
         if self.fraction < 1:
             # Where no cosines are equal, these are the ones that reach the quantile 1 - fraction.
-            number = 1 + fraction_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
-            joins &= top_k_mask(lost.cosine, lost.mask, number)
+            number = 1 + kv.fraction_of(self.fraction, lost.mask.sum(-1, dtype=jnp.int32) - 1)
+            joins &= kv.top_k_mask(lost.cosine, lost.mask, number)
         evicted_norm, kept_norm = (jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (block.v, kept.v))
         kept_norm = jnp.take_along_axis(kept_norm, jnp.minimum(lost.slot, n - 1), 2)
         weight = jnp.maximum(lost.cosine, 0.0) * (evicted_norm / (evicted_norm + kept_norm + MIN_KEY_NORM))
         slot = jnp.where(joins, lost.slot, n)
-        v = fold_into_kept(kept.v, 1.0, block.v, weight, slot, 1.0 + scatter_add(weight, slot, n))
+        v = kv.fold_into_kept(kept.v, 1.0, block.v, weight, slot, 1.0 + kv.scatter_add(weight, slot, n))
         return dataclasses.replace(kept, v=v)
 
 
-@register_method(example="snapkv:budget=256 + merging", family="component over a selection")
-def merging(threshold: float = 0.0, fraction: float = 1.0) -> Method:
+@kv.register_method(example="snapkv:budget=256 + merging", family="component over a selection")
+def merging(threshold: float = 0.0, fraction: float = 1.0) -> kv.Method:
     """Merges the value of each evicted token into that of the kept token with the most similar key.
 
     Use it as in 'snapkv:budget=256 + merging'. Keys stay as they are.
@@ -69,4 +62,4 @@ def merging(threshold: float = 0.0, fraction: float = 1.0) -> Method:
     Reference:
       MergingPress of kvpress, after Token Merging (Bolya et al. 2022, arXiv 2210.09461) and D2O (arXiv 2406.13035)
     """
-    return Method(merge=ValueMerge(threshold, fraction))
+    return kv.Method(merge=ValueMerge(threshold, fraction))

@@ -7,29 +7,21 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.codecs.chunk_quant import Tokenwise
-from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.plain import CodecWrapper, Plain
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
-from kvjax.cache.codecs.quantizers import MinMax
-from kvjax.cache.eviction.scorers import AccumulatedAttention
-from kvjax.cache.method import Method
-from kvjax.cache.side_store.mixed_precision import ScoredTiers
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, pytree
-from kvjax.registry.registration import register_method
 
 
-@pytree
+@kv.pytree
 class BalancedKeys:
     """Keys times the weights of their channels."""
 
     keys: Any  # stored by the inner codec
-    weight: Array  # f32[B K 1 H]
+    weight: kv.Array  # f32[B K 1 H]
 
 
 @dataclasses.dataclass(frozen=True)
-class ChannelBalancer(PromptAdaptiveKeys, CodecWrapper):
+class ChannelBalancer(PromptAdaptiveKeys, kv.CodecWrapper):
     """Multiplies key channels by b = sqrt(max |q| / max |k|), and divides those of queries by it (MiKV, 2402.18096).
 
     Products are unchanged, and outliers are shared between queries and keys. The maxima are those of a prompt, over the
@@ -41,7 +33,7 @@ class ChannelBalancer(PromptAdaptiveKeys, CodecWrapper):
 
     num_queries: ClassVar[int | None] = None
 
-    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
+    def fit_prompt(self, x: kv.Array, pos: kv.Array, observation: kv.Observation) -> kv.Array:
         """Computes the weights, f32[B K 1 H]."""
         is_query, is_key = (observation.pos >= 0)[:, None, None, :, None], (pos >= 0)[..., None]
         max_q = jnp.where(is_query, jnp.abs(observation.q.astype(jnp.float32)), 0.0).max((2, 3))[:, :, None]
@@ -50,46 +42,46 @@ class ChannelBalancer(PromptAdaptiveKeys, CodecWrapper):
         both = (max_q > 0) & (max_k > 0)
         return jnp.where(both, jnp.sqrt(max_q) / jnp.sqrt(jnp.where(both, max_k, 1.0)), 1.0)
 
-    def encode_with(self, x: Array, pos: Array, params: Array) -> BalancedKeys:
+    def encode_with(self, x: kv.Array, pos: kv.Array, params: kv.Array) -> BalancedKeys:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         return BalancedKeys(self.inner.encode(_scale(x, params), pos), params)
 
-    def decode(self, stored: BalancedKeys) -> Array:
+    def decode(self, stored: BalancedKeys) -> kv.Array:
         return _scale(self.inner.decode(stored.keys), 1 / stored.weight)
 
-    def append(self, stored: BalancedKeys, x: Array, at: Array) -> BalancedKeys:
+    def append(self, stored: BalancedKeys, x: kv.Array, at: kv.Array) -> BalancedKeys:
         return dataclasses.replace(stored, keys=self.inner.append(stored.keys, _scale(x, stored.weight), at))
 
-    def gather(self, stored: BalancedKeys, idx: Array) -> Array:
+    def gather(self, stored: BalancedKeys, idx: kv.Array) -> kv.Array:
         return _scale(self.inner.gather(stored.keys, idx), 1 / stored.weight)
 
     def load(self, stored: BalancedKeys) -> BalancedKeys:
         return dataclasses.replace(stored, keys=self.inner.load(stored.keys))
 
-    def scores(self, q: Array, stored: BalancedKeys) -> Array:
+    def scores(self, q: kv.Array, stored: BalancedKeys) -> kv.Array:
         return self.inner.scores(_scale(q, 1 / stored.weight[:, :, None]), stored.keys)
 
-    def num_quantized(self, n: Array) -> Array:
+    def num_quantized(self, n: kv.Array) -> kv.Array:
         return n
 
-    def num_committed(self, stored: BalancedKeys, n: Array) -> Array:
+    def num_committed(self, stored: BalancedKeys, n: kv.Array) -> kv.Array:
         return self.inner.num_committed(stored.keys, n)
 
 
-def _scale(x: Array, weight: Array) -> Array:
+def _scale(x: kv.Array, weight: kv.Array) -> kv.Array:
     """Multiplies x by f32 weights, in x's dtype."""
     return (x.astype(jnp.float32) * weight).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class BalancedTier(PromptAdaptiveTiers, ScoredTiers):
+class BalancedTier(PromptAdaptiveTiers, kv.ScoredTiers):
     """A low tier whose key channels are balanced by all queries and keys of the prompt."""
 
 
-@register_method(family="quantization by channel and group")
+@kv.register_method(family="quantization by channel and group")
 def mikv(
     share: float = 0.8, recent: float = 0.5, low: int = 2, high: int = 0, group: int = 0, balance: bool = True
-) -> Method:
+) -> kv.Method:
     """Quantizes the least attended prompt tokens to few bits, with balanced channels, and stores the others exactly.
 
     Attention in the prompt is exact.
@@ -116,9 +108,9 @@ def mikv(
       No Token Left Behind (MiKV), Yang et al. 2024, arXiv 2402.18096, sections 3.1 and 3.2
     """
     low_codec = Tokenwise(low, group=group)
-    high_codec = PerTokenCodec(MinMax(high)) if high else Plain()
+    high_codec = kv.PerTokenCodec(kv.MinMax(high)) if high else kv.Plain()
     if balance:
-        tier = BalancedTier(AccumulatedAttention(), share, ChannelBalancer(low_codec), low_codec, recent)
+        tier = BalancedTier(kv.AccumulatedAttention(), share, ChannelBalancer(low_codec), low_codec, recent)
     else:
-        tier = ScoredTiers(AccumulatedAttention(), share, low_codec, low_codec, recent)
-    return Method(side_store=tier, k=high_codec, v=high_codec)
+        tier = kv.ScoredTiers(kv.AccumulatedAttention(), share, low_codec, low_codec, recent)
+    return kv.Method(side_store=tier, k=high_codec, v=high_codec)

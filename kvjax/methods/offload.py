@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_method(family="exact")
-def offload() -> Method:
+@kv.register_method(family="exact")
+def offload() -> kv.Method:
     """Stores all keys and values in pinned host memory and fetches them layer by layer: exact, and bound by the bus.
 
     Formula:
@@ -20,4 +18,4 @@ def offload() -> Method:
     Reference:
       FlexGen, Sheng et al. 2023, arXiv 2303.06865; what transformers calls the offloaded cache
     """
-    return Method(k=Host(Plain()), v=Host(Plain()))
+    return kv.Method(k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()))

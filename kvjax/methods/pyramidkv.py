@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.cache.components import Budget
-from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
 @dataclasses.dataclass(frozen=True)
-class Pyramid(Budget):
+class Pyramid(kv.Budget):
     """Many tokens in the first layers, few in the last, `tokens` on average. A model of one layer gets `tokens`.
 
     Args:
@@ -39,18 +33,20 @@ class Pyramid(Budget):
 
     def __post_init__(self):
         if self.rule not in ("authors", "peer"):
-            raise KvjaxError(f"rule must be 'authors' or 'peer', got {self.rule!r}")
+            raise kv.KvjaxError(f"rule must be 'authors' or 'peer', got {self.rule!r}")
         if self.beta < 1:
-            raise KvjaxError(f"beta must be at least 1, got {self.beta}; PyramidKV uses 20")
+            raise kv.KvjaxError(f"beta must be at least 1, got {self.beta}; PyramidKV uses 20")
         if self.window < 0 or self.tokens <= self.window:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"a pyramid over a window of {self.window} tokens needs more than these, got tokens={self.tokens}; "
                 f"use at least {max(self.window, 0) + 1}"
             )
         if self.rule == "authors" and self.tokens != int(self.tokens):
-            raise KvjaxError(f"the authors' pyramid is of integers, got tokens={self.tokens}; use {int(self.tokens)}")
+            raise kv.KvjaxError(
+                f"the authors' pyramid is of integers, got tokens={self.tokens}; use {int(self.tokens)}"
+            )
 
-    def at(self, spec: LayerSpec) -> Pyramid:
+    def at(self, spec: kv.LayerSpec) -> Pyramid:
         return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
 
     def num_kept(self, length: int) -> int:
@@ -77,7 +73,7 @@ class Pyramid(Budget):
         return self.num_kept(4 * round(self.tokens) + 4 * self.window)
 
 
-@register_method(example="pyramidkv:budget=512", family="eviction after the prompt")
+@kv.register_method(example="pyramidkv:budget=512", family="eviction after the prompt")
 def pyramidkv(
     budget: int = 1024,
     window: int = 8,
@@ -90,7 +86,7 @@ def pyramidkv(
     sinks: int = 0,
     unit: str = "token",
     per: str = "head",
-) -> Method:
+) -> kv.Method:
     """Selects as SnapKV, with many tokens in the first layers and few in the last, `budget` a layer on average.
 
     Formula:
@@ -110,5 +106,5 @@ def pyramidkv(
     Reference:
       PyramidKV, Cai et al. 2024, arXiv 2406.02069, section 4; constants of the authors' scripts
     """
-    scorer = scorers.WindowAttention(window, kernel, pool, reduce, reduce_first)
-    return Method(select=make_selection(scorer, Pyramid(budget, window, beta, rule), sinks, window, unit, per))
+    scorer = kv.WindowAttention(window, kernel, pool, reduce, reduce_first)
+    return kv.Method(select=kv.make_selection(scorer, Pyramid(budget, window, beta, rule), sinks, window, unit, per))

@@ -7,24 +7,19 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method
-from kvjax.cache.readers.retrieval import Index, Retrieve
-from kvjax.core.attention import scores
-from kvjax.core.types import Array, exportable
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@exportable
+@kv.exportable
 class Box(NamedTuple):
     """The least and the greatest number of each channel over the keys of a page, both [B K U H] for U pages."""
 
-    low: Array
-    high: Array
+    low: kv.Array
+    high: kv.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Boxes(Index):
+class Boxes(kv.Index):
     """Summarizes pages of `size` keys by boxes (Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3).
 
     A page's score is the greatest logit that any key inside its box could have: in each channel the query takes the
@@ -35,9 +30,9 @@ class Boxes(Index):
 
     def __post_init__(self):
         if self.size < 1:
-            raise KvjaxError(f"a page holds at least 1 token, got {self.size}; the paper uses 16")
+            raise kv.KvjaxError(f"a page holds at least 1 token, got {self.size}; the paper uses 16")
 
-    def summarize(self, keys: Array, real: Array) -> Box:
+    def summarize(self, keys: kv.Array, real: kv.Array) -> Box:
         # Keys [B K U size H] and real bool[B 1|K U size]: the box spans the page's tokens, axis 3.
         most = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
         low, high = (jnp.where(real[..., None], keys, side) for side in (most, -most))
@@ -46,13 +41,15 @@ class Boxes(Index):
     def join(self, before: Box, more: Box) -> Box:
         return Box(jnp.minimum(before.low, more.low), jnp.maximum(before.high, more.high))
 
-    def score(self, summary: Box, q: Array) -> Array:
+    def score(self, summary: Box, q: kv.Array) -> kv.Array:
         zero = jnp.zeros((), q.dtype)
-        return scores(jnp.maximum(q, zero), summary.high) + scores(jnp.minimum(q, zero), summary.low)
+        return kv.attention.scores(jnp.maximum(q, zero), summary.high) + kv.attention.scores(
+            jnp.minimum(q, zero), summary.low
+        )
 
 
-@register_method(example="quest:budget=512", family="sparse reading")
-def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers: int = 2) -> Method:
+@kv.register_method(example="quest:budget=512", family="sparse reading")
+def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers: int = 2) -> kv.Method:
     """Reads only the pages of keys whose bounding box promises the highest logits; no token is lost.
 
     Attention in the prompt is exact.
@@ -73,8 +70,8 @@ def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers:
       Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3 and Algorithm 1
     """
     if budget < 1:
-        raise KvjaxError(f"budget must be at least 1 token, got {budget}; the paper uses 256 to 4096")
+        raise kv.KvjaxError(f"budget must be at least 1 token, got {budget}; the paper uses 256 to 4096")
     index = Boxes(page)
     # The reader adds the current page. At least three pages, as in the authors' code, leave two to choose.
     num_chosen = max(3, budget // page) - 1
-    return Method(read=Retrieve(index, num_chosen, per=per), device_layers=device_layers)
+    return kv.Method(read=kv.Retrieve(index, num_chosen, per=per), device_layers=device_layers)

@@ -7,34 +7,26 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads
-from kvjax.core.random import draw
-from kvjax.core.types import KVBlock
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
 @dataclasses.dataclass(frozen=True)
-class Random(Scorer):
+class Random(kv.Scorer):
     """Draws scores in [0, 1) by seed, key/value head and position alone, so that all layers draw alike."""
 
     seed: int = 0
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         pos = jnp.broadcast_to(block.pos, block.k.shape[:3])
-        head = over_heads.first_head(pos.shape[1]) + jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
-        bits = draw(self.seed, jnp.broadcast_to(head, pos.shape), pos) >> 8
-        return token_scores(bits.astype(jnp.float32) * np.float32(2**-24), block)
+        head = kv.over_heads.first_head(pos.shape[1]) + jnp.arange(pos.shape[1], dtype=jnp.int32)[None, :, None]
+        bits = kv.draw(self.seed, jnp.broadcast_to(head, pos.shape), pos) >> 8
+        return kv.token_scores(bits.astype(jnp.float32) * np.float32(2**-24), block)
 
 
-@register_method(example="random:budget=512,sinks=4,recent=64", family="eviction after the prompt")
-def random(budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token") -> Method:
+@kv.register_method(example="random:budget=512,sinks=4,recent=64", family="eviction after the prompt")
+def random(
+    budget: kv.TokenBudget = 1024, sinks: int = 0, recent: int = 0, seed: int = 0, unit: str = "token"
+) -> kv.Method:
     """Keeps prompt tokens drawn at random by seed, head and position.
 
     Formula:
@@ -50,4 +42,4 @@ def random(budget: TokenBudget = 1024, sinks: int = 0, recent: int = 0, seed: in
     Reference:
       the baseline of chance
     """
-    return Method(select=make_selection(Random(seed), budget, sinks, recent, unit, "head"))
+    return kv.Method(select=kv.make_selection(Random(seed), budget, sinks, recent, unit, "head"))

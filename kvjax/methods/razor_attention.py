@@ -7,9 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.calibration.head_tables import RetrievalHeads
-from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.components import SelectedSlots
+from kvjax import method_api as kv
 from kvjax.cache.eviction.head_budgets import (
     ALL_TOKENS,
     HeadTableBudgets,
@@ -19,15 +17,7 @@ from kvjax.cache.eviction.head_budgets import (
     scores_of_all_heads,
     top_heads_mask,
 )
-from kvjax.cache.eviction.merging import evicted_mask
-from kvjax.cache.eviction.selection import Selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.paged_heads import PagedHeads
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
 from kvjax.methods.sinks_and_recent import Recency
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +27,7 @@ class RazorBudgets(HeadTableBudgets):
     The fields are arguments of `razor_attention`, whose `table` is the file `given`.
     """
 
-    given: TableFile
+    given: kv.TableFile
     echo: float
     induction: float
     sinks: int
@@ -47,9 +37,9 @@ class RazorBudgets(HeadTableBudgets):
     def __post_init__(self):
         check_head_fractions(echo=self.echo, induction=self.induction)
         if self.part < 0:
-            raise KvjaxError(f"part must be 0 or more, got {self.part}; RazorAttention keeps one token in 5")
+            raise kv.KvjaxError(f"part must be 0 or more, got {self.part}; RazorAttention keeps one token in 5")
 
-    def at(self, spec: LayerSpec) -> HeadTokens:
+    def at(self, spec: kv.LayerSpec) -> HeadTokens:
         full = np.zeros((spec.num_layers, spec.num_kv_heads), bool)
         for name, share in (("echo", self.echo), ("induction", self.induction)):
             full |= top_heads_mask(scores_of_all_heads(self.given, spec, name), round(share * full.size))
@@ -68,9 +58,9 @@ class Compensation:
 
     sinks: int
 
-    def __call__(self, block: KVBlock, kept: KVBlock, choice: SelectedSlots, spec: LayerSpec) -> KVBlock:
+    def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
-        lost, n = evicted_mask(block, choice), kept.k.shape[2]
+        lost, n = kv.evicted_mask(block, choice), kept.k.shape[2]
         evicts = lost.any(2, keepdims=True)
         # The mean takes the slot of the first kept token after the sinks, so that token is averaged too.
         replaced = choice.slots[:, :, min(self.sinks, n - 1), None]
@@ -78,7 +68,7 @@ class Compensation:
         number = jnp.maximum(is_averaged.sum(2, keepdims=True, dtype=jnp.float32), 1.0)
         is_compensation = evicts & (jnp.arange(n)[None, None] == self.sinks)
 
-        def compensate(x: Array, every: Array) -> Array:
+        def compensate(x: kv.Array, every: kv.Array) -> kv.Array:
             total = jnp.where(is_averaged[..., None], every.astype(jnp.float32), 0.0).sum(2, keepdims=True)
             return jnp.where(is_compensation[..., None], (total / number[..., None]).astype(x.dtype), x)
 
@@ -86,7 +76,7 @@ class Compensation:
         return dataclasses.replace(kept, k=compensate(kept.k, block.k), v=compensate(kept.v, block.v), bias=bias)
 
 
-@register_method(example="razor_attention:recent=256", family="heads of unequal length")
+@kv.register_method(example="razor_attention:recent=256", family="heads of unequal length")
 def razor_attention(
     recent: int = 4000,
     part: int = 5,
@@ -95,7 +85,7 @@ def razor_attention(
     induction: float = 0.14,
     table: str = "shipped",
     page: int = 16,
-) -> Method:
+) -> kv.Method:
     """Keeps the whole prompt in retrieval heads; other heads keep its ends and one token that averages the rest.
 
     Formula:
@@ -119,9 +109,9 @@ def razor_attention(
     Reference:
       RazorAttention, Tang et al. 2024, arXiv 2407.15891, section 3; constants of its experiments
     """
-    rule = RazorBudgets(RetrievalHeads.table_file(table), echo, induction, sinks, recent, part)
-    return Method(
-        select=Selection(Recency(), MeanOfHeads(rule), sinks, recent),
+    rule = RazorBudgets(kv.RetrievalHeads.table_file(table), echo, induction, sinks, recent, part)
+    return kv.Method(
+        select=kv.Selection(Recency(), MeanOfHeads(rule), sinks, recent),
         merge=Compensation(sinks),
-        side_store=PagedHeads(rule, page),
+        side_store=kv.PagedHeads(rule, page),
     )

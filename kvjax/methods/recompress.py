@@ -7,20 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Policy
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerState, last_positions
-from kvjax.core import memory
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, gather_tokens
-from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax.cache.protocol import last_positions
 
 
 @dataclasses.dataclass(frozen=True)
-class Recompress(Policy):
+class Recompress(kv.Policy):
     """Makes the selection again, by the latest queries, whenever a head has `every` tokens more than its budget.
 
     The scorer observes as many of the latest queries as it asks for. If it asks for all, it observes the last `every`,
@@ -31,25 +24,27 @@ class Recompress(Policy):
 
     def __post_init__(self):
         if self.every < 1:
-            raise KvjaxError(f"every must be at least 1 decoded token, got {self.every}; kvpress compresses every 512")
+            raise kv.KvjaxError(
+                f"every must be at least 1 decoded token, got {self.every}; kvpress compresses every 512"
+            )
 
     def check(self, layer: MethodLayer) -> None:
         select = layer.method.select
         if select is None:
-            raise IncompatibleMethod(
+            raise kv.IncompatibleMethod(
                 f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
                 "with one, as in 'snapkv:budget=256 + recompress:every=128'"
             )
         if select.max_kept() is None:
-            raise IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
+            raise kv.IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
         if layer.method.merge is not None or layer.method.layer_budgets is not None:
-            raise IncompatibleMethod(
+            raise kv.IncompatibleMethod(
                 f"component `decode`, {self}, cannot work with components `merge` and `layer_budgets`: lost tokens are "
                 "folded into others, and a budget is divided among layers, when the prompt ends and not while "
                 "decoding; leave one of them out"
             )
         if layer.method.second_stage is not None:
-            raise IncompatibleMethod(
+            raise kv.IncompatibleMethod(
                 f"component `second_stage`, {layer.method.second_stage}, looks at the layer when the prompt ends, and "
                 f"component `decode`, {self}, makes the selection again while decoding; leave one of them out"
             )
@@ -66,8 +61,8 @@ class Recompress(Policy):
         return self.target(layer) + self.every + 1
 
     def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, Observation | None]:
+        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+    ) -> tuple[kv.Array, kv.Observation | None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         if observation is not None and layer.method.select is not None:
@@ -79,35 +74,35 @@ class Recompress(Policy):
             shift = (observation.pos[:, -1:] + 1) % W
             at = (jnp.arange(W, dtype=jnp.int32)[None] - shift) % W
             q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
-            observation = Observation(q, jnp.take_along_axis(observation.pos, at, 1))
+            observation = kv.Observation(q, jnp.take_along_axis(observation.pos, at, 1))
         return jnp.where(place < length, place, -1), observation
 
-    def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+    def before_token(self, layer: MethodLayer, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.LayerState:
         if state.policy_state is not None:
-            ring: Observation = state.policy_state
+            ring: kv.Observation = state.policy_state
             B, K, G, W, H = ring.q.shape
             at = jnp.where(q_pos >= 0, q_pos % W, W)  # sequences without a token in this step add no query
-            new_q = memory.put(ring.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at).reshape(ring.q.shape)
-            new_pos = memory.put(ring.pos[:, None], q_pos[:, None], at)[:, 0]
-            state = dataclasses.replace(state, policy_state=Observation(new_q, new_pos))
-        is_full = ~over_heads.any((state.pos >= 0).sum(2) < self.target(layer) + self.every)[:, 0]
+            new_q = kv.memory.put(ring.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at).reshape(ring.q.shape)
+            new_pos = kv.memory.put(ring.pos[:, None], q_pos[:, None], at)[:, 0]
+            state = dataclasses.replace(state, policy_state=kv.Observation(new_q, new_pos))
+        is_full = ~kv.over_heads.any((state.pos >= 0).sum(2) < self.target(layer) + self.every)[:, 0]
         # A sequence without a token in this step waits, because its own next query has to be observed first.
         is_due = is_full & (q_pos[:, 0] >= 0)
         return lax.cond(is_due.any(), lambda s: self._select_again(layer, s, is_due), lambda s: s, state)
 
     def after_token(
-        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
-    ) -> tuple[Array, Observation | None]:
+        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
+    ) -> tuple[kv.Array, kv.Observation | None]:
         return state.pos, state.policy_state
 
-    def _select_again(self, layer: MethodLayer, state: LayerState, is_due: Array) -> LayerState:
+    def _select_again(self, layer: MethodLayer, state: kv.LayerState, is_due: kv.Array) -> kv.LayerState:
         """Evicts the tokens that a new selection leaves out, in the sequences that are due, bool[B]."""
         method, S = layer.method, state.pos.shape[2]
         assert method.select is not None
         # The selection expects a prompt: tokens in the order of their positions, empty slots last.
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
-        block = gather_tokens(
-            KVBlock(layer.decode_keys(state.k, state.pos), method.v.decode(state.v), state.pos), order
+        block = kv.gather_tokens(
+            kv.KVBlock(layer.decode_keys(state.k, state.pos), method.v.decode(state.v), state.pos), order
         )
         num_kept = jnp.where(is_due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
         chosen = method.select.select_slots(
@@ -121,15 +116,15 @@ class Recompress(Policy):
         return dataclasses.replace(state, pos=jnp.where(stays, state.pos, -1))
 
 
-def latest_queries(observation: Observation, count: int) -> Observation:
+def latest_queries(observation: kv.Observation, count: int) -> kv.Observation:
     """Returns each sequence's last `count` queries, in the order of their positions, -1 before the first."""
     pos = last_positions(observation.pos.max(1) + 1, count)
     at = (observation.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)
-    return Observation(jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos)
+    return kv.Observation(jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos)
 
 
-@register_method(example="snapkv:budget=512 + recompress:every=32", family="component over a selection")
-def recompress(every: int = 128) -> Method:
+@kv.register_method(example="snapkv:budget=512 + recompress:every=32", family="component over a selection")
+def recompress(every: int = 128) -> kv.Method:
     """Returns an eviction method to its budget whenever `every` tokens have been decoded, in constant memory.
 
     Use it as in 'snapkv:budget=256 + kvcrush + recompress:every=128'. The scorer observes the latest queries.
@@ -147,4 +142,4 @@ def recompress(every: int = 128) -> Method:
     Reference:
       periodic compression while decoding, as kvpress' DecodingPress does it
     """
-    return Method(decode=Recompress(every))
+    return kv.Method(decode=Recompress(every))

@@ -7,30 +7,21 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.components import Reader, ReadResult
-from kvjax.cache.eviction.decode_policy import check_minimum
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.retrieval import Index, Retrieve, slot_lookup
-from kvjax.core.attention import scores
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.registry.registration import register_method
+from kvjax.cache.readers.retrieval import slot_lookup
 
 
-@pytree
+@kv.pytree
 class QuestionState:
     """The summaries of the blocks, and the question so far."""
 
     blocks: Any  # buffers of the sums of `MeanKeys`
-    question: Array  # f32[B K G H], the sum of the queries since the prompt, before RoPE
+    question: kv.Array  # f32[B K G H], the sum of the queries since the prompt, before RoPE
 
 
 @dataclasses.dataclass(frozen=True)
-class MeanKeys(Index):
+class MeanKeys(kv.Index):
     """Scores blocks by the cosine of their mean key with a query, over all heads of the layer as one vector.
 
     Sums stand for means, which have the same direction. The query's length is the same for all blocks and left out.
@@ -38,43 +29,43 @@ class MeanKeys(Index):
 
     size: int
 
-    def summarize(self, keys: Array, real: Array) -> Array:
+    def summarize(self, keys: kv.Array, real: kv.Array) -> kv.Array:
         return jnp.where(real[..., None], keys.astype(jnp.float32), 0.0).sum(3)
 
-    def join(self, before: Array, more: Array) -> Array:
+    def join(self, before: kv.Array, more: kv.Array) -> kv.Array:
         return before + more
 
-    def score(self, summary: Array, q: Array) -> Array:
-        product = over_heads.sum(scores(q, summary).sum(2, keepdims=True))
-        length = jnp.sqrt(over_heads.sum(jnp.square(summary).sum(3)))
+    def score(self, summary: kv.Array, q: kv.Array) -> kv.Array:
+        product = kv.over_heads.sum(kv.attention.scores(q, summary).sum(2, keepdims=True))
+        length = jnp.sqrt(kv.over_heads.sum(jnp.square(summary).sum(3)))
         return product / jnp.maximum(length, 1e-12)[:, :, None, None]
 
 
 @dataclasses.dataclass(frozen=True)
-class QuestionRetrieval(Retrieve):
+class QuestionRetrieval(kv.Retrieve):
     """Retrieves by the mean of all queries since the prompt (ReKV, Di et al. 2025, arXiv 2503.00540)."""
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> QuestionState:
+    def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> QuestionState:
         B, K, _, H = block.k.shape
         pre_rope = dataclasses.replace(block, k=spec.rope.unrotate(block.k, block.pos))
         return QuestionState(self.index.build(pre_rope), jnp.zeros((B, K, spec.num_groups, H), jnp.float32))
 
-    def append(self, reader_state: QuestionState, new: KVBlock, at: Array, spec: LayerSpec) -> QuestionState:
+    def append(self, reader_state: QuestionState, new: kv.KVBlock, at: kv.Array, spec: kv.LayerSpec) -> QuestionState:
         pre_rope = dataclasses.replace(new, k=spec.rope.unrotate(new.k, new.pos))
         return dataclasses.replace(reader_state, blocks=self.index.append(reader_state.blocks, pre_rope, at))
 
-    def crop(self, layer: MethodLayer, state: LayerState) -> Any:
-        return Reader.crop(self, layer, state)  # the sum of queries cannot be taken apart
+    def crop(self, layer: MethodLayer, state: kv.LayerState) -> Any:
+        return kv.Reader.crop(self, layer, state)  # the sum of queries cannot be taken apart
 
     def read(
         self,
         layer: MethodLayer,
-        state: LayerState,
-        q: Array,
-        q_pos: Array,
-        other_partial: Partial | None = None,
+        state: kv.LayerState,
+        q: kv.Array,
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
-    ) -> ReadResult:
+    ) -> kv.ReadResult:
         assert state.n is not None
         real = (q_pos >= 0)[:, None, None, :, None]
         pre_rope = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
@@ -86,11 +77,11 @@ class QuestionRetrieval(Retrieve):
         question = question + jnp.where(is_kept, pre_rope, 0.0).sum(3)
         reader_state = dataclasses.replace(state.reader_state, question=question)
         out = self.attend_retrieved(layer, state, q, q_pos, search_q, reader_state.blocks)
-        return ReadResult(out, reader_state, cross_layer=cross_layer)
+        return kv.ReadResult(out, reader_state, cross_layer=cross_layer)
 
 
-@register_method(example="rekv:topk=4,block=64,recent=128", family="host memory")
-def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -> Method:
+@kv.register_method(example="rekv:topk=4,block=64,recent=128", family="host memory")
+def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -> kv.Method:
     """Stores a context on the host; question and answer read the blocks that the question's mean query finds.
 
     The method is made for video, where a block is a frame; in text it is a run of tokens. Unlike in `infllm`, a block's
@@ -114,5 +105,7 @@ def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -
     Reference:
       ReKV, Di et al. 2025, arXiv 2503.00540; constants of its public code for LLaVA-OneVision
     """
-    check_minimum("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
-    return Method(k=Host(Plain()), v=Host(Plain()), read=QuestionRetrieval(MeanKeys(block), topk, sinks, recent))
+    kv.check_minimum("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
+    return kv.Method(
+        k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()), read=QuestionRetrieval(MeanKeys(block), topk, sinks, recent)
+    )

@@ -9,32 +9,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.components import Reader, ReadResult
-from kvjax.cache.eviction.decode_policy import check_minimum
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.cache.readers.ring_buffer import RingBuffer
-from kvjax.core import memory
-from kvjax.core.attention import attend_dense, combine, scores, visible
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.registry.registration import register_method
 
 
-@pytree
+@kv.pytree
 class StaticTokens:
     """A second copy of the first and last tokens on the device, in the P places of a `RingBuffer`."""
 
-    k: memory.Buffer  # [B K P H]
-    v: memory.Buffer  # [B K P H]
+    k: kv.memory.Buffer  # [B K P H]
+    v: kv.memory.Buffer  # [B K P H]
 
 
 @dataclasses.dataclass(frozen=True)
-class HostSearch(Reader):
+class HostSearch(kv.Reader):
     """Reads static tokens, and the `topk` others of the largest q k (Liu et al. 2024, arXiv 2409.10516, section 3).
 
     Each query head searches all keys between the first `sinks` and the last `recent` tokens, exactly.
@@ -49,15 +37,15 @@ class HostSearch(Reader):
 
     def __post_init__(self):
         name = "RetrievalAttention"
-        check_minimum(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
+        kv.check_minimum(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> StaticTokens:
+    def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> StaticTokens:
         ring = self._ring(block.pos.shape[2])
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         slots = ring.slots(length, jnp.full_like(length, ring.sinks))
         return StaticTokens(ring.fill(block.k, slots), ring.fill(block.v, slots))
 
-    def append(self, reader_state: StaticTokens, new: KVBlock, at: Array, spec: LayerSpec) -> StaticTokens:
+    def append(self, reader_state: StaticTokens, new: kv.KVBlock, at: kv.Array, spec: kv.LayerSpec) -> StaticTokens:
         ring = self._ring(reader_state.k.data.shape[2])
         slot = at[:, :, None] + jnp.arange(new.pos.shape[2], dtype=jnp.int32)[None, None]
         place = jnp.where(new.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
@@ -66,56 +54,56 @@ class HostSearch(Reader):
     def read(
         self,
         layer: MethodLayer,
-        state: LayerState,
-        q: Array,
-        q_pos: Array,
-        other_partial: Partial | None = None,
+        state: kv.LayerState,
+        q: kv.Array,
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
-    ) -> ReadResult:
+    ) -> kv.ReadResult:
         assert state.n is not None
         S, window = state.pos.shape[2], layer.spec.window
         ring = self._ring(state.reader_state.k.data.shape[2])
         static_slots = ring.slots(state.n, jnp.full_like(state.n, ring.sinks))
 
-        def take_static(x: Array) -> Array:  # [B 1|K S] -> [B 1|K P]
+        def take_static(x: kv.Array) -> kv.Array:  # [B 1|K S] -> [B 1|K P]
             at = jnp.broadcast_to(static_slots, (*x.shape[:2], static_slots.shape[2]))
             return jnp.take_along_axis(x, at, 2, mode="clip")
 
-        static = KVBlock(
-            memory.unpack(state.reader_state.k),
-            memory.unpack(state.reader_state.v),
+        static = kv.KVBlock(
+            kv.memory.unpack(state.reader_state.k),
+            kv.memory.unpack(state.reader_state.v),
             jnp.where(static_slots >= 0, take_static(state.pos), -1),
             None if state.bias is None else take_static(state.bias),
         )
         slot = jnp.arange(S, dtype=jnp.int32)[None, None, None, None]
         is_searched = (slot >= ring.sinks) & (slot < (state.n - ring.size)[:, None, None, None, None])
 
-        def attend(q: Array, q_pos: Array) -> Partial:
+        def attend(q: kv.Array, q_pos: kv.Array) -> kv.Partial:
             with jax.named_scope("search"):
                 # The search only chooses which tokens are read, so no gradient passes through it.
                 search_q = lax.stop_gradient(q)
                 if layer.k.pre_rope:  # the host cannot rotate, so pre-RoPE keys come to the device
-                    s = scores(search_q, layer.decode_keys(state.k, state.pos))
+                    s = kv.attention.scores(search_q, layer.decode_keys(state.k, state.pos))
                 else:
                     s = layer.k.score_in_place(search_q, state.k)
                 if state.bias is not None:
                     s = s + state.bias[:, :, None, None]
-                s = jnp.where(is_searched & visible(state.pos, q_pos, window), s, -jnp.inf)
+                s = jnp.where(is_searched & kv.attention.visible(state.pos, q_pos, window), s, -jnp.inf)
                 best, slots = lax.top_k(s, min(self.topk, S))
-            others = attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
-            return combine(attend_dense(q, static, q_pos, window), others)
+            others = kv.attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
+            return kv.attention.combine(kv.attention.attend_dense(q, static, q_pos, window), others)
 
-        return ReadResult(map_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
+        return kv.ReadResult(kv.map_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
 
-    def _ring(self, slots: int) -> RingBuffer:
+    def _ring(self, slots: int) -> kv.RingBuffer:
         """Returns the ring of a layer with this many slots; a ring with as many slots as places is the same."""
         places = min(slots, self.sinks + self.recent)
         sinks = min(self.sinks, places - 1)
-        return RingBuffer(sinks, places - sinks)
+        return kv.RingBuffer(sinks, places - sinks)
 
 
-@register_method(example="retrieval_attention:sinks=64,recent=256", family="host memory")
-def retrieval_attention(topk: int = 100, sinks: int = 128, recent: int = 512) -> Method:
+@kv.register_method(example="retrieval_attention:sinks=64,recent=256", family="host memory")
+def retrieval_attention(topk: int = 100, sinks: int = 128, recent: int = 512) -> kv.Method:
     """Stores keys and values on the host, where each query head's best keys are found by exact search.
 
     Attention in the prompt is exact. The host computes the products of a search; only they and the token vectors found
@@ -136,4 +124,4 @@ def retrieval_attention(topk: int = 100, sinks: int = 128, recent: int = 512) ->
     Reference:
       RetrievalAttention, Liu et al. 2024, arXiv 2409.10516, section 3; static tokens of Microsoft's MInference
     """
-    return Method(k=Host(Plain()), v=Host(Plain()), read=HostSearch(topk, sinks, recent))
+    return kv.Method(k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()), read=HostSearch(topk, sinks, recent))

@@ -7,23 +7,13 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.scorers import check_kernel, pool_scores, pre_window_mask, token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core import attention
-from kvjax.core.attention import split_blocks
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import vary
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
+from kvjax import method_api as kv
+from kvjax.cache.eviction.scorers import check_kernel, pool_scores
 from kvjax.methods.recompress import Recompress, latest_queries
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class RKV(Scorer):
+class RKV(kv.Scorer):
     """Scores tokens by the attention of the last queries minus redundancy among keys (Cai et al. 2025, 2505.24133).
 
     Attention is the greatest logit of a key/value head's query heads, softmax over the tokens before the window (the
@@ -39,27 +29,27 @@ class RKV(Scorer):
 
     def __post_init__(self):
         if self.num_queries < 1:
-            raise KvjaxError(f"window of R-KV must be at least 1 token, got {self.num_queries}; it uses 8")
+            raise kv.KvjaxError(f"window of R-KV must be at least 1 token, got {self.num_queries}; it uses 8")
         if not 0 <= self.mix <= 1:
-            raise KvjaxError(f"mix of R-KV is the weight of attention in [0, 1], got {self.mix}; the paper uses 0.1")
+            raise kv.KvjaxError(f"mix of R-KV is the weight of attention in [0, 1], got {self.mix}; the paper uses 0.1")
         if not 0 <= self.threshold <= 1:
-            raise KvjaxError(f"threshold of R-KV is a cosine in [0, 1], got {self.threshold}; the authors use 0.5")
+            raise kv.KvjaxError(f"threshold of R-KV is a cosine in [0, 1], got {self.threshold}; the authors use 0.5")
         check_kernel(self.kernel)
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        block, before = block.clean(), pre_window_mask(block, self.num_queries)
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
+        block, before = block.clean(), kv.pre_window_mask(block, self.num_queries)
         observation = latest_queries(self.require_observation(observation), self.num_queries)
-        is_visible = attention.visible(block.pos, observation.pos, spec.window)[:, :, 0] & before[:, :, None]
-        logits = attention.scores(observation.q, block.k).max(2)
-        p, _, l = attention.weights(jnp.where(is_visible, logits, attention.MASKED_LOGIT))
+        is_visible = kv.attention.visible(block.pos, observation.pos, spec.window)[:, :, 0] & before[:, :, None]
+        logits = kv.attention.scores(observation.q, block.k).max(2)
+        p, _, l = kv.attention.weights(jnp.where(is_visible, logits, kv.attention.MASKED_LOGIT))
         count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
         received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
         received = pool_scores(received, before, self.kernel, "max")
         score = self.mix * received - (1 - self.mix) * redundancy(block, self.threshold)
-        return token_scores(jnp.where(before, score, 1.0), block)
+        return kv.token_scores(jnp.where(before, score, 1.0), block)
 
 
-def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
+def redundancy(block: kv.KVBlock, threshold: float, at_once: int = 256) -> kv.Array:
     """Computes a softmax over a sequence's tokens of the mean cosine of all keys to each.
 
     A key's own cosine counts 0, and so does the cosine of each key to the newest one that is more similar than
@@ -80,22 +70,25 @@ def redundancy(block: KVBlock, threshold: float, at_once: int = 256) -> Array:
     size = min(at_once, S)
     column = jnp.arange(S, dtype=jnp.int32)[None, None, None]
 
-    def add(total: Array, keys_block: tuple[Array, Array]) -> tuple[Array, None]:
+    def add(total: kv.Array, keys_block: tuple[kv.Array, kv.Array]) -> tuple[kv.Array, None]:
         keys, own = keys_block
         cosine = jnp.einsum("bkth,bksh->bkts", keys, direction)
         cosine = jnp.where(column == own, 0.0, cosine)
         newest_duplicate = jnp.where(cosine > threshold, column, 0).max(-1, keepdims=True)
         return total + jnp.where(column == newest_duplicate, 0.0, cosine).sum(2), None
 
-    blocks = split_blocks(direction, 2, size), split_blocks(jnp.moveaxis(column, 3, 2), 2, size, -1)
-    total = lax.scan(add, vary(jnp.zeros((B, K, S))), blocks)[0]
+    blocks = (
+        kv.attention.split_blocks(direction, 2, size),
+        kv.attention.split_blocks(jnp.moveaxis(column, 3, 2), 2, size, -1),
+    )
+    total = lax.scan(add, kv.vary(jnp.zeros((B, K, S))), blocks)[0]
     real = block.pos >= 0
     count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    p, _, l = attention.weights(jnp.where(real, total / count, attention.MASKED_LOGIT))
+    p, _, l = kv.attention.weights(jnp.where(real, total / count, kv.attention.MASKED_LOGIT))
     return p / jnp.maximum(l, 1e-30)[..., None]
 
 
-@register_method(example="rkv:budget=512,every=32", family="eviction at every step")
+@kv.register_method(example="rkv:budget=512,every=32", family="eviction at every step")
 def rkv(
     budget: int = 1024,
     window: int = 8,
@@ -103,7 +96,7 @@ def rkv(
     mix: float = 0.1,
     threshold: float = 0.5,
     every: int = 128,
-) -> Method:
+) -> kv.Method:
     """Returns to its budget whenever `every` tokens have come, and keeps tokens that are attended to and not redundant.
 
     The prompt is compressed likewise, and the memory is constant.
@@ -128,4 +121,4 @@ def rkv(
       R-KV, Cai et al. 2025, arXiv 2505.24133; the rules of its public code, Zefan-Cai/R-KV
     """
     scorer = RKV(window, kernel, mix, threshold)
-    return Method(select=make_selection(scorer, budget, 0, window), decode=Recompress(every))
+    return kv.Method(select=kv.make_selection(scorer, budget, 0, window), decode=Recompress(every))

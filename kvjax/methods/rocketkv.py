@@ -7,16 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.decode_policy import check_minimum
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.readers.retrieval import Retrieve
-from kvjax.core.attention import MASKED_LOGIT, scores, weights
-from kvjax.core.types import Array
-from kvjax.errors import KvjaxError
+from kvjax import method_api as kv
 from kvjax.methods.quest import Box, Boxes
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,29 +26,31 @@ class HybridBoxes(Boxes):
     def __post_init__(self):
         super().__post_init__()
         if not 0 < self.share <= 1:
-            raise KvjaxError(f"channels must be a fraction of the head size in (0, 1], got {self.share}; 1 reads all")
+            raise kv.KvjaxError(
+                f"channels must be a fraction of the head size in (0, 1], got {self.share}; 1 reads all"
+            )
 
-    def score(self, summary: Box, q: Array) -> Array:
+    def score(self, summary: Box, q: kv.Array) -> kv.Array:
         magnitude, zero = jnp.abs(q.astype(jnp.float32)), jnp.zeros((), q.dtype)
         takes_high = q.astype(jnp.float32).sum(2, keepdims=True) > 0
         H = q.shape[-1]
         channel = lax.top_k(magnitude.mean(2), max(1, int(H * self.share)))[1]
         is_read = (channel[..., None] == jnp.arange(H, dtype=jnp.int32)[None, None, None, None]).any(3)[:, :, None]
-        high = scores(jnp.where(is_read & takes_high, q, zero), summary.high)
-        low = scores(jnp.where(is_read & ~takes_high, q, zero), summary.low)
+        high = kv.attention.scores(jnp.where(is_read & takes_high, q, zero), summary.high)
+        low = kv.attention.scores(jnp.where(is_read & ~takes_high, q, zero), summary.low)
         # SparQ's temperature: `scores` divides by the root of H, and only this fraction of |q| was read.
         known = jnp.where(is_read, magnitude, 0.0).sum(-1) / jnp.maximum(magnitude.sum(-1), 1e-30)
         return (high + low) / jnp.sqrt(jnp.maximum(known, 1e-12))[..., None]
 
-    def rescale(self, score: Array, candidates: Array) -> Array:
-        p, _, l = weights(jnp.where(candidates, score, MASKED_LOGIT))
+    def rescale(self, score: kv.Array, candidates: kv.Array) -> kv.Array:
+        p, _, l = kv.attention.weights(jnp.where(candidates, score, kv.MASKED_LOGIT))
         return (p / jnp.maximum(l, 1e-30)[..., None]).mean(2, keepdims=True)
 
 
-@register_method(example="rocketkv:budget=1024,topk=256", family="sparse reading")
+@kv.register_method(example="rocketkv:budget=1024,topk=256", family="sparse reading")
 def rocketkv(
     budget: int = 2048, topk: int = 256, page: int = 4, channels: float = 0.25, window: int = 32, kernel: int = 63
-) -> Method:
+) -> kv.Method:
     """Keeps a generous selection by SnapKV; a query then reads only the best pages of it.
 
     Attention in the prompt is exact.
@@ -80,8 +74,8 @@ def rocketkv(
     Reference:
       RocketKV, Behnam et al. 2025, arXiv 2502.14051; constants of TensorRT-LLM
     """
-    check_minimum("RocketKV", page=(page, 1))
+    kv.check_minimum("RocketKV", page=(page, 1))
     if topk < 2 * page:
-        raise KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
-    select = make_selection(scorers.WindowAttention(window, kernel, "max", reduce_first=True), budget, recent=window)
-    return Method(select=select, read=Retrieve(HybridBoxes(page, channels), topk // page - 1, per="head"))
+        raise kv.KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
+    select = kv.make_selection(kv.WindowAttention(window, kernel, "max", reduce_first=True), budget, recent=window)
+    return kv.Method(select=select, read=kv.Retrieve(HybridBoxes(page, channels), topk // page - 1, per="head"))

@@ -9,36 +9,23 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.binding import bind_fields
-from kvjax.cache.calibration.bases import Bases
-from kvjax.cache.calibration.table_file import TableFile
-from kvjax.cache.codecs import bit_packing
-from kvjax.cache.codecs.exact_prefix import ExactPrefix
-from kvjax.cache.codecs.per_token import PerTokenCodec, hadamard
-from kvjax.cache.codecs.plain import CodecWrapper
-from kvjax.cache.codecs.quantizers import Quantizer, step_size
-from kvjax.cache.components import Codec
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, exportable, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
+from kvjax.cache.codecs.per_token import hadamard
 
 MAX_ZERO_POINT_STEPS = 2.0**14  # steps from zero to the codes at most, so that a zero point fits into 16 bits
 
 
-@exportable
+@kv.exportable
 class ZeroPointCodes(NamedTuple):
     """Vectors as codes of equal steps; zero is a whole number of steps away."""
 
-    codes: Array  # uint32[... words]
-    scale: Array  # bf16[... 1], the size of a step
-    zero: Array  # i16[... 1], the code that stands for zero; it may lie outside of the codes
+    codes: kv.Array  # uint32[... words]
+    scale: kv.Array  # bf16[... 1], the size of a step
+    zero: kv.Array  # i16[... 1], the code that stands for zero; it may lie outside of the codes
 
 
 @dataclasses.dataclass(frozen=True)
-class ZeroPointQuantizer(Quantizer):
+class ZeroPointQuantizer(kv.Quantizer):
     """Asymmetric quantization with an integer zero point, as in RotateKV's code; 4 bytes in addition to the codes.
 
     With top = 2^bits - 1: scale = (clip max - clip min) / top, zero = round(-clip min / scale), code = round(x / scale)
@@ -53,39 +40,41 @@ class ZeroPointQuantizer(Quantizer):
     clip: float = 1.0
 
     def __post_init__(self):
-        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
-        bit_packing.check_clip(self.clip)
+        kv.bit_packing.check_bits(self.bits, kv.bit_packing.ROW_BITS)
+        kv.bit_packing.check_clip(self.clip)
 
     def check(self, H: int) -> None:
-        bit_packing.check_fills(H, self.bits)
+        kv.bit_packing.check_fills(H, self.bits)
 
-    def encode(self, x: Array) -> ZeroPointCodes:
+    def encode(self, x: kv.Array) -> ZeroPointCodes:
         top = float(2**self.bits - 1)
         least, most = x.min(-1, keepdims=True) * self.clip, x.max(-1, keepdims=True) * self.clip
         # Far from zero, a narrow range gets wider steps rather than a zero point that overflows.
         magnitude = jnp.maximum(jnp.abs(least), jnp.abs(most))
-        scale = jnp.maximum(step_size(most - least, top, 1e-30), magnitude / MAX_ZERO_POINT_STEPS).astype(jnp.bfloat16)
+        scale = jnp.maximum(kv.step_size(most - least, top, 1e-30), magnitude / MAX_ZERO_POINT_STEPS).astype(
+            jnp.bfloat16
+        )
         step = scale.astype(jnp.float32)  # as it is stored, so that codes and zero point belong to the rounded scale
         zero = jnp.round(-least / step)
         codes = jnp.clip(jnp.round(x / step) + zero, 0.0, top).astype(jnp.uint32)
-        return ZeroPointCodes(bit_packing.pack(codes, self.bits, -1), scale, zero.astype(jnp.int16))
+        return ZeroPointCodes(kv.bit_packing.pack(codes, self.bits, -1), scale, zero.astype(jnp.int16))
 
-    def decode(self, coded: ZeroPointCodes) -> Array:
-        codes = bit_packing.codes_to_float(bit_packing.unpack(coded.codes, self.bits, -1))
+    def decode(self, coded: ZeroPointCodes) -> kv.Array:
+        codes = kv.bit_packing.codes_to_float(kv.bit_packing.unpack(coded.codes, self.bits, -1))
         return (codes - coded.zero.astype(jnp.float32)) * coded.scale.astype(jnp.float32)
 
 
-@pytree
+@kv.pytree
 class ReorderedKeys:
     """The rotated channels of all heads, as the inner codec stores them; head k has places k H to k H + H - 1."""
 
     inner: Any
-    order: Array  # i32[1|B K H], the channel at each place, counted over all heads
+    order: kv.Array  # i32[1|B K H], the channel at each place, counted over all heads
     dtype: str = dataclasses.field(metadata={"static": True})  # of the keys
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossHeadRotation(CodecWrapper):
+class CrossHeadRotation(kv.CodecWrapper):
     """Rotates pre-RoPE keys over groups of heads, and sorts the layer's channels, before another codec stores them.
 
     Su et al. 2025, arXiv 2501.16383, and its authors' code: the channels of a group of heads are multiplied by
@@ -103,8 +92,8 @@ class CrossHeadRotation(CodecWrapper):
     """
 
     heads: int = 4
-    means: TableFile | None = None
-    spec: LayerSpec | None = None
+    means: kv.TableFile | None = None
+    spec: kv.LayerSpec | None = None
 
     pre_rope: ClassVar[bool] = True
     supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
@@ -113,11 +102,11 @@ class CrossHeadRotation(CodecWrapper):
     def is_head_specific(self) -> bool:
         return self.means is not None  # a table's order is that of certain heads
 
-    def at(self, spec: LayerSpec) -> Codec:
-        bound = dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
+    def at(self, spec: kv.LayerSpec) -> kv.Codec:
+        bound = dataclasses.replace(kv.bind_fields(self, spec), spec=spec.without_index)
         size = bound._group_channels
         if size & (size - 1):
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"Hadamard's matrix exists here for powers of two, and {size} channels, of "
                 f"{size // spec.head_dim} heads, would be rotated together; use another number of heads"
             )
@@ -125,36 +114,36 @@ class CrossHeadRotation(CodecWrapper):
             bound._mean_key()  # a table that does not fit raises here, when the method is bound
         return bound
 
-    def encode(self, x: Array, pos: Array) -> ReorderedKeys:
+    def encode(self, x: kv.Array, pos: kv.Array) -> ReorderedKeys:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         rotated = self._rotate_all_heads(x)
         sums = rotated.sum(1) if self.means is None else self._mean_key()
         order = jnp.argsort(sums, -1, stable=True).astype(jnp.int32).reshape(sums.shape[0], -1, x.shape[3])
-        order = lax.dynamic_slice_in_dim(order, over_heads.first_head(x.shape[1]), x.shape[1], 1)  # of this device
+        order = lax.dynamic_slice_in_dim(order, kv.over_heads.first_head(x.shape[1]), x.shape[1], 1)  # of this device
         places = jnp.take_along_axis(rotated[:, None], order[:, :, None], -1)
-        return ReorderedKeys(self.inner.encode(places, over_heads.max(pos)), order, x.dtype.name)
+        return ReorderedKeys(self.inner.encode(places, kv.over_heads.max(pos)), order, x.dtype.name)
 
-    def append(self, stored: ReorderedKeys, x: Array, at: Array) -> ReorderedKeys:
+    def append(self, stored: ReorderedKeys, x: kv.Array, at: kv.Array) -> ReorderedKeys:
         places = jnp.take_along_axis(self._rotate_all_heads(x)[:, None], stored.order[:, :, None], -1)
         return dataclasses.replace(stored, inner=self.inner.append(stored.inner, places, at))
 
-    def decode(self, stored: ReorderedKeys) -> Array:
+    def decode(self, stored: ReorderedKeys) -> kv.Array:
         return self._restore_keys(self.inner.decode(stored.inner), stored.order).astype(stored.dtype)
 
-    def gather(self, stored: ReorderedKeys, idx: Array) -> Array:
+    def gather(self, stored: ReorderedKeys, idx: kv.Array) -> kv.Array:
         assert self.spec is not None
         B, K, n = idx.shape  # K heads of this device
         # Every key is a mix of all places, so the slots that any head asks for are fetched for all heads.
-        requested = over_heads.gather(idx).reshape(B, 1, -1)
+        requested = kv.over_heads.gather(idx).reshape(B, 1, -1)
         places = self.inner.gather(stored.inner, jnp.broadcast_to(requested, (B, K, requested.shape[2])))
         keys = self._restore_keys(places, stored.order).reshape(B, K, self.spec.num_kv_heads, n, self.spec.head_dim)
-        own_head = (over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
+        own_head = (kv.over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
         return jnp.take_along_axis(keys, own_head, 2)[:, :, 0].astype(stored.dtype)
 
     def load(self, stored: ReorderedKeys) -> ReorderedKeys:
         return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
 
-    def num_committed(self, stored: ReorderedKeys, n: Array) -> Array:
+    def num_committed(self, stored: ReorderedKeys, n: kv.Array) -> kv.Array:
         return self.inner.num_committed(stored.inner, n)
 
     @property
@@ -163,36 +152,36 @@ class CrossHeadRotation(CodecWrapper):
         assert self.spec is not None
         return math.gcd(self.heads, self.spec.num_kv_heads) * self.spec.head_dim
 
-    def _mean_key(self) -> Array:
+    def _mean_key(self) -> kv.Array:
         """Rotates the mean key of the table: f32[1 K*H]."""
         assert self.spec is not None and self.means is not None
         K, H = self.spec.num_kv_heads, self.spec.head_dim
         mean = self.means.layer_arrays(self.spec, bare_keys_mean=(K, H))["bare_keys_mean"]
         return self._rotate_groups(jnp.asarray(mean, jnp.float32).reshape(1, K * H))
 
-    def _rotate_all_heads(self, x: Array) -> Array:
+    def _rotate_all_heads(self, x: kv.Array) -> kv.Array:
         """Keys x [B K T H] of this device's heads -> the rotated channels of all heads, f32[B T C]."""
-        every = over_heads.gather(x.astype(jnp.float32)).swapaxes(1, 2)
+        every = kv.over_heads.gather(x.astype(jnp.float32)).swapaxes(1, 2)
         return self._rotate_groups(every.reshape(*every.shape[:2], -1))
 
-    def _restore_keys(self, places: Array, order: Array) -> Array:
+    def _restore_keys(self, places: kv.Array, order: kv.Array) -> kv.Array:
         """Sorts and rotates back: this device's places f32[B K T H] -> its heads' keys, f32[B K T H]."""
-        num_own_heads, every = places.shape[1], over_heads.gather(places).swapaxes(1, 2)
-        order = over_heads.gather(order)
+        num_own_heads, every = places.shape[1], kv.over_heads.gather(places).swapaxes(1, 2)
+        order = kv.over_heads.gather(order)
         inverse = jnp.argsort(order.reshape(order.shape[0], -1), -1)
         rotated = jnp.take_along_axis(every.reshape(*every.shape[:2], -1), inverse[:, None], -1)
         keys = self._rotate_groups(rotated).reshape(every.shape)
-        return lax.dynamic_slice_in_dim(keys, over_heads.first_head(num_own_heads), num_own_heads, 2).swapaxes(1, 2)
+        return lax.dynamic_slice_in_dim(keys, kv.over_heads.first_head(num_own_heads), num_own_heads, 2).swapaxes(1, 2)
 
-    def _rotate_groups(self, x: Array) -> Array:
+    def _rotate_groups(self, x: kv.Array) -> kv.Array:
         """Rotates each group of heads of x f32[... C]; the rotation is its own inverse."""
         groups = x.reshape(*x.shape[:-1], x.shape[-1] // self._group_channels, self._group_channels)
         matrix = jnp.asarray(hadamard(self._group_channels))
         return jnp.einsum("...h,hj->...j", groups, matrix, precision=lax.Precision.HIGHEST).reshape(x.shape)
 
 
-@register_method(family="quantization by token", sized_by="bits")
-def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, table: str = "") -> Method:
+@kv.register_method(family="quantization by token", sized_by="bits")
+def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, table: str = "") -> kv.Method:
     """Quantizes each token by itself after rotations that spread large numbers over many channels.
 
     A group is as many channels as a head has (128 in the authors' models). On several devices a read gathers keys from
@@ -222,5 +211,5 @@ def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, t
       RotateKV, Su et al. 2025, arXiv 2501.16383; constants of its authors' code
     """
     quantizer = ZeroPointQuantizer(bits, clip or (0.8 if bits == 2 else 1.0))
-    keys = CrossHeadRotation(PerTokenCodec(quantizer), heads, Bases.table_file(table) if table else None)
-    return Method(k=ExactPrefix(keys, sinks), v=ExactPrefix(PerTokenCodec(quantizer, "hadamard"), sinks))
+    keys = CrossHeadRotation(kv.PerTokenCodec(quantizer), heads, kv.Bases.table_file(table) if table else None)
+    return kv.Method(k=kv.ExactPrefix(keys, sinks), v=kv.ExactPrefix(kv.PerTokenCodec(quantizer, "hadamard"), sinks))

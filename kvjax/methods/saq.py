@@ -8,40 +8,33 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.codecs import bit_packing
-from kvjax.cache.codecs.group_quant import Kivi
-from kvjax.cache.components import Codec
-from kvjax.cache.method import Method
-from kvjax.core import memory
-from kvjax.core.types import Array, exportable, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@exportable
+@kv.exportable
 class Level(NamedTuple):
     """The tokens of one level of the staircase, as codes of one width."""
 
-    codes: memory.Buffer  # uint32 words [B K n W], packed along channels
-    scale: memory.Buffer  # [B K n/group H] per channel, or [B K n H/group] per token
-    lo: memory.Buffer  # as scale
+    codes: kv.memory.Buffer  # uint32 words [B K n W], packed along channels
+    scale: kv.memory.Buffer  # [B K n/group H] per channel, or [B K n H/group] per token
+    lo: kv.memory.Buffer  # as scale
 
 
-@pytree
+@kv.pytree
 class StaircaseState:
     """The keys or values of a `StaircaseQuantizer`: one block of exact tokens, and levels of codes.
 
     Slot i is at index i modulo `every` of `recent` and of all levels but the last; on the last level it is at index i.
     """
 
-    recent: Array  # [B K every H], in full precision
+    recent: kv.Array  # [B K every H], in full precision
     levels: tuple[Level, ...]  # newest first; all but the last hold one block of `every` tokens
-    num_quantized: Array  # i32[B], slots that are codes, a multiple of `every`
+    num_quantized: kv.Array  # i32[B], slots that are codes, a multiple of `every`
     num_slots: int = dataclasses.field(metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
-class StaircaseQuantizer(Codec):
+class StaircaseQuantizer(kv.Codec):
     """Quantizes blocks of `every` tokens in steps: every further block takes the older ones one level down.
 
     The newest tokens are exact until there are `every` of them. At the start of the next call they become codes on the
@@ -62,20 +55,20 @@ class StaircaseQuantizer(Codec):
 
     def __post_init__(self):
         if not self.bits or any(newer < older for newer, older in zip(self.bits, self.bits[1:], strict=False)):
-            raise KvjaxError(f"bits must fall from step to step, got {self.bits}; for example 8, 4, 2")
+            raise kv.KvjaxError(f"bits must fall from step to step, got {self.bits}; for example 8, 4, 2")
         for level in range(len(self.bits)):
             self._group_codec(level)  # which checks the bits and the group
 
-    def _group_codec(self, level: int) -> Kivi:
-        return Kivi(self.bits[level], self.group, self.axis, self.every, packed="channels")
+    def _group_codec(self, level: int) -> kv.Kivi:
+        return kv.Kivi(self.bits[level], self.group, self.axis, self.every, packed="channels")
 
-    def num_quantized(self, n: Array) -> Array:
+    def num_quantized(self, n: kv.Array) -> kv.Array:
         return n // self.every * self.every
 
-    def num_committed(self, stored: StaircaseState, n: Array) -> Array:
+    def num_committed(self, stored: StaircaseState, n: kv.Array) -> kv.Array:
         return stored.num_quantized
 
-    def encode(self, x: Array, pos: Array) -> StaircaseState:
+    def encode(self, x: kv.Array, pos: kv.Array) -> StaircaseState:
         self._check_head_dim(x.shape[3])
         num_slots, last = x.shape[2], len(self.bits) - 1
         length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -83,10 +76,10 @@ class StaircaseQuantizer(Codec):
         x = jnp.where(is_real[:, None, :, None], x, jnp.zeros((), x.dtype))
         num_quantized = self.num_quantized(length)
 
-        def block_of_age(age: int) -> Array:
+        def block_of_age(age: int) -> kv.Array:
             """The `every` tokens that became codes `age` blocks ago; at -1 the newest, which are exact."""
             back = jnp.arange(-(age + 1) * self.every, -age * self.every, dtype=jnp.int32)
-            return memory.take(x, jnp.clip(num_quantized[:, None] + back[None], 0, num_slots - 1)[:, None])
+            return kv.memory.take(x, jnp.clip(num_quantized[:, None] + back[None], 0, num_slots - 1)[:, None])
 
         # The last level has room for all whole blocks that the cache can hold, less those on the levels above. It is
         # filled with the whole prompt from slot 0: what is younger is never read there, and is overwritten in time.
@@ -101,9 +94,9 @@ class StaircaseQuantizer(Codec):
             codec = self._group_codec(level)
             codec.on_device().check_head_dim(H)  # the groups alone
             if H % codec.per:
-                fit = [b for b in bit_packing.BITS if H % (32 // b) == 0]
+                fit = [b for b in kv.bit_packing.BITS if H % (32 // b) == 0]
                 wider = f"use no step of fewer than {min(fit)} bits, or `kivi`" if fit else "use `kivi`"
-                raise KvjaxError(
+                raise kv.KvjaxError(
                     f"{bits}-bit codes on a step are packed {codec.per} channels to a word, which does not divide the "
                     f"head size {H}; {wider}, which packs along the tokens"
                 )
@@ -113,14 +106,14 @@ class StaircaseQuantizer(Codec):
         reached = stored.levels[: num_tokens // self.every]
         return dataclasses.replace(stored, recent=stored.recent[:, :, :num_tokens], levels=reached)
 
-    def append(self, stored: StaircaseState, x: Array, at: Array) -> StaircaseState:
+    def append(self, stored: StaircaseState, x: kv.Array, at: kv.Array) -> StaircaseState:
         """Moves down the blocks that are due, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
         is_due = at[:, 0] - stored.num_quantized >= self.every
         # A block is complete once in `every` calls, and most calls skip the work by the condition.
         stored = lax.cond(is_due.any(), lambda s: self._move_down(s, is_due), lambda s: s, stored)
-        return dataclasses.replace(stored, recent=memory.put(stored.recent, x, at % self.every))
+        return dataclasses.replace(stored, recent=kv.memory.put(stored.recent, x, at % self.every))
 
-    def _move_down(self, stored: StaircaseState, is_due: Array) -> StaircaseState:
+    def _move_down(self, stored: StaircaseState, is_due: kv.Array) -> StaircaseState:
         """Moves all blocks of the sequences that are due, bool[B], down by one level."""
         moving, levels, last = stored.recent, [], len(self.bits) - 1
         whole_block = jnp.arange(self.every, dtype=jnp.int32)
@@ -135,34 +128,34 @@ class StaircaseQuantizer(Codec):
                 start = stored.num_quantized - last * self.every
                 start, is_written = jnp.maximum(start, 0), is_due & (start >= 0)
             start_group = start // self.group if self.axis == "channel" else start
-            codes = memory.append(level.codes, incoming.codes.data, start[:, None], is_written)
-            scale = memory.append(level.scale, incoming.scale.data, start_group[:, None], is_written)
-            lo = memory.append(level.lo, incoming.lo.data, start_group[:, None], is_written)
+            codes = kv.memory.append(level.codes, incoming.codes.data, start[:, None], is_written)
+            scale = kv.memory.append(level.scale, incoming.scale.data, start_group[:, None], is_written)
+            lo = kv.memory.append(level.lo, incoming.lo.data, start_group[:, None], is_written)
             levels.append(Level(codes, scale, lo))
         num_quantized = jnp.where(is_due, stored.num_quantized + self.every, stored.num_quantized)
         return dataclasses.replace(stored, levels=tuple(levels), num_quantized=num_quantized)
 
-    def decode(self, stored: StaircaseState) -> Array:
+    def decode(self, stored: StaircaseState) -> kv.Array:
         slots = jnp.arange(stored.num_slots, dtype=jnp.int32)[None, None]
         return self.gather(stored, jnp.broadcast_to(slots, (*stored.recent.shape[:2], stored.num_slots)))
 
-    def gather(self, stored: StaircaseState, idx: Array) -> Array:
+    def gather(self, stored: StaircaseState, idx: kv.Array) -> kv.Array:
         age = (stored.num_quantized[:, None, None] - 1 - idx) // self.every  # in blocks; negative for exact tokens
-        x = memory.take(stored.recent, idx % self.every)
+        x = kv.memory.take(stored.recent, idx % self.every)
         for i, level in enumerate(stored.levels):
             is_last = i == len(self.bits) - 1
             is_here, index = (age >= i, idx) if is_last else (age == i, idx % self.every)
             x = jnp.where(is_here[..., None], self._group_codec(i).gather_codes(level, index), x)
         return x
 
-    def _quantize(self, level: int, x: Array) -> Level:
+    def _quantize(self, level: int, x: kv.Array) -> Level:
         """Codes tokens [B K n H], whole groups, in the bits of a level."""
         codes, scale, lo = self._group_codec(level).quantize(x)
-        return Level(*map(memory.pack, (bit_packing.pack(codes, self.bits[level], 3), scale, lo)))
+        return Level(*map(kv.memory.pack, (kv.bit_packing.pack(codes, self.bits[level], 3), scale, lo)))
 
 
-@register_method(example="saq:every=32", family="quantization by channel and group")
-def saq(bits: str = "8-4-2", group: int = 32, every: int = 128) -> Method:
+@kv.register_method(example="saq:every=32", family="quantization by channel and group")
+def saq(bits: str = "8-4-2", group: int = 32, every: int = 128) -> kv.Method:
     """Keeps the newest tokens exact, and stores older ones in fewer bits with every block of tokens that follows them.
 
     Attention in the prompt is exact; so is all of it while prompt and answer together are fewer than `every` tokens.
@@ -188,7 +181,7 @@ def saq(bits: str = "8-4-2", group: int = 32, every: int = 128) -> Method:
     try:
         steps = tuple(int(b) for b in bits.split("-"))
     except ValueError:
-        raise KvjaxError(f"bits must be numbers with '-' between them, got {bits!r}; for example '8-4-2'") from None
-    return Method(
+        raise kv.KvjaxError(f"bits must be numbers with '-' between them, got {bits!r}; for example '8-4-2'") from None
+    return kv.Method(
         k=StaircaseQuantizer(steps, group, "channel", every), v=StaircaseQuantizer(steps, group, "token", every)
     )

@@ -8,27 +8,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Policy
-from kvjax.cache.eviction.decode_policy import (
-    check_minimum,
-    policy_state_at,
-    require_observation,
-    sort_newest_first,
-    top_slots,
-)
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerState
-from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible, weights
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads, vary
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax.cache.eviction.decode_policy import sort_newest_first
 
 
 @dataclasses.dataclass(frozen=True)
-class Scissorhands(Policy):
+class Scissorhands(kv.Policy):
     """Counts how often a token's attention is below the mean, and evicts the highest counts (Liu et al. 2023).
 
     A step attends to the kept tokens and to its own. If that makes more than `budget` tokens of a key/value head, the
@@ -52,13 +38,13 @@ class Scissorhands(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_minimum("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
+        kv.check_minimum("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
         if not 0 <= self.drop < 1:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"drop of Scissorhands is a fraction of the budget in [0, 1), got {self.drop}; it uses 0.5"
             )
         if self.low < self.recent:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"Scissorhands drops to {self.low} of {self.budget} tokens and keeps the last recent={self.recent}; "
                 f"use recent={self.low} or less, or a smaller drop than {self.drop}"
             )
@@ -79,11 +65,11 @@ class Scissorhands(Policy):
         return prompt if prompt <= self.budget else self.low
 
     def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, Array]:
-        observation = require_observation(observation, "Scissorhands", f"the last {self.history} queries")
+        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+    ) -> tuple[kv.Array, kv.Array]:
+        observation = kv.require_observation(observation, "Scissorhands", f"the last {self.history} queries")
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        end = over_heads.max(block.pos.max(2))[:, 0] + 1
+        end = kv.over_heads.max(block.pos.max(2))[:, 0] + 1
         is_over = length > self.budget
         # In a prompt that fits, only queries within `history` of the next compression count.
         is_counted = is_over[:, None] | (observation.pos > self.budget - self.history)
@@ -92,14 +78,16 @@ class Scissorhands(Policy):
         pos = jnp.broadcast_to(block.pos, count.shape)
         is_over = is_over[:, None, None]
         rank = jnp.where(pos > end[:, None, None] - 1 - self.recent, 0, -count)
-        chosen = top_slots(rank, pos, min(self.budget, slots))
+        chosen = kv.top_slots(rank, pos, min(self.budget, slots))
         place = jnp.arange(chosen.shape[2])[None, None]  # tokens are in the order of their rank
         chosen = jnp.where(is_over & (place >= self.low), -1, chosen)
-        return chosen, jnp.where(is_over, 0, policy_state_at(count, chosen, slots))
+        return chosen, jnp.where(is_over, 0, kv.policy_state_at(count, chosen, slots))
 
-    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, Array]:
+    def after_token(
+        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
+    ) -> tuple[kv.Array, kv.Array]:
         t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
-        is_visible = visible(state.pos, q_pos, layer.spec.window)[:, :, 0, 0]
+        is_visible = kv.attention.visible(state.pos, q_pos, layer.spec.window)[:, :, 0, 0]
         mean = 1 / jnp.maximum(is_visible.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         steps_left = (state.pos < 0).sum(2, keepdims=True, dtype=jnp.int32)[:, :1]  # until the next compression
         is_low = real & (steps_left < self.history) & is_visible & (weights.mean(2) < mean)
@@ -107,7 +95,7 @@ class Scissorhands(Policy):
         before = jnp.where((state.pos == t) & real, 0, state.policy_state)
         count, is_due = before + is_low.astype(jnp.int32), real & (steps_left == 0)
 
-        def compress(pos: Array, count: Array) -> tuple[Array, Array]:
+        def compress(pos: kv.Array, count: kv.Array) -> tuple[kv.Array, kv.Array]:
             order = sort_newest_first(jnp.where(pos > t - self.recent, 0, -count), pos)
             place = jnp.argsort(order, axis=2).astype(jnp.int32)
             return jnp.where(is_due & (place >= self.low), -1, pos), jnp.where(is_due, 0, count)
@@ -116,8 +104,8 @@ class Scissorhands(Policy):
 
 
 def count_below_mean(
-    block: KVBlock, observation: Observation, is_counted: Array, window: int | None, at_once: int = 16
-) -> Array:
+    block: kv.KVBlock, observation: kv.Observation, is_counted: kv.Array, window: int | None, at_once: int = 16
+) -> kv.Array:
     """Counts the queries that give a slot less than the mean weight, under the full causal softmax over the prompt.
 
     Args:
@@ -131,22 +119,25 @@ def count_below_mean(
       i32[B K S].
     """
 
-    def add(total: Array, queries: tuple[Array, Array]) -> tuple[Array, None]:
+    def add(total: kv.Array, queries: tuple[kv.Array, kv.Array]) -> tuple[kv.Array, None]:
         q, q_pos = queries
-        is_visible = visible(block.pos, q_pos, window)
-        p, _, l = weights(jnp.where(is_visible, scores(q, block.k), MASKED_LOGIT))
+        is_visible = kv.attention.visible(block.pos, q_pos, window)
+        p, _, l = kv.attention.weights(jnp.where(is_visible, kv.attention.scores(q, block.k), kv.MASKED_LOGIT))
         p = (p / jnp.maximum(l, 1e-30)[..., None]).mean(2)
         is_visible = is_visible[:, :, 0]  # [B K|1 q S]
         mean = 1 / jnp.maximum(is_visible.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         return total + (is_visible & (p < mean)).sum(2, dtype=jnp.int32), None
 
     counted_pos = jnp.where(is_counted, observation.pos, -1)
-    blocks = split_blocks(observation.q, 3, at_once), split_blocks(counted_pos, 1, at_once, -1)
-    return lax.scan(add, vary(jnp.zeros(block.k.shape[:3], jnp.int32)), blocks)[0]
+    blocks = (
+        kv.attention.split_blocks(observation.q, 3, at_once),
+        kv.attention.split_blocks(counted_pos, 1, at_once, -1),
+    )
+    return lax.scan(add, kv.vary(jnp.zeros(block.k.shape[:3], jnp.int32)), blocks)[0]
 
 
-@register_method(example="scissorhands:budget=512", family="eviction at every step")
-def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> Method:
+@kv.register_method(example="scissorhands:budget=512", family="eviction at every step")
+def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop: float = 0.5) -> kv.Method:
     """Drops, in batches, the tokens whose attention was most often below the mean, in constant memory.
 
     Formula:
@@ -166,4 +157,4 @@ def scissorhands(budget: int = 1024, history: int = 400, recent: int = 10, drop:
     Reference:
       Scissorhands, Liu et al. 2023, arXiv 2305.17118, section 4
     """
-    return Method(decode=Scissorhands(budget, history, recent, drop))
+    return kv.Method(decode=Scissorhands(budget, history, recent, drop))

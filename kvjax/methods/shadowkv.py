@@ -8,33 +8,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.low_rank import PromptLowRank
-from kvjax.cache.codecs.plain import Host
-from kvjax.cache.components import SideStore
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerState
-from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.core import memory
-from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
-from kvjax.core.attention_mass import Observation
-from kvjax.core.top_k import mask_to_slots, top_k_mask
-from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
-@pytree
+@kv.pytree
 class ShadowState:
     """The chunks of a prompt, in slots of the side store."""
 
-    tokens: LayerState  # keys in low rank, values on the host; position -1 for what stays exact
-    landmarks: memory.Buffer  # [B K C H], the mean key of each chunk
+    tokens: kv.LayerState  # keys in low rank, values on the host; position -1 for what stays exact
+    landmarks: kv.memory.Buffer  # [B K C H], the mean key of each chunk
 
 
 @dataclasses.dataclass(frozen=True)
-class ShadowStore(SideStore):
+class ShadowStore(kv.SideStore):
     """Stores a prompt in chunks and lets each query read the best few (Sun et al. 2024).
 
     A query reads the chunks whose landmarks have the highest softmax weight of its key/value head's query heads. The
@@ -52,7 +40,7 @@ class ShadowStore(SideStore):
 
     def __post_init__(self):
         if min(self.chunk, self.rank) < 1 or min(self.outliers, self.local) < 0 or self.budget < self.chunk:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 "ShadowKV needs a chunk and a rank of at least 1, a budget of at least a chunk, and 0 or more outlier "
                 f"and local chunks, got {self}; its authors use chunk=8, rank=160, budget=2048, outliers=48, local=4"
             )
@@ -62,8 +50,8 @@ class ShadowStore(SideStore):
         return min(kept, (self.outliers + self.local + 1) * self.chunk - 1)
 
     def split(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[KVBlock, ShadowState]:
+        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+    ) -> tuple[kv.KVBlock, ShadowState]:
         width = block.pos.shape[2]
         most = width if self.num_main_slots(width) <= slots else slots
         if layer.method.select is not None:
@@ -71,28 +59,30 @@ class ShadowStore(SideStore):
         block = block.clean()
         num_chunks = max(most // self.chunk - self.local, 1)
         slot = jnp.arange(num_chunks * self.chunk, dtype=jnp.int32)[None, None]
-        front = gather_tokens(block, jnp.where(slot < block.pos.shape[2], slot, -1))
+        front = kv.gather_tokens(block, jnp.where(slot < block.pos.shape[2], slot, -1))
         landmarks, least_cosine = self._landmarks(front.k)
 
         # Whole chunks before the local ones leave the main slots, except the ones least like their mean.
         length = (block.pos[:, :1] >= 0).sum(-1, dtype=jnp.int32)
         is_whole = jnp.arange(num_chunks, dtype=jnp.int32)[None, None] < (length // self.chunk - self.local)[..., None]
-        is_outlier = top_k_mask(-least_cosine, is_whole, jnp.full_like(length, self.outliers))
+        is_outlier = kv.top_k_mask(-least_cosine, is_whole, jnp.full_like(length, self.outliers))
         leaves = jnp.repeat(is_whole & ~is_outlier, self.chunk, -1)
 
         rest = jnp.zeros((*leaves.shape[:2], block.pos.shape[2]), bool)
         stays = ~jnp.concatenate([leaves, rest], 2)[:, :, : block.pos.shape[2]]
-        main = gather_tokens(block, mask_to_slots((block.pos >= 0) & stays, min(self.num_main_slots(most), slots)))
+        main = kv.gather_tokens(
+            block, kv.mask_to_slots((block.pos >= 0) & stays, min(self.num_main_slots(most), slots))
+        )
 
         # The basis is fitted to the keys of the whole prompt, so all are encoded, and the chunks' coordinates stay.
         inner, pos = self._side_layer(layer), jnp.where(leaves, front.pos, -1)
         k = inner.k.encode(inner.keys_to_store(block), block.pos)
         coordinates = jax.tree.map(lambda x: x[:, :, : pos.shape[2]], k.coordinates)
         k = dataclasses.replace(k, coordinates=coordinates)
-        tokens = LayerState(k, inner.v.encode(front.v, pos), pos, bias=front.bias)
-        return main, ShadowState(tokens, memory.pack(landmarks.astype(block.k.dtype)))
+        tokens = kv.LayerState(k, inner.v.encode(front.v, pos), pos, bias=front.bias)
+        return main, ShadowState(tokens, kv.memory.pack(landmarks.astype(block.k.dtype)))
 
-    def _landmarks(self, keys: Array) -> tuple[Array, Array]:
+    def _landmarks(self, keys: kv.Array) -> tuple[kv.Array, kv.Array]:
         """Averages the keys [B K C*chunk H] of each chunk: f32[B K C H], and the least cosine to that f32[B K C]."""
         B, K, S, H = keys.shape
         keys = lax.stop_gradient(keys)  # landmarks and outliers only choose which tokens are read, and from where
@@ -105,36 +95,36 @@ class ShadowStore(SideStore):
     def _side_layer(self, layer: MethodLayer) -> MethodLayer:
         """Returns the layer whose codecs store the chunks."""
         low_rank = PromptLowRank(0, rank=self.rank, pre_rope=True).at(layer.spec)
-        return dataclasses.replace(layer, method=Method(k=low_rank, v=Host()))
+        return dataclasses.replace(layer, method=kv.Method(k=low_rank, v=kv.Host()))
 
-    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, layer: MethodLayer, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:
         store: ShadowState = state.side_store
-        landmarks, inner = memory.unpack(store.landmarks), self._side_layer(layer)
+        landmarks, inner = kv.memory.unpack(store.landmarks), self._side_layer(layer)
         # A chunk is visible when its newest token is.
         newest = store.tokens.pos[:, :, self.chunk - 1 :: self.chunk]
 
-        def attend(q: Array, q_pos: Array) -> Partial:
-            is_visible = visible(newest, q_pos, layer.spec.window)
-            p, _, l = weights(jnp.where(is_visible, scores(q, landmarks), MASKED_LOGIT))
+        def attend(q: kv.Array, q_pos: kv.Array) -> kv.Partial:
+            is_visible = kv.attention.visible(newest, q_pos, layer.spec.window)
+            p, _, l = kv.attention.weights(jnp.where(is_visible, kv.attention.scores(q, landmarks), kv.MASKED_LOGIT))
             weight = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
             num_chunks = min(self.budget // self.chunk, weight.shape[4])
             best, chunk = lax.top_k(jnp.where(is_visible, weight, -1.0), num_chunks)
             offset = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)
             slots = jnp.where(best[..., None] >= 0, chunk[..., None] * self.chunk + offset, -1)
-            return attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))
+            return kv.attend_slots(inner, store.tokens, q, q_pos, slots.reshape(*slots.shape[:4], -1))
 
-        return map_query_blocks(attend, q, q_pos, 16)
+        return kv.map_query_blocks(attend, q, q_pos, 16)
 
-    def positions(self, store: ShadowState) -> Array:
+    def positions(self, store: ShadowState) -> kv.Array:
         return store.tokens.pos
 
-    def visible_block(self, layer: MethodLayer, store: ShadowState) -> KVBlock:
+    def visible_block(self, layer: MethodLayer, store: ShadowState) -> kv.KVBlock:
         inner, tokens = self._side_layer(layer), store.tokens
-        return KVBlock(inner.decode_keys(tokens.k, tokens.pos), inner.v.decode(tokens.v), tokens.pos)
+        return kv.KVBlock(inner.decode_keys(tokens.k, tokens.pos), inner.v.decode(tokens.v), tokens.pos)
 
 
-@register_method(example="shadowkv:budget=512,rank=16", family="host memory")
-def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4) -> Method:
+@kv.register_method(example="shadowkv:budget=512,rank=16", family="host memory")
+def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int = 48, local: int = 4) -> kv.Method:
     """Stores a prompt's keys in low rank and its values on the host, and reads the chunks that landmarks select.
 
     Decoded tokens and the prompt's own attention are exact. The defaults are the authors'.
@@ -157,4 +147,4 @@ def shadowkv(budget: int = 2048, chunk: int = 8, rank: int = 160, outliers: int 
     Reference:
       ShadowKV, Sun et al. 2024, arXiv 2410.21465, section 4; constants of its authors' code
     """
-    return Method(side_store=ShadowStore(budget, chunk, rank, outliers, local))
+    return kv.Method(side_store=ShadowStore(budget, chunk, rank, outliers, local))

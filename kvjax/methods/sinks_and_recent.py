@@ -6,26 +6,19 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.scorers import token_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import KVBlock
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
 @dataclasses.dataclass(frozen=True)
-class Recency(Scorer):
+class Recency(kv.Scorer):
     """Scores a token by its position."""
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        return token_scores(jnp.broadcast_to(block.pos, block.k.shape[:3]).astype(jnp.float32), block)
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
+        return kv.token_scores(jnp.broadcast_to(block.pos, block.k.shape[:3]).astype(jnp.float32), block)
 
 
-@register_method(example="sinks_and_recent:budget=512", family="eviction after the prompt")
-def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> Method:
+@kv.register_method(example="sinks_and_recent:budget=512", family="eviction after the prompt")
+def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> kv.Method:
     """Keeps only the prompt's first and last tokens, at their true positions, and all decoded tokens.
 
     Formula:
@@ -42,4 +35,4 @@ def sinks_and_recent(budget: int = 1024, sinks: int = 4) -> Method:
     Reference:
       StreamingLLM as a prompt-only baseline (KVCache-Factory, kvpress)
     """
-    return Method(select=make_selection(Recency(), budget, sinks, max(budget - sinks, 0), "token", "layer"))
+    return kv.Method(select=kv.make_selection(Recency(), budget, sinks, max(budget - sinks, 0), "token", "layer"))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from kvjax.cache.eviction import scorers
-from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 
-@register_method(example="snapkv:budget=512", family="eviction after the prompt")
+@kv.register_method(example="snapkv:budget=512", family="eviction after the prompt")
 def snapkv(
-    budget: TokenBudget = 1024,
+    budget: kv.TokenBudget = 1024,
     window: int = 32,
     kernel: int = 7,
     pool: str = "max",
@@ -20,7 +16,7 @@ def snapkv(
     sinks: int = 0,
     unit: str = "token",
     per: str = "head",
-) -> Method:
+) -> kv.Method:
     """Keeps the prompt tokens that its last queries attend to most, and the window of these queries.
 
     Tokens are evicted once, when the prompt ends; decoded tokens are all kept.
@@ -45,8 +41,8 @@ def snapkv(
     Reference:
       SnapKV, Li et al. 2024, arXiv 2404.14469, section 4; constants of its LongBench runs
     """
-    return Method(
-        select=make_selection(
-            scorers.WindowAttention(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per
+    return kv.Method(
+        select=kv.make_selection(
+            kv.WindowAttention(window, kernel, pool, reduce, reduce_first), budget, sinks, window, unit, per
         )
     )

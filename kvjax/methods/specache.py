@@ -9,20 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.group_quant import Kivi
-from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.components import Codec, Reader, ReadResult
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.core.attention import MASKED_LOGIT, attend_scores, combine, scores, visible, weights
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
-@pytree
+@kv.pytree
 class LowBitCopy:
     """The low-bit copy of all slots on the device, and the exact tokens that were fetched for the next step."""
 
@@ -31,17 +22,17 @@ class LowBitCopy:
     fetched: FetchedTokens | None  # None where no token is fetched ahead
 
 
-@pytree
+@kv.pytree
 class FetchedTokens:
     """The exact keys and values of some slots."""
 
-    k: Array  # [B K n H]
-    v: Array  # [B K n H]
-    idx: Array  # i32[B K n], their slots, -1 where there is none
+    k: kv.Array  # [B K n H]
+    v: kv.Array  # [B K n H]
+    idx: kv.Array  # i32[B K n], their slots, -1 where there is none
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeculativeReader(Reader):
+class SpeculativeReader(kv.Reader):
     """Reads a low-bit copy, with the topk heaviest tokens replaced by exact ones (SpeCache, 2503.16163, section 3.3).
 
     Args:
@@ -55,16 +46,16 @@ class SpeculativeReader(Reader):
     """
 
     topk: int
-    k: Codec = Kivi(1, axis="channel")
-    v: Codec = Kivi(1, axis="token")
+    k: kv.Codec = kv.Kivi(1, axis="channel")
+    v: kv.Codec = kv.Kivi(1, axis="token")
     reduce: str = "mean"
     speculative: bool = True
 
     def __post_init__(self):
         if self.topk < 1:
-            raise KvjaxError(f"topk must be at least 1 token per head, got {self.topk}; the paper uses 64")
+            raise kv.KvjaxError(f"topk must be at least 1 token per head, got {self.topk}; the paper uses 64")
         if self.reduce not in ("mean", "max"):
-            raise KvjaxError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
+            raise kv.KvjaxError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
 
     @property
     def draft_tokens(self) -> int:
@@ -73,7 +64,7 @@ class SpeculativeReader(Reader):
     sequential_writes = True
     supports_eviction = False  # the low-bit copy quantizes groups of tokens
 
-    def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> LowBitCopy:
+    def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> LowBitCopy:
         B, K, S, H = block.k.shape
         fetched = None
         if self.speculative:
@@ -82,7 +73,7 @@ class SpeculativeReader(Reader):
             fetched = FetchedTokens(empty, empty, jnp.full((B, K, n), -1, jnp.int32))
         return LowBitCopy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), fetched)
 
-    def append(self, reader_state: LowBitCopy, new: KVBlock, at: Array, spec: LayerSpec) -> LowBitCopy:
+    def append(self, reader_state: LowBitCopy, new: kv.KVBlock, at: kv.Array, spec: kv.LayerSpec) -> LowBitCopy:
         return dataclasses.replace(
             reader_state, k=self.k.append(reader_state.k, new.k, at), v=self.v.append(reader_state.v, new.v, at)
         )
@@ -97,24 +88,24 @@ class SpeculativeReader(Reader):
     def read(
         self,
         layer: MethodLayer,
-        state: LayerState,
-        q: Array,
-        q_pos: Array,
-        other_partial: Partial | None = None,
+        state: kv.LayerState,
+        q: kv.Array,
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
-    ) -> ReadResult:
+    ) -> kv.ReadResult:
         assert state.n is not None
         reader_state, T = state.reader_state, q.shape[3]
         if T > 2:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"a step carries one token and at most one draft, got {T} tokens: no tree or beam of drafts"
             )
         s = self.k.scores(q, reader_state.k)
         if state.bias is not None:
             s = s + state.bias[:, :, None, None]
-        s = jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
+        s = jnp.where(kv.attention.visible(state.pos, q_pos, layer.spec.window), s, kv.MASKED_LOGIT)
         if not self.speculative:
-            low, _, l = weights(s)
+            low, _, l = kv.attention.weights(s)
             mass = self._reduce_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
             fetched = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
         else:
@@ -129,46 +120,46 @@ class SpeculativeReader(Reader):
                 k, v = (jnp.where(real[..., None], a, b) for a, b in ((new.k, old.k), (new.v, old.v)))
                 new = FetchedTokens(k, v, jnp.where(real, new.idx, old.idx))
             reader_state = dataclasses.replace(reader_state, fetched=new)
-        return ReadResult(part, reader_state, cross_layer=cross_layer)
+        return kv.ReadResult(part, reader_state, cross_layer=cross_layer)
 
     def _attend(
         self,
         layer: MethodLayer,
-        state: LayerState,
-        s: Array,
-        q: Array,
+        state: kv.LayerState,
+        s: kv.Array,
+        q: kv.Array,
         fetched: FetchedTokens,
-        q_pos: Array,
-        other_partial: Partial | None,
-    ) -> tuple[Partial, Array]:
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None,
+    ) -> tuple[kv.Partial, kv.Array]:
         """Attends to low-bit and fetched tokens; also returns the last query's weight of each slot, f32[B K S]."""
         at = jnp.maximum(fetched.idx, 0)
         pos = jnp.broadcast_to(state.pos, (*fetched.idx.shape[:2], state.pos.shape[2]))
         pos = jnp.where(fetched.idx >= 0, jnp.take_along_axis(pos, at, 2), -1)
-        exact = scores(q, fetched.k)
+        exact = kv.attention.scores(q, fetched.k)
         if state.bias is not None:
             exact = exact + jnp.take_along_axis(state.bias, at, 2)[:, :, None, None]
-        exact = jnp.where(visible(pos, q_pos, layer.spec.window), exact, MASKED_LOGIT)  # [B K G T n]
+        exact = jnp.where(kv.attention.visible(pos, q_pos, layer.spec.window), exact, kv.MASKED_LOGIT)  # [B K G T n]
         slot = jnp.where(fetched.idx >= 0, fetched.idx, s.shape[-1])
         is_replaced = _set_at(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
-        p, m, l = weights(jnp.where(is_replaced[:, :, None, None], MASKED_LOGIT, s))
-        exact_part = attend_scores(exact, fetched.v)
-        part = combine(Partial(self.v.mix(p, state.reader_state.v), m, l), exact_part)
-        total = part if other_partial is None else combine(part, other_partial)
+        p, m, l = kv.attention.weights(jnp.where(is_replaced[:, :, None, None], kv.MASKED_LOGIT, s))
+        exact_part = kv.attention.attend_scores(exact, fetched.v)
+        part = kv.attention.combine(kv.Partial(self.v.mix(p, state.reader_state.v), m, l), exact_part)
+        total = part if other_partial is None else kv.attention.combine(part, other_partial)
 
-        def normalize_last(p: Array, m: Array) -> Array:
+        def normalize_last(p: kv.Array, m: kv.Array) -> kv.Array:
             """Normalizes the last query's weights, of maximum m, over all tokens that it reads."""
             weight = p * (jnp.exp(m - total.m) / jnp.maximum(total.l, 1e-30))[..., None]
             return self._reduce_group(weight[:, :, :, -1])
 
-        exact_p = jnp.where(exact > MASKED_LOGIT / 2, jnp.exp(exact - exact_part.m[..., None]), 0.0)
+        exact_p = jnp.where(exact > kv.MASKED_LOGIT / 2, jnp.exp(exact - exact_part.m[..., None]), 0.0)
         return part, _set_at(normalize_last(p, m), slot, normalize_last(exact_p, exact_part.m))
 
-    def _reduce_group(self, w: Array) -> Array:
+    def _reduce_group(self, w: kv.Array) -> kv.Array:
         """Reduces weights f32[B K G S] to f32[B K S]."""
         return w.mean(2) if self.reduce == "mean" else w.max(2)
 
-    def _fetch(self, layer: MethodLayer, state: LayerState, mass: Array, candidates: Array) -> FetchedTokens:
+    def _fetch(self, layer: MethodLayer, state: kv.LayerState, mass: kv.Array, candidates: kv.Array) -> FetchedTokens:
         """Fetches the topk heaviest of the first `candidates` i32[B] slots; ties go to the lower one."""
         slot = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None, None]
         is_candidate = (slot < candidates[:, None, None]) & (state.pos >= 0)
@@ -179,13 +170,13 @@ class SpeculativeReader(Reader):
         return FetchedTokens(layer.gather_keys(state.k, at, pos), layer.v.gather(state.v, at), idx)
 
 
-def _set_at(x: Array, idx: Array, value: Any) -> Array:
+def _set_at(x: kv.Array, idx: kv.Array, value: Any) -> kv.Array:
     """Sets x [B K S] at idx i32[B K n] to a value; an index beyond S is dropped."""
     B, K, _ = x.shape
     return x.at[jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], idx].set(value, mode="drop")
 
 
-@register_method(example="specache:bits=1", family="host memory")
+@kv.register_method(example="specache:bits=1", family="host memory")
 def specache(
     bits: int = 1,
     group: int = 32,
@@ -194,7 +185,7 @@ def specache(
     speculative: bool = True,
     one_bit: str = "improved",
     reduce: str = "mean",
-) -> Method:
+) -> kv.Method:
     """Stores everything exactly on the host and a low-bit copy on the device, and prefetches the tokens that matter.
 
     Candidates for fetching are the slots in low bits; recent tokens are exact.
@@ -221,7 +212,7 @@ def specache(
       SpeCache, Jie et al. 2025, arXiv 2503.16163, section 3.3 and Algorithms 1-3
     """
 
-    low_keys = Kivi(bits, group, "channel", residual, one_bit)
-    low_values = Kivi(bits, group, "token", residual, one_bit)
+    low_keys = kv.Kivi(bits, group, "channel", residual, one_bit)
+    low_values = kv.Kivi(bits, group, "token", residual, one_bit)
     read = SpeculativeReader(topk, low_keys, low_values, reduce, speculative)
-    return Method(k=Host(Plain()), v=Host(Plain()), read=read)
+    return kv.Method(k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()), read=read)

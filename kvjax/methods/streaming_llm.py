@@ -6,18 +6,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Policy
-from kvjax.cache.eviction.decode_policy import check_minimum
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerState
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class SinksAndRecent(Policy):
+class SinksAndRecent(kv.Policy):
     """Keeps the first `sinks` tokens and the last `recent` ones (Xiao et al. 2023, arXiv 2309.17453, section 3.2).
 
     A step runs first and then evicts: a query attends to sinks + recent tokens and to its own, so there are
@@ -37,14 +31,14 @@ class SinksAndRecent(Policy):
     sinks: int = 4
 
     def __post_init__(self):
-        check_minimum("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
+        kv.check_minimum("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
 
     def num_slots(self, layer: MethodLayer) -> int:
         return self.sinks + self.recent + 1
 
     def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, None]:
+        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+    ) -> tuple[kv.Array, None]:
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         place = jnp.arange(min(slots, self.sinks + self.recent), dtype=jnp.int32)[None, None]
         skipped = jnp.maximum(length - self.sinks - self.recent, 0)
@@ -52,8 +46,8 @@ class SinksAndRecent(Policy):
         return jnp.where(chosen < length, chosen, -1), None
 
     def after_token(
-        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
-    ) -> tuple[Array, None]:
+        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
+    ) -> tuple[kv.Array, None]:
         pos = state.pos
         is_full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
         # Sinks were written first and never leave, so they are in the first slots.
@@ -61,7 +55,7 @@ class SinksAndRecent(Policy):
         oldest = jnp.where(is_recent, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
         return jnp.where(is_full & is_recent & (pos == oldest), -1, pos), None
 
-    def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
+    def cache_positions(self, layer: MethodLayer, held: kv.Array, pos: kv.Array) -> kv.Array:
         if layer.method.select is not None:
             return super().cache_positions(layer, held, pos)
         # Without gaps between the recent tokens, the newest position alone tells.
@@ -69,8 +63,8 @@ class SinksAndRecent(Policy):
         return jnp.where(pos < self.sinks, pos, pos - base)
 
 
-@register_method(example="streaming_llm:recent=508", family="eviction at every step", sized_by="recent")
-def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> Method:
+@kv.register_method(example="streaming_llm:recent=508", family="eviction at every step", sized_by="recent")
+def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> kv.Method:
     """Keeps the first and the most recent tokens, in constant memory for a text of any length.
 
     Attention in the prompt is exact.
@@ -89,4 +83,4 @@ def streaming_llm(recent: int = 2000, sinks: int = 4, reindex: bool = True) -> M
     Reference:
       StreamingLLM, Xiao et al. 2023, arXiv 2309.17453, section 3.2
     """
-    return Method(decode=SinksAndRecent(recent, sinks), positions="cache" if reindex else "true")
+    return kv.Method(decode=SinksAndRecent(recent, sinks), positions="cache" if reindex else "true")

@@ -6,27 +6,17 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.codecs.plain import Plain
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
-from kvjax.cache.components import Codec
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import window_query_mask
-from kvjax.cache.method import Method
-from kvjax.core import attention, memory
-from kvjax.core.attention_mass import Observation
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock, pytree
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
-@pytree
+@kv.pytree
 class PrunedKeys:
     """The keys of all slots, in the channels that each head keeps."""
 
-    kept: memory.Buffer  # [B K S C]
-    channels: Array  # i32[B K 1 C], ascending
+    kept: kv.memory.Buffer  # [B K S C]
+    channels: kv.Array  # i32[B K 1 C], ascending
     H: int = dataclasses.field(metadata={"static": True})
 
 
@@ -46,42 +36,44 @@ class ChannelPruner(PromptAdaptiveKeys):
 
     def __post_init__(self):
         if not 0 <= self.share < 1:
-            raise KvjaxError(f"the share of channels that are dropped must lie in [0, 1), got {self.share}; use 0.4")
+            raise kv.KvjaxError(f"the share of channels that are dropped must lie in [0, 1), got {self.share}; use 0.4")
         if self.num_queries < 1:
-            raise KvjaxError(f"channels are chosen by at least 1 query, got queries={self.num_queries}; ThinK uses 32")
+            raise kv.KvjaxError(
+                f"channels are chosen by at least 1 query, got queries={self.num_queries}; ThinK uses 32"
+            )
 
-    def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
+    def fit_prompt(self, x: kv.Array, pos: kv.Array, observation: kv.Observation) -> kv.Array:
         """Chooses the channels that stay, i32[B K 1 C]; ties go to the lower channel."""
         H = x.shape[3]
-        is_observed = window_query_mask(observation, self.num_queries)[:, None, None, :, None]
+        is_observed = kv.window_query_mask(observation, self.num_queries)[:, None, None, :, None]
         score = _mean_square(observation.q, is_observed, (2, 3)) * _mean_square(x, (pos >= 0)[..., None], (2,))
-        num_kept = H - fraction_of(self.share, H)
-        stays = top_k_mask(score, jnp.ones((), bool), jnp.full(score.shape[:1], num_kept, jnp.int32))
+        num_kept = H - kv.fraction_of(self.share, H)
+        stays = kv.top_k_mask(score, jnp.ones((), bool), jnp.full(score.shape[:1], num_kept, jnp.int32))
         channel = jnp.arange(H, dtype=jnp.int32)[None, None]
         return jnp.sort(jnp.where(stays, channel, H), -1)[:, :, None, :num_kept]
 
-    def encode_with(self, x: Array, pos: Array, params: Array) -> PrunedKeys:
+    def encode_with(self, x: kv.Array, pos: kv.Array, params: kv.Array) -> PrunedKeys:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
-        return PrunedKeys(memory.pack(_take_channels(x, params)), params, x.shape[3])
+        return PrunedKeys(kv.memory.pack(_take_channels(x, params)), params, x.shape[3])
 
-    def decode(self, stored: PrunedKeys) -> Array:
-        return self._widen(memory.unpack(stored.kept), stored)
+    def decode(self, stored: PrunedKeys) -> kv.Array:
+        return self._widen(kv.memory.unpack(stored.kept), stored)
 
-    def append(self, stored: PrunedKeys, x: Array, at: Array) -> PrunedKeys:
-        return dataclasses.replace(stored, kept=memory.append(stored.kept, _take_channels(x, stored.channels), at))
+    def append(self, stored: PrunedKeys, x: kv.Array, at: kv.Array) -> PrunedKeys:
+        return dataclasses.replace(stored, kept=kv.memory.append(stored.kept, _take_channels(x, stored.channels), at))
 
-    def gather(self, stored: PrunedKeys, idx: Array) -> Array:
-        return self._widen(memory.gather_tokens(stored.kept, idx), stored)
+    def gather(self, stored: PrunedKeys, idx: kv.Array) -> kv.Array:
+        return self._widen(kv.memory.gather_tokens(stored.kept, idx), stored)
 
-    def scores(self, q: Array, stored: PrunedKeys) -> Array:
-        kept = memory.unpack(stored.kept)
-        s = attention.scores(_take_channels(q, stored.channels[:, :, None]), kept)
+    def scores(self, q: kv.Array, stored: PrunedKeys) -> kv.Array:
+        kept = kv.memory.unpack(stored.kept)
+        s = kv.attention.scores(_take_channels(q, stored.channels[:, :, None]), kept)
         return s * (kept.shape[3] / stored.H) ** 0.5  # `attention.scores` divides by the root of C, ThinK by that of H
 
-    def num_quantized(self, n: Array) -> Array:
+    def num_quantized(self, n: kv.Array) -> kv.Array:
         return n
 
-    def _widen(self, kept: Array, stored: PrunedKeys) -> Array:
+    def _widen(self, kept: kv.Array, stored: PrunedKeys) -> kv.Array:
         """Puts zeros into the channels that were dropped: [B K n C] -> [B K n H]."""
         channel = jnp.arange(stored.H, dtype=jnp.int32)[None, None, :, None]
         place = (stored.channels < channel).sum(3, dtype=jnp.int32)[:, :, None]
@@ -90,14 +82,14 @@ class ChannelPruner(PromptAdaptiveKeys):
         return jnp.where(stays, x, jnp.zeros((), kept.dtype))
 
 
-def _mean_square(x: Array, real: Array, axes: tuple[int, ...]) -> Array:
+def _mean_square(x: kv.Array, real: kv.Array, axes: tuple[int, ...]) -> kv.Array:
     """Averages x * x over these axes, where `real`: f32[B K H]."""
     total = jnp.where(real, jnp.square(x.astype(jnp.float32)), 0.0).sum(axes)
     count = jnp.broadcast_to(real, x.shape).sum(axes, dtype=jnp.float32)
     return total / jnp.maximum(count, 1.0)
 
 
-def _take_channels(x: Array, channels: Array) -> Array:
+def _take_channels(x: kv.Array, channels: kv.Array) -> kv.Array:
     """Takes the channels i32[... C] of x [... H]; axes of size 1 are broadcast."""
     at = jnp.broadcast_to(channels, (*x.shape[:-1], channels.shape[-1]))
     return jnp.take_along_axis(x, at, -1, mode="promise_in_bounds")
@@ -109,11 +101,11 @@ class OlderTokens(PromptAdaptiveTiers):
 
     k: ChannelPruner
     recent: int = 32
-    v: Codec = Plain()
+    v: kv.Codec = kv.Plain()
 
     def __post_init__(self):
         if self.recent < 0:
-            raise KvjaxError(f"recent must be 0 or more tokens, got {self.recent}; ThinK uses 32")
+            raise kv.KvjaxError(f"recent must be 0 or more tokens, got {self.recent}; ThinK uses 32")
 
     @property
     def num_queries(self) -> int:
@@ -122,14 +114,14 @@ class OlderTokens(PromptAdaptiveTiers):
     def num_main_slots(self, kept: int) -> int:
         return min(kept, self.recent)
 
-    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
         return slot < (length - self.recent)[:, None, None]
 
 
-@register_method(family="fewer numbers per vector")
-def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> Method:
+@kv.register_method(family="fewer numbers per vector")
+def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> kv.Method:
     """Drops the channels of a prompt's keys in which its last queries and its keys are small.
 
     Over a selection, the keys that it leaves are thinned. Attention in the prompt is exact.
@@ -151,4 +143,4 @@ def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> Method:
     Reference:
       ThinK, Xu et al. 2024, arXiv 2407.21018, section 3; constants of its authors' code
     """
-    return Method(side_store=OlderTokens(ChannelPruner(share, queries), recent))
+    return kv.Method(side_store=OlderTokens(ChannelPruner(share, queries), recent))

@@ -9,21 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Reader, ReadResult
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec, LayerState
-from kvjax.cache.readers.full import Full
-from kvjax.cache.readers.query_blocks import logits, map_query_blocks
-from kvjax.cache.readers.retrieval import attend_slots
-from kvjax.core.attention import MASKED_LOGIT, weights
-from kvjax.core.types import Array, Partial
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax.cache.readers.query_blocks import logits
 
 
 @dataclasses.dataclass(frozen=True)
-class PersistentTokens(Reader):
+class PersistentTokens(kv.Reader):
     """Reads the tokens that a layer below has selected for each query (Yang et al. 2024, 2410.05076, section 3).
 
     The first `dense` layers read all tokens. So do the next one and the layer `reselect`, and each selects, per query
@@ -42,58 +34,60 @@ class PersistentTokens(Reader):
 
     def __post_init__(self):
         if self.topk < 1 or min(self.dense, self.reselect) < 0:
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 "TidalDecode needs topk of at least 1 token, and layers counted from 0, got "
                 f"topk={self.topk}, dense={self.dense}, reselect={self.reselect}; the paper's code uses 256, 2 and 13"
             )
 
-    def at(self, spec: LayerSpec) -> Reader:
+    def at(self, spec: kv.LayerSpec) -> kv.Reader:
         assert spec.index is not None
         if spec.index < self.dense:
-            return Full()
+            return kv.Full()
         # `dense` and `reselect` are dropped, so that layers that do the same are equal and share a compiled program.
         return PersistentTokens(self.topk, 0, 0, spec.index in (self.dense, self.reselect))
 
     def read(
         self,
         layer: MethodLayer,
-        state: LayerState,
-        q: Array,
-        q_pos: Array,
-        other_partial: Partial | None = None,
+        state: kv.LayerState,
+        q: kv.Array,
+        q_pos: kv.Array,
+        other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
-    ) -> ReadResult:
+    ) -> kv.ReadResult:
         if cross_layer is None or self.chooses:
             return self._attend_and_select(layer, state, q, q_pos)
         selected = jnp.moveaxis(cross_layer, 2, 3)
 
-        def attend(q: Array, q_pos: Array, selected: Array) -> Partial:
+        def attend(q: kv.Array, q_pos: kv.Array, selected: kv.Array) -> kv.Partial:
             own = jnp.broadcast_to(q_pos[:, None, None, :, None], (*q.shape[:4], 1))
-            return attend_slots(layer, state, q, q_pos, _find_slots(state.pos, jnp.concatenate([selected, own], -1)))
+            return kv.attend_slots(layer, state, q, q_pos, _find_slots(state.pos, jnp.concatenate([selected, own], -1)))
 
-        return ReadResult(map_query_blocks(attend, q, q_pos, 16, selected), cross_layer=cross_layer)
+        return kv.ReadResult(kv.map_query_blocks(attend, q, q_pos, 16, selected), cross_layer=cross_layer)
 
-    def _attend_and_select(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> ReadResult:
+    def _attend_and_select(
+        self, layer: MethodLayer, state: kv.LayerState, q: kv.Array, q_pos: kv.Array
+    ) -> kv.ReadResult:
         """Attends to all tokens; the cross-layer value is positions, i32[B K T G n], -1 where unused."""
         keys, values = layer.k.load(state.k), layer.v.load(state.v)
         count = min(self.topk - 1, state.pos.shape[2])
 
-        def attend(q: Array, q_pos: Array) -> ReadResult:
+        def attend(q: kv.Array, q_pos: kv.Array) -> kv.ReadResult:
             s = logits(layer, state, q, q_pos, keys)
-            p, m, l = weights(s)
+            p, m, l = kv.attention.weights(s)
             earlier = state.pos[:, :, None, None] < q_pos[:, None, None, :, None]
-            best, slot = lax.top_k(jnp.where(earlier, s, MASKED_LOGIT), count)
+            best, slot = lax.top_k(jnp.where(earlier, s, kv.MASKED_LOGIT), count)
             pos = jnp.broadcast_to(state.pos, (*s.shape[:2], state.pos.shape[2]))
             pos = jnp.take_along_axis(pos, slot.reshape(*s.shape[:2], -1), 2).reshape(slot.shape)
-            return ReadResult(
-                Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > MASKED_LOGIT / 2, pos, -1)
+            return kv.ReadResult(
+                kv.Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > kv.MASKED_LOGIT / 2, pos, -1)
             )
 
-        result = map_query_blocks(attend, q, q_pos, 64)
+        result = kv.map_query_blocks(attend, q, q_pos, 64)
         return result._replace(cross_layer=jnp.moveaxis(result.cross_layer, 3, 2))
 
 
-def _find_slots(slot_pos: Array, pos: Array) -> Array:
+def _find_slots(slot_pos: kv.Array, pos: kv.Array) -> kv.Array:
     """Finds the slots of tokens at positions pos i32[B K ...] among slot_pos i32[B 1|K S]; -1 where there is none."""
     B, heads, S = slot_pos.shape
     flat = pos.reshape(B, heads, -1)
@@ -103,8 +97,8 @@ def _find_slots(slot_pos: Array, pos: Array) -> Array:
     return jnp.where(exists, slot, -1).reshape(pos.shape)
 
 
-@register_method(example="tidal_decode:topk=256,dense=1,reselect=2", family="sparse reading")
-def tidal_decode(topk: int = 256, dense: int = 2, reselect: int = 13) -> Method:
+@kv.register_method(example="tidal_decode:topk=256,dense=1,reselect=2", family="sparse reading")
+def tidal_decode(topk: int = 256, dense: int = 2, reselect: int = 13) -> kv.Method:
     """Reads, in most layers, only the tokens that an earlier layer selected by its exact attention; no token is lost.
 
     Attention in the prompt is exact.
@@ -125,4 +119,4 @@ def tidal_decode(topk: int = 256, dense: int = 2, reselect: int = 13) -> Method:
     Reference:
       TidalDecode, Yang et al. 2024, arXiv 2410.05076, section 3
     """
-    return Method(read=PersistentTokens(topk, dense, reselect))
+    return kv.Method(read=PersistentTokens(topk, dense, reselect))

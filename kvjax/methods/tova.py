@@ -7,20 +7,12 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Policy
-from kvjax.cache.eviction.decode_policy import check_minimum, evict_lowest, require_observation, top_slots
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerState
-from kvjax.core.attention_mass import Observation, attention_mass
-from kvjax.core.mesh import over_heads
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import IncompatibleMethod
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class Tova(Policy):
+class Tova(kv.Policy):
     """Treats the cache as a multi-state recurrent network (Oren et al. 2024, arXiv 2401.06104, section 3.2).
 
     A step attends to the `budget` kept tokens and to its own; then, over budget, it evicts the token with the lowest
@@ -36,39 +28,41 @@ class Tova(Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_minimum("TOVA", budget=(self.budget, 1))
+        kv.check_minimum("TOVA", budget=(self.budget, 1))
 
     def num_slots(self, layer: MethodLayer) -> int:
         return self.budget + 1
 
     def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
-    ) -> tuple[Array, None]:
-        observation = require_observation(observation, "TOVA", "the last query")
+        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+    ) -> tuple[kv.Array, None]:
+        observation = kv.require_observation(observation, "TOVA", "the last query")
         last = observation.pos.max(1, keepdims=True)
         by = ((observation.pos >= 0) & (observation.pos == last)).astype(jnp.float32)
-        weight = over_heads.mean(attention_mass(block, observation, by, layer.spec.window)[0].mean(2))
+        weight = kv.over_heads.mean(kv.attention_mass(block, observation, by, layer.spec.window)[0].mean(2))
         if self.keep_newest:
             weight = jnp.where(block.pos == last[:, None], jnp.inf, weight)
-        return top_slots(weight, block.pos, min(self.budget, slots)), None
+        return kv.top_slots(weight, block.pos, min(self.budget, slots)), None
 
-    def after_token(self, layer: MethodLayer, state: LayerState, weights: Array, q_pos: Array) -> tuple[Array, None]:
+    def after_token(
+        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
+    ) -> tuple[kv.Array, None]:
         t = q_pos[:, None]  # [B 1 1]
         may_leave = (state.pos >= 0) & ~(self.keep_newest & (state.pos == t))
-        return evict_lowest(over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
+        return kv.evict_lowest(kv.over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
 
     def check(self, layer: MethodLayer) -> None:
         select = layer.method.select
         if select is not None and select.scope != "layer":
-            raise IncompatibleMethod(
+            raise kv.IncompatibleMethod(
                 f"component `decode`, {self}, cannot work with component `select` by {select.scorer}: TOVA holds the "
                 "same tokens in all heads of a layer, and this selection keeps others in each; give it per=layer, as "
                 "in 'snapkv:per=layer + tova'"
             )
 
 
-@register_method(example="tova:budget=512", family="eviction at every step")
-def tova(budget: int = 1024, keep_newest: bool = False) -> Method:
+@kv.register_method(example="tova:budget=512", family="eviction at every step")
+def tova(budget: int = 1024, keep_newest: bool = False) -> kv.Method:
     """Evicts, over the budget, the token that the newest query attends to least, in constant memory.
 
     Formula:
@@ -84,4 +78,4 @@ def tova(budget: int = 1024, keep_newest: bool = False) -> Method:
     Reference:
       TOVA, Oren et al. 2024, arXiv 2401.06104, section 3.2
     """
-    return Method(decode=Tova(budget, keep_newest))
+    return kv.Method(decode=Tova(budget, keep_newest))

@@ -8,22 +8,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax import method_api as kv
 from kvjax.cache.eviction.future_queries import mean_over_pre_rope, rotate_ahead, sum_queries, visible_to_next_query
-from kvjax.cache.eviction.scorers import head_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import MASKED_LOGIT
-from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class TriAttention(Scorer):
+class TriAttention(kv.Scorer):
     """Scores a key by its product with the mean query of its head at distances that double, and by its size.
 
     Mao et al. 2026, arXiv 2604.04921. With pre-RoPE queries and keys as complex numbers, one for each rotated pair f of
@@ -39,9 +29,9 @@ class TriAttention(Scorer):
 
     def __post_init__(self):
         if self.furthest < 1:
-            raise KvjaxError(f"furthest must be a distance of at least 1 token, got {self.furthest}; use 65536")
+            raise kv.KvjaxError(f"furthest must be a distance of at least 1 token, got {self.furthest}; use 65536")
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         block, observation, rope = block.clean(), self.require_observation(observation), spec.rope
         mean, modulus = mean_over_pre_rope(
             observation,
@@ -61,26 +51,26 @@ class TriAttention(Scorer):
             heads -= jnp.where(readable, heads, 0.0).sum(3, keepdims=True) / number
             variance = jnp.where(readable, jnp.square(heads), 0.0).sum(3, keepdims=True) / number
             heads /= jnp.maximum(jnp.sqrt(variance), 1e-6)
-        heads = jnp.where(readable, heads, MASKED_LOGIT)
-        return head_scores(heads, heads.max(2), block)
+        heads = jnp.where(readable, heads, kv.MASKED_LOGIT)
+        return kv.head_scores(heads, heads.max(2), block)
 
 
-def moduli(x: Array, dim: int) -> Array:
+def moduli(x: kv.Array, dim: int) -> kv.Array:
     """Computes the lengths of the rotated pairs of channels of x [... H], f32[... dim / 2]; rotations keep them."""
     half = dim // 2
     return jnp.sqrt(jnp.square(x[..., :half]) + jnp.square(x[..., half:dim]))
 
 
-@register_method(example="triattention:budget=512", family="eviction after the prompt")
+@kv.register_method(example="triattention:budget=512", family="eviction after the prompt")
 def triattention(
-    budget: TokenBudget = 2048,
+    budget: kv.TokenBudget = 2048,
     recent: int = 128,
     furthest: int = 65536,
     normalise: bool = True,
     sinks: int = 0,
     unit: str = "token",
     per: str = "head",
-) -> Method:
+) -> kv.Method:
     """Keeps the tokens that match each head's mean query at the distances ahead, and the recent ones.
 
     The authors compress every 128 tokens while decoding: 'triattention + recompress:every=128'.
@@ -106,4 +96,4 @@ def triattention(
     Reference:
       TriAttention, Mao et al. 2026, arXiv 2604.04921; constants of its authors' vLLM plugin
     """
-    return Method(select=make_selection(TriAttention(furthest, normalise), budget, sinks, recent, unit, per))
+    return kv.Method(select=kv.make_selection(TriAttention(furthest, normalise), budget, sinks, recent, unit, per))

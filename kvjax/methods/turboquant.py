@@ -9,31 +9,21 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.binding import bind_component
-from kvjax.cache.codecs import bit_packing
-from kvjax.cache.codecs.per_token import PerTokenCodec
-from kvjax.cache.codecs.plain import CodecWrapper, Plain
-from kvjax.cache.codecs.quantizers import Fp8, Quantizer, step_size
-from kvjax.cache.components import Codec
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.types import Array, exportable
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
+from kvjax import method_api as kv
 
 MAX_FLOAT16 = float(jnp.finfo(jnp.float16).max)
 
 
-@exportable
+@kv.exportable
 class DirectionCodes(NamedTuple):
     """Vectors as the codes of their directions, and their lengths."""
 
-    codes: Array  # uint32[... words]
-    length: Array  # f16[... 1]
+    codes: kv.Array  # uint32[... words]
+    length: kv.Array  # f16[... 1]
 
 
 @dataclasses.dataclass(frozen=True)
-class LloydMax(Quantizer):
+class LloydMax(kv.Quantizer):
     """Codes a vector's direction at 2^bits Lloyd-Max levels of N(0, 1/H) (TurboQuant, 2504.19874; vLLM's code).
 
     The entries of a rotated unit vector are nearly distributed so. The length takes 2 bytes in addition to the codes.
@@ -48,23 +38,23 @@ class LloydMax(Quantizer):
     correct: bool = True
 
     def __post_init__(self):
-        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
+        kv.bit_packing.check_bits(self.bits, kv.bit_packing.ROW_BITS)
 
     def check(self, H: int) -> None:
-        bit_packing.check_fills(H, self.bits)
+        kv.bit_packing.check_fills(H, self.bits)
 
-    def encode(self, x: Array) -> DirectionCodes:
+    def encode(self, x: kv.Array) -> DirectionCodes:
         level = lloyd_max_levels(x.shape[-1], self.bits)
         boundaries = jnp.asarray((level[:-1] + level[1:]) / 2)
         length = jnp.sqrt(jnp.square(x).sum(-1, keepdims=True))
         x = x / jnp.where(length > 0, length, 1.0)
         codes = jnp.searchsorted(boundaries, x, side="right", method="compare_all").astype(jnp.uint32)
         return DirectionCodes(
-            bit_packing.pack(codes, self.bits, -1), jnp.minimum(length, MAX_FLOAT16).astype(jnp.float16)
+            kv.bit_packing.pack(codes, self.bits, -1), jnp.minimum(length, MAX_FLOAT16).astype(jnp.float16)
         )
 
-    def decode(self, coded: DirectionCodes) -> Array:
-        codes = bit_packing.unpack(coded.codes, self.bits, -1)
+    def decode(self, coded: DirectionCodes) -> kv.Array:
+        codes = kv.bit_packing.unpack(coded.codes, self.bits, -1)
         x = jnp.asarray(lloyd_max_levels(codes.shape[-1], self.bits))[codes.astype(jnp.int32)]
         if self.correct:
             x = x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-16)
@@ -94,16 +84,16 @@ def lloyd_max_levels(H: int, bits: int) -> np.ndarray:
     return level.astype(np.float32)
 
 
-@exportable
+@kv.exportable
 class UniformCodes(NamedTuple):
     """Vectors as codes of equal steps."""
 
-    codes: Array  # uint32[... words]
-    ends: Array  # f16[... 2], the size of a step, and the least number
+    codes: kv.Array  # uint32[... words]
+    ends: kv.Array  # f16[... 2], the size of a step, and the least number
 
 
 @dataclasses.dataclass(frozen=True)
-class UniformQuantizer(Quantizer):
+class UniformQuantizer(kv.Quantizer):
     """Equal steps from a vector's least to its greatest number, with float16 scales (vLLM's values of TurboQuant).
 
     scale = max((max - min) / (2^bits - 1), 1e-8), code = floor((x - min) / scale + 1/2), x' = code * scale + min.
@@ -112,28 +102,29 @@ class UniformQuantizer(Quantizer):
     bits: int = 4
 
     def __post_init__(self):
-        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
+        kv.bit_packing.check_bits(self.bits, kv.bit_packing.ROW_BITS)
 
     def check(self, H: int) -> None:
-        bit_packing.check_fills(H, self.bits)
+        kv.bit_packing.check_fills(H, self.bits)
 
-    def encode(self, x: Array) -> UniformCodes:
+    def encode(self, x: kv.Array) -> UniformCodes:
         top = float(2**self.bits - 1)
         least = x.min(-1, keepdims=True)
-        scale = step_size(x.max(-1, keepdims=True) - least, top, 1e-8)
+        scale = kv.step_size(x.max(-1, keepdims=True) - least, top, 1e-8)
         codes = jnp.clip(jnp.floor((x - least) / scale + 0.5), 0.0, top).astype(jnp.uint32)
         ends = jnp.clip(jnp.concatenate([scale, least], -1), -MAX_FLOAT16, MAX_FLOAT16)
-        return UniformCodes(bit_packing.pack(codes, self.bits, -1), ends.astype(jnp.float16))
+        return UniformCodes(kv.bit_packing.pack(codes, self.bits, -1), ends.astype(jnp.float16))
 
-    def decode(self, coded: UniformCodes) -> Array:
+    def decode(self, coded: UniformCodes) -> kv.Array:
         ends = coded.ends.astype(jnp.float32)
         return (
-            bit_packing.codes_to_float(bit_packing.unpack(coded.codes, self.bits, -1)) * ends[..., :1] + ends[..., 1:]
+            kv.bit_packing.codes_to_float(kv.bit_packing.unpack(coded.codes, self.bits, -1)) * ends[..., :1]
+            + ends[..., 1:]
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactEndLayers(CodecWrapper):
+class ExactEndLayers(kv.CodecWrapper):
     """Quantizes all layers except the first and the last ones of the model (vLLM's rule for TurboQuant).
 
     This is the codec of a whole model: `at` returns the codec of one layer, which stores the tokens.
@@ -147,17 +138,17 @@ class ExactEndLayers(CodecWrapper):
 
     def __post_init__(self):
         if self.layers < 0:
-            raise KvjaxError(f"the exact layers at each end must be 0 or more, got {self.layers}; vLLM uses 2")
+            raise kv.KvjaxError(f"the exact layers at each end must be 0 or more, got {self.layers}; vLLM uses 2")
 
-    def at(self, spec: LayerSpec) -> Codec:
+    def at(self, spec: kv.LayerSpec) -> kv.Codec:
         assert spec.index is not None
         num_exact = min(self.layers, spec.num_layers // 2)
         is_between = num_exact <= spec.index < spec.num_layers - num_exact
-        return bind_component(self.inner, spec) if is_between else Plain()
+        return kv.bind_component(self.inner, spec) if is_between else kv.Plain()
 
 
-@register_method(example="turboquant:ends=0", family="quantization by token")
-def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int = 2) -> Method:
+@kv.register_method(example="turboquant:ends=0", family="quantization by token")
+def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int = 2) -> kv.Method:
     """Quantizes rotated keys to the best levels for their distribution, and values uniformly, to 3 or 4 bits.
 
     Attention in the prompt is exact. A key of head size H takes H k_bits / 8 + 2 bytes and a value H v_bits / 8 + 4.
@@ -182,5 +173,9 @@ def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int
     Reference:
       TurboQuant, Zandieh et al. 2025, arXiv 2504.19874; as in vLLM, kv_cache_dtype turboquant_4bit_nc and its like
     """
-    keys = PerTokenCodec(Fp8(scaled=False)) if k_bits == 8 else PerTokenCodec(LloydMax(k_bits, correct), "hadamard")
-    return Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(PerTokenCodec(UniformQuantizer(v_bits)), ends))
+    keys = (
+        kv.PerTokenCodec(kv.Fp8(scaled=False))
+        if k_bits == 8
+        else kv.PerTokenCodec(LloydMax(k_bits, correct), "hadamard")
+    )
+    return kv.Method(k=ExactEndLayers(keys, ends), v=ExactEndLayers(kv.PerTokenCodec(UniformQuantizer(v_bits)), ends))

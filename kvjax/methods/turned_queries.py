@@ -8,27 +8,15 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.budgets import TokenBudget
+from kvjax import method_api as kv
 from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.eviction.future_queries import visible_to_next_query
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import head_scores
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible, weights
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import vary
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 QUERIES_AT_ONCE = 64  # a block of [64, T] weights is in memory, not one of [T, T]
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnedQueries(Scorer):
+class TurnedQueries(kv.Scorer):
     """Scores a token by the most attention that any of the prompt's queries pays it from after the prompt.
 
     The rotary embedding of each query is replaced by that of one position after the prompt, its length + `ahead`. Each
@@ -45,15 +33,15 @@ class TurnedQueries(Scorer):
 
     def __post_init__(self):
         if self.ahead < 0:
-            raise KvjaxError(f"ahead must be 0 or more tokens after the prompt, got {self.ahead}; use 32")
+            raise kv.KvjaxError(f"ahead must be 0 or more tokens after the prompt, got {self.ahead}; use 32")
         if self.reduce not in ("max", "mean"):
-            raise KvjaxError(f"reduce must be 'max' or 'mean', got {self.reduce!r}")
+            raise kv.KvjaxError(f"reduce must be 'max' or 'mean', got {self.reduce!r}")
         if self.stride < 1:
-            raise KvjaxError(f"stride must be at least 1, got {self.stride}; 1 lets every query ask, 4 every fourth")
+            raise kv.KvjaxError(f"stride must be at least 1, got {self.stride}; 1 lets every query ask, 4 every fourth")
         if not 0 < self.last <= 1:
-            raise KvjaxError(f"last is a fraction of the prompt in (0, 1], got {self.last}; 0.5 is its second half")
+            raise kv.KvjaxError(f"last is a fraction of the prompt in (0, 1], got {self.last}; 0.5 is its second half")
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         block, observation = block.clean(), self._sample(self.require_observation(observation))
         # The number of tokens does not tell the end: a cache that is compressed again has evicted tokens in between.
         end = observation.pos.max(1) + 1  # i32[B]
@@ -62,42 +50,42 @@ class TurnedQueries(Scorer):
         # Tokens outside a sliding window of the next query are never seen again, so they score nothing.
         readable = visible_to_next_query(block, spec.window)[:, :, :, None]
 
-        def add(total: Array, queries: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        def add(total: kv.Array, queries: tuple[kv.Array, kv.Array, kv.Array]) -> tuple[kv.Array, None]:
             q, pos, target_pos = queries
             pre_rope = spec.rope.unrotate_queries(q, jnp.maximum(pos, 0))
             turned = spec.rope.rotate_queries(pre_rope, jnp.maximum(target_pos, 0)).astype(q.dtype)
-            is_visible = visible(block.pos, target_pos) & readable
-            p, _, l = weights(jnp.where(is_visible, scores(turned, block.k), MASKED_LOGIT))
+            is_visible = kv.attention.visible(block.pos, target_pos) & readable
+            p, _, l = kv.attention.weights(jnp.where(is_visible, kv.attention.scores(turned, block.k), kv.MASKED_LOGIT))
             p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 
         blocks = (
-            split_blocks(observation.q, 3, QUERIES_AT_ONCE),
-            split_blocks(observation.pos, 1, QUERIES_AT_ONCE, -1),
-            split_blocks(target_pos, 1, QUERIES_AT_ONCE, -1),
+            kv.attention.split_blocks(observation.q, 3, QUERIES_AT_ONCE),
+            kv.attention.split_blocks(observation.pos, 1, QUERIES_AT_ONCE, -1),
+            kv.attention.split_blocks(target_pos, 1, QUERIES_AT_ONCE, -1),
         )
-        heads, _ = lax.scan(add, vary(jnp.zeros((*observation.q.shape[:3], block.k.shape[2]))), blocks)
+        heads, _ = lax.scan(add, kv.vary(jnp.zeros((*observation.q.shape[:3], block.k.shape[2]))), blocks)
         if self.reduce == "mean":
             heads = heads / jnp.maximum(is_query.astype(jnp.float32).sum(-1), 1.0)[:, None, None, None]
-        return head_scores(heads, heads.max(2), block)
+        return kv.head_scores(heads, heads.max(2), block)
 
-    def _sample(self, observation: Observation) -> Observation:
+    def _sample(self, observation: kv.Observation) -> kv.Observation:
         """Takes the queries that take part."""
         if self.stride == 1 and self.last == 1:
             return observation
         width, newest = observation.pos.shape[1], observation.pos.max(1, keepdims=True)
-        most = max(int(fraction_of(self.last, width)), 1)
+        most = max(int(kv.fraction_of(self.last, width)), 1)
         age = jnp.arange(0, most, self.stride, dtype=jnp.int32)[None]
-        takes_part = age < jnp.maximum(fraction_of(self.last, newest + 1), 1)
+        takes_part = age < jnp.maximum(kv.fraction_of(self.last, newest + 1), 1)
         # A query lies at its position, or, in the ring of a cache that is compressed again, at that modulo the width.
         at = (newest - age) % width
         pos = jnp.where(takes_part, jnp.take_along_axis(observation.pos, at, 1), -1)
         return observation._replace(q=jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos=pos)
 
 
-@register_method(example="turned_queries:budget=512", family="eviction after the prompt")
+@kv.register_method(example="turned_queries:budget=512", family="eviction after the prompt")
 def turned_queries(
-    budget: TokenBudget = 1024,
+    budget: kv.TokenBudget = 1024,
     ahead: int = 32,
     sinks: int = 4,
     recent: int = 0,
@@ -106,7 +94,7 @@ def turned_queries(
     last: float = 1.0,
     level: str = "model",
     page: int = 16,
-) -> Method:
+) -> kv.Method:
     """Keeps the tokens that the prompt's own queries would attend to if they came after it.
 
     It costs one more attention pass over the prompt, and no run of the model. With level=model bytes are planned as an
@@ -135,7 +123,7 @@ def turned_queries(
     Reference:
       kvjax's own
     """
-    return Method(
-        select=make_selection(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent),
+    return kv.Method(
+        select=kv.make_selection(TurnedQueries(ahead, reduce, stride, last), budget, sinks, recent),
         **level_components(level, page),
     )

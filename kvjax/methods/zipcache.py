@@ -7,23 +7,12 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
-from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.eviction.scorers import head_scores
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.mixed_precision import ScoredTiers
-from kvjax.core.attention_mass import Observation, attention_mass
-from kvjax.core.random import draw
-from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class ProbeAttention(Scorer):
+class ProbeAttention(kv.Scorer):
     """Scores by normalized attention from a few prompt queries, the newest and random ones (ZipCache, 2405.14256).
 
     A token's score is the attention that the probes pay it, over the number of queries that can see it.
@@ -42,41 +31,43 @@ class ProbeAttention(Scorer):
 
     def __post_init__(self):
         if not 0 < self.share <= 1:
-            raise KvjaxError(f"the fraction of probes must lie in (0, 1], got {self.share}; ZipCache uses 0.05")
+            raise kv.KvjaxError(f"the fraction of probes must lie in (0, 1], got {self.share}; ZipCache uses 0.05")
         if self.normalise not in ("queries", "probes"):
-            raise KvjaxError(f"normalise must be 'queries' or 'probes', got {self.normalise!r}")
+            raise kv.KvjaxError(f"normalise must be 'queries' or 'probes', got {self.normalise!r}")
 
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
+    def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation = self.require_observation(observation)
         probe_attention, number = self.probe_attention(block, observation, spec)
         if self.normalise == "queries":
             number = observation.pos.max(-1)[:, None, None] - block.pos + 1
             number = (number if spec.window is None else jnp.minimum(number, spec.window)).astype(jnp.float32)
         heads = probe_attention / jnp.maximum(number, 1.0)[:, :, None]
-        return head_scores(heads, heads.mean(2), block)
+        return kv.head_scores(heads, heads.mean(2), block)
 
-    def probe_attention(self, block: KVBlock, observation: Observation, spec: LayerSpec) -> tuple[Array, Array]:
+    def probe_attention(
+        self, block: kv.KVBlock, observation: kv.Observation, spec: kv.LayerSpec
+    ) -> tuple[kv.Array, kv.Array]:
         """Sums the probes' attention to each token, f32[B K G S], and counts the probes that see it, f32[B 1|K S]."""
         probes = self._take_probes(observation)
-        return attention_mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
+        return kv.attention_mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
 
-    def _take_probes(self, observation: Observation) -> Observation:
+    def _take_probes(self, observation: kv.Observation) -> kv.Observation:
         """Takes the queries that are probes, in order."""
         Q = observation.pos.shape[1]
         length = (observation.pos >= 0).sum(-1, dtype=jnp.int32)
-        first = length + fraction_of(self.share, -length)  # of the newest
-        draws = (draw(self.seed, observation.pos) >> 8).astype(jnp.float32)
-        is_random = top_k_mask(
-            draws, (observation.pos >= 0) & (observation.pos < first[:, None]), fraction_of(self.share, length)
+        first = length + kv.fraction_of(self.share, -length)  # of the newest
+        draws = (kv.draw(self.seed, observation.pos) >> 8).astype(jnp.float32)
+        is_random = kv.top_k_mask(
+            draws, (observation.pos >= 0) & (observation.pos < first[:, None]), kv.fraction_of(self.share, length)
         )
         slot = jnp.where(is_random | (observation.pos >= first[:, None]), jnp.arange(Q, dtype=jnp.int32)[None], Q)
-        slot = jnp.sort(slot, -1)[:, : fraction_of(self.share, Q) - fraction_of(self.share, -Q)]
+        slot = jnp.sort(slot, -1)[:, : kv.fraction_of(self.share, Q) - kv.fraction_of(self.share, -Q)]
         at = jnp.minimum(slot, Q - 1)
         q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
-        return Observation(q, jnp.where(slot < Q, jnp.take_along_axis(observation.pos, at, 1), -1))
+        return kv.Observation(q, jnp.where(slot < Q, jnp.take_along_axis(observation.pos, at, 1), -1))
 
 
-@register_method(family="quantization by channel and group")
+@kv.register_method(family="quantization by channel and group")
 def zipcache(
     share: float = 0.4,
     low: int = 2,
@@ -85,7 +76,7 @@ def zipcache(
     probes: float = 0.05,
     normalise: str = "queries",
     seed: int = 0,
-) -> Method:
+) -> kv.Method:
     """Quantizes a prompt's keys by channel and values by token, the least salient tokens to fewer bits.
 
     Attention in the prompt is exact.
@@ -113,5 +104,5 @@ def zipcache(
     Reference:
       ZipCache, He et al. 2024, arXiv 2405.14256; constants of its authors' code
     """
-    tier = ScoredTiers(ProbeAttention(probes, normalise, seed), share, Channelwise(low), SeparableTokenwise(low))
-    return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))
+    tier = kv.ScoredTiers(ProbeAttention(probes, normalise, seed), share, Channelwise(low), SeparableTokenwise(low))
+    return kv.Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

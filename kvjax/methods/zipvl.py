@@ -6,24 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax import method_api as kv
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
-from kvjax.cache.components import Codec
-from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
-from kvjax.cache.side_store.mixed_precision import PrecisionTiers
-from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads
-from kvjax.core.top_k import covering_mask, top_k_mask
-from kvjax.core.types import Array, KVBlock
-from kvjax.errors import KvjaxError
 from kvjax.methods.zipcache import ProbeAttention
-from kvjax.registry.registration import register_method
 
 
 @dataclasses.dataclass(frozen=True)
-class UnimportantTokens(PrecisionTiers):
+class UnimportantTokens(kv.PrecisionTiers):
     """Stores in the low tier all tokens but the fewest that receive `tau` of their layer's attention.
 
     The number of important tokens is that of the layer: attention is averaged over all of its heads. Each head chooses
@@ -40,16 +30,18 @@ class UnimportantTokens(PrecisionTiers):
 
     scorer: ProbeAttention
     tau: float
-    k: Codec
-    v: Codec
+    k: kv.Codec
+    v: kv.Codec
     least: float = 0.0
     most: float = 1.0
 
     def __post_init__(self):
         if not 0 < self.tau <= 1:
-            raise KvjaxError(f"tau must lie in (0, 1], got {self.tau}; it is a fraction of the attention, such as 0.97")
+            raise kv.KvjaxError(
+                f"tau must lie in (0, 1], got {self.tau}; it is a fraction of the attention, such as 0.97"
+            )
         if not (0 <= self.least <= self.most <= 1 and self.most > 0):
-            raise KvjaxError(
+            raise kv.KvjaxError(
                 f"0 <= least <= most <= 1 and most > 0 must hold, got least={self.least}, most={self.most}; 0 and 1 "
                 "leave the count as it is"
             )
@@ -59,27 +51,27 @@ class UnimportantTokens(PrecisionTiers):
         return self.scorer.num_queries
 
     def num_main_slots(self, kept: int) -> int:
-        return -fraction_of(self.most, -kept)  # rounded up
+        return -kv.fraction_of(self.most, -kept)  # rounded up
 
     def low_tier_tokens(self, kept: int) -> int:
-        return kept - fraction_of(self.least, kept)
+        return kept - kv.fraction_of(self.least, kept)
 
-    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
         # Ties go into the low tier from the left.
         scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return top_k_mask(-scores, block.pos >= 0, length - self.num_important(block, observation, layer.spec))
+        return kv.top_k_mask(-scores, block.pos >= 0, length - self.num_important(block, observation, layer.spec))
 
-    def num_important(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Array:
+    def num_important(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Array:
         """Counts the important tokens of each sequence, i32[B]."""
         probe_attention, _ = self.scorer.probe_attention(block, self.scorer.require_observation(observation), spec)
-        falling = -jnp.sort(-over_heads.mean(probe_attention.mean(2))[:, 0], -1)
-        count = covering_mask(falling, self.tau).sum(-1, dtype=jnp.int32)
+        falling = -jnp.sort(-kv.over_heads.mean(probe_attention.mean(2))[:, 0], -1)
+        count = kv.covering_mask(falling, self.tau).sum(-1, dtype=jnp.int32)
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return jnp.clip(count, fraction_of(self.least, length), -fraction_of(self.most, -length))
+        return jnp.clip(count, kv.fraction_of(self.least, length), -kv.fraction_of(self.most, -length))
 
 
-@register_method(example="zipvl:least=0.2,most=0.6", family="quantization by channel and group")
+@kv.register_method(example="zipvl:least=0.2,most=0.6", family="quantization by channel and group")
 def zipvl(
     tau: float = 0.97,
     least: float = 0.0,
@@ -90,7 +82,7 @@ def zipvl(
     probes: float = 0.05,
     normalise: str = "queries",
     seed: int = 0,
-) -> Method:
+) -> kv.Method:
     """Quantizes a prompt, and gives fewer bits to the tokens that a layer's attention can do without.
 
     Formula:
@@ -114,4 +106,4 @@ def zipvl(
     """
     keys, values = Channelwise(low), SeparableTokenwise(low)
     tier = UnimportantTokens(ProbeAttention(probes, normalise, seed), tau, keys, values, least, most)
-    return Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))
+    return kv.Method(side_store=tier, k=Channelwise(high, every), v=SeparableTokenwise(high, every))

@@ -40,7 +40,7 @@ def test_only_what_every_call_needs_is_imported(code):
     loaded = set(json.loads(done.stdout))
     assert "kvjax" in loaded
     assert loaded.isdisjoint(HEAVY)
-    methods = {path.stem for path in (ROOT / "kvjax/methods").glob("*.py") if "\n@register_method(" in path.read_text()}
+    methods = {x.stem for x in (ROOT / "kvjax/methods").glob("*.py") if "\n@kv.register_method(" in x.read_text()}
     assert len(methods) > 60
     assert loaded.isdisjoint(f"kvjax.methods.{name}" for name in methods)
     assert not [name for name in loaded if name.startswith(("kvjax.eval", "kvjax.explore", "kvjax.testbed"))]
@@ -91,6 +91,18 @@ def test_what_stands_on_nothing_imports_nothing_of_the_floors_above():
         if name == "kvjax.errors" or name.startswith(("kvjax.core", "kvjax.utils")):
             grounds = ("kvjax.errors", "kvjax.core", "kvjax.utils")
             assert all(x.startswith(grounds) for x in imports_of(path, every, at_run_time=False) - {"kvjax"}), name
+
+
+def test_a_method_takes_its_names_from_method_api_and_from_two_modules_more_at_most():
+    """As a user's file does; what several methods need belongs on that page, and nothing there has a second address."""
+    tree = ast.parse((ROOT / "kvjax/method_api.py").read_text())
+    homes = {node.module: {x.name for x in node.names} for node in tree.body if isinstance(node, ast.ImportFrom)}
+    for path in (ROOT / "kvjax/methods").glob("[!_]*.py"):
+        imports = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Import | ast.ImportFrom)]
+        assert not any(isinstance(x, ast.Import) and "kvjax" in ast.unparse(x) for x in imports), path
+        ours = {x.module: {y.name for y in x.names} for x in imports if "kvjax" in (getattr(x, "module", None) or "")}
+        assert ours.pop("kvjax") == {"method_api"} and len(ours.keys() - {"kvjax.cache.bound_layer"}) <= 2, path
+        assert not any(names & homes.get(module, set()) for module, names in ours.items()), path
 
 
 def test_no_module_imports_itself_by_way_of_others():
