@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import re
@@ -14,8 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
+import kvjax
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
@@ -51,15 +49,6 @@ MODEL = "a directory of checkpoints_convert, or a name that kvjax models lists"
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit status; an unusable input prints one line on stderr, with status 2."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
-        if isinstance(output := getattr(sys, name), io.TextIOWrapper):
-            # UTF-8 whatever the locale: answers and method tables have letters that an ASCII locale lacks.
-            output.reconfigure(encoding="utf-8", errors="backslashreplace")
-    if argv is None:
-        # Arguments are UTF-8 too; other bytes stay as Python reads them, and the tokenizer names them.
-        argv = [os.fsencode(x).decode("utf-8", "surrogateescape") for x in sys.argv[1:]]
     args = _parser().parse_args(argv)
     use_compilation_cache()
     try:
@@ -69,25 +58,16 @@ def main(argv: list[str] | None = None) -> int:
             _load_methods(args)
             status = args.run(args) or 0
         sys.stdout.flush()
+        return status
     except BrokenPipeError:  # the reader has enough, as in `kvjax generate .. | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it ends
         return 141
     except (KvjaxError, OSError, UnicodeDecodeError) as e:
         print(f"kvjax: {e}", file=sys.stderr)
         return 2
-    except (AssertionError, RuntimeError):  # JAX raises them if it has no device
-        try:
-            jax.devices()
-        except (AssertionError, RuntimeError):
-            setting = f"JAX_PLATFORMS={jax.config.values['jax_platforms']}"
-            remedy = "unset it, or set it to cpu, or install JAX for that device"
-            print(f"kvjax: {setting}: JAX finds no such device; {remedy}", file=sys.stderr)
-            return 2
-        raise  # JAX has a device, so this is another error
     except KeyboardInterrupt:
         print("\nkvjax: stopped", file=sys.stderr)
         return 130
-    return status
 
 
 def _load_methods(args: argparse.Namespace) -> None:
@@ -110,21 +90,11 @@ def _integer(word: str) -> int:
     return int(word)
 
 
-class _Version(argparse.Action):
-    """Imports kvjax only when the version is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        import kvjax
-
-        print(f"kvjax {kvjax.__version__}")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvjax", description="KV-cache methods in JAX: measured, composed, generated with."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print it, and do nothing else")
+    parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="methods on one model: quality, bytes and speed in one table")
@@ -132,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--model", default="testbed", help=MODEL)
     demo.add_argument("--methods", help="method strings separated by ';' (default: four, with --full eleven)")
     demo.add_argument("--full", action="store_true", help="longer contexts and more methods: minutes instead of one")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").demo(args))
 
     generate = commands.add_parser("generate", help="continue a prompt under a method")
     generate.add_argument("--model", default="testbed", help=MODEL)
@@ -283,7 +253,6 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    import kvjax
     from kvjax import calibrate
 
     calibrate.parse_kind(args.kind)  # an unknown kind is reported before a model is loaded
@@ -299,14 +268,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     print(f"{out}: {args.kind} of {args.model}, from {read}")
 
 
-def _demo(args: argparse.Namespace) -> None:
-    from kvjax import demo
-
-    demo.run(args.out, args.methods, args.model, args.full)
-
-
 def _generate(args: argparse.Namespace) -> None:
-    import kvjax
     from kvjax.generation import checks
 
     method = kvjax.parse(args.method)
@@ -316,7 +278,10 @@ def _generate(args: argparse.Namespace) -> None:
     template = _template_options(args)
     if args.logprobs is not None and not args.json:
         raise KvjaxError("--logprobs is printed as a part of the JSON document; add --json, or leave it out")
-    prompts = args.prompt or [_read_prompt(name) for name in args.prompt_file]
+    prompts = args.prompt or [
+        sys.stdin.buffer.read().decode() if name == "-" else read_text_file(Path(name), "--prompt-file")
+        for name in args.prompt_file
+    ]
     model = kvjax.load(args.model, dtype=args.dtype)
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -368,15 +333,6 @@ def _print_texts(model: Model, prompts: Prompts, method: KVMethod, options: dict
     return out
 
 
-def _read_prompt(name: str) -> str:
-    """Reads a file's text, or standard input for "-"; UTF-8 whatever the locale."""
-    if name != "-":
-        return read_text_file(Path(name), "--prompt-file")
-    if sys.stdin is None:
-        raise KvjaxError("--prompt-file - reads standard input, which is closed; give it a text, or name a file")
-    return sys.stdin.buffer.read().decode("utf-8")
-
-
 def _models(args: argparse.Namespace) -> None:
     from checkpoints_convert import package_models
 
@@ -388,7 +344,6 @@ def _models(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> int:
     """Prints the rules that a method keeps; or the first that it breaks, with status 1."""
-    import kvjax
     from kvjax import testing
 
     kvjax.parse(args.method)  # a misspelled method is reported before a model is loaded
@@ -414,7 +369,3 @@ def _methods(args: argparse.Namespace) -> None:
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(listing.format_overview(entries, width))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import subprocess
 import sys
 
@@ -153,12 +151,9 @@ def test_what_cannot_be_used_is_told_before_anything_runs(args, says, tmp_path, 
     assert says.format(here=tmp_path) in capsys.readouterr().err
 
 
-def test_an_ascii_terminal_and_an_argument_that_is_no_utf_8():
-    command = [sys.executable, "-m", "kvjax.cli", "generate", "--max-new-tokens", "2", "--prompt"]
-    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = subprocess.run([*command, "naïve → 日本".encode()], env=ascii_only, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    done = subprocess.run([*command, b"caf\xe9"], env=ascii_only, capture_output=True)
+def test_an_argument_that_is_no_utf_8_is_named():
+    command = [sys.executable, "-m", "kvjax", "generate", "--max-new-tokens", "2", "--prompt"]
+    done = subprocess.run([*command, b"caf\xe9"], capture_output=True)
     assert done.returncode == 2 and b"valid UTF-8" in done.stderr and b"Traceback" not in done.stderr
 
 
@@ -204,22 +199,7 @@ def test_a_number_of_too_many_digits_is_named_with_its_option(option, number, ca
     assert len(error) < 2000
 
 
-def run_in_shell(line, **environment):
-    """Runs the command line in a shell of its own, whose streams the line may close."""
-    command = f"{shlex.quote(sys.executable)} -m kvjax {line}"
-    return subprocess.run(["sh", "-c", command], env=os.environ | environment, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("platform", ["cuda", "no_such_one"])
-def test_a_platform_that_is_not_there_is_named_with_the_remedy(platform):
-    done = run_in_shell("generate --prompt a --max-new-tokens 1", JAX_PLATFORMS=platform)
-    if platform == "cuda" and done.returncode == 0:
-        pytest.skip("this machine has one")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert f"kvjax: JAX_PLATFORMS={platform}: JAX finds no such device; unset it" in done.stderr
-
-
-def test_an_error_that_is_not_of_the_platform_is_not_hidden(monkeypatch):
+def test_a_mistake_of_ours_is_not_hidden(monkeypatch):
     def raise_mistake(*args, **options):
         raise RuntimeError("a mistake")
 
@@ -228,18 +208,7 @@ def test_an_error_that_is_not_of_the_platform_is_not_hidden(monkeypatch):
         cli.main(["generate", "--prompt", "a"])
 
 
-def test_closed_streams_end_in_no_traceback():
-    done = run_in_shell("methods >&-")
-    assert done.returncode == 0 and (done.stdout, done.stderr) == ("", "")
-    done = run_in_shell("generate --prompt-file - <&-")
-    assert done.returncode == 2 and "--prompt-file - reads standard input, which is closed" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    done = run_in_shell("methods >&- 2>&-")
-    assert done.returncode == 0 and (done.stdout, done.stderr) == ("", "")
-    done = run_in_shell("generate --method kcach --prompt a 2>&-")
-    assert done.returncode == 2 and done.stdout == ""
-
-
 def test_python_may_leave_docstrings_out():
-    done = run_in_shell("methods full kcache", PYTHONOPTIMIZE="2")
+    command = [sys.executable, "-OO", "-m", "kvjax", "methods", "full", "kcache"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "\nkcache(n: int = 128" in done.stdout

@@ -1,4 +1,4 @@
-"""The commands `kvjax eval` and `kvjax report`."""
+"""The commands `kvjax eval`, `kvjax report` and `kvjax demo`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.eval.run import equal_bytes, store
 from kvjax.eval.run.bars import bars
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import TABLE_COLUMNS
-from kvjax.eval.tasks import data_files, suite
+from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.eval.tasks.suite import split_words
@@ -27,6 +27,14 @@ from kvjax.registry.strings import resolve, split_list
 
 CSV = "summary.csv"
 INSTALL = 'pip install "kvjax[eval]"'
+
+# The exact cache, and three ways to a quarter of its bytes: fewer bits, fewer tokens, and some of both.
+DEMO_METHODS = "full; kivi:bits=2,residual=32; snapkv:budget=25%; snapkv:budget=50% + kivi:bits=4,residual=64"
+ALL_DEMO_METHODS = (
+    "full; offload; kcache:n=32; kivi:bits=2; kivi:bits=1,residual=64; specache:bits=1; snapkv:budget=512; "
+    "snapkv:budget=512 + kvcrush; snapkv:budget=512 + kvcrush + kivi:bits=4; h2o:heavy=256,recent=256; "
+    "streaming_llm:recent=508"
+)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,6 +75,27 @@ def run(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
     summarize(args.out)
+
+
+def demo(args: argparse.Namespace) -> None:
+    """Compares methods on a choice of tasks, prints the table, and writes demo.json and, with Matplotlib, demo.png."""
+    methods = args.methods if args.methods is not None else ALL_DEMO_METHODS if args.full else DEMO_METHODS
+    resolve(methods)
+    args.out.mkdir(parents=True, exist_ok=True)  # an impossible folder is reported now
+    model = load(args.model)
+    if symbols.knows_symbols(model):
+        tasks, spec = "symbols.recall,ppl", Spec((2048 if args.full else 1024,), contexts=8, questions=8)
+    else:
+        tasks = "niah,ppl" if data_files.ESSAYS.find() is None else "niah.essays,ppl"
+        spec = Spec((1024 if args.full else 512,), contexts=2, depths=4)
+    rows = compare(model, methods, tasks, spec, speed=True, progress=bars(), announce=_say)
+    print(rows)
+    rows.to_json(args.out / "demo.json")
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"wrote {args.out / 'demo.json'}; a plot of it needs matplotlib: {INSTALL}")
+    else:
+        rows.plot(args.out / "demo.png")
+        print(f"wrote {args.out / 'demo.json'} and {args.out / 'demo.png'}")
 
 
 def make_spec(args: argparse.Namespace) -> Spec:
