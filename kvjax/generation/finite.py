@@ -69,8 +69,11 @@ def check_logits(
     known, at = None if ids is None else list(ids[row]), ""
     if known is not None and token is not None:
         known, at = known[: token + 1], f", token {token} of {len(known)}"
-    before = None if cache is None else _take_sequence(cache, row)
-    raise nonfinite_error(model, f"after {what} {row}{at}", known, before)
+    if cache is not None:
+        pairs, which = zip(cache.plan, cache.layers, strict=True), np.array([row], np.int32)
+        layers = tuple(take_sequences(layer, state, which) for layer, state in pairs)
+        cache = dataclasses.replace(cache, layers=layers, length=cache.length[row : row + 1])
+    raise nonfinite_error(model, f"after {what} {row}{at}", known, cache)
 
 
 def nonfinite_error(
@@ -86,36 +89,25 @@ def nonfinite_error(
 
 def _first_bad_token(logits: Array, lengths: Sequence[int] | None) -> tuple[int, int | None] | None:
     """Finds the first sequence with logits that are not finite, and its first such token in f32[B T V]."""
-    is_finite = is_finite_token(logits)
-    if lengths is None:
-        return None if is_finite.all() else (int(np.argmin(is_finite)), None)
-    is_finite |= np.arange(logits.shape[1])[None] >= np.asarray(lengths)[:, None]
-    if is_finite.all():
-        return None
-    row = int(np.argmin(is_finite.all(1)))
-    return row, int(np.argmin(is_finite[row]))
-
-
-def is_finite_token(logits: Array) -> np.ndarray:
-    """Whether all logits f32[.. V] of each token are finite, bool[..]."""
-    if memory.is_on_cpu(logits):
+    if not memory.is_on_cpu(logits):
+        is_finite = np.array(_is_finite_on_device(logits))
+    elif logits.shape[-1]:
         # The extremes of a token show NaN and infinities, and take no array of booleans as large as the logits.
         x = np.asarray(logits)
-        if not x.shape[-1]:
-            return np.ones(x.shape[:-1], bool)
-        return np.isfinite(x.min(-1)) & np.isfinite(x.max(-1))
-    return np.array(_is_finite_on_device(logits))
+        is_finite = np.isfinite(x.min(-1)) & np.isfinite(x.max(-1))
+    else:  # unknown logits, after a crop
+        return None
+    if lengths is not None:
+        is_finite |= np.arange(logits.shape[1])[None] >= np.asarray(lengths)[:, None]
+    if is_finite.all():
+        return None
+    row = int(np.argmin(is_finite.reshape(len(is_finite), -1).all(1)))
+    return row, None if lengths is None else int(np.argmin(is_finite[row]))
 
 
 @jax.jit
 def _is_finite_on_device(logits: Array) -> Array:
     return jnp.isfinite(logits).all(-1)
-
-
-def _take_sequence(cache: Cache, row: int) -> Cache:
-    which = np.array([row], np.int32)
-    layers = tuple(take_sequences(layer, state, which) for layer, state in zip(cache.plan, cache.layers, strict=True))
-    return dataclasses.replace(cache, layers=layers, length=cache.length[row : row + 1])
 
 
 def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None) -> tuple[str, str]:
@@ -129,20 +121,14 @@ def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None) -> tu
         return _explain_by_cache(cache, model.config.layers), f"{remedy}, or take another method"
     if ids is None:
         return f"{dtype} cannot hold what the model or the method computes", remedy
-    if cache is None:
-        place = _find_place(model, lambda compiled: _run_exactly(model, ids, compiled))
-        if place is None:
-            return (
-                f"the exact pass of the same tokens is finite, and so the method computes what {dtype} cannot hold",
-                f"take another method, or other parameters of it; or {remedy}",
-            )
-    else:
-        place = (
-            None
-            if model.mesh is not None
-            else _find_place(model, lambda compiled: _run_after(model, ids, cache, compiled))
+    # A second run on a cache is one device's.
+    place = _find_place(model, ids, cache) if cache is None or model.mesh is None else None
+    if place is None and cache is None:
+        return (
+            f"the exact pass of the same tokens is finite, and so the method computes what {dtype} cannot hold",
+            f"take another method, or other parameters of it; or {remedy}",
         )
-        place = place or "a place that a second run does not show"
+    place = place or "a place that a second run does not show"
     return f"{dtype} cannot hold what comes up in {place}", remedy
 
 
@@ -157,16 +143,30 @@ def _explain_by_cache(cache: Cache, num_layers: int) -> str:
     )
 
 
-def _find_place(model: Model, run: Callable[[Compiled], Array]) -> str | None:
-    """Runs tokens with a look at each layer; returns the first place with numbers that are not finite, if any."""
-    num_layers, seen = model.config.layers, []
+def _find_place(model: Model, ids: Sequence[int], cache: Cache | None) -> str | None:
+    """Runs tokens of one sequence with a look at each layer; returns the first place with numbers that are not finite.
+
+    Without a cache the pass is exact: None where all its numbers are finite.
+    """
+    num_layers, target, seen = model.config.layers, Target(model.config), []
 
     def run_layer(params: Any, hidden: Array, *more: Any, call: LayerCall, target: Target) -> tuple[Array, Any, Any]:
         outputs, parts = _run_watched_layer(params, hidden, *more, call=call, target=target)
         seen.append(parts)
         return outputs
 
-    logits = run(Compiled(run_layer))
+    compiled = Compiled(run_layer)
+    if cache is not None:
+        tokens = jnp.asarray([ids], jnp.int32)
+        logits = decode.extend(model.params, tokens, cache, target, compiled=compiled)[0][:, -1]
+    else:
+        tokens, lengths = (jnp.asarray(x) for x in pad([ids]))
+        outer, nothing = outer_params(model.params), (None,) * num_layers
+        calls = [LayerCall(cast(Any, None), model.config.window(i)) for i in range(num_layers)]
+        hidden, angles, pos = embed(outer, tokens, None, lengths, target=target)
+        mode = ExactPass(pos)
+        hidden, _ = run_layers(model.params, hidden, angles, mode, calls, nothing, target=target, compiled=compiled)
+        logits = compiled.unembed(outer, take_last(hidden, lengths), target=target)
     for i, parts in enumerate(seen):
         for name, is_finite in zip(WATCHED.values(), parts, strict=True):
             if not is_finite:
@@ -208,21 +208,3 @@ class ExactPass(ForwardMode):
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, None, Any]:
         return causal_attention(inputs.q, inputs.k, inputs.v, window=call.window), None, cross_layer
-
-
-def _run_exactly(model: Model, ids: Sequence[int], compiled: Compiled) -> Array:
-    """Runs the tokens of one sequence under exact attention; returns the last one's logits."""
-    tokens, lengths = (jnp.asarray(x) for x in pad([ids]))
-    target, nothing = Target(model.config), (None,) * model.config.layers
-    calls = [LayerCall(cast(Any, None), model.config.window(i)) for i in range(model.config.layers)]
-    hidden, angles, pos = embed(outer_params(model.params), tokens, None, lengths, target=target)
-    hidden, _ = run_layers(
-        model.params, hidden, angles, ExactPass(pos), calls, nothing, target=target, compiled=compiled
-    )
-    return compiled.unembed(outer_params(model.params), take_last(hidden, lengths), target=target)
-
-
-def _run_after(model: Model, ids: Sequence[int], cache: Cache, compiled: Compiled) -> Array:
-    """Runs further tokens of one sequence on its cache; returns the last one's logits."""
-    tokens = jnp.asarray([ids], jnp.int32)
-    return decode.extend(model.params, tokens, cache, Target(model.config), compiled=compiled)[0][:, -1]

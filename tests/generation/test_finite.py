@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +29,12 @@ IDS = [[1, 2, 3], [4, 5]]
 LAYERS = 3
 
 
-def with_params(model: kvjax.Model, **changes) -> kvjax.Model:
-    """A model with some parameters replaced by functions of them, by path."""
+def with_params(model: kvjax.Model, dtype=jnp.float32, **changes) -> kvjax.Model:
+    """A model with some parameters replaced by functions of them, by path, and all of them in a dtype."""
     flat = flatten_dict(model.params, sep="/")
     flat |= {path: change(flat[path]) for path, change in changes.items()}
-    return dataclasses.replace(model, params=unflatten_dict(flat, sep="/"))
+    params = jax.tree.map(lambda x: x.astype(dtype), unflatten_dict(flat, sep="/"))
+    return dataclasses.replace(model, params=params, tokenizer=Tokenizer(vocab.tokenizer()))
 
 
 def large_in_float16(layer: int = LAYERS - 1, part: str = "mlp", **changes) -> kvjax.Model:
@@ -42,13 +42,11 @@ def large_in_float16(layer: int = LAYERS - 1, part: str = "mlp", **changes) -> k
     model = toy_model(layers=LAYERS, vocab_size=512, **changes)
     names = {"mlp": ("up", "down"), "attention": ("v", "o")}[part]
     paths = {f"layer_{layer}/{part}/{name}/kernel": lambda x: x * 3e3 for name in names}
-    model = with_params(model, **paths)
-    params = jax.tree.map(lambda x: x.astype(jnp.float16), model.params)
-    return dataclasses.replace(model, params=params, tokenizer=Tokenizer(vocab.tokenizer()))
+    return with_params(model, jnp.float16, **paths)
 
 
 BAD = large_in_float16()
-SOUND = dataclasses.replace(BAD, params=jax.tree.map(lambda x: x.astype(jnp.float32), BAD.params))
+SOUND = with_params(BAD)
 
 
 @pytest.mark.parametrize(("path", "value"), [("layer_1/mlp/up/kernel", np.nan), ("embedding", np.inf)])
@@ -73,10 +71,9 @@ def test_the_first_layer_is_named_and_what_helps(layer, part, says):
 
 
 def test_the_head_is_named():
-    model = with_params(toy_model(layers=1), **{"head/kernel": lambda x: x * 3e4})
-    params = jax.tree.map(lambda x: x.astype(jnp.float16), model.params)
+    model = with_params(toy_model(layers=1), jnp.float16, **{"head/kernel": lambda x: x * 3e4})
     with pytest.raises(KvjaxError, match="in the final norm or the head; load"):
-        kvjax.logits(dataclasses.replace(model, params=params), IDS)
+        kvjax.logits(model, IDS)
 
 
 PROMPT_CALLS = {
@@ -109,18 +106,13 @@ BAD_TOKEN, PROMPTS = 9, [[1, 2, 3, 4], [5, 6]]
 
 def bad_at_a_token(token: int = BAD_TOKEN, layer: int = 0) -> kvjax.Model:
     """A float16 model whose numbers are too large after one token."""
-    model = toy_model(seed=2, layers=1 + layer, vocab_size=512)
-    flat = flatten_dict(model.params, sep="/")
     # One channel that this token's embedding alone has, and that the MLP of one layer multiplies.
-    flat["embedding"] = flat["embedding"].at[:, 0].set(0).at[token, :].set(0).at[token, 0].set(1)
+    changes = {"embedding": lambda x: x.at[:, 0].set(0).at[token, :].set(0).at[token, 0].set(1)}
     for i in range(1 + layer):
-        for name in ("attention/o", "mlp/down"):
-            flat[f"layer_{i}/{name}/kernel"] = flat[f"layer_{i}/{name}/kernel"].at[..., 0].set(0)
+        changes |= {f"layer_{i}/{name}/kernel": lambda x: x.at[..., 0].set(0) for name in ("attention/o", "mlp/down")}
     for name in ("gate", "up"):
-        kernel = flat[f"layer_{layer}/mlp/{name}/kernel"]
-        flat[f"layer_{layer}/mlp/{name}/kernel"] = kernel.at[0].set(0).at[0, 0].set(1e3)
-    params = jax.tree.map(lambda x: x.astype(jnp.float16), unflatten_dict(flat, sep="/"))
-    return dataclasses.replace(model, params=params, tokenizer=Tokenizer(vocab.tokenizer()))
+        changes[f"layer_{layer}/mlp/{name}/kernel"] = lambda x: x.at[0].set(0).at[0, 0].set(1e3)
+    return with_params(toy_model(seed=2, layers=1 + layer, vocab_size=512), jnp.float16, **changes)
 
 
 AT_TOKEN = bad_at_a_token()
@@ -253,32 +245,26 @@ def test_reuse_systems_raise():
         kvjax.reuse.cut(chunks, [[2, 2], [2]]).reuse([[0, 2]], [[7, BAD_TOKEN]])
 
 
-def test_evaluations_end_with_the_error():
+def test_evaluations_and_explorations_end_with_the_error(tmp_path):
     spec = Spec(lengths=(64,), contexts=1, depths=1)
     for tasks in ("ppl", "niah"):
         with pytest.raises(KvjaxError, match=rf"full on {tasks}: the logits after prompt 0 are not finite: .*its MLP"):
             kvjax.eval.compare(BAD, ["full", "int4"], tasks, spec, progress=False)
     with pytest.raises(KvjaxError, match="full on speed: the logits after prompt 0"):
-        measured = Store(io.BytesIO(), [], lambda: None)
-        evaluate(BAD, "full", [], measured, batch=1, speed=[8], progress=None)
-
-
-def test_an_exploration_ends_with_the_error():
-    model, _ = bad_in_decoding()
+        evaluate(BAD, "full", [], Store(tmp_path, {}, []), batch=1, speed=[8], progress=None)
     with pytest.raises(KvjaxError, match="after prompt 0 are not finite"):
         explore(BAD, IDS[0], "full", 2)
     with pytest.raises(KvjaxError, match="after a token of answer 0 are not finite: float16 cannot hold"):
-        explore(model, PROMPTS[0], "full", 6)
+        explore(bad_in_decoding()[0], PROMPTS[0], "full", 6)
 
 
 def test_a_table_is_not_counted_on_such_numbers():
     with pytest.raises(KvjaxError, match="after prompt 0 are not finite"):
         calibrate.count_arrays(BAD, "bases", IDS)
     large_keys = bad_at_a_token(layer=1)  # and a second layer that reads what the first one's MLP made
-    flat = flatten_dict(large_keys.params, sep="/")
-    flat["layer_0/mlp/gate/kernel"] = flat["layer_1/mlp/gate/kernel"]
-    flat["layer_0/mlp/up/kernel"] = flat["layer_1/mlp/up/kernel"]
-    large_keys = dataclasses.replace(large_keys, params=unflatten_dict(flat, sep="/"))
+    second = large_keys.params["layer_1"]["mlp"]
+    changes = {f"layer_0/mlp/{name}/kernel": lambda _, name=name: second[name]["kernel"] for name in ("gate", "up")}
+    large_keys = with_params(large_keys, jnp.float16, **changes)
     with pytest.raises(KvjaxError, match="not finite"):
         calibrate.count_arrays(large_keys, "bases", [[1, BAD_TOKEN, 3]])
 
@@ -302,9 +288,7 @@ def test_two_devices_say_the_same():
 
 
 def test_a_method_is_blamed_where_the_exact_pass_is_finite():
-    model = toy_model(layers=1)
-    model = dataclasses.replace(model, params=jax.tree.map(lambda x: x.astype(jnp.float16), model.params))
-    error = nonfinite_error(model, "after prompt 0", [1, 2, 3])
+    error = nonfinite_error(with_params(toy_model(layers=1), jnp.float16), "after prompt 0", [1, 2, 3])
     assert "the exact pass of the same tokens is finite, and so the method computes what float16" in str(error)
     assert "take another method, or other parameters of it" in str(error)
 
