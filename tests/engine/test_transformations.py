@@ -7,7 +7,6 @@ exported `extend` of several tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import subprocess
 import sys
@@ -40,29 +39,15 @@ SEVERAL_LAYERS = ("a2ats", "adakv, scope=model", "cake", "kcache", "kvzip", "min
 """Methods with layers that pass values to each other or share a budget; all others run on one layer."""
 
 LENGTHS, NEW, CAPACITY = (12, 9), 4, 32
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 97, (len(LENGTHS), max(LENGTHS))), jnp.int32)
+IDS = [row[:n].tolist() for row, n in zip(TOKENS, LENGTHS, strict=True)]  # two ragged prompts
+PROMPTS = TOKENS, jnp.asarray(LENGTHS)
 
 
 @functools.cache
 def tiny_model(layers: int) -> Model:
     """A model of the shape for which example tables ship."""
     return toy_model(layers=layers, width=8, head_dim=32, mlp_width=16)
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Two ragged prompts."""
-
-    ids: tuple[list[int], ...]
-    tokens: Array  # i32[B T]
-    lengths: Array  # i32[B]
-
-
-@functools.cache
-def inputs() -> Inputs:
-    ids = np.random.default_rng(0).integers(0, 97, (len(LENGTHS), max(LENGTHS))).astype(np.int32)
-    return Inputs(
-        tuple(row[:n].tolist() for row, n in zip(ids, LENGTHS, strict=True)), jnp.asarray(ids), jnp.asarray(LENGTHS)
-    )
 
 
 class Case:
@@ -81,9 +66,9 @@ class Case:
     @functools.cached_property
     def convenient_results(self) -> tuple[Array, Cache, Array]:
         """Logits and cache of the prompts, and the tokens i32[B NEW + 1] that follow."""
-        logits, cache = kvjax.prefill(self.model, inputs().ids, self.method, capacity=CAPACITY)
+        logits, cache = kvjax.prefill(self.model, IDS, self.method, capacity=CAPACITY)
         options = {"max_new_tokens": NEW + 1, "capacity": CAPACITY, "eos_ids": ()}
-        tokens = kvjax.generate(self.model, inputs().ids, self.method, **options).tokens
+        tokens = kvjax.generate(self.model, IDS, self.method, **options).tokens
         return logits, cache, jnp.asarray(tokens, jnp.int32)
 
 
@@ -127,7 +112,7 @@ def test_eval_shape_gives_the_planned_bytes_and_one_type_of_cache(every_case: Ca
         decoded = functional.decode(params, cache, logits.argmax(-1), NEW)
         return cache, decoded, extend_one_by_one(params, tokens[:, :NEW], cache)
 
-    prompts = case.params, inputs().tokens, inputs().lengths
+    prompts = case.params, *PROMPTS
     cache, (tokens, decoded), (extended, logits) = jax.eval_shape(run, *prompts)
     assert tokens.shape == (len(LENGTHS), NEW) and logits.shape == (len(LENGTHS), NEW, case.config.vocab_size)
     assert types_of(cache) == types_of(decoded) == types_of(extended)
@@ -145,8 +130,8 @@ def test_an_empty_cache_takes_tokens(every_case: Case):
         cache = functional.empty(case.plan, case.config, len(LENGTHS), CAPACITY)
         return cache, *extend_one_by_one(params, tokens, cache)
 
-    empty, after, logits = jax.eval_shape(run, case.params, inputs().tokens[:, :NEW])
-    _, prompt = jax.eval_shape(case.prefill, case.params, inputs().tokens, inputs().lengths)
+    empty, after, logits = jax.eval_shape(run, case.params, TOKENS[:, :NEW])
+    _, prompt = jax.eval_shape(case.prefill, case.params, *PROMPTS)
     assert types_of(after) == types_of(empty)
     assert jax.tree.map(lambda x: (x.ndim, x.dtype), empty) == jax.tree.map(lambda x: (x.ndim, x.dtype), prompt)
     assert logits.shape == (len(LENGTHS), NEW, case.config.vocab_size)
@@ -164,7 +149,7 @@ def test_scan_in_vmap_in_shard_map_in_jit_gives_what_the_convenient_calls_give(c
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     mapped = jax.vmap(run_one, in_axes=(None, 0, 0, 0))
     mapped = jax.shard_map(mapped, mesh=mesh, in_specs=(PartitionSpec(), rows, rows, rows), out_specs=rows)
-    first, case.steps = jax.jit(mapped)(case.params, inputs().tokens, inputs().lengths, following[:, :-1])
+    first, case.steps = jax.jit(mapped)(case.params, *PROMPTS, following[:, :-1])
     assert_close(first, logits)
     if num_draft_tokens(case.plan):  # each call drafts anew, while `generate` continues its draft
         one_by_one = []
@@ -201,7 +186,7 @@ def test_jitted_prefill_and_decode_give_what_the_convenient_calls_give(name: str
         new, _ = functional.decode(params, cache, first, NEW)
         return logits, jnp.concatenate([first[:, None], new], 1)
 
-    logits, tokens = jax.jit(run)(case.params, inputs().tokens, inputs().lengths)
+    logits, tokens = jax.jit(run)(case.params, *PROMPTS)
     assert_close(logits, case.convenient_results[0])
     np.testing.assert_array_equal(tokens, case.convenient_results[2])
 
@@ -246,7 +231,7 @@ def test_gradients_reach_the_parameters_and_what_the_cache_holds(case: Case):
 
 @pytest.mark.parametrize("name", STATE_KINDS)
 def test_tokens_on_an_empty_cache_are_those_of_a_text(name: str):
-    case, fed = Case(name), inputs().tokens[:, :NEW]
+    case, fed = Case(name), TOKENS[:, :NEW]
     cache = functional.empty(case.plan, case.config, len(LENGTHS), CAPACITY)
     next_cache, logits = jax.jit(extend_one_by_one)(case.params, fed, cache)
     assert np.isfinite(logits).all()
@@ -301,13 +286,13 @@ def test_an_exported_step_runs_in_a_fresh_process(tmp_path):
     arguments = []
     for i, name in enumerate(("kivi", "quest", "h2o")):
         case = Case(name)
-        _, cache = jax.jit(case.prefill)(case.params, inputs().tokens, inputs().lengths)
-        fed = inputs().tokens[:, :1]
+        _, cache = jax.jit(case.prefill)(case.params, *PROMPTS)
+        fed = TOKENS[:, :1]
         step = jax.jit(functional.extend)
         exported = jax.export.export(step)(case.params, fed, cache)
         (tmp_path / f"{i}.bin").write_bytes(exported.serialize())
         logits = step(case.params, fed, cache)[0]
-        arrays = {"tokens": inputs().tokens, "lengths": inputs().lengths, "fed": fed, "logits": logits}
+        arrays = {"tokens": TOKENS, "lengths": PROMPTS[1], "fed": fed, "logits": logits}
         np.savez(tmp_path / f"{i}.npz", **arrays)
         arguments += [case.method, str(case.config.layers), str(tmp_path / f"{i}.bin"), str(tmp_path / f"{i}.npz")]
     subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, *arguments], check=True)
@@ -348,7 +333,7 @@ def test_a_beam_search_in_a_scan(name: str):
 
 
 def test_wrong_static_arguments_are_named_with_the_remedy():
-    case, (_, tokens, lengths) = Case("full"), dataclasses.astuple(inputs())
+    case, (tokens, lengths) = Case("full"), PROMPTS
     plan, config, params = case.plan, case.config, case.params
     cache = case.convenient_results[1]
     with pytest.raises(kvjax.KvjaxError, match="capacity=5 is less than the 12 tokens.*raise it"):
