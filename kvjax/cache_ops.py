@@ -19,8 +19,7 @@ from kvjax.core.mesh import check_divides, per_device
 from kvjax.core.rope import Rope, rotate
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError, OtherWeights
-from kvjax.generation.checks import check_cache
-from kvjax.generation.inputs import Prompts, round_up, token_ids
+from kvjax.generation.inputs import Prompts, check_cache, round_up, token_ids
 from kvjax.generation.model_calls import extend_padded
 from kvjax.models.model import Model
 from kvjax.utils import arguments

@@ -92,16 +92,16 @@ class SamplingParams:
         fields: dict[str, Any] = {"temperature": float(temperature), "seed": check_seed(self.seed)}
         if self.top_k is not None:
             fields["top_k"] = arguments.integer("top_k", self.top_k)
-        if self.top_p is not None:
-            fields["top_p"] = arguments.number("top_p", self.top_p, MIN_POSITIVE, 1)
-        if self.min_p is not None:
-            fields["min_p"] = arguments.number("min_p", self.min_p, 0, 1)
-        most = 1 / MIN_POSITIVE
-        fields["repetition_penalty"] = arguments.number(
-            "repetition_penalty", self.repetition_penalty, MIN_POSITIVE, most, "; 1 is none"
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            fields[name] = arguments.number(name, getattr(self, name), -2, 2, "; 0 is none")
+        for name, least, most, remedy in (
+            ("top_p", MIN_POSITIVE, 1, ""),
+            ("min_p", 0, 1, ""),
+            ("repetition_penalty", MIN_POSITIVE, 1 / MIN_POSITIVE, "; 1 is none"),
+            ("presence_penalty", -2, 2, "; 0 is none"),
+            ("frequency_penalty", -2, 2, "; 0 is none"),
+        ):
+            value = getattr(self, name)
+            if value is not None or getattr(SamplingParams, name) is not None:  # None is no filter
+                fields[name] = arguments.number(name, value, least, most, remedy)
         for name, value in fields.items():
             object.__setattr__(self, name, value)
         if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (None, None, None):

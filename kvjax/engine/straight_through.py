@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 from jax import lax
@@ -59,15 +59,10 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
         return StraightThroughState(self.inner.encode(*_constant(x, pos)), x)
 
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
-        return self._by_prompt().fit_prompt(*_constant(x, pos, observation))
+        return cast(PromptAdaptiveKeys, self.inner).fit_prompt(*_constant(x, pos, observation))
 
     def encode_with(self, x: Array, pos: Array, params: Array) -> StraightThroughState:
-        return StraightThroughState(self._by_prompt().encode_with(*_constant(x, pos, params)), x)
-
-    def _by_prompt(self) -> PromptAdaptiveKeys:
-        if not isinstance(self.inner, PromptAdaptiveKeys):
-            raise KvjaxError(f"{self.inner} holds no keys by a prompt's queries; give the tier a codec that does")
-        return self.inner
+        return StraightThroughState(cast(PromptAdaptiveKeys, self.inner).encode_with(*_constant(x, pos, params)), x)
 
     def decode(self, stored: StraightThroughState) -> Array:
         coded = self.inner.decode(_constant(stored.stored))

@@ -10,7 +10,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.generate import generate, stream_text
 from kvjax.generation.options import GenerateOptions, check_streamed
 from kvjax.generation.result import Result
-from kvjax.models.chat_messages import Messages, TemplateOptions
+from kvjax.models.chat_messages import Messages
 from kvjax.models.model import Model
 from kvjax.utils.keywords import checks_keywords
 
@@ -49,13 +49,14 @@ def chat(
     Raises:
       KvjaxError: as `Model.chat_ids` and `kvjax.generate` do.
     """
-    template = TemplateOptions(
+    ids = model.chat_ids(
+        messages,
         tools=tools,
         documents=documents,
         chat_template_kwargs=chat_template_kwargs,
         continue_final_message=continue_final_message,
     )
-    return generate(model, model.chat_ids(messages, **template), method, capacity=capacity, **options)
+    return generate(model, ids, method, capacity=capacity, **options)
 
 
 @checks_keywords
@@ -73,13 +74,13 @@ def stream_chat(
 ) -> Iterator[str]:
     """Streams the next message of one conversation, as text deltas; arguments are those of `chat`."""
     check_streamed(options)
-    template = TemplateOptions(
+    ids = model.chat_ids(
+        messages,
         tools=tools,
         documents=documents,
         chat_template_kwargs=chat_template_kwargs,
         continue_final_message=continue_final_message,
     )
-    ids = model.chat_ids(messages, **template)
     if len(ids) != 1:
         raise KvjaxError(f"stream_chat answers one conversation, got {len(ids)}; kvjax.chat answers several at once")
     return stream_text(model, ids[0], method, capacity=capacity, **options)

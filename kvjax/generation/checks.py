@@ -1,16 +1,15 @@
-"""The owner of a cache, and warnings about long texts and methods that save nothing."""
+"""Warnings: texts longer than a model knows, and methods that save nothing."""
 
 from __future__ import annotations
 
 import warnings
 
 from kvjax.cache.accounting import CacheBytes
-from kvjax.cache.protocol import Cache, KVMethod
+from kvjax.cache.protocol import KVMethod
 from kvjax.engine.forward import Plan
-from kvjax.engine.plan import bind
-from kvjax.errors import KvjaxError, KvjaxWarning, OtherWeights
+from kvjax.errors import KvjaxWarning
 from kvjax.models.model import Model
-from kvjax.registry.strings import method_of, name_of
+from kvjax.registry.strings import name_of
 from kvjax.utils.keywords import caller_level
 
 
@@ -47,38 +46,3 @@ def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
         KvjaxWarning,
         stacklevel=caller_level(),
     )
-
-
-def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None) -> Cache:
-    """Returns the cache of this model.
-
-    Raises:
-      OtherWeights: a cache of another model, or of `kvjax.functional`, which names none.
-      KvjaxError: a cache of another method, or no cache.
-    """
-    if not isinstance(cache, Cache):
-        raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
-    cache.check_usable()
-    if cache.config != model.config:
-        raise OtherWeights("this cache was filled by another model; prefill the prompt with this one")
-    if cache.dtype != model.dtype.name:
-        raise OtherWeights(
-            f"this cache was filled by a model in {cache.dtype} and this one is in {model.dtype}; prefill the prompt "
-            f"with this one, or load it with dtype={cache.dtype!r}"
-        )
-    if not cache.weights:
-        raise OtherWeights(
-            "this cache does not say which weights filled it, as kvjax.functional is given parameters and no model; if "
-            "they are those of this model, say so: cache = dataclasses.replace(cache, weights=model.fingerprint)"
-        )
-    if cache.weights != model.fingerprint:
-        raise OtherWeights(
-            "this cache was filled by a model of equal configuration and other weights; prefill the prompt with this "
-            "one, or use the model that filled it"
-        )
-    if method is not None and bind(method, model.config) != cache.plan:
-        raise KvjaxError(
-            f"this cache was filled under another method than {name_of(method_of(method))}; go on without naming a "
-            "method, or prefill the prompt under this one"
-        )
-    return cache

@@ -17,19 +17,18 @@ from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.cache.state import concat_sequences, take_sequences
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
-from kvjax.errors import KvjaxError, OtherWeights
+from kvjax.errors import KvjaxError
 from kvjax.generation import checks, save
 from kvjax.generation.extend_prefix import read_after_prefix
-from kvjax.generation.inputs import Prompts, are_empty, round_up, token_ids
+from kvjax.generation.inputs import Prompts, are_empty, check_cache, check_room, round_up, token_ids
 from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
 from kvjax.generation.options import DecodeOptions, GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result, concat_results
-from kvjax.generation.session import DecodeSession, check_penalties, start_decoding
+from kvjax.generation.session import DecodeSession, start_decoding
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of, name_of
 from kvjax.utils import arguments
-from kvjax.utils.display import table
 from kvjax.utils.keywords import checks_keywords
 
 ROOM_TOKENS = 512  # default headroom per sequence after the documents
@@ -57,14 +56,6 @@ class Context:
         tokens = ", ".join(map(str, self.cache.length.tolist()))
         return f"Context({name_of(self.method)!r}; sequences of {tokens} tokens; {self.bytes})"
 
-    def _repr_html_(self) -> str | None:
-        if self.cache.is_donated:
-            return None  # a notebook then shows the line
-        held = [[np.mean([len(head) for head in row]) for row in layer] for layer in self.kept_positions()]
-        rows = zip(range(self.num_sequences), self.cache.length.tolist(), np.mean(held, 0).tolist(), strict=True)
-        title = f"{name_of(self.method)}: {self.bytes}"
-        return table(title, ("sequence", "tokens read", "tokens held by a head"), rows)
-
     @property
     def num_sequences(self) -> int:
         """Number of documents in the batch."""
@@ -88,20 +79,15 @@ class Context:
           decoded: whether the tokens stand for decoded ones, as in `kvjax.extend`.
           width: tokens that the texts are padded to, so that texts of many lengths share one compiled program.
         """
-        ids = token_ids(self.model, more, begins=are_empty(self.cache))
+        begins = are_empty(check_cache(self.model, self.cache))
+        ids = token_ids(self.model, more, begins=begins, count=self.num_sequences)
         out, cache = extend_padded(self.model, ids, self.cache, decoded, width)
         last = last_logits(self.model, out, ids, self.cache)
         known = None if self.ids is None else [[*before, *new] for before, new in zip(self.ids, ids, strict=True)]
         return dataclasses.replace(self, cache=cache, last=last, ids=known)
 
     @checks_keywords
-    def start(
-        self,
-        *,
-        first_row: int = 0,
-        use_up: bool = False,
-        **options: Unpack[GenerateOptions],
-    ) -> DecodeSession:
+    def start(self, *, first_row: int = 0, use_up: bool = False, **options: Unpack[GenerateOptions]) -> DecodeSession:
         """Starts to decode after each sequence: a session that can be advanced in slices, inspected and timed.
 
         Args:
@@ -109,40 +95,25 @@ class Context:
           use_up: whether to decode in the context's own cache instead of a copy; the context is unusable afterwards.
           **options: max_new_tokens, temperature, stop and the others of `kvjax.GenerateOptions`.
         """
-        return self._start(resolve_options(self.model, options), first_row, use_up)
+        resolved = resolve_options(self.model, options, knows_tokens=self.ids is not None)
+        return self._start(resolved, first_row, use_up)
 
     def _start(self, options: DecodeOptions, first_row: int, use_up: bool) -> DecodeSession:
         self._check_known()
         arguments.integer("first_row", first_row, 0)
-        used, num_fed = int(np.max(np.asarray(self.cache.length))), options.max_new_tokens - 1  # the last is not fed
-        if used + num_fed > self.cache.capacity:
-            raise KvjaxError(
-                f"the cache has room for {self.cache.capacity} tokens per sequence and holds {used}; {num_fed} more do "
-                f"not fit: read with room={num_fed} or more"
-            )
-        check_penalties(options, self.ids)
+        check_room(self.cache, options.max_new_tokens - 1)  # the last token is not fed
         return start_decoding(
             self.model, self.last, self.cache, options, prompt_ids=self.ids, first_row=first_row, keep=not use_up
         )
 
     @checks_keywords
-    def generate(
-        self,
-        *,
-        first_row: int = 0,
-        use_up: bool = False,
-        **options: Unpack[GenerateOptions],
-    ) -> Result:
+    def generate(self, *, first_row: int = 0, use_up: bool = False, **options: Unpack[GenerateOptions]) -> Result:
         """Generates the continuation of each sequence; arguments are those of `start`."""
         return self.start(first_row=first_row, use_up=use_up, **options).finish()
 
     @checks_keywords
     def stream(
-        self,
-        *,
-        first_row: int = 0,
-        use_up: bool = False,
-        **options: Unpack[GenerateOptions],
+        self, *, first_row: int = 0, use_up: bool = False, **options: Unpack[GenerateOptions]
     ) -> Iterator[list[int | None]]:
         """Streams tokens, in each step one per sequence, None after its end; arguments are those of `start`."""
         check_streamed(options)
@@ -150,12 +121,7 @@ class Context:
 
     @checks_keywords
     def ask(
-        self,
-        questions: Prompts,
-        *,
-        first_row: int = 0,
-        width: int | None = None,
-        **options: Unpack[GenerateOptions],
+        self, questions: Prompts, *, first_row: int = 0, width: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Result:
         """Answers one question per sequence; the context stays as it is, so that each question is the first one.
 
@@ -169,8 +135,7 @@ class Context:
           **options: as in `start`.
         """
         ids = token_ids(self.model, questions, begins=are_empty(self.cache))
-        resolved = resolve_options(self.model, options)
-        check_penalties(resolved, self.ids)
+        resolved = resolve_options(self.model, options, knows_tokens=self.ids is not None)
         if self.num_sequences == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
             return concat_results([self.ask([q], first_row=i, width=width, **options) for i, q in each])
@@ -190,9 +155,7 @@ class Context:
         Returns:
           For each sequence the natural-log probability of each token f32[T], and the likeliest token in its place.
         """
-        ids = token_ids(self.model, continuations, begins=False)
-        if len(ids) != self.num_sequences:
-            raise KvjaxError(f"{len(ids)} continuations for {self.num_sequences} sequences; give one per sequence")
+        ids = token_ids(self.model, continuations, begins=False, count=self.num_sequences)
         self._check_known()
         return teacher_force(self.model, self.last, self.cache, ids, decoded, width)
 
@@ -235,12 +198,9 @@ class Context:
     @checks_keywords
     def join(self, *others: Context) -> Context:
         """Joins the sequences of several contexts of one model, method and capacity into one batch."""
-        for other in others:
-            if not isinstance(other, Context):
-                raise KvjaxError(f"a context is joined with other contexts, got {other!r:.80}")
-            if other.model is not self.model and other.model.fingerprint != self.model.fingerprint:
-                raise OtherWeights("these contexts are of models with other weights or types; join those of one model")
         contexts = (self, *others)
+        if wrong := [x for x in others if not isinstance(x, Context)]:
+            raise KvjaxError(f"a context is joined with other contexts, got {wrong[0]!r:.80}")
         cache = cache_ops.join([x.cache for x in contexts])
         known = [x.ids for x in contexts if x.ids is not None]
         ids = [row for rows in known for row in rows] if len(known) == len(contexts) else None
@@ -285,7 +245,7 @@ class Context:
         return dataclasses.replace(self, cache=cache, last=jnp.zeros((cache.length.shape[0], 0)), ids=ids)
 
     def _check_known(self) -> None:
-        checks.check_cache(self.model, self.cache)
+        check_cache(self.model, self.cache)
         if not self.last.shape[1]:
             raise KvjaxError(
                 "the logits after a crop or an edit are known when something has been fed: use `ask`, or first `feed` "
@@ -295,7 +255,7 @@ class Context:
     @checks_keywords
     def save(self, path: str | Path) -> Path:
         """Writes the context to one file, which `kvjax.resume` reads; returns the file's path."""
-        checks.check_cache(self.model, self.cache)
+        check_cache(self.model, self.cache)
         return save.write(path, self.model, self.method, self.cache, self.last)
 
 

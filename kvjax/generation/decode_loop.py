@@ -98,9 +98,7 @@ def draft_first(
 def decode_until(params: Any, state: DecodeState, limit: Array, sampler: Sampler, target: Target) -> DecodeState:
     """Steps until `limit` columns are filled or all sequences are done."""
     return lax.while_loop(
-        lambda state: (state.i < limit) & ~state.done.all(),
-        lambda state: step(params, state, sampler, target),
-        state,
+        lambda state: (state.i < limit) & ~state.done.all(), lambda state: step(params, state, sampler, target), state
     )
 
 

@@ -21,10 +21,9 @@ from kvjax.engine.modes import ForwardMode
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import take_last
 from kvjax.errors import KvjaxError
-from kvjax.generation.checks import check_cache
 from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.finite import check_logits
-from kvjax.generation.inputs import pad, place, round_up
+from kvjax.generation.inputs import check_cache, pad, place, round_up
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 

@@ -9,11 +9,11 @@ from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks
-from kvjax.generation.inputs import Prompts, are_empty, token_ids
+from kvjax.generation.inputs import Prompts, are_empty, check_cache, token_ids
 from kvjax.generation.model_calls import capacity_for, extend_timed, inputs_after_cache, last_logits, run_prompts
 from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result
-from kvjax.generation.session import DecodeSession, check_penalties, start_decoding
+from kvjax.generation.session import DecodeSession, start_decoding
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of
@@ -31,9 +31,10 @@ def start(
     **options: Unpack[GenerateOptions],
 ) -> DecodeSession:
     """Runs the prompts and draws the first token of each: a session to advance; arguments as in `generate`."""
-    begins = cache is None or are_empty(checks.check_cache(model, cache, method))
-    ids, timer = token_ids(model, prompts, begins=begins), Timer()
-    resolved = resolve_options(model, options)
+    begins = cache is None or are_empty(check_cache(model, cache, method))
+    ids = token_ids(model, prompts, begins=begins, count=None if cache is None else cache.length.shape[0])
+    timer = Timer()
+    resolved = resolve_options(model, options, knows_tokens=cache is None)
     num_new = resolved.max_new_tokens
     if cache is None:
         plan, capacity = bind(method, model.config), capacity_for(ids, capacity, num_new)
@@ -41,7 +42,6 @@ def start(
     else:
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
-        check_penalties(resolved, None)
         out, filled = extend_timed(model, cache, timer, **inputs_after_cache(model, ids, cache, num_new))
         last = last_logits(model, out, ids, cache)
     # The tokens of a given cache are unknown.

@@ -1,20 +1,23 @@
-"""From prompts to left-aligned, padded token arrays."""
+"""What users give to a call, checked once: texts and ids, which become padded arrays, and caches."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvjax.cache.protocol import Cache
+from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.core.mesh import check_divides, named_sharding
 from kvjax.core.types import Array
-from kvjax.errors import KvjaxError, TracedCall
+from kvjax.engine.plan import bind
+from kvjax.errors import KvjaxError, OtherWeights, TracedCall
 from kvjax.models.model import Model
+from kvjax.registry.strings import method_of, name_of
 
 Prompts = str | Sequence[str | Sequence[int] | np.ndarray] | np.ndarray
 
@@ -35,7 +38,9 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
     return jax.device_put(x, named_sharding(axes, model.mesh))
 
 
-def token_ids(model: Model, prompts: Prompts, *, begins: bool | Sequence[bool]) -> list[list[int]]:
+def token_ids(
+    model: Model, prompts: Prompts, *, begins: bool | Sequence[bool], count: int | None = None
+) -> list[list[int]]:
     """Encodes texts, or checks lists of ids, which stay as they are: lists of ids.
 
     Args:
@@ -43,6 +48,7 @@ def token_ids(model: Model, prompts: Prompts, *, begins: bool | Sequence[bool]) 
       prompts: texts, or lists of ids.
       begins: whether a text begins a sequence, and gets the special tokens that stand before one, or continues one, and
         gets none; for all of them, or for each (`are_empty`). None gets the tokens that close a text.
+      count: sequences, each of which one prompt continues; None for any number of prompts.
 
     Raises:
       KvjaxError: an empty batch or prompt, ids outside the vocabulary, or prompts of another type.
@@ -57,16 +63,41 @@ def token_ids(model: Model, prompts: Prompts, *, begins: bool | Sequence[bool]) 
             "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
             "functions of kvjax.functional there, logits, prefill, extend and decode"
         )
-    if isinstance(prompts, str):
-        prompts = [prompts]
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if problem := _problem_of_batch(prompts, count):
+        raise KvjaxError(problem)
+    ids, vocab_size = [], model.config.vocab_size
+    for i, prompt in enumerate(prompts):
+        # Callers compare the numbers of texts and sequences later; one sequence may be asked several questions.
+        is_first = begins if isinstance(begins, bool) else begins[min(i, len(begins) - 1)]
+        empty = f"prompt {i} is empty; a prompt needs at least one token"
+        if isinstance(prompt, str) and is_first:
+            prompt = model.text_tokenizer().encode_prompt(prompt)
+        elif isinstance(prompt, str):
+            empty = f"text {i}, {prompt!r:.60}, has no tokens to continue with; give a text or ids with at least one"
+            prompt = model.text_tokenizer().encode_continuation(prompt)
+        x = np.asarray(prompt)
+        if not x.size:
+            problem = empty
+        elif x.ndim != 1 or not np.issubdtype(x.dtype, np.integer):
+            problem = f"a prompt is a text or a flat list of integer ids, got shape {x.shape} of {x.dtype}"
+        elif (unknown := x[(x < 0) | (x >= vocab_size)]).size:
+            problem = f"prompt {i} has token id {unknown[0]}, outside the vocabulary 0..{vocab_size - 1}"
+        else:
+            ids.append(x.tolist())
+            continue
+        raise KvjaxError(problem)
+    return ids
+
+
+def _problem_of_batch(prompts: Any, count: int | None) -> str | None:
+    """Says why a value is no batch of `count` prompts, or of any number; None for one that may be."""
     if isinstance(prompts, Mapping):
-        raise KvjaxError(
-            f'prompts are texts or lists of ids, got a mapping with {list(prompts)}; give its ["input_ids"]'
-        )
+        return f'prompts are texts or lists of ids, got a mapping with {list(prompts)}; give its ["input_ids"]'
     if not hasattr(prompts, "__len__") or isinstance(prompts, Set) or getattr(prompts, "ndim", 1) == 0:
-        raise KvjaxError(f"prompts are texts or lists of ids, in a list or an array, got {prompts!r:.80}")
+        return f"prompts are texts or lists of ids, in a list or an array, got {prompts!r:.80}"
     if len(prompts) == 0:
-        raise KvjaxError("no prompts were given; pass a list with at least one text or list of token ids")
+        return "no prompts were given; pass a list with at least one text or list of token ids"
     # Whole numbers of Python, NumPy or JAX.
     if all(
         isinstance(x, numbers.Integral)
@@ -74,30 +105,61 @@ def token_ids(model: Model, prompts: Prompts, *, begins: bool | Sequence[bool]) 
         for x in prompts
     ):
         shown = ", ".join(map(str, list(prompts)[:3])) + (", .." if len(prompts) > 3 else "")
-        raise KvjaxError(f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]")
-    ids = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            tokenizer = model.text_tokenizer()
-            # Callers compare the numbers of texts and sequences later; one sequence may be asked several questions.
-            is_first = begins if isinstance(begins, bool) else begins[min(i, len(begins) - 1)]
-            ids.append(tokenizer.encode_prompt(prompt) if is_first else tokenizer.encode_continuation(prompt))
-            if not ids[-1] and not is_first:
-                raise KvjaxError(
-                    f"text {i}, {prompt!r:.60}, has no tokens to continue with; give a text or ids with at least one"
-                )
-            continue
-        x = np.asarray(prompt)
-        if x.size and (x.ndim != 1 or not np.issubdtype(x.dtype, np.integer)):
-            raise KvjaxError(f"a prompt is a text or a flat list of integer ids, got shape {x.shape} of {x.dtype}")
-        ids.append(x.ravel().tolist())
-    for i, prompt in enumerate(ids):
-        if not prompt:
-            raise KvjaxError(f"prompt {i} is empty; a prompt needs at least one token")
-        bad = next((t for t in prompt if not 0 <= t < model.config.vocab_size), None)
-        if bad is not None:
-            raise KvjaxError(f"prompt {i} has token id {bad}, outside the vocabulary 0..{model.config.vocab_size - 1}")
-    return ids
+        return f"[{shown}] looks like the ids of one prompt; give a list of prompts: [[{shown}]]"
+    if count not in (None, len(prompts)):
+        return f"{len(prompts)} texts were given for {count} sequences; give one per sequence"
+    return None
+
+
+def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None) -> Cache:
+    """Returns the cache of this model.
+
+    Raises:
+      OtherWeights: a cache of another model, or of `kvjax.functional`, which names none.
+      KvjaxError: a cache of another method, or no cache.
+    """
+    if not isinstance(cache, Cache):
+        raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
+    cache.check_usable()
+    problems = [
+        (cache.config != model.config, "this cache was filled by another model; prefill the prompt with this one"),
+        (
+            cache.dtype != model.dtype.name,
+            f"this cache was filled by a model in {cache.dtype} and this one is in {model.dtype}; prefill the prompt "
+            f"with this one, or load it with dtype={cache.dtype!r}",
+        ),
+        (
+            not cache.weights,
+            "this cache does not say which weights filled it, as kvjax.functional is given parameters and no model; if "
+            "they are those of this model, say so: cache = dataclasses.replace(cache, weights=model.fingerprint)",
+        ),
+        (
+            cache.weights != model.fingerprint,
+            "this cache was filled by a model of equal configuration and other weights; prefill the prompt with this "
+            "one, or use the model that filled it",
+        ),
+    ]
+    for is_wrong, problem in problems:
+        if is_wrong:
+            raise OtherWeights(problem)
+    if method is not None and bind(method, model.config) != cache.plan:
+        raise KvjaxError(
+            f"this cache was filled under another method than {name_of(method_of(method))}; go on without naming a "
+            "method, or prefill the prompt under this one"
+        )
+    return cache
+
+
+def check_room(cache: Cache, num_tokens: int) -> int:
+    """Returns the tokens of a cache's longest sequence; raises KvjaxError unless `num_tokens` more fit in each."""
+    used = int(np.max(jax.device_get(cache.length), initial=0))
+    need = used + num_tokens
+    if need > cache.capacity:
+        raise KvjaxError(
+            f"the cache has room for {cache.capacity} tokens per sequence and holds {used}; {num_tokens} more do not "
+            f"fit: prefill with capacity={need} or more, or read with that, or with a larger room="
+        )
+    return used
 
 
 def are_empty(cache: Cache) -> list[bool]:

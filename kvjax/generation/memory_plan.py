@@ -61,17 +61,16 @@ def planned_bytes(
     Raises:
       KvjaxError: a configuration without a dtype; a number out of range; a method that cannot serve the model.
     """
-    if isinstance(model, Model):
-        config, dtype = model.config, model.dtype if dtype is None else arguments.float_type(dtype)
-    elif not isinstance(model, Config):
-        raise KvjaxError(f"planned_bytes takes a model, or a configuration such as model.config, got {model!r:.80}")
-    elif dtype is None:
+    config = model.config if isinstance(model, Model) else model
+    if dtype is None and isinstance(model, Model):
+        dtype = model.dtype
+    if not isinstance(config, Config) or dtype is None:
         raise KvjaxError(
-            "planned_bytes takes a model, whose dtype it counts in; for a configuration alone, say in which dtype keys "
-            "and values are held, as in dtype='bfloat16'"
+            "planned_bytes takes a model, whose dtype it counts in, or a configuration such as model.config; for a "
+            "configuration alone, say in which dtype keys and values are held, as in dtype='bfloat16'; got "
+            f"{model!r:.80}"
         )
-    else:
-        config, dtype = model, arguments.float_type(dtype)
+    dtype = arguments.float_type(dtype)
     arguments.integer("prompt", prompt, most=MAX_PROMPT_TOKENS)
     arguments.integer("batch", batch)
     capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)

@@ -21,7 +21,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation import checks
 from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.finite import check_logits
-from kvjax.generation.inputs import Prompts, are_empty, pad, place, round_up, token_ids
+from kvjax.generation.inputs import Prompts, are_empty, check_cache, check_room, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
 from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
@@ -89,13 +89,8 @@ def capacity_for(ids: Sequence[Sequence[int]], capacity: int | None, num_new: in
             f"capacity {capacity} is too small: the longest prompt has {need - num_new} tokens and {num_new} more are "
             f"to come; raise capacity to at least {need}, or shorten the prompt"
         )
-    capacity = round_up(need if capacity is None else capacity)
-    if capacity > MAX_SIZE:
-        raise KvjaxError(
-            f"a cache for {capacity:,} tokens per sequence was asked for, and positions are 32-bit integers; ask for "
-            "fewer new tokens, or for less room"
-        )
-    return capacity
+    remedy = "; positions are 32-bit integers; ask for fewer new tokens, or for less room"
+    return arguments.integer("capacity", round_up(need if capacity is None else capacity), 0, MAX_SIZE, remedy)
 
 
 def run_prompts(
@@ -187,8 +182,8 @@ def extend(
       KvjaxError: a cache without room for the tokens, or one that another model or method filled; logits that are not
         finite.
     """
-    cache = checks.check_cache(model, cache, method)
-    ids = token_ids(model, ids, begins=are_empty(cache))
+    cache = check_cache(model, cache, method)
+    ids = token_ids(model, ids, begins=are_empty(cache), count=cache.length.shape[0])
     out, longer = extend_padded(model, ids, cache, decoded)
     check_logits(model, out, ids, cache=cache, what="the tokens fed to sequence")
     return out, longer
@@ -213,17 +208,8 @@ def inputs_after_cache(
 
     Returns the arguments `tokens` i32[B T] and `lengths` i32[B] of `extend_timed`.
     """
-    checks.check_cache(model, cache)
-    if len(ids) != cache.length.shape[0]:
-        raise KvjaxError(f"{len(ids)} sequences were given for a cache of {cache.length.shape[0]} sequences")
     longest = max(map(len, ids))
-    used = int(np.max(jax.device_get(cache.length)))
-    need = used + longest + num_new
-    if need > cache.capacity:
-        raise KvjaxError(
-            f"the cache has room for {cache.capacity} tokens per sequence and holds {used}; {need - used} more do not "
-            f"fit: prefill with capacity={need} or more, or read with that, or with a larger room="
-        )
+    used = check_room(cache, longest + num_new)
     checks.warn_of_positions(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
     tokens, lengths = pad(ids, min(width, cache.capacity - used))
@@ -278,9 +264,7 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, method: str | 
       The natural-log probabilities of each continuation's tokens, f32[T] per sequence.
     """
     prompts = token_ids(model, prompts, begins=True)
-    continuations = token_ids(model, continuations, begins=False)
-    if len(prompts) != len(continuations):
-        raise KvjaxError(f"{len(prompts)} prompts but {len(continuations)} continuations; give one per prompt")
+    continuations = token_ids(model, continuations, begins=False, count=len(prompts))
     longest = max(map(len, continuations))
     last, cache = prefill(model, prompts, method, capacity=max(map(len, prompts)) + longest)
     return [logp for logp, _ in teacher_force(model, last, cache, continuations)]

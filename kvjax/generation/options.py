@@ -72,18 +72,33 @@ class DecodeOptions:
     loop: str
 
 
-def resolve_options(model: Model, options: GenerateOptions) -> DecodeOptions:
-    """Checks the options of a call, before it runs anything; raises KvjaxError for the first that cannot be."""
+def resolve_options(model: Model, options: GenerateOptions, *, knows_tokens: bool = True) -> DecodeOptions:
+    """Checks the options of a call, before it runs anything; raises KvjaxError for the first that cannot be.
+
+    `knows_tokens` says whether all tokens that the generated ones follow are known, and not their cache alone.
+    """
     max_new_tokens = arguments.integer("max_new_tokens", options.get("max_new_tokens", 64))
     fields = [field.name for field in dataclasses.fields(SamplingParams)]
     sampling = resolve_sampling(options.get("sampling"), **{name: options.get(name) for name in fields})
+    if sampling.repetition_penalty != 1 and not knows_tokens:
+        raise KvjaxError(
+            "repetition_penalty counts the tokens of the whole prompt, and a cache does not know its own, nor does a "
+            "context that was resumed from a file, edited or put together of others: read the text with kvjax.read, or "
+            "use presence_penalty and frequency_penalty, which count generated tokens alone"
+        )
     stop = stopping.parse_stop(model, options.get("stop", ()))
     eos, num_top = stopping.parse_eos_ids(model, options.get("eos_ids")), None
     logprobs = options.get("logprobs")
     if logprobs is not None and logprobs is not False:
         most = model.config.vocab_size
         num_top = 0 if logprobs is True else arguments.integer("logprobs", logprobs, 0, most, "; true is 0 of them")
-    loop = _resolve_loop(options.get("loop"), stop, max_new_tokens)
+    loop = options.get("loop")
+    if loop is None:
+        loop = "layers" if max_new_tokens < WHILE_LOOP_MIN_TOKENS and jax.default_backend() == "cpu" else "while"
+    elif loop not in LOOPS:
+        raise KvjaxError(f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}")
+    elif loop == "scan" and stop:
+        raise KvjaxError("loop='scan' runs max_new_tokens whatever the tokens; leave stop out, or use loop='while'")
     return DecodeOptions(max_new_tokens, sampling, eos, stop, num_top, loop)
 
 
@@ -94,14 +109,3 @@ def check_streamed(options: GenerateOptions) -> None:
         raise KvjaxError(
             "a stream has no place for log-probabilities: leave logprobs out, or use generate, whose result has them"
         )
-
-
-def _resolve_loop(loop: str | None, stop: Sequence[str], max_new_tokens: int) -> str:
-    """Checks `loop`, or chooses one by the number of tokens and the backend."""
-    if loop is None:
-        return "layers" if max_new_tokens < WHILE_LOOP_MIN_TOKENS and jax.default_backend() == "cpu" else "while"
-    if loop not in LOOPS:
-        raise KvjaxError(f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}")
-    if loop == "scan" and stop:
-        raise KvjaxError("loop='scan' runs max_new_tokens whatever the tokens; leave stop out, or use loop='while'")
-    return loop

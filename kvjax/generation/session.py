@@ -17,7 +17,6 @@ from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler
-from kvjax.errors import KvjaxError
 from kvjax.generation import checks, decode_loop, stopping
 from kvjax.generation.compile_options import compiled_for, jit_with, options_for
 from kvjax.generation.decode_loop import DecodeState
@@ -102,10 +101,9 @@ class DecodeSession:
             return
         row = int(np.argmin(is_finite))
         tokens = self._token_lists()[row]
-        place = f"after {len(tokens)} new tokens of sequence {row}"
-        if self.prompt_ids is not None:
-            raise nonfinite_error(self.model, place, [*self.prompt_ids[row], *tokens])
-        raise nonfinite_error(self.model, place, cache=self.state.cache)
+        known = None if self.prompt_ids is None else [*self.prompt_ids[row], *tokens]
+        place, cache = f"after {len(tokens)} new tokens of sequence {row}", self.state.cache if known is None else None
+        raise nonfinite_error(self.model, place, known, cache)
 
     def _arguments(self) -> dict[str, Any]:
         target = Target(self.model.config, self.model.mesh)
@@ -203,16 +201,6 @@ class DecodeSession:
             self.state = dataclasses.replace(self.state, done=self.state.done | np.array(ended))
 
 
-def check_penalties(options: DecodeOptions, prompt_ids: Sequence[Sequence[int]] | None) -> None:
-    """Raises KvjaxError for a repetition penalty where the tokens before are unknown, so that it cannot count them."""
-    if options.sampling.repetition_penalty != 1 and prompt_ids is None:
-        raise KvjaxError(
-            "repetition_penalty counts the tokens of the whole prompt, and a cache does not know its own, nor does a "
-            "context that was resumed from a file, edited or put together of others: read the text with kvjax.read, or "
-            "use presence_penalty and frequency_penalty, which count generated tokens alone"
-        )
-
-
 def start_decoding(
     model: Model,
     last: Array,
@@ -236,7 +224,6 @@ def start_decoding(
     checks.warn_of_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), num_new)
     timer, sampler, in_prompt = timer or Timer(), options.sampling.sampler(), None
     if options.sampling.repetition_penalty != 1:
-        check_penalties(options, prompt_ids)
         mask = np.zeros((len(last), model.config.vocab_size), bool)
         for row, ids in zip(mask, prompt_ids or (), strict=True):
             row[np.asarray(ids)] = True

@@ -22,7 +22,7 @@ from kvjax.generation import checks
 from kvjax.generation.compile_options import compiled_for
 from kvjax.generation.context import Context, read
 from kvjax.generation.finite import check_logits
-from kvjax.generation.inputs import Prompts, pad, place, token_ids
+from kvjax.generation.inputs import Prompts, check_cache, pad, place, token_ids
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
@@ -147,7 +147,7 @@ def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> 
 
 def full_kv_from_context(context: Context) -> FullKV:
     """Takes the exact keys and values of a context that was read under `full`; its queries are gone."""
-    checks.check_cache(context.model, context.cache)
+    check_cache(context.model, context.cache)
     if context.cache.plan != bind("full", context.model.config):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
     pairs = [(memory.unpack(layer.k), memory.unpack(layer.v)) for layer in context.cache.layers]

@@ -23,7 +23,7 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
 from kvjax.eval.tasks import suite
-from kvjax.generation.checks import check_cache
+from kvjax.generation.inputs import check_cache
 from kvjax.registry.strings import method_of
 from kvjax.testing import toy_model
 

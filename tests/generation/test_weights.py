@@ -113,7 +113,7 @@ def test_caches_of_unlike_weights_are_not_joined():
                 kvjax.cache_ops.join(pair)
     assert not kvjax.cache_ops.join([functional_cache()] * 2).weights
     context = kvjax.read(MODEL, DOCUMENTS, "full")
-    with pytest.raises(OtherWeights, match="other weights or types"):
+    with pytest.raises(OtherWeights, match="other weights.*join those of one model"):
         context.join(kvjax.read(OTHER, DOCUMENTS, "full"))
 
 

@@ -173,5 +173,5 @@ def test_beams_and_trees_are_refused(model):
     q, k = jnp.zeros((1, 2, 2, 3, 8)), jnp.zeros((1, 2, 3, 8))
     with pytest.raises(KvjaxError, match="at most one draft, got 3 tokens: no tree or beam"):
         layer.extend(state.layers[0], q, KVBlock(k, k, jnp.asarray([[[3, 4, 5]]], jnp.int32)), 1, None)
-    with pytest.raises(KvjaxError, match="2 sequences were given for a cache of 1 sequences"):
+    with pytest.raises(KvjaxError, match="2 texts were given for 1 sequences; give one"):
         kvjax.extend(model, [[1], [2]], state, kvjax.parse(SMALL))
