@@ -13,8 +13,6 @@ from jax import lax
 from kvjax.cache.protocol import Cache, PromptFreeLayer
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
-    PLAIN,
-    Compiled,
     Plan,
     Target,
     embed,
@@ -42,8 +40,6 @@ def step(
     commit: int,
     target: Target,
     lengths: Array | None = None,
-    *,
-    compiled: Compiled = PLAIN,
 ) -> tuple[Array, Cache]:
     """Runs new tokens in one pass, and keeps the first `commit` of them.
 
@@ -52,9 +48,8 @@ def step(
       tokens: i32[B T], padded on the right.
       cache: what the tokens follow.
       commit: static; tokens beyond it are drafts and leave no trace.
-      target: model configuration and mesh.
+      target: model configuration, mesh and compiled functions.
       lengths: i32[B], how many tokens of each sequence are real; None for all.
-      compiled: the functions that run a layer and compute logits.
 
     Returns:
       Logits f32[B T V], which mean nothing for padding, and the new cache.
@@ -64,8 +59,8 @@ def step(
     hidden, angles, pos, length = _begin_step(outer, tokens, cache.length, lengths, commit=commit, target=target)
     calls = _decode_calls(cache.plan, target.config)
     mode = Decode(pos, commit)
-    hidden, states = run_layers(params, hidden, angles, mode, calls, cache.layers, target=target, compiled=compiled)
-    return compiled.unembed(outer, hidden, target=target), dataclasses.replace(cache, layers=states, length=length)
+    hidden, states = run_layers(params, hidden, angles, mode, calls, cache.layers, target=target)
+    return target.unembed(outer, hidden, target=target), dataclasses.replace(cache, layers=states, length=length)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,8 +87,7 @@ def extend(
     *,
     lengths: Array | None = None,
     next_is_known: Array | None = None,
-    compiled: Compiled = PLAIN,
-    compiled_after_first: Compiled | None = None,
+    target_after_first: Target | None = None,
 ) -> tuple[Array, Cache]:
     """Runs further tokens of every sequence, and keeps them.
 
@@ -107,25 +101,24 @@ def extend(
       target: model configuration and mesh.
       lengths: i32[B], how many tokens of each sequence are real; None for all.
       next_is_known: bool[B T], None for all; see above.
-      compiled: the functions that run a layer and compute logits.
-      compiled_after_first: the same for the second and later steps, which may donate the cache: no caller holds it.
+      target_after_first: for the second and later steps, which may donate the cache: no caller holds it.
 
     Returns:
       Logits f32[B T V], which mean nothing for padding, and a new cache.
     """
     B, T = tokens.shape
     if not num_draft_tokens(cache.plan):
-        return step(params, tokens, cache, T, target, lengths, compiled=compiled)
+        return step(params, tokens, cache, T, target, lengths)
     lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
     # The first token runs twice: here, committed nowhere, for the prediction that its own step needs as a draft.
-    first, cache = step(params, tokens[:, :1], cache, 0, target, jnp.minimum(lengths, 1), compiled=compiled)
+    first, cache = step(params, tokens[:, :1], cache, 0, target, jnp.minimum(lengths, 1))
     predicted = first[:, 0].argmax(-1).astype(jnp.int32)
 
     def run_token(carry: tuple[Cache, Array], xs: tuple[Array, ...]) -> tuple[tuple[Cache, Array], Array]:
         (cache, predicted), (t, token, next_token, is_known) = carry, xs
         draft = jnp.where(is_known & (t + 1 < lengths), next_token, predicted)
         pair, num_real = jnp.stack([token, draft], 1), jnp.where(t < lengths, 2, 0)
-        logits, cache = step(params, pair, cache, 1, target, num_real, compiled=compiled_after_first or compiled)
+        logits, cache = step(params, pair, cache, 1, target_after_first or target, num_real)
         return (cache, logits[:, 1].argmax(-1).astype(jnp.int32)), logits[:, 0]
 
     next_tokens = jnp.pad(tokens[:, 1:], [(0, 0), (0, 1)])

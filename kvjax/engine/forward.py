@@ -30,15 +30,6 @@ Plan = tuple[BoundLayer, ...]
 """A method bound to each layer of a model."""
 
 
-@hash_once
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The model configuration and mesh that all functions of a pass are compiled for; a static argument."""
-
-    config: Config
-    mesh: Mesh | None = None
-
-
 @functools.partial(jax.jit, static_argnames="target")
 def embed(
     params: Any, tokens: Array, offset: Array | None, lengths: Array | None, target: Target
@@ -127,20 +118,21 @@ run_layer = jax.jit(apply_layer, static_argnames=("call", "target"))
 unembed = jax.jit(apply_unembed, static_argnames="target")
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
-class Compiled:
-    """The compiled functions that run a layer and compute logits in a pass.
+class Target:
+    """What all functions of a pass are compiled for, and the compiled functions themselves; a static argument.
 
-    All callers but `kvjax.generation` use the defaults. JAX allows compiler options and donation in the outermost `jit`
-    alone; `kvjax.generation` is never traced, and passes functions that have them
-    (`kvjax.generation.compile_options`).
+    All callers but `kvjax.generation` and the systems above it use the default functions. JAX allows compiler options
+    and donation in the outermost `jit` alone; those callers are never traced, and take functions that have them from
+    `kvjax.generation.compile_options`. Targets that differ in these functions alone are equal: what is jitted over a
+    target runs no layers, or is given the default ones.
     """
 
-    run_layer: Callable[..., tuple[Array, Any, Any]] = run_layer
-    unembed: Callable[..., Array] = unembed
-
-
-PLAIN = Compiled()
+    config: Config
+    mesh: Mesh | None = None
+    run_layer: Callable[..., tuple[Array, Any, Any]] = dataclasses.field(default=run_layer, compare=False)
+    unembed: Callable[..., Array] = dataclasses.field(default=unembed, compare=False)
 
 
 def run_layers(
@@ -152,7 +144,6 @@ def run_layers(
     states: Sequence[Any],
     *,
     target: Target,
-    compiled: Compiled = PLAIN,
     first_layer: int = 0,
 ) -> tuple[Array, tuple[Any, ...]]:
     """Runs consecutive layers.
@@ -164,8 +155,7 @@ def run_layers(
       mode: what attention reads, and what each layer holds afterwards.
       calls: one for each layer, see `layer_calls`.
       states: what each of these layers holds before the pass.
-      target: model configuration and mesh.
-      compiled: the functions that run a layer and compute logits.
+      target: model configuration, mesh and compiled functions.
       first_layer: index of the first of these layers in the model.
 
     Returns:
@@ -174,7 +164,7 @@ def run_layers(
     # An unrolled loop: each layer keeps its own state type and sizes, which a scan over stacked layers could not.
     results, cross_layer = [], None
     for i, (call, state) in enumerate(zip(calls, states, strict=True), first_layer):
-        hidden, result, cross_layer = compiled.run_layer(
+        hidden, result, cross_layer = target.run_layer(
             params[f"layer_{i}"], hidden, angles, mode, state, cross_layer, call=call, target=target
         )
         results.append(result)

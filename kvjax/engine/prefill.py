@@ -17,8 +17,6 @@ from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slo
 from kvjax.core.mesh import constrain, per_device, vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.forward import (
-    PLAIN,
-    Compiled,
     Plan,
     Progress,
     Target,
@@ -59,7 +57,6 @@ def prefill(
     chunk: int | None = None,
     num_slots: tuple[int, ...] | None = None,
     replay_prompts: ReplayPrompts = ((), ()),
-    compiled: Compiled = PLAIN,
     progress: Progress = iter,
 ) -> tuple[Array, Cache]:
     """Runs prompts and compresses them.
@@ -69,12 +66,11 @@ def prefill(
       tokens: i32[B T], left-aligned, padded on the right.
       lengths: i32[B], at least 1.
       plan: a method bound to each layer.
-      target: model configuration and mesh.
+      target: model configuration, mesh and compiled functions.
       capacity: tokens that a sequence of the cache may grow to.
       chunk: tokens run at a time; None: all at once, or as the method asks.
       num_slots: of each layer's state; None: enough for prompts of T tokens.
       replay_prompts: see `ReplayPrompts`.
-      compiled: the functions that run a layer and compute logits.
       progress: wraps the indices of the chunks, for a bar; used where the chunks are a Python loop.
 
     Returns:
@@ -94,7 +90,7 @@ def prefill(
             calls = *calls[:-1], dataclasses.replace(calls[-1], selects_queries=True)
         hidden, angles, _ = embed(outer_params(params), tokens, None, None, target=target)
         mode, nothing = FullPrefill(lengths, capacity, num_observed), (None,) * len(plan)
-        hidden, states = run_layers(params, hidden, angles, mode, calls, nothing, target=target, compiled=compiled)
+        hidden, states = run_layers(params, hidden, angles, mode, calls, nothing, target=target)
         hidden = take_last(hidden, lengths if num_observed is None else None)
     else:
         hidden, prompts = prefill_exactly(
@@ -105,11 +101,10 @@ def prefill(
             target,
             chunk=chunk,
             replay_prompts=replay_prompts,
-            compiled=compiled,
             progress=progress,
         )
         states = compress_prompts(prompts, lengths, calls, target, capacity)
-    logits = compiled.unembed(outer_params(params), hidden, target=target)
+    logits = target.unembed(outer_params(params), hidden, target=target)
     # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
     return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
 
@@ -140,7 +135,6 @@ def prefill_exactly(
     *,
     chunk: int | None = None,
     replay_prompts: ReplayPrompts = ((), ()),
-    compiled: Compiled = PLAIN,
     progress: Progress = iter,
 ) -> tuple[Array, list[LayerPrompt | Any]]:
     """Runs prompts and keeps each layer's exact keys and values, with all that its method observes.
@@ -161,7 +155,7 @@ def prefill_exactly(
         (states, last), (start, chunk_tokens) = carry, xs
         hidden, angles, _ = embed(outer, chunk_tokens, start, None, target=target)
         mode = ChunkedPrefill(start, lengths)
-        hidden, states = run_layers(params, hidden, angles, mode, calls, states, target=target, compiled=compiled)
+        hidden, states = run_layers(params, hidden, angles, mode, calls, states, target=target)
         return (states, _update_last(last, hidden, lengths, start)), None
 
     # The last chunk may be shorter: one that reached beyond the prompt's padding would overflow the slots of a method
@@ -177,9 +171,7 @@ def prefill_exactly(
         carry, _ = run_chunk(carry, (np.int32(num_chunks * chunk), tokens[:, num_chunks * chunk :]))
     prompts, hidden = carry
     if any(call.layer.needs.replay for call in calls):
-        prompts = replay(
-            params, tokens, lengths, prompts, calls, target, replay_prompts=replay_prompts, compiled=compiled
-        )
+        prompts = replay(params, tokens, lengths, prompts, calls, target, replay_prompts=replay_prompts)
     prompts = list(prompts)
     for i, layer in enumerate(call.layer for call in calls):
         if layer.needs.output_projection and not layer.needs.prompt_chunk:
@@ -197,7 +189,6 @@ def replay(
     target: Target,
     *,
     replay_prompts: ReplayPrompts,
-    compiled: Compiled = PLAIN,
 ) -> tuple[LayerPrompt, ...]:
     """Runs the prompt a second time, chunk by chunk after itself, for the scores of KVzip.
 
@@ -223,7 +214,7 @@ def replay(
         copy, num_tokens = _copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(first), width=width)
         hidden, angles, pos = embed(outer, copy, lengths, num_tokens, target=target)
         mode = PromptReplay(np.int32(start), pos, lengths)
-        _, prompts = run_layers(params, hidden, angles, mode, calls, prompts, target=target, compiled=compiled)
+        _, prompts = run_layers(params, hidden, angles, mode, calls, prompts, target=target)
     return prompts
 
 

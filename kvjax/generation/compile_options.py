@@ -15,14 +15,14 @@ import jax.numpy as jnp
 
 from kvjax.core import matmul
 from kvjax.engine import forward
-from kvjax.engine.forward import Compiled
+from kvjax.engine.forward import Target
 from kvjax.models.model import Model
 
 Options = tuple[tuple[str, str], ...]
 
 
-def compiled_for(model: Model, num_tokens: int, *, in_place: bool, num_logits: int | None = None) -> Compiled:
-    """Returns the functions that run a layer and compute logits.
+def target_for(model: Model, num_tokens: int, *, in_place: bool, num_logits: int | None = None) -> Target:
+    """Returns the target of a pass: a model's configuration and mesh, and the functions compiled for it.
 
     Args:
       model: whose weights are multiplied.
@@ -34,7 +34,8 @@ def compiled_for(model: Model, num_tokens: int, *, in_place: bool, num_logits: i
     donated = ("state",) if in_place else ()
     run_layer = jit_with(forward.apply_layer, ("call", "target"), donated, options_for(num_tokens, width, dtype))
     options = options_for(num_tokens if num_logits is None else num_logits, width, dtype, tied)
-    return Compiled(run_layer, jit_with(forward.apply_unembed, ("target",), (), options))
+    unembed = jit_with(forward.apply_unembed, ("target",), (), options)
+    return Target(model.config, model.mesh, run_layer, unembed)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from jax import lax
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
-from kvjax.engine.forward import PLAIN, Compiled, Target
+from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler, TokenCounts, count_tokens, sample, sequence_keys
 
 
@@ -77,20 +77,18 @@ def init_state(
     return dataclasses.replace(state, tokens=jnp.repeat(state.tokens, 1 + has_drafts, 1))
 
 
-def step(params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN) -> DecodeState:
+def step(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> DecodeState:
     """Decodes one token of every sequence; its draft, if any, leaves no trace in the cache."""
     assert state.cache is not None
-    logits, cache = decode.step(params, state.tokens, state.cache, 1, target, compiled=compiled)
+    logits, cache = decode.step(params, state.tokens, state.cache, 1, target)
     # The jitted draw is given no cache: one that it returned unchanged would be copied.
     return dataclasses.replace(draw_next(dataclasses.replace(state, cache=None), logits, sampler), cache=cache)
 
 
-def draft_first(
-    params: Any, state: DecodeState, sampler: Sampler, target: Target, compiled: Compiled = PLAIN
-) -> DecodeState:
+def draft_first(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> DecodeState:
     """Drafts the token after the first one before any step, and commits nothing (SpeCache, Algorithm 2)."""
     assert state.cache is not None
-    logits, cache = decode.step(params, state.tokens[:, :1], state.cache, 0, target, compiled=compiled)
+    logits, cache = decode.step(params, state.tokens[:, :1], state.cache, 0, target)
     tokens = _draw_first_draft(dataclasses.replace(state, cache=None), logits, sampler)
     return dataclasses.replace(state, tokens=tokens, cache=cache)
 

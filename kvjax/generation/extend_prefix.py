@@ -15,13 +15,13 @@ from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod, seq
 from kvjax.core import memory
 from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device
 from kvjax.core.types import Array, pytree
-from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
+from kvjax.engine.forward import embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs, observed_block, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import take_last
 from kvjax.errors import KvjaxError
-from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import check_cache, pad, place, round_up
 from kvjax.generation.timing import Timer
@@ -66,8 +66,8 @@ def read_after_prefix(
         )
     members = None if is_single else sequences_by_prefix(followed, num_prefixes)
     lengths, before = (place(model, x.astype(np.int32), "B") for x in (lengths, before))
-    mode, target = PrefillAfterPrefix(lengths, before, members), Target(model.config, mesh)
-    compiled = compiled_for(model, tokens.size, in_place=False, num_logits=len(ids))
+    mode = PrefillAfterPrefix(lengths, before, members)
+    target = target_for(model, tokens.size, in_place=False, num_logits=len(ids))
 
     def replicate_first(x: Array) -> Array:
         assert mesh is not None
@@ -81,8 +81,8 @@ def read_after_prefix(
     outer, calls = outer_params(model.params), layer_calls(plan, model.config, num_slots)
     with timer.timed():
         hidden, angles, _ = embed(outer, place(model, tokens, "B T"), before, lengths, target=target)
-        hidden, layers = run_layers(model.params, hidden, angles, mode, calls, states, target=target, compiled=compiled)
-        last = compiled.unembed(outer, take_last(hidden, lengths), target=target)
+        hidden, layers = run_layers(model.params, hidden, angles, mode, calls, states, target=target)
+        last = target.unembed(outer, take_last(hidden, lengths), target=target)
         length = before + lengths
         jax.block_until_ready((last, layers, length))
     cache = Cache(layers, length, capacity, plan, model.config, model.dtype.name, model.fingerprint)

@@ -24,7 +24,7 @@ from kvjax.core import memory
 from kvjax.core.attention import causal_attention
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
-from kvjax.engine.forward import Compiled, Target, apply_layer, embed, outer_params, run_layers
+from kvjax.engine.forward import Target, apply_layer, embed, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs
 from kvjax.engine.modes import ForwardMode
 from kvjax.engine.prefill import take_last
@@ -148,25 +148,25 @@ def _find_place(model: Model, ids: Sequence[int], cache: Cache | None) -> str | 
 
     Without a cache the pass is exact: None where all its numbers are finite.
     """
-    num_layers, target, seen = model.config.layers, Target(model.config), []
+    num_layers, seen = model.config.layers, []
 
     def run_layer(params: Any, hidden: Array, *more: Any, call: LayerCall, target: Target) -> tuple[Array, Any, Any]:
         outputs, parts = _run_watched_layer(params, hidden, *more, call=call, target=target)
         seen.append(parts)
         return outputs
 
-    compiled = Compiled(run_layer)
+    target = Target(model.config, run_layer=run_layer)
     if cache is not None:
         tokens = jnp.asarray([ids], jnp.int32)
-        logits = decode.extend(model.params, tokens, cache, target, compiled=compiled)[0][:, -1]
+        logits = decode.extend(model.params, tokens, cache, target)[0][:, -1]
     else:
         tokens, lengths = (jnp.asarray(x) for x in pad([ids]))
         outer, nothing = outer_params(model.params), (None,) * num_layers
         calls = [LayerCall(cast(Any, None), model.config.window(i)) for i in range(num_layers)]
         hidden, angles, pos = embed(outer, tokens, None, lengths, target=target)
         mode = ExactPass(pos)
-        hidden, _ = run_layers(model.params, hidden, angles, mode, calls, nothing, target=target, compiled=compiled)
-        logits = compiled.unembed(outer, take_last(hidden, lengths), target=target)
+        hidden, _ = run_layers(model.params, hidden, angles, mode, calls, nothing, target=target)
+        logits = target.unembed(outer, take_last(hidden, lengths), target=target)
     for i, parts in enumerate(seen):
         for name, is_finite in zip(WATCHED.values(), parts, strict=True):
             if not is_finite:

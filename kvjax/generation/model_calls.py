@@ -15,11 +15,11 @@ from kvjax.cache.protocol import Cache, KVMethod, num_layer_slots
 from kvjax.core.types import Array
 from kvjax.engine import decode as engine_decode
 from kvjax.engine import prefill as engine_prefill
-from kvjax.engine.forward import Plan, Progress, Target, exact_logits
+from kvjax.engine.forward import Plan, Progress, exact_logits
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import checks
-from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, check_room, pad, place, round_up, token_ids
 from kvjax.generation.timing import Timer
@@ -125,7 +125,7 @@ def run_prompts(
     # A method's own chunks end at the padded length; user-set chunks are equal, so that they share one program.
     tokens, lengths = pad(ids, padded if chunk is None else round_up(padded, chunk))
     tokens_at_once = min(tokens_at_once, tokens.shape[1])
-    compiled = compiled_for(model, len(ids) * tokens_at_once, in_place=True, num_logits=len(ids))
+    target = target_for(model, len(ids) * tokens_at_once, in_place=True, num_logits=len(ids))
     if tokens_at_once == tokens.shape[1]:  # chunks are cut from NumPy arrays, which compiles nothing
         tokens = place(model, tokens, "B T")
 
@@ -140,12 +140,11 @@ def run_prompts(
             cast(Array, tokens),
             place(model, lengths, "B"),
             plan,
-            Target(model.config, model.mesh),
+            target,
             capacity,
             chunk=chunk,
             num_slots=num_slots,
             replay_prompts=replay_prompts(model, plan),
-            compiled=compiled,
             progress=bar,
         )
         last, cache = jax.block_until_ready(outputs)
@@ -222,10 +221,9 @@ def extend_timed(model: Model, cache: Cache, timer: Timer, tokens: Array, **inpu
     # A method with drafts is fed one token at a time, each with its drafts; the cache is the caller's at the first step
     # only, so that later ones may donate it.
     num_tokens = tokens.shape[0] * (1 + num_drafts if num_drafts else tokens.shape[1])
-    first, later = (compiled_for(model, num_tokens, in_place=in_place) for in_place in (False, True))
-    inputs |= {"compiled": first, "compiled_after_first": later}
+    first, later = (target_for(model, num_tokens, in_place=in_place) for in_place in (False, True))
     with timer.timed():
-        outputs = engine_decode.extend(model.params, tokens, cache, Target(model.config, model.mesh), **inputs)
+        outputs = engine_decode.extend(model.params, tokens, cache, first, target_after_first=later, **inputs)
         return jax.block_until_ready(outputs)
 
 

@@ -18,7 +18,7 @@ from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler
 from kvjax.generation import checks, decode_loop, stopping
-from kvjax.generation.compile_options import compiled_for, jit_with, options_for
+from kvjax.generation.compile_options import jit_with, options_for, target_for
 from kvjax.generation.decode_loop import DecodeState
 from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import place
@@ -66,17 +66,15 @@ class DecodeSession:
                 self.state = self._compile(decode_loop.decode_until)(**self._arguments(), limit=np.int32(limit))
                 return
             # The loop condition waits for each step: a batch that has ended must not run another one.
-            compiled = compiled_for(self.model, self._tokens_per_step, in_place=True)
-            arguments = self._arguments()
+            arguments = self._arguments(in_one_program=False)
             while not self._is_done(limit):
-                self.state = arguments["state"] = decode_loop.step(**arguments, compiled=compiled)
+                self.state = arguments["state"] = decode_loop.step(**arguments)
 
     def draft_first(self) -> None:
         """Makes the first draft of a method that drafts; its time counts as a part of the prefill."""
         with self._timed():
             if self.loop == "layers":
-                compiled = compiled_for(self.model, self._tokens_per_step, in_place=True)
-                self.state = decode_loop.draft_first(**self._arguments(), compiled=compiled)
+                self.state = decode_loop.draft_first(**self._arguments(in_one_program=False))
             else:
                 draft_first = jit_with(decode_loop.draft_first, ("target",), ("state",), ())
                 self.state = draft_first(**self._arguments())
@@ -105,8 +103,10 @@ class DecodeSession:
         place, cache = f"after {len(tokens)} new tokens of sequence {row}", self.state.cache if known is None else None
         raise nonfinite_error(self.model, place, known, cache)
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self, in_one_program: bool = True) -> dict[str, Any]:
         target = Target(self.model.config, self.model.mesh)
+        if not in_one_program:
+            target = target_for(self.model, self._tokens_per_step, in_place=True)
         return {"params": self.model.params, "state": self.state, "sampler": self.sampler, "target": target}
 
     def _compile(self, loop: Callable[..., DecodeState]) -> Any:

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.types import Array
-from kvjax.engine.forward import Target
 from kvjax.engine.layer_prompt import LayerPrompt
 from kvjax.errors import KvjaxError
-from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, pad, token_ids
 from kvjax.generation.timing import Timer
@@ -102,7 +101,7 @@ def recompute(
         jnp.asarray(num_recomputed, jnp.int32), None if importance is None else jnp.asarray(importance, jnp.float32)
     )
     lengths, max_run = jnp.asarray(lengths), int((num_recomputed + lengths - layout.num_known).max())
-    compiled = compiled_for(model, tokens.size, in_place=False, num_logits=len(tokens))
+    target = target_for(model, tokens.size, in_place=False, num_logits=len(tokens))
     with Timer().timed():
         outputs = partial_prefill(
             model.params,
@@ -111,10 +110,9 @@ def recompute(
             prompts,
             KnownTokens(jnp.asarray(rows), jnp.asarray(slots)),
             choice,
-            target=Target(model.config),
+            target=target,
             layer=layer,
             max_run=max_run,
-            compiled=compiled,
         )
         last, prompts, at = jax.block_until_ready(outputs)
     check_logits(model, last, layout.ids, what="text")

@@ -19,7 +19,7 @@ from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, prefill_exactly
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.generation import checks
-from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.compile_options import target_for
 from kvjax.generation.context import Context, read
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, check_cache, pad, place, token_ids
@@ -134,14 +134,11 @@ def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> 
     Returns:
       Logits of each prompt's last token f32[B V], and each layer's exact prompt.
     """
-    compiled = compiled_for(model, tokens.size, in_place=True, num_logits=len(tokens))
-    target, texts = Target(model.config, model.mesh), replay_prompts(model, plan)
-    calls = layer_calls(plan, model.config)
+    target = target_for(model, tokens.size, in_place=True, num_logits=len(tokens))
+    calls, texts = layer_calls(plan, model.config), replay_prompts(model, plan)
     with Timer().timed():
-        hidden, prompts = prefill_exactly(
-            model.params, tokens, lengths, calls, target, replay_prompts=texts, compiled=compiled
-        )
-        logits = compiled.unembed(outer_params(model.params), hidden, target=target)
+        hidden, prompts = prefill_exactly(model.params, tokens, lengths, calls, target, replay_prompts=texts)
+        logits = target.unembed(outer_params(model.params), hidden, target=target)
         return jax.block_until_ready((logits, prompts))
 
 

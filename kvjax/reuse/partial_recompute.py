@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array, KVBlock, pytree
-from kvjax.engine.forward import PLAIN, Compiled, Target, embed, layer_calls, outer_params, run_layers
+from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt
 from kvjax.engine.modes import ForwardMode, attend_all
 from kvjax.engine.positions import token_positions
@@ -97,7 +97,6 @@ def partial_prefill(
     target: Target,
     layer: int,
     max_run: int,
-    compiled: Compiled = PLAIN,
 ) -> tuple[Array, tuple[LayerPrompt, ...], Array]:
     """Runs all tokens up to a layer, which chooses the tokens that the layers above it run.
 
@@ -108,10 +107,9 @@ def partial_prefill(
       prompts: each layer's known keys and values.
       source: where in them those of each token are.
       choice: the known tokens that are run again.
-      target: model configuration.
+      target: model configuration and compiled functions.
       layer: index of the layer that chooses.
       max_run: static, the most tokens of a sequence that are run, new ones included.
-      compiled: the functions that run a layer and compute logits.
 
     Returns:
       Logits of the last tokens f32[B V], each layer's exact prompt, and the tokens that were run i32[B n], -1 unused.
@@ -125,7 +123,7 @@ def partial_prefill(
 
     def run(first: int, stop: int, mode: ForwardMode, states: Sequence[Any]) -> tuple[Array, tuple[Any, ...]]:
         part = calls[first:stop], states[first:stop]
-        return run_layers(params, hidden, angles, mode, *part, target=target, compiled=compiled, first_layer=first)
+        return run_layers(params, hidden, angles, mode, *part, target=target, first_layer=first)
 
     no_states = (None,) * len(calls)
     hidden, below = run(0, layer, PartialPrefill(pos, pos, source, rotation), no_states)
@@ -137,7 +135,7 @@ def partial_prefill(
     angles = jax.tree.map(lambda x: take_tokens(x, jnp.maximum(at, 0)), angles)
     hidden, above = run(layer + 1, len(calls), mode, prompts)
     # A text's last token is new, and so the last of the tokens that were run.
-    logits = compiled.unembed(outer, take_last(hidden, (at >= 0).sum(-1, dtype=jnp.int32)), target=target)
+    logits = target.unembed(outer, take_last(hidden, (at >= 0).sum(-1, dtype=jnp.int32)), target=target)
     return logits, (*below, *here, *above), at
 
 

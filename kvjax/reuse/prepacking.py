@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 
 from kvjax.cache.protocol import KVMethod
 from kvjax.core.types import Array, KVBlock, pytree
-from kvjax.engine.forward import Target, embed_at, layer_calls, outer_params, run_layers
+from kvjax.engine.forward import embed_at, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, prompt_of_inputs
 from kvjax.engine.modes import ForwardMode, attend_all
 from kvjax.errors import KvjaxError
-from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.compile_options import target_for
 from kvjax.generation.context import ROOM_TOKENS, Context
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, round_up, token_ids
@@ -83,16 +83,14 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
     rows, starts = (jnp.asarray(x, jnp.int32) for x in zip(*places, strict=True))
     lengths = jnp.asarray([len(row) for row in ids], jnp.int32)
     mode = PackedPrefill(pos, prompt_ids, rows, starts, lengths, round_up(longest))
-    plan, target = (AllQueries(),) * model.config.layers, Target(model.config)
-    compiled = compiled_for(model, tokens.size, in_place=False, num_logits=len(ids))
+    plan = (AllQueries(),) * model.config.layers
+    target = target_for(model, tokens.size, in_place=False, num_logits=len(ids))
     with Timer().timed():
         hidden, angles = _embed_at(outer_params(model.params), tokens, pos, target=target)
         calls, no_states = layer_calls(plan, model.config), (None,) * len(plan)
-        hidden, prompts = run_layers(
-            model.params, hidden, angles, mode, calls, no_states, target=target, compiled=compiled
-        )
+        hidden, prompts = run_layers(model.params, hidden, angles, mode, calls, no_states, target=target)
         hidden = hidden[rows, starts + lengths - 1]  # each prompt's last token
-        last = jax.block_until_ready(compiled.unembed(outer_params(model.params), hidden, target=target))
+        last = jax.block_until_ready(target.unembed(outer_params(model.params), hidden, target=target))
     check_logits(model, last, ids)
     return FullKV(model, prompts, lengths, last, ids)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -83,15 +85,14 @@ def test_a_batch_on_a_wide_model_is_decoded_without_packing_and_as_its_rows_alon
         texts.append(run_layer.lower(*args, **static).compile().as_text())
         return run_layer(*args, **static)
 
-    compiled_for = compile_options.compiled_for
+    target_for = compile_options.target_for
 
-    def compiled_with_records(model, num_tokens, **more):
-        compiled = compiled_for(model, num_tokens, **more)
-        if compiled.run_layer is run_layer:
-            return forward.Compiled(run_and_record_program, compiled.unembed)
-        return compiled
+    def target_with_records(model, num_tokens, **more):
+        target = target_for(model, num_tokens, **more)
+        is_recorded = target.run_layer is run_layer
+        return dataclasses.replace(target, run_layer=run_and_record_program) if is_recorded else target
 
-    monkeypatch.setattr("kvjax.generation.session.compiled_for", compiled_with_records)
+    monkeypatch.setattr("kvjax.generation.session.target_for", target_with_records)
     together = kvjax.generate(model, prompts, "full", max_new_tokens=4)
     assert len(texts) == 3 and "f32[4,768]" in texts[0]
     assert all("dot(" in text and "ynn" not in text for text in texts)

@@ -9,10 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import functional
-from kvjax.engine import decode, forward, prefill
+from kvjax.engine import decode, prefill
 from kvjax.engine.forward import Target
 from kvjax.engine.plan import bind
-from kvjax.generation.compile_options import compiled_for
+from kvjax.generation.compile_options import target_for
 from kvjax.testing import full_copies, toy_model
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1]]
@@ -85,15 +85,15 @@ def test_a_method_that_asks_for_its_place_gets_it(method):
 def test_a_step_in_place_copies_no_host_buffer():
     model = toy_model()
     _, cache = kvjax.prefill(model, PROMPTS, "specache:bits=1,group=8,residual=8,topk=3", capacity=64)
-    target, tokens = Target(model.config), jnp.zeros((2, 2), jnp.int32)  # each sequence's token and its draft
+    tokens = jnp.zeros((2, 2), jnp.int32)  # each sequence's token and its draft
     programs = []
 
     def run_and_record_program(*args, call, target):
-        run_layer = compiled_for(model, tokens.size, in_place=True).run_layer
+        run_layer = target_for(model, tokens.size, in_place=True).run_layer
         programs.append(run_layer.lower(*args, call=call, target=target).compile().as_text())
         return run_layer(*args, call=call, target=target)
 
     shape = cache.layers[0].k.data.shape
-    decode.step(model.params, tokens, cache, 1, target, compiled=forward.Compiled(run_layer=run_and_record_program))
+    decode.step(model.params, tokens, cache, 1, Target(model.config, run_layer=run_and_record_program))
     assert len(programs) == model.config.layers
     assert not any(full_copies(text, shape) for text in programs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -144,8 +143,9 @@ def statements_after_fetch(text: str) -> list[str]:
 
 def lower_step(model, method: str) -> str:
     state, s, target = start_decode(model, method)
-    inlined = forward.Compiled(forward.apply_layer, forward.apply_unembed)  # so that a layer is no call in the text
-    step = jax.jit(functools.partial(decode_loop.step, compiled=inlined), static_argnames="target")
+    # So that a layer is no call in the text.
+    target = dataclasses.replace(target, run_layer=forward.apply_layer, unembed=forward.apply_unembed)
+    step = jax.jit(decode_loop.step, static_argnames="target")
     return step.lower(model.params, state, s, target=target).as_text()
 
 
