@@ -156,25 +156,36 @@ def test_a_rows_draw_does_not_depend_on_its_neighbours():
         ({"temperature": 1.0, "top_k": 2**31}, "top_k must be an integer"),
         ({"temperature": 1.0, "top_p": 1e-40}, "top_p must be a number"),  # float32 has no such number
         ({"top_k": 5}, "need temperature > 0"),
+        ({"seed": -1}, "seed must be an integer from 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number from 1e-30 to 1e.30, got 0; 1 is none"),
+        ({"repetition_penalty": "1"}, "repetition_penalty must be a number"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be a number from -2 to 2, got 2.5; 0 is none"),
+        ({"presence_penalty": None}, "presence_penalty must be a number from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be a number from -2 to 2"),
+        ({"frequency_penalty": True}, "frequency_penalty must be a number from -2 to 2"),
     ],
 )
 def test_values_out_of_range_are_refused(fields, says):
     with pytest.raises(KvjaxError, match=says):
-        SamplingParams(**fields).sampler()
+        SamplingParams(**fields)
 
 
 def test_params_are_plain_and_hash():
     """A value is static in a compiled program, from whatever kind of numbers it was made."""
-    params = kvjax.SamplingParams(jnp.float32(0.5), np.int64(3), np.float32(0.75), jnp.float32(0.25), np.uint8(7))
-    assert params == kvjax.SamplingParams(0.5, 3, 0.75, 0.25, 7) and hash(params) == hash(dataclasses.astuple(params))
-    assert {type(x) for x in dataclasses.astuple(params)} == {int, float}
+    numbers = (
+        jnp.float32(0.5),
+        np.int64(3),
+        np.float32(0.75),
+        jnp.float32(0.25),
+        np.uint8(7),
+        jnp.float32(1.5),
+        np.int64(1),
+    )
+    params, plain = kvjax.SamplingParams(*numbers), kvjax.SamplingParams(0.5, 3, 0.75, 0.25, 7, 1.5, 1)
+    assert params == plain and hash(params) == hash(dataclasses.astuple(params))
+    assert [type(x) for x in dataclasses.astuple(params)] == [float, int, float, float, int, float, float, float]
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.seed = 1
-
-
-def test_a_seed_is_checked_where_it_is_written():
-    with pytest.raises(KvjaxError, match="seed must be an integer from 0"):
-        kvjax.SamplingParams(seed=-1)
 
 
 @pytest.fixture(scope="module")
