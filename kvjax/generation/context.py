@@ -22,7 +22,7 @@ from kvjax.generation import checks, save
 from kvjax.generation.extend_prefix import read_after_prefix
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, check_room, round_up, token_ids
 from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
-from kvjax.generation.options import DecodeOptions, GenerateOptions, check_streamed, resolve_options
+from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result, concat_results
 from kvjax.generation.session import DecodeSession, start_decoding
 from kvjax.generation.timing import Timer
@@ -96,14 +96,11 @@ class Context:
           **options: max_new_tokens, temperature, stop and the others of `kvjax.GenerateOptions`.
         """
         resolved = resolve_options(self.model, options, knows_tokens=self.ids is not None)
-        return self._start(resolved, first_row, use_up)
-
-    def _start(self, options: DecodeOptions, first_row: int, use_up: bool) -> DecodeSession:
         self._check_known()
         arguments.integer("first_row", first_row, 0)
-        check_room(self.cache, options.max_new_tokens - 1)  # the last token is not fed
+        check_room(self.cache, resolved.max_new_tokens - 1)  # the last token is not fed
         return start_decoding(
-            self.model, self.last, self.cache, options, prompt_ids=self.ids, first_row=first_row, keep=not use_up
+            self.model, self.last, self.cache, resolved, prompt_ids=self.ids, first_row=first_row, keep=not use_up
         )
 
     @checks_keywords
@@ -135,11 +132,11 @@ class Context:
           **options: as in `start`.
         """
         ids = token_ids(self.model, questions, begins=are_empty(self.cache))
-        resolved = resolve_options(self.model, options, knows_tokens=self.ids is not None)
+        resolve_options(self.model, options, knows_tokens=self.ids is not None)  # errors come before anything is run
         if self.num_sequences == 1 < len(ids):
             each = enumerate(ids, arguments.integer("first_row", first_row, 0))
             return concat_results([self.ask([q], first_row=i, width=width, **options) for i, q in each])
-        return self.feed(ids, width=width)._start(resolved, first_row, use_up=True).finish()
+        return self.feed(ids, width=width).generate(first_row=first_row, use_up=True, **options)
 
     @checks_keywords
     def score(
