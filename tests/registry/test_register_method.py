@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import jax
+import lazy_loader
 import numpy as np
 import pytest
 
@@ -65,6 +66,11 @@ def in_kvjax(tmp_path, monkeypatch, clean_registry):
     """Puts the file into a folder that counts as a part of kvjax/methods."""
     (tmp_path / "value_norm.py").write_text(VALUE_NORM)
     monkeypatch.setattr(kvjax.methods, "__path__", [*kvjax.methods.__path__, str(tmp_path)])
+    # As the package does when it is imported with that file in its folder.
+    names = {name: [name] for name in (*dir(kvjax.methods), "value_norm")}
+    attached = lazy_loader.attach("kvjax.methods", submod_attrs=names)
+    for name, value in zip(("__getattr__", "__dir__", "__all__"), attached, strict=True):
+        monkeypatch.setattr(kvjax.methods, name, value)
     yield
     vars(kvjax.methods).pop("value_norm", None)
     sys.modules.pop("kvjax.methods.value_norm", None)
