@@ -15,7 +15,7 @@ from kvjax.errors import KvjaxError
 from kvjax.models.model import Model
 from kvjax.registry.strings import name_of
 from kvjax.testing.preparation import prepare
-from kvjax.testing.rules import DECODED_TOKENS, NUM_STATIC_RULES, RULES, Breach, MethodRun, users_line
+from kvjax.testing.rules import DECODED_TOKENS, NUM_STATIC_RULES, RULES, Breach, ModelRun, users_line
 from kvjax.utils import arguments, display
 from kvjax.utils.keywords import checks_keywords
 
@@ -103,7 +103,7 @@ def check_method(
         ids = np.concatenate([rng.permutation(model.config.vocab_size) for _ in range(rounds)]).tolist()
         prompts.append(ids[:n])
         following.append(ids[n : n + DECODED_TOKENS])
-    run, reports = MethodRun(model, checked, twin, prompts, following), []
+    run, reports = ModelRun(checked, prompts, following, model, twin), []
     with display.StatusLine(progress) as status, _name_failures(name):
         for number, rule in enumerate(RULES, 1):
             if number == NUM_STATIC_RULES + 1:
@@ -119,7 +119,7 @@ def check_method(
     return CheckReport(name, tuple(reports), time.perf_counter() - start, notes)
 
 
-def _check_that_tokens_leave(run: MethodRun, name: str) -> None:
+def _check_that_tokens_leave(run: ModelRun, name: str) -> None:
     """Raises KvjaxError if a method that evicts keeps the longest prompt whole."""
     length, heads = len(run.prompts[0]), [head for layer in kept_positions(run.first_cache) for head in layer[0]]
     if run.method.traits.evicts and all(len(head) >= length for head in heads):

@@ -10,7 +10,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.components import Codec
 from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.method import Method
-from kvjax.cache.protocol import Cache, KVMethod, LayerState
+from kvjax.cache.protocol import Cache, KVMethod, LayerSpec, LayerState
 from kvjax.cache.validation import find_difference, uncompared_fields
 from kvjax.core import memory
 from kvjax.engine.plan import bind
@@ -33,7 +33,6 @@ from kvjax.registry.strings import method_of
 from kvjax.testing.index_guard import GuardedMethod, IndexRead
 
 DECODED_TOKENS = 6  # one by one, after each prompt
-RAGGED_COUNTS = ((3, 1, 2), (2, 3, 1), (1, 2, 3))  # tokens fed to each sequence at once: each meets each number
 LEAST_COSINE = 0.2  # mean, of stored vectors with the true ones; codes of one bit have 0.6
 LOGIT_TOLERANCE = {4: 1e-3, 2: 5e-2}
 """The difference of two programs' logits, as a fraction of the greatest one, by the bytes of the model's numbers."""
@@ -43,13 +42,49 @@ ROUNDED_CODES_FACTOR = 20
 
 @dataclasses.dataclass(frozen=True)
 class MethodRun:
-    """A method on three prompts, the first the longest and the second of one token, and the tokens after each."""
+    """A method on three prompts, the first the longest and the second of one token, and the tokens after each.
 
-    model: Model
+    `ModelRun` runs it on a whole model; the battery of the tests has a run on one layer.
+    """
+
     method: KVMethod
-    twin: KVMethod  # made in the same way
     prompts: list[list[int]]
     following: list[list[int]]
+    ragged_counts: ClassVar[tuple[tuple[int, ...], ...]] = ((3, 1, 2), (2, 3, 1), (1, 2, 3))
+    """Tokens that are fed to each sequence at once: each sequence meets each number."""
+
+    def read(self, sequences: list[int]) -> Cache:
+        """Returns the cache after the prompts of these sequences; a single one may be read several times over."""
+        raise NotImplementedError
+
+    def feed(self, cache: Cache, tokens: list[list[int]]) -> tuple[np.ndarray, Cache]:
+        """Feeds tokens to each sequence in one call, and returns (logits, or a layer's output, f32[B T ..], cache)."""
+        raise NotImplementedError
+
+    def are_close(self, x: np.ndarray, y: np.ndarray, factor: int = 1) -> bool:
+        """Whether x and y differ by rounding alone; `factor` widens the tolerance."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def first_cache(self) -> Cache:
+        """The cache after all prompts."""
+        return self.read([0, 1, 2])
+
+    @functools.cached_property
+    def steps(self) -> list[tuple[np.ndarray | None, Cache]]:
+        """(logits [B 1 V], cache) after the prompts, and after each step of all sequences together."""
+        steps: list[tuple[np.ndarray | None, Cache]] = [(None, self.first_cache)]
+        for tokens in zip(*self.following, strict=True):
+            steps.append(self.feed(steps[-1][1], [[token] for token in tokens]))
+        return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelRun(MethodRun):
+    """A method on prompts of a model."""
+
+    model: Model
+    twin: KVMethod  # made in the same way as the method
 
     def read(self, sequences: list[int], capacity: int | None = None) -> Cache:
         """Returns the cache after the prompts of these sequences."""
@@ -64,27 +99,14 @@ class MethodRun:
         out, cache = extend_padded(self.model, tokens, cache)
         return np.asarray(out, np.float32), cache
 
-    @functools.cached_property
-    def first_cache(self) -> Cache:
-        """The cache after all prompts."""
-        return self.read([0, 1, 2])
+    def are_close(self, x: np.ndarray, y: np.ndarray, factor: int = 1) -> bool:
+        """Whether x and y differ by a fraction of the greatest one that rounding explains."""
+        return np.abs(x - y).max() <= factor * LOGIT_TOLERANCE[self.model.dtype.itemsize] * np.abs(y).max()
 
     @functools.cached_property
-    def with_index_guard(self) -> MethodRun:
+    def with_index_guard(self) -> ModelRun:
         """The same prompts under the method whose layers raise `IndexRead`."""
         return dataclasses.replace(self, method=GuardedMethod(self.method))
-
-    @functools.cached_property
-    def steps(self) -> list[tuple[np.ndarray | None, Cache]]:
-        """(logits [B 1 V], cache) after the prompts, and after each step of all sequences together."""
-        steps: list[tuple[np.ndarray | None, Cache]] = [(None, self.first_cache)]
-        for t in range(DECODED_TOKENS):
-            steps.append(self.feed(steps[-1][1], [tokens[t : t + 1] for tokens in self.following]))
-        return steps
-
-    def are_close(self, x: np.ndarray, y: np.ndarray, factor: int = 1) -> bool:
-        """Whether x and y differ by rounding alone; `factor` widens the tolerance."""
-        return np.abs(x - y).max() <= factor * LOGIT_TOLERANCE[self.model.dtype.itemsize] * np.abs(y).max()
 
 
 class Breach(NamedTuple):
@@ -103,15 +125,17 @@ class Rule:
       says: the rule in words.
       remedy: the usual repair of a method that breaks it.
       find: returns an empty text if the rule is kept, the problem, or a `Breach` with a remedy of its own.
+      needs_model: whether `find` takes a `ModelRun`; the other rules also hold of one layer.
     """
 
     name: str
     says: str
     remedy: str
-    find: Callable[[MethodRun], str | Breach]
+    find: Callable[[Any], str | Breach]
+    needs_model: bool = True
 
 
-def find_inequality(run: MethodRun) -> str | Breach:
+def find_inequality(run: ModelRun) -> str | Breach:
     """Compares the method with its twin, and the layers that each is bound to."""
     pairs = [("method", run.method, run.twin)]
     pairs += zip(itertools.repeat("the bound layer"), *(bind(x, run.model.config) for x in (run.method, run.twin)))
@@ -121,14 +145,14 @@ def find_inequality(run: MethodRun) -> str | Breach:
     return ""
 
 
-def find_uncompared_field(run: MethodRun) -> str:
+def find_uncompared_field(run: ModelRun) -> str:
     """Finds a field that does not take part in equality: compiled programs are cached by the method's value."""
     for field in uncompared_fields("method", run.method):
         return f"{field} is not compared, so that methods which differ there share one compiled program"
     return ""
 
 
-def find_unpacked(run: MethodRun) -> str | Breach:
+def find_unpacked(run: ModelRun) -> str | Breach:
     """Looks at the shapes of what codecs store of two numbers of slots: which arrays grow, and along which axis."""
     config, dtype = run.model.config, run.model.dtype
     few, many = 1024, 2048  # multiples of every group and page, and beyond every recent window
@@ -153,7 +177,7 @@ def find_unpacked(run: MethodRun) -> str | Breach:
     return ""
 
 
-def find_invalid_scores(run: MethodRun) -> str:
+def find_invalid_scores(run: ModelRun) -> str:
     """Runs without compiling, so that the parts of a method that check values can see them."""
     # The next rule reports an index that is used, from this same cache.
     with jax.disable_jit(), contextlib.suppress(IndexRead):
@@ -164,7 +188,7 @@ def find_invalid_scores(run: MethodRun) -> str:
     return ""
 
 
-def find_index_read(run: MethodRun) -> str:
+def find_index_read(run: ModelRun) -> str:
     """Runs without compiling, since compiled programs of guarded layers would serve nothing else."""
     guarded = run.with_index_guard
     with jax.disable_jit():
@@ -197,6 +221,9 @@ def find_changed_state(run: MethodRun) -> str:
     for i, states in enumerate(zip(before.layers, after.layers, strict=True)):
         if changed := changed_types(*states):
             return f"in layer {i} a step makes {changed}"
+        kinds = [[x.sharding.memory_kind for x in jax.tree.leaves(state)] for state in states]
+        if kinds[0] != kinds[1]:
+            return f"in layer {i} a step moves an array of the state to another memory"
     return ""
 
 
@@ -289,19 +316,19 @@ def _method_layers(cache: Cache) -> list[tuple[MethodLayer, LayerState]]:
 
 def find_codec_mismatch(run: MethodRun) -> str:
     """Compares the ways to read what a codec stores with each other."""
-    for t in (0, DECODED_TOKENS):
+    for t in (0, len(run.steps) - 1):
         _, cache = run.steps[t]
         for i, (layer, state) in enumerate(_method_layers(cache)):
             for name, codec, stored in (("keys", layer.k, state.k), ("values", layer.v, state.v)):
-                if wrong := _codec_mismatch(run, codec, stored, np.asarray(state.pos)):
+                if wrong := _codec_mismatch(run, layer.spec, codec, stored, np.asarray(state.pos)):
                     return f"in layer {i}, after step {t}, of the {name}, {wrong}"
     return ""
 
 
-def _codec_mismatch(run: MethodRun, codec: Codec, stored: Any, pos: np.ndarray) -> str:
+def _codec_mismatch(run: MethodRun, spec: LayerSpec, codec: Codec, stored: Any, pos: np.ndarray) -> str:
     decoded, name = codec.decode(stored), type(codec).__name__
     B, _, S = pos.shape
-    shape = (B, run.model.config.kv_heads, S, run.model.config.head_dim)
+    shape = (B, spec.num_kv_heads, S, spec.head_dim)
     if decoded.shape != shape or not jnp.issubdtype(decoded.dtype, jnp.floating):
         return f"{name}.decode gives {jax.typeof(decoded)}, and must give floats [B K S H], here {shape}"
     idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), shape[:3])
@@ -318,7 +345,7 @@ def _codec_mismatch(run: MethodRun, codec: Codec, stored: Any, pos: np.ndarray) 
 def find_wrong_contents(run: MethodRun) -> str:
     """Compares the first layer with the full cache's: keys and values reach it unchanged under any method."""
     full = dataclasses.replace(run, method=method_of("full"))
-    for t in (0, DECODED_TOKENS):
+    for t in (0, len(run.steps) - 1):
         first, exact_first = (_method_layers(x.steps[t][1])[:1] for x in (run, full))
         for (layer, state), (_, exact) in zip(first, exact_first, strict=False):
             sides = {"values": (layer.v.decode(state.v), memory.unpack(exact.v))}
@@ -352,13 +379,13 @@ def find_dependence(run: MethodRun) -> str | Breach:
     for row in range(3):
         alone: list[tuple[np.ndarray | None, Cache]] = [(None, run.read([row]))]
         first_caches.append(alone[0][1])
-        for t in range(DECODED_TOKENS):
-            alone.append(run.feed(alone[-1][1], [run.following[row][t : t + 1]]))
+        for token in run.following[row]:
+            alone.append(run.feed(alone[-1][1], [[token]]))
         for t, (single, batch) in enumerate(zip(alone, run.steps, strict=True)):
             if wrong := _sequence_difference(run, row, single, batch):
                 return f"{wrong} when it is read alone than with others, after step {t}"
-    for row, first_cache in enumerate(first_caches):
-        if wrong := _ragged_difference(run, row, first_cache):
+    for counts in run.ragged_counts:
+        if wrong := _ragged_difference(run, counts, first_caches):
             return Breach(
                 f"{wrong} when it is fed together with sequences that are fed other numbers of tokens",
                 "Usual cause: sequences that get no token in a step are changed nevertheless: where `q_pos` is -1, "
@@ -368,19 +395,26 @@ def find_dependence(run: MethodRun) -> str | Breach:
     return ""
 
 
-def _ragged_difference(run: MethodRun, row: int, first_cache: Cache) -> str:
-    """Feeds all sequences unequal numbers of tokens in one call, and compares one with itself alone."""
-    for counts in RAGGED_COUNTS:
-        # Alone the sequence is fed as many tokens in a call: a method may treat a chunk differently from single steps.
-        fed = [tokens[:count] for tokens, count in zip(run.following, counts, strict=True)]
-        single, batch = run.feed(first_cache, fed[row : row + 1]), run.feed(run.first_cache, fed)
-        if wrong := _sequence_difference(run, row, single, batch, counts[row] - 1):
-            return wrong
-        for t in range(DECODED_TOKENS - max(counts)):
-            fed = [tokens[count + t : count + t + 1] for tokens, count in zip(run.following, counts, strict=True)]
-            single, batch = run.feed(single[1], fed[row : row + 1]), run.feed(batch[1], fed)
-            if wrong := _sequence_difference(run, row, single, batch):
-                return f"{wrong}, {t + 1} steps later,"
+def _ragged_difference(run: MethodRun, counts: tuple[int, ...], first_caches: list[Cache]) -> str:
+    """Feeds sequences unequal numbers of tokens in one call, then one by one, and compares each with itself alone."""
+    # Alone a sequence is fed as many tokens in a call: a method may treat a chunk differently from single steps.
+    fed = [tokens[:count] for tokens, count in zip(run.following, counts, strict=True)]
+    batch, singles = (
+        run.feed(run.first_cache, fed),
+        [run.feed(cache, [tokens]) for cache, tokens in zip(first_caches, fed, strict=True)],
+    )
+    for t in range(len(run.following[0]) - min(counts) + 1):
+        is_fed = [bool(tokens) for tokens in fed]
+        for row in range(3):
+            last = counts[row] - 1 if t == 0 else 0
+            # Without a new token a sequence has no logits, and holds what it held.
+            single, whole = ((x[0] if is_fed[row] else None, x[1]) for x in (singles[row], batch))
+            if wrong := _sequence_difference(run, row, single, whole, last):
+                return f"{wrong}, {t} steps later," if t else wrong
+        fed = [tokens[n + t : n + t + 1] for tokens, n in zip(run.following, counts, strict=True)]
+        if any(fed):
+            batch = run.feed(batch[1], fed)
+            singles = [run.feed(x[1], [tokens]) if tokens else x for x, tokens in zip(singles, fed, strict=True)]
     return ""
 
 
@@ -417,7 +451,7 @@ def _policy_statistics(cache: Cache, row: int) -> list[list[np.ndarray]]:
     return statistics
 
 
-def find_inexact_logits(run: MethodRun) -> str:
+def find_inexact_logits(run: ModelRun) -> str:
     """Compares with the full cache's logits where `traits.exact` is set."""
     if not run.method.traits.exact:
         return ""
@@ -429,7 +463,7 @@ def find_inexact_logits(run: MethodRun) -> str:
     return ""
 
 
-def find_unplanned_bytes(run: MethodRun) -> str:
+def find_unplanned_bytes(run: ModelRun) -> str:
     """Compares the bytes of the last step with the planned ones."""
     _, cache = run.steps[-1]
     total = state_bytes(cache).total
@@ -444,7 +478,7 @@ def find_unplanned_bytes(run: MethodRun) -> str:
     return ""
 
 
-def find_loop_mismatch(run: MethodRun) -> str:
+def find_loop_mismatch(run: ModelRun) -> str:
     """Compares the tokens of both decode loops, in float32 alone: 16-bit rounding may tell two sound loops apart."""
     if run.model.dtype.itemsize < 4:
         return ""
@@ -497,6 +531,7 @@ RULES = (
         "Usual cause: a step that concatenates or lets a dtype widen: write into slots (`x.at[...].set(...)`) and cast "
         "the result (`.astype(x.dtype)`).",
         find_changed_state,
+        needs_model=False,
     ),
     Rule(
         "finite",
@@ -504,12 +539,14 @@ RULES = (
         "Usual cause: a scale of zero that is divided by, or empty slots that are read: `jnp.maximum(scale, 1e-6)`, "
         "and mask empty slots: `block.pos >= 0`.",
         find_nonfinite_logits,
+        needs_model=False,
     ),
     Rule(
         "positions",
         "a head holds tokens of the text, each once, and the newest one",
         "",  # each of its findings has its own remedy
         find_wrong_positions,
+        needs_model=False,
     ),
     Rule(
         "codecs",
@@ -517,6 +554,7 @@ RULES = (
         "`decode(stored)` gives floats [B K S H] of all slots, and `gather(stored, idx)` the same numbers at the slots "
         "`idx` [B K n]: `jnp.take_along_axis(self.decode(stored), idx[..., None], 2)`.",
         find_codec_mismatch,
+        needs_model=False,
     ),
     Rule(
         "contents",
@@ -524,6 +562,7 @@ RULES = (
         "Usual cause: vectors and positions that are moved differently, or an `append` that drops what is new: gather "
         "keys, values and positions by the same indices, and return the updated arrays.",
         find_wrong_contents,
+        needs_model=False,
     ),
     Rule(
         "independence",
@@ -531,6 +570,7 @@ RULES = (
         "Usual cause: something is computed over the whole batch or over padding: mask empty slots "
         "(`block.pos >= 0`) and compute per sequence and head, with no mean, maximum or sort over axis 0.",
         find_dependence,
+        needs_model=False,
     ),
     Rule(
         "exact",

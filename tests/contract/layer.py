@@ -6,20 +6,22 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.protocol import BoundLayer, LayerSpec, num_layer_slots
+from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec, num_layer_slots
 from kvjax.core.attention import split_blocks
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
+from kvjax.models.config import Config
 from kvjax.registry.strings import method_of
 from kvjax.testing import dense_attention
+from kvjax.testing.rules import MethodRun
 
 B, K, G, H = 3, 2, 2, 32
 D = 8
@@ -233,6 +235,72 @@ def dense_outputs(batch: SequenceBatch, window: int | None = None) -> np.ndarray
         k, v = (np.asarray(x[b])[:, : length + STEPS] for x in (batch.k, batch.v))
         out[b] = dense_attention(q, k, v, pos, window).reshape(out[b].shape)
     return out
+
+
+MODEL = Config(2, D, layers=1, heads=K * G, kv_heads=K, head_dim=H, mlp_width=D)
+"""A model of that layer, which is only counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRun(MethodRun):
+    """A method on that layer: the tokens of a prompt are the indices of their vectors in a batch.
+
+    A sequence that is read alone fills the batch with copies of itself, so that nothing more is compiled.
+    """
+
+    batch: SequenceBatch
+    padding: float = 1e4  # what lies where a sequence of a batch has no token; 0 where it is alone
+    ragged_counts: ClassVar = ((1, 3, 5), (3, 5, 1), (5, 1, 3), (2, 4, 6), (4, 6, 2), (6, 2, 4))
+
+    @classmethod
+    def of(cls, method: Any, batch: SequenceBatch | None = None) -> LayerRun:
+        """Runs a method, or its string, on the prompts of a batch and the tokens that follow them."""
+        batch = batch or random_batch()
+        ids = np.arange(batch.k.shape[0] * batch.k.shape[2]).reshape(batch.k.shape[0], -1).tolist()
+        pairs = [(row[:n], row[n : n + STEPS]) for row, n in zip(ids, batch.lengths, strict=True)]
+        return cls(method_of(method), *map(list, zip(*pairs, strict=True)), batch)
+
+    @functools.cached_property
+    def layer(self) -> BoundLayer:
+        """The bound layer."""
+        return bind(self.method)
+
+    @functools.cached_property
+    def vectors(self) -> tuple[np.ndarray, ...]:
+        """Queries [B*S K G H], keys and values [B*S K H] of all tokens."""
+        arrays = (np.asarray(x) for x in (self.batch.q, self.batch.k, self.batch.v))
+        return tuple(np.moveaxis(x, -2, 1).reshape(-1, *x.shape[1:-2], H) for x in arrays)
+
+    def gather(self, tokens: list[list[int]], first: np.ndarray, width: int) -> NewTokens:
+        """The vectors of tokens at positions from `first` on, padded to a width."""
+        padding = self.padding if len({tuple(row) for row in tokens}) > 1 else 0.0
+        is_token = np.arange(width)[None] < np.array([[len(row)] for row in tokens])
+        ids = np.array([row + [0] * (width - len(row)) for row in tokens])
+        arrays = []
+        for table in self.vectors:
+            mask = is_token.reshape(*ids.shape, *(1,) * (table.ndim - 1))
+            arrays.append(jnp.asarray(np.moveaxis(np.where(mask, table[ids], np.float32(padding)), 1, -2)))
+        pos = np.where(is_token, first[:, None] + np.arange(width), -1).astype(np.int32)
+        return arrays[0], KVBlock(arrays[1], arrays[2], jnp.asarray(pos[:, None]))
+
+    def read(self, sequences: list[int]) -> Cache:
+        tokens = [self.prompts[i] for i in (sequences * B)[:B]]
+        state = _compile_prefill(self.layer, num_slots(self.layer))(*self.gather(tokens, np.zeros(B, int), LONGEST))
+        lengths = jnp.asarray([len(row) for row in tokens], jnp.int32)
+        return Cache((state,), lengths, CAPACITY, (self.layer,), MODEL, "float32")
+
+    def feed(self, cache: Cache, tokens: list[list[int]]) -> tuple[np.ndarray, Cache]:
+        tokens = (tokens * B)[:B]
+        counts = np.array([len(row) for row in tokens])
+        width = 1 if counts.max() == 1 else STEPS
+        new = self.gather(tokens, np.asarray(cache.length), width)
+        out, state = compile_extend(self.layer, width)(cache.layers[0], new)
+        length = cache.length + jnp.asarray(counts, jnp.int32)
+        out = np.moveaxis(np.asarray(out), 3, 1)
+        return out, dataclasses.replace(cache, layers=(state,), length=length)
+
+    def are_close(self, x: np.ndarray, y: np.ndarray, factor: int = 1) -> bool:
+        return np.allclose(x, y, rtol=0, atol=2e-6)
 
 
 def trace(fun: Callable, *args: Any) -> Any:

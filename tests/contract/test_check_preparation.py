@@ -12,7 +12,7 @@ from kvjax.method_api import Method, TokenBudget, make_selection, register_metho
 from kvjax.registry.loading import load_all
 from kvjax.testing import BrokenRule, check_method, toy_model
 from kvjax.testing.preparation import prepare
-from kvjax.testing.rules import NUM_STATIC_RULES, RULES, MethodRun
+from kvjax.testing.rules import NUM_STATIC_RULES, RULES, ModelRun
 from tests.contract.test_check_method import Norms
 
 LENGTH = 90  # the default of `kvjax check`
@@ -31,7 +31,7 @@ def number_of_slots(method, model) -> list[int]:
 def test_every_method_is_prepared_at_its_defaults(name):
     """It fits the model that is chosen for it, and something leaves the cache or lies beyond the exact window."""
     _, method, twin, model, _ = prepare(name, None, LENGTH)
-    run = MethodRun(model, method, twin, [], [])
+    run = ModelRun(method, [], [], model, twin)
     assert not [found for rule in RULES[:NUM_STATIC_RULES] if (found := rule.find(run))]
     # A side store holds what the main slots lack.
     if method.traits.evicts and not method.side_store:
