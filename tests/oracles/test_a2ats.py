@@ -45,20 +45,6 @@ def test_it_equals_its_oracle_whatever_lies_in_empty_slots(changes):
             np.testing.assert_allclose(out[b, h], expected, atol=1e-5)
 
 
-def test_ragged_chunks_are_single_steps():
-    """Sequence b gets counts[b] tokens in one call, then the rest; that of one token adds codewords meanwhile."""
-    batch, bound = layer.random_batch(), layer.bind(SMALL)
-    expected, state, done = layer.decode(SMALL, batch), layer.prefill(bound, batch), np.zeros(3, np.int32)
-    for counts in ([4, 1, 2], [3, 4, 4]):
-        new = layer.truncate_chunk(
-            layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + done).tokens(0, 4), counts
-        )
-        out, state = layer.compile_extend(bound, 4)(state, new)
-        for b, (start, count) in enumerate(zip(done, counts, strict=True)):
-            np.testing.assert_allclose(out[b, :, :, :count], expected[b, :, :, start : start + count], atol=3e-6)
-        done += np.array(counts, np.int32)
-
-
 def test_numbers_of_codewords_take_one_byte_or_two():
     codes = jnp.asarray([[[3, 0]]], jnp.int32)
     stored = [memory.pack(Codewords(words)._narrow(codes)) for words in (256, 257)]

@@ -109,18 +109,6 @@ def test_each_layer_keeps_its_budget_to_the_token_whole_and_in_chunks():
     assert tokens[0] == kvjax.generate(model, prompts[:1], text, max_new_tokens=5).tokens[0]
 
 
-def test_bytes_are_those_of_the_mean_and_not_of_the_longest_head():
-    model, prompts = toy_model(kv_heads=4), [list(range(90))]
-    context = kvjax.read(model, prompts, "snapkv:budget=34,window=2,kernel=3 + adakv:page=8", room=16)
-    pages = 4 * (34 + 7) // 8  # that all heads may need, in whole pages
-    slots = context.cache.layers[0].pos.shape[2]
-    slot_bytes = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
-    store = 4 * -(-pages // 4) * (8 * slot_bytes + 4)  # each page with its owner
-    assert context.bytes.total["device"] == 3 * (store + slots * (4 * 2 * 8 * 4 + 4) + 4) + 4
-    longest = max(len(head) for heads in context.kept_positions() for head in heads[0])
-    assert longest * 4 * slot_bytes > store
-
-
 @pytest.mark.parametrize(
     ("method", "says"),
     [

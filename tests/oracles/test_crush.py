@@ -24,7 +24,6 @@ from tests.oracles.test_eviction import (
     oracle_scores,
     random_block,
     select_block,
-    single_block,
 )
 
 KEEP = np.array([22, 16, 18, 12], np.int32)
@@ -159,28 +158,6 @@ def test_kvcrush_over_snapkv_for_the_whole_layer():
     )
     for b in range(len(LENGTHS)):
         assert kept_positions(out, b) == oracle_tokens(scorer, b, chooser, Token(), "layer")
-
-
-@pytest.mark.parametrize(
-    ("unit_tokens", "chooser"),
-    [(6, KVCrush(anchor="mean")), (6, KVCrush(anchor="alternate", rule="bins", seed=1)), (1, KMeans())],
-)
-def test_a_row_has_the_same_representatives_alone(unit_tokens, chooser):
-    units, count = random_units(unit_tokens)
-    scores, keys, valid, candidates = (x[2:] for x in units)
-    representatives = EvictableUnits(scores[:, :, :, :9], keys[:, :, :9], valid[:, :9], candidates[:, :9])
-    actual = choose_representatives(chooser, representatives, count[2:], 11)
-    np.testing.assert_array_equal(actual[0], np.asarray(choose_representatives(chooser, units, count, 11))[2])
-
-
-def test_rows_are_the_same_alone_and_whatever_the_padding_holds():
-    arguments = dict(scorer=AccumulatedAttention(), unit=Token(), represent=KVCrush(), **ARGUMENTS)
-    together = select_block(*random_block(), KEEP, **arguments)
-    for padding in (1e4, np.inf):
-        np.testing.assert_array_equal(together.pos, select_block(*random_block(padding=padding), KEEP, **arguments).pos)
-    np.testing.assert_array_equal(
-        select_block(*single_block(2), KEEP[2:3], **arguments).pos[0], np.asarray(together.pos)[2]
-    )
 
 
 def test_representatives_are_shared_and_the_count_stays():

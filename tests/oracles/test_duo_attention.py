@@ -17,10 +17,8 @@ from kvjax.cache.eviction.head_budgets import ALL_TOKENS
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
-from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
 from kvjax.methods.duo_attention import StreamingBudgets
-from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import adakv
 from tests.oracles import duo_attention as oracle
@@ -90,19 +88,6 @@ def test_where_all_heads_stream_they_hold_sinks_and_recent():
     batch_positions, positions = (cached_positions(m, layer.prefill(m, batch)) for m in (streaming, both))
     assert batch_positions == [[row[0]] * layer.K for row in positions]
     np.testing.assert_allclose(layer.decode(streaming.method, batch), layer.decode(both.method, batch), atol=2e-6)
-
-
-def test_each_layer_takes_the_bytes_of_its_own_heads(tmp_path):
-    model = toy_model(kv_heads=4)
-    table = write_table(tmp_path, [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], specs(model.config)[0])
-    text = f"duo_attention:sparsity=0.6,sinks=2,recent=4,page=8,table={table}"
-    taken = kvjax.planned_bytes(text, model.config, 64, dtype=jnp.float32).total["device"]
-    expected = 4  # the length of the cache's one sequence
-    for full in (4, 1, 0):
-        tokens = -(-(full * 64 + (4 - full) * 6) // 4)
-        shelf = -(-(4 * (tokens + 7) // 8) // 4)
-        expected += 4 * shelf * (8 * (2 * 8 * 4 + 4) + 4) + 4
-    assert taken == expected
 
 
 def test_weights_without_training_are_the_oracles_for_rows_of_any_length():

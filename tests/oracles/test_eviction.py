@@ -16,7 +16,6 @@ from kvjax.cache.eviction.selection import Selection
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock, gather_tokens
 from kvjax.methods.keynorm import KeyNorm
-from kvjax.methods.random import Random
 from tests.contract.layer import spec
 from tests.oracles import eviction as oracle
 
@@ -44,14 +43,6 @@ def random_block(seed: int = 0, padding: float = 0.0, queries: int | None = None
     return block, Observation(jnp.asarray(q), jnp.asarray(at))
 
 
-def single_block(b: int, queries: int | None = None):
-    """Sequence b of `random_block`, without neighbors and padding."""
-    block, observation = jax.tree.map(np.asarray, random_block(queries=queries))
-    n, index = LENGTHS[b], slice(b, b + 1)
-    at = slice(None) if queries else slice(n)
-    return KVBlock(block.k[index, :, :n], block.v[index, :, :n], block.pos[index, :, :n]), Observation(
-        observation.q[index, :, :, at], observation.pos[index, at]
-    )
 
 
 @functools.cache
@@ -116,18 +107,6 @@ def test_whole_chunks_and_pages(unit, per):
         assert kept_positions(out, b) == (expected[b] if per == "head" else expected[b][:1])
     if per == "layer":
         assert out.pos.shape == (4, 1, 24) and expected[0][0] == expected[0][1]
-
-
-@pytest.mark.parametrize(("scorer", "window"), [CASES[0], CASES[2], (Random(3), None)], ids=str)
-def test_rows_are_the_same_alone_and_whatever_the_padding_holds(scorer, window):
-    arguments = dict(slots=16, scorer=scorer, sinks=2, recent=W, unit=Token(), window=window)
-    queries = scorer.num_queries or None
-    together = select_block(*random_block(queries=queries), KEEP, **arguments)
-    for padding in (1e4, np.inf):
-        other = select_block(*random_block(padding=padding, queries=queries), KEEP, **arguments)
-        np.testing.assert_array_equal(together.pos, other.pos)
-    out = select_block(*single_block(2, queries), KEEP[2:3], **arguments)
-    np.testing.assert_array_equal(out.pos[0], np.asarray(together.pos)[2])
 
 
 def test_a_budget_of_the_whole_row_keeps_the_row():

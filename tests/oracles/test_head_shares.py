@@ -157,32 +157,12 @@ def test_a_plan_says_exactly_what_is_held_and_allocated(method, length, model, t
     np.testing.assert_array_equal(num_kept(context)[0], known)
 
 
-def test_bytes_held_are_those_of_whole_pages(model, table):
-    context = kvjax.read(model, PROMPTS[:1], f"keydiff:budget=12,recent=2 + head_shares:page=4,table={table}", room=16)
-    pages = (-(-num_kept(context) // 4)).sum()
-    slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
-    owners = sum(4 * state.side_store.owner.size for state in context.cache.layers)
-    length_bytes = 4 + 4 * LAYERS  # lengths of the cache, and of each layer
-    assert context.bytes.held["device"] == pages * 4 * slot + owners + length_bytes
-
-
 def test_a_budget_as_long_as_the_prompt_keeps_everything(model, table):
     for budget in ("100", "60", "100%"):
         context = kvjax.read(model, PROMPTS, f"keydiff:budget={budget} + head_shares:page=4,table={table}", room=8)
         assert (num_kept(context) == np.array([60, 7, 40])[:, None, None]).all()
         full = kvjax.read(model, PROMPTS, "full", room=8)
         assert context.generate(max_new_tokens=6).tokens == full.generate(max_new_tokens=6).tokens
-
-
-@pytest.mark.parametrize("more", ["", " + kvcrush + int8"])
-def test_a_sequence_does_not_depend_on_its_neighbours(more, model, table):
-    text = f"snapkv:budget=12,window=4,kernel=3 + head_shares:page=4,table={table}{more}"
-    together = kvjax.read(model, PROMPTS, text, room=8)
-    for b, prompt in enumerate(PROMPTS):
-        single = kvjax.read(model, [prompt], text, room=8)
-        for batch_heads, heads in zip(together.kept_positions(), single.kept_positions(), strict=True):
-            assert [head.tolist() for head in batch_heads[b]] == [head.tolist() for head in heads[0]]
-        assert together.generate(max_new_tokens=5).tokens[b] == single.generate(max_new_tokens=5).tokens[0]
 
 
 def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
@@ -197,13 +177,6 @@ def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
         seconds.append(result.compile_seconds)
         shapes.append([part.side_store.pos.shape for part in context.cache.layers])
     assert shapes[0] == shapes[1] and seconds[1] < 0.1 * seconds[0]
-
-
-def test_representatives_leave_no_head_without_tokens_of_its_own(model, table):
-    text = f"keydiff:budget=12,recent=2 + head_shares:page=4,table={table} + kvcrush:share=0.5"
-    lengths = num_kept(kvjax.read(model, PROMPTS[:1], text))[0]
-    means = -(-lengths.sum(1) // HEADS) - 2
-    assert lengths.sum() == 12 * LAYERS * HEADS and (lengths.min(1) >= 2 + means // 2).all()
 
 
 @pytest.mark.parametrize(

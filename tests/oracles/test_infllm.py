@@ -23,7 +23,7 @@ from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.infllm import BlockReader, infllm
 from kvjax.registry.strings import parse
-from kvjax.testing import dense_attention, full_copies, toy_model
+from kvjax.testing import full_copies, toy_model
 from tests.oracles import infllm as oracle
 from tests.oracles.online import rope
 
@@ -123,51 +123,6 @@ def test_chunks_of_more_queries_than_are_attended_at_once():
     np.testing.assert_allclose(out[0], oracle.infllm(*sequences[0], [70, 70, 10], **args)[0], atol=2e-5)
 
 
-@pytest.mark.parametrize("changes, window", [({"local": 60}, None), ({}, 4)], ids=str)
-def test_c1_with_a_window_for_all_it_is_dense_attention(changes, window):
-    sequences = random_sequences()
-    out, _ = decode(bind_infllm(window, **changes), sequences, steps=0)
-    for b, S in enumerate(LENGTHS):
-        v = sequences[b][2][:, :S]
-        q, k, _, _ = token_chunk(sequences[b : b + 1], [0], [S])
-        expected = dense_attention(q[0].reshape(-1, S, H), k[0], v, np.arange(S), window)
-        np.testing.assert_allclose(out[b].reshape(expected.shape), expected, atol=2e-5)
-
-
-def test_c2_when_all_blocks_are_taken_chunks_do_not_matter():
-    sequences, method = random_sequences(), bind_infllm(topk=99, chunk=3)
-    args = {**SMALL, "topk": 99}
-    args.pop("chunk")
-    out, state = decode(method, sequences, steps=0)
-    chunk_out, _ = extend(method, state, token_chunk(sequences, LENGTHS, [7, 4, 1]), 7)
-    for b, n in enumerate([7, 4, 1]):
-        actual = np.concatenate([out[b], chunk_out[b, :, :, :n]], 2)
-        expected, _ = oracle.infllm(*sequences[b], [1] * sequences[b][1].shape[1], **args)
-        np.testing.assert_allclose(actual, expected[:, :, : actual.shape[2]], atol=2e-5)
-
-
-def test_c3_rows_are_independent_of_neighbours_and_padding():
-    sequences = random_sequences()
-    expected, _ = decode(METHOD, sequences)
-    for padding in (1e4, np.inf, np.nan):
-        for out, x in zip(decode(METHOD, sequences, padding=padding)[0], expected, strict=True):
-            np.testing.assert_array_equal(out, x)
-    single, _ = decode(METHOD, sequences[:1], LENGTHS[:1], steps=0)
-    np.testing.assert_allclose(single[0], expected[0][:, :, :33], atol=2e-5)
-
-
-def test_c3_only_committed_tokens_are_kept_and_guesses_see_them():
-    sequences = random_sequences()
-    expected, _ = decode(METHOD, sequences)
-    _, state = decode(METHOD, sequences, steps=2)
-    single_out, after = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [1, 1, 1]), 1)
-    pair_out, drafted = extend(METHOD, state, token_chunk(sequences, LENGTHS + 2, [2, 2, 2]), 1)
-    np.testing.assert_allclose(pair_out[:, :, :, :1], single_out, atol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), after, drafted)
-    for b, n in enumerate(LENGTHS):  # no sequence completes a block between the two
-        np.testing.assert_allclose(pair_out[b, :, :, 1], expected[b][:, :, n + 3], atol=2e-5)
-
-
 def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
     sequences = random_sequences()
     _, state = decode(METHOD, sequences, steps=0)
@@ -189,18 +144,6 @@ def test_c4_extend_is_a_fixed_point_and_copies_no_buffer():
     expected, _ = decode(METHOD, sequences)
     for b, n in enumerate(LENGTHS):
         np.testing.assert_allclose(np.asarray(out)[:, b, :, :, 0], np.moveaxis(expected[b][:, :, n:], 2, 0), atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_c6_bytes_are_the_recipes(dtype):
-    size = jnp.dtype(dtype).itemsize
-    state = empty_state(METHOD, B, SLOTS, dtype)
-    ring, blocks = 20, (SLOTS - 3 - 6) // 4  # 6 + 4 - 1 + 2 x 5 tokens, in whole blocks of 4
-    P = 3 + ring
-    recent = 2 * K * P * H * size + 4 * K * G * P + K * G * blocks * H * size
-    device = B * (recent + 4 * SLOTS + 2 * 4)  # positions of all tokens, their number, and the number of blocks
-    assert array_bytes(state) == {"device": device, "pinned_host": 2 * B * K * SLOTS * H * size}
-    assert empty_state(METHOD, B, 12, dtype).reader_state.keys is None
 
 
 def selected_block(sequences, num_kept: int):

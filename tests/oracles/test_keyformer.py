@@ -50,13 +50,6 @@ def test_each_step_loses_the_lowest_score_outside_the_recent_ones(window):
             assert cached[b][head] == want_held
 
 
-def test_padding_is_never_seen():
-    batch = layer.random_batch()
-    clean, padded = decode(batch), decode(batch, padding=np.inf)
-    np.testing.assert_array_equal(clean[0], padded[0])
-    assert clean[1] == padded[1]
-
-
 def test_a_temperature_of_two_takes_roots_by_hand():
     actual = temper_weights(jnp.array([0.2, 0.8, 0.0]), jnp.zeros(3), jnp.array(2.0))
     np.testing.assert_allclose(actual, [1 / 3, 2 / 3, 0], atol=1e-6)

@@ -10,11 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax import methods
 from kvjax.cache.codecs.group_quant import Kivi
-from kvjax.core.memory import array_bytes
-from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import kivi
@@ -131,29 +128,6 @@ def test_kivi_in_bfloat16_is_the_papers_up_to_rounding_in_the_attention():
     np.testing.assert_allclose(decode(methods.kivi(2, 8, R), batch), oracle_outputs(batch, 2, 8), atol=0.02)
 
 
-def test_ragged_chunks_over_several_flushes_are_single_steps():
-    """Sequence b gets counts[b] tokens in one call, then the rest; padding tokens neither count nor flush."""
-    batch, method, T = random_batch(seed=7), methods.kivi(2, 8, R), 9
-    extend = layer.compile_extend(bind(method), T)
-    state, expected = prefill(method, batch, padding=np.inf), oracle_outputs(batch, 2, 8)
-    done = np.zeros(B, np.int32)
-    for counts in ([9, 0, 2, 9, 1, 8, 0], [2, 9, 9, 1, 9, 0, 8]):
-        new = layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + done).tokens(0, T)
-        out, state = extend(state, layer.truncate_chunk(new, counts))
-        for b, (first, count) in enumerate(zip(done, counts, strict=True)):
-            np.testing.assert_allclose(out[b, :, :, :count], expected[b, :, :, first : first + count], atol=3e-6)
-        done += np.array(counts, np.int32)
-
-
-def test_what_padding_holds_sets_no_scale():
-    method, clean = methods.kivi(2, 8, R), random_batch(seed=8)
-    together = decode(method, clean)
-    for padding in (1e4, np.inf):
-        np.testing.assert_array_equal(decode(method, random_batch(seed=8, padding=padding), padding), together)
-    for b in (2, 4):  # not yet a block, and one token more than one
-        np.testing.assert_allclose(decode(method, layer.take_sequences(clean, [b]))[0], together[b], atol=1e-6)
-
-
 def test_the_improved_bit_errs_less_than_the_original():
     batch = random_batch(seed=9)
     exact = oracle_outputs(batch, 1, 8, residual=1000)
@@ -161,13 +135,6 @@ def test_the_improved_bit_errs_less_than_the_original():
         np.abs(decode(methods.kivi(1, 8, R, x), batch) - exact).mean() for x in ("improved", "original")
     )
     assert 0 < improved < 0.8 * original
-
-
-def test_more_bits_err_less():
-    batch = random_batch(seed=10)
-    exact = oracle_outputs(batch, 1, 8, residual=1000)
-    errors = [np.abs(decode(methods.kivi(b, g, R), batch) - exact).mean() for b, g in [(1, 8), (2, 8), (4, 4), (8, 8)]]
-    assert all(b < 0.7 * a for a, b in zip(errors, errors[1:], strict=False)) and errors[-1] > 0
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(1, np.float32), (4, np.float16), (8, ml_dtypes.bfloat16)])
@@ -199,37 +166,6 @@ def test_the_codecs_hold_what_the_paper_holds_bit_by_bit(bits, dtype):
         for (decoded, gathered), expected in zip(actual, (cache.visible_keys(), cache.visible_values()), strict=True):
             np.testing.assert_array_equal(np.asarray(decoded[b, 0, : n + STEPS]).astype(np.float64), expected)
             np.testing.assert_array_equal(np.asarray(gathered[b, 0]).astype(np.float64), expected[slots])
-
-
-def held_bytes(method, S: int, H: int, dtype) -> dict[str, int]:
-    x = jax.ShapeDtypeStruct((3, 2, 64, H), dtype)
-    pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
-    layer_ = layer.bind(method, head_dim=H)
-    return array_bytes(jax.eval_shape(lambda k, p: layer_.prefill(KVBlock(k, k, p), None, S), x, pos))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("group", [16, 32, 64])
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_bytes_are_the_papers(bits, group, dtype):
-    """Each element takes its bits and a part of a scale and a minimum; each residual token is whole."""
-    wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
-    per_element = bits + 2 * 8 * size / group
-    method = functools.partial(methods.kivi, bits, group)
-    small, large = (held_bytes(method(128), S, wide, dtype) for S in (512, 1024))
-    assert small["pinned_host"] == large["pinned_host"] == 0
-    positions = 4 * 3 * 512
-    assert large["device"] - small["device"] == 2 * heads * 512 * wide * per_element / 8 + positions
-    longer = held_bytes(method(256), 512, wide, dtype)
-    assert longer["device"] - small["device"] == 2 * heads * 128 * wide * size
-    rest = small["device"] - 2 * heads * 512 * wide * per_element / 8 - positions
-    residual = (128 + 129) * heads * wide * size  # a value waits for its successor
-    assert 0 <= rest - residual <= 4 * 3 * 4, "a few counters per row"
-
-
-def test_the_string_is_the_recipe():
-    assert kvjax.parse("kivi:bits=2,group=8,residual=8") == methods.kivi(2, 8, 8)
-    assert kvjax.parse("kivi") == methods.kivi(bits=2, group=32, residual=128, one_bit="improved")
 
 
 @pytest.mark.parametrize(

@@ -75,16 +75,6 @@ def test_a_group_that_is_filled_in_part_is_made_of_its_own_tokens(bits, H, axis,
     assert array_bytes(stored)["device"] == words + 2 * x.size // 4 * np.dtype(dtype).itemsize
 
 
-def test_other_rows_and_padding_change_nothing():
-    method, clean, noisy = method_string(2, 4), layer.random_batch(1), layer.random_batch(1, padding=1e4)
-    expected = layer.decode(method, clean)
-    np.testing.assert_array_equal(
-        layer.decode(method, noisy, state=layer.prefill(layer.bind(method), noisy, 1e4)), expected
-    )
-    for weights in layer.decode(method, layer.take_sequences(clean, [2] * layer.B)):
-        np.testing.assert_allclose(weights, expected[2], atol=1e-6)
-
-
 @pytest.mark.parametrize("window", [3, 5])
 def test_a_sliding_window_sees_the_same_tokens_as_of_exact_pages(window):
     """Eight bits are all but exact, so the tokens that a query sees decide."""
@@ -92,16 +82,6 @@ def test_a_sliding_window_sees_the_same_tokens_as_of_exact_pages(window):
     exact = layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", batch, window)
     np.testing.assert_allclose(layer.decode(method_string(8, 4), batch, window), exact, atol=0.06)
     assert np.abs(exact - layer.decode(f"{SNAPKV} + adakv:alpha=0,page=4", batch)).max() > 0.5
-
-
-def test_from_the_host_the_same_comes_back():
-    batch = layer.random_batch(2)
-    method = f"{method_string(4, 4)} + offload"
-    state = layer.prefill(layer.bind(method), batch)
-    np.testing.assert_allclose(
-        layer.decode(method, batch, state=state), layer.decode(method_string(4, 4), batch), atol=1e-6
-    )
-    assert array_bytes(state.side_store.k)["device"] == array_bytes(state.side_store.v)["device"] == 0
 
 
 @pytest.mark.parametrize("scope", ["layer", "model"])

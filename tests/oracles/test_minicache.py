@@ -116,12 +116,6 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
             assert sorted(p for p in positions[b, head].tolist() if p >= 0) == list(range(n))
 
 
-def test_prompts_that_were_read_once_in_full_make_the_same_cache_as_those_read_under_it():
-    method = "minicache:share=0.2"
-    read = kvjax.read(MODEL, PROMPTS, method, capacity=CAPACITY).cache
-    jax.tree.map(np.testing.assert_array_equal, prefill_cache(method), read)
-
-
 def spec(index: int, layers: int) -> LayerSpec:
     return LayerSpec(index, layers, num_kv_heads=2, num_groups=2, head_dim=8, window=None, rope=Rope(8))
 
@@ -230,13 +224,6 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
         assert [shape[:2] for shape in parts] == [(3, 1), (3, 1)]
     one = run_pair(plan, list(cache.layers[LOWER:]), new)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), two, one)
-
-
-def test_a_context_comes_back_from_a_file(tmp_path):
-    method = "minicache:share=0.2"
-    context = read_context(method)
-    resumed = kvjax.resume(MODEL, context.save(tmp_path / "context"), method)
-    jax.tree.map(np.testing.assert_array_equal, resumed.cache, context.cache)
 
 
 def test_what_has_no_meaning_is_refused():

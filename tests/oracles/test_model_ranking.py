@@ -220,24 +220,6 @@ def test_a_prompt_is_scored_once_for_the_ranking_and_the_choice():
     chex.assert_trees_all_equal(caches[0].layers, caches[1].layers)
 
 
-def test_bytes_held_are_those_of_the_pages_that_heads_own():
-    model = toy_model(kv_heads=2)
-    context = kvjax.read(model, PROMPTS[:1], f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL}", room=16)
-    pages = sum(-(-len(head) // 4) for heads in context.kept_positions() for head in heads[0])
-    slot = 2 * 8 * 4 + 4  # a key, a value and a position, in float32
-    stores = [state.side_store for state in context.cache.layers]
-    owners = sum(4 * store.owner.size for store in stores)
-    lengths = 4 + sum(4 for _ in stores)  # lengths of the cache, and of each layer
-    assert context.bytes.held["device"] == pages * 4 * slot + owners + lengths
-
-
-def test_a_saved_context_goes_on(tmp_path):
-    model, text = toy_model(kv_heads=2), f"keydiff:budget=12,recent=2 + {OVER_THE_MODEL}"
-    context = kvjax.read(model, PROMPTS, text, room=8)
-    resumed = kvjax.resume(model, context.save(tmp_path / "context"), text)
-    assert resumed.generate(max_new_tokens=5).tokens == context.generate(max_new_tokens=5).tokens
-
-
 @pytest.mark.parametrize("method", ["kvzip", "turned_queries"])
 def test_levels_are_the_divisions_of_adakv_without_a_safe_share(method):
     equal = kvjax.parse(f"{method}:budget=12,level=head")

@@ -51,11 +51,6 @@ def test_it_equals_the_paper(reader, arguments):
     np.testing.assert_allclose(actual, oracle_outputs(batch, **arguments), atol=5e-6)
 
 
-def test_the_string_reads_whole_pages_and_three_at_least():
-    assert quest(budget=64, page=16).read == Retrieve(Boxes(16), 3)
-    assert quest(budget=1, page=16, per="head").read == Retrieve(Boxes(16), 2, per="head")
-
-
 def test_a_page_of_two_keys_by_hand():
     keys = jnp.array([[1.0, -2.0], [3.0, 0.0]])[None, None]
     box = unpacked(Boxes(2).build(KVBlock(keys, keys, jnp.arange(2, dtype=jnp.int32)[None, None])))
@@ -124,22 +119,6 @@ def test_all_pages_are_all_slots_behind_a_selection_with_a_bias(window):
         bias = jnp.where(state.pos >= 0, (state.pos % 3).astype(jnp.float32), 0.0)
         outs.append(layer.compile_scan(bound_layer)(dataclasses.replace(state, bias=bias), layer.stack_steps(batch))[0])
     np.testing.assert_allclose(outs[1], outs[0], atol=5e-6)
-
-
-def test_a_chunk_reads_what_single_steps_read_kept_or_not():
-    batch, bound_layer = layer.random_batch(), layer.bind(Method(read=Retrieve(Boxes(2), 1, recent=1)))
-    state, steps = layer.prefill(bound_layer, batch), layer.decode(bound_layer.method, batch)
-    for commit in (layer.STEPS, 1, 0):
-        out, _ = layer.compile_extend(bound_layer, commit)(state, batch.tokens(0, layer.STEPS))
-        count = layer.STEPS if commit == layer.STEPS else 2 - (commit == 0)
-        np.testing.assert_allclose(out[:, :, :, :count], steps[:, :, :, :count], atol=2e-6)
-
-
-def test_what_lies_in_empty_slots_does_not_matter():
-    batch, bound_layer = layer.random_batch(), layer.bind(Method(read=Retrieve(Boxes(4), 2)))
-    expected = layer.decode(bound_layer.method, batch)
-    actual = layer.decode(bound_layer.method, batch, state=layer.prefill(bound_layer, batch, np.inf))
-    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 import kvjax
 from kvjax.cache.codecs.plain import Host
 from kvjax.core import memory
-from kvjax.core.memory import array_bytes
 from kvjax.errors import KvjaxError
 from kvjax.methods.saq import StaircaseQuantizer
 from tests.contract import layer
@@ -79,30 +78,6 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
             expected = oracle.reconstruct(x[b, h, : n + steps], int(n), bits, 4, 4, axis)
             np.testing.assert_array_equal(np.asarray(decoded[b, h, : n + steps]), expected)
             np.testing.assert_array_equal(np.asarray(gathered[b, h]), expected[[0, 4, 9, 12, 14]])
-
-
-def test_ragged_chunks_are_single_steps():
-    """Sequence b gets counts[b] tokens in one call, then the rest; padding tokens move nothing."""
-    batch, method = layer.random_batch(), kvjax.parse("saq:group=4,every=4")
-    bound, expected = layer.bind(method), layer.decode(method, batch)
-    state, done = layer.prefill(bound, batch), np.zeros(3, np.int32)
-    for counts in ([4, 0, 2], [3, 4, 4]):
-        new = layer.truncate_chunk(
-            layer.SequenceBatch(batch.q, batch.k, batch.v, batch.lengths + done).tokens(0, 4), counts
-        )
-        out, state = layer.compile_extend(bound, 4)(state, new)
-        for b, (start, count) in enumerate(zip(done, counts, strict=True)):
-            np.testing.assert_allclose(out[b, :, :, :count], expected[b, :, :, start : start + count], atol=3e-6)
-        done += np.array(counts, np.int32)
-
-
-def test_bits_fall_and_are_really_packed():
-    """The bytes of 64 tokens in one head of 32 channels: 16 exact, 16 in 8 bits, 16 in 4, and capacity for 32 in 2."""
-    x, pos = jax.ShapeDtypeStruct((1, 1, 64, 32), jnp.float32), jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
-    codes = 32 * (16 * 8 + 16 * 4 + 32 * 2) // 8
-    scales = 2 * 4 * 32 * (64 // 16)
-    num_bytes = array_bytes(jax.eval_shape(StaircaseQuantizer((8, 4, 2), 16, "channel", 16).encode, x, pos))["device"]
-    assert num_bytes == codes + scales + 16 * 32 * 4 + 4
 
 
 def test_what_has_no_meaning_is_refused():

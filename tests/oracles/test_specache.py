@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax import methods
-from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import specache
@@ -151,15 +149,6 @@ def test_when_all_rows_are_fetched_it_is_exact_attention():
     np.testing.assert_allclose(out[:, :, :, :, 0], exact, atol=3e-6)
 
 
-def test_what_padding_holds_changes_nothing():
-    batch, drafts, method = random_batch(seed=9), random_batch(seed=10, num_new=STEPS + 1), make_specache(SPECS[0])
-    _, clean, _ = speculate(method, batch, drafts)
-    for padding in (1e4, np.inf):
-        noisy = random_batch(seed=9, padding=padding)
-        _, out, _ = speculate(method, noisy, drafts, prefill(method, noisy, padding))
-        np.testing.assert_array_equal(out, clean)
-
-
 def test_the_oracle_by_hand():
     """Keys 0 and 4 (in the first channel) are 1 and 3 in one bit; the token that a draft prefers is read exactly."""
 
@@ -203,38 +192,6 @@ def test_the_oracle_sees_each_choice():
         ).max()
         > 1e-3
     )
-
-
-def bytes_by_memory(method, S: int, wide: int, dtype) -> dict[bool, int]:
-    """Bytes of the state as {on the host: bytes}; nothing is compiled."""
-    x = jax.ShapeDtypeStruct((3, 2, 64, wide), dtype)
-    pos = jax.ShapeDtypeStruct((3, 1, 64), jnp.int32)
-    total = {True: 0, False: 0}
-    prefill = layer.bind(method, head_dim=wide).prefill
-    for leaf in jax.make_jaxpr(lambda k, p: prefill(KVBlock(k, k, p), None, S))(x, pos).out_avals:
-        total[leaf.memory_space == jax.memory.Space.Host] += leaf.size * leaf.dtype.itemsize
-    return total
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("bits", "group"), [(1, 32), (1, 64), (2, 32), (2, 64)])
-def test_bytes_are_the_papers(bits, group, dtype):
-    """All exact tokens are on the host, the low-bit copy and topk fetched tokens on the device."""
-    wide, size, heads = 64, jnp.dtype(dtype).itemsize, 3 * 2
-    method = functools.partial(methods.specache, bits, group)
-    small, large = (bytes_by_memory(method(64, 64), S, wide, dtype) for S in (512, 1024))
-    assert small[True] == 2 * heads * 512 * wide * size
-    assert large[True] == 2 * heads * 1024 * wide * size
-    low = 2 * heads * 512 * wide * (bits + 16 * size / group) / 8
-    assert large[False] - small[False] == low + 4 * 3 * 512
-    fewer = bytes_by_memory(method(16, 64), 512, wide, dtype)
-    assert small[False] - fewer[False] == heads * 48 * (2 * wide * size + 4)
-
-
-def test_the_string_is_the_call():
-    text = "specache:bits=1,group=8,topk=4,residual=8,speculative=false,reduce=max"
-    assert kvjax.parse(text) == methods.specache(1, 8, 4, 8, speculative=False, reduce="max")
-    assert kvjax.parse("specache") == methods.specache(1, 32, 64, 64, True, "improved", "mean")
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,6 @@ def test_each_step_loses_the_token_of_the_lowest_mean_weight(budget, keep_newest
     assert cached == want_held
 
 
-@pytest.mark.parametrize("padding", [1e4, np.inf])
-def test_padding_is_never_seen(padding):
-    batch = layer.random_batch()
-    clean, padded = decode("tova:budget=4", batch), decode("tova:budget=4", batch, padding)
-    np.testing.assert_array_equal(clean[0], padded[0])
-    assert clean[1] == padded[1]
-
-
 def test_the_newest_token_may_leave_unless_it_is_kept():
     batch = layer.random_batch()
     k = batch.k.at[:].set(0.0).at[:, :, :, 0].set(-jnp.arange(batch.k.shape[2], dtype=jnp.float32))

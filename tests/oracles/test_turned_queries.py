@@ -13,7 +13,6 @@ from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.turned_queries import TurnedQueries
-from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import turned_queries as oracle
 
@@ -105,17 +104,6 @@ def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
     moved = oracle.rotate(oracle.rotate(q, -query_pos, frequencies), np.full(8, 504), frequencies)
     p = np.exp(moved @ k.T / np.sqrt(8))
     np.testing.assert_allclose(actual[0, 0], (p / p.sum(1, keepdims=True)).max(0), rtol=1e-3)
-
-
-@pytest.mark.parametrize("sample", ["", ",stride=4,last=0.5"])
-def test_over_the_whole_model_a_sequence_does_not_depend_on_its_neighbours(sample):
-    model, prompts = toy_model(kv_heads=2), [list(range(60)), [5, 9, 5], list(range(30, 70))]
-    text = f"turned_queries:budget=12,sinks=1,page=4{sample}"
-    together = kvjax.read(model, prompts, text, room=8)
-    assert sum(len(head) for heads in together.kept_positions() for head in heads[0]) == 12 * 2 * 3
-    for b, prompt in enumerate(prompts):
-        single = kvjax.read(model, [prompt], text, room=8, chunk=8)
-        assert together.generate(max_new_tokens=4).tokens[b] == single.generate(max_new_tokens=4).tokens[0]
 
 
 @pytest.mark.parametrize(

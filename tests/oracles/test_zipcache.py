@@ -16,12 +16,11 @@ from kvjax.cache.eviction.scorers import AccumulatedAttention
 from kvjax.cache.method import Method
 from kvjax.cache.side_store.mixed_precision import ScoredTiers
 from kvjax.core.attention_mass import Observation
-from kvjax.core.memory import array_bytes
 from kvjax.core.random import draw
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from kvjax.methods.zipcache import ProbeAttention
-from kvjax.testing import dense_attention, toy_model
+from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import zipcache as oracle
 from tests.oracles.eviction import attention_weights
@@ -163,24 +162,6 @@ def test_rows_are_those_of_all_that_is_decoded_and_only_whole_chunks_become_code
             for part in (slice(0, n), slice(n, n + 3), slice(n + 3, n + 6)):
                 expected[part] = rule(expected[part], inner.bits)
             np.testing.assert_allclose(decoded[b, h, : n + 7], expected, atol=2e-6)
-
-
-def test_bits_are_really_packed():
-    """The bytes of 64 tokens in 2 heads of 32 channels: 4 bits a code, and the shared scales."""
-    x, pos = jnp.ones((1, 2, 64, 32)), jnp.arange(64, dtype=jnp.int32)[None, None]
-    counts = 2 * 4
-    codes = 2 * 64 * 32 * 4 // 8
-    assert array_bytes(Channelwise(4).encode(x, pos))["device"] == codes + 2 * 2 * 32 * 4 + counts
-    assert array_bytes(SeparableTokenwise(4).encode(x, pos))["device"] == codes + 2 * (32 + 2 * 64) * 4 + counts
-
-
-def test_a_row_of_a_ragged_batch_generates_what_it_generates_alone():
-    """The tiers compose with a selection with merging, and with the host."""
-    model, rng = toy_model(layers=1), np.random.default_rng(0)
-    prompts = [rng.integers(0, 97, n).tolist() for n in (21, 14)]
-    method = "accumulated:budget=12,recent=4 + d2o:count=true + zipcache:every=4,probes=0.2 + offload"
-    together, single = (kvjax.generate(model, p, method, max_new_tokens=10).tokens for p in (prompts, prompts[1:]))
-    assert together[1:] == single
 
 
 def test_what_has_no_meaning_is_refused():
