@@ -254,6 +254,13 @@ def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> 
 
 def import_builtin_methods() -> dict[str, MethodEntry]:
     """Imports every file of `kvjax/methods/`, so that it registers its methods."""
-    for module in pkgutil.iter_modules(importlib.import_module(BUILTIN_PACKAGE).__path__):
-        importlib.import_module(f"{BUILTIN_PACKAGE}.{module.name}")
+    for name in _builtin_modules():
+        importlib.import_module(name)
     return REGISTRY
+
+
+@functools.cache
+def _builtin_modules() -> tuple[str, ...]:
+    """The files of `kvjax/methods/`, cached because every string of a method asks for them."""
+    path = importlib.import_module(BUILTIN_PACKAGE).__path__
+    return tuple(f"{BUILTIN_PACKAGE}.{module.name}" for module in pkgutil.iter_modules(path))

@@ -32,10 +32,15 @@ def split_case(method: str, lossless: bool = False) -> tuple[list[str], list[str
     return own, [component for component in components if component not in own]
 
 
+@functools.cache
+def _selects(component: str) -> bool:
+    return parse(component).select is not None
+
+
 def pair_string(a: str, b: str, lossless: bool = False) -> str:
     """The string of two methods, with a selection if one of them needs it and the other is none."""
     (own_a, below_a), (own_b, below_b) = (split_case(name, lossless) for name in (a, b))
-    if any(parse(component).select for component in own_a + own_b):
+    if any(map(_selects, own_a + own_b)):
         return " + ".join(own_a + own_b)
     return " + ".join((below_a or below_b) + own_a + own_b)
 

@@ -75,18 +75,21 @@ def component_kinds(name: str) -> str:
 
 def distinct_pairs() -> list[tuple[str, str]]:
     """Pairs in which each kind of method meets each set of components that others define."""
-    known: set[tuple[str, frozenset[str]]] = set()
-    pairs = []
-    for a, b in PAIRS:
-        if isinstance(bind_pair(a, b), IncompatibleMethod):
-            continue
-        meetings = {
+    meetings = {
+        (a, b): {
             (component_kinds(a), frozenset(component_names(b))),
             (component_kinds(b), frozenset(component_names(a))),
         }
-        if meetings - known:
-            known |= meetings
-            pairs.append((a, b))
+        for a, b in PAIRS
+        if not isinstance(bind_pair(a, b), IncompatibleMethod)
+    }
+    known: set[tuple[str, frozenset[str]]] = set()
+    pairs = []
+    for least in (2, 1):  # pairs with two new meetings first, so that fewer pairs are enough
+        for pair, both in meetings.items():
+            if len(both - known) >= least:
+                known |= both
+                pairs.append(pair)
     return pairs
 
 
