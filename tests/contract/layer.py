@@ -58,6 +58,11 @@ class SequenceBatch:
 
         return take(self.q), KVBlock(take(self.k), take(self.v), pos[:, None])
 
+    def exact(self, b: int, *head: int) -> tuple[np.ndarray, ...]:
+        """Queries, keys and values of a sequence, or of one head of it, with all decoded tokens, in float64."""
+        end = int(self.lengths[b]) + STEPS
+        return tuple(np.asarray(x[(b, *head)][..., :end, :], np.float64) for x in (self.q, self.k, self.v))
+
 
 def random_batch(seed: int = 0, padding: float = 0.0, dtype=jnp.float32) -> SequenceBatch:
     """Random sequences; everything after a sequence's last token is `padding`."""
@@ -224,6 +229,16 @@ def decode(method: Any, batch: SequenceBatch, window: int | None = None, state: 
     layer = bind(method, window)
     state = prefill(layer, batch) if state is None else state
     return np.asarray(compile_scan(layer)(state, stack_steps(batch))[0])
+
+
+def assert_decodes_as(method: Any, oracle: Callable, window: int | None = None) -> None:
+    """Asserts the outputs of oracle(q [K G S H], k, v [K S H], prompt tokens), whatever lies in empty slots."""
+    batch = random_batch()
+    expected = [oracle(*batch.exact(b), int(n)) for b, n in enumerate(batch.lengths)]
+    actual = decode(method, batch, window)
+    np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
+    noisy = prefill(bind(method, window), batch, np.inf)
+    np.testing.assert_array_equal(decode(method, batch, window, noisy), actual)
 
 
 def dense_outputs(batch: SequenceBatch, window: int | None = None) -> np.ndarray:

@@ -80,7 +80,7 @@ ON_PURPOSE = {("tova", "positions"): "after step 4, head 0 does not hold the new
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.needs_model], ids=lambda rule: rule.name)
 def test_the_rules_of_kvjax_check_hold_of_one_layer(case: MethodCase, rule: Rule):
     """C3, C4 and C7: neighbours and padding, shapes and memory kinds, positions; and codecs, contents, numbers."""
-    breach, on_purpose = rule.find(run_case(case.small)), ON_PURPOSE.get((case.method, rule.name))
+    breach, on_purpose = rule.find(run_case(case.small)), ON_PURPOSE.get((case.id, rule.name))
     assert on_purpose in breach.problem if on_purpose else not breach
 
 

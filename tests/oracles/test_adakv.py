@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.adakv import AdaKV
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -107,25 +106,3 @@ def test_each_layer_keeps_its_budget_to_the_token_whole_and_in_chunks():
     tokens = full.generate(max_new_tokens=5).tokens
     assert tokens == chunked.generate(max_new_tokens=5).tokens
     assert tokens[0] == kvjax.generate(model, prompts[:1], text, max_new_tokens=5).tokens[0]
-
-
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [
-        ("adakv", "divides what a selection keeps .* compose it with one"),
-        ("keynorm:budget=4,per=layer + adakv", "component `select`.*all heads keep the same tokens"),
-        ("cake:budget=64 + adakv", "component `layer_budgets`.*all heads of a layer equally many"),
-        (SNAPKV + " + h2o + adakv", "component `decode`.*a policy takes tokens out"),
-        (SNAPKV + " + kcache:device_layers=0 + adakv", "component `read`.*chooses among the slots"),
-        (SNAPKV + " + saq + adakv", "component `k`.*mix those of several heads; leave one of them out"),
-    ],
-)
-def test_what_cannot_work_with_unequal_heads_says_why(method, says):
-    with pytest.raises(IncompatibleMethod, match=says):
-        layer.bind(method)
-
-
-def test_wrong_values_say_so():
-    for fields, says in (({"alpha": 1.2}, "alpha of AdaKV"), ({"rule": "top"}, "rule of AdaKV"), ({"page": 0}, "page")):
-        with pytest.raises(KvjaxError, match=says):
-            kvjax.methods.adakv(**fields)

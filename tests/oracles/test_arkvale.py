@@ -7,12 +7,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from kvjax.core import memory
 from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.methods.arkvale import TightBoxes, arkvale
+from kvjax.methods.arkvale import TightBoxes
 from tests.contract import layer
 from tests.oracles import arkvale as oracle
 
@@ -21,15 +19,7 @@ unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isin
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    batch, bound = layer.random_batch(), layer.bind(SMALL)
-    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
-    expected = [
-        oracle.arkvale(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 2, 2, 2, 2)
-        for q, k, v, n in sequences
-    ]
-    actual = layer.decode(SMALL, batch)
-    np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
-    np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
+    layer.assert_decodes_as(SMALL, lambda *sequence: oracle.arkvale(*sequence, 2, 2, 2, 2))
 
 
 def test_a_page_of_three_keys_by_hand():
@@ -66,16 +56,3 @@ def test_pages_that_grow_have_the_digests_of_pages_at_once():
                 np.testing.assert_allclose(x[b, :, :pages], y[b, :, :pages], atol=1e-6)
             growing = int(n[b]) % size
             np.testing.assert_array_equal(actual.growing[b, :, :growing], expected.growing[b, :, :growing])
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: arkvale(budget=127), "budget=127 of ArkVale leaves no page .* use budget=128 or more"),
-        (lambda: arkvale(page=0), "page of ArkVale must be at least 1, got 0"),
-        (lambda: arkvale(window=0), "window of ArkVale must be at least 1, got 0"),
-    ],
-)
-def test_errors_name_the_value_and_the_remedy(make, text):
-    with pytest.raises(KvjaxError, match=text):
-        make()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import chunkkv as oracle
 
@@ -27,12 +26,3 @@ def test_the_best_chunk_by_hand():
     score = np.array([1.0, 2.0, 5.0, 0.0, 2.0, 2.0, 0.0, 9.0])
     assert oracle.select_tokens(score, 5, 2, 1) == [2, 3, 6, 7]
     assert oracle.select_tokens(score, 6, 2, 1) == [2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [("chunk=0", "a chunk has at least 1 token, got 0"), ("window=0", "queries"), ("kernel=2", "odd.*use 3")],
-)
-def test_what_cannot_be_is_refused(text, match):
-    with pytest.raises(KvjaxError, match=match):
-        layer.bind(f"chunkkv:{text}")

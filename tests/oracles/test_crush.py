@@ -12,7 +12,6 @@ import pytest
 from kvjax.cache.components import Chunk, EvictableUnits, Page, Token
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
 from kvjax.core.random import draw
-from kvjax.errors import KvjaxError
 from kvjax.methods.kmeans import KMeans
 from kvjax.methods.kvcrush import KVCrush, hamming_distance, pack_bits
 from tests.oracles import crush as oracle
@@ -207,19 +206,3 @@ def test_at_token_level_the_mean_anchor_is_zeros():
     units, count = random_units(1)
     mean, zeros = (choose_representatives(KVCrush(anchor=a), units, count, 11) for a in ("mean", "zeros"))
     np.testing.assert_array_equal(mean, zeros)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: KVCrush(1.5), r"share must lie in \[0, 1\], got 1.5"),
-        (lambda: KVCrush(anchor="median"), "anchor must be one of random, mean"),
-        (lambda: KVCrush(rule="hash"), "rule must be one of buckets, stride, bins"),
-        (lambda: KVCrush(bits="signs"), "bits must be one of heads, positions"),
-        (lambda: KMeans(features="values"), "features must be 'keys' or 'bits', got 'values'"),
-        (lambda: KMeans(iterations=-1), "iterations must be 0 or more, got -1"),
-    ],
-)
-def test_wrong_settings_are_named(make, says):
-    with pytest.raises(KvjaxError, match=says):
-        make()

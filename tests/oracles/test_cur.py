@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
 from kvjax.methods.cur import Cur
 from tests.contract import layer
 from tests.oracles import cur as oracle
@@ -49,9 +48,3 @@ def test_each_head_keeps_its_sinks_and_its_highest_scores():
 
 def test_where_all_is_zero_the_score_is_zero():
     assert score_tokens(np.zeros((3, 2)), np.ones((3, 2))).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(("text", "match"), [("window=0", "at least 1 token, got 0"), ("leverage=both", "'product'")])
-def test_what_cannot_be_is_refused(text, match):
-    with pytest.raises(KvjaxError, match=match):
-        layer.bind(f"cur:{text}")

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from kvjax.cache.calibration import table_file
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.methods.double_sparsity import LabelChannels, double_sparsity
+from kvjax.methods.double_sparsity import LabelChannels
 from tests.contract import layer
 from tests.oracles import double_sparsity as oracle
 
 SMALL = "double_sparsity:heavy=3,factor=4,device_layers=0"
 
 
-def sequences(batch: layer.SequenceBatch) -> list[tuple]:
-    """(q, k, v, prompt tokens) of each sequence, float64."""
-    sequences_of_batch = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
-    return [
-        (*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n))
-        for q, k, v, n in sequences_of_batch
-    ]
-
-
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    batch, bound = layer.random_batch(), layer.bind(SMALL)
-    actual = layer.decode(SMALL, batch)
-    expected = np.stack([oracle.double_sparsity(*sequence, heavy=3, factor=4) for sequence in sequences(batch)])
-    np.testing.assert_allclose(actual, expected, atol=5e-6)
-    np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
+    layer.assert_decodes_as(SMALL, functools.partial(oracle.double_sparsity, heavy=3, factor=4))
 
 
 def test_channels_are_those_of_each_rows_and_heads_own_prompt():
     batch = layer.random_batch()
     channels = layer.prefill(layer.bind(SMALL), batch).reader_state.channels
-    for b, (q, k, _, n) in enumerate(sequences(batch)):
+    for b, n in enumerate(batch.lengths.tolist()):
+        q, k, _ = batch.exact(b)
         for h in range(layer.K):
             np.testing.assert_array_equal(channels[b, h], oracle.label_channels(q[h, :, :n], k[h, :n], 8))
 
@@ -87,24 +75,3 @@ def test_labels_in_eight_bits_score_nearly_alike():
     )
     np.testing.assert_allclose(quantized[..., :1], exact[..., :1], atol=0.1)
     assert not np.array_equal(quantized[..., :1], exact[..., :1])
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: double_sparsity(heavy=1), "heavy of Double Sparsity must be at least 2, got 1"),
-        (lambda: double_sparsity(factor=0), "factor of Double Sparsity must be at least 1, got 0"),
-        (lambda: double_sparsity(bits=7), "got 7"),
-        (
-            lambda: layer.prefill(layer.bind("double_sparsity:factor=5,device_layers=0"), layer.random_batch()),
-            "another factor",
-        ),
-        (
-            lambda: layer.prefill(layer.bind("double_sparsity:bits=4,device_layers=0"), layer.random_batch()),
-            "or bits=16",
-        ),
-    ],
-)
-def test_errors_name_the_value_and_the_remedy(make, text):
-    with pytest.raises(KvjaxError, match=text):
-        make()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import parse
-from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.errors import IncompatibleMethod
 from kvjax.methods.elastic_cache import AnchorMerge
 from tests.contract import layer
 from tests.oracles import elastic_cache as oracle
@@ -65,13 +65,6 @@ def test_heads_share_their_tokens_and_one_at_a_fixed_distance_leaves():
             np.testing.assert_allclose(values, oracle.merge_tokens(v[head], kept_tokens, 1), atol=2e-6)
             assert head_slots(after, b, head)[0] == positions_left
         assert positions_left[-3:] == [n + layer.STEPS - 3, n + layer.STEPS - 2, n + layer.STEPS - 1]
-
-
-def test_a_budget_that_is_no_longer_than_the_distance_is_an_error_with_its_remedy():
-    with pytest.raises(KvjaxError, match="more than distance=25, got 25 tokens; use budget=26 or more"):
-        layer.bind("elastic_cache:budget=25")
-    with pytest.raises(KvjaxError, match="distance of Elastic Cache must be at least 1, got 0; use distance=1"):
-        parse("elastic_cache:distance=0")
 
 
 def test_its_policy_wants_a_selection_with_a_budget_in_tokens():

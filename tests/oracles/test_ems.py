@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import parse
 from kvjax.cache.components import Scores
-from kvjax.errors import KvjaxError
-from kvjax.methods.ems import CenterMerge, GlobalLocalAttention
+from kvjax.methods.ems import CenterMerge
 from tests.contract import layer
 from tests.oracles import ems as oracle
 from tests.oracles import eviction
@@ -71,16 +69,3 @@ def test_each_head_keeps_its_best_and_merges_the_next_best():
                 actual, oracle.merge_tokens(k[head], v[head], score, kept_tokens, 1.0, 0.0), strict=True
             ):
                 np.testing.assert_allclose(x, expected, atol=5e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GlobalLocalAttention(0), "window of EMS must be at least 1 query, got 0; use 32"),
-        (lambda: CenterMerge(-1.0), "band of EMS must be 0 or more .* got -1.0; use 1"),
-        (lambda: parse("ems:threshold=1.5"), "threshold of EMS is a cosine .* got 1.5; use 0.6"),
-    ],
-)
-def test_sizes_that_cannot_be_are_errors_with_a_remedy(make, message):
-    with pytest.raises(KvjaxError, match=message):
-        make()

@@ -43,8 +43,6 @@ def random_block(seed: int = 0, padding: float = 0.0, queries: int | None = None
     return block, Observation(jnp.asarray(q), jnp.asarray(at))
 
 
-
-
 @functools.cache
 def oracle_scores(scorer, b: int, n: int, window=None, seed: int = 0):
     """The oracle's scores of sequence b: per query head [K G T] and per key/value head [K T]."""

@@ -8,12 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
 from kvjax.methods.expected_attention import ExpectedAttention, expected_logits
 from tests.contract import layer
 from tests.oracles import expected_attention as oracle
@@ -94,15 +92,3 @@ def test_over_unequal_heads_the_best_of_all_heads_stay():
         all_scores = np.stack([oracle_scores(scorer, batch, b, head) for head in range(layer.K)])
         best = np.argsort(-all_scores, None)[: layer.K * (budget - 1)]
         assert tokens == [[0, *sorted(1 + i % (n - 1) for i in best if i // (n - 1) == h)] for h in range(layer.K)]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"future": 0}, "future must be at least 1 position ahead, got 0; kvpress uses 512"),
-        ({"epsilon": -1.0}, "epsilon must be 0 or more, got -1.0; kvpress uses 0"),
-    ],
-)
-def test_bad_input_is_an_error_with_its_remedy(wrong, says):
-    with pytest.raises(KvjaxError, match=says):
-        kvjax.methods.expected_attention(**wrong)

@@ -9,7 +9,6 @@ import pytest
 
 import kvjax
 from kvjax.cache.codecs.quantizers import Fp8
-from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import fp8 as oracle
 from tests.oracles.codec_attention import attend_decoded
@@ -56,8 +55,3 @@ def test_a_batch_is_its_oracle_and_padding_may_hold_infinity(kind):
 @pytest.mark.parametrize("number", [0.0, 2.5, -1e30])
 def test_rows_of_one_number_come_back(number):
     np.testing.assert_allclose(round_trip(Fp8(), np.full(8, number)), np.full(8, number), rtol=1e-6)
-
-
-def test_a_format_that_there_is_not_is_refused():
-    with pytest.raises(KvjaxError, match="kind must be one of e4m3, e5m2, got 'e3m4'"):
-        kvjax.parse("fp8:kind=e3m4")

@@ -179,25 +179,6 @@ def test_prompts_of_one_width_share_all_programs_and_shapes(model, table):
     assert shapes[0] == shapes[1] and seconds[1] < 0.1 * seconds[0]
 
 
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [
-        ("head_shares", "has none to stand on; compose it with one"),
-        ("cake:budget=20,window=4 + head_shares", "component `layer_budgets`.*equally many"),
-        ("snapkv:budget=8,window=2 + head_shares + adakv", "both fill the component `side_store`"),
-        ("snapkv:budget=8,window=2,per=layer + head_shares", "with per='layer' all heads keep the same tokens"),
-        (
-            "snapkv:budget=8,window=2 + kivi + head_shares",
-            "16 slots, which groups of 32 tokens of keys.*give page=32 to the method",
-        ),
-        ("snapkv:budget=8,window=2 + h2o + head_shares", "a policy takes tokens out"),
-    ],
-)
-def test_what_cannot_be_divided_says_why(method, says):
-    with pytest.raises(IncompatibleMethod, match=says):
-        layer.bind(method)
-
-
 def test_a_budget_that_differs_between_layers_is_not_divided_again(model, table):
     method = f"pyramidkv:budget=40,window=2 + head_shares:table={table}"
     with pytest.raises(IncompatibleMethod, match=r"Pyramid \(component `select`\) has divided it already; give all"):

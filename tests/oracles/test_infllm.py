@@ -21,7 +21,7 @@ from kvjax.core.memory import array_bytes
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.methods.infllm import BlockReader, infllm
+from kvjax.methods.infllm import infllm
 from kvjax.registry.strings import parse
 from kvjax.testing import full_copies, toy_model
 from tests.oracles import infllm as oracle
@@ -260,21 +260,7 @@ def test_bfloat16_stays_close_to_the_paper():
     np.testing.assert_allclose(out[2, :, :, :19], expected, atol=0.08)
 
 
-@pytest.mark.parametrize(
-    "wrong, text",
-    [
-        (lambda: bind_infllm(chunk=7), "must not exceed local=6, got 7; use 6"),
-        (lambda: bind_infllm(representatives=5), "must not exceed block=4, got 5"),
-        (lambda: bind_infllm(topk=0), "topk of InfLLM must be at least 1, got 0"),
-        (lambda: BlockReader(sinks=-1), "sinks of InfLLM must be at least 0, got -1"),
-        (
-            lambda: extend(
-                METHOD, empty_state(METHOD, 1, 9, jnp.float32), token_chunk(random_sequences()[:1], [0], [7]), 1
-            ),
-            "got commit=1 of 7",
-        ),
-    ],
-)
-def test_errors_name_the_value_and_the_remedy(wrong, text):
-    with pytest.raises(KvjaxError, match=text):
-        wrong()
+def test_a_prompt_is_committed_whole():
+    chunk = token_chunk(random_sequences()[:1], [0], [7])
+    with pytest.raises(KvjaxError, match="got commit=1 of 7"):
+        extend(METHOD, empty_state(METHOD, 1, 9, jnp.float32), chunk, 1)

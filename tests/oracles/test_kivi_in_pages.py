@@ -11,7 +11,6 @@ import pytest
 import kvjax
 from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.core.memory import array_bytes
-from kvjax.errors import IncompatibleMethod
 from kvjax.testing import toy_model
 from tests.contract import layer
 from tests.oracles import kivi as oracle
@@ -111,21 +110,3 @@ def test_what_pages_hold_is_counted_by_their_codes():
         assert array_bytes(without_owners)["device"] == pages * a_page
         used = int((np.asarray(state.side_store.owner) >= 0).sum())
         assert bound.method.side_store.empty_bytes(state.side_store)["device"] == (pages - used) * a_page
-
-
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [
-        (
-            f"{SNAPKV} + adakv + kivi",
-            "in pages of 16 slots, which groups of 32 .*; give page=32 to the method.*, or kivi:group=16",
-        ),
-        (f"{SNAPKV} + adakv:page=12 + kivi:group=8,residual=8", "give page=16 to the method.*, or kivi:group=4"),
-        (f"{SNAPKV} + adakv:page=1 + kivi:group=4,residual=4", "give page=4 to the method.*, or kivi:group=1"),
-        (f"{SNAPKV} + adakv + saq:group=4,every=4", "component `k`.*mix those of several heads; leave one of them out"),
-        (f"{SNAPKV} + adakv + zipcache", "component `.*leave one of them out"),
-    ],
-)
-def test_what_does_not_fit_says_which_numbers_do(method, says):
-    with pytest.raises(IncompatibleMethod, match=says):
-        layer.bind(method)

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import parse
-from kvjax.errors import KvjaxError
 from kvjax.methods.kvmerger import GaussianMerge, MergeSets
 from tests.contract import layer
 from tests.oracles import eviction
@@ -93,16 +91,3 @@ def test_nothing_is_joined_across_a_heavy_hitter_or_with_a_recent_token():
     assert six[0, 0].tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
     assert np.flatnonzero(of_five[0, 0]).tolist() == [1, 3, 4, 6, 7]
     assert np.flatnonzero(of_six[0, 0]).tolist() == [1, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kvmerger:budget=4,heavy=1,recent=2", "at least 2 heavy .* got budget=4; raise it to 5 or protect fewer"),
-        ("kvmerger:heavy=-1", "heavy=-1 and recent=64 .0 or more. needs"),
-        ("kvmerger:sigma=-0.5", "sigma of KVMerger .* got -0.5; use 0"),
-    ],
-)
-def test_sizes_that_cannot_be_are_errors_with_a_remedy(text, message):
-    with pytest.raises(KvjaxError, match=message):
-        parse(text)

@@ -104,18 +104,3 @@ def test_a_table_gives_each_layers_levels(tmp_path):
     np.testing.assert_allclose(read, [-5, 3, 3, 9, 15], rtol=1e-6)  # 5 + 5 * 2 * (-1, -0.2, -0.2, 0.4, 1)
     with pytest.raises(KvjaxError, match=r"`0.keys` of .* has shape \(2, 4\), expected \(2, 8\)"):
         layer.bind(f"kvquant:bits=3,table={path}")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("kvquant:bits=1", "bits must be one of 2, 3, 4, 8, got 1"),
-        ("kvquant:first=-1", "must be 0 or more, got -1"),
-        ("kvquant:outliers=1.5", "share"),
-        ("kvquant:table=no/such", "no table of levels can be read"),
-        ("kvquant + h2o", "component `decode`"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(text, says):
-    with pytest.raises(KvjaxError, match=says):
-        layer.bind(text)

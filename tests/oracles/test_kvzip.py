@@ -14,7 +14,6 @@ from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, Replay, Traits
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
 from kvjax.engine.prefill import _copy_chunk
-from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import pad
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.methods.kvzip import ReplayAttention
@@ -144,14 +143,6 @@ def test_heads_share_a_budget_by_one_ranking_of_their_level(model, level, plus):
                 assert positions[i][b][head].tolist() == [*range(SINKS), *(SINKS + unit for unit in units)]
                 unequal += len(units) != quota
     assert unequal
-
-
-def test_sizes_that_cannot_be_are_errors(model):
-    with pytest.raises(KvjaxError, match="got chunk=0 and lead=8; kvpress uses 2048 and 8"):
-        kvjax.methods.kvzip(chunk=0)
-    kvzip, cake = (kvjax.parse(x) for x in ("kvzip:budget=6", "cake:budget=6,window=2"))
-    with pytest.raises(KvjaxError, match="both fill the component `select`"):
-        kvjax.compose(kvzip, cake)
 
 
 def test_a_projection_that_another_component_asks_for_changes_no_score():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
 from kvjax.methods.lagkv import LagKV, _spread
 from tests.contract import layer
 from tests.oracles import lagkv as oracle
@@ -62,8 +61,3 @@ def test_one_channel_and_a_row_shorter_than_its_sinks_have_finite_scores():
     for sinks, lag in ((0, 1), (5, 2)):
         actual = score_tokens(LagKV(lag, sinks), KVBlock(x, x, jnp.arange(3)[None, None]))
         assert np.isfinite(actual).all()
-
-
-def test_a_partition_has_a_token():
-    with pytest.raises(KvjaxError, match="lag must be at least 1 token, got 0; kvpress uses 128"):
-        layer.bind("lagkv:lag=0")

@@ -6,8 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import parse
-from kvjax.errors import KvjaxError
 from kvjax.methods.lookm import RULES, NearestMerge
 from tests.contract import layer
 from tests.oracles import eviction
@@ -61,14 +59,3 @@ def test_text_stays_before_images_and_all_that_leaves_is_merged():
             assert positions == kept_tokens
             for x, expected in zip(actual, oracle.merge_tokens(k[head], v[head], kept_tokens, "pivot"), strict=True):
                 np.testing.assert_allclose(x, expected, atol=2e-6)
-
-
-@pytest.mark.parametrize("images", ["5", "9-4", "1-x", "-3", "1-2-3"])
-def test_ranges_that_are_none_are_an_error_with_its_remedy(images):
-    with pytest.raises(KvjaxError, match=f"ranges of positions.*got {images!r}; write '5-580'"):
-        parse(f"lookm:images={images}")
-
-
-def test_an_unknown_rule_is_an_error_with_those_that_there_are():
-    with pytest.raises(KvjaxError, match="must be one of 'pivot', 'average', 'weighted', 'normalised', got 'max'"):
-        parse("lookm:rule=max")

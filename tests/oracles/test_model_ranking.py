@@ -16,7 +16,7 @@ import kvjax
 from kvjax import functional
 from kvjax.cache.eviction.budget_allocation import most_shared_slots, round_up_shared
 from kvjax.cache.eviction.ranking import Candidates, ModelRanking
-from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.testing import toy_model
 from tests.contract import layer
@@ -245,63 +245,3 @@ def test_the_model_level_composes_with_what_works_on_single_tokens(more):
     lengths = [[len(head) for head in heads[0]] for heads in context.kept_positions()]
     assert sum(map(sum, lengths)) == 12 * 2 * len(lengths) and len(set(map(tuple, lengths))) > 1
     assert np.isfinite(context.last).all() and len(context.generate(max_new_tokens=3).tokens[0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [
-        (
-            "kvzip + adakv:alpha=0.1",
-            "component `side_store`; use 'kvzip:level=head \\+ adakv:alpha=0.1', which leaves it",
-        ),
-        ("adakv + kvzip:budget=8", "component `side_store`; use 'adakv \\+ kvzip:budget=8,level=head'"),
-        (
-            "kvzip:budget=8 + int4 + adakv:scope=model",
-            "component `layer_budgets`; use 'kvzip:budget=8,level=head \\+ int4 \\+ adakv",
-        ),
-        ("kvzip:level=layer + adakv:alpha=0,scope=model", "component `side_store`; use 'kvzip:level=head \\+ adakv"),
-        ("kvzip + think", "component `side_store`; use 'kvzip:level=head \\+ think'"),
-        ("kvzip + headkv", "both fill the component `select`.*leave one of them out"),
-        ("kvzip + h2o", "component `decode`, H2O: .*level=head"),
-        ("turned_queries + recompress", "component `decode`, Recompress: .*level=head"),
-        ("kvzip:level=layer + kcache:device_layers=0", "component `read`, TopValues: .*level=head"),
-        ("kvzip + specache", "component `read`, SpeculativeReader: .*level=head"),
-    ],
-)
-def test_what_needs_equal_heads_names_the_level(method, says):
-    with pytest.raises(IncompatibleMethod, match=says):
-        layer.bind(method)
-
-
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [
-        ("adakv:scope=model", "has none to stand on; compose it with one"),
-        ("keynorm:budget=8 + adakv:scope=model", "KeyNorm.*scale of each layer's own.*normalise=true.*scope=layer"),
-        ("snapkv:budget=8,window=2 + h2o + adakv:scope=model", "a policy takes tokens out"),
-        (
-            "snapkv:budget=8,window=2 + kivi + adakv:scope=model",
-            "16 slots, which groups of 32 tokens of keys.*give page=32 to the method",
-        ),
-        (
-            kvjax.Method(select=kvjax.methods.keydiff(8).select, layer_budgets=ModelRanking()),
-            "a store for them in component `side_store`",
-        ),
-    ],
-)
-def test_what_cannot_be_ranked_over_the_model_says_why(method, says):
-    with pytest.raises(IncompatibleMethod, match=says):
-        layer.bind(method)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"scope": "head"}, "scope of adakv must be 'layer' or 'model', got 'head'"),
-        ({"scope": "model", "rule": "kvpress"}, "leave rule='kvpress' out of scope=model"),
-        ({"scope": "model", "alpha": 1.5}, "alpha of AdaKV must lie in"),
-    ],
-)
-def test_wrong_values_say_so(fields, says):
-    with pytest.raises(KvjaxError, match=says):
-        kvjax.methods.adakv(**fields)

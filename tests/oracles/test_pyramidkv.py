@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from kvjax.cache.eviction.budgets import budgets_by_layer
-from kvjax.errors import KvjaxError
 from kvjax.methods.pyramidkv import Pyramid
 from tests.contract import layer
 from tests.oracles.eviction import kvpress_pyramid_budget, pyramid_budget
@@ -53,16 +52,3 @@ def test_one_layer_gets_the_mean():
         == budget_at_layer(Pyramid(640, 8, rule="peer"), 0, 1).num_kept(10**4) // 10
         == 64
     )
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: Pyramid(8, 8), "needs more than these, got tokens=8; use at least 9"),
-        (lambda: Pyramid(9, 8, beta=0), "beta must be at least 1, got 0"),
-        (lambda: Pyramid(9, 8, rule="paper"), "rule must be 'authors' or 'peer', got 'paper'"),
-    ],
-)
-def test_wrong_settings_are_named(make, says):
-    with pytest.raises(KvjaxError, match=says):
-        make()

@@ -16,8 +16,7 @@ from kvjax.cache.method import Method
 from kvjax.cache.readers.retrieval import Retrieve
 from kvjax.core import memory
 from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
-from kvjax.methods.quest import Boxes, quest
+from kvjax.methods.quest import Boxes
 from kvjax.registry.strings import method_of
 from tests.contract import layer
 from tests.oracles.quest import attend_pages, page_bound
@@ -27,11 +26,7 @@ unpacked = functools.partial(jax.tree.map, memory.unpack, is_leaf=lambda x: isin
 
 def oracle_outputs(batch: layer.SequenceBatch, **arguments) -> np.ndarray:
     """The oracle's outputs, f32[B K G STEPS H]."""
-    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
-    return np.stack([
-        attend_pages(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), **arguments)
-        for q, k, v, n in sequences
-    ])  # fmt: skip
+    return np.stack([attend_pages(*batch.exact(b), int(n), **arguments) for b, n in enumerate(batch.lengths)])
 
 
 @pytest.mark.parametrize(
@@ -119,17 +114,3 @@ def test_all_pages_are_all_slots_behind_a_selection_with_a_bias(window):
         bias = jnp.where(state.pos >= 0, (state.pos % 3).astype(jnp.float32), 0.0)
         outs.append(layer.compile_scan(bound_layer)(dataclasses.replace(state, bias=bias), layer.stack_steps(batch))[0])
     np.testing.assert_allclose(outs[1], outs[0], atol=5e-6)
-
-
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        (lambda: quest(page=0), "a page holds at least 1 token, got 0"),
-        (lambda: quest(budget=0), "budget must be at least 1 token, got 0"),
-        (lambda: quest(per="layer"), "per must be 'query' or 'head', got 'layer'"),
-        (lambda: Retrieve(Boxes(2), 0), "at least 1 unit .* got units=0"),
-    ],
-)
-def test_errors_name_the_value_and_the_remedy(make, text):
-    with pytest.raises(KvjaxError, match=text):
-        make()

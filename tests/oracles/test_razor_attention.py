@@ -122,9 +122,3 @@ def test_a_table_is_made_without_any_text_and_serves_the_model(tmp_path):
     assert sum(retrieval_heads[method.bind(spec).num_kept(48)] for spec in specs(model.config)) == 3
     with pytest.raises(KvjaxError, match="a table of heads is counted on a text; give one, as with --text"):
         calibrate(model, "heads", tmp_path / "none", None)
-
-
-def test_wrong_values_say_so():
-    for fields, says in (({"echo": 2.0}, "echo is a fraction of"), ({"part": -1}, "part must be 0 or more, got -1")):
-        with pytest.raises(KvjaxError, match=says):
-            kvjax.methods.razor_attention(**fields)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.methods.rekv import MeanKeys, rekv
+from kvjax.errors import IncompatibleMethod
+from kvjax.methods.rekv import MeanKeys
 from tests.contract import layer
 from tests.oracles import rekv as oracle
 from tests.oracles.online import rope
@@ -16,15 +16,7 @@ SMALL = "rekv:topk=1,block=2,sinks=1,recent=2"
 
 
 def test_it_equals_the_paper_whatever_lies_in_empty_slots():
-    batch, bound = layer.random_batch(), layer.bind(SMALL)
-    sequences = zip(batch.q, batch.k, batch.v, batch.lengths, strict=True)
-    expected = [
-        oracle.rekv(*(np.asarray(x[..., : n + layer.STEPS, :], np.float64) for x in (q, k, v)), int(n), 1, 2, 1, 2)
-        for q, k, v, n in sequences
-    ]
-    actual = layer.decode(SMALL, batch)
-    np.testing.assert_allclose(actual, np.stack(expected), atol=5e-6)
-    np.testing.assert_array_equal(layer.decode(SMALL, batch, state=layer.prefill(bound, batch, np.inf)), actual)
+    layer.assert_decodes_as(SMALL, lambda *sequence: oracle.rekv(*sequence, 1, 2, 1, 2))
 
 
 def test_the_cosine_is_over_all_heads_as_one_vector():
@@ -54,16 +46,3 @@ def test_tokens_that_asked_cannot_be_taken_back():
     bound = layer.bind(SMALL)
     with pytest.raises(IncompatibleMethod, match="component `read`, QuestionRetrieval, keeps something of all tokens"):
         bound.method.read.crop(bound, layer.prefill(bound, layer.random_batch()))
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: rekv(topk=0), "topk of ReKV must be at least 1, got 0"),
-        (lambda: rekv(block=0), "block of ReKV must be at least 1, got 0"),
-        (lambda: rekv(recent=0), "recent of ReKV must be at least 1, got 0"),
-    ],
-)
-def test_errors_name_the_value_and_the_remedy(make, text):
-    with pytest.raises(KvjaxError, match=text):
-        make()

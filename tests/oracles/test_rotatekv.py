@@ -79,21 +79,6 @@ def test_channels_may_stand_in_the_order_of_a_table(tmp_path):
     np.testing.assert_array_equal(gathered, np.take_along_axis(np.asarray(decoded), np.asarray(idx)[..., None], 2))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("rotatekv:bits=5", "bits must be one of 1, 2, 3, 4, 8, got 5"),
-        ("rotatekv:clip=1.5", "clip must lie in"),
-        ("rotatekv:sinks=-1", "must be 0 or more, got -1"),
-        ("rotatekv:heads=2,table=no/such", "no table of bases can be read"),
-        ("rotatekv:heads=2 + h2o", "component `decode`"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(text, says):
-    with pytest.raises(KvjaxError, match=says):
-        layer.bind(text)
-
-
 def test_a_size_without_hadamards_matrix_is_refused():
     with pytest.raises(KvjaxError, match="powers of two, and 48 channels, of 2 heads"):
         kvjax.parse("rotatekv:heads=2").bind(dataclasses.replace(layer.spec(), head_dim=24))

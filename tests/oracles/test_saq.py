@@ -81,14 +81,5 @@ def test_what_is_held_is_the_oracles_bit_by_bit(place, bits, axis, dtype):
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, says in {
-        "saq:bits=2-4": "bits must fall from step to step",
-        "saq:bits=8-3": "bits must be 1, 2, 4 or 8, got 3",
-        "saq:bits=8/4": "numbers with '-' between them, got '8/4'",
-        "saq:every=20": "no multiple of group 32",
-        "saq + h2o": "component `decode`",
-    }.items():
-        with pytest.raises(KvjaxError, match=says):
-            layer.bind(text)
     with pytest.raises(KvjaxError, match="does not divide the head size"):
         StaircaseQuantizer((8, 4), 4, "channel", 4).encode(jnp.ones((1, 1, 4, 6)), jnp.zeros((1, 1, 4), jnp.int32))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import kvjax
 from kvjax.cache.codecs.low_rank import PromptLowRank
 from kvjax.core import memory
-from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.methods.shadowkv import ShadowStore
 from tests.contract import layer
 from tests.oracles import shadowkv as oracle
@@ -77,28 +75,6 @@ def test_it_divides_what_a_selection_leaves():
 
 def test_it_says_that_it_needs_host_memory():
     assert kvjax.parse("shadowkv").traits.host
-
-
-@pytest.mark.parametrize(
-    ("method", "error", "says"),
-    [
-        ("shadowkv:rank=0", KvjaxError, "a rank of at least 1.*rank=0.*authors use chunk=8, rank=160"),
-        ("shadowkv:budget=4,chunk=8", KvjaxError, "a budget of at least a chunk"),
-        (
-            "shadowkv + h2o",
-            IncompatibleMethod,
-            "component `side_store`, ShadowStore, holds prompt tokens for good.*leave one of them",
-        ),
-        (
-            "shadowkv + infllm",
-            IncompatibleMethod,
-            "component `side_store`, ShadowStore, .*takes it in chunks.*leave one of them",
-        ),
-    ],
-)
-def test_what_cannot_be_says_why(method, error, says):
-    with pytest.raises(error, match=says):
-        layer.bind(method)
 
 
 def test_prompts_of_equal_tokens_have_finite_answers():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvjax import methods
-from kvjax.errors import KvjaxError
 from tests.contract import layer
 from tests.oracles import specache
 from tests.oracles.test_kivi import STEPS, B, G, H, K, R, bind, oracle_outputs, prefill, random_batch
@@ -192,18 +191,3 @@ def test_the_oracle_sees_each_choice():
         ).max()
         > 1e-3
     )
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: methods.specache(bits=3, group=8, residual=8), r"\b3\b.*\b[24]\b"),
-        (lambda: methods.specache(group=8, residual=12), r"(?=.*\b12\b)(?=.*\b8\b).*\b(8|16)\b"),
-        (lambda: methods.specache(group=8, residual=8, topk=0), r"topk.*\b0\b"),
-        (lambda: methods.specache(group=8, residual=8, reduce="sum"), r"reduce.*sum"),
-        (lambda: prefill(methods.specache(group=16, residual=16), random_batch()), r"(?=.*\b16\b).*\b8\b"),
-    ],
-)
-def test_an_impossible_value_is_an_error_with_its_remedy(make, words):
-    with pytest.raises(KvjaxError, match=words):
-        make()

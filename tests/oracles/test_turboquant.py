@@ -110,13 +110,6 @@ def test_the_ends_of_a_model_take_the_bytes_of_the_full_cache():
 
 
 def test_what_has_no_meaning_is_refused():
-    for text, says in {
-        "turboquant:k_bits=5": "bits must be one of 1, 2, 3, 4, 8, got 5; the nearest is 4",
-        "turboquant:v_bits=16": "the nearest is 8",
-        "turboquant:ends=-1": "must be 0 or more, got -1",
-    }.items():
-        with pytest.raises(KvjaxError, match=says):
-            kvjax.parse(text)
     for method, H, says in (
         (kvjax.methods.turboquant(3), 16, "32 at a time.*more bits"),
         (kvjax.methods.turboquant(), 24, "rotate"),

@@ -6,12 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
 from kvjax.methods.turned_queries import TurnedQueries
 from tests.contract import layer
 from tests.oracles import turned_queries as oracle
@@ -104,19 +102,3 @@ def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
     moved = oracle.rotate(oracle.rotate(q, -query_pos, frequencies), np.full(8, 504), frequencies)
     p = np.exp(moved @ k.T / np.sqrt(8))
     np.testing.assert_allclose(actual[0, 0], (p / p.sum(1, keepdims=True)).max(0), rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"ahead": -1}, "ahead must be 0 or more"),
-        ({"reduce": "sum"}, "'max' or"),
-        ({"stride": 0}, "stride must be at least 1, got 0"),
-        ({"last": 0.0}, "last is a fraction of the prompt in"),
-        ({"last": 1.5}, "last is a fraction of the prompt in"),
-        ({"level": "heads"}, "level must be 'model', 'layer' or 'head', got 'heads'"),
-    ],
-)
-def test_wrong_values_say_so(fields, says):
-    with pytest.raises(KvjaxError, match=says):
-        kvjax.methods.turned_queries(**fields)

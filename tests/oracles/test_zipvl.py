@@ -14,7 +14,6 @@ from kvjax.cache.method import Method
 from kvjax.core.attention_mass import Observation
 from kvjax.core.random import draw
 from kvjax.core.types import KVBlock
-from kvjax.errors import KvjaxError
 from kvjax.methods.zipcache import ProbeAttention
 from kvjax.methods.zipvl import UnimportantTokens
 from kvjax.testing import dense_attention
@@ -89,16 +88,3 @@ def test_all_of_the_attention_is_that_of_all_tokens():
     batch = layer.random_batch()
     single = Method(k=Channelwise(4, 3), v=SeparableTokenwise(4, 3))
     np.testing.assert_allclose(layer.decode("zipvl:tau=1,every=3", batch), layer.decode(single, batch), atol=1e-6)
-
-
-def test_what_has_no_meaning_is_refused():
-    for text, says in {
-        "zipvl:tau=0": "tau must lie in",
-        "zipvl:least=0.5,most=0.4": "0 <= least <= most <= 1",
-        "zipvl:most=0": "most > 0",
-        "zipvl:probes=0": "fraction of probes",
-        "zipvl + h2o": "component `decode`",
-        "zipvl + kivi": "both fill the component `k`",
-    }.items():
-        with pytest.raises(KvjaxError, match=says):
-            layer.bind(text)
