@@ -39,7 +39,7 @@ from experiments.papers.common import run_script
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.components import Scorer, Scores
-from kvjax.cache.eviction.ranking import MeasuredHeadTokens
+from kvjax.cache.eviction.selection import MeasuredHeadTokens, count_kept, score_candidates, select_slots
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import attend_dense, merge
@@ -248,23 +248,22 @@ def replay_scores(exact: FullKV, method: str) -> list[Array]:
 @functools.partial(jax.jit, static_argnames="layer")
 def _measure_candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
     """Measures what a layer would offer to one ranking over the model, as the method does in a prefill."""
-    select = dataclasses.replace(layer.method.select, scorer=PrecomputedScores(scores))
-    found = select.candidates(block, None, layer.spec)
+    select = dataclasses.replace(layer.selection.select, scorer=PrecomputedScores(scores))
+    found = score_candidates(dataclasses.replace(layer.selection, select=select), block, None)
     return layer.method.layer_budgets.rescale(found)
 
 
 @functools.partial(jax.jit, static_argnames="layer")
 def _select(block: KVBlock, scores: Scores, tokens: Array | None, layer: MethodLayer) -> Array:
     """Selects a layer's tokens, bool[B K S]; `tokens` i32[B K] of each head where the model's ranking has set them."""
-    method, spec, width = layer.method, layer.spec, block.pos.shape[2]
-    select = dataclasses.replace(method.select, scorer=PrecomputedScores(scores))
-    slots = select.max_kept_up_to(width)
+    method, width = layer.method, block.pos.shape[2]
+    slots = int(method.select.num_kept_by_length(width).max())
     head_budgets = None if method.side_store is None else method.side_store.head_budgets
     if tokens is not None:
-        head_budgets = MeasuredHeadTokens(tokens, select.granularity.size)
-    keep = select.num_kept_per_sequence(block, None, slots)
-    components = {"representatives": method.representatives, "second_stage": method.second_stage}
-    found = select.select_slots(block, None, keep, slots, spec, head_budgets=head_budgets, **components).slots
+        head_budgets = MeasuredHeadTokens(tokens, method.select.granularity.size)
+    num_kept = count_kept(method.select, block, slots)
+    choice = select_slots(layer.selection, block, None, num_kept, slots, head_budgets=head_budgets, scores=scores)
+    found = choice.slots
     B, K = block.k.shape[:2]
     sequences, heads = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     found = jnp.broadcast_to(found, (B, K, found.shape[2]))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer, RewindableLayer
-from kvjax.cache.state import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
+from kvjax.cache.sequences import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
 from kvjax.core.mesh import check_divides, per_device
 from kvjax.core.rope import Rope, rotate

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from rich.progress import track
 
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS, TableKind
+from kvjax.cache.components import LayerBudgets, PromptSelection
 from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, Needs, Traits
@@ -163,13 +163,19 @@ def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]])
     check_logits(model, last, ids, what="document")
     calls, target = layer_calls(plan, model.config), Target(model.config, model.mesh)
     measures = measure_layers(prompts, lengths, calls, target, tokens.shape[1])
-    statistics = _count_layers(tuple(measures), lengths, kind=kind, layer=plan[0])
+    first = ranking.bind(specs(model.config)[0])
+    assert first.selection is not None
+    statistics = _count_layers(
+        tuple(measures), lengths, kind=kind, selection=first.selection, layer_budgets=first.method.layer_budgets
+    )
     return tuple(jax.tree.map(lambda x, i=i: x[i], statistics) for i in range(len(plan)))
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "layer"))
-def _count_layers(measures: tuple[Any, ...], lengths: Array, kind: TableKind, layer: MethodLayer) -> Any:
-    return kind.count_layers(layer, stack_measures(measures), lengths)
+@functools.partial(jax.jit, static_argnames=("kind", "selection", "layer_budgets"))
+def _count_layers(
+    measures: tuple[Any, ...], lengths: Array, kind: TableKind, selection: PromptSelection, layer_budgets: LayerBudgets
+) -> Any:
+    return kind.count_layers(selection, layer_budgets, stack_measures(measures), lengths)
 
 
 def calibrate(

@@ -22,10 +22,13 @@ from kvjax.cache.codecs.quantizers import Fp8, MinMax, Quantizer, step_size
 from kvjax.cache.components import (
     Budget,
     Codec,
+    Components,
     EvictableUnits,
     HeadBudgets,
+    KVStorage,
     LayerBudgets,
     Policy,
+    PromptSelection,
     Reader,
     ReadResult,
     Representatives,
@@ -33,7 +36,9 @@ from kvjax.cache.components import (
     Scores,
     SecondStageScorer,
     SelectedSlots,
+    Selection,
     SideStore,
+    Slots,
 )
 from kvjax.cache.eviction.budgets import TokenBudget
 from kvjax.cache.eviction.decode_policy import (
@@ -53,7 +58,7 @@ from kvjax.cache.eviction.scorers import (
     token_scores,
     window_query_mask,
 )
-from kvjax.cache.eviction.selection import Selection, make_selection
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, LayerState, Needs, Traits
 from kvjax.cache.readers.full import Full
@@ -91,6 +96,10 @@ __all__ = [
     "Observation",  # queries of the prompt, their positions, and the attention that they gave where it was recorded
     "LayerSpec",  # heads, head size, dtype, window and place of one layer
     "LayerState",  # what a layer holds between calls: stored keys and values, positions, states of its components
+    "KVStorage",  # how a layer stores keys and values: codecs, and rotation; for readers and side stores
+    "PromptSelection",  # how a layer chooses the prompt tokens that stay; for budgets
+    "Slots",  # slots that a prompt takes: kept, in the main slots, in a side store
+    "Components",  # all components of a method; for checks of what goes together
     "Rope",  # the model's rotary embedding
     "Needs",  # what a bound layer asks the decoder for, beside keys, values and queries
     "Traits",  # facts of a method that reports show

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.protocol import Cache, SizedLayer
-from kvjax.core import memory
-from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import MEMORY_KINDS, array_bytes
-from kvjax.core.types import KVBlock
 from kvjax.utils.keywords import checks_keywords
-
-if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,37 +114,3 @@ def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
         pos = np.broadcast_to(pos, (pos.shape[0], cache.config.kv_heads, pos.shape[2]))
         kept.append([[np.sort(head[head >= 0]) for head in heads] for heads in pos])
     return kept
-
-
-@functools.lru_cache(maxsize=65_536)  # each length of a growing text is an entry for each distinct layer
-def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False) -> dict[str, int]:
-    """Bytes that codecs and reader keep of one sequence, found by tracing the layer: nothing is computed.
-
-    Args:
-      layer: a bound layer.
-      slots: of the sequence.
-      dtype: of the model's keys and values.
-      filled: whether to count only what tokens in all of these slots fill, and not all arrays.
-
-    Returns:
-      Bytes by memory kind, of one sequence and all its heads.
-    """
-
-    def store(block: KVBlock, queries: Observation) -> Any:
-        # A prompt that is fed through the method is stored before any query has been observed.
-        observes = layer.needs.observes and not layer.needs.prompt_chunk
-        k, v, reader_state = layer.encode_slots(block, queries if observes else None)
-        if filled:
-            k, v = layer.k.used_part(k, slots), layer.v.used_part(v, slots)
-            reader_state = layer.method.read.used_part(reader_state, slots)
-        return memory.without_guards((k, v, reader_state))
-
-    abstract: Any = jax.ShapeDtypeStruct  # typed Any, since its users say Array
-    spec, num_queries = layer.spec, layer.needs.observed_queries
-    K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
-    num_queries = slots if num_queries is None else num_queries
-    tokens = abstract((1, K, slots, H), dtype)
-    block = KVBlock(tokens, tokens, abstract((1, 1, slots), jnp.int32))
-    observation = Observation(abstract((1, K, G, num_queries, H), dtype), abstract((1, num_queries), jnp.int32))
-    # `jax.eval_shape` would not tell in which memory an array lies; the abstract values of a jaxpr do.
-    return array_bytes(jax.make_jaxpr(store)(block, observation).out_avals)

@@ -5,7 +5,7 @@ The life of a prompt; `MethodLayer.prefill` begins with step 2:
 1. The engine attends the prompt exactly (or by `attend`) and hands over its keys and values, and an `Observation`: the
    queries, attention sums and outputs that `needs` asked for.
 2. `select` scores the tokens and keeps the best; `second_stage` and `representatives` change a part of that choice.
-3. `merge` adds evicted tokens to kept ones. A `side_store` takes tokens out of the main slots, and selects for itself.
+3. `merge` adds evicted tokens to kept ones. A `side_store` takes tokens out of the main slots.
 4. `decode`, a policy that evicts at every step, takes over the tokens that fit its constant number of slots.
 5. The codecs `k` and `v` encode the tokens that are left; `read` makes its summaries of them.
 
@@ -22,26 +22,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
-from kvjax.cache.components import Codec, HeadBudgets, Scores
+from kvjax.cache.components import Codec, Components, KVStorage, PromptSelection, Slots
 from kvjax.cache.eviction.decode_policy import check_policy_result
+from kvjax.cache.eviction.selection import apply_selection
 from kvjax.cache.protocol import LayerSpec, LayerState, Needs, StepResult
-from kvjax.cache.state import StateOperations
+from kvjax.cache.readers.full import Full
+from kvjax.cache.sequences import CONTEXT_REMEDY
+from kvjax.cache.token_status import relative_error
 from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
+from kvjax.core.memory import array_bytes, bytes_beyond
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, hash_once
-from kvjax.errors import KvjaxError
-
-if TYPE_CHECKING:
-    from kvjax.cache.method import Method
-
+from kvjax.errors import IncompatibleMethod, KvjaxError
 
 PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer_budgets", "attend"
 """The components of a method that act on prompts alone."""
@@ -49,22 +50,38 @@ PROMPT_COMPONENTS = "select", "second_stage", "representatives", "merge", "layer
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
-class MethodLayer(StateOperations):
-    """A method bound to one layer: implements `BoundLayer` by the method's components.
+class MethodLayer:
+    """A method bound to one layer: implements `BoundLayer`, and its optional abilities, by the method's components.
 
-    Its optional abilities (crop, partial attention, editing, ..) are those of `StateOperations`. Layers that do the
+    A component is given what it reads and no more, see `cache.components`; nothing else calls back. Layers that do the
     same are equal values, wherever they stand in the model, and share their compiled programs.
 
     Attributes:
       method: the components as they are in this layer.
       spec: the layer, without its index.
-      budgets: tokens that the selection would keep in each layer of the model, None for no bound; only where all layers
-        divide one budget, empty otherwise.
+      budgets: as in `PromptSelection`.
+      side_slots: slots of the side store, of each head in the mean, once all layers have divided a budget among their
+        heads; None: the store says itself.
     """
 
-    method: Method
+    method: Components
     spec: LayerSpec
     budgets: tuple[int | None, ...] = ()
+    side_slots: int | None = None
+
+    @functools.cached_property
+    def storage(self) -> KVStorage:
+        """What readers and side stores know of the method."""
+        m = self.method
+        return KVStorage(self.spec, m.k, m.v, m.decode if m.positions == "cache" else None)
+
+    @functools.cached_property
+    def selection(self) -> PromptSelection | None:
+        """What budgets know of the method; None where every token of a prompt stays."""
+        m = self.method
+        if m.select is None:
+            return None
+        return PromptSelection(self.spec, m.select, m.second_stage, m.representatives, m.merge, self.budgets)
 
     @property
     def k(self) -> Codec:
@@ -92,8 +109,7 @@ class MethodLayer(StateOperations):
             replay=None if scorer is None else scorer.replay,
             paired_layer=0 if m.side_store is None else m.side_store.paired_layer,
             global_budget=m.layer_budgets is not None,
-            # A selection takes the prompt as a whole, so a reader's own chunks are for methods without one.
-            prompt_chunk=0 if m.select else m.read.prompt_chunk,
+            prompt_chunk=m.prompt_chunk,
             prompt_pattern=m.attend,
             draft_tokens=m.read.draft_tokens,
             unbounded_length=m.positions == "cache" or m.read.unbounded_length,
@@ -111,26 +127,20 @@ class MethodLayer(StateOperations):
         method = dataclasses.replace(self.method, **dict.fromkeys(PROMPT_COMPONENTS))
         if method.side_store is not None:
             method = dataclasses.replace(method, side_store=method.side_store.after_prompt)
-        return dataclasses.replace(self, method=method, budgets=())
-
-    # Sizes.
-
-    def num_kept(self, prompt_tokens: int) -> int:
-        """Most tokens that a prompt of this length leaves in this layer."""
-        m = self.method
-        kept = m.select.num_kept(prompt_tokens) if m.select else prompt_tokens
-        return m.decode.num_kept(self, kept) if m.decode else kept
+        return dataclasses.replace(self, method=method, budgets=(), side_slots=None)
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """Slots for a prompt of this length and `headroom_tokens` more."""
-        return self.num_slots_for(self.num_kept(prompt_tokens), headroom_tokens)
+        if self.method.decode:  # its number of slots is constant
+            return self.method.decode.num_slots()
+        return self._slots(prompt_tokens).main + headroom_tokens
 
-    def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
-        """Slots for `num_kept` tokens of a prompt and `headroom_tokens` more."""
+    def _slots(self, prompt_tokens: int) -> Slots:
+        """The slots that a prompt of this length takes, before layers divide a budget."""
         m = self.method
-        if m.decode:  # its number of slots is constant
-            return m.decode.num_slots(self)
-        return (m.side_store.num_main_slots(num_kept) if m.side_store else num_kept) + headroom_tokens
+        kept = m.select.num_kept(prompt_tokens) if m.select else prompt_tokens
+        kept = m.decode.num_kept(kept) if m.decode else kept
+        return m.side_store.slots(self.spec, kept, prompt_tokens) if m.side_store else Slots(kept, kept)
 
     def positions(self, state: LayerState) -> Array:
         """i32[B 1|K S], the position of the token in each slot, those of the side store last; -1 where it is empty."""
@@ -144,27 +154,31 @@ class MethodLayer(StateOperations):
 
     def measure(self, block: KVBlock, observation: Observation | None) -> Any:
         """See `BudgetedLayer`."""
-        assert self.method.layer_budgets is not None
-        return self.method.layer_budgets.measure(self, block, observation)
+        assert self.method.layer_budgets is not None and self.selection is not None
+        return self.method.layer_budgets.measure(self.selection, block, observation)
 
     def divide_budget(self, measures: Any, lengths: Array) -> Array:
         """See `BudgetedLayer`."""
-        assert self.method.layer_budgets is not None
-        return self.method.layer_budgets.allocate_tokens(self, measures, lengths)
+        assert self.method.layer_budgets is not None and self.selection is not None
+        return self.method.layer_budgets.allocate_tokens(self.selection, measures, lengths)
 
-    def num_kept_slots(self, tokens: np.ndarray) -> int:
+    def count_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        if tokens.ndim == 1:  # heads keep equally many, in the main slots
+        if tokens.ndim == 1:  # heads keep equally many
             return int(tokens.max())
         assert self.method.side_store is not None
-        return self.method.side_store.num_kept_slots(tokens)
+        return self.method.side_store.num_slots_of_heads(tokens)
 
-    def with_kept_slots(self, slots: int) -> MethodLayer:
+    def resize(self, kept_slots: int, headroom_tokens: int) -> tuple[MethodLayer, int]:
         """See `BudgetedLayer`."""
         m = self.method
-        if m.side_store is None or m.layer_budgets is None or not m.layer_budgets.by_head:
-            return self  # the main slots are sized when the state is made
-        return dataclasses.replace(self, method=dataclasses.replace(m, side_store=m.side_store.with_kept_slots(slots)))
+        if m.decode:
+            return self, m.decode.num_slots()
+        if m.side_store is None:
+            return self, kept_slots + headroom_tokens
+        if m.side_store.head_budgets is not None:  # all tokens of the prompt are in the store
+            return dataclasses.replace(self, side_slots=kept_slots), headroom_tokens
+        return self, m.side_store.slots(self.spec, kept_slots, kept_slots).main + headroom_tokens
 
     # The prompt.
 
@@ -179,18 +193,18 @@ class MethodLayer(StateOperations):
         """Compresses a prompt; see `BoundLayer`."""
         m = self.method
         side_store = policy_state = None
-        # A side store applies the selection itself, in `split`.
-        if m.side_store:
-            block, side_store = m.side_store.split(self, block, observation, num_slots)
-        elif m.select:
-            block = self.apply_selection(block, observation, min(num_slots, block.pos.shape[2]))
-        if (m.side_store or m.select) and observation is not None:
-            # The softmax sums cover the whole prompt, and some of its tokens are gone: the components below sum anew.
-            observation = observation._replace(softmax_lse=None)
-        if m.decode:
-            result = m.decode.init(self, block, observation, num_slots)
-            slots, policy_state = check_policy_result(m.decode, "init", result, block.k.shape[:2])
-            block = gather_tokens(block, slots)
+        slots = self._prompt_slots(block.pos.shape[2], num_slots)
+        if self.selection is not None:
+            head_budgets = None if m.side_store is None else m.side_store.head_budgets
+            block = apply_selection(self.selection, block, observation, slots.kept, head_budgets)
+            observation = _without_sums(observation)
+        if m.side_store is not None:
+            block, side_store = m.side_store.split(self.storage, block, observation, slots)
+            observation = _without_sums(observation)
+        if m.decode is not None:
+            result = m.decode.init(self.spec, block, observation, num_slots)
+            chosen, policy_state = check_policy_result(m.decode, "init", result, block.k.shape[:2])
+            block = gather_tokens(block, chosen)
         # Empty slots follow the tokens, for what is decoded later.
         more = [(0, 0), (0, 0), (0, num_slots - block.pos.shape[2])]
         k, v = (jnp.pad(x, [*more, (0, 0)]) for x in (block.k, block.v))
@@ -201,69 +215,23 @@ class MethodLayer(StateOperations):
         keys, values, reader_state = self.encode_slots(block, observation)
         return LayerState(keys, values, block.pos, n, block.bias, reader_state, policy_state, side_store)
 
-    def apply_selection(
-        self,
-        block: KVBlock,
-        observation: Observation | None,
-        slots: int,
-        head_budgets: HeadBudgets | None = None,
-        scores: Scores | None = None,
-    ) -> KVBlock:
-        """Applies the selection to a prompt, with representatives and merging.
-
-        Args:
-          block: the prompt [B K T H].
-          observation: of the prompt's queries.
-          slots: static size of the result.
-          head_budgets: divides the layer's budget among its heads; a head may then keep more than the mean.
-          scores: of the tokens, where they are known; None: the selection's scorer is asked.
-
-        Returns:
-          The tokens that stay [B K slots H], in the order of their positions.
-        """
+    def _prompt_slots(self, width: int, num_slots: int) -> Slots:
+        """The slots that prompts of up to `width` tokens take, at most `num_slots` of the main ones."""
         m = self.method
-        assert m.select is not None
-        keep = m.select.num_kept_per_sequence(block, observation, slots)
-        choice = m.select.select_slots(
-            block,
-            observation,
-            keep,
-            slots,
-            self.spec,
-            representatives=m.representatives,
-            head_budgets=head_budgets,
-            second_stage=m.second_stage,
-            scores=scores,
-        )
-        kept = gather_tokens(block, choice.slots)
-        return kept if m.merge is None else m.merge(block, kept, choice, self.spec)
+        if m.side_store is None:
+            return Slots(min(num_slots, width), min(num_slots, width))
+        most = width
+        # Where layers divide one budget, a layer may keep more than the selection's own budget says.
+        if m.select is not None and (m.layer_budgets is None or m.side_store.head_budgets is not None):
+            most = int(m.select.num_kept_by_length(width).max())
+        by_kept = (m.side_store.slots(self.spec, kept, width) for kept in range(most, 0, -1))
+        slots = next(slots for slots in by_kept if slots.main <= num_slots)
+        return slots if self.side_slots is None else slots._replace(side=self.side_slots)
 
     def encode_slots(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any, Any]:
         """Encodes the tokens of the main slots: (keys, values, the reader's state)."""
-        return (
-            self.k.encode_prompt(self.keys_to_store(block), block.pos, observation),
-            self.v.encode_prompt(block.v, block.pos, observation),
-            self.method.read.init_state(block, observation, self.spec),
-        )
-
-    # Keys are stored before or after their rotation.
-
-    def keys_to_store(self, block: KVBlock) -> Array:
-        """The keys as the codec gets them: without rotation if it asks so, or if positions are indices in the cache."""
-        if self.method.positions == "true" and not self.k.pre_rope:
-            return block.k
-        return self.spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)
-
-    def decode_keys(self, stored: Any, pos: Array) -> Array:
-        """Decodes all keys [B K S H], rotated to their positions i32[B 1|K S]; for methods of true positions."""
-        return self._rotate_keys(self.k.decode(stored), pos)
-
-    def gather_keys(self, stored: Any, idx: Array, pos: Array) -> Array:
-        """Decodes the keys [B K n H] in slots idx i32[B K n], rotated to their positions i32[B 1|K n]."""
-        return self._rotate_keys(self.k.gather(stored, idx), pos)
-
-    def _rotate_keys(self, k: Array, pos: Array) -> Array:
-        return self.spec.rope.rotate(k, pos).astype(k.dtype) if self.k.pre_rope else k
+        k, v = self.storage.encode_prompt(block, observation)
+        return k, v, self.method.read.init_state(block, observation, self.spec)
 
     # Tokens after the prompt.
 
@@ -276,7 +244,7 @@ class MethodLayer(StateOperations):
         if not self.needs.paired_layer or self.method.side_store is None:
             return self._extend_in_steps(self._extend_once, state, q, new, commit, cross_layer)
         # A pair of layers shares the content of its store for the whole call, in however many steps it is read.
-        store, cross_layer = self.method.side_store.open_pair(self, state.side_store, cross_layer)
+        store, cross_layer = self.method.side_store.open_pair(self.storage, state.side_store, cross_layer)
         opened = dataclasses.replace(state, side_store=store)
         out, after, _ = self._extend_in_steps(self._extend_once, opened, q, new, commit, None)
         return StepResult(out, dataclasses.replace(after, side_store=state.side_store), cross_layer)
@@ -321,7 +289,7 @@ class MethodLayer(StateOperations):
         if m.decode:
             new = new.clean()
             if commit:
-                state = m.decode.before_token(self, state, q[:, :, :, :1], q_pos[:, :1])
+                state = m.decode.before_token(self.storage, state, q[:, :, :, :1], q_pos[:, :1])
         with jax.named_scope("append"):
             state = self._append(state, new.first(commit))
         with jax.named_scope("read"):
@@ -330,15 +298,15 @@ class MethodLayer(StateOperations):
                 outside.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.window))
             # A reader that adapts to the attention weights has to know how much weight lies outside its slots.
             outside_partial = functools.reduce(combine, outside) if outside else None
-            result = m.read.read(self, state, q, q_pos, outside_partial, cross_layer)
+            result = m.read.read(self.storage, state, q, q_pos, outside_partial, cross_layer)
             partials = [result.part]
             if m.side_store:
-                partials.append(m.side_store.read(self, state, q, q_pos))
+                partials.append(m.side_store.read(self.storage, state, q, q_pos))
         state = dataclasses.replace(state, reader_state=result.reader_state)
         if m.decode and commit:
             weights = result.weights if m.decode.needs_weights else None
             weights = None if weights is None else weights[:, :, :, 0]
-            after = m.decode.after_token(self, state, weights, q_pos[:, :1])
+            after = m.decode.after_token(self.spec, state, weights, q_pos[:, :1])
             pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
         return StepResult(merge(partials + outside), state, result.cross_layer)
@@ -360,12 +328,228 @@ class MethodLayer(StateOperations):
         bias = state.bias
         if bias is not None:  # a new token counts once; only merged tokens have a bias
             bias = memory.put(bias, jnp.zeros((*bias.shape[:2], count), bias.dtype), pos_slot)
+        k, v = self.storage.append(state.k, state.v, new, slot)
+        reader_state = self.method.read.append(state.reader_state, new, slot, self.spec)
         return dataclasses.replace(
-            state,
-            k=self.k.append(state.k, self.keys_to_store(new), slot),
-            v=self.v.append(state.v, new.v, slot),
-            pos=memory.put(state.pos, pos, pos_slot),
-            n=n,
-            bias=bias,
-            reader_state=self.method.read.append(state.reader_state, new, slot, self.spec),
+            state, k=k, v=v, pos=memory.put(state.pos, pos, pos_slot), n=n, bias=bias, reader_state=reader_state
         )
+
+    # The optional abilities, which act on a state as a whole; each raises IncompatibleMethod where a component rules
+    # it out.
+
+    def empty_bytes(self, state: LayerState, dtype: str) -> dict[str, int]:
+        """`SizedLayer.empty_bytes`: of the slots and of the side store."""
+        # Counted by NumPy: a reduction by JAX would be compiled for every shape.
+        used = (np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)
+        empty = self._empty_slot_bytes(state, used.tolist(), dtype)
+        if self.method.side_store is None:
+            return empty
+        other = self.method.side_store.empty_bytes(state.side_store)
+        return {kind: size + other[kind] for kind, size in empty.items()}
+
+    def planned_empty_bytes(self, state: LayerState, prompt: int, dtype: str) -> dict[str, int]:
+        """`PlannableLayer.planned_empty_bytes`: `empty_bytes` of an abstract state."""
+        side_store, slots = self.method.side_store, self._slots(prompt)
+        empty = self._empty_slot_bytes(state, [min(slots.main, state.pos.shape[2])] * state.pos.shape[0], dtype)
+        if side_store is None:
+            return empty
+        other = side_store.planned_empty_bytes(state.side_store, slots, prompt)
+        return {kind: size + other[kind] for kind, size in empty.items()}
+
+    def _empty_slot_bytes(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:
+        """Bytes of the slots beyond the first `used` of each sequence; only the shapes of the state are read."""
+        slots = state.pos.shape[2]
+        if not slots:  # the side store has the whole prompt, and there is no room for more tokens
+            return array_bytes(())
+        # Positions, biases and a policy's statistics have one entry for each slot. Codes and summaries need not be
+        # proportional to the slots: groups are rounded up, and a residual window has a size of its own.
+        total = bytes_beyond((state.pos, state.bias, state.policy_state), slots, used)
+        every = slot_bytes(self, slots, dtype)
+        for count in used:
+            filled = slot_bytes(self, count, dtype, filled=True)
+            total = {kind: size + every[kind] - filled[kind] for kind, size in total.items()}
+        return total
+
+    def max_rollback(self, state: LayerState) -> Array:
+        """`RewindableLayer.max_rollback`: the tokens after the last group that a codec has quantized for good."""
+        self._check_append_only("give back tokens")
+        assert state.n is not None  # as without a policy
+        committed = [codec.num_committed(x, state.n) for codec, x in ((self.k, state.k), (self.v, state.v))]
+        return state.n - jnp.maximum(*committed)
+
+    def crop(self, state: LayerState, count: Array) -> LayerState:
+        """`RewindableLayer.crop`."""
+        assert state.n is not None
+        n = state.n - count
+        slot = jnp.arange(state.pos.shape[2], dtype=jnp.int32)[None, None]
+        # Codecs keep the numbers of cropped tokens: an empty slot may hold anything.
+        state = dataclasses.replace(state, pos=jnp.where(slot < n[:, None, None], state.pos, -1), n=n)
+        return dataclasses.replace(state, reader_state=self.method.read.crop(self.storage, state))
+
+    def decoded_block(self, state: LayerState) -> KVBlock:
+        """`EditableLayer.decoded_block`."""
+        self._check_append_only("be edited")
+        return self.storage.decode(state.k, state.v, state.pos)
+
+    def append_block(self, state: LayerState, block: KVBlock) -> LayerState:
+        """`EditableLayer.append_block`."""
+        for name in ("k", "v", "read"):
+            component = getattr(self.method, name)
+            if component.sequential_writes:
+                raise IncompatibleMethod(
+                    f"component `{name}`, {type(component).__name__}, takes tokens one by one, as they are read, and "
+                    "cannot be edited; edit the text under `full`, which any method can then be made of "
+                    "(`kvjax.generation.reuse.full_kv`)"
+                )
+        # Sequences of unequal length end in different slots: only a write on the device drops what lies beyond.
+        appended = self._append(memory.map_buffers(memory.to_device, state), block.clean())
+        return memory.map_buffers(lambda new, old: memory.to_host(new) if old.host else new, appended, state)
+
+    def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
+        """`ShareableLayer.partial`: over all slots and the side store."""
+        part = self.method.read.read(self.storage, state, q, q_pos, None, None).part
+        if self.method.side_store is None:
+            return part
+        return combine(part, self.method.side_store.read(self.storage, state, q, q_pos))
+
+    def extend_with_prefix(
+        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
+    ) -> StepResult:
+        """`ShareableLayer.extend_with_prefix`."""
+        # `_extend_in_steps` cuts a call along its tokens, and cuts `cross_layer` with it along axis 2. So the other
+        # partial travels with that value, its T moved to axis 2 and back.
+
+        def extend_once(state: LayerState, q: Array, new: KVBlock, commit: int, both: Any):
+            cross_layer, other = both
+            other = Partial(*(jnp.moveaxis(x, 2, 3) for x in other))
+            return self._extend_once(state, q, new, commit, cross_layer, other)
+
+        both = cross_layer, Partial(*(jnp.moveaxis(x, 3, 2) for x in other_partial))
+        return self._extend_in_steps(extend_once, state, q, new, commit, both)
+
+    def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
+        """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
+        expected = gather_tokens(exact, state.pos)
+        keys = relative_error(self.k.decode(state.k), self.storage.keys_to_store(expected))
+        values = relative_error(self.v.decode(state.v), expected.v)
+        side_store = self.method.side_store
+        if side_store is None:
+            return keys, values
+        expected = gather_tokens(exact, side_store.positions(state.side_store))
+        read = side_store.visible_block(self.storage, state.side_store)
+        if read is None:
+            other_keys = other_values = jnp.full(expected.k.shape[:3], jnp.nan)
+        else:
+            other_keys, other_values = relative_error(read.k, expected.k), relative_error(read.v, expected.v)
+        return jnp.concatenate([keys, other_keys], 2), jnp.concatenate([values, other_values], 2)
+
+    def check_shared(self) -> None:
+        """`ShareableLayer.check_shared`: a prefix is read in full, and stays as it is."""
+        m = self.method
+        if self.needs.paired_layer:
+            raise IncompatibleMethod(
+                "a prefix that sequences share is read layer by layer, and component `side_store`, "
+                f"{type(m.side_store).__name__}, holds what two layers share once for both; read the prefix under "
+                "another method, such as 'full'"
+            )
+        if m.decode is not None or not isinstance(m.read, Full):
+            name = "read" if m.decode is None else "decode"
+            raise IncompatibleMethod(
+                f"a prefix that sequences share is read in full and never changes, and component `{name}`, "
+                f"{type(getattr(m, name)).__name__}, chooses anew at every step; read the prefix under another method, "
+                "such as 'full', and its documents under this one"
+            )
+
+    def check_with_prefix(self) -> None:
+        """`ShareableLayer.check_with_prefix`: a sequence's own tokens stand at true positions and are seen whole."""
+        m = self.method
+        reasons = (
+            ("positions", m.positions != "true", "positions inside the cache would be those of the shared tokens too"),
+            ("read", m.read.prompt_chunk > 0 and m.select is None, "the prompt's own attention would go through it"),
+            ("attend", m.attend is not None, "it says what of the whole prompt its queries read"),
+            ("select", self.needs.replay is not None, "the whole prompt would be read a second time"),
+            ("side_store", self.needs.paired_layer != 0, "two layers would have to see each other's whole prompts"),
+            (
+                "layer_budgets",
+                m.layer_budgets is not None,
+                "layers would divide a budget that they measured on a part of the text (level=head divides none)",
+            ),
+        )
+        for name, cannot, reason in reasons:
+            if cannot:
+                raise IncompatibleMethod(
+                    f"component `{name}` cannot work behind a prefix that sequences share: {reason}; read the "
+                    "documents whole, or under a method without it"
+                )
+
+    def _check_append_only(self, ability: str) -> None:
+        m = self.method
+        for name in ("decode", "select", "side_store"):
+            if getattr(m, name) is not None:
+                raise IncompatibleMethod(
+                    f"component `{name}`, {type(getattr(m, name)).__name__}, has made its choice among the tokens, so "
+                    f"that this cache cannot {ability}; {CONTEXT_REMEDY}"
+                )
+
+
+def _with_floats(member: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a member of `MethodLayer` run inside `memory.as_floats`, which packing asks while it runs."""
+
+    @functools.wraps(member)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with memory.as_floats(True):
+            return member(*args, **kwargs)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
+class DifferentiableLayer(MethodLayer):
+    """A bound layer of a `Method` whose codecs carry gradients: all that it packs stays floats in device memory."""
+
+    # The members that pack or unpack.
+    prefill = _with_floats(MethodLayer.prefill)
+    encode_slots = _with_floats(MethodLayer.encode_slots)
+    extend = _with_floats(MethodLayer.extend)
+    extend_with_prefix = _with_floats(MethodLayer.extend_with_prefix)
+    append_block = _with_floats(MethodLayer.append_block)
+    crop = _with_floats(MethodLayer.crop)
+
+
+def _without_sums(observation: Observation | None) -> Observation | None:
+    """The observation without its softmax sums, which cover the whole prompt, once some of its tokens are gone."""
+    return None if observation is None else observation._replace(softmax_lse=None)
+
+
+@functools.lru_cache(maxsize=65_536)  # each length of a growing text is an entry for each distinct layer
+def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False) -> dict[str, int]:
+    """Bytes that codecs and reader keep of one sequence, found by tracing the layer: nothing is computed.
+
+    Args:
+      layer: a bound layer.
+      slots: of the sequence.
+      dtype: of the model's keys and values.
+      filled: whether to count only what tokens in all of these slots fill, and not all arrays.
+
+    Returns:
+      Bytes by memory kind, of one sequence and all its heads.
+    """
+
+    def store(block: KVBlock, queries: Observation) -> Any:
+        # A prompt that is fed through the method is stored before any query has been observed.
+        observes = layer.needs.observes and not layer.needs.prompt_chunk
+        k, v, reader_state = layer.encode_slots(block, queries if observes else None)
+        if filled:
+            k, v = layer.k.used_part(k, slots), layer.v.used_part(v, slots)
+            reader_state = layer.method.read.used_part(reader_state, slots)
+        return memory.without_guards((k, v, reader_state))
+
+    abstract: Any = jax.ShapeDtypeStruct  # typed Any, since its users say Array
+    spec, num_queries = layer.spec, layer.needs.observed_queries
+    K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
+    num_queries = slots if num_queries is None else num_queries
+    tokens = abstract((1, K, slots, H), dtype)
+    block = KVBlock(tokens, tokens, abstract((1, 1, slots), jnp.int32))
+    observation = Observation(abstract((1, K, G, num_queries, H), dtype), abstract((1, num_queries), jnp.int32))
+    # `jax.eval_shape` would not tell in which memory an array lies; the abstract values of a jaxpr do.
+    return array_bytes(jax.make_jaxpr(store)(block, observation).out_avals)

@@ -1,9 +1,24 @@
-"""The interface between a method and its components: one base class for each kind of component."""
+"""The interface between a method and its components: all that either knows about the other.
+
+A `kvjax.Method` is made of components; each kind has its base class here, and what a component is given beside its own
+fields is on this page too:
+
+- `LayerSpec` (in `cache.protocol`), the layer of the model;
+- `KVStorage`, how the layer encodes keys and values: readers and side stores get it;
+- `PromptSelection`, how the layer chooses the prompt tokens that stay: budgets of layers get it, and policies that
+  repeat the choice;
+- `Slots`, how many slots a prompt takes;
+- `Components`, all components side by side: only the checks of what goes together get it.
+
+A component is a frozen dataclass without arrays. Where it differs between layers it has a method `at(spec)`, which
+returns the component of one layer (see `cache.binding`). Axis letters are those of `cache.protocol`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+import functools
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,16 +26,22 @@ from jax import lax
 
 from kvjax.cache.protocol import LayerSpec, LayerState, Replay
 from kvjax.core import attention, memory
+from kvjax.core.attention import AttentionPattern
 from kvjax.core.attention_mass import Observation
-from kvjax.core.memory import array_bytes
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
-if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
-    from kvjax.cache.eviction.selection import Selection
-    from kvjax.cache.method import Method
+
+class Slots(NamedTuple):
+    """Slots of one layer for a prompt, of each sequence and key/value head."""
+
+    kept: int  # tokens that the selection leaves, all of them without a selection
+    main: int  # of these, tokens in the main slots; decoded tokens get slots behind them
+    side: int = 0  # slots of the side store
+
+
+# How keys and values are stored: the components `k` and `v`.
 
 
 class Codec:
@@ -121,11 +142,71 @@ class PagedArrays:
     """Marks a pytree of arrays [B K P ...] whose axis 2 counts pages, not slots."""
 
 
+@dataclasses.dataclass(frozen=True)
+class KVStorage:
+    """How one layer stores keys and values: all that readers and side stores know of a method.
+
+    Attributes:
+      spec: the layer, without its index.
+      k: codec of the keys.
+      v: codec of the values.
+      indexed_by: None where tokens stand at their true positions in the text; else the policy whose `cache_positions`
+        count a token's index among the tokens that are still cached (StreamingLLM).
+    """
+
+    spec: LayerSpec
+    k: Codec
+    v: Codec
+    indexed_by: Policy | None = None
+
+    def keys_to_store(self, block: KVBlock) -> Array:
+        """The keys as the codec gets them: without rotation if it asks so, or if positions are indices in the cache."""
+        if self.indexed_by is None and not self.k.pre_rope:
+            return block.k
+        return self.spec.rope.unrotate(block.k, block.pos).astype(block.k.dtype)
+
+    def encode_prompt(self, block: KVBlock, observation: Observation | None) -> tuple[Any, Any]:
+        """Encodes the tokens that a prompt leaves: the stored keys, and the stored values."""
+        k = self.k.encode_prompt(self.keys_to_store(block), block.pos, observation)
+        return k, self.v.encode_prompt(block.v, block.pos, observation)
+
+    def encode(self, block: KVBlock) -> tuple[Any, Any]:
+        """Encodes other tokens, without a prompt's queries: the stored keys, and the stored values."""
+        return self.k.encode(self.keys_to_store(block), block.pos), self.v.encode(block.v, block.pos)
+
+    def append(self, k: Any, v: Any, new: KVBlock, slot: Array) -> tuple[Any, Any]:
+        """Writes new tokens [B K T H] from slot i32[B 1|K] on, into stored keys and values."""
+        return self.k.append(k, self.keys_to_store(new), slot), self.v.append(v, new.v, slot)
+
+    def decode_keys(self, stored: Any, pos: Array) -> Array:
+        """Decodes all keys [B K S H], rotated to their true positions i32[B 1|K S]."""
+        return self._rotate(self.k.decode(stored), pos)
+
+    def gather_keys(self, stored: Any, idx: Array, pos: Array) -> Array:
+        """Decodes the keys [B K n H] in slots idx i32[B K n], rotated to their true positions i32[B 1|K n]."""
+        return self._rotate(self.k.gather(stored, idx), pos)
+
+    def _rotate(self, k: Array, pos: Array) -> Array:
+        return self.spec.rope.rotate(k, pos).astype(k.dtype) if self.k.pre_rope else k
+
+    def decode(self, k: Any, v: Any, pos: Array) -> KVBlock:
+        """Decodes all stored keys, rotated to their true positions, and values."""
+        return KVBlock(self.decode_keys(k, pos), self.v.decode(v), pos)
+
+    def in_pages(self, page: int) -> KVStorage:
+        """The storage of immutable pages of `page` slots; of codecs whose `in_pages` is not None."""
+        k, v = self.k.in_pages(page), self.v.in_pages(page)
+        assert k is not None and v is not None  # as a store of pages checks
+        return dataclasses.replace(self, k=k, v=v)
+
+
+# How a query reads the slots: the component `read`.
+
+
 class Reader:
     """Attends queries to the stored keys and values; the base keeps no state of its own.
 
-    A reader is a frozen dataclass that defines `read`. Its argument `layer` has the codecs `k` and `v` and the `spec`,
-    see `kvjax.cache.bound_layer.MethodLayer`. A reader with a state, such as an index of the keys, also defines
+    A reader is a frozen dataclass that defines `read`. One with a state, such as an index of the keys, also defines
     `init_state` and `append`.
     """
 
@@ -148,7 +229,7 @@ class Reader:
         """The arrays, or parts of them, that a cache with `num_tokens` slots would have; as in `Codec.used_part`."""
         return reader_state
 
-    def crop(self, layer: MethodLayer, state: LayerState) -> Any:
+    def crop(self, storage: KVStorage, state: LayerState) -> Any:
         """Returns the reader's state after its last tokens were rolled back; `state.pos` says which are left."""
         if state.reader_state is None:
             return None
@@ -159,7 +240,7 @@ class Reader:
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: KVStorage,
         state: LayerState,
         q: Array,
         q_pos: Array,
@@ -169,8 +250,8 @@ class Reader:
         """Attends queries to the visible slots.
 
         Args:
-          layer: the bound layer.
-          state: its state, to which the tokens of this call have been appended.
+          storage: the codecs of the layer's keys and values, and its spec.
+          state: the layer's state, to which the tokens of this call have been appended.
           q: [B K G T H].
           q_pos: i32[B T].
           other_partial: attention to tokens of this call that are not kept, for a reader that needs a softmax over all.
@@ -188,54 +269,64 @@ class ReadResult(NamedTuple):
     cross_layer: Any = None  # for the layer above
 
 
+# What leaves the cache while decoding: the component `decode`.
+
+
 class Policy:
     """Decides which tokens stay, at the end of the prompt and after every decoded token.
 
     A policy is a frozen dataclass. It owns the statistics that it keeps of each token, `LayerState.policy_state`, and
-    never keys or values, which the method's codecs hold. `layer.spec`, a `LayerSpec`, describes the layer.
+    never keys or values, which the method's codecs hold. The order of slots means nothing under a policy: a new token
+    goes into the first empty slot of each head, `pos` says which token is where, and a token is evicted by setting its
+    `pos` to -1.
     """
 
     num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
     needs_weights = False  # whether `after_token` reads the attention weights of a step
 
-    def num_slots(self, layer: MethodLayer) -> int:
+    def num_slots(self) -> int:
         """Slots of the layer: the tokens that stay after a step, and the next one."""
         raise NotImplementedError(f"{type(self).__name__} has no method `num_slots`")
 
-    def num_kept(self, layer: MethodLayer, prompt: int) -> int:
+    def num_kept(self, prompt: int) -> int:
         """Most tokens that a prompt of `prompt` tokens leaves."""
-        return min(prompt, self.num_slots(layer) - 1)
+        return min(prompt, self.num_slots() - 1)
+
+    def with_selection(self, selection: PromptSelection) -> Policy:
+        """Returns the policy over a method's selection, where it sizes itself by it or repeats it; the base does not.
+
+        Called once, when the method is bound; the other members are those of what it returns.
+        """
+        return self
 
     def init(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+        self, spec: LayerSpec, block: KVBlock, observation: Observation | None, num_slots: int
     ) -> tuple[Array, Any]:
         """Selects the prompt's tokens that stay.
 
         Args:
-          layer: the bound layer.
+          spec: the layer.
           block: the prompt [B K T H].
           observation: the queries that `num_queries` asks for.
-          slots: of the state.
+          num_slots: of the state.
 
         Returns:
-          Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `slots` slots.
+          Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `num_slots` slots.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `init`")
 
-    def before_token(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> LayerState:
+    def before_token(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         """Prepares the state for a token with query q [B K G 1 H] at q_pos i32[B 1]; the base changes nothing."""
         return state
 
-    def after_token(
-        self, layer: MethodLayer, state: LayerState, weights: Array | None, q_pos: Array
-    ) -> tuple[Array, Any]:
+    def after_token(self, spec: LayerSpec, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Any]:
         """Evicts tokens after a new token has attended.
 
         Sequences that got no token, whose q_pos is -1, are included: their results must be what they were.
 
         Args:
-          layer: the bound layer.
-          state: with the new token in it.
+          spec: the layer.
+          state: the layer's state, with the new token in it.
           weights: f32[B K G S], the new token's attention, where `needs_weights`.
           q_pos: i32[B 1], its position.
 
@@ -244,16 +335,19 @@ class Policy:
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `after_token`")
 
-    def check(self, layer: MethodLayer) -> None:
+    def check(self, components: Components) -> None:
         """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
 
-    def cache_positions(self, layer: MethodLayer, held: Array, pos: Array) -> Array:
+    def cache_positions(self, held: Array, pos: Array) -> Array:
         """Counts positions inside the cache: of tokens at pos i32[B 1|K T], among the held ones i32[B 1|K S]."""
         order = jnp.sort(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), -1)
         B, K, _ = order.shape
         queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)
         index = lax.map(lambda x: jnp.searchsorted(*x).astype(jnp.int32), (order.reshape(B * K, -1), queries))
         return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
+
+
+# Which prompt tokens stay: the component `select`, and those that change its choice.
 
 
 class Budget:
@@ -432,20 +526,105 @@ class MergeRule(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Keeps each sequence's budget of prompt tokens and evicts the others, once, when the prompt ends.
+
+    Args:
+      scorer: how important each token is.
+      budget: how many tokens each layer keeps, sinks and recent tokens included.
+      sinks: first tokens that always stay.
+      recent: last tokens that always stay.
+      granularity: whether single tokens, chunks or pages are kept; `cache.eviction.granularity` says how many tokens
+        that makes.
+      scope: "head", where each key/value head keeps its own tokens, or "layer", one set for all heads.
+    """
+
+    scorer: Scorer
+    budget: Budget
+    sinks: int = 0
+    recent: int = 0
+    granularity: Granularity = Token()
+    scope: str = "head"
+
+    def __post_init__(self):
+        if isinstance(self.scorer, type):
+            raise KvjaxError(
+                f"the scorer is the class {self.scorer.__name__}; give a value of it, as {self.scorer.__name__}()"
+            )
+        if self.scope not in ("head", "layer"):
+            raise KvjaxError(f"the scope, `per` in a method's string, must be 'head' or 'layer', got {self.scope!r}")
+
+    def num_kept(self, prompt: int) -> int:
+        """Most tokens that a prompt of `prompt` tokens leaves."""
+        return int(self.num_kept_by_length(prompt)[prompt])
+
+    def num_kept_by_length(self, longest: int) -> np.ndarray:
+        """i32[longest + 1]: `num_kept` of prompts of 0..longest tokens, to be indexed with traced lengths.
+
+        Raises:
+          KvjaxError: for a budget in tokens that is below the sinks and recent tokens of the longest prompt.
+        """
+        return _num_kept_by_length(self.budget, longest, self.sinks + self.recent)
+
+    def max_kept(self) -> int | None:
+        """Most tokens that a prompt of any length leaves; None if there is no bound."""
+        tokens = self.budget.max_kept()
+        return None if tokens is None else max(tokens, self.sinks + self.recent)
+
+
+@functools.lru_cache(maxsize=1024)
+def _num_kept_by_length(budget: Budget, longest: int, protected: int) -> np.ndarray:
+    kept = budget.num_kept_by_length(longest)
+    if kept[-1] < min(longest, protected) and not budget.is_fraction:
+        raise KvjaxError(
+            f"{budget} keeps {kept[-1]} of {longest} tokens in a layer, fewer than the {protected} sinks and "
+            f"recents that are always kept; raise the budget to at least {protected} tokens or protect fewer"
+        )
+    kept = np.maximum(kept, np.minimum(np.arange(longest + 1), protected)).astype(np.int32)
+    kept.flags.writeable = False  # the cache hands the same array to all callers
+    return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSelection:
+    """How one layer chooses the prompt tokens that stay: all that budgets and policies know of a method.
+
+    `cache.eviction.selection` has the functions that make the choice.
+
+    Attributes:
+      spec: the layer, without its index.
+      select: scores the tokens and keeps the best.
+      second_stage, representatives, merge: as in `Components`.
+      budgets: tokens that the selection would keep in each layer of the model, None for no bound; only where all layers
+        divide one budget, empty otherwise.
+    """
+
+    spec: LayerSpec
+    select: Selection
+    second_stage: SecondStageScorer | None = None
+    representatives: Representatives | None = None
+    merge: MergeRule | None = None
+    budgets: tuple[int | None, ...] = ()
+
+
 class HeadBudgets:
     """Units that each key/value head of a layer keeps: the rule of the side store `PagedHeads`.
 
     A rule is a frozen dataclass with the method `allocate`, and `at(spec)` where it differs between layers.
     """
 
-    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> tuple[Selection | None, HeadBudgets]:
-        """Returns the method's selection with the budget of this layer, and the rule in it; the base changes neither.
+    def bind_budget(self, selection: PromptSelection, budget: Budget, index: int) -> tuple[Budget, HeadBudgets]:
+        """Returns the budget of one layer's selection, and the rule in that layer; the base changes neither.
 
-        A rule that also divides the budget among layers, before any prompt, gives the selection another budget.
+        Args:
+          selection: of the layer.
+          budget: of the selection before it was bound, with all layers' numbers.
+          index: of the layer, for a rule that also divides the budget among layers before any prompt.
         """
-        return method.select, self
+        return selection.select.budget, self
 
-    def tokens_by_length(self, longest: int) -> np.ndarray | None:
+    def num_kept_by_length(self, longest: int) -> np.ndarray | None:
         """i32[longest + 1, K]: tokens that each head keeps of prompts of 0..longest; None where the prompt decides."""
         return None
 
@@ -486,15 +665,15 @@ class LayerBudgets:
     # whether `allocate_tokens` counts tokens of each head, which takes a side store for heads of unequal length
     by_head = False
 
-    def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Any:
+    def measure(self, selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Any:
         """Measures one layer's prompt: a pytree of arrays [B ...]."""
         raise NotImplementedError(f"{type(self).__name__} has no method `measure`")
 
-    def allocate_tokens(self, layer: MethodLayer, measures: Any, lengths: Array) -> Array:
+    def allocate_tokens(self, selection: PromptSelection, measures: Any, lengths: Array) -> Array:
         """Divides the budget of all layers.
 
         Args:
-          layer: one of the layers, for what all have in common; its `budgets` are what each layer would keep by itself.
+          selection: of one of the layers, for what all have in common; its `budgets` are what each would keep alone.
           measures: those of all layers, arrays [L B ...].
           lengths: i32[B], tokens of the prompts.
 
@@ -503,20 +682,25 @@ class LayerBudgets:
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `allocate_tokens`")
 
-    def check(self, layer: MethodLayer) -> None:
-        """Raises KvjaxError for other components of the method that this one cannot work with."""
+    def check(self, components: Components, budgets: tuple[int | None, ...]) -> None:
+        """Raises KvjaxError for other components of the method, or `PromptSelection.budgets`, that do not suit it."""
+
+
+# Prompt tokens outside the main slots: the component `side_store`.
 
 
 class SideStore:
     """Stores a part of the prompt's tokens apart from the slots: in another precision, in pages, or on the host.
 
-    Attention over the store is one more `Partial`, which the layer merges with attention over the slots. A store that
-    differs between layers has a method `at(spec)`, which returns the store of one layer, or None for a layer without.
+    Attention over the store is one more `Partial`, which the layer merges with attention over the slots. A store is a
+    frozen dataclass that defines `slots`, `split`, `read` and `positions`. Its method `at(spec)`, where it differs
+    between layers, may return None for a layer without a store.
     """
 
     num_queries: int | None = 0  # last prompt queries of each sequence that `split` observes, as in `Needs`
     uses_host_memory = False
-    has_unequal_heads = False  # whether heads can keep different numbers of tokens
+    # gives heads different numbers of tokens; the selection then divides its budget by it before `split`
+    head_budgets: HeadBudgets | None = None
     # +1 or -1 in a layer that shares its store with the next or the previous layer; `open_pair` is then called
     paired_layer: int = 0
 
@@ -525,40 +709,41 @@ class SideStore:
         """The store as decode steps need it: equal stores share a compiled program, whatever filled them."""
         return self
 
-    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> Method:
-        """Returns the method of one layer, with the budget of its selection divided as the store says.
+    def slots(self, spec: LayerSpec, kept: int, width: int) -> Slots:
+        """Divides the tokens of a prompt.
 
-        `method` is bound to the layer already; `budget` is that of its selection before, with all layers' numbers.
+        Args:
+          spec: the layer.
+          kept: tokens that stay in the layer, of each head in the mean.
+          width: slots that the prompt is padded to, at least its tokens.
         """
-        return method
+        raise NotImplementedError(f"{type(self).__name__} has no method `slots`")
 
-    def num_main_slots(self, kept: int) -> int:
-        """The number of `kept` prompt tokens that stay in the main slots."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `num_main_slots`")
-
-    def num_kept_slots(self, tokens: np.ndarray) -> int:
-        """Mean slots per head for heads that keep i32[B K] tokens; of a store that `has_unequal_heads`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `num_kept_slots`")
-
-    def with_kept_slots(self, slots: int) -> SideStore:
-        """Returns the store with this many slots per head on average; of a store that `has_unequal_heads`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `with_kept_slots`")
+    def num_slots_of_heads(self, tokens: np.ndarray) -> int:
+        """Mean slots per head for heads that keep i32[B K] tokens; of a store with `head_budgets`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `num_slots_of_heads`")
 
     def split(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+        self, storage: KVStorage, block: KVBlock, observation: Observation | None, slots: Slots
     ) -> tuple[KVBlock, Any]:
-        """Divides a prompt [B K T H] between `slots` main slots and the store.
+        """Divides the tokens of a prompt between the main slots and the store.
+
+        Args:
+          storage: of the layer's main slots.
+          block: what the method's selection keeps of the prompt, or all of it without one [B K T H].
+          observation: the queries that `num_queries` asks for.
+          slots: what `slots` says of this prompt.
 
         Returns:
           The tokens of the main slots, and the stored form of the rest: any pytree.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `split`")
 
-    def open_pair(self, layer: MethodLayer, store: Any, cross_layer: Any) -> tuple[Any, Any]:
+    def open_pair(self, storage: KVStorage, store: Any, cross_layer: Any) -> tuple[Any, Any]:
         """Returns the store of a paired layer as `read` takes it in this step, and the value for the layer above."""
         raise NotImplementedError(f"{type(self).__name__} has no method `open_pair`")
 
-    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Attends queries q [B K G T H] at q_pos i32[B T] to the tokens of `state.side_store`."""
         raise NotImplementedError(f"{type(self).__name__} has no method `read`")
 
@@ -566,32 +751,58 @@ class SideStore:
         """i32[B 1|K S]: positions of the stored tokens, -1 in empty places."""
         raise NotImplementedError(f"{type(self).__name__} has no method `positions`")
 
-    def visible_block(self, layer: MethodLayer, store: Any) -> KVBlock | None:
+    def visible_block(self, storage: KVStorage, store: Any) -> KVBlock | None:
         """Keys (rotated) and values as queries read them, in the places of `positions`; None if it cannot say."""
         return None
 
     def empty_bytes(self, store: Any) -> dict[str, int]:
         """Bytes of the places that hold no token, by memory kind."""
-        return array_bytes(())
+        return memory.array_bytes(())
 
-    def planned_empty_bytes(self, store: Any, kept: int, prompt: int) -> dict[str, int]:
-        """`empty_bytes` of an abstract store, for prompts of `prompt` tokens that leave `kept`, slots included."""
-        return array_bytes(())
+    def planned_empty_bytes(self, store: Any, slots: Slots, prompt: int) -> dict[str, int]:
+        """`empty_bytes` of an abstract store after prompts of `prompt` tokens each, which take these slots."""
+        return memory.array_bytes(())
 
-    def check(self, layer: MethodLayer) -> None:
+    def check(self, components: Components) -> None:
         """Raises IncompatibleMethod for other components of the method that the store cannot work with.
 
         The base refuses a decode policy, which would have to evict stored tokens, and prompts that come in chunks.
         """
-        method = layer.method
-        if method.decode is not None:
+        if components.decode is not None:
             raise IncompatibleMethod(
                 f"component `side_store`, {type(self).__name__}, holds prompt tokens for good, and component `decode`, "
-                f"{type(method.decode).__name__}, would have to evict them too; leave one of them out"
+                f"{type(components.decode).__name__}, would have to evict them too; leave one of them out"
             )
-        if layer.needs.prompt_chunk:
+        if components.prompt_chunk:
             raise IncompatibleMethod(
                 f"component `side_store`, {type(self).__name__}, divides a prompt that has been seen whole, and "
-                f"component `read`, {type(method.read).__name__}, takes it in chunks of {layer.needs.prompt_chunk} "
+                f"component `read`, {type(components.read).__name__}, takes it in chunks of {components.prompt_chunk} "
                 "tokens; leave one of them out"
             )
+
+
+# All of them.
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Components:
+    """The components of a method in one layer, side by side; `kvjax.Method` says what each does."""
+
+    select: Selection | None
+    second_stage: SecondStageScorer | None
+    representatives: Representatives | None
+    merge: MergeRule | None
+    layer_budgets: LayerBudgets | None
+    side_store: SideStore | None
+    decode: Policy | None
+    positions: str
+    k: Codec
+    v: Codec
+    read: Reader
+    attend: AttentionPattern | None
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Tokens of a prompt that are read through the reader at a time; 0 for a prompt that is attended exactly."""
+        # A selection takes the prompt as a whole, so a reader's own chunks are for methods without one.
+        return 0 if self.select else self.read.prompt_chunk

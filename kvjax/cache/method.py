@@ -8,28 +8,28 @@ import typing
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.plain import Host, Plain
-from kvjax.cache.compatibility import check_components
 from kvjax.cache.components import (
     Codec,
+    Components,
     LayerBudgets,
     MergeRule,
     Policy,
     Reader,
     Representatives,
     SecondStageScorer,
+    Selection,
     SideStore,
 )
 from kvjax.cache.eviction.budgets import budgets_by_layer
-from kvjax.cache.eviction.selection import Selection
 from kvjax.cache.protocol import LayerSpec, Traits
 from kvjax.cache.readers.full import Full
 from kvjax.cache.validation import check_component_type, check_hashable
 from kvjax.core.attention import AttentionPattern
-from kvjax.errors import KvjaxError
+from kvjax.errors import IncompatibleMethod, KvjaxError
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Method:
+class Method(Components):
     """A KV-cache method assembled from independent components; each defaults to a no-op.
 
     A method is a frozen value without arrays: it is compared, hashed, and part of the key of a compiled program. `bind`
@@ -124,17 +124,70 @@ class Method:
         if spec.index < self.device_layers:
             unbound = dataclasses.replace(unbound, k=self.k.on_device(), v=self.v.on_device(), read=Full())
         bound = bind_fields(unbound, spec)
-        budgets: tuple[int | None, ...] = ()
+        layer_spec, budgets = spec.without_index, ()
         if self.layer_budgets is not None and self.select is not None:
             budgets = tuple(budget.max_kept() for budget in budgets_by_layer(self.select.budget, spec))
         # A side store or a reader may do nothing in this layer and something in another. Checking them as they were
         # given refuses an impossible method in its first layer, and not in the middle of a model.
         checked = dataclasses.replace(bound, side_store=unbound.side_store, read=unbound.read)
-        check_components(MethodLayer(checked, spec.without_index, budgets))
-        if bound.side_store is not None and self.select is not None:
+        check_components(checked, budgets)
+        selection = MethodLayer(bound, layer_spec, budgets).selection
+        if selection is None or self.select is None:
+            return MethodLayer(bound, layer_spec, budgets)
+        if bound.side_store is not None and bound.side_store.head_budgets is not None:
             # The budget is that of all layers, which a store with heads of unlike sizes divides.
-            bound = bound.side_store.bind_budget(bound, self.select.budget, spec)
-        return MethodLayer(bound, spec.without_index, budgets)
+            budget, rule = bound.side_store.head_budgets.bind_budget(selection, self.select.budget, spec.index)
+            side_store = dataclasses.replace(bound.side_store, head_budgets=rule)
+            bound = dataclasses.replace(
+                bound, select=dataclasses.replace(selection.select, budget=budget), side_store=side_store
+            )
+        if bound.decode is not None:
+            bound = dataclasses.replace(bound, decode=bound.decode.with_selection(selection))
+        return MethodLayer(bound, layer_spec, budgets)
 
 
 _COMPONENT_TYPES = {name: kind for name, kind in typing.get_type_hints(Method).items() if name != "string"}
+
+_WHY_NO_EVICTION = {
+    "k": "its tokens, or its heads, are held together",
+    "v": "its tokens, or its heads, are held together",
+    "read": "its copy, summary or choice of tokens would keep what has left",
+}
+
+
+def check_components(m: Components, budgets: tuple[int | None, ...] = ()) -> None:
+    """Raises IncompatibleMethod, with the remedy, for components that cannot work together.
+
+    Args:
+      m: the components of a bound method.
+      budgets: as in `PromptSelection`.
+    """
+    for name in ("second_stage", "representatives", "merge", "layer_budgets"):
+        component = getattr(m, name)
+        if component is not None and m.select is None:
+            raise IncompatibleMethod(
+                f"{component} (component `{name}`) works on an eviction method's selection and has none to stand on; "
+                "compose it with one, as in 'snapkv:budget=256 + kvcrush'"
+            )
+    if m.positions == "cache" and m.decode is None:
+        raise IncompatibleMethod(
+            "positions inside the cache need a policy (component `decode`), as `streaming_llm` has"
+        )
+    for name in ("k", "v", "read"):
+        component = getattr(m, name)
+        if m.decode is not None and not component.supports_eviction:
+            raise IncompatibleMethod(
+                f"component `decode` takes single tokens out of the cache, and component `{name}`, "
+                f"{type(component).__name__}, cannot lose one: {_WHY_NO_EVICTION[name]}; leave one of them out"
+            )
+    if m.attend is not None and m.prompt_chunk:
+        raise IncompatibleMethod(
+            f"component `attend`, {m.attend}, and component `read`, {type(m.read).__name__}, both say what the "
+            "prompt's own queries read; leave one of them out"
+        )
+    if m.side_store is not None:
+        m.side_store.check(m)
+    if m.layer_budgets is not None:
+        m.layer_budgets.check(m, budgets)
+    if m.decode is not None:
+        m.decode.check(m)

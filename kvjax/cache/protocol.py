@@ -220,16 +220,20 @@ class BudgetedLayer(Protocol):
         """
         ...
 
-    def num_kept_slots(self, tokens: np.ndarray) -> int:
+    def count_slots(self, tokens: np.ndarray) -> int:
         """Slots for the tokens that the layer keeps of the prompts: i32[B], or i32[B K] of each head."""
         ...
 
-    def with_kept_slots(self, slots: int) -> BoundLayer:
-        """Returns the layer with this many slots for the tokens that it keeps of the prompts."""
-        ...
+    def resize(self, kept_slots: int, headroom_tokens: int) -> tuple[BoundLayer, int]:
+        """Returns the layer with slots for the tokens that it keeps of the prompts.
 
-    def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
-        """Slots for `num_kept` tokens of a prompt, with room for `headroom_tokens` more."""
+        Args:
+          kept_slots: for these tokens, at least `count_slots`.
+          headroom_tokens: room for tokens to come.
+
+        Returns:
+          The layer, and the `num_slots` of its `prefill`.
+        """
         ...
 
 

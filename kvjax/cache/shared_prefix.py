@@ -25,7 +25,7 @@ from kvjax.cache.protocol import (
     Traits,
 )
 from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.cache.state import concat_sequences, missing_ability, take_sequences
+from kvjax.cache.sequences import concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation

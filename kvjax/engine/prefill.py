@@ -255,12 +255,12 @@ def compress_prompts(
             num_kept = list(at_most)
         headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
         budgeted = _budgeted_layers(plan)
-        needed = [layer.num_kept_slots(num_tokens) for layer, num_tokens in zip(budgeted, at_most, strict=True)]
+        needed = [layer.count_slots(num_tokens) for layer, num_tokens in zip(budgeted, at_most, strict=True)]
         sized = []
         for call, layer, num_needed in zip(calls, budgeted, needed, strict=True):
             kept_slots = round_up_shared(num_needed, sum(needed) // len(needed), longest_prompt)
-            num_slots = min(capacity, layer.num_slots_for(kept_slots, headroom_tokens))
-            sized.append(dataclasses.replace(call, layer=layer.with_kept_slots(kept_slots), num_slots=num_slots))
+            resized, num_slots = layer.resize(kept_slots, headroom_tokens)
+            sized.append(dataclasses.replace(call, layer=resized, num_slots=min(capacity, num_slots)))
         calls = sized
     states: list[Any] = []
     below = None

@@ -9,14 +9,12 @@ same numbers.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import jax
 from jax import lax
 
-from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.bound_layer import DifferentiableLayer
 from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys
 from kvjax.cache.components import Codec
@@ -108,30 +106,6 @@ def _constant(*trees: Any) -> Any:
     """Stops the gradient of several trees, or of one."""
     constants = jax.tree.map(lax.stop_gradient, trees)
     return constants if len(trees) > 1 else constants[0]
-
-
-def _with_floats(member: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a member of `MethodLayer` run inside `memory.as_floats`, which packing asks while it runs."""
-
-    @functools.wraps(member)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with memory.as_floats(True):
-            return member(*args, **kwargs)
-
-    return run
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
-class DifferentiableLayer(MethodLayer):
-    """A bound layer of a `Method` whose codecs carry gradients: all that it packs stays floats in device memory."""
-
-    # The members that pack or unpack.
-    prefill = _with_floats(MethodLayer.prefill)
-    encode_slots = _with_floats(MethodLayer.encode_slots)
-    extend = _with_floats(MethodLayer.extend)
-    extend_with_prefix = _with_floats(MethodLayer.extend_with_prefix)
-    append_block = _with_floats(MethodLayer.append_block)
-    crop = _with_floats(MethodLayer.crop)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import EvictableUnits, SelectedSlots
+from kvjax.cache.components import Components, EvictableUnits, SelectedSlots
 from kvjax.cache.protocol import BoundLayer, LayerSpec
 from kvjax.cache.token_status import scatter_index
 from kvjax.core.types import Array, KVBlock, pytree
@@ -74,11 +73,12 @@ class _RecordedMerge(_RecordingProxy):
 def record_roles(layer: BoundLayer) -> tuple[BoundLayer, Recorder]:
     """Returns the layer with its components `representatives` and `merge` recorded, where it has any."""
     recorder = Recorder()
-    if not isinstance(layer, MethodLayer) or (layer.method.representatives is None and layer.method.merge is None):
+    method, representatives = getattr(layer, "method", None), None
+    if not isinstance(method, Components) or (method.representatives is None and method.merge is None):
         return layer, recorder
-    method, representatives = layer.method, None
     if method.representatives is not None and method.select is not None:
         representatives = _RecordedRepresentatives(method.representatives, recorder, method.select.sinks)
     merge = None if method.merge is None else _RecordedMerge(method.merge, recorder)
     method = dataclasses.replace(method, representatives=representatives, merge=merge)
-    return dataclasses.replace(layer, method=method), recorder
+    recorded: Any = layer
+    return dataclasses.replace(recorded, method=method), recorder

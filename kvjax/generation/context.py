@@ -13,8 +13,8 @@ import numpy as np
 from kvjax import cache_ops
 from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod
+from kvjax.cache.sequences import concat_sequences, take_sequences
 from kvjax.cache.shared_prefix import SharedPrefixMethod
-from kvjax.cache.state import concat_sequences, take_sequences
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError

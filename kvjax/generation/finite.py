@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.protocol import Cache
-from kvjax.cache.state import take_sequences
+from kvjax.cache.sequences import take_sequences
 from kvjax.core import memory
 from kvjax.core.attention import causal_attention
 from kvjax.core.types import Array, pytree

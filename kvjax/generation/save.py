@@ -119,7 +119,7 @@ def _candidate_trees(
     layers = [layer]
     if isinstance(layer, BudgetedLayer) and layer.needs.global_budget:
         # The layer's part of the budget depended on the prompts; one of the arrays has as many slots.
-        layers += [layer.with_kept_slots(n) for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
+        layers += [layer.resize(n, 0)[0] for n in dict.fromkeys(x.shape[2] for x in arrays if x.ndim > 2)]
     # The header does not say how long the prompts were nor how many slots there are: candidates, likelier ones first.
     # The state of most methods depends on the slots alone.
     prompts = (capacity, *range(BUCKET_TOKENS, capacity, BUCKET_TOKENS))

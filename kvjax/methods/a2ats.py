@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 
 @kv.pytree
@@ -171,15 +170,15 @@ class WindowedRopeRetrieval(kv.Retrieve):
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: kv.KVStorage,
         state: kv.LayerState,
         q: kv.Array,
         q_pos: kv.Array,
         other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
     ) -> kv.ReadResult:
-        search_q = self._move_queries(q, q_pos, layer.spec)
-        out = self.attend_retrieved(layer, state, q, q_pos, search_q, state.reader_state)
+        search_q = self._move_queries(q, q_pos, storage.spec)
+        out = self.attend_retrieved(storage, state, q, q_pos, search_q, state.reader_state)
         return kv.ReadResult(out, state.reader_state, cross_layer=cross_layer)
 
     def _move_queries(self, q: kv.Array, q_pos: kv.Array, spec: kv.LayerSpec) -> kv.Array:

@@ -7,7 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.budget_allocation import match_total
 from kvjax.core.attention_mass import moments
 
@@ -50,10 +49,9 @@ class Preference(kv.LayerBudgets):
                 f"tau1 and tau2 must be above 0, got {self.tau1} and {self.tau2}; CAKE uses 1.6 and 0.6"
             )
 
-    def measure(self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
-        assert layer.method.select is not None
-        observation = layer.method.select.scorer.require_observation(observation)
-        _, variance, entropy = _window_statistics(block, observation, self.num_queries, layer.spec)
+    def measure(self, selection: kv.PromptSelection, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
+        observation = selection.select.scorer.require_observation(observation)
+        _, variance, entropy = _window_statistics(block, observation, self.num_queries, selection.spec)
         before = kv.pre_window_mask(block, self.num_queries)[:, :, None]
         dispersion, shift = (
             kv.over_heads.sum(jnp.where(before, x, 0.0).sum((2, 3)))[:, 0] for x in (entropy, variance)
@@ -61,13 +59,12 @@ class Preference(kv.LayerBudgets):
         # Rounding can leave a sum of -p ln p below 0, which has no fractional power.
         return jnp.maximum(dispersion, 0.0) ** (1 / self.tau1) * shift ** (1 / self.tau2)
 
-    def allocate_tokens(self, layer: MethodLayer, measures: kv.Array, lengths: kv.Array) -> kv.Array:
-        select, L = layer.method.select, measures.shape[0]
-        assert select is not None
-        if None in layer.budgets:
+    def allocate_tokens(self, selection: kv.PromptSelection, measures: kv.Array, lengths: kv.Array) -> kv.Array:
+        select, L = selection.select, measures.shape[0]
+        if None in selection.budgets:
             raise kv.KvjaxError(f"{select.budget} grows with the text and cannot be divided among layers; give tokens")
         always = jnp.minimum(select.sinks + select.recent, lengths)
-        total = jnp.minimum(jnp.array(layer.budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
+        total = jnp.minimum(jnp.array(selection.budgets)[:, None], lengths[None]).sum(0, dtype=jnp.int32) - L * always
         most = lengths - always
         sum_of_layers = measures.sum(0, keepdims=True)
         share = jnp.where(sum_of_layers > 0, measures / jnp.maximum(sum_of_layers, 1e-30), 1 / L)

@@ -7,7 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 NUM_LAST_TOKENS = 1  # last tokens of a prompt, which always stay and are no anchors
 
@@ -52,10 +51,10 @@ class FixedPointEviction(kv.Policy):
     def __post_init__(self):
         kv.check_minimum("Elastic Cache", distance=(self.distance, 1))
 
-    def check(self, layer: MethodLayer) -> None:
-        select = layer.method.select
+    def check(self, components: kv.Components) -> None:
+        select = components.select
         budget = None if select is None else select.max_kept()
-        if budget is None or layer.method.layer_budgets is not None:
+        if budget is None or components.layer_budgets is not None:
             raise kv.IncompatibleMethod(
                 f"component `decode`, {self}, holds as many tokens as component `select` leaves of any prompt, and "
                 "here that is no fixed number; use a selection with a budget in tokens, without component "
@@ -67,26 +66,35 @@ class FixedPointEviction(kv.Policy):
                 f"budget={self.distance + 1} or more"
             )
 
-    def num_slots(self, layer: MethodLayer) -> int:
-        assert layer.method.select is not None
-        most = layer.method.select.max_kept()
-        assert most is not None
-        return most + 1
+    def with_selection(self, selection: kv.PromptSelection) -> kv.Policy:
+        budget = selection.select.max_kept()
+        assert budget is not None
+        return SizedFixedPointEviction(self.distance, budget)
 
     def init(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None, slots: int
     ) -> tuple[kv.Array, None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         return jnp.where(place < length, place, -1), None
 
     def after_token(
-        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
+        self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
     ) -> tuple[kv.Array, None]:
         is_full = (state.pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
         rank = max(state.pos.shape[2] - 1 - self.distance, 0)  # rank of the evicted token, from the oldest
         evicted = jnp.sort(state.pos, 2)[:, :, rank, None]
         return jnp.where(is_full & (state.pos == evicted), -1, state.pos), None
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedFixedPointEviction(FixedPointEviction):
+    """The policy over a selection, with the number of tokens that stay after a step."""
+
+    budget: int = 0
+
+    def num_slots(self) -> int:
+        return self.budget + 1
 
 
 @kv.register_method(example="elastic_cache:budget=512", family="merging")

@@ -8,7 +8,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,32 +40,32 @@ class H2O(kv.Policy):
         if self.granularity not in ("kv", "layer"):
             raise kv.KvjaxError(f"granularity of H2O must be 'kv' or 'layer', got {self.granularity!r}")
 
-    def num_slots(self, layer: MethodLayer) -> int:
+    def num_slots(self) -> int:
         return self.heavy + self.recent + 1
 
     def init(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None, slots: int
     ) -> tuple[kv.Array, kv.Array]:
         observation = kv.require_observation(observation, "H2O", "all queries")
         last = kv.over_heads.max(block.pos.max(2))  # [B 1]
         age = jnp.where(observation.pos < 0, 0, last - observation.pos).astype(jnp.float32)
-        received = kv.attention_mass(block, observation, jnp.float32(self.decay) ** age, layer.spec.window)[0]
+        received = kv.attention_mass(block, observation, jnp.float32(self.decay) ** age, spec.window)[0]
         score = self._pool_heads(received.sum(2))
         pos = jnp.broadcast_to(block.pos, score.shape)
         is_recent = pos > last[..., None] - self.recent
-        rank = jnp.where(is_recent, jnp.inf, self._normalize(score, pos, last[..., None], layer.spec))
+        rank = jnp.where(is_recent, jnp.inf, self._normalize(score, pos, last[..., None], spec))
         chosen = kv.top_slots(rank, pos, min(self.heavy + self.recent, slots))
         return chosen, kv.policy_state_at(score, chosen, slots)
 
     def after_token(
-        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
+        self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
     ) -> tuple[kv.Array, kv.Array]:
         t = q_pos[:, None]  # [B 1 1]
         # The newest token's slot still has the score of an evicted token.
         before = jnp.where(state.pos == t, 0.0, state.policy_state)
         score = jnp.where(t >= 0, self.decay * before + self._pool_heads(weights.sum(2)), state.policy_state)
         may_leave = (state.pos >= 0) & (state.pos <= t - self.recent)
-        rank = self._normalize(score, state.pos, t, layer.spec)
+        rank = self._normalize(score, state.pos, t, spec)
         return kv.evict_lowest(rank, state.pos, may_leave, t >= 0), score
 
     def _pool_heads(self, received: kv.Array) -> kv.Array:

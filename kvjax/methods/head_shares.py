@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.eviction.budgets import budgets_by_layer, num_kept_by_length
-from kvjax.cache.eviction.ranking import Candidates, MeasuredHeadTokens
+from kvjax.cache.eviction.budgets import budgets_by_layer
+from kvjax.cache.eviction.selection import Candidates, MeasuredHeadTokens
 
 CALIBRATED_FRACTIONS = tuple(map(Fraction, ("1/32", "1/16", "1/8", "1/4", "1/2", "3/4")))
 """Budgets, as fractions of a text, at which a table is calibrated."""
@@ -43,16 +42,17 @@ class CalibratedShares(kv.TableKind):
     def measuring_method(self) -> str:
         return self.method
 
-    def count_layers(self, layer: MethodLayer, measures: Candidates, lengths: kv.Array) -> Any:
+    def count_layers(
+        self, selection: kv.PromptSelection, layer_budgets: kv.LayerBudgets, measures: Candidates, lengths: kv.Array
+    ) -> Any:
         """Counts the tokens i32[L B K R] that each head and all heads of the model keep, and those of the texts."""
-        assert layer.method.select is not None
-        size, shape = layer.method.select.granularity.size, measures.scores.shape[:3]
+        size, shape = selection.select.granularity.size, measures.scores.shape[:3]
         kept = []
         for fraction in CALIBRATED_FRACTIONS:
             # Scores do not depend on the budget, so one reading of the texts serves all fractions.
             budget = (lengths * fraction.numerator // fraction.denominator)[None]
             num_units = jnp.maximum(budget - measures.always, 0) // size
-            kept.append(layer.divide_budget(measures._replace(quota=num_units), lengths))
+            kept.append(layer_budgets.allocate_tokens(selection, measures._replace(quota=num_units), lengths))
         tokens = jnp.stack(kept, -1)
         every = jnp.broadcast_to(tokens.sum((0, 2), keepdims=True, dtype=jnp.int32), tokens.shape)
         return {"kept": tokens, "every": every, "length": jnp.broadcast_to(lengths[None, :, None], shape)}
@@ -104,7 +104,7 @@ class Division:
     def tokens(self, longest: int) -> np.ndarray:
         """Returns the tokens that each head keeps of prompts of 0..longest tokens, i32[longest + 1, L, K]."""
         # The selection's own check: a budget in tokens must have room for sinks and recent tokens.
-        num_kept_by_length(self.budget, longest, self.sinks + self.recent)
+        kv.Selection(kv.Scorer(), self.budget, self.sinks, self.recent).num_kept_by_length(longest)
         # Lengths are tabulated up to a power of two, so that similar prompts share a table.
         return _cached_tokens(self, 1 << max((longest - 1).bit_length(), 8))[: longest + 1]
 
@@ -227,11 +227,11 @@ class LayerDivision(kv.HeadBudgets):
     division: Division
     index: int
 
-    def tokens_by_length(self, longest: int) -> np.ndarray:
+    def num_kept_by_length(self, longest: int) -> np.ndarray:
         return self.division.tokens(longest)[:, self.index]
 
     def for_lengths(self, lengths: kv.Array, longest: int) -> kv.HeadBudgets:
-        return SequenceBudgets(jnp.asarray(self.tokens_by_length(longest))[lengths], self.division.size)
+        return SequenceBudgets(jnp.asarray(self.num_kept_by_length(longest))[lengths], self.division.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,7 @@ class LayerMean(kv.Budget):
         return int(self.num_kept_by_length(length)[length])
 
     def num_kept_by_length(self, longest: int) -> np.ndarray:
-        tokens, size = self.heads.tokens_by_length(longest), self.heads.division.size
+        tokens, size = self.heads.num_kept_by_length(longest), self.heads.division.size
         always = self.heads.division.quota(longest)[0]
         units = (tokens - always[:, None]).sum(1) // size
         return (always - size * (-units // tokens.shape[1])).astype(np.int32)
@@ -277,17 +277,16 @@ class CalibratedDivision(kv.HeadBudgets):
         return self
 
     def bind_budget(
-        self, method: kv.Method, budget: kv.Budget, spec: kv.LayerSpec
-    ) -> tuple[kv.Selection, kv.HeadBudgets]:
-        select = method.select
-        assert select is not None
+        self, selection: kv.PromptSelection, budget: kv.Budget, index: int
+    ) -> tuple[kv.Budget, kv.HeadBudgets]:
+        select, spec = selection.select, selection.spec
         if len(set(budgets_by_layer(budget, spec))) > 1:
             raise kv.IncompatibleMethod(
                 "head shares (component `side_store`) divide one budget among all layers, and "
                 f"{type(select.budget).__name__} (component `select`) has divided it already; give all layers the "
                 "same, as in 'snapkv:budget=256 + head_shares'"
             )
-        represented = 0.0 if method.representatives is None else method.representatives.share
+        represented = 0.0 if selection.representatives is None else selection.representatives.share
         division = Division(
             self.given,
             _model_shape(spec),
@@ -297,9 +296,8 @@ class CalibratedDivision(kv.HeadBudgets):
             select.granularity.size,
             represented,
         )
-        assert spec.index is not None
-        layer_division = LayerDivision(division, spec.index)
-        return dataclasses.replace(select, budget=LayerMean(layer_division)), layer_division
+        layer_division = LayerDivision(division, index)
+        return LayerMean(layer_division), layer_division
 
 
 def _model_shape(spec: kv.LayerSpec) -> tuple[int, int, int, int]:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.readers.retrieval import slot_lookup
 
 
@@ -109,7 +108,7 @@ class BlockReader(kv.Reader):
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: kv.KVStorage,
         state: kv.LayerState,
         q: kv.Array,
         q_pos: kv.Array,
@@ -117,29 +116,29 @@ class BlockReader(kv.Reader):
         cross_layer: Any = None,
     ) -> kv.ReadResult:
         assert state.n is not None
-        rope, n, own_slots = layer.spec.rope, state.n[:, None], slot_lookup(state, q_pos)
+        rope, n, own_slots = storage.spec.rope, state.n[:, None], slot_lookup(state, q_pos)
         is_kept = (q_pos >= 0) & (own_slots(q_pos) < n)  # the others are drafts, which recall blocks of their own
-        reader_state = self._form_blocks(layer, state, state.n - is_kept.sum(-1, dtype=jnp.int32))
+        reader_state = self._form_blocks(storage, state, state.n - is_kept.sum(-1, dtype=jnp.int32))
         far_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), jnp.full_like(q_pos, self.local - 1))
         near_slot = self._ring_from_mass(reader_state.mass).slots(state.n, self._first_slot(reader_state.num_blocks))
         near = _slot_tokens(state, kv.memory.unpack(reader_state.k), kv.memory.unpack(reader_state.v), near_slot)
-        unassigned = self._unassigned_tokens(layer, state, reader_state, near, q.shape[3])
+        unassigned = self._unassigned_tokens(storage, state, reader_state, near, q.shape[3])
         recalled, recalled_for_drafts = None, None
         if reader_state.keys is not None:
-            recalled = self._recall_blocks(layer, state, reader_state, far_q, is_kept)
+            recalled = self._recall_blocks(storage, state, reader_state, far_q, is_kept)
             if other_partial is not None:
                 is_draft = (q_pos >= 0) & ~is_kept
-                recalled_for_drafts = self._recall_blocks(layer, state, reader_state, far_q, is_draft)
+                recalled_for_drafts = self._recall_blocks(storage, state, reader_state, far_q, is_draft)
 
         def attend(q: kv.Array, t: kv.Array, far_q: kv.Array) -> tuple[kv.Partial, kv.Array]:
             own = own_slots(t)
             is_kept = (own < n)[:, None, None, :, None]
-            p, window = _attend(q, near.block, self._visibility(layer, near, t, own)[0])
+            p, window = _attend(q, near.block, self._visibility(storage, near, t, own)[0])
             total = window
             for tokens, may_read in ((unassigned, True), (recalled, is_kept), (recalled_for_drafts, ~is_kept)):
                 if tokens is None:
                     continue
-                is_far = self._visibility(layer, tokens, t, own)[1] & may_read
+                is_far = self._visibility(storage, tokens, t, own)[1] & may_read
                 total = kv.attention.combine(total, _attend(far_q, tokens.block, is_far)[1])
             # From weights relative to the window's own maximum to those of the softmax over both parts.
             scale = jnp.exp(window.m - total.m) / jnp.maximum(total.l, 1e-30)
@@ -151,11 +150,11 @@ class BlockReader(kv.Reader):
         return kv.ReadResult(out, reader_state, cross_layer=cross_layer)
 
     def _visibility(
-        self, layer: MethodLayer, tokens: SlotTokens, t: kv.Array, own: kv.Array
+        self, storage: kv.KVStorage, tokens: SlotTokens, t: kv.Array, own: kv.Array
     ) -> tuple[kv.Array, kv.Array]:
         """Masks the tokens that queries at t i32[B T], in slots own i32[B T], see in their window, and the far ones."""
         distance = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
-        is_visible = kv.attention.visible(tokens.block.pos, t, layer.spec.window)
+        is_visible = kv.attention.visible(tokens.block.pos, t, storage.spec.window)
         return is_visible & (distance < self.local), is_visible & (distance >= self.local)
 
     def _ring_from_mass(self, mass: kv.Array) -> kv.RingBuffer:
@@ -178,7 +177,7 @@ class BlockReader(kv.Reader):
         start = kv.vary(jnp.zeros((B, K, spec.num_groups, max_blocks, H), block.k.dtype))
         return lax.fori_loop(0, num_blocks.max(), add, start)
 
-    def _form_blocks(self, layer: MethodLayer, state: kv.LayerState, n: kv.Array) -> InfLLMState:
+    def _form_blocks(self, storage: kv.KVStorage, state: kv.LayerState, n: kv.Array) -> InfLLMState:
         """Forms blocks of the first n i32[B] tokens, until fewer than block + local of them are left."""
         reader_state = state.reader_state
         if reader_state.keys is None:
@@ -192,7 +191,7 @@ class BlockReader(kv.Reader):
             # The block's tokens are still in the ring; the mean of its most attended keys becomes its key.
             slot = self._first_slot(num_blocks)[:, None, None] + jnp.arange(self.block, dtype=jnp.int32)[None, None]
             place = jnp.broadcast_to(ring.place(slot), (B, K, self.block))
-            pre_rope = layer.spec.rope.unrotate(
+            pre_rope = storage.spec.rope.unrotate(
                 kv.memory.gather_tokens(reader_state.k, place), _take_slots(state.pos, slot)
             )
             mass = jnp.take_along_axis(reader_state.mass, place[:, :, None], 3)
@@ -210,7 +209,7 @@ class BlockReader(kv.Reader):
         return dataclasses.replace(reader_state, num_blocks=num_blocks, keys=keys)
 
     def _unassigned_tokens(
-        self, layer: MethodLayer, state: kv.LayerState, reader_state: InfLLMState, near: SlotTokens, num_new: int
+        self, storage: kv.KVStorage, state: kv.LayerState, reader_state: InfLLMState, near: SlotTokens, num_new: int
     ) -> SlotTokens:
         """Returns sinks, and the tokens of no block that may lie outside the window of one of `num_new` queries."""
         ring = self._ring_from_mass(reader_state.mass)
@@ -219,10 +218,15 @@ class BlockReader(kv.Reader):
         sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None], (recent.shape[0], self.sinks))
         place = jnp.concatenate([sinks, ring.place(recent)], 1)[:, None]
         k, v = kv.memory.take(near.block.k, place), kv.memory.take(near.block.v, place)
-        return _slot_tokens(state, k, v, _take_slots(near.slot, place), layer.spec.rope)
+        return _slot_tokens(state, k, v, _take_slots(near.slot, place), storage.spec.rope)
 
     def _recall_blocks(
-        self, layer: MethodLayer, state: kv.LayerState, reader_state: InfLLMState, far_q: kv.Array, is_asking: kv.Array
+        self,
+        storage: kv.KVStorage,
+        state: kv.LayerState,
+        reader_state: InfLLMState,
+        far_q: kv.Array,
+        is_asking: kv.Array,
     ) -> SlotTokens:
         """Fetches the best blocks for the mean of the queries far_q f32[B K G T H] that ask, bool[B T]."""
         assert reader_state.keys is not None
@@ -238,8 +242,8 @@ class BlockReader(kv.Reader):
         slot = jnp.where((best > -jnp.inf)[..., None], slot, -1).reshape(B, score.shape[1], -1)
         at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))
         with jax.named_scope("recall"):
-            k, v = layer.gather_keys(state.k, at, _take_slots(state.pos, at)), layer.v.gather(state.v, at)
-        return _slot_tokens(state, k, v, slot, layer.spec.rope)
+            k, v = storage.gather_keys(state.k, at, _take_slots(state.pos, at)), storage.v.gather(state.v, at)
+        return _slot_tokens(state, k, v, slot, storage.spec.rope)
 
 
 def _slot_tokens(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.readers.query_blocks import logits, normalize_weights
 
 
@@ -32,25 +31,25 @@ class TopValues(kv.Reader):
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: kv.KVStorage,
         state: kv.LayerState,
         q: kv.Array,
         q_pos: kv.Array,
         other_partial: kv.Partial | None = None,
         cross_layer: Any = None,
     ) -> kv.ReadResult:
-        keys = layer.k.load(state.k)
+        keys = storage.k.load(state.k)
 
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.ReadResult:
             B, K, G, T, H = q.shape
-            p, m, l = kv.attention.weights(logits(layer, state, q, q_pos, keys))
+            p, m, l = kv.attention.weights(logits(storage, state, q, q_pos, keys))
             n = min(self.n, p.shape[-1])
             importance = p
             if self.granularity == "kv":
                 # Query heads have maxima of their own, so their weights are comparable only once they sum to 1.
                 importance = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2, keepdims=True)
             idx = lax.top_k(importance, n)[1]  # [B K G|1 T n]
-            values = layer.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
+            values = storage.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
             values = jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32)
             heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
             mixed = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 
 @kv.exportable
@@ -57,32 +56,32 @@ class Keyformer(kv.Policy):
     def at(self, spec: kv.LayerSpec) -> Keyformer:
         return dataclasses.replace(self, layer=spec.index)
 
-    def num_slots(self, layer: MethodLayer) -> int:
+    def num_slots(self) -> int:
         return self.budget + 1
 
     def init(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None, slots: int
     ) -> tuple[kv.Array, KeyformerState]:
         observation = kv.require_observation(observation, "Keyformer", "all queries")
         last = kv.over_heads.max(block.pos.max(2))  # [B 1]
 
         def perturb(logits: kv.Array, q_pos: kv.Array, pos: kv.Array) -> kv.Array:
-            return (logits + self.noise(layer.spec, logits.shape[1], q_pos, pos)) / self.tau
+            return (logits + self.noise(spec, logits.shape[1], q_pos, pos)) / self.tau
 
         every = jnp.ones(observation.pos.shape)
-        score = kv.attention_mass(block, observation, every, layer.spec.window, logit_transform=perturb)[0].sum(2)
+        score = kv.attention_mass(block, observation, every, spec.window, logit_transform=perturb)[0].sum(2)
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
         chosen = kv.top_slots(rank, pos, min(self.budget, slots))
         return chosen, KeyformerState(kv.policy_state_at(score, chosen, slots), last[:, 0] + 1)
 
     def after_token(
-        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
+        self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
     ) -> tuple[kv.Array, KeyformerState]:
         t, prompt = q_pos[:, None], state.policy_state.prompt  # [B 1 1], [B]
         step = jnp.clip(t - prompt[:, None, None] + 1, 0, self.steps).astype(jnp.float32)
         tau = self.tau + (self.tau_end - self.tau) * step / self.steps
-        noise = self.noise(layer.spec, weights.shape[1], q_pos, state.pos)[:, :, :, 0]
+        noise = self.noise(spec, weights.shape[1], q_pos, state.pos)[:, :, :, 0]
         added = temper_weights(weights, noise, tau[..., None]).sum(2)
         # The newest token's slot still has the score of an evicted token.
         before = jnp.where(state.pos == t, 0.0, state.policy_state.score)

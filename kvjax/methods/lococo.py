@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from kvjax import method_api as kv
+from kvjax.cache.eviction.selection import select_slots
 
 LEARNING_RATE = 3e-3  # Adam's, in calibration
 
@@ -121,9 +122,8 @@ def split_texts(block: kv.KVBlock, q: kv.Array, budget: int, spec: kv.LayerSpec)
     earlier = dataclasses.replace(block, pos=jnp.where(is_earlier, block.pos, -1)).first(-(-pos.shape[1] // 2))
     num_kept = jnp.minimum(is_earlier.sum((1, 2), dtype=jnp.int32), budget)
     observation = kv.Observation(q, jnp.where(is_earlier[:, 0], pos, -1))
-    choice = kv.make_selection(kv.AccumulatedAttention(), budget).select_slots(
-        earlier, observation, num_kept, budget, spec
-    )
+    selection = kv.PromptSelection(spec, kv.make_selection(kv.AccumulatedAttention(), budget))
+    choice = select_slots(selection, earlier, observation, num_kept, budget)
     later = dataclasses.replace(block, pos=jnp.where(is_later_query[:, None], block.pos, -1))
     q_pos = jnp.where(is_later_query, pos, -1)
 

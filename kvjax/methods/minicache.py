@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 
 @kv.pytree
@@ -55,19 +54,20 @@ class SharedDirections(kv.PrecisionTiers):
             return None
         return dataclasses.replace(self, paired_layer=1 if is_lower else -1)
 
-    def num_main_slots(self, kept: kv.IntOrArray) -> kv.IntOrArray:
-        return kept - kv.fraction_of(1 - self.share, kept)
+    def slots(self, spec: kv.LayerSpec, kept: int, width: int) -> kv.Slots:
+        merged = kv.fraction_of(1 - self.share, kept)
+        return kv.Slots(kept, kept - merged, merged)
 
     def split(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, storage: kv.KVStorage, block: kv.KVBlock, observation: kv.Observation | None, slots: kv.Slots
     ) -> tuple[kv.KVBlock, MergedTokens]:
-        most = self._max_kept(layer, block.pos.shape[2], slots)
         assert observation is not None and observation.paired_block is not None
         own, other = block.clean(), observation.paired_block.clean()
         length = (own.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        is_exact = kv.top_k_mask(-signed_squared_cosine(own.k, other.k), own.pos >= 0, self.num_main_slots(length))
-        exact_slots = kv.mask_to_slots(is_exact, self.num_main_slots(most))
-        merged_slots = kv.mask_to_slots((own.pos >= 0) & ~is_exact, max(self.low_tier_tokens(most), 1))
+        num_exact = length - kv.fraction_of(1 - self.share, length)
+        is_exact = kv.top_k_mask(-signed_squared_cosine(own.k, other.k), own.pos >= 0, num_exact)
+        exact_slots = kv.mask_to_slots(is_exact, slots.main)
+        merged_slots = kv.mask_to_slots((own.pos >= 0) & ~is_exact, max(slots.side, 1))
         main = kv.gather_tokens(own, exact_slots)
         own, other = (kv.gather_tokens(x, merged_slots) for x in (own, other))
 
@@ -76,35 +76,34 @@ class SharedDirections(kv.PrecisionTiers):
             return main, MergedTokens(None, None, *lengths, own.pos)
         k, v = (slerp(a, b, self.t).astype(a.dtype) for a, b in ((own.k, other.k), (own.v, other.v)))
         # A codec of pre-RoPE keys gets unrotated directions; a rotation changes no length.
-        stored_k = layer.keys_to_store(kv.KVBlock(k, v, own.pos))
-        return main, MergedTokens(layer.k.encode(stored_k, own.pos), layer.v.encode(v, own.pos), *lengths, own.pos)
+        return main, MergedTokens(*storage.encode(kv.KVBlock(k, v, own.pos)), *lengths, own.pos)
 
-    def open_pair(self, layer: MethodLayer, store: MergedTokens, cross_layer: Any) -> tuple[MergedTokens, Any]:
+    def open_pair(self, storage: kv.KVStorage, store: MergedTokens, cross_layer: Any) -> tuple[MergedTokens, Any]:
         if self.paired_layer < 0:
             k, v = cross_layer
             return dataclasses.replace(store, k=k, v=v), None
-        k, v = layer.decode_keys(store.k, store.pos), layer.v.decode(store.v)
+        k, v = storage.decode_keys(store.k, store.pos), storage.v.decode(store.v)
         return dataclasses.replace(store, k=k, v=v), (k, v)
 
-    def read(self, layer: MethodLayer, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:
+    def read(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:
         store: MergedTokens = state.side_store
 
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.Partial:
             # Lengths scale logits and attention weights, so that no full-size key or value is ever restored.
             s = kv.attention.scores(q, store.k) * store.k_length[:, :, None, None]
             p, m, l = kv.attention.weights(
-                jnp.where(kv.attention.visible(store.pos, q_pos, layer.spec.window), s, kv.MASKED_LOGIT)
+                jnp.where(kv.attention.visible(store.pos, q_pos, storage.spec.window), s, kv.MASKED_LOGIT)
             )
             return kv.Partial(kv.attention.mix(p * store.v_length[:, :, None, None], store.v), m, l)
 
         return kv.map_query_blocks(attend, q, q_pos, 512)
 
-    def visible_block(self, layer: MethodLayer, store: MergedTokens) -> None:
+    def visible_block(self, storage: kv.KVStorage, store: MergedTokens) -> None:
         """A layer alone cannot tell: the directions lie in the lower layer of a pair."""
 
-    def check(self, layer: MethodLayer) -> None:
-        super().check(layer)
-        m = layer.method
+    def check(self, components: kv.Components) -> None:
+        super().check(components)
+        m = components
         reasons = (
             (
                 "select",

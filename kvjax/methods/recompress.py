@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
+from kvjax.cache.eviction.selection import select_slots
 from kvjax.cache.protocol import last_positions
 
 
@@ -28,8 +28,8 @@ class Recompress(kv.Policy):
                 f"every must be at least 1 decoded token, got {self.every}; kvpress compresses every 512"
             )
 
-    def check(self, layer: MethodLayer) -> None:
-        select = layer.method.select
+    def check(self, components: kv.Components) -> None:
+        select = components.select
         if select is None:
             raise kv.IncompatibleMethod(
                 f"recompress:every={self.every} makes an eviction method's selection again and finds none; compose it "
@@ -37,36 +37,49 @@ class Recompress(kv.Policy):
             )
         if select.max_kept() is None:
             raise kv.IncompatibleMethod(f"{select.budget} grows with the text; give a budget in tokens")
-        if layer.method.merge is not None or layer.method.layer_budgets is not None:
+        if components.merge is not None or components.layer_budgets is not None:
             raise kv.IncompatibleMethod(
                 f"component `decode`, {self}, cannot work with components `merge` and `layer_budgets`: lost tokens are "
                 "folded into others, and a budget is divided among layers, when the prompt ends and not while "
                 "decoding; leave one of them out"
             )
-        if layer.method.second_stage is not None:
+        if components.second_stage is not None:
             raise kv.IncompatibleMethod(
-                f"component `second_stage`, {layer.method.second_stage}, looks at the layer when the prompt ends, and "
+                f"component `second_stage`, {components.second_stage}, looks at the layer when the prompt ends, and "
                 f"component `decode`, {self}, makes the selection again while decoding; leave one of them out"
             )
 
-    def target(self, layer: MethodLayer) -> int:
-        """Tokens of a head after a selection."""
-        assert layer.method.select is not None
-        most = layer.method.select.max_kept()
-        assert most is not None
-        return most
+    def with_selection(self, selection: kv.PromptSelection) -> kv.Policy:
+        budget = selection.select.max_kept()
+        assert budget is not None
+        return RepeatedSelection(self.every, selection, budget)
 
-    def num_slots(self, layer: MethodLayer) -> int:
+
+@dataclasses.dataclass(frozen=True)
+class RepeatedSelection(kv.Policy):
+    """`Recompress` over the selection of a layer.
+
+    Args:
+      every: as in `Recompress`.
+      selection: that is made again.
+      budget: tokens of a head after a selection.
+    """
+
+    every: int
+    selection: kv.PromptSelection
+    budget: int
+
+    def num_slots(self) -> int:
         # One slot stays empty, for the padding of a sequence that waits while others of the batch get a token.
-        return self.target(layer) + self.every + 1
+        return self.budget + self.every + 1
 
     def init(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None, slots: int
     ) -> tuple[kv.Array, kv.Observation | None]:
         place = jnp.arange(min(slots, block.pos.shape[2]), dtype=jnp.int32)[None, None]
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
-        if observation is not None and layer.method.select is not None:
-            num_queries = layer.method.select.scorer.num_queries
+        if observation is not None:
+            num_queries = self.selection.select.scorer.num_queries
             observation = latest_queries(observation, self.every if num_queries is None else num_queries)
             # Each query goes to its position modulo W, so that a new one overwrites the oldest. Positions are
             # consecutive, so a rotation is enough.
@@ -77,7 +90,7 @@ class Recompress(kv.Policy):
             observation = kv.Observation(q, jnp.take_along_axis(observation.pos, at, 1))
         return jnp.where(place < length, place, -1), observation
 
-    def before_token(self, layer: MethodLayer, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.LayerState:
+    def before_token(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.LayerState:
         if state.policy_state is not None:
             ring: kv.Observation = state.policy_state
             B, K, G, W, H = ring.q.shape
@@ -85,29 +98,24 @@ class Recompress(kv.Policy):
             new_q = kv.memory.put(ring.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at).reshape(ring.q.shape)
             new_pos = kv.memory.put(ring.pos[:, None], q_pos[:, None], at)[:, 0]
             state = dataclasses.replace(state, policy_state=kv.Observation(new_q, new_pos))
-        is_full = ~kv.over_heads.any((state.pos >= 0).sum(2) < self.target(layer) + self.every)[:, 0]
+        is_full = ~kv.over_heads.any((state.pos >= 0).sum(2) < self.budget + self.every)[:, 0]
         # A sequence without a token in this step waits, because its own next query has to be observed first.
         is_due = is_full & (q_pos[:, 0] >= 0)
-        return lax.cond(is_due.any(), lambda s: self._select_again(layer, s, is_due), lambda s: s, state)
+        return lax.cond(is_due.any(), lambda s: self._select_again(storage, s, is_due), lambda s: s, state)
 
     def after_token(
-        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
+        self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
     ) -> tuple[kv.Array, kv.Observation | None]:
         return state.pos, state.policy_state
 
-    def _select_again(self, layer: MethodLayer, state: kv.LayerState, is_due: kv.Array) -> kv.LayerState:
+    def _select_again(self, storage: kv.KVStorage, state: kv.LayerState, is_due: kv.Array) -> kv.LayerState:
         """Evicts the tokens that a new selection leaves out, in the sequences that are due, bool[B]."""
-        method, S = layer.method, state.pos.shape[2]
-        assert method.select is not None
+        S = state.pos.shape[2]
         # The selection expects a prompt: tokens in the order of their positions, empty slots last.
         order = jnp.argsort(jnp.where(state.pos < 0, jnp.iinfo(jnp.int32).max, state.pos), axis=2).astype(jnp.int32)
-        block = kv.gather_tokens(
-            kv.KVBlock(layer.decode_keys(state.k, state.pos), method.v.decode(state.v), state.pos), order
-        )
-        num_kept = jnp.where(is_due, self.target(layer), (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
-        chosen = method.select.select_slots(
-            block, state.policy_state, num_kept, S, layer.spec, representatives=method.representatives
-        ).slots
+        block = kv.gather_tokens(storage.decode(state.k, state.v, state.pos), order)
+        num_kept = jnp.where(is_due, self.budget, (state.pos >= 0).sum(2, dtype=jnp.int32)[:, 0])
+        chosen = select_slots(self.selection, block, state.policy_state, num_kept, S).slots
         slot = jnp.take_along_axis(jnp.broadcast_to(order, chosen.shape), jnp.maximum(chosen, 0), 2)
         slot = jnp.where(chosen >= 0, slot, S)
         B, K, _ = slot.shape

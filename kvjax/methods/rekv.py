@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.readers.retrieval import slot_lookup
 
 
@@ -54,12 +53,12 @@ class QuestionRetrieval(kv.Retrieve):
         pre_rope = dataclasses.replace(new, k=spec.rope.unrotate(new.k, new.pos))
         return dataclasses.replace(reader_state, blocks=self.index.append(reader_state.blocks, pre_rope, at))
 
-    def crop(self, layer: MethodLayer, state: kv.LayerState) -> Any:
-        return kv.Reader.crop(self, layer, state)  # the sum of queries cannot be taken apart
+    def crop(self, storage: kv.KVStorage, state: kv.LayerState) -> Any:
+        return kv.Reader.crop(self, storage, state)  # the sum of queries cannot be taken apart
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: kv.KVStorage,
         state: kv.LayerState,
         q: kv.Array,
         q_pos: kv.Array,
@@ -68,7 +67,7 @@ class QuestionRetrieval(kv.Retrieve):
     ) -> kv.ReadResult:
         assert state.n is not None
         real = (q_pos >= 0)[:, None, None, :, None]
-        pre_rope = jnp.where(real, layer.spec.rope.unrotate_queries(q, q_pos), 0.0)
+        pre_rope = jnp.where(real, storage.spec.rope.unrotate_queries(q, q_pos), 0.0)
         question = state.reader_state.question
         search_q = question[:, :, :, None] + jnp.cumsum(pre_rope, 3)
         lookup_slot = slot_lookup(state, q_pos)
@@ -76,7 +75,7 @@ class QuestionRetrieval(kv.Retrieve):
         is_kept = (lookup_slot(q_pos) < state.n[:, None])[:, None, None, :, None]
         question = question + jnp.where(is_kept, pre_rope, 0.0).sum(3)
         reader_state = dataclasses.replace(state.reader_state, question=question)
-        out = self.attend_retrieved(layer, state, q, q_pos, search_q, reader_state.blocks)
+        out = self.attend_retrieved(storage, state, q, q_pos, search_q, reader_state.blocks)
         return kv.ReadResult(out, reader_state, cross_layer=cross_layer)
 
 

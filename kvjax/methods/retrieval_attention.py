@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 
 @kv.pytree
@@ -53,7 +52,7 @@ class HostSearch(kv.Reader):
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: kv.KVStorage,
         state: kv.LayerState,
         q: kv.Array,
         q_pos: kv.Array,
@@ -61,7 +60,7 @@ class HostSearch(kv.Reader):
         cross_layer: Any = None,
     ) -> kv.ReadResult:
         assert state.n is not None
-        S, window = state.pos.shape[2], layer.spec.window
+        S, window = state.pos.shape[2], storage.spec.window
         ring = self._ring(state.reader_state.k.data.shape[2])
         static_slots = ring.slots(state.n, jnp.full_like(state.n, ring.sinks))
 
@@ -82,15 +81,15 @@ class HostSearch(kv.Reader):
             with jax.named_scope("search"):
                 # The search only chooses which tokens are read, so no gradient passes through it.
                 search_q = lax.stop_gradient(q)
-                if layer.k.pre_rope:  # the host cannot rotate, so pre-RoPE keys come to the device
-                    s = kv.attention.scores(search_q, layer.decode_keys(state.k, state.pos))
+                if storage.k.pre_rope:  # the host cannot rotate, so pre-RoPE keys come to the device
+                    s = kv.attention.scores(search_q, storage.decode_keys(state.k, state.pos))
                 else:
-                    s = layer.k.score_in_place(search_q, state.k)
+                    s = storage.k.score_in_place(search_q, state.k)
                 if state.bias is not None:
                     s = s + state.bias[:, :, None, None]
                 s = jnp.where(is_searched & kv.attention.visible(state.pos, q_pos, window), s, -jnp.inf)
                 best, slots = lax.top_k(s, min(self.topk, S))
-            others = kv.attend_slots(layer, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
+            others = kv.attend_slots(storage, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
             return kv.attention.combine(kv.attention.attend_dense(q, static, q_pos, window), others)
 
         return kv.ReadResult(kv.map_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.eviction.decode_policy import sort_newest_first
 
 
@@ -58,14 +57,14 @@ class Scissorhands(kv.Policy):
     def num_queries(self) -> int:
         return self.history
 
-    def num_slots(self, layer: MethodLayer) -> int:
+    def num_slots(self) -> int:
         return self.budget + 1
 
-    def num_kept(self, layer: MethodLayer, prompt: int) -> int:
+    def num_kept(self, spec: kv.LayerSpec, prompt: int) -> int:
         return prompt if prompt <= self.budget else self.low
 
     def init(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None, slots: int
     ) -> tuple[kv.Array, kv.Array]:
         observation = kv.require_observation(observation, "Scissorhands", f"the last {self.history} queries")
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -74,7 +73,7 @@ class Scissorhands(kv.Policy):
         # In a prompt that fits, only queries within `history` of the next compression count.
         is_counted = is_over[:, None] | (observation.pos > self.budget - self.history)
         is_counted &= observation.pos >= jnp.maximum(end - self.history, 0)[:, None]
-        count = count_below_mean(block, observation, is_counted, layer.spec.window)
+        count = count_below_mean(block, observation, is_counted, spec.window)
         pos = jnp.broadcast_to(block.pos, count.shape)
         is_over = is_over[:, None, None]
         rank = jnp.where(pos > end[:, None, None] - 1 - self.recent, 0, -count)
@@ -84,10 +83,10 @@ class Scissorhands(kv.Policy):
         return chosen, jnp.where(is_over, 0, kv.policy_state_at(count, chosen, slots))
 
     def after_token(
-        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
+        self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
     ) -> tuple[kv.Array, kv.Array]:
         t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
-        is_visible = kv.attention.visible(state.pos, q_pos, layer.spec.window)[:, :, 0, 0]
+        is_visible = kv.attention.visible(state.pos, q_pos, spec.window)[:, :, 0, 0]
         mean = 1 / jnp.maximum(is_visible.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         steps_left = (state.pos < 0).sum(2, keepdims=True, dtype=jnp.int32)[:, :1]  # until the next compression
         is_low = real & (steps_left < self.history) & is_visible & (weights.mean(2) < mean)

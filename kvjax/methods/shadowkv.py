@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.low_rank import PromptLowRank
 
 
@@ -45,20 +44,17 @@ class ShadowStore(kv.SideStore):
                 f"and local chunks, got {self}; its authors use chunk=8, rank=160, budget=2048, outliers=48, local=4"
             )
 
-    def num_main_slots(self, kept: int) -> int:
-        # Outlier chunks, local chunks, and a remainder shorter than a chunk.
-        return min(kept, (self.outliers + self.local + 1) * self.chunk - 1)
+    def slots(self, spec: kv.LayerSpec, kept: int, width: int) -> kv.Slots:
+        # Outlier chunks, local chunks, and a remainder shorter than a chunk stay.
+        main = min(kept, (self.outliers + self.local + 1) * self.chunk - 1)
+        return kv.Slots(kept, main, self.chunk * max(kept // self.chunk - self.local, 1))
 
     def split(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, storage: kv.KVStorage, block: kv.KVBlock, observation: kv.Observation | None, slots: kv.Slots
     ) -> tuple[kv.KVBlock, ShadowState]:
-        width = block.pos.shape[2]
-        most = width if self.num_main_slots(width) <= slots else slots
-        if layer.method.select is not None:
-            block = layer.apply_selection(block, observation, most)
         block = block.clean()
-        num_chunks = max(most // self.chunk - self.local, 1)
-        slot = jnp.arange(num_chunks * self.chunk, dtype=jnp.int32)[None, None]
+        num_chunks = slots.side // self.chunk
+        slot = jnp.arange(slots.side, dtype=jnp.int32)[None, None]
         front = kv.gather_tokens(block, jnp.where(slot < block.pos.shape[2], slot, -1))
         landmarks, least_cosine = self._landmarks(front.k)
 
@@ -70,12 +66,10 @@ class ShadowStore(kv.SideStore):
 
         rest = jnp.zeros((*leaves.shape[:2], block.pos.shape[2]), bool)
         stays = ~jnp.concatenate([leaves, rest], 2)[:, :, : block.pos.shape[2]]
-        main = kv.gather_tokens(
-            block, kv.mask_to_slots((block.pos >= 0) & stays, min(self.num_main_slots(most), slots))
-        )
+        main = kv.gather_tokens(block, kv.mask_to_slots((block.pos >= 0) & stays, slots.main))
 
         # The basis is fitted to the keys of the whole prompt, so all are encoded, and the chunks' coordinates stay.
-        inner, pos = self._side_layer(layer), jnp.where(leaves, front.pos, -1)
+        inner, pos = self._chunk_storage(storage.spec), jnp.where(leaves, front.pos, -1)
         k = inner.k.encode(inner.keys_to_store(block), block.pos)
         coordinates = jax.tree.map(lambda x: x[:, :, : pos.shape[2]], k.coordinates)
         k = dataclasses.replace(k, coordinates=coordinates)
@@ -92,19 +86,18 @@ class ShadowStore(kv.SideStore):
         cosine = (keys * mean).sum(-1) / jnp.maximum(lengths, 1e-8)
         return mean[:, :, :, 0], cosine.min(-1)
 
-    def _side_layer(self, layer: MethodLayer) -> MethodLayer:
-        """Returns the layer whose codecs store the chunks."""
-        low_rank = PromptLowRank(0, rank=self.rank, pre_rope=True).at(layer.spec)
-        return dataclasses.replace(layer, method=kv.Method(k=low_rank, v=kv.Host()))
+    def _chunk_storage(self, spec: kv.LayerSpec) -> kv.KVStorage:
+        """How the chunks are stored, whatever codecs the main slots have."""
+        return kv.KVStorage(spec, PromptLowRank(0, rank=self.rank, pre_rope=True).at(spec), kv.Host())
 
-    def read(self, layer: MethodLayer, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:
+    def read(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:
         store: ShadowState = state.side_store
-        landmarks, inner = kv.memory.unpack(store.landmarks), self._side_layer(layer)
+        landmarks, inner = kv.memory.unpack(store.landmarks), self._chunk_storage(storage.spec)
         # A chunk is visible when its newest token is.
         newest = store.tokens.pos[:, :, self.chunk - 1 :: self.chunk]
 
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.Partial:
-            is_visible = kv.attention.visible(newest, q_pos, layer.spec.window)
+            is_visible = kv.attention.visible(newest, q_pos, storage.spec.window)
             p, _, l = kv.attention.weights(jnp.where(is_visible, kv.attention.scores(q, landmarks), kv.MASKED_LOGIT))
             weight = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
             num_chunks = min(self.budget // self.chunk, weight.shape[4])
@@ -118,9 +111,9 @@ class ShadowStore(kv.SideStore):
     def positions(self, store: ShadowState) -> kv.Array:
         return store.tokens.pos
 
-    def visible_block(self, layer: MethodLayer, store: ShadowState) -> kv.KVBlock:
-        inner, tokens = self._side_layer(layer), store.tokens
-        return kv.KVBlock(inner.decode_keys(tokens.k, tokens.pos), inner.v.decode(tokens.v), tokens.pos)
+    def visible_block(self, storage: kv.KVStorage, store: ShadowState) -> kv.KVBlock:
+        inner, tokens = self._chunk_storage(storage.spec), store.tokens
+        return inner.decode(tokens.k, tokens.v, tokens.pos)
 
 
 @kv.register_method(example="shadowkv:budget=512,rank=16", family="host memory")

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 
 @kv.pytree
@@ -87,7 +86,7 @@ class SpeculativeReader(kv.Reader):
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: kv.KVStorage,
         state: kv.LayerState,
         q: kv.Array,
         q_pos: kv.Array,
@@ -103,18 +102,18 @@ class SpeculativeReader(kv.Reader):
         s = self.k.scores(q, reader_state.k)
         if state.bias is not None:
             s = s + state.bias[:, :, None, None]
-        s = jnp.where(kv.attention.visible(state.pos, q_pos, layer.spec.window), s, kv.MASKED_LOGIT)
+        s = jnp.where(kv.attention.visible(state.pos, q_pos, storage.spec.window), s, kv.MASKED_LOGIT)
         if not self.speculative:
             low, _, l = kv.attention.weights(s)
             mass = self._reduce_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
-            fetched = self._fetch(layer, state, mass, self.k.num_quantized(state.n - 1))
+            fetched = self._fetch(storage, state, mass, self.k.num_quantized(state.n - 1))
         else:
             fetched = reader_state.fetched
-        part, mass = self._attend(layer, state, s, q, fetched, q_pos, other_partial)
+        part, mass = self._attend(storage, state, s, q, fetched, q_pos, other_partial)
         if self.speculative:
             # Nothing else in this step needs the result, so the transfer overlaps with the layers above.
             with jax.named_scope("prefetch"):
-                new, old = self._fetch(layer, state, mass, self.k.num_quantized(state.n)), reader_state.fetched
+                new, old = self._fetch(storage, state, mass, self.k.num_quantized(state.n)), reader_state.fetched
                 # A sequence without a token in this step keeps what was fetched for its next one.
                 real = (q_pos[:, -1] >= 0)[:, None, None]
                 k, v = (jnp.where(real[..., None], a, b) for a, b in ((new.k, old.k), (new.v, old.v)))
@@ -124,7 +123,7 @@ class SpeculativeReader(kv.Reader):
 
     def _attend(
         self,
-        layer: MethodLayer,
+        storage: kv.KVStorage,
         state: kv.LayerState,
         s: kv.Array,
         q: kv.Array,
@@ -139,7 +138,7 @@ class SpeculativeReader(kv.Reader):
         exact = kv.attention.scores(q, fetched.k)
         if state.bias is not None:
             exact = exact + jnp.take_along_axis(state.bias, at, 2)[:, :, None, None]
-        exact = jnp.where(kv.attention.visible(pos, q_pos, layer.spec.window), exact, kv.MASKED_LOGIT)  # [B K G T n]
+        exact = jnp.where(kv.attention.visible(pos, q_pos, storage.spec.window), exact, kv.MASKED_LOGIT)  # [B K G T n]
         slot = jnp.where(fetched.idx >= 0, fetched.idx, s.shape[-1])
         is_replaced = _set_at(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
         p, m, l = kv.attention.weights(jnp.where(is_replaced[:, :, None, None], kv.MASKED_LOGIT, s))
@@ -159,7 +158,9 @@ class SpeculativeReader(kv.Reader):
         """Reduces weights f32[B K G S] to f32[B K S]."""
         return w.mean(2) if self.reduce == "mean" else w.max(2)
 
-    def _fetch(self, layer: MethodLayer, state: kv.LayerState, mass: kv.Array, candidates: kv.Array) -> FetchedTokens:
+    def _fetch(
+        self, storage: kv.KVStorage, state: kv.LayerState, mass: kv.Array, candidates: kv.Array
+    ) -> FetchedTokens:
         """Fetches the topk heaviest of the first `candidates` i32[B] slots; ties go to the lower one."""
         slot = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None, None]
         is_candidate = (slot < candidates[:, None, None]) & (state.pos >= 0)
@@ -167,7 +168,7 @@ class SpeculativeReader(kv.Reader):
         idx = jnp.where(best >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
         pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)
-        return FetchedTokens(layer.gather_keys(state.k, at, pos), layer.v.gather(state.v, at), idx)
+        return FetchedTokens(storage.gather_keys(state.k, at, pos), storage.v.gather(state.v, at), idx)
 
 
 def _set_at(x: kv.Array, idx: kv.Array, value: Any) -> kv.Array:

@@ -7,7 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +32,11 @@ class SinksAndRecent(kv.Policy):
     def __post_init__(self):
         kv.check_minimum("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
 
-    def num_slots(self, layer: MethodLayer) -> int:
+    def num_slots(self) -> int:
         return self.sinks + self.recent + 1
 
     def init(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None, slots: int
     ) -> tuple[kv.Array, None]:
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
         place = jnp.arange(min(slots, self.sinks + self.recent), dtype=jnp.int32)[None, None]
@@ -46,7 +45,7 @@ class SinksAndRecent(kv.Policy):
         return jnp.where(chosen < length, chosen, -1), None
 
     def after_token(
-        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
+        self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array | None, q_pos: kv.Array
     ) -> tuple[kv.Array, None]:
         pos = state.pos
         is_full = (pos >= 0).all(2, keepdims=True) & (q_pos[:, None] >= 0)
@@ -55,12 +54,19 @@ class SinksAndRecent(kv.Policy):
         oldest = jnp.where(is_recent, pos, jnp.iinfo(jnp.int32).max).min(2, keepdims=True)
         return jnp.where(is_full & is_recent & (pos == oldest), -1, pos), None
 
-    def cache_positions(self, layer: MethodLayer, held: kv.Array, pos: kv.Array) -> kv.Array:
-        if layer.method.select is not None:
-            return super().cache_positions(layer, held, pos)
+    def with_selection(self, selection: kv.PromptSelection) -> kv.Policy:
+        return SelectedSinksAndRecent(self.recent, self.sinks)
+
+    def cache_positions(self, held: kv.Array, pos: kv.Array) -> kv.Array:
         # Without gaps between the recent tokens, the newest position alone tells.
         base = jnp.maximum(held.max(2, keepdims=True) - self.sinks - self.recent, 0)
         return jnp.where(pos < self.sinks, pos, pos - base)
+
+
+class SelectedSinksAndRecent(SinksAndRecent):
+    """The policy over a selection, which leaves gaps between the recent tokens: cached ones have to be counted."""
+
+    cache_positions = kv.Policy.cache_positions
 
 
 @kv.register_method(example="streaming_llm:recent=508", family="eviction at every step", sized_by="recent")

@@ -7,7 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.prompt_adaptive import PromptAdaptiveKeys, PromptAdaptiveTiers
 
 
@@ -111,10 +110,10 @@ class OlderTokens(PromptAdaptiveTiers):
     def num_queries(self) -> int:
         return self.k.num_queries
 
-    def num_main_slots(self, kept: int) -> int:
-        return min(kept, self.recent)
+    def slots(self, spec: kv.LayerSpec, kept: int, width: int) -> kv.Slots:
+        return kv.Slots(kept, min(kept, self.recent), max(kept - self.recent, 0))
 
-    def low_tier_mask(self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
+    def low_tier_mask(self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
         return slot < (length - self.recent)[:, None, None]

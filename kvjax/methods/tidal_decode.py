@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.readers.query_blocks import logits
 
 
@@ -48,7 +47,7 @@ class PersistentTokens(kv.Reader):
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: kv.KVStorage,
         state: kv.LayerState,
         q: kv.Array,
         q_pos: kv.Array,
@@ -56,31 +55,33 @@ class PersistentTokens(kv.Reader):
         cross_layer: Any = None,
     ) -> kv.ReadResult:
         if cross_layer is None or self.chooses:
-            return self._attend_and_select(layer, state, q, q_pos)
+            return self._attend_and_select(storage, state, q, q_pos)
         selected = jnp.moveaxis(cross_layer, 2, 3)
 
         def attend(q: kv.Array, q_pos: kv.Array, selected: kv.Array) -> kv.Partial:
             own = jnp.broadcast_to(q_pos[:, None, None, :, None], (*q.shape[:4], 1))
-            return kv.attend_slots(layer, state, q, q_pos, _find_slots(state.pos, jnp.concatenate([selected, own], -1)))
+            return kv.attend_slots(
+                storage, state, q, q_pos, _find_slots(state.pos, jnp.concatenate([selected, own], -1))
+            )
 
         return kv.ReadResult(kv.map_query_blocks(attend, q, q_pos, 16, selected), cross_layer=cross_layer)
 
     def _attend_and_select(
-        self, layer: MethodLayer, state: kv.LayerState, q: kv.Array, q_pos: kv.Array
+        self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array
     ) -> kv.ReadResult:
         """Attends to all tokens; the cross-layer value is positions, i32[B K T G n], -1 where unused."""
-        keys, values = layer.k.load(state.k), layer.v.load(state.v)
+        keys, values = storage.k.load(state.k), storage.v.load(state.v)
         count = min(self.topk - 1, state.pos.shape[2])
 
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.ReadResult:
-            s = logits(layer, state, q, q_pos, keys)
+            s = logits(storage, state, q, q_pos, keys)
             p, m, l = kv.attention.weights(s)
             earlier = state.pos[:, :, None, None] < q_pos[:, None, None, :, None]
             best, slot = lax.top_k(jnp.where(earlier, s, kv.MASKED_LOGIT), count)
             pos = jnp.broadcast_to(state.pos, (*s.shape[:2], state.pos.shape[2]))
             pos = jnp.take_along_axis(pos, slot.reshape(*s.shape[:2], -1), 2).reshape(slot.shape)
             return kv.ReadResult(
-                kv.Partial(layer.v.mix(p, values), m, l), cross_layer=jnp.where(best > kv.MASKED_LOGIT / 2, pos, -1)
+                kv.Partial(storage.v.mix(p, values), m, l), cross_layer=jnp.where(best > kv.MASKED_LOGIT / 2, pos, -1)
             )
 
         result = kv.map_query_blocks(attend, q, q_pos, 64)

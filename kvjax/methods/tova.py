@@ -8,7 +8,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,29 +29,29 @@ class Tova(kv.Policy):
     def __post_init__(self):
         kv.check_minimum("TOVA", budget=(self.budget, 1))
 
-    def num_slots(self, layer: MethodLayer) -> int:
+    def num_slots(self) -> int:
         return self.budget + 1
 
     def init(
-        self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None, slots: int
+        self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None, slots: int
     ) -> tuple[kv.Array, None]:
         observation = kv.require_observation(observation, "TOVA", "the last query")
         last = observation.pos.max(1, keepdims=True)
         by = ((observation.pos >= 0) & (observation.pos == last)).astype(jnp.float32)
-        weight = kv.over_heads.mean(kv.attention_mass(block, observation, by, layer.spec.window)[0].mean(2))
+        weight = kv.over_heads.mean(kv.attention_mass(block, observation, by, spec.window)[0].mean(2))
         if self.keep_newest:
             weight = jnp.where(block.pos == last[:, None], jnp.inf, weight)
         return kv.top_slots(weight, block.pos, min(self.budget, slots)), None
 
     def after_token(
-        self, layer: MethodLayer, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
+        self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
     ) -> tuple[kv.Array, None]:
         t = q_pos[:, None]  # [B 1 1]
         may_leave = (state.pos >= 0) & ~(self.keep_newest & (state.pos == t))
         return kv.evict_lowest(kv.over_heads.mean(weights.mean(2)), state.pos, may_leave, t >= 0), None
 
-    def check(self, layer: MethodLayer) -> None:
-        select = layer.method.select
+    def check(self, components: kv.Components) -> None:
+        select = components.select
         if select is not None and select.scope != "layer":
             raise kv.IncompatibleMethod(
                 f"component `decode`, {self}, cannot work with component `select` by {select.scorer}: TOVA holds the "

@@ -7,7 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.chunk_quant import Channelwise, SeparableTokenwise
 from kvjax.methods.zipcache import ProbeAttention
 
@@ -50,17 +49,15 @@ class UnimportantTokens(kv.PrecisionTiers):
     def num_queries(self) -> int | None:
         return self.scorer.num_queries
 
-    def num_main_slots(self, kept: int) -> int:
-        return -kv.fraction_of(self.most, -kept)  # rounded up
+    def slots(self, spec: kv.LayerSpec, kept: int, width: int) -> kv.Slots:
+        # The prompt decides how many are important, so both tiers have room for the most; rounded up.
+        return kv.Slots(kept, -kv.fraction_of(self.most, -kept), kept - kv.fraction_of(self.least, kept))
 
-    def low_tier_tokens(self, kept: int) -> int:
-        return kept - kv.fraction_of(self.least, kept)
-
-    def low_tier_mask(self, layer: MethodLayer, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
+    def low_tier_mask(self, spec: kv.LayerSpec, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
         # Ties go into the low tier from the left.
-        scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
+        scores = self.scorer.scores(block, observation, spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
-        return kv.top_k_mask(-scores, block.pos >= 0, length - self.num_important(block, observation, layer.spec))
+        return kv.top_k_mask(-scores, block.pos >= 0, length - self.num_important(block, observation, spec))
 
     def num_important(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Array:
         """Counts the important tokens of each sequence, i32[B]."""

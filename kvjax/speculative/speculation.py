@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod, RewindableLayer
-from kvjax.cache.state import missing_ability
+from kvjax.cache.sequences import missing_ability
 from kvjax.cache_ops import crop_layers, mesh_of
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array

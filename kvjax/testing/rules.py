@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.components import Codec
 from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.method import Method
@@ -162,7 +161,7 @@ def find_unpacked(run: ModelRun) -> str | Breach:
         stored = jax.eval_shape(codec.encode, x, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
         return jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, memory.Buffer))
 
-    layers = [layer for layer in dict.fromkeys(bind(run.method, config)) if isinstance(layer, MethodLayer)]
+    layers: list[Any] = [layer for layer in dict.fromkeys(bind(run.method, config)) if hasattr(layer, "storage")]
     codecs = dict.fromkeys(codec.on_device() for layer in layers for codec in (layer.k, layer.v))
     for codec in (codec for codec in codecs if not type(codec).__module__.startswith("kvjax.")):
         for array, larger in zip(stored_arrays(codec, few), stored_arrays(codec, many), strict=True):
@@ -308,10 +307,10 @@ def wrong_positions(method: KVMethod, heads: np.ndarray, length: int, has_decode
     return None
 
 
-def _method_layers(cache: Cache) -> list[tuple[MethodLayer, LayerState]]:
+def _method_layers(cache: Cache) -> list[tuple[Any, LayerState]]:
     """The layers of a kvjax.Method, with their states."""
     both = zip(cache.plan, cache.layers, strict=True)
-    return [(layer, state) for layer, state in both if isinstance(layer, MethodLayer)]
+    return [(layer, state) for layer, state in both if isinstance(state, LayerState)]
 
 
 def find_codec_mismatch(run: MethodRun) -> str:
@@ -350,7 +349,7 @@ def find_wrong_contents(run: MethodRun) -> str:
         for (layer, state), (_, exact) in zip(first, exact_first, strict=False):
             sides = {"values": (layer.v.decode(state.v), memory.unpack(exact.v))}
             if layer.method.positions == "true":
-                sides["keys"] = layer.decode_keys(state.k, state.pos), memory.unpack(exact.k)
+                sides["keys"] = layer.storage.decode_keys(state.k, state.pos), memory.unpack(exact.k)
             for name, (stored, true) in sides.items():
                 if wrong := _unlike_vectors(run, np.asarray(state.pos), stored, true):
                     return f"after step {t}, the {name} that the first layer holds {wrong}"

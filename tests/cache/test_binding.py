@@ -175,15 +175,15 @@ class LayerSizedPolicy(Policy):
     def at(self, spec):
         return LayerSizedPolicy(4 + spec.index)
 
-    def num_slots(self, layer):
+    def num_slots(self):
         return self.count + 1
 
-    def init(self, layer, block, observation, slots):
+    def init(self, spec, block, observation, num_slots):
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
-        newest = length - 1 - jnp.arange(min(slots, self.count), dtype=jnp.int32)[None, None]
+        newest = length - 1 - jnp.arange(min(num_slots, self.count), dtype=jnp.int32)[None, None]
         return jnp.where(newest >= 0, newest, -1), None
 
-    def after_token(self, layer, state, weights, q_pos):
+    def after_token(self, spec, state, weights, q_pos):
         full = (state.pos >= 0).all(2, keepdims=True)
         oldest = state.pos == jnp.where(state.pos >= 0, state.pos, 2**30).min(2, keepdims=True)
         return jnp.where(full & oldest, -1, state.pos), None

@@ -82,19 +82,19 @@ class RecentWindow(Policy):
     recent: int
     fault: str = ""
 
-    def num_slots(self, layer):
+    def num_slots(self):
         return self.recent + 1
 
-    def init(self, layer, block, observation, slots):
+    def init(self, spec, block, observation, num_slots):
         length = (block.pos >= 0).sum(2, keepdims=True, dtype=jnp.int32)
-        newest = length - 1 - jnp.arange(min(slots, self.recent), dtype=jnp.int32)[None, None]
+        newest = length - 1 - jnp.arange(min(num_slots, self.recent), dtype=jnp.int32)[None, None]
         if self.fault == "one token twice":
             newest = newest.at[..., 1].set(newest[..., 0])
         if self.fault == "the newest of one head":
             newest = jnp.broadcast_to(newest, (len(newest), 2, newest.shape[2]))
         return jnp.where(newest >= 0, newest, -1), None
 
-    def after_token(self, layer, state, weights, q_pos):
+    def after_token(self, spec, state, weights, q_pos):
         full = (state.pos >= 0).all(2, keepdims=True)
         if self.fault == "a neighbour that is full":
             full = full.any(0, keepdims=True)
@@ -112,12 +112,12 @@ class RecentWindow(Policy):
 class RecentWindowWithAges(RecentWindow):
     """Keeps only the last tokens, and notes how many steps each has been there, with an optional `fault`."""
 
-    def init(self, layer, block, observation, slots):
-        chosen, _ = super().init(layer, block, observation, slots)
-        return chosen, jnp.zeros((*block.k.shape[:2], slots))
+    def init(self, spec, block, observation, num_slots):
+        chosen, _ = super().init(spec, block, observation, num_slots)
+        return chosen, jnp.zeros((*block.k.shape[:2], num_slots))
 
-    def after_token(self, layer, state, weights, q_pos):
-        pos, _ = super().after_token(layer, state, weights, q_pos)
+    def after_token(self, spec, state, weights, q_pos):
+        pos, _ = super().after_token(spec, state, weights, q_pos)
         stepped = (q_pos >= 0)[:, None] | (self.fault == "ages of a neighbour's step")
         ages = jnp.where(stepped & (pos >= 0), state.policy_state + 1, state.policy_state)
         return pos, jnp.where(pos >= 0, ages, 0.0) + (jnp.nan if self.fault == "ages that are no numbers" else 0.0)
@@ -129,19 +129,19 @@ class Periodic(Policy):
 
     waits: bool = True  # for the sequence's own next token
 
-    def num_slots(self, layer):
+    def num_slots(self):
         return 4 + 2 + 1
 
-    def init(self, layer, block, observation, slots):
-        return RecentWindow(4).init(layer, block, observation, slots)
+    def init(self, spec, block, observation, num_slots):
+        return RecentWindow(4).init(spec, block, observation, num_slots)
 
-    def before_token(self, layer, state, q, q_pos):
+    def before_token(self, storage, state, q, q_pos):
         full = (state.pos >= 0).sum(2, keepdims=True) >= 4 + 2
         due = full & (q_pos[:, :, None] >= 0) if self.waits else full
         old = state.pos <= state.pos.max(2, keepdims=True) - 4
         return dataclasses.replace(state, pos=jnp.where(due & old, -1, state.pos))
 
-    def after_token(self, layer, state, weights, q_pos):
+    def after_token(self, spec, state, weights, q_pos):
         return state.pos, None
 
 
@@ -512,18 +512,18 @@ class Mistaken(RecentWindowWithAges):
 
     needs_weights: ClassVar[bool] = False
 
-    def init(self, layer, block, observation, slots):
+    def init(self, spec, block, observation, num_slots):
         if self.fault == "no observation":
             return observation.pos, None
-        chosen, ages = super().init(layer, block, observation, slots)
+        chosen, ages = super().init(spec, block, observation, num_slots)
         return {"slots alone": chosen, "no heads": (chosen[:, 0], ages), "a list": (chosen, [0.0])}.get(
             self.fault, (chosen, ages)
         )
 
-    def after_token(self, layer, state, weights, q_pos):
+    def after_token(self, spec, state, weights, q_pos):
         if self.fault == "no weights":
             return state.pos, weights.sum(2)
-        pos, ages = super().after_token(layer, state, weights, q_pos)
+        pos, ages = super().after_token(spec, state, weights, q_pos)
         return {"positions alone": pos, "positions of a sequence": (pos[:, 0], ages)}.get(self.fault, (pos, ages))
 
 

@@ -150,12 +150,12 @@ def decode_by_token(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The keys and values [B K T H] that queries read, by token, and which tokens are in the cache, bool[B K T]."""
     k, v, is_cached = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape[:3], bool)
-    blocks = [(layer.decode_keys(state.k, state.pos), layer.v.decode(state.v), state.pos)]
+    blocks = [(layer.storage.decode_keys(state.k, state.pos), layer.v.decode(state.v), state.pos)]
     if isinstance(state.reader_state, LowBitCopy):  # nothing has been fetched yet, so that all is read from the copy
         read = layer.method.read
         blocks = [(read.k.decode(state.reader_state.k), read.v.decode(state.reader_state.v), state.pos)]
     if state.side_store is not None:
-        block = layer.method.side_store.visible_block(layer, state.side_store)
+        block = layer.method.side_store.visible_block(layer.storage, state.side_store)
         blocks.append((block.k, block.v, layer.method.side_store.positions(state.side_store)))
     for keys, values, pos in blocks:
         pos = np.broadcast_to(pos, (*shape[:2], pos.shape[2]))

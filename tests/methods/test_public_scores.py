@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.convert import read
-from kvjax.cache.components import Scorer, Scores, SelectedSlots
+from kvjax.cache.components import PromptSelection, Scorer, Scores, SelectedSlots
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
-from kvjax.cache.eviction.selection import make_selection
+from kvjax.cache.eviction.selection import make_selection, select_slots
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
@@ -139,8 +139,8 @@ def test_kvpress_marks_the_first_and_the_last_tokens_where_ours_selects_them():
     """StreamingLLM: kvpress scores what it keeps by 1 and the others by 0; ours scores by position."""
     block, _ = prompt()
     select = make_selection(Recency(), HALF, sinks=4, per="layer")
-    choose = jax.jit(functools.partial(select.select_slots, num_slots=HALF, spec=SPEC))
-    kept = np.asarray(choose(block, None, jnp.array([HALF])).slots)[0, 0]
+    choose = jax.jit(functools.partial(select_slots, PromptSelection(SPEC, select), num_slots=HALF))
+    kept = np.asarray(choose(block, None, num_kept=jnp.array([HALF])).slots)[0, 0]
     for public in kvpress_scores("streaming"):
         np.testing.assert_array_equal(np.flatnonzero(public == 1), kept)
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache.components import Chunk, Page, Token
+from kvjax.cache.components import Chunk, Page, PromptSelection, Selection, Token
 from kvjax.cache.eviction.budgets import Uniform
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
-from kvjax.cache.eviction.selection import Selection
+from kvjax.cache.eviction.selection import select_slots
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock, gather_tokens
 from kvjax.methods.keynorm import KeyNorm
@@ -27,7 +27,8 @@ STATIC = ("slots", "scorer", "sinks", "recent", "unit", "per", "represent", "win
 def select_block(block, observation, keep, slots, scorer, sinks, recent, unit, per="head", represent=None, window=None):
     """Returns the block that a selection leaves of another."""
     select = Selection(scorer, Uniform(slots), sinks, recent, unit, per)
-    chosen = select.select_slots(block, observation, keep, slots, spec(window), representatives=represent)
+    selection = PromptSelection(spec(window), select, representatives=represent)
+    chosen = select_slots(selection, block, observation, keep, slots)
     return gather_tokens(block, chosen.slots)
 
 

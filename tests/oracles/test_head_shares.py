@@ -153,7 +153,7 @@ def test_a_plan_says_exactly_what_is_held_and_allocated(method, length, model, t
     context = kvjax.read(model, [prompt], text, room=16)
     planned = kvjax.planned_bytes(text, model, length, capacity=context.cache.capacity)
     assert (planned.held, planned.reserved) == (context.bytes.held, context.bytes.reserved)
-    known = [part.method.side_store.head_budgets.tokens_by_length(length)[length] for part in context.cache.plan]
+    known = [part.method.side_store.head_budgets.num_kept_by_length(length)[length] for part in context.cache.plan]
     np.testing.assert_array_equal(num_kept(context)[0], known)
 
 

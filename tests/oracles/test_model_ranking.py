@@ -15,7 +15,8 @@ import pytest
 import kvjax
 from kvjax import functional
 from kvjax.cache.eviction.budget_allocation import most_shared_slots, round_up_shared
-from kvjax.cache.eviction.ranking import Candidates, ModelRanking
+from kvjax.cache.eviction.ranking import ModelRanking
+from kvjax.cache.eviction.selection import Candidates, score_candidates
 from kvjax.errors import KvjaxError
 from kvjax.methods.keydiff import KeyDiff
 from kvjax.testing import toy_model
@@ -36,7 +37,8 @@ def count_tokens(rule: ModelRanking, scores: np.ndarray, lengths: list[int], quo
         jnp.asarray(quotas, jnp.int32),
         jnp.full(scores.shape[:2], 2, jnp.int32),
     )
-    return np.asarray(jax.jit(lambda x: rule.allocate_tokens(bound, x, jnp.asarray(lengths, jnp.int32)))(batch_heads))
+    allocate = jax.jit(lambda x: rule.allocate_tokens(bound.selection, x, jnp.asarray(lengths, jnp.int32)))
+    return np.asarray(allocate(batch_heads))
 
 
 def test_the_example_by_hand():
@@ -54,7 +56,7 @@ def test_normalised_scores_of_a_layer_sum_to_one():
     bound = layer.bind(f"random:budget=4,recent=1 + {OVER_THE_MODEL}")
     block = layer.prompt(layer.random_batch())[1]
     plain = bound.measure(block, None).scores
-    scaled = ModelRanking(normalise=True).measure(bound, block, None).scores
+    scaled = ModelRanking(normalise=True).measure(bound.selection, block, None).scores
     inside = np.isfinite(plain)
     total = np.where(inside, plain, 0).sum((1, 2), keepdims=True)
     np.testing.assert_array_equal(np.isfinite(scaled), inside)
@@ -65,7 +67,7 @@ def test_normalised_scores_of_a_layer_sum_to_one():
 def test_normalised_scores_keep_their_order_whatever_their_sign(method, negative):
     bound = layer.bind(f"{method}:budget=4 + {OVER_THE_MODEL},normalise=true")
     block = layer.prompt(layer.random_batch())[1]
-    plain = np.asarray(bound.method.select.candidates(block, None, bound.spec).scores)
+    plain = np.asarray(score_candidates(bound.selection, block, None).scores)
     scaled = np.asarray(bound.measure(block, None).scores)
     assert (plain[np.isfinite(plain)] < 0).any() == negative
     np.testing.assert_array_equal(np.argsort(scaled, -1, kind="stable"), np.argsort(plain, -1, kind="stable"))

@@ -45,4 +45,4 @@ def test_only_kept_tokens_go_on_asking():
 def test_tokens_that_asked_cannot_be_taken_back():
     bound = layer.bind(SMALL)
     with pytest.raises(IncompatibleMethod, match="component `read`, QuestionRetrieval, keeps something of all tokens"):
-        bound.method.read.crop(bound, layer.prefill(bound, layer.random_batch()))
+        bound.method.read.crop(bound.storage, layer.prefill(bound, layer.random_batch()))

@@ -8,20 +8,18 @@ that ship with kvjax are made by `python -m experiments.tables.build`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.calibration.table_file import TableFile
+from kvjax.cache.components import LayerBudgets, PromptSelection
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-
-if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
 
 
 class TableKind:
@@ -71,11 +69,14 @@ class TableKind:
             "kvjax.cache.calibration.table_file.write"
         )
 
-    def count_layers(self, layer: MethodLayer, measures: Any, lengths: Array) -> Any:
+    def count_layers(
+        self, selection: PromptSelection, layer_budgets: LayerBudgets, measures: Any, lengths: Array
+    ) -> Any:
         """Computes the statistics of texts whose layers have to be seen together: a pytree of arrays [L B K ...].
 
         Args:
-          layer: one of the layers under the `measuring_method`, for what all have in common.
+          selection: of one of the layers under the `measuring_method`, for what all have in common.
+          layer_budgets: that method's component.
           measures: what `LayerBudgets.measure` returns in all layers, arrays [L B ...].
           lengths: i32[B], of the texts.
         """

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.codecs.group_quant import Kivi
+from kvjax.cache.components import KVStorage
 from kvjax.cache.protocol import LayerState
 from kvjax.cache.readers.fused_kernels import FusedKernel, register_kernel
 from kvjax.core.attention import attend_dense, combine
 from kvjax.core.kernels import packed_attention
 from kvjax.core.types import Array, KVBlock, Partial
-
-if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
 
 
 def fits(k: Any, v: Any) -> bool:
@@ -24,9 +22,9 @@ def fits(k: Any, v: Any) -> bool:
     return both and k.bits == v.bits and k.packed == v.packed == "tokens" and (k.axis, v.axis) == ("channel", "token")
 
 
-def read(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
+def read(storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
     """Attends q [B K G T H] to all slots: by the kernel where keys and values are both codes, else in plain JAX."""
-    k, v, window = layer.k, layer.v, layer.spec.window
+    k, v, window = storage.k, storage.v, storage.spec.window
     assert isinstance(k, Kivi) and isinstance(v, Kivi)
     num_quantized = jnp.minimum(state.k.num_quantized, state.v.num_quantized)
     k_codes, v_codes = k.packed_codes(state.k), v.packed_codes(state.v)

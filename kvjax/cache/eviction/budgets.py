@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvjax.cache.binding import bind_component
 from kvjax.cache.components import Budget
@@ -131,29 +128,3 @@ else:
 def budgets_by_layer(budget: Budget, spec: LayerSpec) -> tuple[Budget, ...]:
     """An unbound budget as it is in each layer of the model; `spec` may be the one of any layer."""
     return tuple(bind_component(budget, dataclasses.replace(spec, index=i)) for i in range(spec.num_layers))
-
-
-@functools.lru_cache(maxsize=1024)
-def num_kept_by_length(budget: Budget, max_length: int, protected: int = 0) -> np.ndarray:
-    """Tabulates how many tokens a prompt keeps, to be indexed with traced lengths.
-
-    Args:
-      budget: of one layer.
-      max_length: longest prompt, in tokens.
-      protected: tokens kept in any case, sinks and recent ones.
-
-    Returns:
-      i32[max_length + 1], read-only.
-
-    Raises:
-      KvjaxError: for a budget in tokens that is below the protected tokens of the longest prompt.
-    """
-    kept = budget.num_kept_by_length(max_length)
-    if kept[-1] < min(max_length, protected) and not budget.is_fraction:
-        raise KvjaxError(
-            f"{budget} keeps {kept[-1]} of {max_length} tokens in a layer, fewer than the {protected} sinks and "
-            f"recents that are always kept; raise the budget to at least {protected} tokens or protect fewer"
-        )
-    kept = np.maximum(kept, np.minimum(np.arange(max_length + 1), protected)).astype(np.int32)
-    kept.flags.writeable = False  # the cache hands the same array to all callers
-    return kept

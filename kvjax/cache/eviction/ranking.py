@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from kvjax.cache.components import HeadBudgets, LayerBudgets, Scores
+from kvjax.cache.components import Components, HeadBudgets, LayerBudgets, PromptSelection
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.protocol import LayerSpec
+from kvjax.cache.eviction.selection import Candidates, score_candidates
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
@@ -18,16 +18,7 @@ from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
 if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
-
-
-class Candidates(NamedTuple):
-    """The units of one layer that take part in a ranking, and how many the layer would keep by itself."""
-
-    scores: Array  # f32[B K U], -inf for what is no whole unit of the sequence
-    quota: Array  # i32[B], units that each head would keep if all heads kept equally many
-    always: Array  # i32[B], tokens of each head that stay in any case: sinks, recent ones and an incomplete unit
-    token_scores: Scores | None = None  # from which `scores` were made; the layer selects by them
+    pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +48,8 @@ class ModelRanking(LayerBudgets):
                 f"the safe fraction of a budget lies in [0, 1], got {self.safe}; 1 gives all heads the same"
             )
 
-    def measure(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Candidates:
-        assert layer.method.select is not None
-        return self.rescale(layer.method.select.candidates(block, observation, layer.spec))
+    def measure(self, selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Candidates:
+        return self.rescale(score_candidates(selection, block, observation))
 
     def rescale(self, candidates: Candidates) -> Candidates:
         """Brings one layer's scores to the scale on which layers are compared."""
@@ -71,31 +61,29 @@ class ModelRanking(LayerBudgets):
         scaled = candidates.scores / jnp.maximum(over_heads.sum(head_sums), 1e-30)
         return candidates._replace(scores=jnp.where(is_scored, scaled, candidates.scores))
 
-    def allocate_tokens(self, layer: MethodLayer, measures: Candidates, lengths: Array) -> Array:
-        assert layer.method.select is not None
+    def allocate_tokens(self, selection: PromptSelection, measures: Candidates, lengths: Array) -> Array:
         L, B, K, U = measures.scores.shape
         scores = jnp.moveaxis(measures.scores, 1, 0).reshape(B, L * K, U)
         quota = jnp.repeat(measures.quota.T, K, 1)  # i32[B L*K]
         allowed = scores > -jnp.inf
         safe = fraction_of(self.safe, quota)
         # Representatives take places of all heads alike, so that every head must have as many of its own.
-        if layer.method.representatives is not None:
-            safe = jnp.maximum(safe, fraction_of(layer.method.representatives.share, quota))
+        if selection.representatives is not None:
+            safe = jnp.maximum(safe, fraction_of(selection.representatives.share, quota))
         ranked = jnp.where(top_k_mask(scores, allowed, safe), jnp.inf, scores)
         best = top_k_mask(ranked.reshape(B, -1), allowed.reshape(B, -1), quota.sum(-1)).reshape(B, L, K, U)
         num_units = jnp.moveaxis(best.sum(-1, dtype=jnp.int32), 1, 0)
-        return measures.always[:, :, None] + num_units * layer.method.select.granularity.size
+        return measures.always[:, :, None] + num_units * selection.select.granularity.size
 
-    def check(self, layer: MethodLayer) -> None:
-        method = layer.method
-        if method.side_store is None or not method.side_store.has_unequal_heads:
+    def check(self, components: Components, budgets: tuple[int | None, ...]) -> None:
+        if components.side_store is None or components.side_store.head_budgets is None:
             raise IncompatibleMethod(
                 "a ranking over the model (component `layer_budgets`) gives heads unequal lengths and needs a store "
                 "for them in component `side_store`; write it over a selection, as in 'snapkv:budget=512 + "
                 "adakv:scope=model'"
             )
-        assert method.select is not None
-        select, scorer = method.select, method.select.scorer
+        assert components.select is not None
+        select, scorer = components.select, components.select.scorer
         if not (scorer.is_comparable or self.normalise):
             raise IncompatibleMethod(
                 f"scores of {type(scorer).__name__} (component `select`) are on a scale of each layer's own and cannot "
@@ -105,8 +93,8 @@ class ModelRanking(LayerBudgets):
             )
         # A budget in tokens that sinks and recent tokens use up in every layer leaves nothing to rank.
         always, size = select.sinks + select.recent, select.granularity.size
-        bounds = [tokens for tokens in layer.budgets if tokens is not None]
-        if len(bounds) == len(layer.budgets) and max(bounds) < always + size:
+        bounds = [tokens for tokens in budgets if tokens is not None]
+        if len(bounds) == len(budgets) and max(bounds) < always + size:
             raise KvjaxError(
                 f"{select.budget} keeps {max(bounds)} tokens of a head in the mean, and {always} sinks and recents "
                 f"stay in every head, so that nothing is left to rank over the model; raise the budget to at least "
@@ -147,20 +135,3 @@ def count_best(scores: Array, allowed: Array, quota: Array) -> Array:
     by_unit = scores.swapaxes(1, 2).reshape(B, U * K)  # heads innermost, since ties go to the lower index
     best = top_k_mask(by_unit, jnp.repeat(allowed, K, -1), K * quota)
     return best.reshape(B, U, K).sum(1, dtype=jnp.int32)
-
-
-@dataclasses.dataclass(eq=False)
-class MeasuredHeadTokens(HeadBudgets):
-    """Tokens that the heads of a layer keep, known after a ranking; made only while a layer is traced."""
-
-    tokens: Array  # i32[B K], of all heads
-    size: int  # tokens of a unit
-
-    def num_other_heads(self, spec: LayerSpec) -> int:
-        """All other heads of the model: any of them may have left its budget to one."""
-        return spec.num_layers * spec.num_kv_heads - 1
-
-    def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
-        local_heads = scores.shape[1]
-        index = over_heads.first_head(local_heads) + jnp.arange(local_heads, dtype=jnp.int32)
-        return jnp.take(self.tokens, index, axis=1) // self.size - num_always[:, None]

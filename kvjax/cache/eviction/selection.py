@@ -1,10 +1,10 @@
-"""The component `select`: scores a prompt's tokens and keeps the best of them within a budget."""
+"""What a layer's selection does with a prompt: it scores the tokens and keeps the best of them within a budget."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,16 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax.cache.components import (
-    Budget,
     EvictableUnits,
-    Granularity,
     HeadBudgets,
-    Representatives,
+    PromptSelection,
     Scorer,
     Scores,
-    SecondStageScorer,
     SelectedSlots,
-    Token,
+    Selection,
 )
-from kvjax.cache.eviction.budgets import TokenBudget, Uniform, num_kept_by_length, parse_budget
+from kvjax.cache.eviction.budgets import TokenBudget, Uniform, parse_budget
 from kvjax.cache.eviction.granularity import (
-    PromptSplit,
     evictable_mask,
     group_into_units,
     parse_granularity,
@@ -33,7 +29,6 @@ from kvjax.cache.eviction.granularity import (
     split_prompt,
     units_to_slots,
 )
-from kvjax.cache.eviction.ranking import Candidates
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.eviction.rescoring import TwoStage
 from kvjax.cache.eviction.scorers import InvalidScores
@@ -41,193 +36,195 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array, KVBlock, gather_tokens
 from kvjax.errors import KvjaxError
 
 
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """Keeps each sequence's budget of prompt tokens and evicts the others, once, when the prompt ends.
+class Candidates(NamedTuple):
+    """The units of one layer that take part in a ranking, and how many the layer would keep by itself."""
+
+    scores: Array  # f32[B K U], -inf for what is no whole unit of the sequence
+    quota: Array  # i32[B], units that each head would keep if all heads kept equally many
+    always: Array  # i32[B], tokens of each head that stay in any case: sinks, recent ones and an incomplete unit
+    token_scores: Scores | None = None  # from which `scores` were made; the layer selects by them
+
+
+@dataclasses.dataclass(eq=False)
+class MeasuredHeadTokens(HeadBudgets):
+    """Tokens that the heads of a layer keep, known after a ranking; made only while a layer is traced."""
+
+    tokens: Array  # i32[B K], of all heads
+    size: int  # tokens of a unit
+
+    def num_other_heads(self, spec: LayerSpec) -> int:
+        """All other heads of the model: any of them may have left its budget to one."""
+        return spec.num_layers * spec.num_kv_heads - 1
+
+    def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+        local_heads = scores.shape[1]
+        index = over_heads.first_head(local_heads) + jnp.arange(local_heads, dtype=jnp.int32)
+        return jnp.take(self.tokens, index, axis=1) // self.size - num_always[:, None]
+
+
+def apply_selection(
+    selection: PromptSelection,
+    block: KVBlock,
+    observation: Observation | None,
+    num_slots: int,
+    head_budgets: HeadBudgets | None = None,
+) -> KVBlock:
+    """Applies a layer's selection to a prompt, with representatives and merging.
 
     Args:
-      scorer: how important each token is.
-      budget: how many tokens each layer keeps, sinks and recent tokens included.
-      sinks: first tokens that always stay.
-      recent: last tokens that always stay.
-      granularity: whether single tokens, chunks or pages are kept; its module says how many tokens that makes.
-      scope: "head", where each key/value head keeps its own tokens, or "layer", one set for all heads.
+      selection: of the layer.
+      block: the prompt [B K T H].
+      observation: of the prompt's queries, with this layer's part of a budget that layers divide.
+      num_slots: static size of the result.
+      head_budgets: divides the layer's budget among its heads; a head may then keep more than the mean.
+
+    Returns:
+      The tokens that stay [B K num_slots H], in the order of their positions.
     """
+    select, scores = selection.select, None
+    divided = None if observation is None else observation.num_kept  # this layer's part, where layers divide a budget
+    if divided is not None and divided.ndim == 1:
+        num_kept = jnp.minimum(divided, num_slots)
+    else:
+        num_kept = count_kept(select, block, num_slots)
+    if observation is not None and divided is not None and divided.ndim == 2:  # of each head
+        head_budgets = MeasuredHeadTokens(divided, select.granularity.size)
+        if isinstance(observation.measure, Candidates):
+            # The ranking has scored the tokens, which can take as long as the prompt itself.
+            scores = observation.measure.token_scores
+    choice = select_slots(selection, block, observation, num_kept, num_slots, head_budgets=head_budgets, scores=scores)
+    kept = gather_tokens(block, choice.slots)
+    return kept if selection.merge is None else selection.merge(block, kept, choice, selection.spec)
 
-    scorer: Scorer
-    budget: Budget
-    sinks: int = 0
-    recent: int = 0
-    granularity: Granularity = Token()
-    scope: str = "head"
 
-    def __post_init__(self):
-        if isinstance(self.scorer, type):
-            raise KvjaxError(
-                f"the scorer is the class {self.scorer.__name__}; give a value of it, as {self.scorer.__name__}()"
-            )
+def count_kept(select: Selection, block: KVBlock, num_slots: int) -> Array:
+    """i32[B]: tokens that each sequence keeps of its prompt, at most `num_slots`."""
+    # Lengths are traced, and a budget is a Python function of the length: it is tabulated over all of them.
+    table = jnp.asarray(select.num_kept_by_length(block.pos.shape[2]))
+    return jnp.minimum(table[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)], num_slots)
 
-    def num_kept(self, length: int) -> int:
-        """Most tokens that a prompt of `length` tokens leaves."""
-        return int(self._num_kept_by_length(length)[length])
 
-    def max_kept_up_to(self, max_length: int) -> int:
-        """Most tokens that any prompt of up to `max_length` tokens leaves."""
-        return int(self._num_kept_by_length(max_length).max())
+def score_candidates(selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Candidates:
+    """Scores a layer's units for a ranking over all layers, see `ModelRanking`."""
+    select = selection.select
+    num_slots = int(select.num_kept_by_length(block.pos.shape[2]).max())
+    num_kept = count_kept(select, block, num_slots)
+    split = split_prompt(block.pos, num_kept, num_slots, select.sinks, select.recent, select.granularity)
+    # Heads compete with one another here, so scores stay apart whatever the scope.
+    token_scores = _score(selection, block, observation)
+    scores = score_units(token_scores.per_kv_head, select.sinks, select.granularity)
+    scores = jnp.where(evictable_mask(split, scores.shape[2])[:, None], scores, -jnp.inf)
+    return Candidates(scores, split.num_kept_units, split.num_always, token_scores)
 
-    def max_kept(self) -> int | None:
-        """Most tokens that a prompt of any length leaves; None if there is no bound."""
-        tokens = self.budget.max_kept()
-        return None if tokens is None else max(tokens, self.sinks + self.recent)
 
-    def num_kept_per_sequence(self, block: KVBlock, observation: Observation | None, num_slots: int) -> Array:
-        """i32[B]: tokens that each sequence keeps of its prompt, at most `num_slots`."""
-        # Where layers divide one budget (CAKE), the observation brings this layer's part of it. Counts of single heads,
-        # i32[B K], are no such part: the pages of these heads go by them.
-        if observation is not None and observation.num_kept is not None and observation.num_kept.ndim == 1:
-            return jnp.minimum(observation.num_kept, num_slots)
-        # Lengths are traced, and a budget is a Python function of the length: it is tabulated over all of them.
-        table = jnp.asarray(self._num_kept_by_length(block.pos.shape[2]))
-        return jnp.minimum(table[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)], num_slots)
+def select_slots(
+    selection: PromptSelection,
+    block: KVBlock,
+    observation: Observation | None,
+    num_kept: Array,
+    num_slots: int,
+    *,
+    head_budgets: HeadBudgets | None = None,
+    scores: Scores | None = None,
+) -> SelectedSlots:
+    """Selects the most important tokens of each sequence; ties go to the earlier token.
 
-    def candidates(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Candidates:
-        """Scores this layer's units for a ranking over all layers, see `ModelRanking`."""
-        num_slots = self.max_kept_up_to(block.pos.shape[2])
-        num_kept = self.num_kept_per_sequence(block, None, num_slots)
-        split = split_prompt(block.pos, num_kept, num_slots, self.sinks, self.recent, self.granularity)
-        # Heads compete with one another here, so scores stay apart whatever the scope.
-        token_scores = self._score(block, observation, spec)
-        scores = score_units(token_scores.per_kv_head, self.sinks, self.granularity)
-        scores = jnp.where(evictable_mask(split, scores.shape[2])[:, None], scores, -jnp.inf)
-        return Candidates(scores, split.num_kept_units, split.num_always, token_scores)
+    Representatives take a part of the budget, as units that stand for evicted ones. They are one set for the whole
+    layer, chosen among the units that no head keeps for its score (KVCrush's signatures mix the heads). Where there are
+    fewer, each head's next best units take the places, so that the count stays the same. A second stage keeps only a
+    part of each head's tokens by the scorer, and the others by new scores.
 
-    def select_slots(
-        self,
-        block: KVBlock,
-        observation: Observation | None,
-        num_kept: Array,
-        num_slots: int,
-        spec: LayerSpec,
-        *,
-        representatives: Representatives | None = None,
-        head_budgets: HeadBudgets | None = None,
-        second_stage: SecondStageScorer | None = None,
-        scores: Scores | None = None,
-    ) -> SelectedSlots:
-        """Selects the most important tokens of each sequence; ties go to the earlier token.
+    Args:
+      selection: of the layer.
+      block: prompt keys and values [B K T H], sequences left-aligned.
+      observation: what the scorer asks to see; None for a scorer of keys and values alone.
+      num_kept: i32[B], tokens that each sequence keeps.
+      num_slots: static size of the result, at least `num_kept.max()`.
+      head_budgets: divides the budget among the heads; `num_kept` and `num_slots` are then means over all heads.
+      scores: what the scorer said of this prompt before, for a ranking over all layers; None: it is asked now.
+    """
+    select, spec = selection.select, selection.spec
+    num_tokens, size = block.k.shape[2], select.granularity.size
+    split = split_prompt(block.pos, num_kept, num_slots, select.sinks, select.recent, select.granularity)
+    scores = _score(selection, block, observation) if scores is None else scores
+    unit_scores = _score_units(select, scores.per_kv_head)
+    if head_budgets is not None:
+        head_budgets = head_budgets.for_lengths(split.length, num_tokens)
+    two_stage = None
+    if selection.second_stage is not None:
+        new_scores = selection.second_stage.scores(block, scores.per_kv_head, observation, spec)
+        two_stage = TwoStage(selection.second_stage.share, _score_units(select, new_scores))
 
-        Args:
-          block: prompt keys and values [B K T H], sequences left-aligned.
-          observation: what the scorer asks to see; None for a scorer of keys and values alone.
-          num_kept: i32[B], tokens that each sequence keeps, see `num_kept_per_sequence`.
-          num_slots: static size of the result, at least `num_kept.max()`.
-          spec: the layer.
-          representatives: gives a part of the budget to units that stand for evicted ones. They are one set for the
-            whole layer, chosen among the units that no head keeps for its score (KVCrush's signatures mix the heads).
-            Where it finds fewer, each head's next best units take the places, so that the count stays the same.
-          head_budgets: divides the budget among the heads; `num_kept` and `num_slots` are then means over all heads.
-          second_stage: keeps only a part of each head's tokens by `scorer`, and the others by new scores.
-          scores: what `scorer` said of this prompt before, for a ranking over all layers; None: it is asked now.
-        """
-        num_tokens, size = block.k.shape[2], self.granularity.size
-        split = split_prompt(block.pos, num_kept, num_slots, self.sinks, self.recent, self.granularity)
-        scores = self._score(block, observation, spec) if scores is None else scores
-        unit_scores = self._score_units(scores.per_kv_head)
+    def select_units(allowed: Array, num_reserved: Array) -> Array:
+        """bool[B K U]: each head's best units of allowed bool[B U], in the places that i32[B] others leave."""
+        num_units, num_always = split.num_kept_units - num_reserved, split.num_always // size + num_reserved
+        ranked = unit_scores
         if head_budgets is not None:
-            head_budgets = head_budgets.for_lengths(split.length, num_tokens)
-        two_stage = None
-        if second_stage is not None:
-            new_scores = second_stage.scores(block, scores.per_kv_head, observation, spec)
-            two_stage = TwoStage(second_stage.share, self._score_units(new_scores))
+            num_units = head_budgets.allocate_local(unit_scores, allowed, num_units, num_always)
+            num_always = num_always[:, None]
+        if two_stage is not None:
+            ranked = two_stage.rank(unit_scores, allowed[:, None], num_units, num_always)
+        return top_k_mask(ranked, allowed[:, None], num_units)
 
-        def select_units(allowed: Array, num_reserved: Array) -> Array:
-            """bool[B K U]: each head's best units of allowed bool[B U], in the places that i32[B] others leave."""
-            num_units, num_always = split.num_kept_units - num_reserved, split.num_always // size + num_reserved
-            ranked = unit_scores
-            if head_budgets is not None:
-                num_units = head_budgets.allocate_local(unit_scores, allowed, num_units, num_always)
-                num_always = num_always[:, None]
-            if two_stage is not None:
-                ranked = two_stage.rank(unit_scores, allowed[:, None], num_units, num_always)
-            return top_k_mask(ranked, allowed[:, None], num_units)
-
-        evictable = evictable_mask(split, unit_scores.shape[2])
-        represented = jnp.zeros_like(evictable)
-        spare_slots = max(num_slots - self.sinks - self.recent, 0)
-        if representatives is not None:
-            max_representatives = fraction_of(representatives.share, spare_slots // size)
-            if max_representatives:
-                represented = self._select_representatives(
-                    block, scores.per_query_head, split, representatives, max_representatives, select_units
-                )
-        kept = select_units(evictable & ~represented, represented.sum(-1, dtype=jnp.int32)) | represented[:, None]
-        if head_budgets is not None:  # one head may take the places of all the others
-            num_slots = min(num_tokens, num_slots + head_budgets.num_other_heads(spec) * spare_slots)
-        return SelectedSlots(units_to_slots(kept, split, num_tokens, num_slots, self.sinks, size), scores)
-
-    def _score(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        """Runs the scorer, and turns its author's likely mistakes into errors that name them."""
-        name = type(self.scorer).__name__
-        try:
-            scores = self.scorer.scores(block, observation, spec)
-        except AttributeError as e:
-            if observation is None and isinstance(e.obj, types.NoneType):
-                raise KvjaxError(
-                    f"{name}.scores reads `observation.{e.name}`, and {name} asks for no observation; say "
-                    "`num_queries = 32` in its class for the last 32 queries, or None for all of them"
-                ) from e
-            raise
-        expected = block.k.shape[:3]
-        if not isinstance(scores, Scores) or scores.per_kv_head.shape != expected:
-            if isinstance(scores, Scores):
-                returned = f"scores of shape {scores.per_kv_head.shape}"
-            else:
-                returned = "an array" if isinstance(scores, jax.Array | np.ndarray) else type(scores).__name__
-            raise KvjaxError(
-                f"{name}.scores must return token_scores(x, block) of an x f32[B K S], here {expected}, and returned "
-                f"{returned}"
-            )
-        if not isinstance(scores.per_kv_head, Tracer):  # values are known under `jax.disable_jit` alone
-            is_nan, is_real = np.isnan(np.asarray(scores.per_kv_head, np.float32)), np.asarray(block.pos) >= 0
-            if (is_nan & is_real).any():
-                raise InvalidScores(f"{name}.scores gives NaN, which would win over every number")
-        return scores
-
-    def _score_units(self, scores: Array) -> Array:
-        """f32[B K S] -> f32[B K U], or f32[B 1 U] where the scope is the layer."""
-        if self.scope not in ("head", "layer"):
-            raise KvjaxError(f"the scope, `per` in a method's string, must be 'head' or 'layer', got {self.scope!r}")
-        if self.scope == "layer":
-            scores = over_heads.mean(scores)
-        return score_units(scores, self.sinks, self.granularity)
-
-    def _select_representatives(
-        self,
-        block: KVBlock,
-        scores_per_query_head: Array,
-        split: PromptSplit,
-        representatives: Representatives,
-        max_representatives: int,
-        select_units: Callable[[Array, Array], Array],
-    ) -> Array:
-        """bool[B U]: the units of each sequence that stay to stand for others."""
-        scores = group_into_units(scores_per_query_head, self.sinks, self.granularity.size)
-        keys = group_into_units(block.k, self.sinks, self.granularity.size, axis=2)
-        B, U = scores.shape[0], scores.shape[3]
-        evictable = evictable_mask(split, U)
-        num_representatives = fraction_of(representatives.share, split.num_kept_units)
-        important = over_heads.any(select_units(evictable, num_representatives))[:, 0]
-        units = EvictableUnits(scores, keys, evictable, evictable & ~important)
-        chosen = representatives.choose(units, num_representatives, max_representatives)
+    evictable = evictable_mask(split, unit_scores.shape[2])
+    represented = jnp.zeros_like(evictable)
+    spare_slots = max(num_slots - select.sinks - select.recent, 0)
+    share = 0.0 if selection.representatives is None else selection.representatives.share
+    if selection.representatives is not None and (most := fraction_of(share, spare_slots // size)):
+        grouped = group_into_units(scores.per_query_head, select.sinks, size)
+        keys = group_into_units(block.k, select.sinks, size, axis=2)
+        count = fraction_of(share, split.num_kept_units)
+        important = over_heads.any(select_units(evictable, count))[:, 0]
+        units = EvictableUnits(grouped, keys, evictable, evictable & ~important)
+        chosen = selection.representatives.choose(units, count, most)
+        B, U = evictable.shape
         index = jnp.where(chosen < 0, U, chosen)
-        return jnp.zeros((B, U), bool).at[jnp.arange(B)[:, None], index].set(True, mode="drop")
+        represented = represented.at[jnp.arange(B)[:, None], index].set(True, mode="drop")
+    kept = select_units(evictable & ~represented, represented.sum(-1, dtype=jnp.int32)) | represented[:, None]
+    if head_budgets is not None:  # one head may take the places of all the others
+        num_slots = min(num_tokens, num_slots + head_budgets.num_other_heads(spec) * spare_slots)
+    return SelectedSlots(units_to_slots(kept, split, num_tokens, num_slots, select.sinks, size), scores)
 
-    def _num_kept_by_length(self, max_length: int) -> np.ndarray:
-        return num_kept_by_length(self.budget, max_length, self.sinks + self.recent)
+
+def _score(selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Scores:
+    """Runs the scorer, and turns its author's likely mistakes into errors that name them."""
+    scorer = selection.select.scorer
+    name = type(scorer).__name__
+    try:
+        scores = scorer.scores(block, observation, selection.spec)
+    except AttributeError as e:
+        if observation is None and isinstance(e.obj, types.NoneType):
+            raise KvjaxError(
+                f"{name}.scores reads `observation.{e.name}`, and {name} asks for no observation; say "
+                "`num_queries = 32` in its class for the last 32 queries, or None for all of them"
+            ) from e
+        raise
+    expected = block.k.shape[:3]
+    if not isinstance(scores, Scores) or scores.per_kv_head.shape != expected:
+        if isinstance(scores, Scores):
+            returned = f"scores of shape {scores.per_kv_head.shape}"
+        else:
+            returned = "an array" if isinstance(scores, jax.Array | np.ndarray) else type(scores).__name__
+        raise KvjaxError(
+            f"{name}.scores must return token_scores(x, block) of an x f32[B K S], here {expected}, and returned "
+            f"{returned}"
+        )
+    if not isinstance(scores.per_kv_head, Tracer):  # values are known under `jax.disable_jit` alone
+        is_nan, is_real = np.isnan(np.asarray(scores.per_kv_head, np.float32)), np.asarray(block.pos) >= 0
+        if (is_nan & is_real).any():
+            raise InvalidScores(f"{name}.scores gives NaN, which would win over every number")
+    return scores
+
+
+def _score_units(select: Selection, scores: Array) -> Array:
+    """f32[B K S] -> f32[B K U], or f32[B 1 U] where the scope is the layer."""
+    if select.scope == "layer":
+        scores = over_heads.mean(scores)
+    return score_units(scores, select.sinks, select.granularity)
 
 
 def make_selection(

@@ -17,7 +17,7 @@ class FusedKernel(NamedTuple):
     """One kernel."""
 
     fits: Callable[[Any, Any], bool]  # (key codec, value codec) -> whether it reads them
-    read: Callable[..., Any]  # (layer, state, q, q_pos) -> Partial
+    read: Callable[..., Any]  # (storage, state, q, q_pos) -> Partial
     max_queries: int  # of each head that it takes at a time
 
 

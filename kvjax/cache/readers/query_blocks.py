@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache.components import KVStorage
 from kvjax.cache.protocol import LayerState
 from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
-if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
-
 QUERY_BLOCK = 512
 """Queries that attend to all slots at a time, so that a long chunk needs no T x S array of logits."""
 
 
-def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
+def logits(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
     """f32[B K G T S]: scaled dot products with all keys (in device memory) plus bias, MASKED_LOGIT where hidden."""
-    if layer.method.positions == "cache":
+    if storage.indexed_by is not None:
         # Keys are stored before RoPE; keys and queries are rotated to their index in the cache (StreamingLLM).
-        assert layer.method.decode is not None
-        rope, policy = layer.spec.rope, layer.method.decode
-        rotated_k = rope.rotate(layer.k.decode(keys), policy.cache_positions(layer, state.pos, state.pos))
-        query_index = policy.cache_positions(layer, state.pos, q_pos[:, None])[:, 0]
+        rope, index_of = storage.spec.rope, storage.indexed_by.cache_positions
+        rotated_k = rope.rotate(storage.k.decode(keys), index_of(state.pos, state.pos))
+        query_index = index_of(state.pos, q_pos[:, None])[:, 0]
         rotated_q = rope.rotate_queries(rope.unrotate_queries(q, q_pos), query_index)
         s = scores(rotated_q, rotated_k)
-    elif layer.k.pre_rope:
-        s = scores(q, layer.decode_keys(keys, state.pos))
+    elif storage.k.pre_rope:
+        s = scores(q, storage.decode_keys(keys, state.pos))
     else:
-        s = layer.k.scores(q, keys)
+        s = storage.k.scores(q, keys)
     if state.bias is not None:
         expected = (*s.shape[:2], s.shape[4])
         if state.bias.shape != expected:
@@ -43,7 +40,7 @@ def logits(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, keys: 
                 f"{jax.typeof(state.bias)}"
             )
         s = s + state.bias[:, :, None, None]
-    return jnp.where(visible(state.pos, q_pos, layer.spec.window), s, MASKED_LOGIT)
+    return jnp.where(visible(state.pos, q_pos, storage.spec.window), s, MASKED_LOGIT)
 
 
 def normalize_weights(p: Array, l: Array) -> Array | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs.plain import Plain
-from kvjax.cache.components import Reader, ReadResult
+from kvjax.cache.components import KVStorage, Reader, ReadResult
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core import memory
@@ -20,9 +20,6 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
-
-if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
 
 RETRIEVAL_QUERY_BLOCK = 16
 """Queries that retrieve at a time: each fetches keys and values of its own."""
@@ -142,29 +139,29 @@ class Retrieve(Reader):
     def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
         return self.index.append(reader_state, jax.tree.map(lax.stop_gradient, new), at)
 
-    def crop(self, layer: MethodLayer, state: LayerState) -> Any:
-        if layer.k.on_device() != Plain():
+    def crop(self, storage: KVStorage, state: LayerState) -> Any:
+        if (codec := storage.k.on_device()) != Plain():
             raise IncompatibleMethod(
-                f"component `k`, {type(layer.k.on_device()).__name__}, holds keys inexactly, and the summaries of the "
+                f"component `k`, {type(codec).__name__}, holds keys inexactly, and the summaries of the "
                 "exact ones cannot be made again without the last tokens; keep the context of before"
             )
-        keys = layer.decode_keys(state.k, state.pos)
+        keys = storage.decode_keys(state.k, state.pos)
         return self.index.rebuild(state.reader_state, KVBlock(keys, keys, state.pos))
 
     def read(
         self,
-        layer: MethodLayer,
+        storage: KVStorage,
         state: LayerState,
         q: Array,
         q_pos: Array,
         other_partial: Partial | None = None,
         cross_layer: Any = None,
     ) -> ReadResult:
-        part = self.attend_retrieved(layer, state, q, q_pos, q, state.reader_state)
+        part = self.attend_retrieved(storage, state, q, q_pos, q, state.reader_state)
         return ReadResult(part, state.reader_state, cross_layer=cross_layer)
 
     def attend_retrieved(
-        self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, search_q: Array, reader_state: Any
+        self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array, search_q: Array, reader_state: Any
     ) -> Partial:
         """Attends queries to the units that search queries [B K G T H] find in the index for them."""
         # What only chooses is a constant, in codes too.
@@ -177,7 +174,7 @@ class Retrieve(Reader):
                 # From this slot to the query's own everything is read: its unit, or the recent slots if they begin
                 # earlier. Retrieved units end before it, so that no slot is read twice.
                 start = jnp.maximum(jnp.minimum(own // self.index.size * self.index.size, own + 1 - self.recent), 0)
-                best = self._best_slots(layer, state, self.index.score(summary, search_q), q_pos, start)
+                best = self._best_slots(storage, state, self.index.score(summary, search_q), q_pos, start)
                 best = jnp.broadcast_to(best, (*q.shape[:2], *best.shape[2:]))
                 # Always read: the sinks, and what follows them from `start` to the query's own slot.
                 sinks = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32)[None, None], (*own.shape, self.sinks))
@@ -186,13 +183,13 @@ class Retrieve(Reader):
                 always = jnp.concatenate([sinks, jnp.where(recent >= self.sinks, recent, -1)], -1)
                 always = jnp.where(always <= own[..., None], always, -1)[:, None, None]
                 slots = jnp.concatenate([jnp.broadcast_to(always, (*best.shape[:4], always.shape[-1])), best], -1)
-            return attend_slots(layer, state, q, q_pos, slots)
+            return attend_slots(storage, state, q, q_pos, slots)
 
         return map_query_blocks(attend, q, q_pos, RETRIEVAL_QUERY_BLOCK, search_q)
 
-    def _best_slots(self, layer: MethodLayer, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
+    def _best_slots(self, storage: KVStorage, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
         """i32[B 1|K 1|G T n], -1 where unused: slots of the best units that begin before slot start i32[B T]."""
-        size, S, window = self.index.size, state.pos.shape[2], layer.spec.window
+        size, S, window = self.index.size, state.pos.shape[2], storage.spec.window
         first = jnp.arange(score.shape[-1], dtype=jnp.int32) * size
         is_candidate = (first[None, None] < start[..., None]) & (first[None, None] + size > self.sinks)
         is_candidate = is_candidate[:, None, None]  # [B 1 1 T U]
@@ -223,11 +220,11 @@ def slot_lookup(state: LayerState, q_pos: Array) -> Callable[[Array], Array]:
     return lambda pos: jnp.where(pos > newest, n + pos - first_unkept, n - 1 + pos - newest)
 
 
-def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, slots: Array) -> Partial:
+def attend_slots(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, slots: Array) -> Partial:
     """Attends each query to slots of its own; only these are fetched from the codecs.
 
     Args:
-      layer: the bound layer.
+      storage: the layer's codecs and spec.
       state: its state.
       q: [B K G T H].
       q_pos: i32[B T].
@@ -238,7 +235,7 @@ def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, 
     idx = jnp.maximum(slots, 0).reshape(B, K, -1)
     fetched_pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), idx, 2, mode="clip")
     pos = jnp.where(slots >= 0, fetched_pos.reshape(slots.shape), -1)
-    k, v = layer.gather_keys(state.k, idx, fetched_pos), layer.v.gather(state.v, idx)
+    k, v = storage.gather_keys(state.k, idx, fetched_pos), storage.v.gather(state.v, idx)
     k, v = (x.reshape(B, K, sets, T, n, H) for x in (k, v))
     v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # an empty slot may hold inf, and 0 * inf is NaN
     by_set = q.reshape(B, K, sets, G // sets, T, H)
@@ -248,8 +245,8 @@ def attend_slots(layer: MethodLayer, state: LayerState, q: Array, q_pos: Array, 
         s = s + bias.reshape(B, K, sets, 1, T, n)
     t = q_pos[:, None, None, :, None]
     is_visible = (pos >= 0) & (pos <= t)
-    if layer.spec.window is not None:
-        is_visible &= pos > t - layer.spec.window
+    if storage.spec.window is not None:
+        is_visible &= pos > t - storage.spec.window
     p, m, l = weights(jnp.where(is_visible[:, :, :, None], s, MASKED_LOGIT))
     o = jnp.einsum("bksgtn,bkstnh->bksgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(o.reshape(q.shape), m.reshape(q.shape[:4]), l.reshape(q.shape[:4]))

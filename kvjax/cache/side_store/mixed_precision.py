@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.codecs.plain import Plain
-from kvjax.cache.components import Codec, Scorer, SideStore
+from kvjax.cache.components import Codec, KVStorage, Scorer, SideStore, Slots
 from kvjax.cache.eviction.representatives import fraction_of
-from kvjax.cache.protocol import LayerState
+from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.query_blocks import QUERY_BLOCK, map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, visible, weights
 from kvjax.core.attention_mass import Observation
@@ -19,9 +19,6 @@ from kvjax.core.memory import bytes_beyond
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
-
-if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
 
 
 @pytree
@@ -37,19 +34,14 @@ class LowTier:
 class PrecisionTiers(SideStore):
     """The base: some prompt tokens go into a low tier with its own codecs, and all others stay in the main slots.
 
-    A subclass is a frozen dataclass with the codecs `k` and `v`, and defines `num_main_slots` and `low_tier_mask`. It
-    divides the tokens of a prompt, or as many as the method's selection keeps. The low tier is on the device; it is
-    read in full, whatever the method's reader reads of the main slots.
+    A subclass is a frozen dataclass with the codecs `k` and `v`, and defines `slots` and `low_tier_mask`. The low tier
+    is on the device; it is read in full, whatever the method's reader reads of the main slots.
     """
 
     k: Codec
     v: Codec
 
-    def low_tier_tokens(self, kept: int) -> int:
-        """The most of the `kept` prompt tokens that go into the low tier."""
-        return kept - self.num_main_slots(kept)
-
-    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
+    def low_tier_mask(self, spec: LayerSpec, block: KVBlock, observation: Observation | None) -> Array:
         """bool[B 1|K S]: the tokens of a clean block that go into the low tier, equally many in each head."""
         raise NotImplementedError(f"{type(self).__name__} has no method `low_tier_mask`")
 
@@ -58,30 +50,16 @@ class PrecisionTiers(SideStore):
         return LowTier(self.k.encode(low.k, low.pos), self.v.encode(low.v, low.pos), low.pos, low.bias)
 
     def split(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+        self, storage: KVStorage, block: KVBlock, observation: Observation | None, slots: Slots
     ) -> tuple[KVBlock, LowTier]:
-        max_kept = self._max_kept(layer, block.pos.shape[2], slots)
-        if layer.method.select is not None:
-            block = layer.apply_selection(block, observation, max_kept)
-            if observation is not None:
-                # The softmax sums cover the tokens that the selection evicted, too.
-                observation = observation._replace(softmax_lse=None)
         block = block.clean()
-        is_low = self.low_tier_mask(layer, block, observation)
-        main = gather_tokens(block, mask_to_slots((block.pos >= 0) & ~is_low, self.num_main_slots(max_kept)))
+        is_low = self.low_tier_mask(storage.spec, block, observation)
+        main = gather_tokens(block, mask_to_slots((block.pos >= 0) & ~is_low, slots.main))
         # The low tier has at least one slot, since attention over no slots is undefined.
-        low = gather_tokens(block, mask_to_slots(is_low, max(self.low_tier_tokens(max_kept), 1)))
+        low = gather_tokens(block, mask_to_slots(is_low, max(slots.side, 1)))
         return main, self.encode_low_tier(low, block, observation)
 
-    def _max_kept(self, layer: MethodLayer, width: int, slots: int) -> int:
-        """The largest number of tokens, of a prompt of up to `width`, whose main part fits into `slots`."""
-        method = layer.method
-        # Where layers divide one budget, a layer may keep more than the selection's own budget says.
-        if method.select is not None and method.layer_budgets is None:
-            width = method.select.max_kept_up_to(width)
-        return next(n for n in range(width, 0, -1) if self.num_main_slots(n) <= slots)
-
-    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store = state.side_store
         keys, values = self.k.load(store.k), self.v.load(store.v)
 
@@ -89,7 +67,7 @@ class PrecisionTiers(SideStore):
             s = self.k.scores(q, keys)
             if store.bias is not None:
                 s = s + store.bias[:, :, None, None]
-            p, m, l = weights(jnp.where(visible(store.pos, q_pos, layer.spec.window), s, MASKED_LOGIT))
+            p, m, l = weights(jnp.where(visible(store.pos, q_pos, storage.spec.window), s, MASKED_LOGIT))
             return Partial(self.v.mix(p, values), m, l)
 
         return map_query_blocks(attend, q, q_pos, QUERY_BLOCK)
@@ -101,11 +79,11 @@ class PrecisionTiers(SideStore):
         used = (np.asarray(store.pos) >= 0).sum(2).max(1).tolist()
         return bytes_beyond(store, store.pos.shape[2], used)
 
-    def planned_empty_bytes(self, store: LowTier, kept: int, prompt: int) -> dict[str, int]:
-        slots = store.pos.shape[2]
-        return bytes_beyond(store, slots, [min(self.low_tier_tokens(kept), slots)] * store.pos.shape[0])
+    def planned_empty_bytes(self, store: LowTier, slots: Slots, prompt: int) -> dict[str, int]:
+        B, _, S = store.pos.shape
+        return bytes_beyond(store, S, [min(slots.side, S)] * B)
 
-    def visible_block(self, layer: MethodLayer, store: LowTier) -> KVBlock:
+    def visible_block(self, storage: KVStorage, store: LowTier) -> KVBlock:
         return KVBlock(self.k.decode(store.k), self.v.decode(store.v), store.pos)
 
 
@@ -143,11 +121,12 @@ class ScoredTiers(PrecisionTiers):
     def num_queries(self) -> int | None:
         return self.scorer.num_queries
 
-    def num_main_slots(self, kept: int) -> int:
-        return kept - fraction_of(self.share, kept)
+    def slots(self, spec: LayerSpec, kept: int, width: int) -> Slots:
+        num_low = fraction_of(self.share, kept)
+        return Slots(kept, kept - num_low, num_low)
 
-    def low_tier_mask(self, layer: MethodLayer, block: KVBlock, observation: Observation | None) -> Array:
-        scores = self.scorer.scores(block, observation, layer.spec).per_kv_head
+    def low_tier_mask(self, spec: LayerSpec, block: KVBlock, observation: Observation | None) -> Array:
+        scores = self.scorer.scores(block, observation, spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         num_low = fraction_of(self.share, length)
         first_recent = length - fraction_of(self.recent, length - num_low)

@@ -9,16 +9,16 @@ has floor(K (n + page - 1) / page) pages, since the last page of each head may h
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.components import HeadBudgets, PagedArrays, SideStore
+from kvjax.cache.components import Components, HeadBudgets, KVStorage, PagedArrays, SideStore, Slots
 from kvjax.cache.eviction.budget_allocation import most_shared_slots
-from kvjax.cache.eviction.ranking import BestOfLayer, Candidates, MeasuredHeadTokens
+from kvjax.cache.eviction.ranking import BestOfLayer, BestOfModel
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.query_blocks import map_query_blocks
@@ -28,11 +28,6 @@ from kvjax.core.memory import bytes_beyond
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
-
-if TYPE_CHECKING:
-    from kvjax.cache.bound_layer import MethodLayer
-    from kvjax.cache.components import Budget
-    from kvjax.cache.method import Method
 
 # With few queries and short pages a softmax over rows of one page takes longer than the products, so the logits of all
 # pages are then laid side by side in one long row for each query.
@@ -62,74 +57,48 @@ class PagedHeads(SideStore):
     Args:
       head_budgets: how many tokens each head keeps.
       page: slots of a page.
-      slots_per_head: on average; known only once all layers have seen the prompt.
     """
 
     head_budgets: HeadBudgets
     page: int = 16
-    slots_per_head: int | None = None
-
-    has_unequal_heads = True
 
     def __post_init__(self):
         if self.page < 1:
             raise KvjaxError(f"a page has at least 1 slot, got page={self.page}; use 16")
 
-    def num_main_slots(self, kept: int) -> int:
-        return 0
+    def slots(self, spec: LayerSpec, kept: int, width: int) -> Slots:
+        K = spec.num_kv_heads
+        if (known := self._pages_by_length(width)) is not None:
+            return Slots(kept, 0, self.page * int(-(-known.max() // K)))
+        pages = -(-(K * (kept + self.page - 1) // self.page) // K)
+        if isinstance(self.head_budgets, BestOfModel):
+            # Memory is planned before any layer has seen the prompt, as if each kept its own budget. Each layer gets
+            # one page more, as whole pages may add to any of them, and the pages that rounding its slots may add, so
+            # that the plan of all layers together is never below what they will store.
+            pages = -(-most_shared_slots((pages + 1) * self.page, width) // self.page)
+        return Slots(kept, 0, self.page * pages)
+
+    def num_slots_of_heads(self, tokens: np.ndarray) -> int:
+        pages = (-(-tokens // self.page)).sum(1).max()
+        return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
     def split(
-        self, layer: MethodLayer, block: KVBlock, observation: Observation | None, slots: int
+        self, storage: KVStorage, block: KVBlock, observation: Observation | None, slots: Slots
     ) -> tuple[KVBlock, PagePools]:
-        select, head_budgets, scores = layer.method.select, self.head_budgets, None
-        assert select is not None
-        max_kept = select.max_kept_up_to(block.pos.shape[2])
-        if observation is not None and observation.num_kept is not None:  # all layers together divided a budget
-            head_budgets = MeasuredHeadTokens(observation.num_kept, select.granularity.size)
-            # The ranking has scored the tokens, which can take as long as the prompt itself, and its scores are kept.
-            scores = observation.measure.token_scores if isinstance(observation.measure, Candidates) else None
-        kept = layer.apply_selection(block, observation, max_kept, head_budgets, scores)
         nothing = KVBlock(block.k[:, :, :0], block.v[:, :, :0], block.pos[:, :1, :0])
-        return nothing, self._fill_pools(layer, kept, self._pages_per_pool(layer, max_kept, block.pos.shape[2]))
+        return nothing, self._fill_pools(storage, block, -(-slots.side // self.page))
 
     @property
     def after_prompt(self) -> PagedHeads:
         # Pages are read alike whatever rule divided the heads, so all rules share the decode program of one.
-        return dataclasses.replace(self, head_budgets=BestOfLayer(), slots_per_head=None)
+        return dataclasses.replace(self, head_budgets=BestOfLayer())
 
-    def bind_budget(self, method: Method, budget: Budget, spec: LayerSpec) -> Method:
-        select, head_budgets = self.head_budgets.bind_budget(method, budget, spec)
-        store = dataclasses.replace(self, head_budgets=head_budgets)
-        return dataclasses.replace(method, select=select, side_store=store)
-
-    def _pages_by_length(self, max_length: int) -> np.ndarray | None:
-        """i64[max_length + 1]: pages of all heads for prompts of each length; None where the prompt decides."""
-        tokens = self.head_budgets.tokens_by_length(max_length)
+    def _pages_by_length(self, longest: int) -> np.ndarray | None:
+        """i64[longest + 1]: pages of all heads for prompts of each length; None where the prompt decides."""
+        tokens = self.head_budgets.num_kept_by_length(longest)
         return None if tokens is None else (-(-tokens // self.page)).sum(1)
 
-    def _pages_per_pool(self, layer: MethodLayer, max_kept: int, width: int) -> int:
-        """Pages of a pool, for prompts of up to `width` tokens and heads that keep `max_kept` on average."""
-        K = layer.spec.num_kv_heads
-        if (known := self._pages_by_length(width)) is not None:
-            return int(-(-known.max() // K))
-        pages = -(-(K * (max_kept + self.page - 1) // self.page) // K)
-        if layer.method.layer_budgets is None:
-            return pages
-        if self.slots_per_head is not None:
-            return -(-self.slots_per_head // self.page)
-        # Memory is planned before any layer has seen the prompt, as if each kept its own budget. Each layer gets one
-        # page more, as whole pages may add to any of them, and the pages that rounding its slots may add, so that the
-        # plan of all layers together is never below what they will store.
-        return -(-most_shared_slots((pages + 1) * self.page, width) // self.page)
-
-    def num_kept_slots(self, tokens: np.ndarray) -> int:
-        pages = (-(-tokens // self.page)).sum(1).max()
-        return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
-
-    def with_kept_slots(self, slots: int) -> PagedHeads:
-        return dataclasses.replace(self, slots_per_head=slots)
-
-    def _fill_pools(self, layer: MethodLayer, kept: KVBlock, num_pages: int) -> PagePools:
+    def _fill_pools(self, storage: KVStorage, kept: KVBlock, num_pages: int) -> PagePools:
         """Distributes the heads' tokens, left-aligned in `kept`, over the pools of this device."""
         num_local = kept.k.shape[1]
         page = (over_heads.first_head(num_local) + jnp.arange(num_local, dtype=jnp.int32)[:, None]) * num_pages
@@ -146,15 +115,15 @@ class PagedHeads(SideStore):
             index = source.reshape(*source.shape[:1], -1, *(1,) * (tokens.ndim - 2))
             return jnp.take_along_axis(tokens, index, 1).reshape(*source.shape, *tokens.shape[2:])
 
-        layer = self._with_paged_codecs(layer)
+        storage = storage.in_pages(self.page)
         pos = jnp.where(is_used, take_pages(kept.pos), -1)
-        k = layer.k.encode(take_pages(layer.keys_to_store(kept)), pos)
-        v = layer.v.encode(take_pages(kept.v), pos)
+        # Keys lose their rotation, where the codec asks so, before a page holds the tokens of another head.
+        k = storage.k.encode(take_pages(storage.keys_to_store(kept)), pos)
+        v = storage.v.encode(take_pages(kept.v), pos)
         return PagePools(k, v, pos, owner, None if kept.bias is None else take_pages(kept.bias))
 
-    def read(self, layer: MethodLayer, state: LayerState, q: Array, q_pos: Array) -> Partial:
+    def read(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
         store: PagePools = state.side_store
-        layer = self._with_paged_codecs(layer)
         B, num_local = q.shape[:2]
         owner = store.owner.reshape(B, -1)
 
@@ -162,15 +131,15 @@ class PagedHeads(SideStore):
             return x.reshape(B, owner.shape[1], self.page, *x.shape[3:])
 
         bias = None if store.bias is None else split_pages(store.bias)
-        keys, values = layer.decode_keys(store.k, store.pos), layer.v.decode(store.v)
-        block = KVBlock(split_pages(keys), split_pages(values), split_pages(store.pos), bias)
+        pools = storage.in_pages(self.page).decode(store.k, store.v, store.pos)
+        block = KVBlock(split_pages(pools.k), split_pages(pools.v), split_pages(store.pos), bias)
 
         def attend(q: Array, q_pos: Array) -> Partial:
             all_q = over_heads.gather(q)
             owners_q = jnp.take_along_axis(all_q, jnp.maximum(owner, 0)[:, :, None, None, None], 1)
             is_short = q.shape[2] * q.shape[3] <= FEW_QUERIES and self.page < LONG_PAGE_SLOTS
             attend_pages = _attend_side_by_side if is_short else attend_dense
-            part = attend_pages(owners_q, block, q_pos, layer.spec.window)
+            part = attend_pages(owners_q, block, q_pos, storage.spec.window)
             merged = _merge_by_owner(part, owner, all_q.shape[1])
             first = over_heads.first_head(num_local)
             return Partial(*(lax.dynamic_slice_in_dim(x, first, num_local, 1) for x in merged))
@@ -178,21 +147,17 @@ class PagedHeads(SideStore):
         # Every page reads a copy of its owner's queries, so that only few of them are taken at a time.
         return map_query_blocks(attend, q, q_pos, 64)
 
-    def _with_paged_codecs(self, layer: MethodLayer) -> MethodLayer:
-        k, v = (codec.in_pages(self.page) for codec in (layer.k, layer.v))
-        return dataclasses.replace(layer, method=dataclasses.replace(layer.method, k=k, v=v))
-
     def empty_bytes(self, store: PagePools) -> dict[str, int]:
         # Only pages without an owner are empty: a page with one token costs a whole page.
         owned = (np.asarray(store.owner) >= 0).sum((1, 2))
         return self._bytes_beyond(store, (owned / store.pos.shape[1]).tolist())
 
-    def planned_empty_bytes(self, store: PagePools, kept: int, prompt: int) -> dict[str, int]:
+    def planned_empty_bytes(self, store: PagePools, slots: Slots, prompt: int) -> dict[str, int]:
         B, K, R = store.pos.shape
         if (known := self._pages_by_length(prompt)) is not None:
             return self._bytes_beyond(store, [int(known[prompt]) / K] * B)
         # A head needs the most pages for its tokens when the last one holds a single token.
-        return self._bytes_beyond(store, [min(kept + self.page - 1, R) / self.page] * B)
+        return self._bytes_beyond(store, [min(slots.kept + self.page - 1, R) / self.page] * B)
 
     def _bytes_beyond(self, store: PagePools, pages: list[float]) -> dict[str, int]:
         """Bytes beyond the first `pages` pages of each pool, on average over the pools, for each sequence."""
@@ -211,15 +176,14 @@ class PagedHeads(SideStore):
         is_own = owner == jnp.arange(K, dtype=jnp.int32)[None, :, None]
         return jnp.where(is_own, store.pos.reshape(B, 1, K * R), -1)
 
-    def visible_block(self, layer: MethodLayer, store: PagePools) -> KVBlock:
-        layer = self._with_paged_codecs(layer)
-        keys, values = layer.decode_keys(store.k, store.pos), layer.v.decode(store.v)
-        k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (keys, values))
+    def visible_block(self, storage: KVStorage, store: PagePools) -> KVBlock:
+        pools = storage.in_pages(self.page).decode(store.k, store.v, store.pos)
+        k, v = (x.reshape(x.shape[0], 1, -1, x.shape[3]) for x in (pools.k, pools.v))
         return KVBlock(k, v, self.positions(store))
 
-    def check(self, layer: MethodLayer) -> None:
+    def check(self, components: Components) -> None:
         """Raises IncompatibleMethod for other components of the method that unequal heads cannot work with."""
-        m = layer.method
+        m = components
         if m.select is None:
             raise IncompatibleMethod(
                 f"{self.head_budgets} (component `side_store`) divides what a selection keeps among the heads and has "

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.components import Scorer, Selection
 from kvjax.cache.eviction.budgets import (
     PerLayer,
     PromptFraction,
     TokenBudget,
     Uniform,
     budgets_by_layer,
-    num_kept_by_length,
 )
 from kvjax.errors import KvjaxError
 from kvjax.testing import toy_model
@@ -42,12 +42,13 @@ def test_a_table_has_one_number_per_layer():
 
 
 def test_a_table_of_all_lengths_never_undercuts_what_is_protected():
-    table = num_kept_by_length(PromptFraction(0.5), 20, protected=6)
+    half, five = (Selection(Scorer(), budget, sinks=2, recent=4) for budget in (PromptFraction(0.5), Uniform(5)))
+    table = half.num_kept_by_length(20)
     assert table.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 8, 8, 9, 9, 10]
-    assert table.dtype == np.int32 and num_kept_by_length(PromptFraction(0.5), 20, protected=6) is table
+    assert table.dtype == np.int32 and half.num_kept_by_length(20) is table
     with pytest.raises(KvjaxError, match="keeps 5 of 20 tokens in a layer, fewer than the 6 sinks and recents"):
-        num_kept_by_length(Uniform(5), 20, protected=6)
-    assert num_kept_by_length(Uniform(5), 5, protected=6).tolist() == [0, 1, 2, 3, 4, 5]
+        five.num_kept_by_length(20)
+    assert five.num_kept_by_length(5).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.cache.components import Chunk, Page, Scorer, Scores, Token
+from kvjax.cache.components import Chunk, Page, PromptSelection, Scorer, Scores, Selection, Token
 from kvjax.cache.eviction.budgets import Uniform
-from kvjax.cache.eviction.selection import Selection
+from kvjax.cache.eviction.selection import select_slots
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
 from tests.contract import layer
@@ -26,8 +26,8 @@ class ValueScorer(Scorer):
 
 def select(scores, pos, keep, slots, sinks, recent, unit, scope="head"):
     block = KVBlock(scores[..., None], scores[..., None], pos)
-    selection = Selection(ValueScorer(), Uniform(slots), sinks, recent, unit, scope)
-    return selection.select_slots(block, None, keep, slots, layer.spec()).slots
+    selection = PromptSelection(layer.spec(), Selection(ValueScorer(), Uniform(slots), sinks, recent, unit, scope))
+    return select_slots(selection, block, None, keep, slots).slots
 
 
 jitted_select = jax.jit(select, static_argnums=(3, 4, 5, 6, 7))

@@ -125,9 +125,9 @@ def test_many_queries_at_once_are_read_as_few(count):
     q = jnp.asarray(np.random.default_rng(0).normal(size=(layer.B, layer.K, layer.G, 70, layer.H)), jnp.float32)
     q_pos = jnp.broadcast_to(jnp.arange(20, 90)[None], (layer.B, 70))
     read = jax.jit(bound.method.side_store.read, static_argnums=0)
-    outputs = read(bound, state, q, q_pos)
+    outputs = read(bound.storage, state, q, q_pos)
     blocks = [
-        read(bound, state, q[:, :, :, first : first + count], q_pos[:, first : first + count])
+        read(bound.storage, state, q[:, :, :, first : first + count], q_pos[:, first : first + count])
         for first in range(0, 70, count)
     ]
     for output, *block_outputs in zip(outputs, *blocks, strict=True):
