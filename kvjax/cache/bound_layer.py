@@ -135,6 +135,10 @@ class MethodLayer:
             return self.method.decode.num_slots()
         return self._slots(prompt_tokens).main + headroom_tokens
 
+    def num_kept(self, prompt_tokens: int) -> int:
+        """Most tokens that a prompt of this length leaves, in the slots and in the side store together."""
+        return self._slots(prompt_tokens).kept
+
     def _slots(self, prompt_tokens: int) -> Slots:
         """The slots that a prompt of this length takes, before layers divide a budget."""
         m = self.method
@@ -337,23 +341,19 @@ class MethodLayer:
     # The optional abilities, which act on a state as a whole; each raises IncompatibleMethod where a component rules
     # it out.
 
-    def empty_bytes(self, state: LayerState, dtype: str) -> dict[str, int]:
+    def empty_bytes(self, state: LayerState, dtype: str, prompt: int | None = None) -> dict[str, int]:
         """`SizedLayer.empty_bytes`: of the slots and of the side store."""
-        # Counted by NumPy: a reduction by JAX would be compiled for every shape.
-        used = (np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)
-        empty = self._empty_slot_bytes(state, used.tolist(), dtype)
-        if self.method.side_store is None:
+        B, _, S = state.pos.shape
+        store, slots = self.method.side_store, None if prompt is None else self._slots(prompt)
+        if slots is not None:
+            used = [min(slots.main, S)] * B
+        else:
+            # Counted by NumPy: a reduction by JAX would be compiled for every shape.
+            used = ((np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)).tolist()
+        empty = self._empty_slot_bytes(state, used, dtype)
+        if store is None:
             return empty
-        other = self.method.side_store.empty_bytes(state.side_store)
-        return {kind: size + other[kind] for kind, size in empty.items()}
-
-    def planned_empty_bytes(self, state: LayerState, prompt: int, dtype: str) -> dict[str, int]:
-        """`PlannableLayer.planned_empty_bytes`: `empty_bytes` of an abstract state."""
-        side_store, slots = self.method.side_store, self._slots(prompt)
-        empty = self._empty_slot_bytes(state, [min(slots.main, state.pos.shape[2])] * state.pos.shape[0], dtype)
-        if side_store is None:
-            return empty
-        other = side_store.planned_empty_bytes(state.side_store, slots, prompt)
+        other = store.empty_bytes(state.side_store, slots, prompt)
         return {kind: size + other[kind] for kind, size in empty.items()}
 
     def _empty_slot_bytes(self, state: LayerState, used: Sequence[int], dtype: str) -> dict[str, int]:

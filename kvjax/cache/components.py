@@ -755,12 +755,12 @@ class SideStore:
         """Keys (rotated) and values as queries read them, in the places of `positions`; None if it cannot say."""
         return None
 
-    def empty_bytes(self, store: Any) -> dict[str, int]:
-        """Bytes of the places that hold no token, by memory kind."""
-        return memory.array_bytes(())
+    def empty_bytes(self, store: Any, slots: Slots | None = None, prompt: int | None = None) -> dict[str, int]:
+        """Bytes of the places that hold no token, by memory kind.
 
-    def planned_empty_bytes(self, store: Any, slots: Slots, prompt: int) -> dict[str, int]:
-        """`empty_bytes` of an abstract store after prompts of `prompt` tokens each, which take these slots."""
+        Args:
+          store: the store, or only its shapes after prompts of `prompt` tokens each, which take `slots`.
+        """
         return memory.array_bytes(())
 
     def check(self, components: Components) -> None:

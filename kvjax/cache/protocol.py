@@ -147,7 +147,11 @@ class StepResult(NamedTuple):
 
 
 class BoundLayer(Protocol[State]):
-    """A method bound to one layer: frozen, hashable, equal to a layer that does the same."""
+    """A method bound to one layer: frozen, hashable, equal to a layer that does the same.
+
+    A layer may also have a property `after_prompt`: the layer without what acts on prompts alone. It extends a state
+    exactly as this one does, and more layers have it in common, so that decode steps share their programs.
+    """
 
     @property
     def needs(self) -> Needs:
@@ -257,16 +261,6 @@ class ReplayedLayer(Protocol):
 
 
 @runtime_checkable
-class PromptFreeLayer(Protocol):
-    """A layer that decode steps may run in a smaller form, which more layers have in common."""
-
-    @property
-    def after_prompt(self) -> BoundLayer:
-        """The layer without what acts on prompts alone; it extends a state exactly as this one does."""
-        ...
-
-
-@runtime_checkable
 class RewindableLayer(Protocol[State]):
     """A layer that can take back its last tokens exactly."""
 
@@ -335,19 +329,16 @@ class BatchedLayer(Protocol[State]):
 
 @runtime_checkable
 class SizedLayer(Protocol[State]):
-    """A layer that counts the bytes that no token fills; see `kvjax.cache.accounting`."""
+    """A layer that counts the bytes that no token fills; see `kvjax.cache.accounting` and `kvjax.planned_bytes`."""
 
-    def empty_bytes(self, state: State, dtype: str) -> dict[str, int]:
-        """Bytes of a state's slots that hold no token, by memory kind, under a model in this dtype."""
-        ...
+    def empty_bytes(self, state: State, dtype: str, prompt: int | None = None) -> dict[str, int]:
+        """Bytes of a state's slots that hold no token, by memory kind.
 
-
-@runtime_checkable
-class PlannableLayer(Protocol[State]):
-    """A layer that counts these bytes of a state that exists only as shapes; see `kvjax.planned_bytes`."""
-
-    def planned_empty_bytes(self, state: State, prompt: int, dtype: str) -> dict[str, int]:
-        """`SizedLayer.empty_bytes` of an abstract state after prompts of `prompt` tokens each."""
+        Args:
+          state: the state, or only its shapes where `prompt` is given.
+          dtype: of the model's keys and values.
+          prompt: tokens of each prompt after which the state is that of the shapes; None: the state tells.
+        """
         ...
 
 

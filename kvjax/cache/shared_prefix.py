@@ -169,7 +169,7 @@ class SharedPrefixLayer:
         heads = max(shared.shape[1], own.shape[1])
         return jnp.concatenate([jnp.broadcast_to(x, (x.shape[0], heads, x.shape[2])) for x in (shared, own)], 2)
 
-    def empty_bytes(self, state: SharedPrefixState, dtype: str) -> dict[str, int]:
+    def empty_bytes(self, state: SharedPrefixState, dtype: str, prompt: int | None = None) -> dict[str, int]:
         """`SizedLayer.empty_bytes`: of the prefixes, and of the sequences' own slots."""
         total = array_bytes(())
         for layer, part in ((self.prefix, state.prefix), (self.own, state.own)):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache.protocol import Cache, PromptFreeLayer
+from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
     Plan,
@@ -67,7 +67,7 @@ def step(
 def _decode_calls(plan: Plan, config: Config) -> tuple[LayerCall, ...]:
     """Returns the layers of a plan in a decode step."""
     # Layers that differ only in what they do with prompts become equal here, and share one program.
-    return layer_calls(tuple(x.after_prompt if isinstance(x, PromptFreeLayer) else x for x in plan), config)
+    return layer_calls(tuple(getattr(layer, "after_prompt", layer) for layer in plan), config)
 
 
 @functools.partial(jax.jit, static_argnames=("commit", "target"))

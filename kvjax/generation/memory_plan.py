@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.accounting import CacheBytes, full_bytes
 from kvjax.cache.eviction.budget_allocation import most_shared_slots
-from kvjax.cache.protocol import BoundLayer, KVMethod, PlannableLayer, num_layer_slots
+from kvjax.cache.protocol import BoundLayer, KVMethod, SizedLayer, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
@@ -89,8 +89,8 @@ def planned_bytes(
     for (layer, slots), count in collections.Counter(zip(plan, num_slots, strict=True)).items():
         arrays, tree = abstract_state(layer, config, min(width, capacity), slots, batch, dtype)
         total, unused = array_bytes(arrays), dict.fromkeys(held, 0)
-        if isinstance(layer, PlannableLayer):
-            unused = layer.planned_empty_bytes(jax.tree.unflatten(tree, arrays), prompt, dtype.name)
+        if isinstance(layer, SizedLayer):
+            unused = layer.empty_bytes(jax.tree.unflatten(tree, arrays), dtype.name, prompt)
         for kind in held:
             held[kind] += count * (total[kind] - unused[kind])
             empty[kind] += count * unused[kind]

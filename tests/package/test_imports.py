@@ -53,15 +53,10 @@ def modules() -> dict[str, Path]:
     return dict(zip(names, files, strict=True))
 
 
-def imports_of(path: Path, names: Iterable[str], at_run_time: bool) -> set[str]:
-    """The modules among `names` that a file imports, inside functions too; at run time, without imports for types."""
-    tree = ast.parse(path.read_text())
-    if at_run_time:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-                node.body = []
+def imports_of(path: Path, names: Iterable[str]) -> set[str]:
+    """The modules among `names` that a file imports, inside functions and for types too."""
     imported = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -79,7 +74,7 @@ def test_a_folder_imports_only_from_folders_above_it_in_the_map():
         below = tuple(name.replace("/", ".") + "." for name in folders[number + 1 :])
         for name, path in every.items():
             if name == package or name.startswith(f"{package}."):
-                imported = imports_of(path, every, at_run_time=False)
+                imported = imports_of(path, every)
                 upward += [f"{name}: {x}" for x in imported if f"{x}.".startswith(below)]
     assert not upward
 
@@ -90,7 +85,15 @@ def test_what_stands_on_nothing_imports_nothing_of_the_floors_above():
     for name, path in every.items():
         if name == "kvjax.errors" or name.startswith(("kvjax.core", "kvjax.utils")):
             grounds = ("kvjax.errors", "kvjax.core", "kvjax.utils")
-            assert all(x.startswith(grounds) for x in imports_of(path, every, at_run_time=False) - {"kvjax"}), name
+            assert all(x.startswith(grounds) for x in imports_of(path, every) - {"kvjax"}), name
+
+
+def test_components_know_the_protocol_alone_and_the_bound_layer_is_known_to_the_method_alone():
+    every = modules()
+    cache = {name: path for name, path in every.items() if name.startswith("kvjax.cache.")}
+    assert imports_of(every["kvjax.cache.components"], cache) == {"kvjax.cache.protocol"}
+    naming = {path.name for name, path in every.items() if "MethodLayer" in path.read_text()}
+    assert naming <= {"bound_layer.py", "method.py", "compose.py"}
 
 
 def test_a_method_takes_its_names_from_method_api_and_from_two_modules_more_at_most():
@@ -101,14 +104,15 @@ def test_a_method_takes_its_names_from_method_api_and_from_two_modules_more_at_m
         imports = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Import | ast.ImportFrom)]
         assert not any(isinstance(x, ast.Import) and "kvjax" in ast.unparse(x) for x in imports), path
         ours = {x.module: {y.name for y in x.names} for x in imports if "kvjax" in (getattr(x, "module", None) or "")}
-        assert ours.pop("kvjax") == {"method_api"} and len(ours.keys() - {"kvjax.cache.bound_layer"}) <= 2, path
+        assert ours.pop("kvjax") == {"method_api"} and len(ours) <= 2, path
         assert not any(names & homes.get(module, set()) for module, names in ours.items()), path
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    """A circle is an error of `graphlib` that lists its modules."""
+    """A circle is an error of `graphlib` that lists its modules; imports for types count, too."""
     every = modules()
-    graph = {name: imports_of(path, every, at_run_time=True) for name, path in every.items()}
+    del every["kvjax"]  # the front door names everything, lazily
+    graph = {name: imports_of(path, every) for name, path in every.items()}
     # A package is imported before its modules, and may import them: `from package import module` needs no edge to it.
     for name, imported in graph.items():
         imported -= {x for x in imported if any(y.startswith(f"{x}.") for y in imported)} | {name}

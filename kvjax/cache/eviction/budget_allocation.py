@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.core.types import Array
-
-if TYPE_CHECKING:
-    pass
 
 SHARED_ROUNDING = 16
 """A layer's slots are a multiple of this where layers divide a budget; see `round_up_shared`."""

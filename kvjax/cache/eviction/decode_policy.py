@@ -6,7 +6,7 @@ which token is where, and a token is evicted by setting its `pos` to -1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ from kvjax.cache.components import Policy
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[int, ...]) -> tuple[Array, Any]:

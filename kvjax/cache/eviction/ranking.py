@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -16,9 +15,6 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True)

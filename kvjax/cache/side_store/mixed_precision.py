@@ -75,13 +75,10 @@ class PrecisionTiers(SideStore):
     def positions(self, store: LowTier) -> Array:
         return store.pos
 
-    def empty_bytes(self, store: LowTier) -> dict[str, int]:
-        used = (np.asarray(store.pos) >= 0).sum(2).max(1).tolist()
-        return bytes_beyond(store, store.pos.shape[2], used)
-
-    def planned_empty_bytes(self, store: LowTier, slots: Slots, prompt: int) -> dict[str, int]:
+    def empty_bytes(self, store: LowTier, slots: Slots | None = None, prompt: int | None = None) -> dict[str, int]:
         B, _, S = store.pos.shape
-        return bytes_beyond(store, S, [min(slots.side, S)] * B)
+        used = (np.asarray(store.pos) >= 0).sum(2).max(1).tolist() if slots is None else [min(slots.side, S)] * B
+        return bytes_beyond(store, S, used)
 
     def visible_block(self, storage: KVStorage, store: LowTier) -> KVBlock:
         return KVBlock(self.k.decode(store.k), self.v.decode(store.v), store.pos)

@@ -147,21 +147,15 @@ class PagedHeads(SideStore):
         # Every page reads a copy of its owner's queries, so that only few of them are taken at a time.
         return map_query_blocks(attend, q, q_pos, 64)
 
-    def empty_bytes(self, store: PagePools) -> dict[str, int]:
-        # Only pages without an owner are empty: a page with one token costs a whole page.
-        owned = (np.asarray(store.owner) >= 0).sum((1, 2))
-        return self._bytes_beyond(store, (owned / store.pos.shape[1]).tolist())
-
-    def planned_empty_bytes(self, store: PagePools, slots: Slots, prompt: int) -> dict[str, int]:
+    def empty_bytes(self, store: PagePools, slots: Slots | None = None, prompt: int | None = None) -> dict[str, int]:
         B, K, R = store.pos.shape
-        if (known := self._pages_by_length(prompt)) is not None:
-            return self._bytes_beyond(store, [int(known[prompt]) / K] * B)
-        # A head needs the most pages for its tokens when the last one holds a single token.
-        return self._bytes_beyond(store, [min(slots.kept + self.page - 1, R) / self.page] * B)
-
-    def _bytes_beyond(self, store: PagePools, pages: list[float]) -> dict[str, int]:
-        """Bytes beyond the first `pages` pages of each pool, on average over the pools, for each sequence."""
-        R = store.pos.shape[2]
+        if slots is None or prompt is None:
+            # Only pages without an owner are empty: a page with one token costs a whole page.
+            pages = ((np.asarray(store.owner) >= 0).sum((1, 2)) / K).tolist()  # of each pool, in the mean
+        elif (known := self._pages_by_length(prompt)) is not None:
+            pages = [int(known[prompt]) / K] * B
+        else:  # a head needs the most pages for its tokens when the last one holds a single token
+            pages = [min(slots.kept + self.page - 1, R) / self.page] * B
         total = bytes_beyond(store, R, [count * self.page for count in pages])
         # A codec wrapper nests its inner codec's arrays, so paged ones are searched at any depth.
         stored = jax.tree.leaves((store.k, store.v), is_leaf=lambda x: isinstance(x, PagedArrays))
