@@ -100,17 +100,14 @@ class TracedLayer:
         """See `BudgetedLayer`."""
         return self.inner.divide_budget(measures, lengths)
 
-    def num_kept_slots(self, tokens: np.ndarray) -> int:
+    def count_slots(self, tokens: np.ndarray) -> int:
         """See `BudgetedLayer`."""
-        return self.inner.num_kept_slots(tokens)
+        return self.inner.count_slots(tokens)
 
-    def with_kept_slots(self, slots: int) -> TracedLayer:
+    def resize(self, kept_slots: int, headroom_tokens: int) -> tuple[TracedLayer, int]:
         """See `BudgetedLayer`."""
-        return dataclasses.replace(self, inner=self.inner.with_kept_slots(slots))
-
-    def num_slots_for(self, num_kept: int, headroom_tokens: int) -> int:
-        """See `BudgetedLayer`."""
-        return self.inner.num_slots_for(num_kept, headroom_tokens)
+        inner, num_slots = self.inner.resize(kept_slots, headroom_tokens)
+        return dataclasses.replace(self, inner=inner), num_slots
 
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array
