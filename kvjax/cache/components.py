@@ -31,6 +31,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.utils.required import required
 
 
 class Slots(NamedTuple):
@@ -63,6 +64,7 @@ class Codec:
         """`encode` for the tokens that a prompt leaves; override it in a codec that observes the prompt's queries."""
         return self.encode(x, pos)
 
+    @required
     def encode(self, x: Array, pos: Array) -> Any:
         """Stores all slots of a cache.
 
@@ -73,19 +75,18 @@ class Codec:
         Returns:
           The stored form: any pytree. `memory.Buffer`s within it can be placed in host memory.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `encode`")
 
+    @required
     def decode(self, stored: Any) -> Array:
         """Restores all slots: [B K S H] in device memory."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `decode`")
 
+    @required
     def append(self, stored: Any, x: Array, at: Array) -> Any:
         """Writes x [B K T H] from slot at i32[B 1|K] on; `at` differs between heads only where `supports_eviction`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `append`")
 
+    @required
     def gather(self, stored: Any, idx: Array) -> Array:
         """Restores the slots idx i32[B K n]: [B K n H] in device memory; only these cross from the host."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `gather`")
 
     def load(self, stored: Any) -> Any:
         """Copies the stored form to device memory, for `scores` and `mix`."""
@@ -238,6 +239,7 @@ class Reader:
             "a context is a value: keep the one of before, or fork it"
         )
 
+    @required
     def read(
         self,
         storage: KVStorage,
@@ -257,7 +259,6 @@ class Reader:
           other_partial: attention to tokens of this call that are not kept, for a reader that needs a softmax over all.
           cross_layer: value from the layer below in this step, None in layer 0.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `read`")
 
 
 class ReadResult(NamedTuple):
@@ -284,9 +285,9 @@ class Policy:
     num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
     needs_weights = False  # whether `after_token` reads the attention weights of a step
 
+    @required
     def num_slots(self) -> int:
         """Slots of the layer: the tokens that stay after a step, and the next one."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `num_slots`")
 
     def num_kept(self, prompt: int) -> int:
         """Most tokens that a prompt of `prompt` tokens leaves."""
@@ -299,6 +300,7 @@ class Policy:
         """
         return self
 
+    @required
     def init(
         self, spec: LayerSpec, block: KVBlock, observation: Observation | None, num_slots: int
     ) -> tuple[Array, Any]:
@@ -313,12 +315,12 @@ class Policy:
         Returns:
           Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `num_slots` slots.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `init`")
 
     def before_token(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         """Prepares the state for a token with query q [B K G 1 H] at q_pos i32[B 1]; the base changes nothing."""
         return state
 
+    @required
     def after_token(self, spec: LayerSpec, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Any]:
         """Evicts tokens after a new token has attended.
 
@@ -333,7 +335,6 @@ class Policy:
         Returns:
           `pos` with -1 for evicted tokens, and the policy state.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `after_token`")
 
     def check(self, components: Components) -> None:
         """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
@@ -359,17 +360,17 @@ class Budget:
 
     is_fraction = False  # a fraction of each prompt, which may ask for fewer tokens than the sinks and recent ones
 
+    @required
     def num_kept(self, length: int) -> int:
         """Tokens kept of a prompt of `length` tokens, at most `length`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `num_kept`")
 
     def num_kept_by_length(self, max_length: int) -> np.ndarray:
         """i32[max_length + 1]: `num_kept` of every length; a budget that knows all of them at once overrides it."""
         return np.array([self.num_kept(n) for n in range(max_length + 1)], np.int32)
 
+    @required
     def max_kept(self) -> int | None:
         """Most tokens kept of a prompt of any length; None if there is no bound."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `max_kept`")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,6 +432,7 @@ class Scorer:
     # a second pass over the prompt; what `update_scores` makes of it is `Observation.replay_scores` for `scores`
     replay: Replay | None = None
 
+    @required
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         """Scores a prompt.
 
@@ -442,13 +444,12 @@ class Scorer:
         Returns:
           `token_scores(x, block)` for scores x f32[B K S], or `head_scores` where query heads have scores of their own.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
 
+    @required
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
     ) -> Array:
         """f32[B K T]: see `ReplayedLayer.update_scores`; only called for a scorer with a `replay`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `update_scores`")
 
     def require_observation(self, observation: Observation | None) -> Observation:
         """Returns the observation; raises KvjaxError where the caller brought none."""
@@ -467,9 +468,9 @@ class SecondStageScorer:
     share: float  # fraction of a head's kept tokens, sinks and recent ones included, that the first stage chooses
     needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
 
+    @required
     def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
         """Scores a block's tokens anew, from the scorer's own f32[B K S]: f32[B K S], -inf at empty slots."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `scores`")
 
 
 class EvictableUnits(NamedTuple):
@@ -488,7 +489,6 @@ class Representatives(Protocol):
     @property
     def share(self) -> float:
         """The fraction of the kept units that representatives take, rounded down."""
-        ...
 
     def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
         """Chooses at most `count` i32[B] of each sequence's candidates.
@@ -496,7 +496,6 @@ class Representatives(Protocol):
         Returns:
           i32[B places], distinct units, -1 where there is none.
         """
-        ...
 
 
 class SelectedSlots(NamedTuple):
@@ -523,7 +522,6 @@ class MergeRule(Protocol):
           `kept` with evicted tokens folded in. Slots keep their positions; a slot that stands for several tokens may
           have the log of their number as its bias (`KVBlock.bias`).
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -636,6 +634,7 @@ class HeadBudgets:
         """Heads whose budgets one head may take in addition to its own: it bounds the slots of a head."""
         return spec.num_kv_heads - 1
 
+    @required
     def allocate(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
         """Divides the units of a layer among all its heads.
 
@@ -648,7 +647,6 @@ class HeadBudgets:
         Returns:
           i32[B K], the sum of a sequence K * num_units.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `allocate`")
 
     def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
         """`allocate` for the heads on this device, whose scores are given."""
@@ -665,10 +663,11 @@ class LayerBudgets:
     # whether `allocate_tokens` counts tokens of each head, which takes a side store for heads of unequal length
     by_head = False
 
+    @required
     def measure(self, selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Any:
         """Measures one layer's prompt: a pytree of arrays [B ...]."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `measure`")
 
+    @required
     def allocate_tokens(self, selection: PromptSelection, measures: Any, lengths: Array) -> Array:
         """Divides the budget of all layers.
 
@@ -680,7 +679,6 @@ class LayerBudgets:
         Returns:
           Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `allocate_tokens`")
 
     def check(self, components: Components, budgets: tuple[int | None, ...]) -> None:
         """Raises KvjaxError for other components of the method, or `PromptSelection.budgets`, that do not suit it."""
@@ -709,6 +707,7 @@ class SideStore:
         """The store as decode steps need it: equal stores share a compiled program, whatever filled them."""
         return self
 
+    @required
     def slots(self, spec: LayerSpec, kept: int, width: int) -> Slots:
         """Divides the tokens of a prompt.
 
@@ -717,12 +716,12 @@ class SideStore:
           kept: tokens that stay in the layer, of each head in the mean.
           width: slots that the prompt is padded to, at least its tokens.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `slots`")
 
+    @required
     def num_slots_of_heads(self, tokens: np.ndarray) -> int:
         """Mean slots per head for heads that keep i32[B K] tokens; of a store with `head_budgets`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `num_slots_of_heads`")
 
+    @required
     def split(
         self, storage: KVStorage, block: KVBlock, observation: Observation | None, slots: Slots
     ) -> tuple[KVBlock, Any]:
@@ -737,19 +736,18 @@ class SideStore:
         Returns:
           The tokens of the main slots, and the stored form of the rest: any pytree.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `split`")
 
+    @required
     def open_pair(self, storage: KVStorage, store: Any, cross_layer: Any) -> tuple[Any, Any]:
         """Returns the store of a paired layer as `read` takes it in this step, and the value for the layer above."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `open_pair`")
 
+    @required
     def read(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Attends queries q [B K G T H] at q_pos i32[B T] to the tokens of `state.side_store`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `read`")
 
+    @required
     def positions(self, store: Any) -> Array:
         """i32[B 1|K S]: positions of the stored tokens, -1 in empty places."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `positions`")
 
     def visible_block(self, storage: KVStorage, store: Any) -> KVBlock | None:
         """Keys (rotated) and values as queries read them, in the places of `positions`; None if it cannot say."""

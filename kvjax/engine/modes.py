@@ -26,6 +26,7 @@ from kvjax.engine.layer_prompt import (
     select_queries,
 )
 from kvjax.engine.positions import token_positions
+from kvjax.utils.required import required
 
 QUERY_BLOCK_TOKENS = 128
 """Queries that attend at a time, where the logits of all of them at once would not fit the processor's caches."""
@@ -38,6 +39,7 @@ class ForwardMode:
         """Returns i32[B Q], the tokens whose outputs this layer computes; None for all of them."""
         return None
 
+    @required
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, Any, Any]:
@@ -53,7 +55,6 @@ class ForwardMode:
         Returns:
           The output [B K G T|Q H], the layer's new state, and the value for the layer above.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `attend`")
 
 
 @pytree

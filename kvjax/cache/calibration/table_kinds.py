@@ -20,6 +20,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
+from kvjax.utils.required import required
 
 
 class TableKind:
@@ -69,6 +70,7 @@ class TableKind:
             "kvjax.cache.calibration.table_file.write"
         )
 
+    @required
     def count_layers(
         self, selection: PromptSelection, layer_budgets: LayerBudgets, measures: Any, lengths: Array
     ) -> Any:
@@ -80,15 +82,14 @@ class TableKind:
           measures: what `LayerBudgets.measure` returns in all layers, arrays [L B ...].
           lengths: i32[B], of the texts.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `count_layers`")
 
     def join(self, before: np.ndarray, more: np.ndarray) -> np.ndarray:
         """Combines the statistics of two sets of texts."""
         return before + more
 
+    @required
     def arrays(self, counted: Any, spec: LayerSpec) -> Mapping[str, np.ndarray]:
         """Makes the table's arrays of one layer, by name, from the sums: f64[K ...] in the pytree of `count`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `arrays`")
 
     def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         """Makes the arrays of a small table from random tokens, for tests and as an example of the format."""

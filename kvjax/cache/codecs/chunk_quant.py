@@ -14,6 +14,7 @@ from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.required import required
 
 
 @exportable
@@ -68,13 +69,13 @@ class ChunkCodec(Codec):
         if self.every < 0:
             raise KvjaxError(f"every must be 0 or more decoded tokens, got {self.every}; ZipCache uses 100")
 
+    @required
     def quantize(self, x: Array) -> ChunkCodes:
         """Quantizes real tokens x [B K T H], a prompt or a chunk."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `quantize`")
 
+    @required
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         """Restores tokens [B K n H] from codes uint32[B K n H], own [B K n A] and shared [B K 1|n C]."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `restore`")
 
     def encode_chunk(self, x: Array) -> ChunkCodes:
         """`quantize`, which refuses to be differentiated."""

@@ -20,6 +20,7 @@ from kvjax.core import attention, memory
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.required import required
 
 
 @pytree
@@ -58,9 +59,9 @@ class LowRank(Codec):
         group_size(self.heads, spec)  # raises where groups of heads do not divide the layer
         return dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
 
+    @required
     def fit_basis(self, x: Array) -> tuple[Array, Array | None]:
         """Returns basis and mean of a `LowRankState` for a prompt x [B K S H], zeros in empty slots."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `fit_basis`")
 
     def encode(self, x: Array, pos: Array) -> LowRankState:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))

@@ -11,6 +11,7 @@ from kvjax.cache.eviction.representatives import IntOrArray, check_share, fracti
 from kvjax.core import memory
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, pytree
+from kvjax.utils.required import required
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,24 +39,24 @@ class Outliers:
         """Outliers of a vector of `length` numbers."""
         return 2 * self.num_per_side(length)
 
+    @required
     def find(self, x: Array, real: Array) -> tuple[Array, Array]:
         """Finds the outliers of the real tokens, bool[B K n], of x [B K n H]: bool[B K n H], and x with means there."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `find`")
 
+    @required
     def init_state(self, x: Array, is_outlier: Array, every: int) -> Any:
         """Stores the outliers of a prompt x [B K S H], with room for those of later chunks of `every` tokens."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `init_state`")
 
+    @required
     def add(self, stored: Any, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array) -> Any:
         """Adds the outliers of chunk i32[B 1] after the prompt, x [B K every H], which begins in slot at i32[B 1].
 
         Only sequences that are due, bool[B], have a full chunk; the others stay as they are.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `add`")
 
+    @required
     def insert(self, stored: Any, x: Array, idx: Array) -> Array:
         """Inserts the outliers into restored tokens x [B K n H] of slots idx i32[B K n]."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `insert`")
 
     def _find_extremes(self, vectors: Array, real: Array) -> tuple[Array, Array]:
         """`find` for vectors [B K V n], whose numbers are real where bool[B K V n]."""

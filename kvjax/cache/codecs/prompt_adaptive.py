@@ -9,6 +9,7 @@ from kvjax.cache.side_store.mixed_precision import LowTier, PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
+from kvjax.utils.required import required
 
 
 class PromptAdaptiveKeys(Codec):
@@ -16,13 +17,13 @@ class PromptAdaptiveKeys(Codec):
 
     is_head_specific = True
 
+    @required
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Computes the parameters [B K 1 ...] from a prompt's keys x [B K S H] and its queries."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `fit_prompt`")
 
+    @required
     def encode_with(self, x: Array, pos: Array, params: Array) -> Any:
         """Stores keys x [B K S H] by parameters that were fitted before."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `encode_with`")
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
         if observation is None:

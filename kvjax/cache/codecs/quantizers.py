@@ -11,6 +11,7 @@ from jax import lax
 from kvjax.cache.codecs import bit_packing
 from kvjax.core.types import Array, exportable
 from kvjax.errors import KvjaxError
+from kvjax.utils.required import required
 
 FP8_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -21,13 +22,13 @@ class Quantizer:
     `PerTokenCodec` stores keys or values by it.
     """
 
+    @required
     def encode(self, x: Array) -> Any:
         """Quantizes x f32[... H] to a pytree of arrays [... w], each of its own width."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `encode`")
 
+    @required
     def decode(self, coded: Any) -> Array:
         """Restores f32[... H]."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `decode`")
 
     def check(self, H: int) -> None:
         """Raises KvjaxError for a head size that it cannot quantize."""

@@ -14,6 +14,7 @@ from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
+from kvjax.utils.required import required
 
 ALL_TOKENS = 2**30
 """More tokens than any sequence has."""
@@ -22,9 +23,9 @@ ALL_TOKENS = 2**30
 class HeadTableBudgets(HeadBudgets):
     """A rule that makes the `HeadTokens` of each layer from a table: a frozen dataclass with the method `at`."""
 
+    @required
     def at(self, spec: LayerSpec) -> HeadTokens:
         """Returns the tokens of one layer's heads; raises KvjaxError for a table that does not fit the model."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `at`")
 
 
 @dataclasses.dataclass(frozen=True)

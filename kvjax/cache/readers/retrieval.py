@@ -20,6 +20,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.utils.required import required
 
 RETRIEVAL_QUERY_BLOCK = 16
 """Queries that retrieve at a time: each fetches keys and values of its own."""
@@ -36,17 +37,17 @@ class Index:
     size: int
     num_queries: int | None = 0  # last prompt queries of each sequence that `fit` observes, as in `Needs`
 
+    @required
     def summarize(self, keys: Array, real: Array) -> Any:
         """Summarizes units of keys [B K U size H]; only the places that are real, bool[B 1|K U size], hold tokens."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `summarize`")
 
+    @required
     def join(self, before: Any, more: Any) -> Any:
         """Joins the summaries of units with those of the tokens that were added to them."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `join`")
 
+    @required
     def score(self, summary: Any, q: Array) -> Array:
         """Scores each unit for queries q [B K G T H]: f32[B 1|K 1|G T U], 1 where heads have scores in common."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `score`")
 
     def rescale(self, score: Array, candidates: Array) -> Array:
         """Rescales scores by those of the other candidates bool[B 1|K 1 T U]; the base returns them unchanged."""

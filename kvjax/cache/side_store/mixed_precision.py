@@ -19,6 +19,7 @@ from kvjax.core.memory import bytes_beyond
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.required import required
 
 
 @pytree
@@ -41,9 +42,9 @@ class PrecisionTiers(SideStore):
     k: Codec
     v: Codec
 
+    @required
     def low_tier_mask(self, spec: LayerSpec, block: KVBlock, observation: Observation | None) -> Array:
         """bool[B 1|K S]: the tokens of a clean block that go into the low tier, equally many in each head."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `low_tier_mask`")
 
     def encode_low_tier(self, low: KVBlock, block: KVBlock, observation: Observation | None) -> LowTier:
         """Stores the tokens `low` of a prompt's block; a subclass may fit its codecs to the whole block."""
