@@ -75,18 +75,22 @@ class Codec:
         Returns:
           The stored form: any pytree. `memory.Buffer`s within it can be placed in host memory.
         """
+        ...
 
     @required
     def decode(self, stored: Any) -> Array:
         """Restores all slots: [B K S H] in device memory."""
+        ...
 
     @required
     def append(self, stored: Any, x: Array, at: Array) -> Any:
         """Writes x [B K T H] from slot at i32[B 1|K] on; `at` differs between heads only where `supports_eviction`."""
+        ...
 
     @required
     def gather(self, stored: Any, idx: Array) -> Array:
         """Restores the slots idx i32[B K n]: [B K n H] in device memory; only these cross from the host."""
+        ...
 
     def load(self, stored: Any) -> Any:
         """Copies the stored form to device memory, for `scores` and `mix`."""
@@ -259,6 +263,7 @@ class Reader:
           other_partial: attention to tokens of this call that are not kept, for a reader that needs a softmax over all.
           cross_layer: value from the layer below in this step, None in layer 0.
         """
+        ...
 
 
 class ReadResult(NamedTuple):
@@ -288,6 +293,7 @@ class Policy:
     @required
     def num_slots(self) -> int:
         """Slots of the layer: the tokens that stay after a step, and the next one."""
+        ...
 
     def num_kept(self, prompt: int) -> int:
         """Most tokens that a prompt of `prompt` tokens leaves."""
@@ -315,6 +321,7 @@ class Policy:
         Returns:
           Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `num_slots` slots.
         """
+        ...
 
     def before_token(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> LayerState:
         """Prepares the state for a token with query q [B K G 1 H] at q_pos i32[B 1]; the base changes nothing."""
@@ -335,6 +342,7 @@ class Policy:
         Returns:
           `pos` with -1 for evicted tokens, and the policy state.
         """
+        ...
 
     def check(self, components: Components) -> None:
         """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
@@ -363,6 +371,7 @@ class Budget:
     @required
     def num_kept(self, length: int) -> int:
         """Tokens kept of a prompt of `length` tokens, at most `length`."""
+        ...
 
     def num_kept_by_length(self, max_length: int) -> np.ndarray:
         """i32[max_length + 1]: `num_kept` of every length; a budget that knows all of them at once overrides it."""
@@ -371,6 +380,7 @@ class Budget:
     @required
     def max_kept(self) -> int | None:
         """Most tokens kept of a prompt of any length; None if there is no bound."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,12 +454,14 @@ class Scorer:
         Returns:
           `token_scores(x, block)` for scores x f32[B K S], or `head_scores` where query heads have scores of their own.
         """
+        ...
 
     @required
     def update_scores(
         self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
     ) -> Array:
         """f32[B K T]: see `ReplayedLayer.update_scores`; only called for a scorer with a `replay`."""
+        ...
 
     def require_observation(self, observation: Observation | None) -> Observation:
         """Returns the observation; raises KvjaxError where the caller brought none."""
@@ -471,6 +483,7 @@ class SecondStageScorer:
     @required
     def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
         """Scores a block's tokens anew, from the scorer's own f32[B K S]: f32[B K S], -inf at empty slots."""
+        ...
 
 
 class EvictableUnits(NamedTuple):
@@ -647,6 +660,7 @@ class HeadBudgets:
         Returns:
           i32[B K], the sum of a sequence K * num_units.
         """
+        ...
 
     def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
         """`allocate` for the heads on this device, whose scores are given."""
@@ -666,6 +680,7 @@ class LayerBudgets:
     @required
     def measure(self, selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Any:
         """Measures one layer's prompt: a pytree of arrays [B ...]."""
+        ...
 
     @required
     def allocate_tokens(self, selection: PromptSelection, measures: Any, lengths: Array) -> Array:
@@ -679,6 +694,7 @@ class LayerBudgets:
         Returns:
           Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
         """
+        ...
 
     def check(self, components: Components, budgets: tuple[int | None, ...]) -> None:
         """Raises KvjaxError for other components of the method, or `PromptSelection.budgets`, that do not suit it."""
@@ -716,10 +732,12 @@ class SideStore:
           kept: tokens that stay in the layer, of each head in the mean.
           width: slots that the prompt is padded to, at least its tokens.
         """
+        ...
 
     @required
     def num_slots_of_heads(self, tokens: np.ndarray) -> int:
         """Mean slots per head for heads that keep i32[B K] tokens; of a store with `head_budgets`."""
+        ...
 
     @required
     def split(
@@ -736,18 +754,22 @@ class SideStore:
         Returns:
           The tokens of the main slots, and the stored form of the rest: any pytree.
         """
+        ...
 
     @required
     def open_pair(self, storage: KVStorage, store: Any, cross_layer: Any) -> tuple[Any, Any]:
         """Returns the store of a paired layer as `read` takes it in this step, and the value for the layer above."""
+        ...
 
     @required
     def read(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """Attends queries q [B K G T H] at q_pos i32[B T] to the tokens of `state.side_store`."""
+        ...
 
     @required
     def positions(self, store: Any) -> Array:
         """i32[B 1|K S]: positions of the stored tokens, -1 in empty places."""
+        ...
 
     def visible_block(self, storage: KVStorage, store: Any) -> KVBlock | None:
         """Keys (rotated) and values as queries read them, in the places of `positions`; None if it cannot say."""

@@ -55,6 +55,7 @@ class ForwardMode:
         Returns:
           The output [B K G T|Q H], the layer's new state, and the value for the layer above.
         """
+        ...
 
 
 @pytree

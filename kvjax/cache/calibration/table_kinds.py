@@ -82,6 +82,7 @@ class TableKind:
           measures: what `LayerBudgets.measure` returns in all layers, arrays [L B ...].
           lengths: i32[B], of the texts.
         """
+        ...
 
     def join(self, before: np.ndarray, more: np.ndarray) -> np.ndarray:
         """Combines the statistics of two sets of texts."""
@@ -90,6 +91,7 @@ class TableKind:
     @required
     def arrays(self, counted: Any, spec: LayerSpec) -> Mapping[str, np.ndarray]:
         """Makes the table's arrays of one layer, by name, from the sums: f64[K ...] in the pytree of `count`."""
+        ...
 
     def example(self, spec: LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         """Makes the arrays of a small table from random tokens, for tests and as an example of the format."""

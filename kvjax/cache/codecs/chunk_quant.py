@@ -72,10 +72,12 @@ class ChunkCodec(Codec):
     @required
     def quantize(self, x: Array) -> ChunkCodes:
         """Quantizes real tokens x [B K T H], a prompt or a chunk."""
+        ...
 
     @required
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         """Restores tokens [B K n H] from codes uint32[B K n H], own [B K n A] and shared [B K 1|n C]."""
+        ...
 
     def encode_chunk(self, x: Array) -> ChunkCodes:
         """`quantize`, which refuses to be differentiated."""

@@ -62,6 +62,7 @@ class LowRank(Codec):
     @required
     def fit_basis(self, x: Array) -> tuple[Array, Array | None]:
         """Returns basis and mean of a `LowRankState` for a prompt x [B K S H], zeros in empty slots."""
+        ...
 
     def encode(self, x: Array, pos: Array) -> LowRankState:
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))

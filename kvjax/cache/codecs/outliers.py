@@ -42,10 +42,12 @@ class Outliers:
     @required
     def find(self, x: Array, real: Array) -> tuple[Array, Array]:
         """Finds the outliers of the real tokens, bool[B K n], of x [B K n H]: bool[B K n H], and x with means there."""
+        ...
 
     @required
     def init_state(self, x: Array, is_outlier: Array, every: int) -> Any:
         """Stores the outliers of a prompt x [B K S H], with room for those of later chunks of `every` tokens."""
+        ...
 
     @required
     def add(self, stored: Any, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array) -> Any:
@@ -53,10 +55,12 @@ class Outliers:
 
         Only sequences that are due, bool[B], have a full chunk; the others stay as they are.
         """
+        ...
 
     @required
     def insert(self, stored: Any, x: Array, idx: Array) -> Array:
         """Inserts the outliers into restored tokens x [B K n H] of slots idx i32[B K n]."""
+        ...
 
     def _find_extremes(self, vectors: Array, real: Array) -> tuple[Array, Array]:
         """`find` for vectors [B K V n], whose numbers are real where bool[B K V n]."""

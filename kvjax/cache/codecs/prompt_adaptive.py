@@ -20,10 +20,12 @@ class PromptAdaptiveKeys(Codec):
     @required
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Computes the parameters [B K 1 ...] from a prompt's keys x [B K S H] and its queries."""
+        ...
 
     @required
     def encode_with(self, x: Array, pos: Array, params: Array) -> Any:
         """Stores keys x [B K S H] by parameters that were fitted before."""
+        ...
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
         if observation is None:

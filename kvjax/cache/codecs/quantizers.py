@@ -25,10 +25,12 @@ class Quantizer:
     @required
     def encode(self, x: Array) -> Any:
         """Quantizes x f32[... H] to a pytree of arrays [... w], each of its own width."""
+        ...
 
     @required
     def decode(self, coded: Any) -> Array:
         """Restores f32[... H]."""
+        ...
 
     def check(self, H: int) -> None:
         """Raises KvjaxError for a head size that it cannot quantize."""

@@ -26,6 +26,7 @@ class HeadTableBudgets(HeadBudgets):
     @required
     def at(self, spec: LayerSpec) -> HeadTokens:
         """Returns the tokens of one layer's heads; raises KvjaxError for a table that does not fit the model."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

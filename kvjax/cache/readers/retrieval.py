@@ -40,14 +40,17 @@ class Index:
     @required
     def summarize(self, keys: Array, real: Array) -> Any:
         """Summarizes units of keys [B K U size H]; only the places that are real, bool[B 1|K U size], hold tokens."""
+        ...
 
     @required
     def join(self, before: Any, more: Any) -> Any:
         """Joins the summaries of units with those of the tokens that were added to them."""
+        ...
 
     @required
     def score(self, summary: Any, q: Array) -> Array:
         """Scores each unit for queries q [B K G T H]: f32[B 1|K 1|G T U], 1 where heads have scores in common."""
+        ...
 
     def rescale(self, score: Array, candidates: Array) -> Array:
         """Rescales scores by those of the other candidates bool[B 1|K 1 T U]; the base returns them unchanged."""

@@ -45,6 +45,7 @@ class PrecisionTiers(SideStore):
     @required
     def low_tier_mask(self, spec: LayerSpec, block: KVBlock, observation: Observation | None) -> Array:
         """bool[B 1|K S]: the tokens of a clean block that go into the low tier, equally many in each head."""
+        ...
 
     def encode_low_tier(self, low: KVBlock, block: KVBlock, observation: Observation | None) -> LowTier:
         """Stores the tokens `low` of a prompt's block; a subclass may fit its codecs to the whole block."""
