@@ -502,6 +502,7 @@ class Representatives(Protocol):
     @property
     def share(self) -> float:
         """The fraction of the kept units that representatives take, rounded down."""
+        ...
 
     def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
         """Chooses at most `count` i32[B] of each sequence's candidates.
@@ -509,6 +510,7 @@ class Representatives(Protocol):
         Returns:
           i32[B places], distinct units, -1 where there is none.
         """
+        ...
 
 
 class SelectedSlots(NamedTuple):
@@ -535,6 +537,7 @@ class MergeRule(Protocol):
           `kept` with evicted tokens folded in. Slots keep their positions; a slot that stands for several tokens may
           have the log of their number as its bias (`KVBlock.bias`).
         """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
