@@ -81,7 +81,7 @@ def _compare_tensors(
     source: Source, plan: ConversionPlan, dst: Path, record: checkpoint.Manifest, progress: Progress | None
 ) -> list[str]:
     """Rebuilds each source tensor from our parameters, one top-level entry at a time."""
-    problems, dtype, read = [], np.dtype(record.dtype), source.independent_read()
+    problems, dtype = [], np.dtype(record.dtype)
     done, total = 0, sum(num_bytes(b.shape, dtype) for b in plan.bindings)
     if progress:
         progress("", done, total)
@@ -89,7 +89,7 @@ def _compare_tensors(
         flat = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
         ours = {p: np.asarray(x) for p, x in flat.items()}
         for b in bindings:
-            if not np.array_equal(b.join(ours), read(b.source).astype(dtype)):
+            if not np.array_equal(b.join(ours), source.read(b.source).astype(dtype)):
                 problems.append(f"{b.source}: differs")
             done += num_bytes(b.shape, dtype)
         if progress:

@@ -147,14 +147,10 @@ FAMILIES = {
 
 def family(raw: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json; raises KvjaxError for an unsupported model type or architecture."""
-    kind, names = raw.get("model_type"), raw.get("architectures") or []
-    supported = ", ".join(f"{k} ({f.architecture})" for k, f in FAMILIES.items())
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise KvjaxError(f"model_type {kind!r:.80} is not supported; supported: {supported}")
-    found = FAMILIES[kind]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise KvjaxError(f"config.json: architectures must be a list of names, got {names!r:.80}; copy it again")
-    if names and found.architecture not in names:
-        remedy = f"save it from transformers as {found.architecture}"
-        raise KvjaxError(f"architecture {names[0]!r:.80} of model_type {kind!r} is not supported; {remedy}")
+    kind, names = raw.get("model_type"), raw.get("architectures")
+    found = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if found is None or (names and found.architecture not in names):
+        what = f"model_type {kind!r:.80}" if found is None else f"architecture {names[0]!r:.80} of model_type {kind!r}"
+        supported = ", ".join(f"{k} ({f.architecture})" for k, f in FAMILIES.items())
+        raise KvjaxError(f"{what} is not supported; supported: {supported}")
     return found

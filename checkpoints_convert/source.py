@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -76,10 +74,6 @@ class Source(Protocol):
         """Reads one tensor; no more of the file than that stays in memory."""
         ...
 
-    def independent_read(self) -> Callable[[str], np.ndarray]:
-        """Returns another implementation of `read`, if there is one, for comparisons."""
-        ...
-
 
 class Directory:
     """A Hugging Face checkpoint with safetensors.
@@ -93,13 +87,12 @@ class Directory:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
-        if not self.directory.is_dir():
-            raise KvjaxError(
-                f"there is no directory {directory}; give the directory that holds config.json and the weights"
-            )
         config = self._read_json("config.json")
         if config is None:
-            raise KvjaxError(f"{directory} has no config.json; copy it from where the weights came from")
+            what = (
+                f"{directory} has no config.json" if self.directory.is_dir() else f"there is no directory {directory}"
+            )
+            raise KvjaxError(f"{what}; give the directory that holds config.json and the weights")
         self.config: dict[str, Any] = config
         self.generation = self._read_json("generation_config.json")
         self.tensors = self._read_headers()
@@ -120,15 +113,12 @@ class Directory:
         # A link may lead to any file of the user, whose content would be copied. Hugging Face's cache is the exception:
         # models--OWNER--NAME/snapshots/REVISION is full of links into models--OWNER--NAME/blobs.
         own = self.directory.resolve()
-        cached = [f.parent for f in own.parents if f.name == "snapshots" and f.parent.name.startswith("models--")]
-        allowed = [own, *(model / "blobs" for model in cached)]
-        for file in files.values():
-            target = file.resolve()
-            if not any(target.is_relative_to(folder) for folder in allowed):
-                raise KvjaxError(
-                    f"{file} is a link to {target}, outside of the checkpoint; if that is the tokenizer that you want, "
-                    "put a copy of it in the place of the link"
-                )
+        allowed = (own, own.parent.parent / "blobs") if own.parent.name == "snapshots" else (own,)
+        if outside := [f for f in files.values() if not any(f.resolve().is_relative_to(folder) for folder in allowed)]:
+            raise KvjaxError(
+                f"{outside[0]} is a link to {outside[0].resolve()}, outside of the checkpoint; if that is the "
+                "tokenizer that you want, put a copy of it in the place of the link"
+            )
         chat_template.ChatTemplate.from_directory(self.directory)
         return {name: file.read_bytes() for name, file in files.items()}
 
@@ -142,20 +132,15 @@ class Directory:
         with safe_open(self.tensors[name].file, framework="np") as f:
             return f.get_tensor(name)
 
-    def independent_read(self) -> Callable[[str], np.ndarray]:
-        """Returns `read`: safetensors has no second reader."""
-        return self.read
-
     def _read_headers(self) -> dict[str, Tensor]:
         if (self.directory / SINGLE).is_file():
             return read_header(self.directory / SINGLE)
         index = self._read_json(INDEX)
         if index is None:
             names = sorted(f.name for f in self.directory.iterdir())
-            for end, remedy in REMEDIES.items():
-                if found := [n for n in names if n.endswith(end)]:
-                    raise KvjaxError(f"{self.directory} has {found[0]} but neither {SINGLE} nor {INDEX}: {remedy}")
-            raise KvjaxError(f"{self.directory} has neither {SINGLE} nor {INDEX}; download the weights as safetensors")
+            found = [(name, remedy) for end, remedy in REMEDIES.items() for name in names if name.endswith(end)]
+            name, remedy = found[0] if found else ("no weights", "download the weights as safetensors")
+            raise KvjaxError(f"{self.directory} has {name} but neither {SINGLE} nor {INDEX}: {remedy}")
         shard_of = index.get("weight_map")
         if not isinstance(shard_of, dict) or not shard_of or any(Path(str(s)).name != s for s in shard_of.values()):
             raise KvjaxError(
@@ -164,49 +149,23 @@ class Directory:
         return self._read_shards(shard_of)
 
     def _read_shards(self, shard_of: dict[str, str]) -> dict[str, Tensor]:
+        """Reads the headers of all shards, which must hold what the index says, each tensor once."""
         shards = sorted(set(shard_of.values()))
         if absent := [s for s in shards if not (self.directory / s).is_file()]:
-            names = ", ".join(map(escape_unprintable, absent))
-            raise KvjaxError(f"missing shards: {names}; copy them to {self.directory}")
-        headers, problems = {}, []
-        for shard in shards:
-            try:
-                headers[shard] = read_header(self.directory / shard)
-            except KvjaxError as e:
-                problems.append(str(e))
-        # A damaged shard has been listed once already: its tensors count as present.
-        problems += [
-            f"{escape_unprintable(n)}: not in {escape_unprintable(s)}, where {INDEX} says it is"
-            for n, s in shard_of.items()
-            if n not in headers.get(s, shard_of)
-        ]
-        others = [(n, s) for s, header in headers.items() for n in header if shard_of.get(n) != s]
-        twice = [(n, shard_of[n], s) for n, s in others if n in shard_of and n in headers.get(shard_of[n], {})]
-        stray = [(n, s) for n, s in others if n not in {name for name, _, _ in twice}]
-        problems += [f"{escape_unprintable(n)}: in {escape_unprintable(s)} but not in {INDEX}" for n, s in stray]
-        if twice and not problems:
-            raise self._repeated_error(twice, headers)
+            raise KvjaxError(f"missing shards: {', '.join(absent)}; copy them to {self.directory}")
+        headers = {shard: read_header(self.directory / shard) for shard in shards}
+        problems = [f"{n}: not in {s}, where {INDEX} says it is" for n, s in shard_of.items() if n not in headers[s]]
+        for name, shard in [(n, s) for s, header in headers.items() for n in header if shard_of.get(n) != s]:
+            known = shard_of.get(name)
+            where = f"in {known} and in {shard}" if known in headers else f"in {shard} but not in {INDEX}"
+            problems.append(f"{name}: {where}")
         if problems:
-            raise KvjaxError("the shards and their index disagree; copy them again:\n  " + "\n  ".join(problems))
+            listed = "\n  ".join(map(escape_unprintable, problems))
+            raise KvjaxError(
+                "the shards and their index disagree; download one version of the model into an empty folder:\n  "
+                + listed
+            )
         return {name: headers[shard][name] for name, shard in shard_of.items()}
-
-    def _repeated_error(self, twice: list[tuple[str, str, str]], headers: dict[str, dict[str, Tensor]]) -> KvjaxError:
-        """Tells of tensors in two shards, given as (name, the index's shard, another); the remedy is for that case."""
-        problems, differ = [], False
-        for name, shard, other in twice:
-            copies = []
-            for file in (shard, other):
-                with safe_open(headers[file][name].file, framework="np") as f:
-                    copies.append(f.get_tensor(name))
-            first, second = ((x.dtype, x.shape, x.tobytes()) for x in copies)
-            is_equal = first == second
-            differ |= not is_equal
-            names = " and in ".join(map(escape_unprintable, (shard, other)))
-            problems.append(f"{escape_unprintable(name)}: in {names}, {'equal' if is_equal else 'with other numbers'}")
-        remedy = "write each once: AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(NEW)"
-        if differ:
-            remedy = "they are of two versions of the model: download one version into an empty folder"
-        return KvjaxError(f"tensors stand in two shards; {remedy}:\n  " + "\n  ".join(problems))
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
@@ -216,19 +175,4 @@ def read_header(file: Path) -> dict[str, Tensor]:
             slices = {name: f.get_slice(name) for name in f.keys()}
             return {n: Tensor(tuple(s.get_shape()), s.get_dtype(), file) for n, s in slices.items()}
     except (SafetensorError, OSError) as e:
-        lost = ", ".join(map(escape_unprintable, _truncated_tensors(file)))
-        what = f"is truncated: it ends before {lost}" if lost else f"is damaged ({e})"
-        raise KvjaxError(f"{file} {what}; copy it again") from e
-
-
-def _truncated_tensors(file: Path) -> list[str]:
-    """The tensors that a truncated safetensors file no longer holds whole; none if its header is damaged too."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as f:
-            # The layout of safetensors: the header's length in 8 bytes, the header in JSON, the data.
-            start = 8 + int.from_bytes(f.read(8), "little")
-            entries = json.loads(f.read(min(start - 8, size)))
-        return [n for n, e in entries.items() if n != "__metadata__" and e["data_offsets"][1] > size - start]
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, MemoryError, RecursionError):
-        return []
+        raise KvjaxError(f"{file} is damaged or cut short ({e}); copy it again") from e

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from checkpoints_convert.families import FAMILIES
-from checkpoints_convert.gguf.vocabulary import Metadata, read_end_ids, read_roles
+from checkpoints_convert.gguf.vocabulary import Metadata, check_metadata, read_end_ids, read_roles
+from checkpoints_convert.hf_config import is_integer, is_number
 from kvjax.errors import KvjaxError
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
@@ -63,6 +64,13 @@ ROPE_FREQS = "rope_freqs.weight"
 ROPE_FACTORS = (ROPE_FREQS, "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors by which frequencies are divided: Llama 3's, and those of LongRoPE for long and short texts."""
 
+COUNT, NUMBER = "one positive integer for all layers", "a positive number"
+KINDS: dict[str, Callable[[Any], bool]] = {
+    COUNT: lambda x: is_integer(x) and x > 0,
+    NUMBER: lambda x: is_number(x) and x > 0 and math.isfinite(x),
+}
+"""What a value must be, in words -> whether it is that."""
+
 FACTOR_TOLERANCE = 1e-4
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """The constants of Llama 3 RoPE scaling in all published models; a GGUF file holds only the resulting factors."""
@@ -99,25 +107,21 @@ def make_config(
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise KvjaxError(f"the architecture {name!r:.80} of this GGUF file is not supported; supported: {known}")
+    check_metadata(metadata)
     own = {key.removeprefix(f"{name}."): x for key, x in metadata.items() if key.startswith(f"{name}.")}
-    unknown = [key for key, x in own.items() if not _is_harmless(own, key, x)]
-    if unknown:
-        entries = ", ".join(f"{name}.{key} = {own[key]!r:.60}" for key in unknown)
-        raise KvjaxError(
-            f"this GGUF file asks for what is not supported, and its numbers would be wrong without: {entries}; "
-            "use a checkpoint of the model without it"
-        )
-    raw: dict[str, Any] = {key: _read_count(name, own, ours) for ours, key in SIZES.items()}
-    window = _read_window(own)
-    if "token_embd.weight" not in shapes:
-        raise KvjaxError("this GGUF file has no tensor 'token_embd.weight'; give the file of a whole model")
+    raw: dict[str, Any] = {key: _read(name, own, ours, COUNT) for ours, key in SIZES.items()}
+    window, heads, width = _read_window(own), raw["num_attention_heads"], raw["hidden_size"]
+    size = _read(name, own, "attention.key_length", COUNT, None if width % heads else width // heads)
+    value_size = _read(name, own, "attention.value_length", COUNT, width // heads)
+    rotated = _read(name, own, "rope.dimension_count", COUNT, size)
     raw |= {
         "model_type": "mistral" if name == "llama" and window else ARCHITECTURES[name],
         "sliding_window": window,
-        "vocab_size": shapes["token_embd.weight"][0],
-        "num_key_value_heads": _read_count(name, own, "attention.head_count_kv", raw["num_attention_heads"]),
-        "rms_norm_eps": _read_number(name, own, "attention.layer_norm_rms_epsilon"),
-        "rope_theta": _read_number(name, own, "rope.freq_base", 10_000.0),
+        "vocab_size": shapes.get("token_embd.weight", (0,))[0],
+        "num_key_value_heads": _read(name, own, "attention.head_count_kv", COUNT, heads),
+        "head_dim": size,
+        "rms_norm_eps": _read(name, own, "attention.layer_norm_rms_epsilon", NUMBER),
+        "rope_theta": _read(name, own, "rope.freq_base", NUMBER, 10_000.0),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
@@ -125,8 +129,29 @@ def make_config(
         "bos_token_id": read_roles(metadata).get("bos"),
         "eos_token_id": read_end_ids(metadata),
     }
-    raw |= _read_head_dim(name, own, raw)
-    raw["rope_scaling"] = _read_scaling(name, own, raw, rope_factors)
+    if rotated != size:
+        raw["partial_rotary_factor"] = rotated / size
+    raw["rope_scaling"], problems = _read_scaling(name, own, raw, rope_factors)
+    if unknown := [key for key, x in own.items() if not _is_harmless(own, key, x)]:
+        entries = ", ".join(f"{name}.{key} = {own[key]!r:.60}" for key in unknown)
+        problems.append(
+            f"this GGUF file asks for what is not supported, and its numbers would be wrong without: {entries}; use a "
+            "checkpoint of the model without it"
+        )
+    if "token_embd.weight" not in shapes:
+        problems.append("this GGUF file has no tensor 'token_embd.weight'; give the file of a whole model")
+    if value_size != size:
+        problems.append(
+            f"heads of {size} numbers a key and {value_size} a value are not supported ({name}.attention.key_length, "
+            f"{name}.attention.value_length); they must be equal"
+        )
+    if rotated > size or (rotated < size and not FAMILIES[ARCHITECTURES[name]].partial_rotary):
+        problems.append(
+            f"{name}.rope.dimension_count is {rotated}, and the heads have {size} channels; an architecture {name!r} "
+            "that rotates other than all of them is not supported"
+        )
+    if problems:
+        raise KvjaxError("\n".join(problems))
     return raw
 
 
@@ -136,19 +161,15 @@ def _is_harmless(own: Metadata, key: str, value: Any) -> bool:
         return True
     if key == "attention.sliding_window_pattern" and _read_window(own) is None:
         return True
-    if key == "attention.scale" and _is_number(value) and value > 0:
+    if key == "attention.scale" and is_number(value) and value > 0:
         width, heads = own.get("embedding_length"), own.get("attention.head_count")
-        size = width / heads if _is_number(width) and _is_number(heads) and heads else None
+        size = width / heads if is_number(width) and is_number(heads) and heads else None
         size = own.get("attention.key_length", size)
-        return _is_number(size) and size > 0 and math.isclose(value, size**-0.5, rel_tol=1e-6)
+        return is_number(size) and size > 0 and math.isclose(value, size**-0.5, rel_tol=1e-6)
     if key in REPEATS and REPEATS[key] in own:
         return value in (*OFF, own[REPEATS[key]])
     values = value if isinstance(value, list) else [value]
     return all(x in ASKS_FOR_NOTHING.get(key, OFF) for x in values)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def _read_window(own: Metadata) -> int | None:
@@ -158,82 +179,52 @@ def _read_window(own: Metadata) -> int | None:
 
 def _read_scaling(
     name: str, own: Metadata, raw: Mapping[str, Any], rope_factors: Mapping[str, np.ndarray]
-) -> dict[str, Any] | None:
-    """Reads the scaling of RoPE, as config.json has it."""
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Reads the scaling of RoPE, as config.json has it, and what is not supported of it."""
     kind, key = own.get("rope.scaling.type", "linear"), "rope.scaling.factor"
     if key not in own and "rope.scale_linear" in own:
         key = "rope.scale_linear"
-    factor = 1.0 if own.get(key) in OFF else _read_number(name, own, key)
+    factor = 1.0 if own.get(key) in OFF else _read(name, own, key, NUMBER)
     tensors = {tensor: np.asarray(x, np.float64) for tensor, x in rope_factors.items()}
     tensors = {tensor: x for tensor, x in tensors.items() if not np.allclose(x, 1.0, rtol=FACTOR_TOLERANCE)}
     if tensors.keys() - {ROPE_FREQS}:
-        return {"rope_type": "longrope"}  # `hf_config.translate` refuses it by its name
+        return {"rope_type": "longrope"}, []  # `hf_config.translate` refuses it by its name
     scales_by_one = kind in ("yarn", "longrope") and key in own and factor == 1.0
     if kind not in ("none", "linear") and not scales_by_one:
-        return {"rope_type": kind}
+        return {"rope_type": kind}, []
     if kind == "none":  # llama.cpp drops the factor then, and applies the tensor
         factor = 1.0
-    if tensors and factor != 1.0:
-        raise KvjaxError(
+    if not tensors:
+        return (None if factor == 1.0 else {"rope_type": "linear", "factor": factor}), []
+    llama3, problems = _infer_llama3(raw, tensors[ROPE_FREQS]), []
+    if factor != 1.0:
+        problems.append(
             f"this GGUF file scales RoPE twice, by {name}.{key} = {factor} and by the tensor {ROPE_FREQS!r}; one "
             "scaling is supported: convert the safetensors checkpoint instead"
         )
-    if tensors:
-        return _infer_llama3(raw, tensors[ROPE_FREQS])
-    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+    if llama3 is None:
+        problems.append(
+            f"the tensor {ROPE_FREQS!r} holds {tensors[ROPE_FREQS].size} factors that are not those of the Llama 3 "
+            f"RoPE scaling with {LLAMA3}; convert the safetensors checkpoint instead"
+        )
+    return llama3, problems
 
 
-def _missing_error(key: str, value: Any, expected: str) -> KvjaxError:
-    return KvjaxError(
-        f"the metadata of this GGUF file must have {expected} under {key!r}, got {value!r:.60}; make it again"
-    )
-
-
-def _read_count(name: str, own: Metadata, key: str, default: int | None = None) -> int:
+def _read(name: str, own: Metadata, key: str, kind: str, default: Any = None) -> Any:
+    """Returns the value of a key of the architecture; raises KvjaxError unless it is of one of KINDS."""
     x = own.get(key, default)
-    if isinstance(x, list) and x and all(value == x[0] for value in x):  # one for each layer
+    if kind == COUNT and isinstance(x, list) and x and all(value == x[0] for value in x):  # one for each layer
         x = x[0]
-    if not isinstance(x, int) or isinstance(x, bool) or x < 1:
-        raise _missing_error(f"{name}.{key}", x, "one positive integer for all layers")
-    return x
-
-
-def _read_number(name: str, own: Metadata, key: str, default: float | None = None) -> float:
-    x = own.get(key, default)
-    if not _is_number(x) or not (x > 0 and math.isfinite(x)):
-        raise _missing_error(f"{name}.{key}", x, "a positive number")
+    if not KINDS[kind](x):
+        raise KvjaxError(
+            f"the metadata of this GGUF file must have {kind} under '{name}.{key}', got {x!r:.60}; make it again"
+        )
     # The shortest decimal that is this float32: config.json had 1e-05, and the file has 9.999999747378752e-06.
-    return float(str(np.float32(x)))
+    return x if kind == COUNT else float(str(np.float32(x)))
 
 
-def _read_head_dim(name: str, own: Metadata, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the size of a head, and the fraction of it that is rotated unless that is all."""
-    heads, width = raw["num_attention_heads"], raw["hidden_size"]
-    if "attention.key_length" not in own and width % heads:
-        key = f"{name}.attention.key_length"
-        raise _missing_error(key, None, f"the size of a head ({width} is no multiple of {heads})")
-    size = _read_count(name, own, "attention.key_length", width // heads)
-    value_size = _read_count(name, own, "attention.value_length", width // heads)
-    rotated = _read_count(name, own, "rope.dimension_count", size)
-    if value_size != size:
-        raise KvjaxError(
-            f"heads of {size} numbers a key and {value_size} a value are not supported ({name}.attention.key_length, "
-            f"{name}.attention.value_length); they must be equal"
-        )
-    if rotated > size or (rotated < size and not FAMILIES[ARCHITECTURES[name]].partial_rotary):
-        raise KvjaxError(
-            f"{name}.rope.dimension_count is {rotated}, and the heads have {size} channels; an architecture {name!r} "
-            "that rotates other than all of them is not supported"
-        )
-    return {"head_dim": size} | ({} if rotated == size else {"partial_rotary_factor": rotated / size})
-
-
-def _infer_llama3(raw: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:
-    """Infers the parameters of Llama 3 RoPE scaling from the factor by which each frequency is divided."""
-    error = KvjaxError(
-        f"the tensor 'rope_freqs.weight' holds {factors.size} factors that are not those of the Llama 3 RoPE scaling "
-        f"with {LLAMA3}; convert the safetensors checkpoint instead"
-    )
+def _infer_llama3(raw: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any] | None:
+    """Infers the parameters of Llama 3 RoPE scaling from the factor of each frequency; None where they are others."""
     theta, head_dim = raw["rope_theta"], raw["head_dim"]
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     # The largest factor is that of the scaling. The factors between 1 and it lie in the smooth band, and each of them
@@ -241,12 +232,12 @@ def _infer_llama3(raw: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]
     factor = round(float(factors.max(initial=1.0)), 3)
     in_band = (factors > 1.0 + FACTOR_TOLERANCE) & (factors < factor * (1 - FACTOR_TOLERANCE))
     if factors.shape != wavelength.shape or not in_band.any():
-        raise error
+        return None
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     smooth = (1 / factors[in_band] - 1 / factor) / (1 - 1 / factor)
     context = round(float(np.median((smooth * (high - low) + low) * wavelength[in_band])))
     # Llama 3.1, `apply_scaling` of its reference code: do these parameters give the stored factors?
     smooth = np.clip((context / wavelength - low) / (high - low), 0.0, 1.0)
     if not np.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=FACTOR_TOLERANCE):
-        raise error
+        return None
     return {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": context, **LLAMA3}

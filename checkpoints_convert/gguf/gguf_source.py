@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +83,6 @@ class GgufSource:
         """Reads one tensor in Hugging Face's layout; codes are dequantized to float32."""
         return self._restore_layout(name, read_weights(self.stored[self.names[name]]))
 
-    def independent_read(self) -> Callable[[str], np.ndarray]:
-        """Returns `read` by the `gguf` package's own reader."""
-        tensors = {t.name: t for part in self.parts for t in gguf.GGUFReader(part).tensors}
-
-        def read(name: str) -> np.ndarray:
-            tensor = tensors[self.names[name]]
-            x = gguf.dequantize(tensor.data, tensor.tensor_type)
-            return self._restore_layout(name, x.reshape(self.tensors[name].shape))
-
-        return read
-
     def _restore_layout(self, name: str, x: np.ndarray) -> np.ndarray:
         if self.metadata["general.architecture"] != "llama":
             return x
@@ -120,7 +108,6 @@ def _find_parts(file: Path) -> list[Path]:
 
 def _join_parts(files: list[Path], headers: list[Header]) -> dict[str, StoredTensor]:
     """Returns the tensors of all parts; raises KvjaxError unless the files are the parts of one model."""
-    fresh = "copy all parts of one model into an empty folder, or convert the safetensors checkpoint instead"
     count = headers[0].metadata.get("split.count", 0)
     if len(files) == 1 and isinstance(count, int) and count > 1:
         number = headers[0].metadata.get("split.no", 0) + 1
@@ -129,23 +116,22 @@ def _join_parts(files: list[Path], headers: list[Header]) -> dict[str, StoredTen
             f"call them NAME-{1:05}-of-{count:05}.gguf to NAME-{count:05}-of-{count:05}.gguf, this one "
             f"NAME-{number:05}-of-{count:05}.gguf"
         )
-    file_of: dict[str, Path] = {}
     tensors: dict[str, StoredTensor] = {}
+    problems = []
     for i, (file, part) in enumerate(zip(files, headers, strict=True)):
         number = part.metadata.get("split.no", i)
         if number != i:
-            raise KvjaxError(f"{file} is part {number + 1} by its metadata and {i + 1} by its name; {fresh}")
-        for name, tensor in part.tensors.items():
-            if name in tensors:
-                raise KvjaxError(
-                    f"the tensor {name!r:.80} stands in {file_of[name].name} and in {file.name}, so they are not parts "
-                    f"of one model; {fresh}"
-                )
-            file_of[name], tensors[name] = file, tensor
+            problems.append(f"{file} is part {number + 1} by its metadata and {i + 1} by its name")
+        twice = [name for name in part.tensors if name in tensors]
+        problems += [f"the tensor {x!r:.80} stands in {tensors[x].file.name} and in {file.name}" for x in twice]
+        tensors |= part.tensors
     num_tensors = headers[0].metadata.get("split.tensors.count", len(tensors))
-    if num_tensors != len(tensors):
+    if num_tensors != len(tensors) and not problems:
+        problems.append(f"the parts of {files[0].name} hold {len(tensors)} tensors, and the first says {num_tensors}")
+    if problems:
         raise KvjaxError(
-            f"the parts of {files[0].name} hold {len(tensors)} tensors, and the first says {num_tensors}; {fresh}"
+            f"these are not the parts of one model: {'; '.join(problems)}; copy all parts of one model into an empty "
+            "folder, or convert the safetensors checkpoint instead"
         )
     return tensors
 

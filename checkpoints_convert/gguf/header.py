@@ -53,7 +53,7 @@ def read_header(file: Path) -> Header:
         }
     except Exception as e:  # damage makes the reader raise errors of any kind
         raise KvjaxError(
-            f"{file} is not read as GGUF ({e}); if it is little-endian and of version 2 or 3, copy it again, or upgrade "
-            "the package that reads it (pip install --upgrade gguf)"
+            f"{file} is not read as GGUF ({e}); if it is little-endian and of version 2 or 3, copy it again, or "
+            "upgrade the package that reads it (pip install --upgrade gguf)"
         ) from e
     return Header(fields, tensors)

@@ -13,16 +13,15 @@ from checkpoints_convert.gguf.pretokenizers import find_pretokenization
 from checkpoints_convert.gguf.vocabulary import (
     BYTE,
     CONTROL,
-    DAMAGE_REMEDY,
+    MERGES,
     NORMAL,
-    ROLE_KEYS,
+    SCORES,
     UNKNOWN,
     USER_DEFINED,
     Metadata,
     Vocabulary,
-    read_array,
+    check_metadata,
     read_end_ids,
-    read_value,
     read_vocabulary,
 )
 from kvjax.errors import KvjaxError
@@ -39,7 +38,8 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
       KvjaxError: for another kind than byte-level BPE and SentencePiece BPE, an unknown pre-tokenizer, and arrays and
         ids that contradict each other.
     """
-    kind = read_value(metadata, "tokenizer.ggml.model", str, "")
+    check_metadata(metadata)
+    kind = metadata.get("tokenizer.ggml.model", "")
     if kind in NO_TOKENIZER:
         return {}
     if kind not in KINDS:
@@ -49,9 +49,10 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
     vocabulary = read_vocabulary(metadata)
     tokenizer, adds_bos = KINDS[kind](metadata, vocabulary)
     _add_tokens(tokenizer, vocabulary, metadata)
+    # Whether the tokens are added to a text.
     adds = {
-        "bos": _read_adds(metadata, vocabulary, "bos", adds_bos),
-        "eos": _read_adds(metadata, vocabulary, "eos", False),
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", adds_bos and "bos" in vocabulary.roles),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     if any(adds.values()):
         bos, eos = (["bos"] if adds["bos"] else []), (["eos"] if adds["eos"] else [])
@@ -60,7 +61,7 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
             {"id": role, "ids": [vocabulary.roles[role]], "tokens": [vocabulary.token(role)]} for role in (*bos, *eos)
         ]
         tokenizer.post_processor = TemplateProcessing(single=one, pair=one + two, special_tokens=tokens)
-    length = f"{read_value(metadata, 'general.architecture', str, '')}.context_length"
+    length = f"{metadata.get('general.architecture', '')}.context_length"
     # A named token is read as special, which an ordinary one that only fills up batches is not.
     roles = dict(vocabulary.roles)
     is_ordinary = "pad" in roles and vocabulary.types[roles["pad"]] == NORMAL
@@ -68,11 +69,11 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
         del roles["pad"]
     entries = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": read_value(metadata, length, int),
+        "model_max_length": metadata.get(length),
         **{f"{role}_token": vocabulary.tokens[i] for role, i in roles.items()},
         **{f"add_{role}_token": is_added for role, is_added in adds.items()},
         "clean_up_tokenization_spaces": False,
-        "chat_template": read_value(metadata, "tokenizer.chat_template", str),
+        "chat_template": metadata.get("tokenizer.chat_template"),
     }
     config = {key: x for key, x in entries.items() if x is not None}
     texts = {
@@ -85,15 +86,9 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
 
 def make_byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Makes a byte-level BPE tokenizer; also returns whether bos is added for a file that does not say."""
-    pre = find_pretokenization(read_value(metadata, "tokenizer.ggml.pre", str, "default"))
-    ids = vocabulary.ids
-    merges = [tuple(merge.split(" ")) for merge in read_array(metadata, "tokenizer.ggml.merges", str)]
-    for merge in merges:
-        if len(merge) != 2 or any(token not in ids for token in (*merge, "".join(merge))):
-            raise KvjaxError(
-                f"tokenizer.ggml.merges has {' '.join(merge)!r:.80}, which joins no two tokens; {DAMAGE_REMEDY}"
-            )
-    tokenizer = Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words))
+    pre = find_pretokenization(metadata.get("tokenizer.ggml.pre", "default"))
+    merges = [tuple(merge.split(" ")) for merge in metadata[MERGES]]
+    tokenizer = Tokenizer(BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre.whole_words))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(pre.steps))
@@ -103,7 +98,7 @@ def make_byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokeniz
 
 def make_sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Makes a SentencePiece BPE tokenizer; also returns whether bos is added for a file that does not say."""
-    scores = read_array(metadata, "tokenizer.ggml.scores", (float, int), len(vocabulary.tokens))
+    scores = metadata[SCORES]
     # All pairs of pieces that join to a piece, the best score of the joined piece first, then the longest left half.
     # Unknown, control and byte tokens take no part: text never becomes one of them by merging.
     whole = (UNKNOWN, CONTROL, BYTE)
@@ -115,7 +110,7 @@ def make_sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Toke
     tokenizer = Tokenizer(BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
     decoding: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if read_value(metadata, "tokenizer.ggml.add_space_prefix", bool, True):
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(SPACE))
         decoding.append(decoders.Strip(" ", left=1))
     tokenizer.normalizer = normalizers.Sequence(spaces)
@@ -128,7 +123,7 @@ KINDS = {"gpt2": make_byte_level, "llama": make_sentencepiece}
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, metadata: Metadata) -> None:
     """Adds the tokens that a text may spell out: special tokens, which decoding can skip, and user-defined ones."""
-    name = read_value(metadata, "general.name", str, "").lower()
+    name = metadata.get("general.name", "").lower()
     strips = "phi-3" in name or "phi3" in name  # as llama.cpp does; the format cannot say it
     # llama.cpp overrides the type of a token that ends an answer.
     special = {vocabulary.roles.get(role) for role in ("bos", "eos", "unk")} | set(read_end_ids(metadata))
@@ -139,12 +134,3 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary, metadata: Metadata
             rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
             added.append(AddedToken(token, rstrip=rstrip, normalized=False, special=is_special))
     tokenizer.add_tokens(added)
-
-
-def _read_adds(metadata: Metadata, vocabulary: Vocabulary, role: str, default: bool) -> bool:
-    """Whether the token of a role is added to a text; raises KvjaxError if the metadata lack the token."""
-    key = f"tokenizer.ggml.add_{role}_token"
-    adds = read_value(metadata, key, bool, default and role in vocabulary.roles)
-    if adds and role not in vocabulary.roles:
-        raise KvjaxError(f"{key} is true, but {ROLE_KEYS[role]} is missing; {DAMAGE_REMEDY}")
-    return adds

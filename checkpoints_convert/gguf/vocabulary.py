@@ -1,9 +1,9 @@
-"""The vocabulary in the metadata of a GGUF file, and checked reads of metadata."""
+"""The vocabulary in the metadata of a GGUF file, and the checks of it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvjax.errors import KvjaxError
@@ -68,35 +68,80 @@ class Vocabulary(NamedTuple):
         return self.tokens[self.roles[role]] if role in self.roles else None
 
 
-def read_vocabulary(metadata: Metadata) -> Vocabulary:
-    """Reads tokens, types and roles."""
-    tokens = _read_tokens(metadata)
-    if len(set(tokens)) != len(tokens):
+VALUE_TYPES: dict[str, type] = {
+    **dict.fromkeys(("general.architecture", "general.name", "tokenizer.chat_template"), str),
+    **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre"), str),
+    **dict.fromkeys((f"tokenizer.ggml.add_{x}" for x in ("bos_token", "eos_token", "space_prefix")), bool),
+    **dict.fromkeys((*ROLE_KEYS.values(), *END_KEYS.values()), int),
+}
+"""Key -> the type of its value."""
+
+TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+MERGES, SCORES = "tokenizer.ggml.merges", "tokenizer.ggml.scores"
+LIST_TYPES: dict[str, type | tuple[type, ...]] = {TOKENS: str, TYPES: int, MERGES: str, SCORES: (float, int)}
+"""Key -> the type of each value in its list."""
+
+NEEDED_LISTS = {"gpt2": (TOKENS, MERGES), "llama": (TOKENS, SCORES)}
+"""Kind of tokenizer -> the lists that it is made of."""
+
+
+def check_metadata(metadata: Metadata) -> None:
+    """Raises KvjaxError unless the keys of the tokenizer have the right types, and agree with each other."""
+    if problems := list(_find_damage(metadata)):
+        raise KvjaxError(f"{'; '.join(problems)}; {DAMAGE_REMEDY}")
+
+
+def _find_damage(metadata: Metadata) -> Iterator[str]:
+    wrong = {key: kind for key, kind in VALUE_TYPES.items() if not isinstance(metadata.get(key), kind | None)}
+    for key, kind in wrong.items():
+        yield f"{key} is {metadata[key]!r:.80}, which is no {kind.__name__}"
+    needed = () if wrong else NEEDED_LISTS.get(metadata.get("tokenizer.ggml.model", ""), ())
+    lists = {key: metadata.get(key) for key in (*needed, TYPES) if key in needed or key in metadata}
+    for key, x in lists.items():
+        if not isinstance(x, list) or not x or not all(isinstance(value, LIST_TYPES[key]) for value in x):
+            yield f"{key} {'is missing' if x is None else 'is not a list of what belongs there'}"
+            return
+    if not needed:
+        return
+    tokens, roles = _read_tokens(metadata), read_roles(metadata)
+    known, num_tokens = set(tokens), len(tokens)
+    if len(known) != num_tokens:
         twice = next(token for token, n in Counter(tokens).items() if n > 1)
-        raise KvjaxError(f"tokenizer.ggml.tokens has {twice!r:.80} twice; {DAMAGE_REMEDY}")
-    types = [NORMAL] * len(tokens)
-    if "tokenizer.ggml.token_type" in metadata:
-        types = read_array(metadata, "tokenizer.ggml.token_type", int, len(tokens))
-    roles = read_roles(metadata)
+        yield f"{TOKENS} has {twice!r:.80} twice"
+    for key in (TYPES, SCORES):
+        if key in lists and len(lists[key]) != num_tokens:
+            yield f"{key} has {len(lists[key])} values for {num_tokens} tokens"
     for role, i in roles.items():
-        if not 0 <= i < len(tokens):
-            raise KvjaxError(f"{ROLE_KEYS[role]} is {i}, but there are {len(tokens)} tokens; {DAMAGE_REMEDY}")
-    return Vocabulary(tokens, types, roles)
+        if not 0 <= i < num_tokens:
+            yield f"{ROLE_KEYS[role]} is {i}, but there are {num_tokens} tokens"
+    for role in ("bos", "eos"):
+        if metadata.get(f"tokenizer.ggml.add_{role}_token") and role not in roles:
+            yield f"tokenizer.ggml.add_{role}_token is true, but {ROLE_KEYS[role]} is missing"
+    for merge in lists.get(MERGES, ()):
+        parts = merge.split(" ")
+        if len(parts) != 2 or any(token not in known for token in (*parts, "".join(parts))):
+            yield f"{MERGES} has {merge!r:.80}, which joins no two tokens"
+            return
+
+
+def read_vocabulary(metadata: Metadata) -> Vocabulary:
+    """Reads tokens, types and roles of metadata that `check_metadata` has accepted."""
+    tokens = _read_tokens(metadata)
+    return Vocabulary(tokens, metadata.get(TYPES) or [NORMAL] * len(tokens), read_roles(metadata))
 
 
 def _read_tokens(metadata: Metadata) -> list[str]:
-    stored = read_array(metadata, "tokenizer.ggml.tokens", str)
-    return [token or f"[EMPTY_{i}]" for i, token in enumerate(stored)]  # llama.cpp's name for a token without text
+    # llama.cpp's name for a token without text
+    return [token or f"[EMPTY_{i}]" for i, token in enumerate(metadata.get(TOKENS) or ())]
 
 
 def read_roles(metadata: Metadata) -> dict[str, int]:
     """Reads the ids of the tokens with a role; SentencePiece has some where the metadata have none."""
     roles = {}
-    if read_value(metadata, "tokenizer.ggml.model", str) == "llama":
-        num_tokens = len(metadata.get("tokenizer.ggml.tokens") or ())
+    if metadata.get("tokenizer.ggml.model") == "llama":
+        num_tokens = len(metadata.get(TOKENS) or ())
         roles = {role: i for role, i in SENTENCEPIECE_IDS.items() if i < num_tokens}
-    given = {role: read_value(metadata, key, int) for role, key in ROLE_KEYS.items()}
-    return roles | {role: i for role, i in given.items() if i is not None}
+    return roles | {role: metadata[key] for role, key in ROLE_KEYS.items() if metadata.get(key) is not None}
 
 
 def read_end_ids(metadata: Metadata) -> list[int]:
@@ -104,9 +149,9 @@ def read_end_ids(metadata: Metadata) -> list[int]:
 
     Answers of a chat end with a turn, which few files name by a key.
     """
-    ids = {end: read_value(metadata, key, int) for end, key in END_KEYS.items()}
+    ids = {end: metadata.get(key) for end, key in END_KEYS.items()}
     ids["eos"] = read_roles(metadata).get("eos")
-    tokens = _read_tokens(metadata) if "tokenizer.ggml.tokens" in metadata else []
+    tokens = _read_tokens(metadata)
     found = {token: i for i, token in enumerate(tokens) if token in END_TEXTS}
     for end, texts in INFILL_END_TEXTS.items():
         if ids[end] is None:
@@ -118,22 +163,3 @@ def read_end_ids(metadata: Metadata) -> list[int]:
         without.add(found.get("</s>"))
     in_order = (*(i for i in ids.values() if i is not None), *found.values())
     return [i for i in dict.fromkeys(in_order) if i not in without]
-
-
-def read_value(metadata: Metadata, key: str, kind: type, default: Any = None) -> Any:
-    """Returns the value of a key, or the default; raises KvjaxError if it has another type."""
-    found = metadata.get(key, default)
-    if found is not None and not isinstance(found, kind):
-        raise KvjaxError(f"{key} is {found!r:.80}, which is no {kind.__name__}; {DAMAGE_REMEDY}")
-    return found
-
-
-def read_array(metadata: Metadata, key: str, kind: type | tuple[type, ...], length: int | None = None) -> list:
-    """Returns the list of a key; raises KvjaxError if it is missing, empty, or of another length or type."""
-    found = metadata.get(key)
-    if not isinstance(found, list) or not found or not all(isinstance(x, kind) for x in found):
-        what = "is missing" if found is None else "is not a list of what belongs there"
-        raise KvjaxError(f"{key} {what}; {DAMAGE_REMEDY}")
-    if length is not None and len(found) != length:
-        raise KvjaxError(f"{key} has {len(found)} values for {length} tokens; {DAMAGE_REMEDY}")
-    return found

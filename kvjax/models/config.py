@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any
 
 from kvjax.core.rope import Rope, RopeScaling
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
+from kvjax.utils.files import parse_json_object
 
 MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit integers on a device
 
@@ -45,26 +45,34 @@ class Config:
     def __post_init__(self):
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "max_positions"):
             arguments.integer(f"config field {name}", getattr(self, name), 1, MAX_SIZE)
-        if self.heads % self.kv_heads:
-            raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.windows is not None and len(self.windows) != self.layers:
-            raise KvjaxError(f"windows has {len(self.windows)} entries for {self.layers} layers; give one per layer")
         for window in self.windows or ():
             if window is not None:
                 arguments.integer("config field windows", window, 1, MAX_SIZE)
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             arguments.integer("config field eos_ids or bos_id", token, 0, self.vocab_size - 1)
-        for name in ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise KvjaxError(f"config field {name} must be true or false, got {getattr(self, name)!r:.80}")
-        for name in ("norm_eps", "rope_theta", "rope_fraction"):
-            x = getattr(self, name)
-            if not (isinstance(x, float | int) and 0 < x <= sys.float_info.max):
-                raise KvjaxError(f"config field {name} must be a positive number, got {x!r}")
-        if self.rope_fraction > 1:
-            raise KvjaxError(f"config field rope_fraction is a fraction of a head, at most 1, got {self.rope_fraction}")
-        if self.rotary_dim % 2:
-            raise KvjaxError(f"rotary dim must be even, got {self.rotary_dim} of head_dim {self.head_dim}")
+        switches = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
+        numbers = {name: getattr(self, name) for name in ("norm_eps", "rope_theta", "rope_fraction")}
+        problems = [
+            f"config field {name} must be true or false, got {getattr(self, name)!r:.80}"
+            for name in switches
+            if not isinstance(getattr(self, name), bool)
+        ]
+        problems += [
+            f"config field {name} must be a positive number, got {x!r}"
+            for name, x in numbers.items()
+            if not (isinstance(x, float | int) and 0 < x <= sys.float_info.max)
+        ]
+        if self.heads % self.kv_heads:
+            problems.append(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.windows is not None and len(self.windows) != self.layers:
+            problems.append(f"windows has {len(self.windows)} entries for {self.layers} layers; give one per layer")
+        if not problems and (self.rope_fraction > 1 or self.rotary_dim % 2):
+            problems.append(
+                f"config field rope_fraction is {self.rope_fraction}: at most all channels of a head are rotated, and "
+                f"the rotary dim must be even, got {self.rotary_dim} of head_dim {self.head_dim}"
+            )
+        if problems:
+            raise KvjaxError("; ".join(problems))
 
     @property
     def groups(self) -> int:
@@ -92,14 +100,12 @@ class Config:
     @classmethod
     def from_json(cls, text: str) -> Config:
         """Reads what `to_json` wrote; raises KvjaxError for anything else."""
+        raw = parse_json_object(text, "the model configuration", "convert the checkpoint again")
         try:
-            raw: dict[str, Any] = json.loads(text)
             scaling = raw.pop("rope_scaling", None)
             for name in ("windows", "eos_ids"):
                 if raw.get(name) is not None:
                     raw[name] = tuple(raw[name])
             return cls(**raw, rope_scaling=RopeScaling(**scaling) if scaling else None)
-        except KvjaxError:
-            raise
-        except (TypeError, AttributeError, ValueError, RecursionError) as e:
+        except (TypeError, AttributeError) as e:
             raise KvjaxError(f"not a kvjax model configuration ({e}); convert the checkpoint again") from e

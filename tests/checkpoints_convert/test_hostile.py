@@ -209,7 +209,7 @@ def test_manifests_made_to_do_harm(tmp_path, change, says):
 
 def test_a_deeply_nested_manifest_is_named(tmp_path):
     (tmp_path / checkpoint.MANIFEST).write_bytes(DEEP)
-    with pytest.raises(KvjaxError, match="kvjax.json is damaged"):
+    with pytest.raises(KvjaxError, match="kvjax.json is not valid JSON"):
         checkpoint.read_manifest(tmp_path)
 
 

@@ -68,21 +68,12 @@ def test_old_buffers_are_ignored(hf):
     assert len(plan_conversion(Directory(hf("mistral").tensors(**buffers))).bindings) == 21
 
 
-def test_truncated_file_names_the_tensors_that_are_lost(hf):
+@pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"no safetensors, but long enough for a header", None])
+def test_a_file_that_is_damaged_or_cut_short_is_named(hf, content):
     mistral = hf("mistral")
-    data = mistral.file.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    last = max((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"][1])
-    mistral.file.write_bytes(data[:-1])
-    assert f"is truncated: it ends before {last}; copy it again" in read_error(mistral.directory)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"not safetensors at all, but long enough to have a header"])
-def test_damaged_file(hf, content):
-    mistral = hf("mistral")
-    mistral.file.write_bytes(content)
+    mistral.file.write_bytes(mistral.file.read_bytes()[:-1] if content is None else content)
     error = read_error(mistral.directory)
-    assert "model.safetensors is damaged" in error and "copy it again" in error
+    assert "model.safetensors is damaged or cut short" in error and "copy it again" in error
 
 
 def test_missing_shards_are_all_named(hf):
@@ -103,18 +94,14 @@ def test_index_and_shards_must_agree(hf):
     assert f"model.ghost: not in {shard}" in error and f"{Q}: in {shard} but not in {INDEX}" in error
 
 
-@pytest.mark.parametrize("change", [0.0, 1.0])
-def test_a_tensor_in_two_shards_names_both_and_what_helps(hf, change):
+def test_a_tensor_in_two_shards_names_both_and_what_helps(hf):
     llama = hf("llama3").directory
     shard_of = json.loads((llama / INDEX).read_text())["weight_map"]
     first = shard_of[Q]
     second = next(shard for shard in shard_of.values() if shard != first)
-    x = load_file(llama / first)[Q]
-    save_file(load_file(llama / second) | {Q: (x + np.array(change, x.dtype))}, llama / second)
+    save_file(load_file(llama / second) | {Q: load_file(llama / first)[Q]}, llama / second)
     error = read_error(llama)
-    assert f"{Q}: in {first} and in {second}, {'with other numbers' if change else 'equal'}" in error
-    remedy = "download one version into an empty folder" if change else "from_pretrained(SRC).save_pretrained(NEW)"
-    assert remedy in error and "copy them again" not in error
+    assert f"{Q}: in {first} and in {second}" in error and "one version of the model into an empty folder" in error
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../a.safetensors"}}'])

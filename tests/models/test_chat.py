@@ -245,11 +245,11 @@ def test_chat_generates_behind_the_conversation_and_ends_with_the_turn(model):
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ("Hello", "messages are a list such as .*, got 'Hello'"),
+        ("Hello", "messages are a list such as .* got 'Hello'"),
         (USER[0], "messages are a list such as"),
-        ([], "needs at least one message"),
-        ([USER, []], "needs at least one message"),
-        ([USER, "Hello"], "conversation 1 must be a list"),
+        ([], "of one message or more"),
+        ([USER, []], "of one message or more"),
+        ([USER, "Hello"], "or a batch of such lists; got"),
         ([USER[0], "Hello"], "message 1 of conversation 0 needs a role and a content.*got 'Hello'"),
         ([USER, [{"role": "user"}]], "message 0 of conversation 1 needs a role and a content"),
         ([{"role": "usr", "content": "a"}], "role 'usr', which the chat template does not name; use one of system,"),

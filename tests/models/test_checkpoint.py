@@ -281,7 +281,7 @@ def test_a_missing_file_or_part_is_named(model_directory):
     with pytest.raises(KvjaxError, match="part 'head' .* is damaged"):
         checkpoint.restore(model_directory)
     (model_directory / "params" / "head").rename(model_directory / "head")
-    with pytest.raises(KvjaxError, match="lacks its part 'head'"):
+    with pytest.raises(KvjaxError, match="part 'head' .* is missing"):
         checkpoint.restore(model_directory)
 
 
@@ -294,8 +294,8 @@ def edit(directory, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.update(version=3), "format version 3; this kvjax reads up to 2: upgrade kvjax"),
-        (lambda raw: raw.update(version=1), "format version 1, which lacks digests; convert the checkpoint again"),
+        (lambda raw: raw.update(version=3), "version 3, and this kvjax reads version 2 .* upgrade kvjax"),
+        (lambda raw: raw.update(version=1), "version 1, and this kvjax reads version 2 .*convert the checkpoint again"),
         (lambda raw: raw.update(format="other"), "has format 'other'"),
         (lambda raw: raw.pop("format"), "is damaged.*convert the checkpoint again"),
         (lambda raw: raw.pop("digests"), "is damaged"),
@@ -333,7 +333,7 @@ def test_foreign_directories(tmp_path, model_directory):
     with pytest.raises(KvjaxError, match="is a Hugging Face checkpoint; convert it: python -m checkpoints_convert"):
         checkpoint.restore(tmp_path / "hf")
     (model_directory / "kvjax.json").write_text("[1]")
-    with pytest.raises(KvjaxError, match="is damaged"):
+    with pytest.raises(KvjaxError, match="kvjax.json does not hold a JSON object"):
         checkpoint.restore(model_directory)
 
 

@@ -72,7 +72,7 @@ def test_a_config_survives_its_file():
         (lambda: dataclasses.replace(BASE, layers=0), "layers must be an integer from 1 to"),
         (lambda: RopeScaling("yarn", 2.0), "'yarn' is not supported"),
         (lambda: Config.from_json("{}"), "convert the checkpoint again"),
-        (lambda: Config.from_json("nonsense"), "not a kvjax model configuration"),
+        (lambda: Config.from_json("nonsense"), "the model configuration is not valid JSON"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(make, says):

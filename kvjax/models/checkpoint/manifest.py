@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
 from kvjax.models.sharding import abstract_params
+from kvjax.utils.files import parse_json_object
 
 FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 2, "kvjax.json", "params"
 
@@ -77,19 +78,17 @@ def part_digest(folder: Path, parameters: Mapping[str, Any]) -> str:
 
 def check_shapes(config: Config, shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
     """Raises KvjaxError, which lists every difference, unless these are the shapes of the parameters of `config`."""
-    # Checked first: a damaged number of layers would otherwise list millions of missing parameters.
-    if config.layers > len(shapes):
-        raise KvjaxError(
-            f"{name} has {len(shapes)} parameters for {config.layers:,} layers; convert the checkpoint again"
-        )
-    expected = parameter_shapes(config)
-    problems = [f"{p}: missing" for p in expected if p not in shapes]
-    problems += [f"{escape_unprintable(p)}: not a parameter of this config" for p in shapes if p not in expected]
-    problems += [
-        f"{p}: shape {list(shapes[p])}, the config says {list(s)}"
-        for p, s in expected.items()
-        if p in shapes and tuple(shapes[p]) != s
-    ]
+    if config.layers > len(shapes):  # a damaged number of layers would list millions of missing parameters
+        problems = [f"{len(shapes)} parameters for {config.layers:,} layers"]
+    else:
+        expected = parameter_shapes(config)
+        problems = [f"{p}: missing" for p in expected if p not in shapes]
+        problems += [f"{escape_unprintable(p)}: not a parameter of this config" for p in shapes if p not in expected]
+        problems += [
+            f"{p}: shape {list(shapes[p])}, the config says {list(s)}"
+            for p, s in expected.items()
+            if p in shapes and tuple(shapes[p]) != s
+        ]
     if problems:
         raise KvjaxError(f"{name} does not fit its config; convert the checkpoint again:\n  " + "\n  ".join(problems))
 
@@ -97,53 +96,42 @@ def check_shapes(config: Config, shapes: Mapping[str, tuple[int, ...]], name: st
 def read_manifest(directory: str | Path) -> Manifest:
     """Reads and checks the manifest of a checkpoint directory; raises KvjaxError, with the remedy, if it cannot."""
     path = Path(directory)
-    file = path / MANIFEST
+    file, convert = path / MANIFEST, "python -m checkpoints_convert convert"
     if not file.is_file():
+        problem = f"{path} has no {MANIFEST}: not a kvjax checkpoint, or one whose writing was cut short; convert again"
         if not path.is_dir():
-            problem = f"there is no checkpoint directory {path}; make one: "
-            raise KvjaxError(f"{problem}python -m checkpoints_convert convert SRC {path}")
-        if (path / "config.json").is_file():
-            problem = f"{path} is a Hugging Face checkpoint; convert it: "
-            raise KvjaxError(f"{problem}python -m checkpoints_convert convert {path} DST")
+            problem = f"there is no checkpoint directory {path}; make one: {convert} SRC {path}"
+        elif (path / "config.json").is_file():
+            problem = f"{path} is a Hugging Face checkpoint; convert it: {convert} {path} DST"
+        raise KvjaxError(problem)
+    raw = parse_json_object(file.read_bytes(), file, "convert the checkpoint again")
+    try:
+        is_intact = raw.pop("digest", None) == json_digest(raw)
+        found = raw.pop("format"), raw.pop("version")
+        if found == (FORMAT, VERSION):
+            record = Manifest(config=Config.from_json(json.dumps(raw.pop("config"))), **raw)
+            shapes = {p: tuple(x["shape"]) for p, x in record.parameters.items()}
+            np.dtype(record.dtype)
+            texts = [record.source, *record.digests.values(), *record.files.values()]
+            # A path in the place of a file's name would have files outside of the directory read.
+            paths = [name for name in record.files if Path(name).name != name]
+            if paths or not all(isinstance(x, str) for x in texts):
+                raise TypeError(f"{paths[0]!r:.80} is no name of a file" if paths else "a digest is no text")
+    except (KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise KvjaxError(f"{file} is damaged ({e!r:.200}); convert the checkpoint again") from e
+    if found != (FORMAT, VERSION):
         raise KvjaxError(
-            f"{path} has no {MANIFEST}: not a kvjax checkpoint, or one whose writing was cut short; convert again"
+            f"{file} has format {found[0]!r:.80}, version {found[1]!r:.80}, and this kvjax reads version {VERSION} of "
+            f"{FORMAT!r}; upgrade kvjax if it is newer, or convert the checkpoint again"
         )
-    try:
-        raw = json.loads(file.read_bytes())
-        digest = raw.pop("digest", None)
-        is_intact = digest == json_digest(raw)
-        file_format, version = raw.pop("format"), raw.pop("version")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
-        raise KvjaxError(f"{file} is damaged ({e!r:.200}); convert the checkpoint again") from e
-    if file_format != FORMAT:
-        raise KvjaxError(f"{file} has format {file_format!r:.80}, not {FORMAT!r}; convert the checkpoint again")
-    if not isinstance(version, int) or version > VERSION:
-        raise KvjaxError(f"{path} has format version {version!r:.80}; this kvjax reads up to {VERSION}: upgrade kvjax")
-    if version < VERSION:
-        raise KvjaxError(f"{path} has format version {version}, which lacks digests; convert the checkpoint again")
-    try:
-        config = Config.from_json(json.dumps(raw.pop("config")))
-        record = Manifest(config=config, **raw)
-        shapes = {p: tuple(x["shape"]) for p, x in record.parameters.items()}
-        _check_strings(record)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise KvjaxError(f"{file} is damaged ({e!r:.200}); convert the checkpoint again") from e
-    check_shapes(config, shapes, str(path))
-    if not is_intact:
-        raise KvjaxError(f"{file} is not what was written (its digest differs); convert it again")
+    check_shapes(record.config, shapes, str(path))
+    changed = [] if is_intact else [file]
     for name, digest in record.files.items():
         other = path / name
         if not other.is_file() or hashlib.sha256(other.read_bytes()).hexdigest() != digest:
-            raise KvjaxError(f"{other} is missing or not what was written (its digest differs); convert it again")
+            changed.append(other)
+    if changed:
+        raise KvjaxError(
+            f"{changed[0]} is missing or not what was written (its digest differs); convert the checkpoint again"
+        )
     return record
-
-
-def _check_strings(record: Manifest) -> None:
-    """Raises TypeError where a manifest has no string in the place of one, or a path in the place of a file name."""
-    strings = [record.dtype, record.source, *record.digests.items(), *record.files.items()]
-    if not all(isinstance(x, str) for item in strings for x in (item if isinstance(item, tuple) else (item,))):
-        raise TypeError("dtype, source, digests and files are texts")
-    np.dtype(record.dtype)
-    # A path would have files outside of the directory read.
-    if paths := [name for name in record.files if Path(name).name != name]:
-        raise TypeError(f"{paths[0]!r:.80} is no name of a file")

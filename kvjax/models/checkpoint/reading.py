@@ -30,11 +30,10 @@ def _find_shardings(shardings: Shardings, paths: Iterable[str]) -> dict[str, jax
     if callable(shardings):
         return {path: shardings(path) for path in paths}
     flat: dict[str, Any] = flatten_dict(nn.unbox(shardings), sep="/")
-    for path in paths:
-        if path not in flat:
-            raise KvjaxError(
-                f"shardings have no entry for {path}; give a tree like the parameters, or a function of the path"
-            )
+    if lacking := [path for path in paths if path not in flat]:
+        raise KvjaxError(
+            f"shardings have no entry for {lacking[0]}; give a tree like the parameters, or a function of the path"
+        )
     return {path: flat[path] for path in paths}
 
 
@@ -58,11 +57,10 @@ def read_part(
     record = record or read_manifest(directory)
     dtype = None if dtype is None else float_type(dtype)
     folder = Path(directory).absolute() / PARTS / name
-    if not folder.is_dir():
-        raise KvjaxError(f"{directory} lacks its part {name!r}; copy it again or convert the checkpoint again")
     flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
     if part_digest(folder, flat) != record.digests.get(name):
-        raise KvjaxError(f"part {name!r} of {directory} is damaged (its digest differs); copy or convert it again")
+        what = "is damaged (its digest differs)" if folder.is_dir() else "is missing"
+        raise KvjaxError(f"part {name!r} of {directory} {what}; copy the checkpoint again, or convert it again")
     places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
     try:
         shapes = {path: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for path, x in flat.items()}

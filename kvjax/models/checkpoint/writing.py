@@ -135,14 +135,16 @@ class Writer:
 def refuse_existing(directory: str | Path, replace: bool = False) -> None:
     """Raises KvjaxError if writing to `directory` would destroy anything but a checkpoint that may be replaced."""
     path = Path(os.path.realpath(directory))
+    is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    problem = None
     if path.is_symlink():  # `realpath` resolves all links but circular ones
-        raise KvjaxError(f"{directory} is a link that leads back to itself; choose another directory")
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return
-    if not replace:
-        raise KvjaxError(f"{path} exists; choose another directory, or ask for it to be replaced (--force)")
-    if not (path / MANIFEST).is_file():
-        raise KvjaxError(f"{path} is not a kvjax checkpoint, so it is not replaced; choose another directory")
+        problem = f"{directory} is a link that leads back to itself; choose another directory"
+    elif not is_empty and not replace:
+        problem = f"{path} exists; choose another directory, or ask for it to be replaced (--force)"
+    elif not is_empty and not (path / MANIFEST).is_file():
+        problem = f"{path} is not a kvjax checkpoint, so it is not replaced; choose another directory"
+    if problem is not None:
+        raise KvjaxError(problem)
 
 
 def save(directory, config: Config, params: Mapping[str, Any], *, source="", extra_files=None, replace=False) -> None:
