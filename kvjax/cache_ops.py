@@ -43,10 +43,8 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
       IncompatibleMethod: a method that has evicted some of the tokens, or has coded them in groups for good.
     """
     cache.check_usable()
-    new_lengths, old_lengths = per_sequence(lengths, cache, "lengths"), sequence_lengths(cache)
-    for row, (new, old) in enumerate(zip(new_lengths, old_lengths, strict=True)):
-        if not 0 <= new <= old:
-            raise KvjaxError(f"sequence {row} has {old} tokens and cannot be cropped to {new}; give 0..{old}")
+    old_lengths = sequence_lengths(cache)
+    new_lengths = per_sequence(lengths, cache, "lengths", least=0, most=old_lengths)
     count = old_lengths - new_lengths
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         if not isinstance(layer, RewindableLayer):
@@ -70,8 +68,7 @@ def crop_layers(
     """Removes the last count i32[B] tokens of each sequence, at most `max_rollback`, from the states of all layers."""
     states = []
     for layer, state in zip(plan, layers, strict=True):
-        if not isinstance(layer, RewindableLayer):
-            raise missing_ability(layer, "give back tokens")
+        assert isinstance(layer, RewindableLayer)
         states.append(per_device(layer.crop, count.shape[0], heads, mesh)(state, count))
     return tuple(states)
 
@@ -80,12 +77,12 @@ def crop_layers(
 def take(cache: Cache, which: Sequence[int]) -> Cache:
     """Takes the sequences with these indices, in this order, each as often as it is listed; any method, bit by bit."""
     cache.check_usable()
-    indices = np.asarray(which)
-    B = cache.length.shape[0]
-    if indices.ndim != 1 or not indices.size or not np.issubdtype(indices.dtype, np.integer):
-        raise KvjaxError(f"sequences are named by a list of one number or more, got {which!r}")
-    if indices.min() < 0 or indices.max() >= B:
-        raise KvjaxError(f"the cache has sequences 0..{B - 1}, got {which!r}")
+    indices, B = np.asarray(which), cache.length.shape[0]
+    is_list = indices.ndim == 1 and indices.size and np.issubdtype(indices.dtype, np.integer)
+    if not is_list or indices.min() < 0 or indices.max() >= B:
+        raise KvjaxError(
+            f"the cache has sequences 0..{B - 1}, which are named by a list of one number or more; got {which!r:.80}"
+        )
     mesh = mesh_of(cache)
     if mesh is not None:
         check_divides("B", len(indices), mesh, "take a number of sequences that does")
@@ -122,23 +119,16 @@ def join(caches: Sequence[Cache]) -> Cache:
                 f"cache {i} is of a model with other weights than cache 0, or one of them names none, as those of "
                 "kvjax.functional; join those of one model"
             )
-        if cache.config != first.config or cache.plan != first.plan:
-            raise KvjaxError(f"cache {i} is of another model or method than cache 0; join those of one")
-        if cache.capacity != first.capacity:
+        if (cache.config, cache.plan, cache.capacity) != (first.config, first.plan, first.capacity):
             raise KvjaxError(
-                f"cache {i} has room for {cache.capacity} tokens per sequence and cache 0 for {first.capacity}; read "
-                "their documents with one capacity"
+                f"cache {i} is of another model or method than cache 0, or has room for {cache.capacity} tokens per "
+                f"sequence and cache 0 for {first.capacity}; join caches of one method, read with one capacity"
             )
-    layers = []
-    for i, layer in enumerate(first.plan):
-        try:
-            layers.append(concat_sequences(layer, [cache.layers[i] for cache in caches]))
-        except ValueError as e:
-            raise KvjaxError(
-                f"layer {i} of these caches, {type(layer).__name__}, is held in unlike shapes ({e}); read their "
-                "documents in one batch"
-            ) from e
-    return dataclasses.replace(first, layers=tuple(layers), length=concat_sequences(None, [c.length for c in caches]))
+    try:
+        layers = tuple(concat_sequences(x, [c.layers[i] for c in caches]) for i, x in enumerate(first.plan))
+    except ValueError as e:
+        raise KvjaxError(f"these caches hold unlike shapes ({e}); read their documents in one batch") from e
+    return dataclasses.replace(first, layers=layers, length=concat_sequences(None, [c.length for c in caches]))
 
 
 @checks_keywords
@@ -166,27 +156,20 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
       KvjaxError: positions outside a sequence, or a text longer than the capacity.
       IncompatibleMethod: a method whose cache cannot be cropped to `start`, or stores tokens in groups.
     """
-    cache = check_cache(model, cache)
-    batch, first, end = cache.length.shape[0], per_sequence(start, cache, "start"), per_sequence(stop, cache, "stop")
-    if not isinstance(tokens, Iterable):
+    cache, lengths = check_cache(model, cache), sequence_lengths(cache)
+    first = per_sequence(start, cache, "start", least=0, most=lengths)
+    end = per_sequence(stop, cache, "stop", least=first, most=lengths)
+    texts = [tokens] if isinstance(tokens, str) else list(tokens) if isinstance(tokens, Iterable) else []
+    if len(texts) != len(lengths):
         raise KvjaxError(
-            f"the new tokens are one text or list of ids per sequence, empty ones to delete, got {tokens!r:.60}"
-        )
-    texts = [tokens] if isinstance(tokens, str) else list(tokens)
-    if len(texts) != batch:
-        raise KvjaxError(
-            f"{len(texts)} texts were given for {batch} sequences; give one per sequence, an empty one to delete"
+            f"the new tokens are one text or list of ids per sequence, empty ones to delete: {len(lengths)} of them, "
+            f"got {tokens!r:.60}"
         )
     inserted = [
         token_ids(model, [text], begins=bool(a == 0))[0] if len(text) else []
         for text, a in zip(texts, first, strict=True)
     ]
-    lengths, num_inserted = sequence_lengths(cache), np.array([len(row) for row in inserted])
-    for row, (a, b, n) in enumerate(zip(first, end, lengths, strict=True)):
-        if not 0 <= a <= b <= n:
-            raise KvjaxError(
-                f"sequence {row} has {n} tokens: tokens {a}..{b} of it cannot be replaced; use 0 <= start <= stop"
-            )
+    num_inserted = np.array([len(row) for row in inserted])
     shift, num_later = first + num_inserted - end, lengths - end
     longest = int((lengths + shift).max())
     if longest > cache.capacity:
@@ -252,12 +235,20 @@ def _append_later_tokens(
     return tuple(map(append, plan, states, old_states))
 
 
-def per_sequence(x: int | Sequence[int], cache: Cache, name: str) -> np.ndarray:
-    """Broadcasts a number for all sequences of a cache, or one for each, to i64[B]."""
+def per_sequence(
+    x: int | Sequence[int], cache: Cache, name: str, least: int | np.ndarray, most: np.ndarray
+) -> np.ndarray:
+    """Broadcasts one number, or one for each sequence of a cache, to i64[B]; raises KvjaxError outside the limits."""
     B, values = cache.length.shape[0], np.asarray(x)
     if values.shape not in ((), (B,)) or not np.issubdtype(values.dtype, np.integer):
-        raise KvjaxError(f"{name} must be a whole number, or one for each of {B} sequences, got {x!r}")
-    return np.broadcast_to(values, (B,)).astype(np.int64)
+        raise KvjaxError(f"{name} must be a whole number, or one for each of {B} sequences, got {x!r:.80}")
+    values, least, most = (np.broadcast_to(n, (B,)).astype(np.int64) for n in (values, least, most))
+    for row in np.flatnonzero((values < least) | (values > most))[:1]:
+        raise KvjaxError(
+            f"sequence {row} has {sequence_lengths(cache)[row]} tokens: {name} must be {least[row]} to {most[row]} "
+            f"for it, got {values[row]}"
+        )
+    return values
 
 
 def sequence_lengths(cache: Cache) -> np.ndarray:

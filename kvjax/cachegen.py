@@ -29,6 +29,7 @@ from kvjax.generation.inputs import place, round_up
 from kvjax.models.model import Model
 from kvjax.reuse import rans
 from kvjax.reuse.full_kv import FullKV, full_kv_from_arrays, full_kv_from_context
+from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 
 __all__ = ["read", "write"]
@@ -59,8 +60,7 @@ def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None 
     """
     exact = context if isinstance(context, FullKV) else full_kv_from_context(context)
     exact.check_weights()
-    if group < 0:
-        raise KvjaxError(f"group={group}; give the tokens of a group, or 0 for no anchors")
+    arguments.integer("group", group, 0, remedy="; give the tokens of a group, or 0 for no anchors")
     lengths, side_levels = np.asarray(exact.lengths), _levels_of_sides(levels, exact.model.config.layers)
     tokens = _flatten_tokens(lengths, group)
     sides, quantized = [x for prompt in exact.prompts for x in (prompt.k, prompt.v)], []
@@ -159,14 +159,11 @@ def _levels_of_sides(levels: Levels | None, num_layers: int) -> list[int]:
         levels = default_levels(num_layers)
     elif isinstance(levels, int):
         levels = [(levels, levels)] * num_layers
-    sides = [int(n) for pair in levels for n in pair]
+    sides = [arguments.integer("levels", n, 4, 256) for pair in levels for n in pair]
     if len(sides) != 2 * num_layers:
         raise KvjaxError(
             f"{len(sides)} numbers of levels for the keys and values of {num_layers} layers; give two a layer"
         )
-    bad = next((n for n in sides if not 4 <= n <= 256), None)
-    if bad is not None:
-        raise KvjaxError(f"keys or values in {bad} levels; give 4 to 256")
     return sides
 
 

@@ -68,37 +68,33 @@ def write(
 def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Reads the header and the arrays; raises KvjaxError for a damaged file, another kind of file and another model."""
     try:
-        raw = Path(path).open("rb")
-    except OSError as e:
-        raise KvjaxError(f"cannot read {path} ({e.strerror}); give the path of a file that was saved") from e
-    with raw:
-        try:
-            if not zipfile.is_zipfile(raw):  # NumPy would take it for a pickle, and advise to load it unsafely
-                raise ValueError("not an archive of arrays")
-            raw.seek(0)
-            # No pickles: a file must not be able to run code. The header is checked first, so that a file of another
-            # kind or model says so, and is not called damaged.
-            with np.load(raw, allow_pickle=False) as file:
-                text = file[HEADER].tobytes()
-                header = json.loads(text)
-                _check_header(header, path, form, model)
+        zipfile.ZipFile(path).close()  # NumPy would take another file for a pickle, and advise to load it unsafely
+        # No pickles: a file must not be able to run code.
+        with np.load(path, allow_pickle=False) as file:
+            text = file[HEADER].tobytes()
+            header = json.loads(text)
+            # Checked first, so that a file of another kind or model says so, and is not called damaged.
+            mismatch = _find_mismatch(header, path, form, model)
+            arrays = {}
+            if mismatch is None:
+                wrong = [
+                    f"{x} is {header[x]!r:.80}" for x, kind in form.fields.items() if not isinstance(header[x], kind)
+                ]
                 if file[SEAL].tobytes() != hashlib.sha256(text).digest():
-                    raise ValueError("its header is not what was written")
-                for name, kind in form.fields.items():
-                    if not isinstance(header[name], kind):
-                        raise TypeError(f"{name} is {header[name]!r:.80}")
-                arrays = {}
+                    wrong.append("its header is not what was written")
+                if wrong:
+                    raise ValueError(wrong[0])
                 for name, x in header["arrays"].items():
-                    if not isinstance(x["host"], bool):
-                        raise TypeError(f"host is {x['host']!r:.80}")
                     arrays[name] = file[name].view(jnp.dtype(x["dtype"])).reshape(x["shape"])
-                return header, arrays
-        except KvjaxError:
-            raise
-        except Exception as e:  # changed bits make the readers of archives raise errors of any kind
-            raise KvjaxError(
-                f"{path} is no file of the format {form.name!r}, or a damaged one ({e}); save it again"
-            ) from e
+                    header["arrays"][name]["host"] = bool(x["host"])
+    except Exception as e:  # changed bits make the readers of archives raise errors of any kind
+        raise KvjaxError(
+            f"{path} is no file of the format {form.name!r}, or a damaged one ({e}); save it again, or give the path "
+            "of a file that was saved"
+        ) from e
+    if mismatch is not None:
+        raise mismatch
+    return header, arrays
 
 
 def _config_digest(model: Model) -> str:
@@ -106,20 +102,19 @@ def _config_digest(model: Model) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_header(header: Mapping[str, Any], path: str | Path, form: Format, model: Model) -> None:
-    """Raises KvjaxError unless the file is of this kind and version, and of a model like this one."""
+def _find_mismatch(header: Mapping[str, Any], path: str | Path, form: Format, model: Model) -> KvjaxError | None:
+    """Returns the error of a file that is of another kind, version or model; None for one like this."""
     if (header["format"], header["version"]) != (form.name, form.version):
-        raise KvjaxError(
+        return KvjaxError(
             f"{path} has format {header['format']!r:.80}, version {header['version']!r:.80}, and this kvjax reads "
             f"version {form.version} of {form.name!r}; read the documents again"
         )
-    if header["model"] != _config_digest(model):
-        raise OtherWeights(
-            f"{path} was saved with a model of another configuration or dtype than {model.name or 'this one'}; load "
-            "that model, or read the documents again with this one"
-        )
-    if header["weights"] != model.fingerprint:
-        raise OtherWeights(
-            f"{path} was saved with a model of other weights than {model.name or 'this one'}; load that model, or read "
-            "the documents again with this one"
-        )
+    found = {"another configuration or dtype": header["model"], "other weights": header["weights"]}
+    expected = {"another configuration or dtype": _config_digest(model), "other weights": model.fingerprint}
+    for what, digest in found.items():
+        if digest != expected[what]:
+            return OtherWeights(
+                f"{path} was saved with a model of {what} than {model.name or 'this one'}; load that model, or "
+                "read the documents again with this one"
+            )
+    return None

@@ -121,8 +121,10 @@ def _prefix_indices(prefix: Cache, count: int, of: Sequence[int] | None) -> np.n
             )
         return np.zeros(count, np.int64)
     which = np.asarray(of)
-    if which.shape != (count,) or not np.issubdtype(which.dtype, np.integer):
-        raise KvjaxError(f"`of` names one sequence of the context for each of {count} documents, got {of!r}")
-    if which.min() < -1 or which.max() >= num_prefixes:
-        raise KvjaxError(f"`of` names sequences 0..{num_prefixes - 1} of the context, or -1 for none, got {of!r}")
+    is_list = which.shape == (count,) and np.issubdtype(which.dtype, np.integer)
+    if not is_list or which.min() < -1 or which.max() >= num_prefixes:
+        raise KvjaxError(
+            f"`of` names one of the sequences 0..{num_prefixes - 1} of the context for each of {count} documents, or "
+            f"-1 for none, got {of!r:.80}"
+        )
     return which.astype(np.int64)

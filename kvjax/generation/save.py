@@ -46,23 +46,17 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
     """Reads the method, the cache, and the logits f32[B V] of its last tokens; raises as `kvjax.resume` does."""
     header, arrays = archive.read(path, FORMAT, model)
     method = _resolve_method(header["method"], method, path)
-    if header["code"] != _code_of(method):
-        raise KvjaxError(
-            f"{path} was saved under {header['method']} when its code or values were others; read the documents again"
-        )
     plan, capacity = bind(method, model.config), header["capacity"]
-    if len(plan) != header["layers"]:
-        raise KvjaxError(f"{path} has {header['layers']} layers and the model has {len(plan)}; save it again")
     batch, layers = arrays["length"].shape[0], []
     for i, layer in enumerate(plan):
         names = [name for name in arrays if name.startswith(f"layer {i}, ")]
         leaves = [arrays[name] for name in names]
         trees = _candidate_trees(layer, model, batch, capacity, leaves)
         tree = next((tree for tree in trees if tree.num_leaves == len(leaves)), None)
-        if tree is None:
+        if tree is None or header["code"] != _code_of(method):
             raise KvjaxError(
-                f"{path} holds other arrays than {header['method']} makes in layer {i}: another version of the method "
-                "wrote it; read the documents again"
+                f"{path} was saved under {header['method']} when its code or values were others; read the documents "
+                "again"
             )
         placed = []
         for name, x in zip(names, leaves, strict=True):

@@ -104,14 +104,15 @@ def _named_failures() -> Iterator[None]:
     """Makes each exception of a template a KvjaxError that says what to do."""
     try:
         yield
-    except _Refusal as e:
-        raise KvjaxError(f"the chat template refuses these messages, saying {str(e)[:500]!r}; change them so") from e
     except Exception as e:  # a template can raise anything
-        raise KvjaxError(
-            f"the model's chat template fails with {type(e).__name__}: {str(e)[:500]!r}; mend {FILE} (or the "
-            f"chat_template of {CONFIG}) in the source of the model and convert it again, or write the text that "
-            "the model expects yourself and give it to kvjax.generate"
-        ) from e
+        what = f"refuses these messages, saying {str(e)[:500]!r}; change them so"
+        if not isinstance(e, _Refusal):
+            what = (
+                f"fails with {type(e).__name__}: {str(e)[:500]!r}; mend {FILE} (or the chat_template of {CONFIG}) in "
+                "the source of the model and convert it again, or write the text that the model expects yourself and "
+                "give it to kvjax.generate"
+            )
+        raise KvjaxError(f"the model's chat template {what}") from e
 
 
 class _Refusal(Exception):

@@ -49,11 +49,10 @@ class Tokenizer:
         path = Path(directory)
         file = path / FILE
         if not file.is_file():
-            for name in SENTENCEPIECE:
-                if (path / name).is_file():
-                    remedy = MAKE_TOKENIZER_JSON.format(file=FILE, dir=path)
-                    raise KvjaxError(f"{path} has only the SentencePiece tokenizer {name}; {remedy}")
-            raise KvjaxError(f"{path} has no {FILE}; copy the model's {FILE} there, or pass token ids instead of text")
+            remedy = f"copy the model's {FILE} there, or pass token ids instead of text"
+            if found := [name for name in SENTENCEPIECE if (path / name).is_file()]:
+                remedy = f"of its SentencePiece tokenizer {found[0]} {MAKE_TOKENIZER_JSON.format(file=FILE, dir=path)}"
+            raise KvjaxError(f"{path} has no {FILE}; {remedy}")
         return cls.from_bytes(file.read_bytes(), file, SpecialTokens.from_directory(path))
 
     @classmethod

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts
 from kvjax.reuse.chunk_layout import Span, layout_chunks, recompute
 from kvjax.reuse.full_kv import FullKV
+from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 
 
@@ -39,11 +39,8 @@ def blend(
     Returns:
       The texts' keys and values; `.compress(method, capacity)` makes a context of them.
     """
-    num_layers = chunks.model.config.layers
-    if not 0 <= ratio <= 1:
-        raise KvjaxError(f"ratio is a fraction of the chunks' tokens in 0..1, got {ratio}; the public code uses 0.16")
-    if not 0 <= layer < num_layers:
-        raise KvjaxError(f"layer must be one of 0..{num_layers - 1}, got {layer}; the public code uses 1")
+    arguments.number("ratio", ratio, 0, 1, "; the public code uses 0.16")
+    arguments.integer("layer", layer, 0, chunks.model.config.layers - 1, "; the public code uses 1")
     spans = [Span(i, 0, int(n)) for i, n in enumerate(np.asarray(chunks.lengths))]
     layout = layout_chunks(chunks, spans, order, questions)
     return recompute(chunks, layout, np.array([int(n * ratio) for n in layout.num_known]), None, layer)[0]

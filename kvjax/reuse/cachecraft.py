@@ -22,6 +22,7 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts, round_up
 from kvjax.reuse.chunk_layout import Span, chunk_slots, layout_chunks, recompute
 from kvjax.reuse.full_kv import FullKV
+from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 
 QUERY_BLOCK_TOKENS = 64
@@ -62,8 +63,7 @@ class Chunks:
         Returns:
           The texts' keys and values; `.compress(method, capacity)` makes a context of them.
         """
-        if alpha < 0:
-            raise KvjaxError(f"alpha must be 0 or more, got {alpha}; 1 is the measured impact")
+        arguments.number("alpha", alpha, 0, math.inf, "; 1 is the measured impact")
         layout = layout_chunks(self.read, [chunk.span for chunk in self.chunks], order, questions)
         importance = np.zeros((len(order), round_up(max(map(len, layout.ids)))))
         for row, indices in zip(importance, order, strict=True):
@@ -119,13 +119,12 @@ def cut(read: FullKV, lengths: Sequence[Sequence[int]]) -> Chunks:
     if read.ids is None or not read.prompts[0].q.shape[3]:
         raise KvjaxError("chunks are cut from prompts with their tokens and queries; use kvjax.reuse.read_exactly")
     read.check_weights()
-    if len(lengths) != len(read.ids):
-        raise KvjaxError(f"{len(lengths)} lists of lengths for {len(read.ids)} prompts; give one per prompt")
-    for i, (sizes, ids) in enumerate(zip(lengths, read.ids, strict=True)):
-        if min(sizes, default=1) < 1 or sum(sizes) > len(ids):
-            raise KvjaxError(
-                f"prompt {i} of {len(ids)} tokens has no chunks of {list(sizes)} tokens; give 1 or more each"
-            )
+    fit = [min(sizes, default=1) >= 1 and sum(sizes) <= len(ids) for sizes, ids in zip(lengths, read.ids, strict=False)]
+    if len(lengths) != len(read.ids) or not all(fit):
+        raise KvjaxError(
+            f"prompts of {list(map(len, read.ids))} tokens have no chunks of {lengths!r:.80} tokens; give a list of "
+            "lengths for each prompt, 1 or more each"
+        )
     attention, chunks = _attention_to_chunks(read, lengths), []
     for row, sizes in enumerate(lengths):
         ends = np.cumsum([0, *sizes])

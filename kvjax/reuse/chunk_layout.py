@@ -52,11 +52,13 @@ def layout_chunks(
     question_ids = token_ids(known.model, questions, begins=False)
     if known.ids is None:
         raise KvjaxError("the tokens of these chunks are not known; read them with kvjax.reuse.read_exactly")
-    if len(order) != len(question_ids):
-        raise KvjaxError(f"{len(order)} orders of chunks but {len(question_ids)} questions; give one question per text")
-    for index in (index for row in order for index in row):
-        if not 0 <= index < len(spans):
-            raise KvjaxError(f"there are chunks 0..{len(spans) - 1}, got {index}")
+    unknown = [index for row in order for index in row if not 0 <= index < len(spans)]
+    if unknown or len(order) != len(question_ids):
+        raise KvjaxError(
+            f"{len(order)} orders of chunks but {len(question_ids)} questions; give one question per text"
+            if not unknown
+            else f"there are chunks 0..{len(spans) - 1}, got {unknown[0]}"
+        )
     ids, source = [], []
     for row, question in zip(order, question_ids, strict=True):
         chunks = [spans[index] for index in row]

@@ -70,24 +70,23 @@ class FullKV:
         self.check_weights()
         model, method = self.model, method_of(method)
         plan = bind(method, model.config)
-        if any(
-            n.prompt_chunk or n.prompt_pattern or n.hidden_states or n.output_projection or n.replay
-            for n in (layer.needs for layer in plan)
-        ):
-            if self.ids is None:
-                raise KvjaxError(
-                    "this method attends within the prompt in its own way, or looks at more of it than keys, values "
-                    "and queries: read the prompts' tokens with it"
-                )
+        needs = [layer.needs for layer in plan]
+        needs_text = any(
+            n.prompt_chunk or n.prompt_pattern or n.hidden_states or n.output_projection or n.replay for n in needs
+        )
+        if needs_text and self.ids is not None:
             return read(model, self.ids, method, capacity=capacity)
+        if needs_text or (any(n.observed_queries != 0 for n in needs) and not self.prompts[0].q.shape[3]):
+            raise KvjaxError(
+                "this method attends within the prompt in its own way, or looks at more of it than the keys, values "
+                "and queries that are given: read the prompts' tokens with it"
+            )
         lengths = tuple(np.asarray(self.lengths).tolist())
         checks.warn_of_positions(model, plan, 0, max(lengths))
         num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
         calls = layer_calls(plan, model.config, num_slots)
         prompts = []
         for layer, (k, v, q, *_) in zip(plan, self.prompts, strict=True):
-            if layer.needs.observed_queries != 0 and not q.shape[3]:
-                raise KvjaxError("this method looks at the prompt's queries, and only keys and values are given")
             prompts.append(LayerPrompt(k, v, select_queries(layer, q, 0, self.lengths) if q.shape[3] else q))
         # The cache gets lengths of its own: the decode loop donates them, and these prompts stay usable.
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)

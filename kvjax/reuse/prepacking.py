@@ -70,8 +70,8 @@ def pack_exactly(model: Model, documents: Prompts, width: int | None = None) -> 
         raise KvjaxError("documents are packed on one device; on a mesh use kvjax.read")
     ids = token_ids(model, documents, begins=True)
     longest = max(map(len, ids))
-    if width is not None and arguments.integer("width", width) < longest:
-        raise KvjaxError(f"the longest document has {longest} tokens and width is {width}; use width={longest} or more")
+    if width is not None:
+        arguments.integer("width", width, longest, remedy=f"; the longest document has {longest} tokens")
     width = round_up(longest if width is None else width)
     places = pack_rows([len(row) for row in ids], width)
     shape = (1 + max(row for row, _ in places), width)

@@ -79,11 +79,10 @@ def decode(words: np.ndarray, states: np.ndarray, parts: Sequence[tuple[int, Tab
             state = frequency[at] * (state >> FREQUENCY_BITS) + slot - before[at]
             needs_word = np.flatnonzero(state < MIN_STATE)
             more = words[used : used + len(needs_word)]
-            if len(more) < len(needs_word):
-                raise KvjaxError("the coded symbols end too early: the file is damaged; write it again")
-            state[needs_word] = (state[needs_word] << WORD_BITS) | more
+            # Too few words leave states too small: what is decoded then is told from what was written at the end.
+            state[needs_word[: len(more)]] = (state[needs_word[: len(more)]] << WORD_BITS) | more
             used += len(needs_word)
         decoded.append(symbols)
-    if used < len(words) or (state != MIN_STATE).any():
+    if used != len(words) or (state != MIN_STATE).any():
         raise KvjaxError("the coded symbols do not end where they should: the file is damaged; write it again")
     return decoded

@@ -107,14 +107,12 @@ def speculate(
     drafter, timer = draft_model or model, Timer()
     ids = token_ids(model, prompts, begins=True)
     draft_ids = ids if draft_prompts is None else token_ids(drafter, draft_prompts, begins=True)
-    if drafter.config.vocab_size != model.config.vocab_size:
+    vocabularies = drafter.config.vocab_size, model.config.vocab_size
+    if len(set(vocabularies)) > 1 or len(ids) != len(draft_ids):
         raise KvjaxError(
-            f"the draft's model has {drafter.config.vocab_size} tokens in its vocabulary and the verifier "
-            f"{model.config.vocab_size}; draft with a model of the same vocabulary"
-        )
-    if len(ids) != len(draft_ids):
-        raise KvjaxError(
-            f"{len(draft_ids)} draft_prompts for {len(ids)} prompts; give one per prompt, or leave them out"
+            f"{len(draft_ids)} draft_prompts for {len(ids)} prompts, and {vocabularies[0]} tokens in the vocabulary of "
+            f"the draft's model for {vocabularies[1]}; give one per prompt, or leave them out, and draft with a model "
+            "of the same vocabulary"
         )
     num_new = max_new_tokens + num_draft_tokens  # the last round may feed more tokens than are generated
     _, draft_cache = _prefill_rewindable(
@@ -159,14 +157,12 @@ def speculate(
 
 def _resolve_options(model: Model, options: GenerateOptions) -> DecodeOptions:
     """Checks the options; raises KvjaxError for those of `generate` that rounds of speculation do not have."""
-    if given := next((name for name in ("stop", "loop") if options.get(name)), None):
-        raise KvjaxError(f"speculate knows no {given}; leave it out, or use kvjax.generate")
     resolved = resolve_options(model, options)
-    if resolved.sampling.has_penalties:
-        raise KvjaxError(
-            "speculate knows no penalties: each drafted token would change the logits of those after it, which are "
-            "verified at once; leave them out, or use kvjax.generate"
-        )
+    unknown = [name for name in ("stop", "loop") if options.get(name)]
+    # Each drafted token would change the logits of those after it, which are verified at once.
+    unknown += ["penalties"] if resolved.sampling.has_penalties else []
+    if unknown:
+        raise KvjaxError(f"speculate knows no {', '.join(unknown)}; leave it out, or use kvjax.generate")
     return resolved
 
 

@@ -90,9 +90,9 @@ def test_a_method_that_cannot_be_edited_says_so(method, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((5, 4, [[1]] * 3), "sequence 0 has 40 tokens: tokens 5..4 of it cannot be replaced"),
+        ((5, 4, [[1]] * 3), "sequence 0 has 40 tokens: stop must be 5 to 40 for it, got 4"),
         ((5, 7, [[1]] * 3), "sequence 2 has 6 tokens"),
-        ((0, 1, [[1]]), "1 texts were given for 3 sequences"),
+        ((0, 1, [[1]]), "one text or list of ids per sequence, empty ones to delete: 3 of them"),
         ((0, 0, [[1] * 100] * 3), "the edited text has 140 tokens and the cache room for 128"),
         ((0, 1, [[97]] * 3), "token id 97"),
     ],

@@ -233,7 +233,7 @@ def test_bytes_of_the_result_are_the_states(model):
         (lambda m: kvjax.read(m, [[1]], "full").score([[1]], decoded=[[]]), "token of sequences of .1. tok"),
         (lambda m: kvjax.read(m, [[1]], "full").edit(0, 1, 5), "one text or list of ids per sequence, empty ones"),
         (lambda m: kvjax.reuse.read_packed(m, [[1]], "full", room="5"), "room must be an integer from 0"),
-        (lambda m: kvjax.reuse.read_packed(m, [[1, 2]], "full", width=50.5), "width must be an integer from 1"),
+        (lambda m: kvjax.reuse.read_packed(m, [[1, 2]], "full", width=50.5), "width must be an integer from 2"),
         (lambda m: kvjax.reuse.read_batch(m, [[1]], least="3"), "least must be an integer from 1"),
         (lambda m: kvjax.read(m, [[1]], "full").fork(1.5), "times must be an integer from 1"),
         (lambda m: kvjax.parse("kivi:bits=2,bits=4"), "parameter 'bits' of kivi is given twice"),

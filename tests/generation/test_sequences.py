@@ -157,7 +157,7 @@ def test_what_all_sequences_share_is_stored_once_when_batches_are_joined(sizes):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda c: c.crop(41), "sequence 0 has 40 tokens and cannot be cropped to 41; give 0..40"),
+        (lambda c: c.crop(41), "sequence 0 has 40 tokens: lengths must be 0 to 40 for it, got 41"),
         (lambda c: c.crop([1, 2]), "lengths must be a whole number, or one for each of 3 sequences"),
         (lambda c: c.crop(0.5), "lengths must be a whole number"),
         (lambda c: c.take([3]), "the cache has sequences 0..2"),

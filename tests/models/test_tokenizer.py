@@ -72,7 +72,7 @@ def test_no_or_damaged_tokenizer(tmp_path):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(
-        KvjaxError, match=r"only the SentencePiece tokenizer tokenizer.model; make tokenizer.json(.|\n)*save_pre"
+        KvjaxError, match=r"of its SentencePiece tokenizer tokenizer.model make tokenizer.json(.|\n)*save_pre"
     ):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": ')

@@ -96,8 +96,8 @@ def test_a_blended_text_goes_under_any_method_without_queries(chunks):
 @pytest.mark.parametrize(
     ("arguments", "more", "says"),
     [
-        ((ORDER, QUESTIONS), {"ratio": 1.5}, "ratio is a fraction of the chunks' tokens in 0..1, got 1.5"),
-        ((ORDER, QUESTIONS), {"layer": 3}, "layer must be one of 0..2, got 3"),
+        ((ORDER, QUESTIONS), {"ratio": 1.5}, "ratio must be a number from 0 to 1, got 1.5; the public code uses 0.16"),
+        ((ORDER, QUESTIONS), {"layer": 3}, "layer must be an integer from 0 to 2, got 3"),
         ((ORDER, QUESTIONS[:1]), {}, "2 orders of chunks but 1 questions"),
         (([[3], [0]], QUESTIONS), {}, "there are chunks 0..2, got 3"),
     ],

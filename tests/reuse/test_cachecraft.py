@@ -91,9 +91,12 @@ def test_more_tokens_come_nearer(chunks):
     ("call", "says"),
     [
         (lambda c: c.reuse([[5]], [[1]]), "there are chunks 0..4, got 5"),
-        (lambda c: c.reuse([[0]], [[1]], alpha=-1.0), "alpha must be 0 or more, got -1.0"),
-        (lambda c: cut(c.read, [[1]]), "1 lists of lengths for 2 prompts"),
-        (lambda c: cut(c.read, [[40], [1]]), "prompt 0 of 32 tokens has no chunks of"),
+        (
+            lambda c: c.reuse([[0]], [[1]], alpha=-1.0),
+            "alpha must be a number from 0 to inf, got -1.0",
+        ),
+        (lambda c: cut(c.read, [[1]]), "have no chunks of .* give a list of lengths for each prompt"),
+        (lambda c: cut(c.read, [[40], [1]]), "prompts of .32, .* tokens have no chunks of"),
     ],
 )
 def test_bad_input_is_named(chunks, call, says):
