@@ -20,8 +20,6 @@ from kvjax.models.checkpoint import parameter_shapes, part_names
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
 """With tied embeddings the first may be absent, or repeat the second."""
 
-MAX_PROBLEMS_SHOWN = 40
-
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
@@ -90,9 +88,7 @@ def plan_conversion(source: Source) -> ConversionPlan:
     config = translate(source.config, source.generation, source.eos_id())
     bindings = bind(family(source.config).rules, config)
     if problems := _find_problems(source, bindings, config):
-        hidden = len(problems) - MAX_PROBLEMS_SHOWN
-        more = [f"... and {hidden} more"] if hidden > 0 else []
-        lines = "\n  ".join(problems[:MAX_PROBLEMS_SHOWN] + more)
+        lines = "\n  ".join(problems)
         raise KvjaxError(f"{len(problems)} problems with the tensors, nothing was written:\n  {lines}")
     parts = {name: [] for name in part_names(parameter_shapes(config))}
     for b in bindings:

@@ -24,10 +24,12 @@ def open_source(path: str | Path) -> Source:
     """Opens a Hugging Face directory or a GGUF file; raises KvjaxError with the remedy for anything else."""
     if Path(path).suffix != ".gguf":
         return Directory(path)
-    if not Path(path).is_file():
-        raise KvjaxError(f"there is no file {path}; give a GGUF file, or a Hugging Face directory")
-    if importlib.util.find_spec("gguf") is None:
-        raise KvjaxError('GGUF files are read with the package `gguf`; install it: pip install "kvjax[gguf]"')
+    is_installed = importlib.util.find_spec("gguf") is not None
+    if not is_installed or not Path(path).is_file():
+        problem = f"there is no file {path}; give a GGUF file, or a Hugging Face directory"
+        if not is_installed:
+            problem = 'GGUF files are read with the package `gguf`; install it: pip install "kvjax[gguf]"'
+        raise KvjaxError(problem)
     from checkpoints_convert.gguf.gguf_source import GgufSource
 
     return GgufSource(path)
@@ -93,14 +95,16 @@ def read_parts(source: Source, plan: ConversionPlan, dtype: np.dtype) -> Iterato
 def convert_tensor(source: Source, binding: Binding, dtype: np.dtype) -> dict[str, np.ndarray]:
     """Reads one source tensor as parameters by path; raises KvjaxError with its name if a weight is not finite."""
     tensor, name = source.read(binding.source), binding.source
-    if not (finite := np.isfinite(tensor)).all():
-        where = [int(i) for i in np.argwhere(~finite)[0]]
-        count = f"{np.count_nonzero(~finite)} of {tensor.size}"
-        raise KvjaxError(f"{name}: {count} weights are not finite, first at {where}; copy it again")
     with np.errstate(over="ignore"):
         cast = tensor.astype(dtype, copy=False)
-    if cast is not tensor and not np.isfinite(cast).all():
-        raise KvjaxError(f"{name}: weights up to {np.abs(tensor).max():.3g} do not fit {dtype}; use --dtype f32")
+    if not np.isfinite(cast).all():
+        finite = np.isfinite(tensor)
+        problem = f"weights up to {np.abs(tensor).max():.3g} do not fit {dtype}; use --dtype f32"
+        if not finite.all():
+            where = [int(i) for i in np.argwhere(~finite)[0]]
+            count = f"{np.count_nonzero(~finite)} of {tensor.size}"
+            problem = f"{count} weights are not finite, first at {where}; copy it again"
+        raise KvjaxError(f"{name}: {problem}")
     return {path: np.ascontiguousarray(x) for path, x in binding.split(cast)}
 
 

@@ -151,10 +151,13 @@ class Directory:
     def _read_shards(self, shard_of: dict[str, str]) -> dict[str, Tensor]:
         """Reads the headers of all shards, which must hold what the index says, each tensor once."""
         shards = sorted(set(shard_of.values()))
-        if absent := [s for s in shards if not (self.directory / s).is_file()]:
-            raise KvjaxError(f"missing shards: {', '.join(absent)}; copy them to {self.directory}")
-        headers = {shard: read_header(self.directory / shard) for shard in shards}
-        problems = [f"{n}: not in {s}, where {INDEX} says it is" for n, s in shard_of.items() if n not in headers[s]]
+        problems = [f"{shard}: no such file" for shard in shards if not (self.directory / shard).is_file()]
+        headers = {} if problems else {shard: read_header(self.directory / shard) for shard in shards}
+        problems += [
+            f"{name}: not in {shard}, where {INDEX} says it is"
+            for name, shard in shard_of.items()
+            if shard in headers and name not in headers[shard]
+        ]
         for name, shard in [(n, s) for s, header in headers.items() for n in header if shard_of.get(n) != s]:
             known = shard_of.get(name)
             where = f"in {known} and in {shard}" if known in headers else f"in {shard} but not in {INDEX}"

@@ -7,12 +7,14 @@ distributions that have all their mass on one token: a token is accepted if it i
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from kvjax.core.types import Array, pytree
 from kvjax.engine.sampling import Sampler, apply_filters
-from kvjax.errors import KvjaxError
+from kvjax.utils import arguments
 
 
 @pytree
@@ -30,10 +32,8 @@ class Shift:
 
 def make_shift(strength: float, alpha: float) -> Shift:
     """Checks and wraps the numbers of a shift."""
-    if not 0 <= strength < float("inf"):
-        raise KvjaxError(f"transfer must be 0 (lossless) or a positive number, got {strength}")
-    if not 0 <= alpha <= 1:
-        raise KvjaxError(f"alpha must be in [0, 1], got {alpha}; RAPID uses 0.1")
+    arguments.number("transfer", strength, 0, math.inf, "; 0 is lossless")
+    arguments.number("alpha", alpha, 0, 1, "; RAPID uses 0.1")
     return Shift(jnp.float32(strength), jnp.float32(alpha))
 
 

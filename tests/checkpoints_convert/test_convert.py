@@ -8,7 +8,6 @@ import sys
 import tracemalloc
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -160,12 +159,6 @@ def test_what_is_refused_has_no_bar(hf, tmp_path, monkeypatch, capsys, refused):
     assert "convert" in capsys.readouterr().err  # the bar of one that is not refused
 
 
-def test_an_empty_folder_is_written_to(tmp_path):
-    (tmp_path / "out").mkdir()
-    assert main(["convert", str(ROOT / "mistral"), str(tmp_path / "out")]) == 0
-    assert checkpoint.read_manifest(tmp_path / "out")
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_weights_are_named_and_nothing_stays(hf, tmp_path, bad):
     mistral = hf("mistral")
@@ -206,11 +199,6 @@ def test_existing_directories(hf, tmp_path):
     convert(ROOT / "llama3", out, replace=True)
     assert checkpoint.restore(out)[0].windows is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama3", "out"]
-    foreign = tmp_path / "photos"
-    foreign.mkdir()
-    (foreign / "me.png").touch()
-    with pytest.raises(KvjaxError, match="not a kvjax checkpoint, so it is not replaced"):
-        convert(ROOT / "llama3", foreign, replace=True)
 
 
 KILLED = """
@@ -345,19 +333,4 @@ def test_command_line(tmp_path, capsys):
 def test_inspect_says_why_not(hf, capsys):
     directory = hf("llama3").config(rope_scaling={"rope_type": "yarn", "factor": 2.0})
     assert main(["inspect", str(directory)]) == 0
-    assert "no: RoPE scaling 'yarn' is not supported" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["convert", "--help"], ["check", "--help"], ["inspect", "--help"]])
-def test_help(arguments, capsys):
-    with pytest.raises(SystemExit) as e:
-        main(arguments)
-    assert e.value.code == 0 and len(capsys.readouterr().out.splitlines()) > 8
-
-
-def test_in_memory_reading_equals_the_written_one(tmp_path):
-    convert(ROOT / "phi3", tmp_path / "out", "f32")
-    read_params = jax.tree.map(jnp.asarray, read(ROOT / "phi3")[1])
-    restored = checkpoint.restore(tmp_path / "out")[1]
-    for written, direct in zip(jax.tree.leaves(restored), jax.tree.leaves(read_params), strict=True):
-        np.testing.assert_array_equal(written, direct)
+    assert "no: config.json: RoPE scaling 'yarn' is not supported" in " ".join(capsys.readouterr().out.split())

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from checkpoints_convert.package_models import PackageModel
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import store
 from kvjax.models import checkpoint
-from kvjax.utils.files import Busy
 from kvjax.utils.packages import PackageFile
 from tests.checkpoints_convert.gguf.gguf_files import write
 from tests.fixtures import ROOT
@@ -59,42 +55,6 @@ def test_several_that_ask_at_once_get_one_model(tiny):
     assert len(set(directories)) == 1
     _, parameters = checkpoint.restore(directories[0])
     np.testing.assert_array_equal(parameters["embedding"], read(tiny)[1]["embedding"])
-
-
-KILLED = """
-import sys, time
-from kvjax.models import checkpoint
-from checkpoints_convert.convert import convert
-
-put = checkpoint.Writer.put
-def slow(self, name, subtree):
-    put(self, name, subtree)
-    print(name, flush=True)
-    time.sleep(60)
-checkpoint.Writer.put = slow
-convert(sys.argv[1], sys.argv[2])
-"""
-
-
-def test_what_is_being_written_is_busy_and_what_was_killed_is_written_anew(tiny, tmp_path):
-    command = [sys.executable, "-c", KILLED, str(tiny), str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline()  # one part is written
-        with (
-            pytest.raises(Busy, match="another process writes .*/out; wait until it is done"),
-            checkpoint.Writer(tmp_path / "out", read(tiny)[0], "float32"),
-        ):
-            pass
-        process.kill()
-    (left,) = tmp_path.glob(".kvjax-*/new/params")
-    for _ in range(100):  # the lock ends with the process
-        try:
-            package_models.convert(tiny, tmp_path / "out")
-            break
-        except Busy:
-            time.sleep(0.1)
-    checkpoint.restore(tmp_path / "out")
-    assert not left.exists() and not list(tmp_path.glob(".kvjax-*"))
 
 
 def test_without_the_package_the_error_names_it(monkeypatch):

@@ -58,11 +58,6 @@ def test_missing_head_names_the_key_that_would_explain_it(hf):
     assert "tie_word_embeddings: true" in read_error(hf("mistral").tensors(lm_head__weight=None))
 
 
-def test_a_long_list_is_cut(hf):
-    error = read_error(hf("mistral").config(num_hidden_layers=9))
-    assert error.startswith("63 problems") and error.endswith("... and 23 more")
-
-
 def test_old_buffers_are_ignored(hf):
     buffers = {f"model__layers__{i}__self_attn__rotary_emb__inv_freq": np.ones(4, np.float32) for i in (0, 1)}
     assert len(plan_conversion(Directory(hf("mistral").tensors(**buffers))).bindings) == 21
@@ -81,7 +76,7 @@ def test_missing_shards_are_all_named(hf):
     shards = sorted(llama.glob("model-*.safetensors"))
     for shard in shards:
         shard.unlink()
-    assert f"missing shards: {shards[0].name}, {shards[1].name}; copy them to" in read_error(llama)
+    assert f"{shards[0].name}: no such file\n  {shards[1].name}: no such file" in read_error(llama)
 
 
 def test_index_and_shards_must_agree(hf):

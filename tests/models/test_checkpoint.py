@@ -121,9 +121,6 @@ def test_nothing_appears_unless_complete(tmp_path, params):
     ):
         for name in ("embedding", "layer_0", "layer_1", "final_norm"):
             w.put(name, params[name])
-    with pytest.raises(KvjaxError, match="put twice"), checkpoint.Writer(tmp_path / "a", CONFIG, "float32") as w:
-        w.put("embedding", params["embedding"])
-        w.put("embedding", params["embedding"])
     with pytest.raises(KeyboardInterrupt), checkpoint.Writer(tmp_path / "a", CONFIG, "float32") as w:
         w.put("embedding", params["embedding"])
         raise KeyboardInterrupt
@@ -309,8 +306,8 @@ def edit(directory, change):
         (lambda raw: raw["config"].update(kv_heads=3), "must be a multiple of kv_heads"),
         (lambda raw: raw["config"].update(surprise=1), "not a kvjax model configuration"),
         (lambda raw: raw["parameters"]["embedding"].update(dtype="float99"), "its digest differs"),
-        (lambda raw: raw["config"].update(rope_theta=20_000.0), "kvjax.json is not what was written"),
-        (lambda raw: raw.pop("digest"), "kvjax.json is not what was written"),
+        (lambda raw: raw["config"].update(rope_theta=20_000.0), "kvjax.json is missing or not what was written"),
+        (lambda raw: raw.pop("digest"), "kvjax.json is missing or not what was written"),
         (lambda raw: raw["config"].update(norm_eps=-1.0), "norm_eps must be a positive number, got -1.0"),
         (lambda raw: raw["config"].update(norm_eps=float("nan")), "norm_eps must be a positive number, got nan"),
         (lambda raw: raw["config"].update(rope_theta=float("inf")), "rope_theta must be a positive number, got inf"),

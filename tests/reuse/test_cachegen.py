@@ -138,7 +138,7 @@ def test_it_goes_on_as_the_cache_in_levels_does(tmp_path):
         assert answer.tokens == expected.tokens
     exact, quantized = (x.compress("full", 96).feed(question).last for x in (EXACT, loaded))
     assert np.abs(quantized - exact).max() > 1e-3  # it is not the exact cache
-    with pytest.raises(KvjaxError, match="looks at the prompt's queries"):
+    with pytest.raises(KvjaxError, match="read the prompts' tokens with it"):
         loaded.compress("snapkv:budget=8,window=4", 96)
 
 

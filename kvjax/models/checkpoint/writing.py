@@ -94,8 +94,6 @@ class Writer:
         """Writes one top-level entry of the parameters: a tree of arrays, or an array for `embedding`."""
         import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
 
-        if name in self.digests:
-            raise KvjaxError(f"part {name!r} was put twice; put each top-level entry once")
         arrays = flatten_dict({name: subtree}, sep="/")
         flat = {path: np.asarray(x).astype(self.dtype, copy=False) for path, x in arrays.items()}
         entries = {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in flat.items()}

@@ -134,6 +134,24 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
         open_source(second)
 
 
+def write_changed(directory: Path, monkeypatch, name: str = "llama2", factors: Any = None, **changes: Any) -> Path:
+    """Writes a fixture as a GGUF file whose reader finds further metadata, by `key__of__it`, and rope_freqs.weight."""
+    read_header = gguf_header.read_header
+    metadata = {key.replace("__", "."): value for key, value in changes.items()}
+
+    def read_changed(file):
+        header = read_header(file)
+        kept = {key: x for key, x in (header.metadata | metadata).items() if x is not None}
+        return header._replace(metadata=kept)
+
+    monkeypatch.setattr(gguf_header, "read_header", read_changed)
+    if factors is not None:
+        monkeypatch.setattr(
+            "tests.checkpoints_convert.gguf.gguf_files.llama3_factors", lambda config: np.array(factors, np.float32)
+        )
+    return write(ROOT / name, directory / "model.gguf")
+
+
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
@@ -162,35 +180,9 @@ def test_parts_are_one_model_and_a_missing_one_is_named(tmp_path):
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_by_its_name(metadata, says, tmp_path, monkeypatch):
-    changes = {key.replace("__", "."): value for key, value in metadata.items()}
-    read_header = gguf_header.read_header
-
-    def read_changed(file):
-        header = read_header(file)
-        return header._replace(metadata=header.metadata | changes)
-
-    monkeypatch.setattr(gguf_header, "read_header", read_changed)
     with pytest.raises(KvjaxError, match=says):
-        convert(write(ROOT / "llama2", tmp_path / "model.gguf"), tmp_path / "out")
+        convert(write_changed(tmp_path, monkeypatch, **metadata), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def write_changed(directory: Path, monkeypatch, name: str = "llama2", factors: Any = None, **changes: Any) -> Path:
-    """Writes a fixture as a GGUF file whose reader finds further metadata, by `key__of__it`, and rope_freqs.weight."""
-    read_header = gguf_header.read_header
-    metadata = {key.replace("__", "."): value for key, value in changes.items()}
-
-    def read_changed(file):
-        header = read_header(file)
-        kept = {key: x for key, x in (header.metadata | metadata).items() if x is not None}
-        return header._replace(metadata=kept)
-
-    monkeypatch.setattr(gguf_header, "read_header", read_changed)
-    if factors is not None:
-        monkeypatch.setattr(
-            "tests.checkpoints_convert.gguf.gguf_files.llama3_factors", lambda config: np.array(factors, np.float32)
-        )
-    return write(ROOT / name, directory / "model.gguf")
 
 
 @pytest.mark.parametrize("factors", [[1, 2, 3, 4], [0.5] * 4, [1, 8, 8, 8], [2.0, 1.0, 1.0, 1.0]])
