@@ -109,11 +109,13 @@ def speculate(
     draft_ids = ids if draft_prompts is None else token_ids(drafter, draft_prompts, begins=True)
     vocabularies = drafter.config.vocab_size, model.config.vocab_size
     if len(set(vocabularies)) > 1 or len(ids) != len(draft_ids):
-        raise KvjaxError(
-            f"{len(draft_ids)} draft_prompts for {len(ids)} prompts, and {vocabularies[0]} tokens in the vocabulary of "
-            f"the draft's model for {vocabularies[1]}; give one per prompt, or leave them out, and draft with a model "
-            "of the same vocabulary"
-        )
+        problem = f"{len(draft_ids)} draft_prompts for {len(ids)} prompts; give one per prompt, or leave them out"
+        if len(set(vocabularies)) > 1:
+            problem = (
+                f"the draft's model has {vocabularies[0]} tokens in its vocabulary and the verifier {vocabularies[1]}; "
+                "draft with a model of the same vocabulary"
+            )
+        raise KvjaxError(problem)
     num_new = max_new_tokens + num_draft_tokens  # the last round may feed more tokens than are generated
     _, draft_cache = _prefill_rewindable(
         drafter, draft, draft_ids, capacity_for(draft_ids, None, num_new), "draft", timer

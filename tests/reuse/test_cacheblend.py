@@ -89,7 +89,7 @@ def test_a_row_depends_on_no_other(chunks):
 def test_a_blended_text_goes_under_any_method_without_queries(chunks):
     context = blend(chunks, ORDER, QUESTIONS).compress("keydiff:budget=8 + int4", 64)
     assert context.generate(max_new_tokens=2).num_sequences == 2
-    with pytest.raises(KvjaxError, match="looks at the prompt's queries"):
+    with pytest.raises(KvjaxError, match="read the prompts' tokens with it"):
         blend(chunks, ORDER, QUESTIONS).compress("snapkv:budget=8,window=4", 64)
 
 
