@@ -165,7 +165,7 @@ def test_what_all_sequences_share_is_stored_once_when_batches_are_joined(sizes):
         (lambda c: c.fork(0), "times must be an integer from 1 to 2147483647, got 0"),
         (lambda c: kvjax.cache_ops.join([]), "no caches were given"),
         (lambda c: c.join(kvjax.read(MODEL, [[1]], "int4", capacity=128)), "another model or method"),
-        (lambda c: c.join(kvjax.read(OTHER, [[1]], "full", capacity=128)), "other weights or types"),
+        (lambda c: c.join(kvjax.read(OTHER, [[1]], "full", capacity=128)), "of a model with other weights"),
         (lambda c: c.join(kvjax.read(MODEL, [[1]], "full", capacity=256)), "room for 256 tokens per sequence"),
     ],
 )
