@@ -399,7 +399,7 @@ class MethodLayer:
                 raise IncompatibleMethod(
                     f"component `{name}`, {type(component).__name__}, takes tokens one by one, as they are read, and "
                     "cannot be edited; edit the text under `full`, which any method can then be made of "
-                    "(`kvjax.generation.reuse.full_kv`)"
+                    "(`kvjax.reuse.read_exactly`)"
                 )
         # Sequences of unequal length end in different slots: only a write on the device drops what lies beyond.
         appended = self._append(memory.map_buffers(memory.to_device, state), block.clean())
