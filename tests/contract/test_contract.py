@@ -21,7 +21,7 @@ from kvjax.core.memory import array_bytes
 from kvjax.errors import IncompatibleMethod
 from kvjax.testing.rules import RULES, Rule, changed_types
 from tests.contract import edges, layer
-from tests.contract.cases import CASES
+from tests.contract.cases import CASES, FIRST_CASES
 from tests.contract.method_case import MethodCase
 from tests.contract.table import REGISTRY, layer_shape
 
@@ -66,8 +66,9 @@ def test_c2_eager_jitted_scanned_and_chunked_agree(case: MethodCase):
     steps = np.concatenate([out for out, _ in run_case(case.small).steps[1:]], 1)
     scanned = layer.decode(case.small, batch, state=state)
     np.testing.assert_allclose(np.moveaxis(steps, 1, 3), scanned, atol=1e-6)
-    eager, _, _ = bound_layer.extend(state, *batch.token(0), 1, None)
-    np.testing.assert_allclose(eager, scanned[:, :, :, :1], atol=1e-6)
+    if case is FIRST_CASES[case.method]:  # each operation is compiled by itself, which takes the longest
+        eager, _, _ = bound_layer.extend(state, *batch.token(0), 1, None)
+        np.testing.assert_allclose(eager, scanned[:, :, :, :1], atol=1e-6)
     chunk, _ = layer.compile_extend(bound_layer, layer.STEPS)(state, batch.tokens(0, layer.STEPS))
     np.testing.assert_allclose(chunk, scanned, atol=2e-6)
 
@@ -130,9 +131,9 @@ def test_c6_bytes_are_the_papers_and_the_planned_ones(case: MethodCase, dtype):
     if not bound_layer.needs.global_budget:
         assert planned.total == expected
     else:  # a plan adds the slots by which a layer's part of the budget may be rounded up, and no more
-        largest = layer.make_state(
-            bound_layer, *layer.prompt(batch), layer.num_slots(bound_layer) + SHARED_ROUNDING - 1
-        )
+        slots = layer.num_slots(bound_layer) + SHARED_ROUNDING - 1
+        make_largest = functools.partial(layer.make_state, bound_layer, slots=slots)
+        largest = layer.trace(lambda *x: jax.tree.map(jax.typeof, make_largest(*x)), *layer.prompt(batch))
         assert expected["device"] <= planned.total["device"] <= array_bytes(largest)["device"] + 4 * layer.B
 
 
