@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -40,7 +41,7 @@ ROUNDED_CODES_FACTOR = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class MethodRun:
+class MethodRun(abc.ABC):
     """A method on three prompts, the first the longest and the second of one token, and the tokens after each.
 
     `ModelRun` runs it on a whole model; the battery of the tests has a run on one layer.
@@ -52,17 +53,17 @@ class MethodRun:
     ragged_counts: ClassVar[tuple[tuple[int, ...], ...]] = ((3, 1, 2), (2, 3, 1), (1, 2, 3))
     """Tokens that are fed to each sequence at once: each sequence meets each number."""
 
+    @abc.abstractmethod
     def read(self, sequences: list[int]) -> Cache:
         """Returns the cache after the prompts of these sequences; a single one may be read several times over."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def feed(self, cache: Cache, tokens: list[list[int]]) -> tuple[np.ndarray, Cache]:
         """Feeds tokens to each sequence in one call, and returns (logits, or a layer's output, f32[B T ..], cache)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def are_close(self, x: np.ndarray, y: np.ndarray, factor: int = 1) -> bool:
         """Whether x and y differ by rounding alone; `factor` widens the tolerance."""
-        raise NotImplementedError
 
     @functools.cached_property
     def first_cache(self) -> Cache:
