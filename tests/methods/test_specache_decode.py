@@ -97,12 +97,6 @@ def test_tokens_that_are_given_choose_their_own_rows(model):
     assert known_error < 0.5 * guessed_error
 
 
-def test_a_row_of_a_padded_batch_is_the_row_alone(model):
-    parsed = kvjax.parse(SMALL)
-    together = kvjax.generate(model, PROMPTS, parsed, max_new_tokens=12).tokens
-    assert together == [kvjax.generate(model, [p], parsed, max_new_tokens=12).tokens[0] for p in PROMPTS]
-
-
 def test_a_second_turn_of_unequal_length(model):
     """Rows that end early in the chunk are left alone by what follows."""
     parsed, more = kvjax.parse(SMALL), [[5, 6, 7, 8], [9], [1, 2]]

@@ -164,19 +164,6 @@ def test_a_model_divides_the_budget_of_each_row_whole_and_in_chunks():
     )
 
 
-def test_it_composes_with_codecs_places_representatives_and_policies():
-    model, prompts = toy_model(), [list(range(60)), list(range(30, 50))]
-    low = kvjax.read(
-        model, prompts, "cake:budget=12,window=4 + kivi:bits=4,group=4,residual=4 + offload + kvcrush", room=32
-    )
-    for heads in range(2):
-        assert sum(len(layer_heads[heads][0]) for layer_heads in low.kept_positions()) == 3 * 12
-    assert low.bytes.total["pinned_host"] > 0 and len(low.generate(max_new_tokens=3).tokens[0]) == 3
-    policy = kvjax.read(model, prompts, "cake:budget=12,window=4 + h2o:heavy=4,recent=3", room=32)
-    assert [state.pos.shape[2] for state in policy.cache.layers] == [8] * 3
-    assert all(len(head) <= 7 for layer_heads in policy.kept_positions() for heads in layer_heads for head in heads)
-
-
 def test_wrong_values_say_so():
     method = kvjax.Method(select=kvjax.methods.cake().select, layer_budgets=Preference())
     ratio = dataclasses.replace(method.select, budget=PromptFraction(0.5))

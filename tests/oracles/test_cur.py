@@ -44,7 +44,3 @@ def test_each_head_keeps_its_sinks_and_its_highest_scores():
             k, v = (np.asarray(x[b, head, :n], np.float64) for x in (batch.k, batch.v))
             expected = oracle.select_tokens(oracle.scores(k, v, 4), 5, 1)
             assert sorted(p for p in positions[b, head].tolist() if p >= 0) == expected
-
-
-def test_where_all_is_zero_the_score_is_zero():
-    assert score_tokens(np.zeros((3, 2)), np.ones((3, 2))).tolist() == [0, 0, 0]

@@ -46,14 +46,6 @@ def test_by_hand_a_token_is_merged_or_evicted(threshold, key, value):
     np.testing.assert_allclose(actual.v[0, 0, 0], [value], atol=1e-6)
 
 
-def test_scores_that_are_all_zero_and_keys_without_direction_give_no_nan():
-    block, choice = make_prompt([[0, 0], [0, 0], [1, 0]], [[1], [3], [5]], [0])
-    nothing = jnp.zeros((1, 1, 3))
-    actual = run_rule(CenterMerge(3.0, 0.0), block, choice._replace(scores=Scores(nothing[:, :, None], nothing)))
-    assert np.isfinite(actual.k).all()
-    np.testing.assert_allclose(actual.v[0, 0], [[3]], atol=1e-6)
-
-
 def test_each_head_keeps_its_best_and_merges_the_next_best():
     batch = layer.random_batch()
     state = layer.prefill(layer.bind(SMALL), batch)

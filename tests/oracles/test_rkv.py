@@ -64,12 +64,3 @@ def test_a_full_buffer_is_compressed_by_the_latest_queries():
         for head in range(layer.K):
             q, k, v = batch.exact(b, head)
             np.testing.assert_allclose(out[b, head], oracle.decode(q, k, v, n, 2, 5, **SETTINGS), atol=2e-5)
-
-
-def test_keys_of_zeros_and_rows_without_a_past_have_finite_scores():
-    k = jnp.zeros((2, 1, 4, 3))
-    pos = jnp.array([[0, 1, 2, 3], [0, -1, -1, -1]])[:, None]
-    observation = Observation(jnp.ones((2, 1, 2, 2, 3)), jnp.array([[2, 3], [-1, 0]]))
-    actual = score_tokens(RKV(2, 3), KVBlock(k, k, pos), observation)
-    np.testing.assert_allclose(actual[0, 0], [0.1 / 2 - 0.9 / 4] * 2 + [1, 1], atol=1e-6)
-    assert actual[1, 0].tolist() == [1] + [-np.inf] * 3

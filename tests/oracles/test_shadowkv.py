@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,10 +74,3 @@ def test_it_divides_what_a_selection_leaves():
 
 def test_it_says_that_it_needs_host_memory():
     assert kvjax.parse("shadowkv").traits.host
-
-
-def test_prompts_of_equal_tokens_have_finite_answers():
-    batch = layer.random_batch()
-    alike = layer.SequenceBatch(batch.q, 0 * batch.k + batch.k[:, :, :1], batch.v, batch.lengths)
-    assert np.isfinite(layer.decode(METHOD, alike)).all()
-    assert jax.tree.all(jax.tree.map(lambda x: bool(np.isfinite(x).all()), layer.prefill(layer.bind(METHOD), alike)))
