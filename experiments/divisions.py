@@ -38,12 +38,10 @@ from experiments.bench.measuring import log_progress, make_parser, parse_integer
 from experiments.papers.common import run_script
 from kvjax import Context, KvjaxError, Model
 from kvjax.cache.bound_layer import MethodLayer
-from kvjax.cache.components import Scorer, Scores
+from kvjax.cache.components import Scores
 from kvjax.cache.eviction.selection import MeasuredHeadTokens, count_kept, score_candidates, select_slots
 from kvjax.cache.method import Method
-from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention import attend_dense, merge
-from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.forward import Target, layer_calls
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
@@ -202,17 +200,6 @@ def ask(context: Context, batch: Batch, width: int) -> tuple[list[list[bool]], l
 # Scores, computed once for each scorer, and the tokens that a setting selects by them.
 
 
-class PrecomputedScores(Scorer):
-    """A scorer that returns given scores; exists only while a selection is traced."""
-
-    # Other scorers are frozen dataclasses, which are hashed in a plan. This one holds arrays, and never enters a plan.
-    def __init__(self, values: Scores):
-        self.values = values
-
-    def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
-        return self.values
-
-
 @functools.partial(jax.jit, static_argnames="layer")
 def _score(prompt: LayerPrompt, lengths: Array, layer: MethodLayer) -> Scores:
     block, observation = observed_block(layer, prompt, lengths)
@@ -248,9 +235,7 @@ def replay_scores(exact: FullKV, method: str) -> list[Array]:
 @functools.partial(jax.jit, static_argnames="layer")
 def _measure_candidates(block: KVBlock, scores: Scores, layer: MethodLayer) -> Any:
     """Measures what a layer would offer to one ranking over the model, as the method does in a prefill."""
-    select = dataclasses.replace(layer.selection.select, scorer=PrecomputedScores(scores))
-    found = score_candidates(dataclasses.replace(layer.selection, select=select), block, None)
-    return layer.method.layer_budgets.rescale(found)
+    return layer.method.layer_budgets.rescale(score_candidates(layer.selection, block, None, scores))
 
 
 @functools.partial(jax.jit, static_argnames="layer")

@@ -108,17 +108,19 @@ def count_kept(select: Selection, block: KVBlock, num_slots: int) -> Array:
     return jnp.minimum(table[(block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)], num_slots)
 
 
-def score_candidates(selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Candidates:
-    """Scores a layer's units for a ranking over all layers, see `ModelRanking`."""
+def score_candidates(
+    selection: PromptSelection, block: KVBlock, observation: Observation | None, scores: Scores | None = None
+) -> Candidates:
+    """Scores a layer's units for a ranking over all layers, see `ModelRanking`; `scores` as in `select_slots`."""
     select = selection.select
     num_slots = int(select.num_kept_by_length(block.pos.shape[2]).max())
     num_kept = count_kept(select, block, num_slots)
     split = split_prompt(block.pos, num_kept, num_slots, select.sinks, select.recent, select.granularity)
     # Heads compete with one another here, so scores stay apart whatever the scope.
-    token_scores = _score(selection, block, observation)
-    scores = score_units(token_scores.per_kv_head, select.sinks, select.granularity)
-    scores = jnp.where(evictable_mask(split, scores.shape[2])[:, None], scores, -jnp.inf)
-    return Candidates(scores, split.num_kept_units, split.num_always, token_scores)
+    token_scores = _score(selection, block, observation) if scores is None else scores
+    unit_scores = score_units(token_scores.per_kv_head, select.sinks, select.granularity)
+    unit_scores = jnp.where(evictable_mask(split, unit_scores.shape[2])[:, None], unit_scores, -jnp.inf)
+    return Candidates(unit_scores, split.num_kept_units, split.num_always, token_scores)
 
 
 def select_slots(
