@@ -10,6 +10,10 @@ import sys
 import jax
 import pytest
 
+from tests.helpers import array_annotations
+
+array_annotations.check_calls()  # before the first import of what is checked
+
 from kvjax.core import compile_cache
 from kvjax.engine import forward
 from kvjax.generation import compile_options

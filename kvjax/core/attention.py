@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Bool, Float, Float32, Int32
 
 from kvjax.core.matmul import has_matrix_unit
 from kvjax.core.mesh import vary
@@ -22,21 +23,23 @@ MASKED_LOGIT = -1e30
 class AttentionPattern(Protocol):
     """Sparse attention of a prompt's own queries: which earlier tokens they read, by position."""
 
-    def is_visible(self, s: Array, t: Array) -> Array:
-        """Whether a query at position t reads the key at position s, bool; it must read the key at s = t."""
+    def is_visible(self, s: Int32[Array, "..."], t: Int32[Array, "..."]) -> Bool[Array, "..."]:
+        """Whether a query at position t reads the key at position s; it must read the key at s = t."""
         ...
 
-    def block_visibility(self, first: Array, last: Array, start: Array, end: Array) -> tuple[Array, Array]:
+    def block_visibility(
+        self, first: Int32[Array, ""], last: Int32[Array, ""], start: Int32[Array, ""], end: Int32[Array, ""]
+    ) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
         """For keys first..last and queries start..end: (whether any pair is read, whether all causal pairs are)."""
         ...
 
 
-def scores(q: Array, k: Array) -> Array:
-    """q [B K G T H], k [B K S H] -> scaled dot products f32[B K G T S]."""
+def scores(q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"]) -> Float32[Array, "B K G T S"]:
+    """Computes scaled dot products of queries and keys."""
     return _dot_products(q, k) * q.shape[-1] ** -0.5
 
 
-def _dot_products(q: Array, k: Array) -> Array:
+def _dot_products(q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"]) -> Float32[Array, "B K G T S"]:
     """As `scores`, not scaled."""
     B, K, G, T, H = q.shape
     if G * T > 16:
@@ -47,43 +50,54 @@ def _dot_products(q: Array, k: Array) -> Array:
     return s.swapaxes(2, 3).reshape(B, K, G, T, -1)
 
 
-def visible(pos: Array, q_pos: Array, window: int | None = None) -> Array:
-    """pos i32[B K S], q_pos i32[B T] -> bool[B K 1 T S]: slot filled, not in the future, inside the sliding window."""
+def visible(
+    pos: Int32[Array, "#B #K S"], q_pos: Int32[Array, "#B T"], window: int | None = None
+) -> Bool[Array, "#B #K 1 T S"]:
+    """Whether each query sees each slot: the slot is filled, not in the future, and inside the sliding window."""
     s, t = pos[:, :, None, None, :], q_pos[:, None, None, :, None]
     ok = (s >= 0) & (s <= t)
     return ok if window is None else ok & (s > t - window)
 
 
-def weights(s: Array) -> tuple[Array, Array, Array]:
+def weights(
+    s: Float32[Array, "*rest S"],
+) -> tuple[Float32[Array, "*rest S"], Float32[Array, "*rest"], Float32[Array, "*rest"]]:
     """Softmax without the division.
 
     Args:
-      s: f32[... S], MASKED_LOGIT where masked.
+      s: logits, MASKED_LOGIT where masked.
 
     Returns:
-      (unnormalized weights f32[... S], 0 where masked; the largest logit f32[...]; the sum of the weights f32[...]).
+      (unnormalized weights, 0 where masked; the largest logit; the sum of the weights).
     """
     # No result depends on m, and its own gradient would be 0 / 0 where XLA computes s twice with other roundings.
     m = lax.stop_gradient(jnp.max(s, -1))
+    # Where all are masked, m is the masked logit itself and exp(s - m) would be 1: hence the mask, taken from s.
     p = jnp.where(s > MASKED_LOGIT / 2, jnp.exp(s - m[..., None]), 0.0)
     return p, m, p.sum(-1)
 
 
-def mix(p: Array, v: Array) -> Array:
-    """Weights f32[B K G T S], v [B K S H] -> f32[B K G T H]."""
+def mix(p: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Float32[Array, "B K G T H"]:
+    """Sums values by weights."""
+    # Weights are rounded to the values' dtype, as in FlashAttention: a product of two 16-bit arrays is what matrix
+    # units are fast at, and the weights, at most 1, lose less than the values already have.
     return jnp.einsum("bkgts,bksh->bkgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
 
-def attend_scores(s: Array, v: Array) -> Partial:
-    """Scores f32[B K G T S], MASKED_LOGIT where masked, and values [B K S H] -> Partial."""
+def attend_scores(s: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Partial:
+    """Attends by scores, MASKED_LOGIT where masked."""
     p, m, l = weights(s)
     return Partial(mix(p, v), m, l)
 
 
 def attend_dense(
-    q: Array, block: KVBlock, q_pos: Array, window: int | None = None, pattern: AttentionPattern | None = None
+    q: Float[Array, "B K G T H"],
+    block: KVBlock,
+    q_pos: Int32[Array, "B T"],
+    window: int | None = None,
+    pattern: AttentionPattern | None = None,
 ) -> Partial:
-    """Attends q [B K G T H] at q_pos i32[B T] to the slots of a block; holds all T x S scores at once."""
+    """Attends queries at the positions `q_pos` to the slots of a block; holds all T x S scores at once."""
     s = scores(q, block.k)
     if block.bias is not None:
         s = s + block.bias[:, :, None, None]
@@ -100,57 +114,58 @@ def combine(a: Partial, b: Partial) -> Partial:
     return Partial(x[..., None] * a.o + y[..., None] * b.o, m, x * a.l + y * b.l)
 
 
-def merge(parts: list[Partial]) -> Array:
-    """Partials over disjoint slots -> attention output f32[B K G T H], exact for any partition of the slots."""
+def merge(parts: list[Partial]) -> Float32[Array, "B K G T H"]:
+    """Returns the attention output of partials over disjoint slots, exact for any partition of the slots."""
     p = functools.reduce(combine, parts)
+    # A padding query sees no slot: its sum is 0, and its output 0 instead of NaN.
     return p.o / jnp.maximum(p.l, 1e-30)[..., None]
 
 
-def log_sum_exp(m: Array, l: Array) -> Array:
+def log_sum_exp(m: Float32[Array, "*rest"], l: Float32[Array, "*rest"]) -> Float32[Array, "*rest"]:
     """Log of a softmax's denominator, from its largest logit and its sum: a weight is exp(logit - this)."""
     return m + jnp.log(jnp.maximum(l, 1e-30))
 
 
 def causal_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    start: Array | np.integer | int = 0,
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    start: Int32[Array, ""] | np.integer | int = 0,
     window: int | None = None,
     *,
     block: int = 512,
     pattern: AttentionPattern | None = None,
-) -> Array:
+) -> Float[Array, "B K G T H"]:
     """Returns the output of `causal_attention_with_lse` alone."""
     return causal_attention_with_lse(q, k, v, start, window, block=block, pattern=pattern)[0]
 
 
 def causal_attention_with_lse(
-    q: Array,
-    k: Array,
-    v: Array,
-    start: Array | np.integer | int = 0,
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    start: Int32[Array, ""] | np.integer | int = 0,
     window: int | None = None,
     *,
     block: int = 512,
     pattern: AttentionPattern | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float[Array, "B K G T H"], Float32[Array, "B K G T"]]:
     """Computes exact causal attention block by block: memory grows with `block`, never with T x S.
 
     Padding on the right needs no mask: it lies in the future of every real query. Key blocks that no query of a block
     may read, for causality, window or pattern, are skipped.
 
     Args:
-      q: [B K G T H], queries at positions start..start+T-1.
-      k: [B K S H], keys at positions 0..S-1; those after the last query are not read.
-      v: [B K S H].
+      q: queries at positions start..start+T-1.
+      k: keys at positions 0..S-1; those after the last query are not read.
+      v: values.
       start: position of the first query.
       window: number of latest positions that a query sees, itself included; None for all.
       block: queries and keys of a block, at most.
       pattern: sparse attention; None for all earlier tokens.
 
     Returns:
-      (outputs [B K G T H] in q's dtype; the log-sum-exp of each query's logits f32[B K G T]).
+      (outputs in q's dtype; the log-sum-exp of each query's logits).
 
     Reference:
       FlashAttention, Dao et al. 2022, arXiv 2205.14135
@@ -190,14 +205,14 @@ def split_blocks(x: Array, axis: int, n: int, padding: int = 0) -> Array:
 class _KeyBlocks(NamedTuple):
     """All keys and values, read block by block."""
 
-    k: Array  # [B K S H], S whole blocks
-    v: Array
+    k: Float[Array, "B K S H"]  # S whole blocks
+    v: Float[Array, "B K S H"]
     size: int  # tokens of a block
     window: int | None
     pattern: AttentionPattern | None
 
-    def attend(self, q: Array, t: Array) -> Partial:
-        """Attends a block of queries [B K G T H], at the positions t [T], to all key blocks."""
+    def attend(self, q: Float[Array, "B K G T H"], t: Int32[Array, " T"]) -> Partial:
+        """Attends a block of queries at the positions t to all key blocks."""
 
         def add_block(acc: Partial, j: Array) -> tuple[Partial, None]:
             first = j * self.size
@@ -221,8 +236,11 @@ class _KeyBlocks(NamedTuple):
         zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], MASKED_LOGIT), jnp.zeros(q.shape[:-1]))
         return lax.scan(add_block, vary(zero), jnp.arange(self.k.shape[2] // self.size))[0]
 
-    def _add_block(self, q: Array, t: Array, acc: Partial, first: Array, masked: bool) -> Partial:
+    def _add_block(
+        self, q: Float[Array, "B K G T H"], t: Int32[Array, " T"], acc: Partial, first: Int32[Array, ""], masked: bool
+    ) -> Partial:
         """Adds the key block from `first` on to the partial of the blocks before it (online softmax)."""
+        # Sliced here and not scanned over: a scan would first write all keys anew, with the axis of blocks in front.
         k, v = (lax.dynamic_slice_in_dim(x, first, self.size, 2) for x in (self.k, self.v))
         s, scale = _dot_products(q, k), q.shape[-1] ** -0.5
         if masked:

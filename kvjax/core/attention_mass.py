@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float, Float32, Int32
 
 from kvjax.core.attention import MASKED_LOGIT, log_sum_exp, scores, split_blocks, visible
 from kvjax.core.mesh import vary
@@ -22,42 +23,41 @@ LogitTransform = Callable[[Array, Array, Array], Array]
 class Observation(NamedTuple):
     """The last Q queries of each prompt after RoPE, and what else a component asked for; the rest is None."""
 
-    q: Array  # [B K G Q H]
-    pos: Array  # i32[B Q], positions in the prompt, -1 for padding; nothing else tells which queries are real
-    # i32[B] tokens that each sequence keeps, or i32[B K] that each head keeps, of a budget divided among the layers
-    num_kept: Array | None = None
+    q: Float[Array, "B K G Q H"]
+    pos: Int32[Array, "B Q"]  # positions in the prompt, -1 for padding; nothing else tells which queries are real
+    # Tokens that each sequence, or each head, keeps of a budget that was divided among the layers.
+    num_kept: Int32[Array, " B"] | Int32[Array, "B K"] | None = None
     measure: Any = None  # what this layer has measured of the prompt, where `num_kept` is its part of a divided budget
-    output_projection: Array | None = None  # [1 K G H D], of the layer
-    hidden_states: Array | None = None  # [B 1 Q D], the layer's inputs from which these queries were projected
-    replay_scores: Array | None = None  # f32[B K S], scores of the tokens from a second pass over the prompt
+    output_projection: Float[Array, "1 K G H D"] | None = None  # of the layer
+    hidden_states: Float[Array, "B 1 Q D"] | None = None  # the layer's inputs, from which these queries were projected
+    replay_scores: Float32[Array, "B K S"] | None = None  # scores of the tokens from a second pass over the prompt
     paired_block: KVBlock | None = None  # the same prompt in the layer above or below
-    # f32[B K G Q], the log-sum-exp of each query's logits to the block, where attention left it
-    softmax_lse: Array | None = None
+    # The log-sum-exp of each query's logits to the block, where attention left it.
+    softmax_lse: Float32[Array, "B K G Q"] | None = None
 
 
 def attention_mass(
     block: KVBlock,
     observation: Observation,
-    query_weights: Array,
+    query_weights: Float32[Array, "B Q"],
     window: int | None = None,
     block_size: int = 256,
     logit_transform: LogitTransform | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Float32[Array, "B K G S"], Float32[Array, "B #K S"]]:
     """Sums the attention weights that each slot receives from the observed queries.
 
     Attention is causal and inside the layer's sliding window. Padding queries see nothing, and empty slots receive 0.
 
     Args:
-      block: keys [B K S H] of the prompt.
+      block: keys of the prompt.
       observation: the queries.
-      query_weights: f32[B Q], by which each query's attention counts.
+      query_weights: by which each query's attention counts.
       window: sliding window of the layer, in tokens.
       block_size: memory grows with its square, never with Q x S.
       logit_transform: applied to the logits before the softmax.
 
     Returns:
-      (weighted sums f32[B K G S]; for each slot, the sum of `query_weights` over the queries that see it
-      f32[B 1|K S]).
+      (weighted sums; for each slot, the sum of `query_weights` over the queries that see it).
     """
 
     def reduce_queries(p: Array, query_weights: Array, mask: Array) -> tuple[Array, Array]:
@@ -70,11 +70,11 @@ def attention_mass(
 
 
 class Moments(NamedTuple):
-    """Sums over queries of the attention weight p that each slot receives from them, f32[B K G S]."""
+    """Sums over queries of the attention weight p that each slot receives from them."""
 
-    p: Array
-    square: Array  # of p * p
-    p_log_p: Array  # of p * ln(p + 1e-10)
+    p: Float32[Array, "B K G S"]
+    square: Float32[Array, "B K G S"]  # of p * p
+    p_log_p: Float32[Array, "B K G S"]  # of p * ln(p + 1e-10)
 
 
 def moments(block: KVBlock, observation: Observation, window: int | None = None, block_size: int = 256) -> Moments:
@@ -95,17 +95,17 @@ def moments(block: KVBlock, observation: Observation, window: int | None = None,
 class _Queries(NamedTuple):
     """A block of queries."""
 
-    q: Array  # [B K G T H]
-    pos: Array  # i32[B T]
-    weights: Array  # f32[B T]
-    lse: Array | None  # f32[B K G T], `Observation.softmax_lse`
+    q: Float[Array, "B K G T H"]
+    pos: Int32[Array, "B T"]
+    weights: Float32[Array, "B T"]
+    lse: Float32[Array, "B K G T"] | None  # `Observation.softmax_lse`
 
 
 class _Slots(NamedTuple):
     """A block of slots."""
 
-    k: Array  # [B K S H]
-    pos: Array  # i32[B 1|K S]
+    k: Float[Array, "B K S H"]
+    pos: Int32[Array, "B #K S"]
 
 
 _AFTER_ALL = np.int32(2**30)  # a position after all real ones
@@ -127,6 +127,7 @@ class _SlotBlocks(NamedTuple):
 
     def if_any_visible(self, queries: _Queries, slots: _Slots, update: Callable[[Any], Any], carry: Any) -> Any:
         """Returns update(carry), or `carry` where causality and window hide all these slots from these queries."""
+        # A short prompt is one block, which is never hidden; a `cond` would only keep XLA from fusing it.
         if self.slots.pos.shape[0] == 1:
             return update(carry)
         some = jnp.where(slots.pos < 0, _AFTER_ALL, slots.pos).min() <= queries.pos.max()
@@ -134,14 +135,15 @@ class _SlotBlocks(NamedTuple):
             some &= slots.pos.max() > jnp.where(queries.pos < 0, _AFTER_ALL, queries.pos).min() - self.window
         return lax.cond(some, update, lambda carry: carry, carry)
 
-    def log_sum_exp(self, queries: _Queries) -> Array:
-        """f32[B K G T], over all slots."""
+    def log_sum_exp(self, queries: _Queries) -> Float32[Array, "B K G T"]:
+        """The log-sum-exp of each query's logits, over all slots."""
         if queries.lse is not None:
             return queries.lse
 
         def add_block(carry: tuple[Array, Array], slots: _Slots) -> tuple[tuple[Array, Array], None]:
             def update(carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 logits, _ = self.logits(queries, slots)
+                # As in `attention.weights`: the result does not depend on m.
                 m = jnp.maximum(carry[0], lax.stop_gradient(logits.max(-1)))
                 return m, carry[1] * jnp.exp(carry[0] - m) + jnp.exp(logits - m[..., None]).sum(-1)
 
@@ -165,6 +167,7 @@ def _sum_over_queries(
     """Sums reduce_queries(p f32[B K G T S], query_weights f32[B T], mask bool[B 1|K 1 T S]) -> [.. S] over blocks."""
     Q, S = observation.pos.shape[1], block.pos.shape[2]
     num_queries = min(block_size, Q)
+    # Few observed queries (SnapKV's 32) get longer blocks of slots: what is bounded is the size of a tile of logits.
     num_slots = min(block_size * block_size // num_queries, S)
     # A transform changes the logits, and with them their sum.
     lse = None if transform is not None else observation.softmax_lse
@@ -195,6 +198,7 @@ def _sum_over_queries(
 
         return lax.scan(add_block, None, (blocks.slots, total))[1], None
 
+    # The callers' reductions differ in what they return, so the accumulator's shapes are asked of the first pair.
     queries, slots = jax.tree.map(lambda x: x[0], (query_blocks, blocks.slots))
     shapes = jax.eval_shape(lambda: reduce_block(queries, slots, blocks.log_sum_exp(queries)))
     zeros = jax.tree.map(lambda x: jnp.zeros((len(blocks.slots.pos), *x.shape), x.dtype), shapes)

@@ -38,6 +38,7 @@ def use_compilation_cache(directory: Path | None = None) -> None:
 def clear_compiled() -> None:
     """Drops every compiled program; the next call of each compiles it again."""
     jax.clear_caches()
+    # Reference circles can hold programs, and the memory mappings go only with the programs.
     gc.collect()
 
 

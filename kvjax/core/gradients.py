@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Float
 
 from kvjax.core.types import Array
 from kvjax.errors import GradientThroughBits
@@ -35,15 +36,17 @@ def refuse_gradient(x: Array, holder: str) -> Array:
 @functools.partial(refuse_gradient.defjvp, symbolic_zeros=True)
 def _refuse(holder: str, primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
     (x,), (tangent,) = primals, tangents
+    # Symbolic zeros tell a constant from a number that is differentiated: without them both have an array as tangent.
     if isinstance(tangent, SymbolicZero):
         return x, tangent
     raise GradientThroughBits(holder)
 
 
 @jax.custom_jvp
-def with_gradient_of(value: Array, exact: Array) -> Array:
+def with_gradient_of(value: Float[Array, "*rest"], exact: Float[Array, "*rest"]) -> Float[Array, "*rest"]:
     """Returns `value` with the gradient of `exact`, an array of its shape and dtype (straight-through estimator)."""
     return value
 
 
+# The familiar exact + stop_gradient(value - exact) rounds twice, and would not return `value` itself.
 with_gradient_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))

@@ -1,6 +1,6 @@
 """Matrix products in the form that each backend multiplies fastest; all forms agree up to rounding.
 
-x is [T in]: T tokens, or the sequences of a decode step.
+T is the number of tokens, or of the sequences of a decode step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Float32
 
 from kvjax.core.types import Array
 
@@ -32,8 +33,8 @@ CPUINFO = pathlib.Path("/proc/cpuinfo")
 """The file in which Linux lists the flags of the CPU."""
 
 
-def matmul(x: Array, w: Array) -> Array:
-    """x [T in], w [in out] -> [T out] in x's dtype."""
+def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"]) -> Float[Array, "T F"]:
+    """Multiplies vectors by a weight; the result is in x's dtype."""
     if _sums_in_float32(x):
         return _product_in_float32(x, w, (((1,), (0,)), ((), ()))).astype(x.dtype)
     if len(x) == 1 and x.dtype == jnp.float32 and w.size >= LARGE_WEIGHT and jax.default_backend() == "cpu":
@@ -46,8 +47,9 @@ def matmul(x: Array, w: Array) -> Array:
     return x @ w
 
 
-def unembed(x: Array, embedding: Array) -> Array:
-    """x [T D], embedding [V D] -> logits f32[T V]."""
+def unembed(x: Float[Array, "T D"], embedding: Float[Array, "V D"]) -> Float32[Array, "T V"]:
+    """Computes logits from hidden vectors."""
+    # Contracted along the last axes of both, so that a tied embedding is read as it lies and never transposed.
     dims = (((1,), (1,)), ((), ()))
     if not _sums_in_float32(x):
         return lax.dot_general(x, embedding, dims).astype(jnp.float32)

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.core import AbstractValue
 from jax.experimental import compute_on as _compute_on_module
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels.fetch import fetch, fits, gather
@@ -54,6 +55,7 @@ def _compute_on(fun: Callable[..., Array], where: str) -> Callable[..., Array]:
         raise KvjaxError(
             f"JAX {jax.__version__} has no function form of compute_on; install 0.10.2, or 0.11.2 and later"
         )
+    # Results lie on the device: outside this module nothing would know how to compute with an array on the host.
     return compute_on(fun, compute_type=where, out_memory_spaces=DEVICE)
 
 
@@ -66,9 +68,9 @@ class Buffer:
     each sequence and head, since orbax writes no empty arrays; counts of bytes leave it out.
     """
 
-    data: Array
+    data: Shaped[Array, "B K S _"]  # words in host memory have half as many channels
     dtype: str = dataclasses.field(metadata={"static": True})
-    guard: Array | None = None  # f32[B K 1], zeros, where `data` has no gradient, as bits and codes; else None
+    guard: Float32[Array, "B K 1"] | None = None  # zeros, where `data` has no gradient, as bits and codes; else None
 
     @property
     def host(self) -> bool:
@@ -102,8 +104,9 @@ def memory_kind(x) -> str:
     return "pinned_host" if abstract.memory_space == HOST else "device"
 
 
-def pack(x: Array, host: bool = False) -> Buffer:
-    """Makes a buffer of x [B K S W], on the device or, by a copy, in pinned host memory."""
+def pack(x: Shaped[Array, "B K S W"], host: bool = False) -> Buffer:
+    """Makes a buffer of token vectors, on the device or, by a copy, in pinned host memory."""
+    # Under `as_floats` gradients are to pass, which a cast to bits would end.
     is_raw = x.dtype.itemsize == 2 and not as_floats.value
     buf = with_guard(Buffer(_to_bits(x, RAW) if is_raw else x, x.dtype.name))
     return to_host(buf) if host else buf
@@ -156,6 +159,7 @@ def to_device(buf: Buffer) -> Buffer:
     """Copies the whole buffer to device memory."""
     if not buf.host:
         return buf
+    # Words become the bits that `pack` makes on the device: what reads the buffer next sees no difference.
     bits = _from_bits(jax.device_put(read_data(buf), DEVICE), _UINT[jnp.dtype(buf.dtype).itemsize])
     return dataclasses.replace(buf, data=bits)
 
@@ -168,20 +172,22 @@ def to_host(buf: Buffer) -> Buffer:
     return dataclasses.replace(bits, data=jax.device_put(_pair_words(bits.data), HOST))
 
 
-def unpack(buf: Buffer) -> Array:
-    """Returns the vectors [B K S W] in their own dtype, in device memory."""
+def unpack(buf: Buffer) -> Shaped[Array, "B K S W"]:
+    """Returns the vectors in their own dtype, in device memory."""
     _require_buffer(buf, "unpack")
     return _from_bits(read_data(to_device(buf)), buf.dtype)
 
 
-def append(buf: Buffer, x: Array, at: Array, is_due: Array | None = None) -> Buffer:
+def append(
+    buf: Buffer, x: Shaped[Array, "B K T W"], at: Int32[Array, "B #K"], is_due: Bool[Array, " B"] | None = None
+) -> Buffer:
     """Writes token vectors into consecutive slots, in place inside a jitted loop.
 
     Args:
-      buf: vectors [B K S W].
-      x: [B K T W], new vectors in the buffer's dtype.
-      at: i32[B 1|K], slot of the first of them; at + T <= S where they are written.
-      is_due: bool[B], the sequences to write; None for all.
+      buf: vectors of S slots.
+      x: new vectors in the buffer's dtype.
+      at: slot of the first of them; at + T <= S where they are written.
+      is_due: the sequences to write; None for all.
 
     Returns:
       The buffer with the new vectors. Gather from this one, not from `buf`.
@@ -212,49 +218,58 @@ def append(buf: Buffer, x: Array, at: Array, is_due: Array | None = None) -> Buf
         for k in range(num_starts):
             new = jax.device_put(x[b : b + 1, k * heads_per_write : (k + 1) * heads_per_write], HOST)
             start = (jnp.int32(b), jnp.int32(k * heads_per_write), at[b, k], jnp.int32(0))
+            # A sequence that is not due skips its write by `cond`: writing back what it has would first be a read.
             write = functools.partial(lax.dynamic_update_slice, update=new, start_indices=start)
             data = write(data) if is_due is None else lax.cond(is_due[b], write, lambda d: d, data)
     return dataclasses.replace(buf, data=data)
 
 
-def put(data: Array, x: Array, at: Array) -> Array:
-    """Writes x [B K T ...] into data [B K S ...] on the device, from slot at i32[B 1|K] on; the excess is dropped."""
+def put(
+    data: Shaped[Array, "B K S *rest"], x: Shaped[Array, "B K T *rest"], at: Int32[Array, "B #K"]
+) -> Shaped[Array, "B K S *rest"]:
+    """Writes x into an array on the device, from slot `at` on; the excess is dropped."""
     # A scatter: in a decode loop `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
     B, K, T = x.shape[:3]
     slot = at[:, :, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
+    # Without these promises a scatter sorts its indices on some backends, and on GPUs writes by atomic operations.
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot)
     return data.at[index].set(x, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
-def add(data: Array, x: Array, slot: Array) -> Array:
-    """Adds x [B K T ...] to data [B K S ...] on the device, at slot i32[B T]; slots out of bounds are dropped."""
+def add(
+    data: Shaped[Array, "B K S *rest"], x: Shaped[Array, "B K T *rest"], slot: Int32[Array, "B T"]
+) -> Shaped[Array, "B K S *rest"]:
+    """Adds x to an array on the device, at each token's slot; slots out of bounds are dropped."""
     B, K = x.shape[:2]
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot[:, None])
     return data.at[index].add(x, mode="drop")
 
 
-def take(x: Array, idx: Array) -> Array:
-    """Gathers from x [B K S W] on the device at idx i32[B 1|K n], in bounds: [B K n W]."""
+def take(x: Shaped[Array, "B K S W"], idx: Int32[Array, "B #K n"]) -> Shaped[Array, "B K n W"]:
+    """Gathers from an array on the device at indices in bounds."""
     return gather(x, jnp.broadcast_to(idx, (*x.shape[:2], idx.shape[2])))
 
 
-def slice_tokens(buf: Buffer, first_head: Array, num_heads: int, start: Array | int, num_tokens: int) -> Array:
+def slice_tokens(
+    buf: Buffer, first_head: Int32[Array, ""], num_heads: int, start: Int32[Array, ""] | int, num_tokens: int
+) -> Shaped[Array, "heads tokens W"]:
     """Slices a device buffer, seen as [B * K, S, W], along its first two axes; the result is in the buffer's dtype."""
+    # Heads of all sequences lie along one axis, so that a tile of heads may begin in one sequence and end in the next.
     _require_buffer(buf, "slice_tokens")
     data = read_data(buf).reshape(-1, *buf.data.shape[2:])
     sliced = lax.dynamic_slice(data, (first_head, start, 0), (num_heads, num_tokens, data.shape[2]))
     return _from_bits(sliced, buf.dtype)
 
 
-def gather_tokens(buf: Buffer, idx: Array) -> Array:
+def gather_tokens(buf: Buffer, idx: Int32[Array, "B K n"]) -> Shaped[Array, "B K n W"]:
     """Gathers token vectors into device memory; from a host buffer only these vectors are transferred.
 
     Args:
-      buf: vectors [B K S W], as `append` returned them.
-      idx: i32[B K n], slots; those out of bounds are clipped.
+      buf: vectors, as `append` returned them.
+      idx: slots; those out of bounds are clipped.
 
     Returns:
-      [B K n W] in the buffer's dtype.
+      Vectors in the buffer's dtype.
     """
     _require_buffer(buf, "gather_tokens")
     idx, data = jnp.clip(idx, 0, buf.data.shape[2] - 1), read_data(buf)
@@ -268,8 +283,8 @@ def gather_tokens(buf: Buffer, idx: Array) -> Array:
     return _from_bits(vectors, buf.dtype)
 
 
-def dot_products(buf: Buffer, q: Array) -> Array:
-    """q [B K G T H] times all keys of a buffer [B K S H] -> f32[B K G T S] in device memory.
+def dot_products(buf: Buffer, q: Float[Array, "B K G T H"]) -> Float32[Array, "B K G T S"]:
+    """Multiplies queries with all keys of a buffer; the result lies in device memory.
 
     The host itself multiplies with the keys of a host buffer: no key is transferred.
     """
@@ -289,6 +304,7 @@ def dot_products(buf: Buffer, q: Array) -> Array:
 
 
 def _to_bits(x: Array, holder: str) -> Array:
+    # Unsigned integers are codes already: the guard of their buffer refuses gradients, and bits need no second cast.
     if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
         return x
     return lax.bitcast_convert_type(refuse_gradient(x, holder), _UINT[x.dtype.itemsize])
@@ -312,6 +328,7 @@ def _from_bits(x: Array, dtype: Any) -> Array:
 
 def apply_on_device(fun: Callable[..., Array], *arrays: Array) -> Array:
     """Computes `fun` of concrete arrays on the device and places the result where the first of them lies."""
+    # For operations on whole caches between steps: host code admits no closed-over indices, and time matters less.
     return jax.device_put(fun(*(jax.device_put(x, DEVICE) for x in arrays)), arrays[0].sharding)
 
 
@@ -328,8 +345,10 @@ def installed_memory(devices: Iterable[Any]) -> InstalledMemory:
     host, devices = None, list(devices)
     with contextlib.suppress(AttributeError, ValueError, OSError):  # not every system has sysconf and these names
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # A CPU's "device memory" is the machine's own, so a cache that is offloaded there competes with one that is not.
     if all(d.platform == "cpu" for d in devices):
         return InstalledMemory(host, host, True)
+    # A device without statistics makes the sum unknown: one of the others alone would be too small a number.
     limits = [(d.memory_stats() or {}).get("bytes_limit") for d in devices]
     known = [n for n in limits if n is not None]
     return InstalledMemory(sum(known) if len(known) == len(limits) else None, host, False)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Int32, Shaped
 
 from kvjax.core import memory
 from kvjax.core.types import Array
@@ -23,6 +24,8 @@ from kvjax.errors import KvjaxError
 
 RULES = {"B": "data", "K": "model", "F": "model", "V": "model"}
 """Axis letter -> mesh axis."""
+# Megatron's division: a layer then sums over devices twice, after attention's output projection and after the MLP. Head
+# dim and slots stay whole, so that no codec's group and no ranking of tokens crosses devices.
 
 # The mesh axis along which the key/value heads lie, while `per_device` traces a layer; `over_heads` reads it.
 _heads_axis: contextvars.ContextVar[str | None] = contextvars.ContextVar("heads_axis", default=None)
@@ -62,6 +65,7 @@ def axes_of_layer_array(shape: tuple[int, ...], num_sequences: int, num_heads: i
     """
     if not shape:
         return ""
+    # A size of 1 is read as shared only where the batch itself is not 1: for one sequence both mean the same.
     rank, is_shared = len(shape), shape[0] == 1 != num_sequences
     has_heads = rank >= 3 and shape[1] == num_heads
     if (shape[0] != num_sequences and not is_shared) or (rank >= 3 and not has_heads and shape[1] != 1):
@@ -86,6 +90,7 @@ def per_device(fun: Callable[..., Any], num_sequences: int, num_heads: int, mesh
         return spec(axes_of_layer_array(x.shape, num_sequences, num_heads), mesh)
 
     def run_locally(*args: Any) -> list[Array]:
+        # Set while the function is traced, and not passed: methods would have to hand it through to every reduction.
         token = _heads_axis.set(RULES["K"] if RULES["K"] in mesh.axis_names else None)
         try:
             return [x for x in jax.tree.leaves(fun(*args)) if x.size]
@@ -133,42 +138,44 @@ class over_heads:  # noqa: N801 (reads as a phrase: over_heads.sum)
     """Reductions over all key/value heads of a layer, on whichever devices they are: x [B K ...] -> [B 1 ...]."""
 
     @staticmethod
-    def sum(x: Array) -> Array:
+    def sum(x: Shaped[Array, "B K *rest"]) -> Shaped[Array, "B 1 *rest"]:
         """The sum over all heads."""
+        # `dtype`, because `jnp.sum` widens small integers.
         axis, local = _heads_axis.get(), x.sum(1, keepdims=True, dtype=x.dtype)
         return local if axis is None else lax.psum(local, axis)
 
     @staticmethod
-    def mean(x: Array) -> Array:
+    def mean(x: Shaped[Array, "B K *rest"]) -> Shaped[Array, "B 1 *rest"]:
         """The mean over all heads."""
         axis, local = _heads_axis.get(), x.mean(1, keepdims=True)
         return local if axis is None else lax.pmean(local, axis)
 
     @staticmethod
-    def max(x: Array) -> Array:
+    def max(x: Shaped[Array, "B K *rest"]) -> Shaped[Array, "B 1 *rest"]:
         """The maximum over all heads."""
         axis, local = _heads_axis.get(), x.max(1, keepdims=True)
         return local if axis is None else lax.pmax(local, axis)
 
     @staticmethod
-    def any(x: Array) -> Array:
-        """Whether x holds for any head, bool."""
+    def any(x: Bool[Array, "B K *rest"]) -> Bool[Array, "B 1 *rest"]:
+        """Whether x holds for any head."""
+        # Reductions between devices take numbers only.
         axis, local = _heads_axis.get(), x.any(1, keepdims=True)
         return local if axis is None else lax.pmax(local.astype("int32"), axis) > 0
 
     @staticmethod
-    def gather(x: Array) -> Array:
-        """The arrays of all heads: [B K ...] with the K of the whole layer."""
+    def gather(x: Shaped[Array, "B local *rest"]) -> Shaped[Array, "B K *rest"]:
+        """The arrays of all heads, with the K of the whole layer."""
         axis = _heads_axis.get()
         return x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
 
     @staticmethod
-    def local_part(x: Array, num_local: int) -> Array:
-        """The part of x [K ...], given for all heads of the layer, that belongs to this device's `num_local` heads."""
+    def local_part(x: Shaped[Array, "K *rest"], num_local: int) -> Shaped[Array, "local *rest"]:
+        """The part of x, given for all heads of the layer, that belongs to this device's `num_local` heads."""
         return lax.dynamic_slice_in_dim(x, over_heads.first_head(num_local), num_local, 0)
 
     @staticmethod
-    def first_head(num_local: int) -> Array | int:
+    def first_head(num_local: int) -> Int32[Array, ""] | int:
         """The index in the layer of the first of this device's `num_local` heads."""
         axis = _heads_axis.get()
         return 0 if axis is None else lax.axis_index(axis) * num_local

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int, UInt32
 
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -28,19 +29,21 @@ def check_seed(seed: Any) -> int:
     return int(seed)
 
 
-def draw(seed: int, *index: Array) -> Array:
-    """Draws uint32 of the indices' shape; each number depends on the seed and its own indices alone.
+def draw(seed: int, *index: Int[Array, "..."]) -> UInt32[Array, "..."]:
+    """Draws a number for each of the indices, broadcast; it depends on the seed and these indices alone.
 
     Different last indices never draw the same number where the other indices are equal: a hash is a bijection.
     """
+    # `jax.random` draws whole arrays, in which a number depends on its place and on the array's size.
     x = jnp.full(index[0].shape, np.uint32(seed % 2**32))
     for i in index:
         x = _hash(_hash(x) ^ i.astype(jnp.uint32))
     return x
 
 
-def _hash(x: Array) -> Array:
+def _hash(x: UInt32[Array, "*rest"]) -> UInt32[Array, "*rest"]:
     """The finalizer of MurmurHash3."""
+    # The golden ratio is added first, because the finalizer maps 0 to 0.
     x = (x + np.uint32(0x9E3779B9)).astype(jnp.uint32)
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)

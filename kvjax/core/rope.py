@@ -6,6 +6,7 @@ import dataclasses
 import sys
 
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int32
 
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -47,8 +48,8 @@ class Rope:
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
 
-    def frequencies(self) -> Array:
-        """f32[dim / 2], radians per position."""
+    def frequencies(self) -> Float32[Array, " pairs"]:
+        """The dim / 2 frequencies, in radians per position."""
         half = self.dim // 2
         freq = 1.0 / self.theta ** (jnp.arange(half, dtype=jnp.float32) / half)
         s = self.scaling
@@ -63,37 +64,35 @@ class Rope:
         blended = (1 - smooth) * freq / s.factor + smooth * freq
         return jnp.where(wavelength > long, freq / s.factor, jnp.where(wavelength < short, freq, blended))
 
-    def angles(self, pos: Array) -> tuple[Array, Array]:
-        """pos i32[...] -> (cos, sin), each f32[... dim / 2]."""
+    def angles(self, pos: Int32[Array, "*rest"]) -> tuple[Float32[Array, "*rest pairs"], Float32[Array, "*rest pairs"]]:
+        """Returns the cosines and sines of positions for the dim / 2 frequencies."""
+        # float32 whatever the model's dtype: bfloat16 has no odd integers above 256, and neighbors would coincide.
         angle = jnp.multiply.outer(pos.astype(jnp.float32), self.frequencies())
         return jnp.cos(angle), jnp.sin(angle)
 
-    def rotate(self, x: Array, pos: Array) -> Array:
-        """Pre-RoPE keys x [B K S H] at pos i32[B 1|K S] -> rotated keys, float32; a position below 0 counts as 0."""
+    def rotate(self, x: Float[Array, "B K S H"], pos: Int32[Array, "#B #K S"]) -> Float32[Array, "B K S H"]:
+        """Rotates pre-RoPE keys to their positions; a position below 0 counts as 0."""
         return rotate(x.astype(jnp.float32), *self.angles(jnp.maximum(pos, 0)))
 
-    def unrotate(self, x: Array, pos: Array) -> Array:
+    def unrotate(self, x: Float[Array, "B K S H"], pos: Int32[Array, "#B #K S"]) -> Float32[Array, "B K S H"]:
         """The inverse of `rotate`."""
         cos, sin = self.angles(jnp.maximum(pos, 0))
         return rotate(x.astype(jnp.float32), cos, -sin)
 
-    def rotate_queries(self, q: Array, pos: Array) -> Array:
-        """`rotate` for queries [B K G T H] at positions i32[B T]."""
+    def rotate_queries(self, q: Float[Array, "B K G T H"], pos: Int32[Array, "B T"]) -> Float32[Array, "B K G T H"]:
+        """`rotate` for queries."""
         return self.rotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
-    def unrotate_queries(self, q: Array, pos: Array) -> Array:
+    def unrotate_queries(self, q: Float[Array, "B K G T H"], pos: Int32[Array, "B T"]) -> Float32[Array, "B K G T H"]:
         """The inverse of `rotate_queries`."""
         return self.unrotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the first channels of x [..., H] in float32; the pairs are (i, i + dim / 2). Negate sin to undo it.
-
-    Args:
-      x: queries or keys.
-      cos: f32[..., dim / 2], broadcast against x's leading axes.
-      sin: as cos.
-    """
+def rotate(
+    x: Float[Array, "*rest H"], cos: Float32[Array, "*#rest pairs"], sin: Float32[Array, "*#rest pairs"]
+) -> Float[Array, "*rest H"]:
+    """Rotates the first channels in float32; the pairs are (i, i + dim / 2). Negate sin to undo it."""
+    # Halves as in Hugging Face's checkpoints, whose channels are permuted for it; Meta's own code rotates neighbors.
     half = cos.shape[-1]
     a, b = x[..., :half].astype(jnp.float32), x[..., half : 2 * half].astype(jnp.float32)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

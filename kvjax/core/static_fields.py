@@ -44,6 +44,7 @@ def _to_json(value: Any) -> Any:
         )
     # A field with init=False is computed by the class itself, also when it is read back.
     names = [f.name for f in dataclasses.fields(cls) if f.init] if dataclasses.is_dataclass(cls) else cls._fields
+    # By name, not by place: a later version may reorder fields, and one that it lacks is then an error.
     fields = {name: _to_json(getattr(value, name)) for name in names}
     return {"module": cls.__module__, "class": cls.__qualname__, "fields": fields}
 
@@ -61,6 +62,7 @@ def _from_json(raw: Any) -> Any:
             "of a method with kvjax.method_api.load_methods"
         )
     cls = functools.reduce(getattr, raw["class"].split("."), module)
+    # Only value classes are called. Any other callable of an imported module, `os.system` among them, would run here.
     if not isinstance(cls, type) or not _is_value_class(cls):
         raise KvjaxError(f"{name} is neither a frozen dataclass nor a named tuple; export the program again")
     return cls(**{key: _from_json(x) for key, x in raw["fields"].items()})

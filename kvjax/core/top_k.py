@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Int32, UInt32
 
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array
 
 
-def top_k_mask(scores: Array, allowed: Array, k: Array) -> Array:
+def top_k_mask(
+    scores: Float32[Array, "*rest U"], allowed: Bool[Array, "..."], k: Int32[Array, "..."]
+) -> Bool[Array, "*rest U"]:
     """Marks the k highest allowed scores along the last axis; ties go to the lower index.
 
     `k` is traced and may differ per sequence or head, which `jax.lax.top_k` cannot do.
 
     Args:
-      scores: f32[B ... U].
-      allowed: bool, broadcastable to `scores`; entries that are not allowed may score anything, NaN included.
-      k: i32[B ...], broadcast over missing trailing axes. Where fewer are allowed, all of them are marked.
+      scores: one for each entry.
+      allowed: broadcastable to `scores`; entries that are not allowed may score anything, NaN included.
+      k: [B ...], broadcast over missing trailing axes. Where fewer are allowed, all of them are marked.
 
     Returns:
-      bool[B ... U].
+      The mask.
     """
     keys, tied = jnp.broadcast_arrays(_order_preserving_bits(scores), allowed)
     k = k.reshape(*k.shape, *(1,) * (keys.ndim - k.ndim))
@@ -61,15 +64,17 @@ BOUNDARY_ROUNDING = 1e-6
 the last place, and an entry more or less would be a matter of luck."""
 
 
-def covering_mask(falling: Array, fraction: Array | float) -> Array:
+def covering_mask(
+    falling: Float32[Array, "*rest U"], fraction: Float32[Array, "..."] | float
+) -> Bool[Array, "*rest U"]:
     """Marks the fewest first entries along the last axis that reach a fraction of the total, up to rounding (top-p).
 
     Args:
-      falling: f32[.. U], none negative, the largest first.
+      falling: none negative, the largest first.
       fraction: in (0, 1], one number; 1 marks all entries, also those that a rounded sum no longer shows.
 
     Returns:
-      bool[.. U]; the first entry is always marked where the total is positive.
+      The mask; the first entry is always marked where the total is positive.
     """
     # The entries before each one, summed up to there: subtracting each from the sum that includes it would leave its
     # rounding error behind.
@@ -78,15 +83,17 @@ def covering_mask(falling: Array, fraction: Array | float) -> Array:
     return (before < bound) | (jnp.asarray(fraction) >= 1)
 
 
-def _order_preserving_bits(x: Array) -> Array:
-    """f32 -> uint32 that compares as the float does; -0.0 equals 0.0."""
+def _order_preserving_bits(x: Float32[Array, "*rest"]) -> UInt32[Array, "*rest"]:
+    """Returns integers that compare as the floats do; -0.0 equals 0.0."""
+    # Floats of one sign are ordered as their bits are, negative ones in reverse: these are inverted, and lie below.
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x).astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(2**31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def mask_to_slots(mask: Array, num_slots: int) -> Array:
-    """Lists the first `num_slots` true entries of bool[B K S]: i32[B K num_slots], ascending, -1 where unused."""
+def mask_to_slots(mask: Bool[Array, "B K S"], num_slots: int) -> Int32[Array, "B K num_slots"]:
+    """Lists the first `num_slots` true entries in ascending order, -1 where there are fewer."""
+    # Sorted, not scattered to their ranks: a scatter of S single numbers is slow on every backend.
     S = mask.shape[2]
     slot = jnp.arange(S, dtype=jnp.int32)[None, None]
     slots = jnp.sort(jnp.where(mask, slot, S), 2)[:, :, :num_slots]

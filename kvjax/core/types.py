@@ -1,6 +1,6 @@
 """Axis letters, and the records that most modules share.
 
-Axis letters, in einsums, comments and docstrings:
+Axis letters, in einsums, annotations and docstrings:
 
     B sequences      T query tokens of this call    S cache slots     L layers
     N query heads    K key/value heads              G = N // K        H head dim
@@ -9,6 +9,9 @@ Axis letters, in einsums, comments and docstrings:
 
 Queries are `q [B K G T H]`; keys and values `k, v [B K S H]`, keys after RoPE. `pos i32[B K S]` is the original
 position of the token in a slot, -1 in an empty slot; its K axis is 1 where all heads hold the same tokens.
+
+Annotations are those of jaxtyping: `Float[Array, "B K S H"]` takes any float dtype, and in `Int32[Array, "B #K S"]` the
+axis K may be 1. A letter is one size within a call, which tests check in each call that they make.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import NamedTuple, TypeVar, dataclass_transform
 import jax
 import jax.export
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int32
 
 from kvjax.core import static_fields
 
@@ -44,7 +48,8 @@ def exportable(cls: type[T]) -> type[T]:
     """
     name = f"{cls.__module__}.{cls.__qualname__}"
     _num_registered[name] += 1
-    # JAX refuses a name twice, and a notebook's cell that is run again defines its class again.
+    # JAX refuses a name twice, and a notebook's cell that is run again defines its class again. The old class keeps
+    # the plain name, because programs that were exported before hold it.
     if _num_registered[name] > 1:
         name += f"#{_num_registered[name]}"
     if issubclass(cls, tuple):
@@ -76,19 +81,20 @@ def hash_once(cls: type[T]) -> type[T]:
 class Partial(NamedTuple):
     """Attention over some of the slots, not yet normalized; `attention.combine` adds those over the others."""
 
-    o: Array  # f32[B K G T H], sum of exp(logit - m) * value
-    m: Array  # f32[B K G T], largest logit
-    l: Array  # f32[B K G T], sum of exp(logit - m)
+    # float32 whatever the model's dtype: partials over many blocks are added up, and each sum would round again.
+    o: Float32[Array, "B K G T H"]  # sum of exp(logit - m) * value
+    m: Float32[Array, "B K G T"]  # largest logit
+    l: Float32[Array, "B K G T"]  # sum of exp(logit - m)
 
 
 @pytree
 class KVBlock:
     """The keys and values of one layer in full precision; slot i is empty iff pos[..., i] < 0."""
 
-    k: Array  # [B K S H], after RoPE
-    v: Array  # [B K S H]
-    pos: Array  # i32[B 1|K S]
-    bias: Array | None = None  # f32[B K S], added to the slot's logits: log of the number of tokens merged into it
+    k: Float[Array, "B K S H"]  # after RoPE
+    v: Float[Array, "B K S H"]
+    pos: Int32[Array, "B #K S"]
+    bias: Float32[Array, "B K S"] | None = None  # added to a slot's logits: log of the number of tokens merged into it
 
     def first(self, num_slots: int) -> KVBlock:
         """Returns the first `num_slots` slots."""
@@ -106,20 +112,22 @@ class KVBlock:
         return dataclasses.replace(self, k=k, v=v)
 
 
-def gather_tokens(block: KVBlock, slots: Array) -> KVBlock:
+def gather_tokens(block: KVBlock, slots: Int32[Array, "B #K n"]) -> KVBlock:
     """Takes the tokens in some slots of a block.
 
     Args:
-      block: keys and values [B K S H].
-      slots: i32[B 1|K n], one set for all heads or one for each; below 0, the place in the result stays empty.
+      block: keys and values of S slots.
+      slots: one set for all heads, or one for each; below 0, the place in the result stays empty.
 
     Returns:
       The block of n slots; its `pos` has K = 1 where both `block.pos` and `slots` have.
     """
     take = functools.partial(jnp.take_along_axis, axis=2, mode="promise_in_bounds")
     B, K, _, _ = block.k.shape
+    # The mode promises indices in bounds, since JAX's default fills with NaN and costs a comparison for each number.
     index = jnp.maximum(slots, 0)
     per_head = jnp.broadcast_to(index, (B, K, index.shape[2]))
+    # `pos` keeps one head where it can: that says that all heads hold the same tokens, and masks stay a K-th in size.
     pos_heads = max(block.pos.shape[1], slots.shape[1])
     pos = take(
         jnp.broadcast_to(block.pos, (B, pos_heads, block.pos.shape[2])),

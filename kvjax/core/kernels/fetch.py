@@ -9,10 +9,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Int32, Shaped
 
 from kvjax.core.types import Array
 
 ROWS_PER_PROGRAM = 8
+"""Few, so that many programs wait for the bus at once: a transfer over PCIe takes microseconds to begin."""
 
 
 def fits(data: Array, idx: Array) -> bool:
@@ -20,8 +22,10 @@ def fits(data: Array, idx: Array) -> bool:
     return 0 < data.size < 2**31 and idx.size > 0
 
 
-def fetch(data: Array, idx: Array, *, interpret: bool = False) -> Array:
-    """Gathers idx i32[B K n], in bounds, from data [B K S W] in host memory: [B K n W] in device memory.
+def fetch(
+    data: Shaped[Array, "B K S W"], idx: Int32[Array, "B K n"], *, interpret: bool = False
+) -> Shaped[Array, "B K n W"]:
+    """Gathers vectors from host memory into device memory, at indices in bounds.
 
     A kernel for NVIDIA GPUs; `interpret` runs it on any device.
     """
@@ -55,7 +59,7 @@ def fetch(data: Array, idx: Array, *, interpret: bool = False) -> Array:
     )(idx, data)
 
 
-def gather(data: Array, idx: Array) -> Array:
+def gather(data: Shaped[Array, "B K S W"], idx: Int32[Array, "B K n"]) -> Shaped[Array, "B K n W"]:
     """Gathers what `fetch` does, on any device."""
     # A single gather without clipping: code that `compute_on` runs on the host admits no constants.
     dims = lax.GatherDimensionNumbers(

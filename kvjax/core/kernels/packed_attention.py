@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Float, Float32, Int32, UInt32
 
 from kvjax.core.attention import MASKED_LOGIT, attend_dense
 from kvjax.core.kernels.packed_kernel import QUERY_ROWS, WORD_ROWS, Plan, kernel
@@ -27,18 +28,18 @@ NUM_PROGRAMS = 1024
 class PackedCodes(NamedTuple):
     """Keys or values as codes; see the module's text."""
 
-    words: Array  # u32[B K S/per H]
-    scale: Array  # float[B K S/group H] of keys, float[B K S H/group] of values
-    lo: Array  # like scale
+    words: UInt32[Array, "B K rows H"]  # S / per rows
+    scale: Float[Array, "B K _ _"]  # [B K S/group H] of keys, [B K S H/group] of values
+    lo: Float[Array, "B K _ _"]
 
 
 def attend(
-    q: Array,
+    q: Float[Array, "B K G T H"],
     k: PackedCodes,
     v: PackedCodes,
-    pos: Array,
-    q_pos: Array,
-    num_quantized: Array,
+    pos: Int32[Array, "B #K S"],
+    q_pos: Int32[Array, "B T"],
+    num_quantized: Int32[Array, " B"],
     *,
     bits: int,
     window: int | None = None,
@@ -51,12 +52,12 @@ def attend(
     float16 and bfloat16; a float32 q is slow.
 
     Args:
-      q: [B K G T H].
+      q: queries.
       k: keys.
       v: values.
-      pos: i32[B 1|K S], -1 in empty slots, which may be anywhere and hold anything.
-      q_pos: i32[B T].
-      num_quantized: i32[B].
+      pos: -1 in empty slots, which may be anywhere and hold anything.
+      q_pos: positions of the queries.
+      num_quantized: codes in the first slots of each sequence; what follows them is not read.
       bits: 1, 2, 4 or 8.
       window: the layer's sliding window.
       interpret: runs the kernel on any device, slowly.
@@ -64,12 +65,14 @@ def attend(
         without a block of slots.
 
     Raises:
-      KvjaxError: for shapes that do not fit together, other bits, or a head size that is no multiple of 16 up to 256.
+      KvjaxError: for other bits, or a head size that is no multiple of 16 up to 256.
     """
     plan = _plan(q, k, v, pos, bits=bits, window=window, interpret=interpret)
     if plan.slots == 0:
         return _attend_nothing(q)
     B, K, G, T, H = q.shape
+    # One sequence and head has too few blocks of queries to fill a GPU while decoding, so several programs share its
+    # slots (flash-decoding), and their partials are merged below.
     n = pl.cdiv(G * T, QUERY_ROWS)  # programs for the queries of a head
     splits = splits or max(1, min(pl.cdiv(k.words.shape[2], WORD_ROWS), NUM_PROGRAMS // (B * K * n)))
     has_head_pos = pos.shape[1] > 1
@@ -103,12 +106,12 @@ def attend(
 
 
 def attend_reference(
-    q: Array,
+    q: Float[Array, "B K G T H"],
     k: PackedCodes,
     v: PackedCodes,
-    pos: Array,
-    q_pos: Array,
-    num_quantized: Array,
+    pos: Int32[Array, "B #K S"],
+    q_pos: Int32[Array, "B T"],
+    num_quantized: Int32[Array, " B"],
     *,
     bits: int,
     window: int | None = None,
@@ -126,23 +129,23 @@ def attend_reference(
     return attend_dense(q.astype(jnp.float32), KVBlock(dequantize_keys(k, bits), values, pos), q_pos, window)
 
 
-def dequantize_keys(k: PackedCodes, bits: int) -> Array:
-    """f32[B K S H]."""
+def dequantize_keys(k: PackedCodes, bits: int) -> Float32[Array, "B K S H"]:
+    """Returns keys as numbers."""
     codes = _unpack(k.words, bits)
     scale, lo = (x.astype(jnp.float32)[:, :, :, None] for x in (k.scale, k.lo))
     B, K, S, H = codes.shape
     return (codes.reshape(B, K, scale.shape[2], -1, H) * scale + lo).reshape(codes.shape)
 
 
-def dequantize_values(v: PackedCodes, bits: int) -> Array:
-    """f32[B K S H]."""
+def dequantize_values(v: PackedCodes, bits: int) -> Float32[Array, "B K S H"]:
+    """Returns values as numbers."""
     codes = _unpack(v.words, bits)
     scale, lo = (x.astype(jnp.float32)[..., None] for x in (v.scale, v.lo))
     return (codes.reshape(*v.scale.shape, -1) * scale + lo).reshape(codes.shape)
 
 
-def _unpack(words: Array, bits: int) -> Array:
-    """u32[B K S/per H] -> codes f32[B K S H]."""
+def _unpack(words: UInt32[Array, "B K rows H"], bits: int) -> Float32[Array, "B K S H"]:
+    """Returns codes as floats."""
     B, K, n, H = words.shape
     shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[None, None, None, :, None]
     codes = (words[:, :, :, None] >> shifts) & jnp.uint32(2**bits - 1)
@@ -158,26 +161,12 @@ def _attend_nothing(q: Array) -> Partial:
 def _plan(
     q: Array, k: PackedCodes, v: PackedCodes, pos: Array, *, bits: int, window: int | None, interpret: bool
 ) -> Plan:
-    """Checks the arrays, and derives the sizes of groups from their shapes."""
-    B, K, G, T, H = q.shape
+    """Derives the sizes of groups from the arrays' shapes; raises KvjaxError where the kernel has no tile for them."""
+    _, _, G, T, H = q.shape
     if bits not in (1, 2, 4, 8):
         raise KvjaxError(f"bits must be 1, 2, 4 or 8, got {bits}")
     if H % 16 or not 16 <= H <= 256:
         raise KvjaxError(f"the head dim must be a multiple of 16 up to 256, got {H}")
-    n, k_groups, v_groups = k.words.shape[2], k.scale.shape[2], v.scale.shape[3]
-    S = n * (32 // bits)
-    if (S % k_groups if k_groups else S) or v_groups == 0 or H % v_groups:
-        raise KvjaxError(f"{S} slots do not fall into {k_groups} equal groups, or {H} channels not into {v_groups}")
-    shapes = {
-        "words": (B, K, n, H),
-        "scale and lo of keys": (B, K, k_groups, H),
-        "scale and lo of values": (B, K, S, v_groups),
-        "pos": (B, 1 if pos.shape[1] == 1 else K, S),
-    }
-    for (name, shape), arrays in zip(shapes.items(), ((k.words, v.words), k[1:], v[1:], (pos,)), strict=True):
-        if any(x.shape != shape for x in arrays):
-            got = " and ".join(str(x.shape) for x in arrays)
-            raise KvjaxError(f"{name} must be {shape} with q {q.shape} at {bits} bits, got {got}")
-    if any(x.dtype != jnp.uint32 for x in (k.words, v.words)):
-        raise KvjaxError(f"words must be uint32, got {k.words.dtype} and {v.words.dtype}")
+    k_groups, v_groups = k.scale.shape[2], v.scale.shape[3]
+    S = k.words.shape[2] * (32 // bits)
     return Plan(bits, S, G * T, T, H, S // max(1, k_groups), H // v_groups, q.dtype, window, interpret)

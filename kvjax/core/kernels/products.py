@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Float, Float32
 
 from kvjax.core.kernels.packed_attention import NUM_PROGRAMS, PackedCodes
 from kvjax.core.kernels.packed_kernel import dot, span
@@ -25,14 +26,16 @@ MAX_QUERIES = 64  # of a key/value head, for one program
 WORD_ROWS = 16  # rows of words in a block, the side of a tile of a tensor core
 
 
-def fits(x: Array, codes: PackedCodes) -> bool:
+def fits(x: Array | jax.ShapeDtypeStruct, codes: PackedCodes) -> bool:
     """Whether the kernels serve queries or weights x [B K G T ...] and these codes."""
     is_few = x.shape[2] * x.shape[3] <= MAX_QUERIES
     return is_few and codes.words.size > 0 and codes.words.shape[3] <= 256
 
 
-def scores(q: Array, k: PackedCodes, *, bits: int, interpret: bool = False) -> Array:
-    """Scaled dot products of q [B K G T H] and all keys, f32[B K G T S]; operands in q's dtype, sums in float32.
+def scores(
+    q: Float[Array, "B K G T H"], k: PackedCodes, *, bits: int, interpret: bool = False
+) -> Float32[Array, "B K G T S"]:
+    """Computes scaled dot products of queries and all keys; operands in q's dtype, sums in float32.
 
     Keys in empty slots must be finite. `interpret` runs the kernel on any device.
     """
@@ -51,13 +54,16 @@ def scores(q: Array, k: PackedCodes, *, bits: int, interpret: bool = False) -> A
     return out.reshape(B, K, G, T, S)
 
 
-def mix(p: Array, v: PackedCodes, dtype: jnp.dtype, *, bits: int, interpret: bool = False) -> Array:
-    """Sums all values by weights p f32[B K G T S]: f32[B K G T H]; operands in `dtype`, sums in float32.
+def mix(
+    p: Float32[Array, "B K G T S"], v: PackedCodes, dtype: jnp.dtype, *, bits: int, interpret: bool = False
+) -> Float32[Array, "B K G T H"]:
+    """Sums all values by weights; operands in `dtype`, sums in float32.
 
     Values in empty slots must be finite. `interpret` runs the kernel on any device.
     """
     plan = _plan(p, v, bits, dtype)
     B, K, G, T, S = p.shape
+    # The sum runs over slots, of which one program alone would take all; scores need no such split.
     splits = max(1, min(pl.cdiv(plan.rows, WORD_ROWS), NUM_PROGRAMS // (B * K)))
     out = pl.pallas_call(
         functools.partial(_mix_kernel, plan),
@@ -91,7 +97,7 @@ class ProductPlan:
 
     @property
     def width(self) -> int:
-        """Channels of a tile: Triton knows only powers of two."""
+        """Channels of a tile: Triton knows only powers of two, and products of 16 and more."""
         return max(16, pl.next_power_of_2(self.channels))
 
     @property
