@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float, Float32, Int32, Key
 
 from kvjax.cache.protocol import Cache
 from kvjax.core.types import Array
@@ -35,24 +36,24 @@ def num_draft_tokens(plan: Plan) -> int:
 
 def step(
     params: Any,
-    tokens: Array,
+    tokens: Int32[Array, "B T"],
     cache: Cache,
     commit: int,
     target: Target,
-    lengths: Array | None = None,
-) -> tuple[Array, Cache]:
+    lengths: Int32[Array, " B"] | None = None,
+) -> tuple[Float32[Array, "B T V"], Cache]:
     """Runs new tokens in one pass, and keeps the first `commit` of them.
 
     Args:
       params: the decoder's parameters.
-      tokens: i32[B T], padded on the right.
+      tokens: ids, padded on the right.
       cache: what the tokens follow.
       commit: static; tokens beyond it are drafts and leave no trace.
       target: model configuration, mesh and compiled functions.
-      lengths: i32[B], how many tokens of each sequence are real; None for all.
+      lengths: how many tokens of each sequence are real; None for all.
 
     Returns:
-      Logits f32[B T V], which mean nothing for padding, and the new cache.
+      Logits, which mean nothing for padding, and the new cache.
     """
     outer = outer_params(params)
     # One small program: run eagerly, each of its operations would be a dispatch of its own in every step.
@@ -72,23 +73,28 @@ def _decode_calls(plan: Plan, config: Config) -> tuple[LayerCall, ...]:
 
 @functools.partial(jax.jit, static_argnames=("commit", "target"))
 def _begin_step(
-    params: Any, tokens: Array, length: Array, lengths: Array | None, commit: int, target: Target
-) -> tuple[Array, Angles, Array, Array]:
-    """Embeds the tokens of a step; returns the results of `embed` and the cache's length i32[B] after the step."""
+    params: Any,
+    tokens: Int32[Array, "B T"],
+    length: Int32[Array, " B"],
+    lengths: Int32[Array, " B"] | None,
+    commit: int,
+    target: Target,
+) -> tuple[Float[Array, "B T D"], Angles, Int32[Array, "B T"], Int32[Array, " B"]]:
+    """Embeds the tokens of a step; returns the results of `embed` and the cache's length after the step."""
     hidden, angles, pos = embed(params, tokens, length, lengths, target=target)
     return hidden, angles, pos, length + (commit if lengths is None else jnp.minimum(commit, lengths))
 
 
 def extend(
     params: Any,
-    tokens: Array,
+    tokens: Int32[Array, "B T"],
     cache: Cache,
     target: Target,
     *,
-    lengths: Array | None = None,
-    next_is_known: Array | None = None,
+    lengths: Int32[Array, " B"] | None = None,
+    next_is_known: Bool[Array, "B T"] | None = None,
     target_after_first: Target | None = None,
-) -> tuple[Array, Cache]:
+) -> tuple[Float32[Array, "B T V"], Cache]:
     """Runs further tokens of every sequence, and keeps them.
 
     A method that drafts (SpeCache) is fed the tokens one at a time, each with a draft of the next: the given token
@@ -96,15 +102,15 @@ def extend(
 
     Args:
       params: the decoder's parameters.
-      tokens: i32[B T], padded on the right.
+      tokens: ids, padded on the right.
       cache: what the tokens follow.
       target: model configuration and mesh.
-      lengths: i32[B], how many tokens of each sequence are real; None for all.
-      next_is_known: bool[B T], None for all; see above.
+      lengths: how many tokens of each sequence are real; None for all.
+      next_is_known: None for all; see above.
       target_after_first: for the second and later steps, which may donate the cache: no caller holds it.
 
     Returns:
-      Logits f32[B T V], which mean nothing for padding, and a new cache.
+      Logits, which mean nothing for padding, and a new cache.
     """
     B, T = tokens.shape
     if not num_draft_tokens(cache.plan):
@@ -129,11 +135,18 @@ def extend(
 
 
 def decode(
-    params: Any, cache: Cache, tokens: Array, num_tokens: int, *, target: Target, sampler: Sampler, key: Array
-) -> tuple[Array, Cache]:
+    params: Any,
+    cache: Cache,
+    tokens: Int32[Array, " B"],
+    num_tokens: int,
+    *,
+    target: Target,
+    sampler: Sampler,
+    key: Key[Array, ""],
+) -> tuple[Int32[Array, "B num_tokens"], Cache]:
     """Generates a fixed number of tokens in one `lax.scan`; arguments and results as in `kvjax.functional.decode`.
 
-    Each token is drawn with the randomness that it has in `kvjax.generate`, where `tokens` i32[B] were the first draw.
+    Each token is drawn with the randomness that it has in `kvjax.generate`, where `tokens` were the first draw.
     """
     keys = sequence_keys(key, len(tokens))
 

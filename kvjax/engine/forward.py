@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh
+from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer
 from kvjax.core.attention import causal_attention
@@ -32,19 +33,23 @@ Plan = tuple[BoundLayer, ...]
 
 @functools.partial(jax.jit, static_argnames="target")
 def embed(
-    params: Any, tokens: Array, offset: Array | None, lengths: Array | None, target: Target
-) -> tuple[Array, Angles, Array]:
+    params: Any,
+    tokens: Int32[Array, "B T"],
+    offset: Int32[Array, " B"] | Int32[Array, ""] | None,
+    lengths: Int32[Array, " B"] | None,
+    target: Target,
+) -> tuple[Float[Array, "B T D"], Angles, Int32[Array, "B T"]]:
     """Embeds tokens that follow others.
 
     Args:
       params: `outer_params` of the model.
-      tokens: i32[B T].
-      offset: i32[B] or i32[], tokens before these in each sequence; None for none.
-      lengths: i32[B], how many of the tokens are real; None for all.
+      tokens: ids.
+      offset: tokens before these in each sequence, or in all; None for none.
+      lengths: how many of the tokens are real; None for all.
       target: model configuration and mesh.
 
     Returns:
-      Hidden vectors [B T D], the angles of RoPE, and positions i32[B T], -1 for padding.
+      Hidden vectors, the angles of RoPE, and positions, -1 for padding.
     """
     pos = token_positions(tokens, lengths)
     if offset is not None:
@@ -53,21 +58,23 @@ def embed(
     return constrain(hidden, "B T D", target.mesh), angles, pos
 
 
-def embed_at(params: Any, tokens: Array, pos: Array, target: Target) -> tuple[Array, Angles]:
-    """Embeds tokens i32[B T] at positions i32[B T]: hidden vectors [B T D], angles of RoPE."""
+def embed_at(
+    params: Any, tokens: Int32[Array, "B T"], pos: Int32[Array, "B T"], target: Target
+) -> tuple[Float[Array, "B T D"], Angles]:
+    """Embeds tokens at their positions: hidden vectors, angles of RoPE."""
     pos = jnp.maximum(pos, 0)  # padding, -1, has no position; nothing reads its angle
     outputs = _decoder(params, target.config).apply({"params": params}, tokens, pos, method=Decoder.embed)
     return cast(tuple[Array, Angles], outputs)
 
 
-def apply_unembed(params: Any, hidden: Array, target: Target) -> Array:
-    """Turns hidden vectors [.. D] of the last layer into logits f32[.. V]."""
+def apply_unembed(params: Any, hidden: Float[Array, "*rest D"], target: Target) -> Float32[Array, "*rest V"]:
+    """Turns hidden vectors of the last layer into logits."""
     return cast(Array, _decoder(params, target.config).apply({"params": params}, hidden, method=Decoder.finish))
 
 
 def apply_layer(
     params: Any,
-    hidden: Array,
+    hidden: Float[Array, "B T D"],
     angles: Angles,
     mode: ForwardMode,
     state: Any,
@@ -75,14 +82,15 @@ def apply_layer(
     *,
     call: LayerCall,
     target: Target,
-) -> tuple[Array, Any, Any]:
+) -> tuple[Float[Array, "B Q D"], Any, Any]:
     """Runs one layer of a pass; arguments as in `run_layers`, for this layer alone.
 
     Args:
       cross_layer: value from the layer below in this pass, None in layer 0.
 
     Returns:
-      Hidden vectors for the layer above [B T|Q D], this layer's new state, and the value for the layer above.
+      Hidden vectors for the layer above, of all tokens or of those that the mode asks for; this layer's new state; the
+      value for the layer above.
     """
 
     def attend(_: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, Any]:
@@ -103,8 +111,8 @@ def apply_layer(
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def exact_logits(params: Any, tokens: Array, config: Config) -> Array:
-    """Runs tokens i32[B T] under exact causal attention, without a cache: logits f32[B T V]."""
+def exact_logits(params: Any, tokens: Int32[Array, "B T"], config: Config) -> Float32[Array, "B T V"]:
+    """Computes logits under exact causal attention, without a cache."""
 
     def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
         return causal_attention(q, k, v, window=config.window(i)), None
@@ -137,7 +145,7 @@ class Target:
 
 def run_layers(
     params: Any,
-    hidden: Array,
+    hidden: Float[Array, "B T D"],
     angles: Angles,
     mode: ForwardMode,
     calls: Sequence[LayerCall],
@@ -145,12 +153,12 @@ def run_layers(
     *,
     target: Target,
     first_layer: int = 0,
-) -> tuple[Array, tuple[Any, ...]]:
+) -> tuple[Float[Array, "B Q D"], tuple[Any, ...]]:
     """Runs consecutive layers.
 
     Args:
       params: of the model.
-      hidden: [B T D], the input of the first of these layers.
+      hidden: the input of the first of these layers.
       angles: of RoPE.
       mode: what attention reads, and what each layer holds afterwards.
       calls: one for each layer, see `layer_calls`.
@@ -159,7 +167,8 @@ def run_layers(
       first_layer: index of the first of these layers in the model.
 
     Returns:
-      Hidden vectors of the last of these layers [B T|Q D], and each layer's new state.
+      Hidden vectors of the last of these layers, of all tokens or of those that the mode asks for; each layer's new
+      state.
     """
     # An unrolled loop: each layer keeps its own state type and sizes, which a scan over stacked layers could not.
     results, cross_layer = [], None

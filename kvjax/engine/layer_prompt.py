@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer, last_positions
 from kvjax.core.attention_mass import Observation
@@ -31,41 +32,42 @@ class LayerCall:
 class LayerInputs(NamedTuple):
     """The queries, keys and values of one layer in this pass, and the hidden vectors that they come from."""
 
-    q: Array  # [B K G T H], after RoPE
-    k: Array  # [B K T H], after RoPE
-    v: Array  # [B K T H]
-    hidden: Array  # [B T D], normalized, from which q, k and v were projected
-    output_projection: Array  # [1 K G H D]
+    q: Float[Array, "B K G T H"]  # after RoPE
+    k: Float[Array, "B K T H"]  # after RoPE
+    v: Float[Array, "B K T H"]
+    hidden: Float[Array, "B T D"]  # normalized, from which q, k and v were projected
+    output_projection: Float[Array, "1 K G H D"]
 
 
 class LayerPrompt(NamedTuple):
     """Exact keys and values of a prompt in one layer, and what the layer's method observes; None where it does not."""
 
-    k: Array  # [B K S H]
-    v: Array  # [B K S H]
-    q: Array  # [B K G Q H], the observed queries
-    hidden: Array | None = None  # [B 1 S D], the input of the projections
-    output_projection: Array | None = None  # [1 K G H D]
-    replay_scores: Array | None = None  # f32[B K S]
-    paired: tuple[Array, Array] | None = None  # keys and values [B K S H] of the layer that this one is paired with
-    softmax_lse: Array | None = None  # f32[B K G Q], the log normalizer of each observed query
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    q: Float[Array, "B K G Q H"]  # the observed queries
+    hidden: Float[Array, "B 1 S D"] | None = None  # the input of the projections
+    output_projection: Float[Array, "1 K G H D"] | None = None
+    replay_scores: Float32[Array, "B K S"] | None = None
+    # Keys and values of the layer that this one is paired with.
+    paired: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]] | None = None
+    softmax_lse: Float32[Array, "B K G Q"] | None = None  # the log normalizer of each observed query
 
 
 def prompt_of_inputs(
     layer: BoundLayer,
     inputs: LayerInputs,
-    lengths: Array,
-    first_query: Array | int = 0,
-    softmax_lse: Array | None = None,
+    lengths: Int32[Array, " B"],
+    first_query: Int32[Array, "..."] | int = 0,
+    softmax_lse: Float32[Array, "B K G T"] | None = None,
 ) -> LayerPrompt:
     """Collects a whole prompt from the tensors of a decoder layer.
 
     Args:
       layer: the bound layer, whose `needs` say what it observes.
       inputs: queries, keys and values of all tokens of the prompts.
-      lengths: i32[B], of the prompts.
-      first_query: position of the first query in `inputs`, one number or i32[B].
-      softmax_lse: f32[B K G T], the log normalizers of the queries, where attention returned them.
+      lengths: of the prompts.
+      first_query: position of the first query in `inputs`, one number or one for each sequence.
+      softmax_lse: the log normalizers of the queries, where attention returned them.
     """
     return LayerPrompt(
         inputs.k,
@@ -78,19 +80,23 @@ def prompt_of_inputs(
 
 
 def select_queries(
-    layer: BoundLayer, q: Array, first: Array | int | np.int32, lengths: Array, earlier: Array | None = None
-) -> Array:
+    layer: BoundLayer,
+    q: Float[Array, "B K G C H"],
+    first: Int32[Array, "..."] | int | np.int32,
+    lengths: Int32[Array, " B"],
+    earlier: Float[Array, "B K G Q H"] | None = None,
+) -> Float[Array, "B K G Q H"]:
     """Selects the queries that a layer's method observes.
 
     Args:
       layer: the bound layer.
-      q: queries [B K G C H] at positions first, first + 1, ..
-      first: position of the first query, one number or i32[B].
-      lengths: i32[B], of the whole prompts.
+      q: queries at positions first, first + 1, ..
+      first: position of the first query, one number or one for each sequence.
+      lengths: of the whole prompts.
       earlier: the same selection over the chunks before this one; its entries stay where this chunk has none.
 
     Returns:
-      [B K G Q H].
+      The observed queries.
     """
     num_observed, B, C = layer.needs.observed_queries, q.shape[0], q.shape[3]
     if num_observed is None:
@@ -104,16 +110,20 @@ def select_queries(
 
 
 def observed_block(
-    layer: BoundLayer, prompt: LayerPrompt, lengths: Array, num_kept: Array | None = None, measure: Any = None
+    layer: BoundLayer,
+    prompt: LayerPrompt,
+    lengths: Int32[Array, " B"],
+    num_kept: Int32[Array, " B"] | Int32[Array, "B K"] | None = None,
+    measure: Any = None,
 ) -> tuple[KVBlock, Observation | None]:
     """Returns the prompt as `BoundLayer.prefill` takes it.
 
     Args:
       layer: the bound layer.
       prompt: exact keys and values, and what the method observes.
-      lengths: i32[B], of the prompts.
-      num_kept: i32[B] or i32[B K], tokens that this layer, or each of its heads, may keep where all layers share one
-        budget (CAKE); else None.
+      lengths: of the prompts.
+      num_kept: tokens that this layer, or each of its heads, may keep where all layers share one budget (CAKE); else
+        None.
       measure: what the layer has measured of the prompt for that division.
 
     Returns:
@@ -141,10 +151,10 @@ def observed_block(
 def compress_prompt(
     call: LayerCall,
     prompt: LayerPrompt,
-    lengths: Array,
+    lengths: Int32[Array, " B"],
     capacity: int,
     mesh: Mesh | None = None,
-    num_kept: Array | None = None,
+    num_kept: Int32[Array, " B"] | Int32[Array, "B K"] | None = None,
     measure: Any = None,
 ) -> Any:
     """Turns a layer's exact prompt into its cache state.
@@ -152,7 +162,7 @@ def compress_prompt(
     Args:
       call: the bound layer, and the slots of its state.
       prompt: exact keys and values, and what the method observes.
-      lengths: i32[B], of the prompts.
+      lengths: of the prompts.
       capacity: tokens that a sequence of the cache may grow to.
       mesh: the devices that heads and sequences are split over, or None.
       num_kept, measure: as in `observed_block`.

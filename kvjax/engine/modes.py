@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
+from jaxtyping import Float, Int32
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
 from kvjax.cache.readers.query_blocks import map_query_blocks
@@ -35,14 +36,14 @@ QUERY_BLOCK_TOKENS = 128
 class ForwardMode:
     """Base class of the modes; each is a pytree of arrays that all layers share."""
 
-    def query_indices(self, call: LayerCall) -> Array | None:
-        """Returns i32[B Q], the tokens whose outputs this layer computes; None for all of them."""
+    def query_indices(self, call: LayerCall) -> Int32[Array, "B Q"] | None:
+        """Returns the tokens whose outputs this layer computes; None for all of them."""
         return None
 
     @required
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Float[Array, "B K G Q H"], Any, Any]:
         """Runs attention in one layer.
 
         Args:
@@ -53,7 +54,7 @@ class ForwardMode:
           mesh: the devices that heads and sequences are split over, or None.
 
         Returns:
-          The output [B K G T|Q H], the layer's new state, and the value for the layer above.
+          The output for the tokens of `query_indices`, the layer's new state, and the value for the layer above.
         """
         ...
 
@@ -62,11 +63,11 @@ class ForwardMode:
 class FullPrefill(ForwardMode):
     """Runs a whole prompt at once and turns each layer's exact keys and values into its cache state."""
 
-    lengths: Array  # i32[B]
+    lengths: Int32[Array, " B"]
     capacity: int = dataclasses.field(metadata={"static": True})  # tokens a sequence of the cache may grow to
     num_observed: int | None = dataclasses.field(metadata={"static": True})  # last queries observed; None: all
 
-    def query_indices(self, call: LayerCall) -> Array | None:
+    def query_indices(self, call: LayerCall) -> Int32[Array, "B Q"] | None:
         # In the model's last layer nothing reads the outputs except the sampler and the methods that observe queries.
         if not call.selects_queries or self.num_observed is None:
             return None
@@ -74,7 +75,7 @@ class FullPrefill(ForwardMode):
 
     def attend(
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Float[Array, "B K G Q H"], Any, Any]:
         q, k, v = inputs[:3]
         needs = call.layer.needs
         first_query, softmax_lse = 0, None
@@ -97,12 +98,12 @@ class FullPrefill(ForwardMode):
 class ChunkedPrefill(ForwardMode):
     """Runs one chunk of a prompt; each layer holds the earlier chunks exactly, or in its method's state."""
 
-    start: Array | np.int32  # i32[], position of the chunk's first token
-    lengths: Array  # i32[B], of whole prompts
+    start: Int32[Array, ""] | np.int32  # position of the chunk's first token
+    lengths: Int32[Array, " B"]  # of whole prompts
 
     def attend(
         self, call: LayerCall, state: LayerPrompt | Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Array, LayerPrompt | Any, Any]:
+    ) -> tuple[Float[Array, "B K G Q H"], LayerPrompt | Any, Any]:
         q, k, v, hidden, _ = inputs
         layer, needs = call.layer, call.layer.needs
         if needs.prompt_chunk:
@@ -124,13 +125,13 @@ class ChunkedPrefill(ForwardMode):
 class PromptReplay(ForwardMode):
     """Runs a copy of one chunk after the whole prompt, and updates the scores that a method takes from it (KVzip)."""
 
-    start: Array | np.int32  # i32[], position of the copied chunk's first token
-    pos: Array  # i32[B T], of the copy's tokens, -1 for padding
-    lengths: Array  # i32[B], of the prompts
+    start: Int32[Array, ""] | np.int32  # position of the copied chunk's first token
+    pos: Int32[Array, "B T"]  # of the copy's tokens, -1 for padding
+    lengths: Int32[Array, " B"]  # of the prompts
 
     def attend(
         self, call: LayerCall, state: LayerPrompt, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Array, LayerPrompt, Any]:
+    ) -> tuple[Float[Array, "B K G Q H"], LayerPrompt, Any]:
         q, k, v, hidden, output_projection = inputs
         needs = call.layer.needs
         # The copy follows the prompt at later positions; they stay two blocks, whose attention is merged exactly.
@@ -159,18 +160,25 @@ class PromptReplay(ForwardMode):
 class Decode(ForwardMode):
     """Runs new tokens on a cache and keeps the first `commit` of them."""
 
-    pos: Array  # i32[B T], -1 for padding
+    pos: Int32[Array, "B T"]  # -1 for padding
     commit: int = dataclasses.field(metadata={"static": True})
 
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Array, Any, Any]:
+    ) -> tuple[Float[Array, "B K G Q H"], Any, Any]:
         new = KVBlock(inputs.k, inputs.v, self.pos[:, None])
         return extend_layer(call.layer, state, inputs.q, new, self.commit, cross_layer, mesh=mesh)
 
 
 def extend_layer(
-    layer: BoundLayer, state: Any, q: Array, new: KVBlock, commit: int, cross_layer: Any = None, *, mesh: Mesh | None
+    layer: BoundLayer,
+    state: Any,
+    q: Float[Array, "B K G T H"],
+    new: KVBlock,
+    commit: int,
+    cross_layer: Any = None,
+    *,
+    mesh: Mesh | None,
 ) -> StepResult:
     """Runs `BoundLayer.extend` on each device's own sequences and heads."""
     # `commit` is static, so that it is closed over: the arguments are the arrays that devices divide.
@@ -180,8 +188,14 @@ def extend_layer(
     return extend(state, q, new, cross_layer)
 
 
-def attend_all(q: Array, query_pos: Array, block: KVBlock, window: int | None, pattern: Any = None) -> Array:
-    """Computes exact attention of queries [B K G T H] at query_pos i32[B T] to a block, a few queries at a time."""
+def attend_all(
+    q: Float[Array, "B K G T H"],
+    query_pos: Int32[Array, "B T"],
+    block: KVBlock,
+    window: int | None,
+    pattern: Any = None,
+) -> Float[Array, "B K G T H"]:
+    """Computes exact attention of queries at their positions to a block, a few queries at a time."""
     partial = map_query_blocks(
         lambda q, query_pos: attend_dense(q, block, query_pos, window, pattern), q, query_pos, QUERY_BLOCK_TOKENS
     )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
@@ -48,8 +49,8 @@ ReplayPrompts = tuple[Sequence[int], Sequence[int]]
 
 def prefill(
     params: Any,
-    tokens: Array,
-    lengths: Array,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
     plan: Plan,
     target: Target,
     capacity: int,
@@ -58,13 +59,13 @@ def prefill(
     num_slots: tuple[int, ...] | None = None,
     replay_prompts: ReplayPrompts = ((), ()),
     progress: Progress = iter,
-) -> tuple[Array, Cache]:
+) -> tuple[Float32[Array, "B V"], Cache]:
     """Runs prompts and compresses them.
 
     Args:
       params: the decoder's parameters.
-      tokens: i32[B T], left-aligned, padded on the right.
-      lengths: i32[B], at least 1.
+      tokens: ids, left-aligned, padded on the right.
+      lengths: of the prompts, at least 1.
       plan: a method bound to each layer.
       target: model configuration, mesh and compiled functions.
       capacity: tokens that a sequence of the cache may grow to.
@@ -74,7 +75,7 @@ def prefill(
       progress: wraps the indices of the chunks, for a bar; used where the chunks are a Python loop.
 
     Returns:
-      Logits of each prompt's last token f32[B V], and the cache.
+      Logits of each prompt's last token, and the cache.
     """
     T = tokens.shape[1]
     if num_slots is None:
@@ -128,23 +129,23 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
 
 def prefill_exactly(
     params: Any,
-    tokens: Array,
-    lengths: Array,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
     calls: Sequence[LayerCall],
     target: Target,
     *,
     chunk: int | None = None,
     replay_prompts: ReplayPrompts = ((), ()),
     progress: Progress = iter,
-) -> tuple[Array, list[LayerPrompt | Any]]:
+) -> tuple[Float[Array, "B D"], list[LayerPrompt | Any]]:
     """Runs prompts and keeps each layer's exact keys and values, with all that its method observes.
 
     Arguments are those of `prefill`, with the `layer_calls` in place of the plan. A layer whose method is fed the
     prompt chunk by chunk holds its cache state.
 
     Returns:
-      The hidden vector of each prompt's last token [B D], and what each layer holds: a list, so that a caller that uses
-      up a layer's prompt can drop it.
+      The hidden vector of each prompt's last token, and what each layer holds: a list, so that a caller that uses up a
+      layer's prompt can drop it.
     """
     B, T = tokens.shape
     chunk = chunk or T
@@ -182,8 +183,8 @@ def prefill_exactly(
 
 def replay(
     params: Any,
-    tokens: Array,
-    lengths: Array,
+    tokens: Int32[Array, "B T"],
+    lengths: Int32[Array, " B"],
     prompts: Sequence[LayerPrompt],
     calls: Sequence[LayerCall],
     target: Target,
@@ -220,7 +221,7 @@ def replay(
 
 def compress_prompts(
     prompts: list[LayerPrompt | Any],
-    lengths: Array,
+    lengths: Int32[Array, " B"],
     calls: Sequence[LayerCall],
     target: Target,
     capacity: int,
@@ -231,7 +232,7 @@ def compress_prompts(
 
     Args:
       prompts: what each layer holds; the list is emptied, so that a layer's exact prompt is freed once it is used.
-      lengths: i32[B], of the prompts.
+      lengths: of the prompts.
       calls: see `layer_calls`; their numbers of slots hold where layers divide no budget among them.
       target: model configuration and mesh.
       capacity: tokens that a sequence of the cache may grow to.
@@ -282,7 +283,11 @@ def compress_prompts(
 
 
 def measure_layers(
-    prompts: Sequence[LayerPrompt], lengths: Array, calls: Sequence[LayerCall], target: Target, capacity: int
+    prompts: Sequence[LayerPrompt],
+    lengths: Int32[Array, " B"],
+    calls: Sequence[LayerCall],
+    target: Target,
+    capacity: int,
 ) -> list[Any]:
     """Measures every layer's prompt, for a budget that all layers share (CAKE): for each layer arrays [B ..]."""
     return [
@@ -338,8 +343,8 @@ def _divide_budget(measures: tuple[Any, ...], lengths: Array, plan: Plan) -> Arr
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))
 def compress(
     prompt: LayerPrompt,
-    lengths: Array,
-    num_kept: Array | None,
+    lengths: Int32[Array, " B"],
+    num_kept: Int32[Array, " B"] | Int32[Array, "B K"] | None,
     measure: Any,
     call: LayerCall,
     capacity: int,
@@ -351,12 +356,17 @@ def compress(
 
 @functools.partial(jax.jit, static_argnames="width")
 def _copy_chunk(
-    copied: Array, lengths: Array, instruction: Array, start: Array, first: Array, width: int
-) -> tuple[Array, Array]:
-    """Makes the tokens with which each sequence repeats a chunk: i32[B width], and how many are real, i32[B].
+    copied: Int32[Array, "B C"],
+    lengths: Int32[Array, " B"],
+    instruction: Int32[Array, " I"],
+    start: Int32[Array, ""],
+    first: Int32[Array, ""],
+    width: int,
+) -> tuple[Int32[Array, "B {width}"], Int32[Array, " B"]]:
+    """Makes the tokens with which each sequence repeats a chunk, and counts the real ones.
 
-    `copied` i32[B C] are the tokens from `first` on; those before `start` lead up to the chunk. A sequence that ends
-    before the chunk repeats nothing.
+    `copied` are the tokens from `first` on; those before `start` lead up to the chunk. A sequence that ends before the
+    chunk repeats nothing.
     """
     B, C = copied.shape
     copy = jnp.concatenate([jnp.broadcast_to(instruction, (B, len(instruction))), copied], 1)
@@ -365,15 +375,17 @@ def _copy_chunk(
 
 
 @jax.jit
-def take_last(hidden: Array, lengths: Array | None) -> Array:
-    """Takes the hidden vectors [B D] of each sequence's last token from [B T D]; without lengths, the last of all."""
+def take_last(hidden: Float[Array, "B T D"], lengths: Int32[Array, " B"] | None) -> Float[Array, "B D"]:
+    """Takes the hidden vector of each sequence's last token; without lengths, the last of all."""
     last = jnp.full(hidden.shape[:1], hidden.shape[1] - 1, jnp.int32) if lengths is None else lengths - 1
     return take_tokens(hidden, last[:, None])[:, 0]
 
 
 @jax.jit
-def _update_last(last: Array, hidden: Array, lengths: Array, start: Array) -> Array:
-    """Replaces last [B D] by the hidden vector of each sequence's last token, where this chunk [B C D] has it."""
+def _update_last(
+    last: Float[Array, "B D"], hidden: Float[Array, "B C D"], lengths: Int32[Array, " B"], start: Int32[Array, ""]
+) -> Float[Array, "B D"]:
+    """Replaces `last` by the hidden vector of each sequence's last token, where this chunk has it."""
     at = lengths - 1 - start
     is_here = (at >= 0) & (at < hidden.shape[1])
     return jnp.where(is_here[:, None], take_tokens(hidden, jnp.clip(at, 0, hidden.shape[1] - 1)[:, None])[:, 0], last)

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float32, Int, Int32, Key
 
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.random import check_seed
@@ -21,19 +23,19 @@ MIN_POSITIVE = 1e-30  # least temperature and top_p: dividing logits by a smalle
 
 @pytree
 class Penalties:
-    """The penalties of `SamplingParams`, f32[] each; without a repetition penalty, prompts do not count."""
+    """The penalties of `SamplingParams`; without a repetition penalty, prompts do not count."""
 
-    repetition: Array | None
-    presence: Array
-    frequency: Array
+    repetition: Float32[Array, ""] | None
+    presence: Float32[Array, ""]
+    frequency: Float32[Array, ""]
 
 
 @pytree
 class TokenCounts:
     """The tokens of each sequence that penalties count."""
 
-    in_prompt: Array | None  # bool[B V]; None without a repetition penalty
-    num_generated: Array  # i32[B V]
+    in_prompt: Bool[Array, "B V"] | None  # None without a repetition penalty
+    num_generated: Int32[Array, "B V"]
 
 
 @pytree
@@ -43,10 +45,10 @@ class Sampler:
     The numbers are arrays, so that a sweep over them does not recompile.
     """
 
-    temperature: Array | None = None
-    top_k: Array | None = None
-    top_p: Array | None = None
-    min_p: Array | None = None
+    temperature: Float32[Array, ""] | None = None
+    top_k: Int32[Array, ""] | None = None
+    top_p: Float32[Array, ""] | None = None
+    min_p: Float32[Array, ""] | None = None
     penalties: Penalties | None = None  # None where no penalty is asked for: nothing is then counted
 
 
@@ -145,8 +147,10 @@ def resolve_sampling(sampling: SamplingParams | None = None, **fields: Any) -> S
     return sampling
 
 
-def sample(sampler: Sampler, logits: Array, keys: Array, counts: TokenCounts | None = None) -> Array:
-    """Draws tokens i32[B] from logits f32[B V]; each depends only on its sequence's own logits and own key, of [B].
+def sample(
+    sampler: Sampler, logits: Float32[Array, "B V"], keys: Key[Array, " B"], counts: TokenCounts | None = None
+) -> Int32[Array, " B"]:
+    """Draws a token for each sequence; it depends only on the sequence's own logits and own key.
 
     A sampler with penalties needs the counts of the tokens so far.
     """
@@ -159,8 +163,8 @@ def sample(sampler: Sampler, logits: Array, keys: Array, counts: TokenCounts | N
     return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
 
 
-def apply_penalties(penalties: Penalties, logits: Array, counts: TokenCounts) -> Array:
-    """Applies the penalties to logits f32[B V], in the order of vLLM: repetition first, then what is subtracted."""
+def apply_penalties(penalties: Penalties, logits: Float32[Array, "B V"], counts: TokenCounts) -> Float32[Array, "B V"]:
+    """Applies the penalties in the order of vLLM: repetition first, then what is subtracted."""
     is_generated = counts.num_generated > 0
     if penalties.repetition is not None:
         is_repeated = is_generated if counts.in_prompt is None else is_generated | counts.in_prompt
@@ -170,15 +174,15 @@ def apply_penalties(penalties: Penalties, logits: Array, counts: TokenCounts) ->
     return logits - penalties.presence * is_generated.astype(jnp.float32)
 
 
-def count_tokens(counts: TokenCounts, tokens: Array) -> TokenCounts:
-    """Counts one generated token i32[B] of each sequence."""
+def count_tokens(counts: TokenCounts, tokens: Int32[Array, " B"]) -> TokenCounts:
+    """Counts one generated token of each sequence."""
     # A comparison with all of the vocabulary divides over a mesh as the logits do; a scatter would not.
     is_token = tokens[:, None] == jnp.arange(counts.num_generated.shape[1], dtype=jnp.int32)[None]
     return dataclasses.replace(counts, num_generated=counts.num_generated + is_token.astype(jnp.int32))
 
 
-def apply_filters(sampler: Sampler, logits: Array) -> Array:
-    """Sets the tokens that the filters drop to MASKED_LOGIT, in logits f32[B V] after the temperature."""
+def apply_filters(sampler: Sampler, logits: Float32[Array, "B V"]) -> Float32[Array, "B V"]:
+    """Sets the tokens that the filters drop to MASKED_LOGIT, in logits after the temperature."""
     if (sampler.top_k, sampler.top_p, sampler.min_p) == (None, None, None):
         return logits
     # The sort is stable, so that the lower index of equal logits comes first.
@@ -198,6 +202,8 @@ def apply_filters(sampler: Sampler, logits: Array) -> Array:
     return jnp.where(keep, logits, MASKED_LOGIT)
 
 
-def sequence_keys(key: Array, batch: int, first: Array | int = 0) -> Array:
+def sequence_keys(
+    key: Key[Array, ""], batch: int, first: Int[Array, ""] | np.integer | int = 0
+) -> Key[Array, "{batch}"]:
     """Makes one key per sequence, by its number from `first` on: a sequence draws the same in any batch."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, first + jnp.arange(batch))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 
 import jax
 from jax import lax
+from jaxtyping import Float
 
 from kvjax.cache.bound_layer import DifferentiableLayer
 from kvjax.cache.codecs.plain import CodecWrapper
@@ -34,7 +35,7 @@ class StraightThroughState:
     """The wrapped codec's storage, and the exact vectors that carry the gradient."""
 
     stored: Any
-    exact: Array  # [B K S H]
+    exact: Float[Array, "B K S H"]
 
 
 @dataclasses.dataclass(frozen=True)
