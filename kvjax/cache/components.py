@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Bool, Float, Float32, Int32
 
 from kvjax.cache.protocol import LayerSpec, LayerState, Replay
 from kvjax.core import attention, memory
@@ -60,17 +61,19 @@ class Codec:
     is_head_specific = False  # whether each head is stored differently, so that a page cannot move between heads
     num_queries: int | None = 0  # last prompt queries of each sequence that `encode_prompt` observes, as in `Needs`
 
-    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> Any:
+    def encode_prompt(
+        self, x: Float[Array, "B K S H"], pos: Int32[Array, "B #K S"], observation: Observation | None
+    ) -> Any:
         """`encode` for the tokens that a prompt leaves; override it in a codec that observes the prompt's queries."""
         return self.encode(x, pos)
 
     @required
-    def encode(self, x: Array, pos: Array) -> Any:
+    def encode(self, x: Float[Array, "B K S H"], pos: Int32[Array, "B #K S"]) -> Any:
         """Stores all slots of a cache.
 
         Args:
-          x: [B K S H], keys or values; arbitrary in empty slots.
-          pos: i32[B 1|K S], positions, -1 in empty slots.
+          x: keys or values; arbitrary in empty slots.
+          pos: positions, -1 in empty slots.
 
         Returns:
           The stored form: any pytree. `memory.Buffer`s within it can be placed in host memory.
@@ -78,42 +81,42 @@ class Codec:
         ...
 
     @required
-    def decode(self, stored: Any) -> Array:
-        """Restores all slots: [B K S H] in device memory."""
+    def decode(self, stored: Any) -> Float[Array, "B K S H"]:
+        """Restores all slots, in device memory."""
         ...
 
     @required
-    def append(self, stored: Any, x: Array, at: Array) -> Any:
-        """Writes x [B K T H] from slot at i32[B 1|K] on; `at` differs between heads only where `supports_eviction`."""
+    def append(self, stored: Any, x: Float[Array, "B K T H"], at: Int32[Array, "B #K"]) -> Any:
+        """Writes x from slot `at` on; `at` differs between heads only where `supports_eviction`."""
         ...
 
     @required
-    def gather(self, stored: Any, idx: Array) -> Array:
-        """Restores the slots idx i32[B K n]: [B K n H] in device memory; only these cross from the host."""
+    def gather(self, stored: Any, idx: Int32[Array, "B K n"]) -> Float[Array, "B K n H"]:
+        """Restores some slots, in device memory; only these cross from the host."""
         ...
 
     def load(self, stored: Any) -> Any:
         """Copies the stored form to device memory, for `scores` and `mix`."""
         return stored
 
-    def scores(self, q: Array, stored: Any) -> Array:
-        """Scaled dot products of q [B K G T H] and all keys, f32[B K G T S]; `stored` in device memory."""
+    def scores(self, q: Float[Array, "B K G T H"], stored: Any) -> Float32[Array, "B K G T S"]:
+        """Scaled dot products of queries and all keys; `stored` in device memory."""
         return attention.scores(q, self.decode(stored))
 
-    def score_in_place(self, q: Array, stored: Any) -> Array:
+    def score_in_place(self, q: Float[Array, "B K G T H"], stored: Any) -> Float32[Array, "B K G T S"]:
         """`scores`, computed in the memory where the keys are, if the codec can do so."""
         return self.scores(q, self.load(memory.map_buffers(memory.to_device, stored)))
 
-    def mix(self, p: Array, stored: Any) -> Array:
-        """Sums all values by the weights p f32[B K G T S]: f32[B K G T H]; `stored` in device memory."""
+    def mix(self, p: Float32[Array, "B K G T S"], stored: Any) -> Float32[Array, "B K G T H"]:
+        """Sums all values by weights; `stored` in device memory."""
         return attention.mix(p, self.decode(stored))
 
-    def num_quantized(self, n: Array) -> Array:
-        """i32[B]: how many of the first n i32[B] tokens of each sequence are inexact when the next token is read."""
+    def num_quantized(self, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
+        """How many of the first n tokens of each sequence are inexact when the next token is read."""
         return jnp.zeros_like(n)
 
-    def num_committed(self, stored: Any, n: Array) -> Array:
-        """i32[B]: how many of the first n i32[B] tokens cannot be rolled back, because they share stored numbers."""
+    def num_committed(self, stored: Any, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
+        """How many of the first n tokens cannot be rolled back, because they share stored numbers."""
         return jnp.zeros_like(n) if self.supports_eviction else n
 
     def used_part(self, stored: Any, num_tokens: int) -> Any:
@@ -164,7 +167,7 @@ class KVStorage:
     v: Codec
     indexed_by: Policy | None = None
 
-    def keys_to_store(self, block: KVBlock) -> Array:
+    def keys_to_store(self, block: KVBlock) -> Float[Array, "B K S H"]:
         """The keys as the codec gets them: without rotation if it asks so, or if positions are indices in the cache."""
         if self.indexed_by is None and not self.k.pre_rope:
             return block.k
@@ -179,22 +182,24 @@ class KVStorage:
         """Encodes other tokens, without a prompt's queries: the stored keys, and the stored values."""
         return self.k.encode(self.keys_to_store(block), block.pos), self.v.encode(block.v, block.pos)
 
-    def append(self, k: Any, v: Any, new: KVBlock, slot: Array) -> tuple[Any, Any]:
-        """Writes new tokens [B K T H] from slot i32[B 1|K] on, into stored keys and values."""
+    def append(self, k: Any, v: Any, new: KVBlock, slot: Int32[Array, "B #K"]) -> tuple[Any, Any]:
+        """Writes new tokens into stored keys and values, from `slot` on."""
         return self.k.append(k, self.keys_to_store(new), slot), self.v.append(v, new.v, slot)
 
-    def decode_keys(self, stored: Any, pos: Array) -> Array:
-        """Decodes all keys [B K S H], rotated to their true positions i32[B 1|K S]."""
+    def decode_keys(self, stored: Any, pos: Int32[Array, "B #K S"]) -> Float[Array, "B K S H"]:
+        """Decodes all keys, rotated to their true positions `pos`."""
         return self._rotate(self.k.decode(stored), pos)
 
-    def gather_keys(self, stored: Any, idx: Array, pos: Array) -> Array:
-        """Decodes the keys [B K n H] in slots idx i32[B K n], rotated to their true positions i32[B 1|K n]."""
+    def gather_keys(
+        self, stored: Any, idx: Int32[Array, "B K n"], pos: Int32[Array, "B #K n"]
+    ) -> Float[Array, "B K n H"]:
+        """Decodes the keys in some slots, rotated to their true positions `pos`."""
         return self._rotate(self.k.gather(stored, idx), pos)
 
     def _rotate(self, k: Array, pos: Array) -> Array:
         return self.spec.rope.rotate(k, pos).astype(k.dtype) if self.k.pre_rope else k
 
-    def decode(self, k: Any, v: Any, pos: Array) -> KVBlock:
+    def decode(self, k: Any, v: Any, pos: Int32[Array, "B #K S"]) -> KVBlock:
         """Decodes all stored keys, rotated to their true positions, and values."""
         return KVBlock(self.decode_keys(k, pos), self.v.decode(v), pos)
 
@@ -223,11 +228,11 @@ class Reader:
     num_queries: int | None = 0  # last prompt queries of each sequence that `init_state` observes, as in `Needs`
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
-        """Returns the reader's state after a prompt [B K S H], left-aligned; `observation` has its last queries."""
+        """Returns the reader's state after a prompt, left-aligned; `observation` has its last queries."""
         return None
 
-    def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
-        """Returns the state after tokens [B K T H] that are now in the slots from i32[B 1|K] on; T may be 0."""
+    def append(self, reader_state: Any, new: KVBlock, at: Int32[Array, "B #K"], spec: LayerSpec) -> Any:
+        """Returns the state after tokens that are now in the slots from `at` on; there may be none."""
         return reader_state
 
     def used_part(self, reader_state: Any, num_tokens: int) -> Any:
@@ -248,8 +253,8 @@ class Reader:
         self,
         storage: KVStorage,
         state: LayerState,
-        q: Array,
-        q_pos: Array,
+        q: Float[Array, "B K G T H"],
+        q_pos: Int32[Array, "B T"],
         other_partial: Partial | None,
         cross_layer: Any,
     ) -> ReadResult:
@@ -258,8 +263,8 @@ class Reader:
         Args:
           storage: the codecs of the layer's keys and values, and its spec.
           state: the layer's state, to which the tokens of this call have been appended.
-          q: [B K G T H].
-          q_pos: i32[B T].
+          q: queries.
+          q_pos: their positions.
           other_partial: attention to tokens of this call that are not kept, for a reader that needs a softmax over all.
           cross_layer: value from the layer below in this step, None in layer 0.
         """
@@ -271,7 +276,8 @@ class ReadResult(NamedTuple):
 
     part: Partial  # attention over the slots that were read
     reader_state: Any = None  # the reader's new state
-    weights: Array | None = None  # f32[B K G 1 S], softmax of a single query over the slots; for decode policies
+    # The softmax of a single query over the slots, for decode policies.
+    weights: Float32[Array, "B K G 1 S"] | None = None
     cross_layer: Any = None  # for the layer above
 
 
@@ -309,26 +315,34 @@ class Policy:
     @required
     def init(
         self, spec: LayerSpec, block: KVBlock, observation: Observation | None, num_slots: int
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Int32[Array, "B #K n"], Any]:
         """Selects the prompt's tokens that stay.
 
         Args:
           spec: the layer.
-          block: the prompt [B K T H].
+          block: the prompt.
           observation: the queries that `num_queries` asks for.
           num_slots: of the state.
 
         Returns:
-          Their slots in the block, i32[B 1|K n], -1 where unused; and the policy state of the `num_slots` slots.
+          Their slots in the block, -1 where unused; and the policy state of the `num_slots` slots.
         """
         ...
 
-    def before_token(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> LayerState:
-        """Prepares the state for a token with query q [B K G 1 H] at q_pos i32[B 1]; the base changes nothing."""
+    def before_token(
+        self, storage: KVStorage, state: LayerState, q: Float[Array, "B K G 1 H"], q_pos: Int32[Array, "B 1"]
+    ) -> LayerState:
+        """Prepares the state for a token with query q at `q_pos`; the base changes nothing."""
         return state
 
     @required
-    def after_token(self, spec: LayerSpec, state: LayerState, weights: Array | None, q_pos: Array) -> tuple[Array, Any]:
+    def after_token(
+        self,
+        spec: LayerSpec,
+        state: LayerState,
+        weights: Float32[Array, "B K G S"] | None,
+        q_pos: Int32[Array, "B 1"],
+    ) -> tuple[Int32[Array, "B K S"], Any]:
         """Evicts tokens after a new token has attended.
 
         Sequences that got no token, whose q_pos is -1, are included: their results must be what they were.
@@ -336,8 +350,8 @@ class Policy:
         Args:
           spec: the layer.
           state: the layer's state, with the new token in it.
-          weights: f32[B K G S], the new token's attention, where `needs_weights`.
-          q_pos: i32[B 1], its position.
+          weights: the new token's attention, where `needs_weights`.
+          q_pos: its position.
 
         Returns:
           `pos` with -1 for evicted tokens, and the policy state.
@@ -347,8 +361,8 @@ class Policy:
     def check(self, components: Components) -> None:
         """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
 
-    def cache_positions(self, held: Array, pos: Array) -> Array:
-        """Counts positions inside the cache: of tokens at pos i32[B 1|K T], among the held ones i32[B 1|K S]."""
+    def cache_positions(self, held: Int32[Array, "B #K S"], pos: Int32[Array, "B #K T"]) -> Int32[Array, "B #K T"]:
+        """Counts positions inside the cache: of tokens at `pos`, among those that are held."""
         order = jnp.sort(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), -1)
         B, K, _ = order.shape
         queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)
@@ -425,8 +439,8 @@ Granularity = Token | Chunk
 class Scores(NamedTuple):
     """The scores of a prompt's tokens; -inf exactly at empty slots."""
 
-    per_query_head: Array  # f32[B K G S], G = 1 for a scorer that observes no queries
-    per_kv_head: Array  # f32[B K S], by which a key/value head chooses its tokens
+    per_query_head: Float32[Array, "B K G S"]  # G = 1 for a scorer that observes no queries
+    per_kv_head: Float32[Array, "B K S"]  # by which a key/value head chooses its tokens
 
 
 class Scorer:
@@ -447,7 +461,7 @@ class Scorer:
         """Scores a prompt.
 
         Args:
-          block: prompt keys and values [B K S H], sequences left-aligned; empty slots may hold anything.
+          block: prompt keys and values, sequences left-aligned; empty slots may hold anything.
           observation: what the class attributes ask for, None if nothing.
           spec: the layer.
 
@@ -458,9 +472,15 @@ class Scorer:
 
     @required
     def update_scores(
-        self, block: KVBlock, start: Array, observation: Observation, new: KVBlock, before: Array, spec: LayerSpec
-    ) -> Array:
-        """f32[B K T]: see `ReplayedLayer.update_scores`; only called for a scorer with a `replay`."""
+        self,
+        block: KVBlock,
+        start: Int32[Array, ""],
+        observation: Observation,
+        new: KVBlock,
+        before: Float32[Array, "B K S"],
+        spec: LayerSpec,
+    ) -> Float32[Array, "B K S"]:
+        """See `ReplayedLayer.update_scores`; only called for a scorer with a `replay`."""
         ...
 
     def require_observation(self, observation: Observation | None) -> Observation:
@@ -481,18 +501,20 @@ class SecondStageScorer:
     needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
 
     @required
-    def scores(self, block: KVBlock, own: Array, observation: Observation | None, spec: LayerSpec) -> Array:
-        """Scores a block's tokens anew, from the scorer's own f32[B K S]: f32[B K S], -inf at empty slots."""
+    def scores(
+        self, block: KVBlock, own: Float32[Array, "B K S"], observation: Observation | None, spec: LayerSpec
+    ) -> Float32[Array, "B K S"]:
+        """Scores a block's tokens anew, from the scorer's own scores; -inf at empty slots."""
         ...
 
 
 class EvictableUnits(NamedTuple):
     """The units of a prompt, c tokens each, among which representatives are chosen, and the features to go by."""
 
-    scores: Array  # f32[B K G U c], of each query head
-    keys: Array  # [B K U c H], arbitrary where not valid
-    valid: Array  # bool[B U], the evictable units of the sequence
-    candidates: Array  # bool[B U], units that no head keeps for their score
+    scores: Float32[Array, "B K G U c"]  # of each query head
+    keys: Float[Array, "B K U c H"]  # arbitrary where not valid
+    valid: Bool[Array, "B U"]  # the evictable units of the sequence
+    candidates: Bool[Array, "B U"]  # units that no head keeps for their score
 
 
 @runtime_checkable
@@ -504,11 +526,11 @@ class Representatives(Protocol):
         """The fraction of the kept units that representatives take, rounded down."""
         ...
 
-    def choose(self, units: EvictableUnits, count: Array, places: int) -> Array:
-        """Chooses at most `count` i32[B] of each sequence's candidates.
+    def choose(self, units: EvictableUnits, count: Int32[Array, " B"], places: int) -> Int32[Array, "B {places}"]:
+        """Chooses at most `count` of each sequence's candidates.
 
         Returns:
-          i32[B places], distinct units, -1 where there is none.
+          Distinct units, -1 where there is none.
         """
         ...
 
@@ -516,7 +538,7 @@ class Representatives(Protocol):
 class SelectedSlots(NamedTuple):
     """The prompt tokens that a selection keeps, and the scores that it went by."""
 
-    slots: Array  # i32[B 1|K n], ascending, -1 where unused
+    slots: Int32[Array, "B #K n"]  # ascending, -1 where unused
     scores: Scores
 
 
@@ -528,8 +550,8 @@ class MergeRule(Protocol):
         """Merges what a selection evicts.
 
         Args:
-          block: the prompt [B K T H].
-          kept: its kept tokens [B K n H], in the order of `choice.slots`.
+          block: the prompt.
+          kept: its kept tokens, in the order of `choice.slots`.
           choice: the selection's result.
           spec: the layer.
 
@@ -642,8 +664,8 @@ class HeadBudgets:
         """i32[longest + 1, K]: tokens that each head keeps of prompts of 0..longest; None where the prompt decides."""
         return None
 
-    def for_lengths(self, lengths: Array, longest: int) -> HeadBudgets:
-        """The rule for prompts of i32[B] tokens, at most `longest`; a rule that goes by lengths looks them up here."""
+    def for_lengths(self, lengths: Int32[Array, " B"], longest: int) -> HeadBudgets:
+        """The rule for prompts of these lengths, at most `longest`; a rule that goes by lengths looks them up here."""
         return self
 
     def num_other_heads(self, spec: LayerSpec) -> int:
@@ -651,21 +673,33 @@ class HeadBudgets:
         return spec.num_kv_heads - 1
 
     @required
-    def allocate(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+    def allocate(
+        self,
+        scores: Float32[Array, "B K U"],
+        allowed: Bool[Array, "B U"],
+        num_units: Int32[Array, " B"],
+        num_always: Int32[Array, " B"],
+    ) -> Int32[Array, "B K"]:
         """Divides the units of a layer among all its heads.
 
         Args:
-          scores: f32[B K U], of every unit.
-          allowed: bool[B U], units that a head may keep; no head gets more than there are.
-          num_units: i32[B], units per head on average.
-          num_always: i32[B], units that each head keeps in any case, in addition.
+          scores: of every unit.
+          allowed: units that a head may keep; no head gets more than there are.
+          num_units: units per head on average.
+          num_always: units that each head keeps in any case, in addition.
 
         Returns:
-          i32[B K], the sum of a sequence K * num_units.
+          Units of each head, the sum of a sequence K * num_units.
         """
         ...
 
-    def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
+    def allocate_local(
+        self,
+        scores: Float32[Array, "B local U"],
+        allowed: Bool[Array, "B U"],
+        num_units: Int32[Array, " B"],
+        num_always: Int32[Array, " B"],
+    ) -> Int32[Array, "B local"]:
         """`allocate` for the heads on this device, whose scores are given."""
         # Heads compete across devices, so every device divides the budget of all heads and takes its own part.
         local_heads = scores.shape[1]
@@ -686,16 +720,18 @@ class LayerBudgets:
         ...
 
     @required
-    def allocate_tokens(self, selection: PromptSelection, measures: Any, lengths: Array) -> Array:
+    def allocate_tokens(
+        self, selection: PromptSelection, measures: Any, lengths: Int32[Array, " B"]
+    ) -> Int32[Array, "L B"] | Int32[Array, "L B K"]:
         """Divides the budget of all layers.
 
         Args:
           selection: of one of the layers, for what all have in common; its `budgets` are what each would keep alone.
           measures: those of all layers, arrays [L B ...].
-          lengths: i32[B], tokens of the prompts.
+          lengths: tokens of the prompts.
 
         Returns:
-          Tokens that each layer keeps, i32[L B], or each of its heads, i32[L B K].
+          Tokens that each layer keeps, or each of its heads.
         """
         ...
 
@@ -750,7 +786,7 @@ class SideStore:
 
         Args:
           storage: of the layer's main slots.
-          block: what the method's selection keeps of the prompt, or all of it without one [B K T H].
+          block: what the method's selection keeps of the prompt, or all of it without one.
           observation: the queries that `num_queries` asks for.
           slots: what `slots` says of this prompt.
 
@@ -765,13 +801,15 @@ class SideStore:
         ...
 
     @required
-    def read(self, storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        """Attends queries q [B K G T H] at q_pos i32[B T] to the tokens of `state.side_store`."""
+    def read(
+        self, storage: KVStorage, state: LayerState, q: Float[Array, "B K G T H"], q_pos: Int32[Array, "B T"]
+    ) -> Partial:
+        """Attends queries at the positions `q_pos` to the tokens of `state.side_store`."""
         ...
 
     @required
-    def positions(self, store: Any) -> Array:
-        """i32[B 1|K S]: positions of the stored tokens, -1 in empty places."""
+    def positions(self, store: Any) -> Int32[Array, "B #K S"]:
+        """Positions of the stored tokens, -1 in empty places."""
         ...
 
     def visible_block(self, storage: KVStorage, store: Any) -> KVBlock | None:

@@ -12,7 +12,7 @@ import numpy as np
 from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
 
-CHECKED = ("kvjax.core", "kvjax.engine")
+CHECKED = ("kvjax.core", "kvjax.engine", "kvjax.cache.components")
 """Packages whose functions are checked."""
 
 
