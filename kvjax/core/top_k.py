@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Bool, Float, Float32, Int32
 
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array
 
 
 def top_k_mask(
-    scores: Float32[Array, "*rest U"], allowed: Bool[Array, "..."], k: Int32[Array, "..."]
+    scores: Float[Array, "*rest U"], allowed: Bool[Array, "..."], k: Int32[Array, "..."]
 ) -> Bool[Array, "*rest U"]:
     """Marks the k highest allowed scores along the last axis; ties go to the lower index.
 
@@ -25,7 +25,11 @@ def top_k_mask(
     Returns:
       The mask.
     """
-    keys, tied = jnp.broadcast_arrays(_order_preserving_bits(scores), allowed)
+    # Integers that compare as the scores do, with -0.0 equal to 0.0. Floats of one sign are ordered as their bits are,
+    # negative ones in reverse: these are inverted, and lie below.
+    scores = jnp.where(scores == 0, 0.0, scores).astype(jnp.float32)
+    bits, sign = jax.lax.bitcast_convert_type(scores, jnp.uint32), jnp.uint32(2**31)
+    keys, tied = jnp.broadcast_arrays(jnp.where(bits >= sign, ~bits, bits | sign), allowed)
     k = k.reshape(*k.shape, *(1,) * (keys.ndim - k.ndim))
 
     def count(mask):
@@ -81,14 +85,6 @@ def covering_mask(
     before = jnp.pad(jnp.cumsum(falling, -1)[..., :-1], [(0, 0)] * (falling.ndim - 1) + [(1, 0)])
     bound = fraction * (1 - BOUNDARY_ROUNDING) * falling.sum(-1, keepdims=True)
     return (before < bound) | (jnp.asarray(fraction) >= 1)
-
-
-def _order_preserving_bits(x: Float32[Array, "*rest"]) -> UInt32[Array, "*rest"]:
-    """Returns integers that compare as the floats do; -0.0 equals 0.0."""
-    # Floats of one sign are ordered as their bits are, negative ones in reverse: these are inverted, and lie below.
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x).astype(jnp.float32), jnp.uint32)
-    sign = jnp.uint32(2**31)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def mask_to_slots(mask: Bool[Array, "B K S"], num_slots: int) -> Int32[Array, "B K num_slots"]:
