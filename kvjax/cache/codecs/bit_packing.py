@@ -38,6 +38,8 @@ def quantize(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Arr
       codes uint32[... g], scale [... 1] and lo [... 1]; `dequantize` computes codes * scale + lo.
     """
     round_ = _make_rounder(x.dtype)
+    # Computed in float32 and rounded after each step: XLA may keep a chain of 16-bit operations in float32 on one
+    # backend and not on another, and codes would differ by one at ties.
     y = x.astype(jnp.float32)
     lo, hi = y.min(-1, keepdims=True), y.max(-1, keepdims=True)
     # max - min can overflow the dtype to infinity, and the group would be restored as NaN.
@@ -45,6 +47,7 @@ def quantize(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Arr
     if bits == 1 and one_bit == "improved":
         codes = (y >= round_(round_(lo + hi) * 0.5)) & (span > 0)
         scale, lo = round_(span * 0.5), round_(round_(round_(lo + lo + lo) + hi) * 0.25)
+        # A constant group: 3/4 lo + 1/4 hi is rounded, and would not restore the number itself.
         lo = jnp.where(span > 0, lo, hi)
     else:
         top = 2**bits - 1
@@ -89,6 +92,7 @@ def pack(codes: Array, bits: int, axis: int) -> Array:
     axis %= codes.ndim
     if bits == 3:
         return jnp.concatenate([pack(codes & 3, 2, axis), pack(codes >> 2, 1, axis)], axis)
+    # The sum is an `or`: shifted codes have no bit in common.
     split = codes.reshape(*codes.shape[:axis], codes.shape[axis] // per_word, per_word, *codes.shape[axis + 1 :])
     return (split << _bit_offsets(bits, axis + 1, split.ndim)).sum(axis + 1, dtype=jnp.uint32)
 
@@ -99,6 +103,7 @@ def unpack(words: Array, bits: int, axis: int) -> Array:
     if bits == 3:
         low, high = jnp.split(words, [words.shape[axis] * 2 // 3], axis)
         return unpack(low, 2, axis) | unpack(high, 1, axis) << 2
+    # All codes of a word by one broadcast shift: XLA fuses it with the arithmetic that reads them.
     wide = jnp.expand_dims(words, axis + 1)
     codes = (wide >> _bit_offsets(bits, axis + 1, wide.ndim)) & jnp.uint32(2**bits - 1)
     return codes.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])

@@ -99,6 +99,7 @@ class ChunkCodec(Codec):
             memory.pack(self._pack(jnp.where(real, coded.codes, 0))),
             own,
             None if coded.shared is None else memory.pack(jnp.pad(coded.shared, padding)),
+            # The whole prompt becomes codes, also its last partial chunk: ZipCache and MiKV keep nothing of it exact.
             jnp.zeros((B, K, min(self.every, S), H), x.dtype),
             num_prompt=n,
             num_quantized=n,
@@ -129,6 +130,7 @@ class ChunkCodec(Codec):
 
     def recent_chunk(self, stored: ChunkState) -> Array:
         """The exact tokens of a full chunk, in order: [B K every H]."""
+        # `recent` is a ring: a chunk begins where the last one ended, which need not be index 0 after a prompt.
         order = (stored.num_quantized[:, None] + jnp.arange(self.every, dtype=jnp.int32)[None]) % self.every
         return memory.take(stored.recent, order[:, None])
 
@@ -176,6 +178,7 @@ class ChunkCodec(Codec):
         places = stored.recent.shape[2]
         if not places:
             return x
+        # A slot beyond the codes restores garbage from unwritten words, which `where` drops before anything reads it.
         is_quantized = slot < stored.num_quantized[:, None, None]
         return jnp.where(is_quantized[..., None], x, memory.take(stored.recent, slot % places))
 
@@ -193,6 +196,7 @@ class Channelwise(ChunkCodec):
     """
 
     def quantize(self, x: Array) -> ChunkCodes:
+        # The whole chunk is one group of each channel: `quantize` takes groups along the last axis.
         codes, scale, lo = bit_packing.quantize(x.swapaxes(2, 3), self.bits)  # scale and lo [B K H 1]
         return ChunkCodes(codes.swapaxes(2, 3), None, jnp.concatenate([scale, lo], 2).swapaxes(2, 3))
 

@@ -85,6 +85,8 @@ class Kivi(Codec):
     @property
     def num_recent(self) -> int:
         """P, the tokens that fit into `recent`: a value stays one step longer than R, until its successor has come."""
+        # Keys leave R at a time, and the buffer is empty when the next one comes. A value leaves alone, at the start of
+        # the next step: until then R + 1 are exact.
         return self.residual if self.axis == "channel" else self.residual + 1
 
     @property
@@ -93,6 +95,7 @@ class Kivi(Codec):
 
     def capacity(self, slots: int) -> int:
         """Codes per channel in a cache of `slots`: all whole residuals, rounded up to whole words and groups."""
+        # At least one word and group: buffers without elements would need branches in every reader.
         multiple = math.lcm(self.per, self.group)
         return max(-(-(slots // self.residual * self.residual) // multiple), 1) * multiple
 
@@ -100,6 +103,7 @@ class Kivi(Codec):
         return dataclasses.replace(self, packed="tokens")
 
     def on_host(self) -> Kivi:
+        # A host gathers single tokens; words along tokens would bring 32 / bits of them over the bus for each one.
         return dataclasses.replace(self, packed="channels")
 
     def in_pages(self, page: int) -> PagedKivi:
@@ -113,6 +117,7 @@ class Kivi(Codec):
 
     def num_quantized(self, n: Array) -> Array:
         if self.axis == "channel":
+            # As in the authors' code: a prompt's keys beyond whole residuals stay exact, and its last R values.
             return n // self.residual * self.residual
         return jnp.maximum(n - self.residual, 0)
 
@@ -126,6 +131,8 @@ class Kivi(Codec):
         self.check_head_dim(x.shape[3])
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
         num_quantized, slots = self.num_quantized(n), x.shape[2]
+        # Places of `recent` that hold no token yet repeat a real one: what lies there meets a weight of 0, and must be
+        # finite.
         recent_slots = jnp.clip(self._recent_slots(num_quantized), 0, jnp.maximum(n[:, None] - 1, 0))
         recent = memory.take(_resize(x, max(slots, 1), 2), recent_slots[:, None])
         x = _resize(x, self.capacity(slots), 2)
@@ -147,6 +154,7 @@ class Kivi(Codec):
         """Flushes the tokens that are due, then stores x [B K 0|1 H] exactly, in slot at i32[B 1]."""
         at = at[:, 0]
         is_due = at - stored.num_quantized >= self.num_recent
+        # Once the residual is full a value leaves in every step, and a condition would only add a branch.
         if self.axis == "token":
             stored = self._flush(stored, is_due)
         elif self.residual <= self.capacity(stored.slots):  # a shorter cache stays in the residual
@@ -167,6 +175,7 @@ class Kivi(Codec):
             shift = (slot % self.per * self.bits).astype(jnp.uint32)[:, None, :, None]
             word = jnp.where(is_due[:, None], slot // self.per, stored.codes.data.shape[2])
             words = dataclasses.replace(stored.codes, data=memory.add(stored.codes.data, codes << shift, word))
+        # Groups begin anew with each flush: R is a multiple of the group, so none mixes tokens of two flushes.
         first_group = (at // self.group if self.axis == "channel" else at)[:, None]
         return KiviState(
             words,
@@ -181,6 +190,7 @@ class Kivi(Codec):
         codes = bit_packing.unpack(memory.read_data(stored.codes), self.bits, self._word_axis)
         x = self.restore_groups(codes, memory.unpack(stored.scale), memory.unpack(stored.lo), bit_packing.dequantize)
         slot = jnp.arange(stored.slots, dtype=jnp.int32)[None]
+        # Both are made for all slots and one is chosen. Putting the few exact ones into their slots would be a scatter.
         recent = jnp.take(stored.recent, slot[0] % self.num_recent, axis=2)
         is_quantized = (slot < stored.num_quantized[:, None])[:, None, :, None]
         return jnp.where(is_quantized, _resize(x, stored.slots, 2), recent)
@@ -211,10 +221,12 @@ class Kivi(Codec):
         else:
             s = blockwise.scores(q, self.capacity(S), *self._tiles(stored))
         recent = attention.scores(q.astype(jnp.float32), stored.recent.astype(jnp.float32))
+        # Slot i is at i modulo P, so that repeating the few exact scores puts each where `where` looks for it.
         recent = jnp.tile(recent, -(-S // self.num_recent))[..., :S]
         return jnp.where(self._is_quantized(stored), _resize(s, S, 4), recent)
 
     def mix(self, p: Array, stored: KiviState) -> Array:
+        # Weights are split between codes and exact tokens, and both sums added: the two are never put into one array.
         p_codes = _resize(jnp.where(self._is_quantized(stored), p, 0.0), self.capacity(stored.slots), 4)
         if self._has_kernel(p, stored):
             out = products.mix(p_codes, self.packed_codes(stored), stored.recent.dtype, bits=self.bits)
@@ -253,6 +265,7 @@ class Kivi(Codec):
             return self.restore_groups(codes[None], scale, lo, dequantize)[0]
 
         B, K, _, H = stored.recent.shape
+        # Tiles, since all keys in float32 would be eight times the bytes of 4-bit codes, written and read again.
         size = blockwise.tile_size(B * K, self.capacity(stored.slots), H, math.lcm(self.per, self.group))
         return size, decode_tile
 
@@ -279,6 +292,7 @@ class Kivi(Codec):
         if self.axis == "token":
             codes, scale, lo = bit_packing.quantize(x.reshape(B, K, T, -1, self.group), self.bits, self.one_bit)
             return codes.reshape(x.shape), scale[..., 0], lo[..., 0]
+        # `bit_packing.quantize` takes groups along the last axis, so that both axes share its rounding.
         groups = x.reshape(B, K, -1, self.group, H).swapaxes(3, 4)
         codes, scale, lo = bit_packing.quantize(groups, self.bits, self.one_bit)
         return codes.swapaxes(3, 4).reshape(x.shape), scale[..., 0], lo[..., 0]
@@ -332,6 +346,7 @@ class PagedKivi(Codec):
         codes, scale, lo = self.rule.quantize(jnp.where(real, x, jnp.repeat(x[:, :, ::tokens], tokens, 2)))
         by_page = (*x.shape[:2], x.shape[2] // self.page, -1)
         codes, scale, lo = (a.reshape(by_page) for a in (jnp.where(real, codes, jnp.uint32(0)), scale, lo))
+        # A page is flat, so that its codes fill words whatever the head size; only its own end is padded.
         codes = jnp.pad(codes, [(0, 0), (0, 0), (0, 0), (0, -codes.shape[3] % self.rule.per)])
         return PageCodes(memory.pack(bit_packing.pack(codes, self.rule.bits, 3)), memory.pack(scale), memory.pack(lo))
 

@@ -65,6 +65,7 @@ class LowRank(Codec):
         ...
 
     def encode(self, x: Array, pos: Array) -> LowRankState:
+        # Padding must not turn the directions: zeros add nothing to X^T X.
         x = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))
         basis, mean = self.fit_basis(x)
         return LowRankState(memory.pack(self._project(x, basis, mean)), basis, mean)
@@ -93,6 +94,7 @@ class LowRank(Codec):
     def scores(self, q: Array, stored: LowRankState) -> Array:
         coordinates = self._join_parts(memory.unpack(stored.coordinates), stored)
         q = q.astype(jnp.float32)
+        # q (B c) = (q B) c: a query is projected once, in place of expanding every key.
         projected = _matmul(q, stored.basis[:, :, None]).astype(coordinates.dtype)
         s = attention.scores(_as_queries_of(projected, coordinates), coordinates).reshape(*q.shape[:4], -1)
         s = s * (coordinates.shape[3] / q.shape[4]) ** 0.5  # `attention.scores` divides by sqrt(r), keys need sqrt(H)
@@ -102,6 +104,7 @@ class LowRank(Codec):
 
     def mix(self, p: Array, stored: LowRankState) -> Array:
         coordinates = self._join_parts(memory.unpack(stored.coordinates), stored)
+        # Likewise sum p (B c) = B (sum p c), in r numbers a token in place of H.
         mixed = attention.mix(_as_queries_of(p, coordinates), coordinates).reshape(*p.shape[:4], -1)
         out = _matmul(mixed, stored.basis[:, :, None].swapaxes(3, 4))
         return out if stored.mean is None else out + p.sum(-1, keepdims=True) * stored.mean[:, :, None]
@@ -111,6 +114,7 @@ class LowRank(Codec):
 
     def _project(self, x: Array, basis: Array, mean: Array | None) -> Array:
         """x [B K T H] -> the coordinates that each head stores [B K T w], in x's dtype."""
+        # In float32: keys have a few large channels, beside which 16-bit sums would lose the others.
         centered = x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean
         own = _matmul(centered, basis)
         if self.heads == 1:
@@ -170,6 +174,7 @@ class CalibratedLowRank(LowRank):
 
     def at(self, spec: LayerSpec) -> Codec:
         bound = cast(CalibratedLowRank, super().at(spec))
+        # Read again in `fit_basis`, from a cache of files: arrays as fields would be hashed and compared in every call.
         bound._read_table()  # raises here, when the method is bound, for a table that does not fit the model
         return bound
 
@@ -213,6 +218,7 @@ class PromptLowRank(LowRank):
         vectors = _eigenvectors(sum_outer_products(group_heads(x.astype(jnp.float32), self.heads, self.spec)))
         B, K, _, H = x.shape
         size = group_size(self.heads, self.spec)
+        # `eigh` sorts by ascending eigenvalue; the leading directions stand last.
         leading = vectors[..., ::-1][..., : min(-(-self.rank // size), H) * size]
         by_head = leading.reshape(B, self.spec.num_kv_heads, H, -1)
         return lax.dynamic_slice_in_dim(by_head, over_heads.first_head(K), K, 1), None

@@ -64,8 +64,10 @@ class Outliers:
 
     def _find_extremes(self, vectors: Array, real: Array) -> tuple[Array, Array]:
         """`find` for vectors [B K V n], whose numbers are real where bool[B K V n]."""
+        # The count follows the real tokens of each sequence and not the padded length, so that padding changes nothing.
         x, count = vectors.astype(jnp.float32), self.num_per_side(real.sum(-1, dtype=jnp.int32))
         largest = top_k_mask(x, real, count)
+        # The second search leaves out what the first took: a short vector of equal numbers would give some twice.
         is_outlier = largest | top_k_mask(-x, real & ~largest, count)
         counts = real if self.mean_of_all else real & ~is_outlier
         total = jnp.where(counts, x, 0.0).sum(-1, keepdims=True)
@@ -107,6 +109,7 @@ class TokenOutliers(Outliers):
             return x
         stored_channel, value = memory.gather_tokens(stored.channel, idx), memory.gather_tokens(stored.value, idx)
         channel = jnp.arange(x.shape[3], dtype=jnp.int32)[None, None, None, None]
+        # A comparison, as a token has few outliers; a scatter of single numbers is slow on every backend.
         matches = stored_channel.astype(jnp.int32)[..., None] == channel  # [B K n N H]
         return jnp.where(matches.any(3), jnp.take_along_axis(value, jnp.argmax(matches, 3), 3), x)
 
@@ -115,6 +118,7 @@ class TokenOutliers(Outliers):
         B, K, n, H = x.shape
         channel = mask_to_slots(is_outlier.reshape(B, K * n, H), self.num_outliers(H)).reshape(B, K, n, -1)
         channel = jnp.maximum(channel, 0)  # a slot without a token has no outliers
+        # A byte for the channel: an outlier of a 16-bit cache then costs 3 bytes, and not 6.
         return channel.astype(jnp.uint8 if H <= 256 else jnp.uint16), jnp.take_along_axis(x, channel, 3)
 
 

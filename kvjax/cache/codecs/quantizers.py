@@ -75,6 +75,7 @@ class MinMax(Quantizer):
 
     def encode(self, x: Array) -> IntegerCodes:
         top = float(2**self.bits - 1)
+        # Zero is a level, so that a channel without signal, and padding, are restored as zero.
         lo = jnp.minimum(x.min(-1, keepdims=True), 0.0) * self.clip
         hi = jnp.maximum(x.max(-1, keepdims=True), 0.0) * self.clip
         scale = step_size(hi - lo, top)
@@ -111,6 +112,7 @@ class Absmax(Quantizer):
 
     def encode(self, x: Array) -> IntegerCodes:
         scale = step_size(jnp.abs(x).max(-1, keepdims=True), 127.0)
+        # Offset by 128, because words hold unsigned codes.
         codes = jnp.clip(jnp.round(x / scale), -128.0, 127.0) + 128.0
         return IntegerCodes(
             bit_packing.pack(codes.astype(jnp.uint32), 8, -1), lax.bitcast_convert_type(scale, jnp.uint32)
@@ -153,6 +155,7 @@ class Fp8(Quantizer):
         largest = float(jnp.finfo(dtype).max)
         scale = step_size(jnp.abs(x).max(-1, keepdims=True), largest) if self.scaled else None
         x = x if scale is None else x / scale
+        # Clipped first: e4m3 has no infinity, and the conversion would give NaN.
         return Fp8Numbers(lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(dtype), jnp.uint8), scale)
 
     def decode(self, coded: Fp8Numbers) -> Array:
@@ -200,8 +203,10 @@ class BlockFloat(Quantizer):
     def encode(self, x: Array) -> BlockFloatNumbers:
         blocks = self._split(x)
         fraction, exponent = jnp.frexp(jnp.abs(blocks).max(-1, keepdims=True))  # fraction in [1/2, 1)
+        # `frexp` gives the power above the number; a fraction within the largest mantissa needs one less.
         fits = fraction <= self.top / 2 ** (self.bits - 1)
         exponent = exponent - (self.bits - 1) + jnp.where(fits, 0, 1)
+        # 0 marks a block of zeros, and 255 would be infinity: `_power_of_two` reads the exponent as a float32's.
         biased = jnp.where(fraction > 0, jnp.clip(exponent + 127, 0, 254), 0).astype(jnp.uint8)
         power = jnp.where(biased > 0, _power_of_two(biased), 1.0)
         mantissas = jnp.clip(jnp.round(blocks / power), -self.top, self.top) + self.top
