@@ -103,6 +103,7 @@ class SharedPrefixLayer:
         Returns:
           Attention output f32[B K G T H], and the state.
         """
+        # Own positions begin at 0, and only the queries to the prefix are moved behind it: see the class.
         q_pos = block.pos[:, 0]
         part = self._attend_prefix(prefix, members, q, shift_positions(q_pos, before))
         # A block of queries at a time: the logits of a whole prompt would be a T x T array.
@@ -124,6 +125,7 @@ class SharedPrefixLayer:
         other_partial: Partial | None,
     ) -> StepResult:
         """`ShareableLayer.extend_with_prefix`, of a prefix that continues a prefix where there is another partial."""
+        # Named, so that a profile tells the prefix, read once for all sequences, from the own tokens.
         with jax.named_scope("shared"):
             part = self._attend_prefix(state.prefix, state.members, q, new.pos[:, 0])
         part = part if other_partial is None else combine(other_partial, part)

@@ -32,6 +32,7 @@ def tile_size(num_heads: int, num_slots: int, H: int, slot_multiple: int = 1) ->
     `num_heads` is B * K; `slot_multiple` slots can only be decoded together, such as those of a word.
     """
     slots = max(min(MAX_TILE_SLOTS, MAX_TILE_NUMBERS // H) // slot_multiple, 1) * slot_multiple
+    # `lax.map` runs tiles of one shape: heads divide evenly, and slots that are left over are a tile of their own.
     slots = min(slots, num_slots)
     fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * slots * H <= MAX_TILE_NUMBERS]
     return TileSize(max(fits, default=1), slots)
@@ -68,6 +69,7 @@ def mix(p: Array, H: int, size: TileSize, decode: DecodeTile) -> Array:
         return attention.mix(p[None], decode(head, size.heads, start, count)[None])[0]
 
     def mix_heads(head: Array) -> Array:
+        # A carry, and not a sum over mapped tiles, which would hold an output of each tile.
         zero, tiles = vary(jnp.zeros((size.heads, G, T, H))), jnp.arange(num_slots // size.slots, dtype=jnp.int32)
         out, _ = lax.scan(lambda acc, i: (acc + mix_tile(head, i * size.slots, size.slots), None), zero, tiles)
         rest = num_slots % size.slots

@@ -71,6 +71,7 @@ def split_prompt(
     size = granularity.size
     length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
     num_kept = jnp.clip(jnp.asarray(num_kept, jnp.int32), 0, jnp.minimum(length, num_slots))
+    # A budget that layers or heads divide may leave fewer tokens than sinks and recents: sinks come first then.
     num_sinks = jnp.minimum(sinks, num_kept)
     num_recent = jnp.minimum(recent, num_kept - num_sinks)
     budget_left, num_between = num_kept - num_sinks - num_recent, length - num_sinks - num_recent
@@ -134,6 +135,7 @@ def units_to_slots(
     slot = jnp.arange(num_tokens, dtype=jnp.int32)[None]
     length = split.length[:, None]
     is_sink, is_recent = slot < split.num_sinks[:, None], (slot >= length - split.num_recent[:, None]) & (slot < length)
+    # Sorting puts kept slots first in their order, at a static size: how many there are is only known when it runs.
     slots = jnp.sort(jnp.where(tokens | (is_sink | is_recent)[:, None], slot[None], num_tokens), -1)[..., :num_slots]
     # A budget may hold more tokens than the padded prompt has.
     slots = jnp.pad(slots, [(0, 0), (0, 0), (0, num_slots - slots.shape[-1])], constant_values=num_tokens)

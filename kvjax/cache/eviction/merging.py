@@ -27,6 +27,7 @@ def evicted_mask(block: KVBlock, choice: SelectedSlots) -> Array:
     """bool[B K T]: the tokens of a block [B K T H] that the choice leaves out."""
     B, K, T = block.k.shape[:3]
     slots = jnp.broadcast_to(choice.slots, (B, K, choice.slots.shape[2]))
+    # Unused places go out of bounds, where they are dropped; -1 would mark the last token as kept.
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(slots < 0, T, slots))
     is_kept = jnp.zeros((B, K, T), bool).at[index].set(True, mode="drop")
     return (block.pos >= 0) & ~is_kept
@@ -81,6 +82,7 @@ def fold_into_kept(
     """
     n = kept.shape[2]
     total = scatter_add(by[..., None] * lost.astype(jnp.float32), slot, n)
+    # Told by counting: a slot whose sum is that of no token is not divided and rounded anew.
     is_changed = scatter_add(jnp.ones(slot.shape), slot, n)[..., None] > 0
     new = (own * kept.astype(jnp.float32) + total) / whole[..., None]
     return jnp.where(is_changed, new.astype(kept.dtype), kept)

@@ -147,10 +147,12 @@ class AccumulatedAttention(Scorer):
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation = self.require_observation(observation)
+        # Ages, not positions, are weighed: decay ** position would underflow in a long prompt.
         age = jnp.maximum(observation.pos.max(-1, keepdims=True) - observation.pos, 0).astype(jnp.float32)
         query_weights = jnp.exp(age * np.float32(np.log(self.decay)))
         heads, total_weight = attention_mass(block, observation, query_weights, spec.window)
         if self.normalise == "visible":
+            # Later tokens are seen by fewer queries; a padding slot is seen by none.
             heads = heads / jnp.maximum(total_weight, 1e-30)[:, :, None]
         return head_scores(heads, heads.mean(2), block)
 

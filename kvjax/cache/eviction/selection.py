@@ -151,6 +151,7 @@ def select_slots(
     """
     select, spec = selection.select, selection.spec
     num_tokens, size = block.k.shape[2], select.granularity.size
+    # Lengths are unknown while tracing: units are those of the padded prompt, and masks say which are real.
     split = split_prompt(block.pos, num_kept, num_slots, select.sinks, select.recent, select.granularity)
     scores = _score(selection, block, observation) if scores is None else scores
     unit_scores = _score_units(select, scores.per_kv_head)
@@ -180,10 +181,12 @@ def select_slots(
         grouped = group_into_units(scores.per_query_head, select.sinks, size)
         keys = group_into_units(block.k, select.sinks, size, axis=2)
         count = fraction_of(share, split.num_kept_units)
+        # First round: what any head keeps for its score is no candidate. The second, below, fills the remaining places.
         important = over_heads.any(select_units(evictable, count))[:, 0]
         units = EvictableUnits(grouped, keys, evictable, evictable & ~important)
         chosen = selection.representatives.choose(units, count, most)
         B, U = evictable.shape
+        # -1 would write to the last unit.
         index = jnp.where(chosen < 0, U, chosen)
         represented = represented.at[jnp.arange(B)[:, None], index].set(True, mode="drop")
     kept = select_units(evictable & ~represented, represented.sum(-1, dtype=jnp.int32)) | represented[:, None]

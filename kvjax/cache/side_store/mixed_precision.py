@@ -54,6 +54,7 @@ class PrecisionTiers(SideStore):
     def split(
         self, storage: KVStorage, block: KVBlock, observation: Observation | None, slots: Slots
     ) -> tuple[KVBlock, LowTier]:
+        # A tier's scorer and a codec that is fitted to the prompt read all slots, also what padding left there.
         block = block.clean()
         is_low = self.low_tier_mask(storage.spec, block, observation)
         main = gather_tokens(block, mask_to_slots((block.pos >= 0) & ~is_low, slots.main))
@@ -127,6 +128,7 @@ class ScoredTiers(PrecisionTiers):
     def low_tier_mask(self, spec: LayerSpec, block: KVBlock, observation: Observation | None) -> Array:
         scores = self.scorer.scores(block, observation, spec).per_kv_head
         length = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        # Of the sequence's own length and not the padded one, so that a batch stores what each text alone would.
         num_low = fraction_of(self.share, length)
         first_recent = length - fraction_of(self.recent, length - num_low)
         slot = jnp.arange(block.pos.shape[2], dtype=jnp.int32)[None, None]
