@@ -13,6 +13,7 @@ from kvjax.cache.calibration.table_file import TableFile
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.calibration.text_halves import split_halves
 from kvjax.cache.codecs import bit_packing
+from kvjax.cache.codecs.bit_packing import RowBits
 from kvjax.cache.codecs.exact_prefix import ExactPrefix
 from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.cache.codecs.low_rank import CalibratedLowRank
@@ -32,6 +33,7 @@ from kvjax.cache.components import (
     Reader,
     ReadResult,
     Representatives,
+    Scope,
     Scorer,
     Scores,
     SecondStageScorer,
@@ -41,15 +43,9 @@ from kvjax.cache.components import (
     Slots,
 )
 from kvjax.cache.eviction.budgets import TokenBudget
-from kvjax.cache.eviction.decode_policy import (
-    check_minimum,
-    evict_lowest,
-    policy_state_at,
-    require_observation,
-    top_slots,
-)
+from kvjax.cache.eviction.decode_policy import evict_lowest, policy_state_at, require_observation, top_slots
 from kvjax.cache.eviction.merging import evicted_mask, fold_into_kept, match_evicted, scatter_add, scores_of_kept
-from kvjax.cache.eviction.representatives import IntOrArray, check_share, fraction_of
+from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.cache.eviction.scorers import (
     AccumulatedAttention,
     WindowAttention,
@@ -79,6 +75,17 @@ from kvjax.core.types import Array, KVBlock, Partial, exportable, gather_tokens,
 from kvjax.errors import GradientThroughBits, IncompatibleMethod, KvjaxError
 from kvjax.registry.loading import load_methods
 from kvjax.registry.registration import register_method
+from kvjax.utils.parameter_types import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    Odd,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+    Within,
+    check_fields,
+)
 
 __all__ = [
     # A method, its registration and its errors
@@ -188,9 +195,18 @@ __all__ = [
     "vary",  # marks constants as differing between devices, for the start of a loop
     "draw",  # random numbers by index, independent of padding and devices
     "refuse_gradient",  # raises `GradientThroughBits` where a gradient would pass
-    # Parameters: checks and shares
-    "check_minimum",  # raises unless fields are at least their minimum
-    "check_share",  # raises unless a share lies in [0, 1]
+    # Fields and parameters: their ranges, choices and shares
+    "check_fields",  # raises for a field outside its range or choice: `__post_init__ = kv.check_fields`
+    "PositiveInt",  # type of a field or a parameter: 1 or more
+    "NonNegativeInt",  # 0 or more
+    "PositiveFloat",  # above 0
+    "NonNegativeFloat",  # 0 or more
+    "UnitFloat",  # from 0 to 1
+    "Within",  # any other range, as in `Annotated[float, kv.Within("[0, 1)")]`
+    "OneOf",  # some numbers, as in `Annotated[int, kv.OneOf((2, 4))]`; a choice of texts is a `Literal`
+    "Odd",  # odd numbers, as in `Annotated[int, kv.Odd()]`
+    "RowBits",  # the widths of packed codes
+    "Scope",  # type of `per`: "head" or "layer"
     "fraction_of",  # a share of a whole number, rounded down, exactly
     "IntOrArray",  # a whole number or an array of them
     "bind_component",  # resolves a component in one layer

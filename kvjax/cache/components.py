@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +32,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.utils.parameter_types import PositiveInt, check_fields
 from kvjax.utils.required import required
 
 
@@ -415,15 +416,11 @@ class Chunk:
       score: a unit's score from its tokens' scores: "sum", "mean" or "max".
     """
 
-    size: int
-    score: str = "sum"
+    size: PositiveInt
+    score: Literal["sum", "mean", "max"] = "sum"
     is_aligned: ClassVar[bool] = False  # whether units are counted from the very first token, and not after the sinks
 
-    def __post_init__(self):
-        if self.size < 1:
-            raise KvjaxError(f"a {type(self).__name__.lower()} has at least 1 token, got {self.size}")
-        if self.score not in ("sum", "mean", "max"):
-            raise KvjaxError(f"score must be 'sum', 'mean' or 'max', got {self.score!r}")
+    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -562,6 +559,10 @@ class MergeRule(Protocol):
         ...
 
 
+Scope = Literal["head", "layer"]
+"""Whether each key/value head keeps tokens of its own, or all heads of a layer the same."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """Keeps each sequence's budget of prompt tokens and evicts the others, once, when the prompt ends.
@@ -581,15 +582,14 @@ class Selection:
     sinks: int = 0
     recent: int = 0
     granularity: Granularity = Token()
-    scope: str = "head"
+    scope: Scope = "head"
 
     def __post_init__(self):
+        check_fields(self)
         if isinstance(self.scorer, type):
             raise KvjaxError(
                 f"the scorer is the class {self.scorer.__name__}; give a value of it, as {self.scorer.__name__}()"
             )
-        if self.scope not in ("head", "layer"):
-            raise KvjaxError(f"the scope, `per` in a method's string, must be 'head' or 'layer', got {self.scope!r}")
 
     def num_kept(self, prompt: int) -> int:
         """Most tokens that a prompt of `prompt` tokens leaves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,16 +34,13 @@ class Codewords(kv.Index):
       rounds: iterations of k-means.
     """
 
-    words: int
-    rounds: int = 10
+    words: Annotated[int, kv.Within("[1, 65536]")]
+    rounds: kv.NonNegativeInt = 10
 
     size: ClassVar[int] = 1
     num_queries: ClassVar[int | None] = None
 
-    def __post_init__(self):
-        kv.check_minimum("A2ATS", words=(self.words, 1), rounds=(self.rounds, 0))
-        if self.words > 2**16:
-            raise kv.KvjaxError(f"a codeword's number has 16 bits, got words={self.words} of A2ATS; use 65536 or fewer")
+    __post_init__ = kv.check_fields
 
     def fit(self, block: kv.KVBlock, observation: kv.Observation | None) -> CodewordState:
         block, observation = block.clean(), kv.require_observation(observation, "A2ATS", "all queries")
@@ -193,7 +190,12 @@ def _pre_rope(block: kv.KVBlock, spec: kv.LayerSpec) -> kv.KVBlock:
 
 @kv.register_method(example="a2ats:words=128", family="host memory", sized_by="topk")
 def a2ats(
-    topk: int = 256, words: int = 1024, sinks: int = 4, recent: int = 64, distance: int = 2048, rounds: int = 10
+    topk: kv.PositiveInt = 256,
+    words: int = 1024,
+    sinks: kv.NonNegativeInt = 4,
+    recent: kv.NonNegativeInt = 64,
+    distance: kv.NonNegativeInt = 2048,
+    rounds: int = 10,
 ) -> kv.Method:
     """Stores keys and values on the host; a query fetches the tokens whose codewords promise the largest logits.
 
@@ -219,6 +221,5 @@ def a2ats(
     Reference:
       A2ATS, He et al. 2025, arXiv 2502.12665, by its abstract; there is no public code
     """
-    kv.check_minimum("A2ATS", topk=(topk, 1), sinks=(sinks, 0), recent=(recent, 0), distance=(distance, 0))
     read = WindowedRopeRetrieval(Codewords(words, rounds), topk, sinks, recent, distance=distance)
     return kv.Method(k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()), read=read)

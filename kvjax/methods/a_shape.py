@@ -18,11 +18,10 @@ class AShape:
       recent: tokens of the window, the query's own included.
     """
 
-    sinks: int
-    recent: int
+    sinks: kv.NonNegativeInt
+    recent: kv.PositiveInt
 
-    def __post_init__(self):
-        kv.check_minimum("A-shape", sinks=(self.sinks, 0), recent=(self.recent, 1))
+    __post_init__ = kv.check_fields
 
     def is_visible(self, s: kv.Array, t: kv.Array) -> kv.Array:
         """Whether a query at t reads the key at s: one of the first `sinks`, or of the last `recent`, t included."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvjax import method_api as kv
 
 
@@ -9,11 +11,11 @@ from kvjax import method_api as kv
 def accumulated(
     budget: kv.TokenBudget = 1024,
     recent: int = 8,
-    normalise: str = "none",
+    normalise: Literal["none", "visible"] = "none",
     decay: float = 1.0,
     sinks: int = 0,
     unit: str = "token",
-    per: str = "head",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Keeps the prompt tokens that received most attention from all of the prompt's queries, and the recent tokens.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -27,15 +28,11 @@ class AdaKV(kv.HeadBudgets):
         have (by default in the authors' code, not in the paper); scores must not be negative then.
     """
 
-    alpha: float = 0.2
-    rule: str = "adakv"
+    alpha: kv.UnitFloat = 0.2
+    rule: Literal["adakv", "kvpress"] = "adakv"
     normalise: bool = False
 
-    def __post_init__(self):
-        if not 0 <= self.alpha <= 1:
-            raise kv.KvjaxError(f"alpha of AdaKV must lie in [0, 1], got {self.alpha}; 1 gives all heads the same")
-        if self.rule not in ("adakv", "kvpress"):
-            raise kv.KvjaxError(f"rule of AdaKV must be 'adakv' or 'kvpress', got {self.rule!r}")
+    __post_init__ = kv.check_fields
 
     def allocate(self, scores: kv.Array, allowed: kv.Array, quota: kv.Array, num_always: kv.Array) -> kv.Array:
         if self.normalise:
@@ -58,7 +55,11 @@ class AdaKV(kv.HeadBudgets):
 
 @kv.register_method(example="snapkv:budget=256 + adakv", family="component over a selection")
 def adakv(
-    alpha: float = 0.2, rule: str = "adakv", normalise: bool = False, page: int = 16, scope: str = "layer"
+    alpha: float = 0.2,
+    rule: Literal["adakv", "kvpress"] = "adakv",
+    normalise: bool = False,
+    page: int = 16,
+    scope: Literal["layer", "model"] = "layer",
 ) -> kv.Method:
     """Divides a layer's budget, and its bytes, among its heads by the scores of an eviction method.
 
@@ -86,8 +87,6 @@ def adakv(
     Reference:
       AdaKV, Feng et al. 2024, arXiv 2407.11550; the rule of its public code, FFY0/AdaKV
     """
-    if scope not in ("layer", "model"):
-        raise kv.KvjaxError(f"scope of adakv must be 'layer' or 'model', got {scope!r}")
     head_budgets = AdaKV(alpha, rule, normalise)
     if scope == "layer":
         return kv.Method(side_store=kv.PagedHeads(head_budgets, page))

@@ -68,7 +68,13 @@ class TightBoxes(Boxes):
 
 
 @kv.register_method(example="arkvale:budget=512,device_layers=1", family="host memory")
-def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2, device_layers: int = 2) -> kv.Method:
+def arkvale(
+    budget: int = 2048,
+    page: kv.PositiveInt = 32,
+    sinks: kv.NonNegativeInt = 2,
+    window: kv.PositiveInt = 2,
+    device_layers: int = 2,
+) -> kv.Method:
     """Stores keys and values on the host; a query reads the pages that small bounding boxes recommend.
 
     No token is lost, and attention in the prompt is exact. All heads of a layer share their pages.
@@ -92,7 +98,6 @@ def arkvale(budget: int = 2048, page: int = 32, sinks: int = 2, window: int = 2,
     Reference:
       ArkVale, Chen et al., NeurIPS 2024; constants of its public code
     """
-    kv.check_minimum("ArkVale", page=(page, 1), sinks=(sinks, 0), window=(window, 1))
     recalled = budget // page - sinks - (window - 1)
     if recalled < 1:
         least = (sinks + window) * page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,18 +39,14 @@ class AttentionGateTable(kv.TableKind):
       ridge: 1 / ridge of the mean variance is added to the variances.
     """
 
-    keep: int = 50
-    channels: int = 32
-    ridge: int = 1000
+    keep: Annotated[int, kv.Within("[1, 99]")] = 50
+    channels: kv.PositiveInt = 32
+    ridge: kv.PositiveInt = 1000
     num_queries = None
     needs_hidden = True
     needs_layer_index = True
 
-    def __post_init__(self):
-        if not 0 < self.keep < 100:
-            raise kv.KvjaxError(f"keep is how many of a hundred tokens a gate keeps, 1 to 99, got {self.keep}; use 50")
-        if min(self.channels, self.ridge) < 1:
-            raise kv.KvjaxError(f"channels and ridge must be at least 1, got {self.channels} and {self.ridge}")
+    __post_init__ = kv.check_fields
 
     def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None
@@ -195,7 +191,12 @@ class ThresholdBudgets(kv.HeadBudgets):
 
 @kv.register_method(example="attention_gate:budget=512", family="eviction after the prompt")
 def attention_gate(
-    budget: int = 1024, threshold: float = 0.5, sinks: int = 4, recent: int = 32, table: str = "shipped", page: int = 16
+    budget: int = 1024,
+    threshold: Annotated[float, kv.Within("[0, 1)")] = 0.5,
+    sinks: int = 4,
+    recent: int = 32,
+    table: str = "shipped",
+    page: int = 16,
 ) -> kv.Method:
     """Keeps the prompt tokens that each head's trained gate flags, up to a budget.
 
@@ -221,10 +222,6 @@ def attention_gate(
     Reference:
       Attention-Gate, Zeng et al. 2024, arXiv 2410.12876
     """
-    if not 0 <= threshold < 1:
-        raise kv.KvjaxError(
-            f"threshold is a gate's least probability to keep a token, 0 <= threshold < 1, got {threshold}"
-        )
     above = math.log(threshold / (1 - threshold)) if threshold else -math.inf
     select = kv.make_selection(Gate(AttentionGateTable.table_file(table)), budget, sinks, recent)
     return kv.Method(select=select, side_store=kv.PagedHeads(ThresholdBudgets(above), page))

@@ -40,14 +40,10 @@ class Preference(kv.LayerBudgets):
     """
 
     num_queries: int = 32
-    tau1: float = 1.6
-    tau2: float = 0.6
+    tau1: kv.PositiveFloat = 1.6
+    tau2: kv.PositiveFloat = 0.6
 
-    def __post_init__(self):
-        if min(self.tau1, self.tau2) <= 0:
-            raise kv.KvjaxError(
-                f"tau1 and tau2 must be above 0, got {self.tau1} and {self.tau2}; CAKE uses 1.6 and 0.6"
-            )
+    __post_init__ = kv.check_fields
 
     def measure(self, selection: kv.PromptSelection, block: kv.KVBlock, observation: kv.Observation | None) -> kv.Array:
         observation = selection.select.scorer.require_observation(observation)
@@ -93,7 +89,7 @@ def _window_statistics(
 @kv.register_method(example="cake:budget=512", family="eviction after the prompt")
 def cake(
     budget: int = 1024,
-    window: int = 32,
+    window: kv.PositiveInt = 32,
     kernel: int = 5,
     gamma: float = 200.0,
     tau1: float = 1.6,

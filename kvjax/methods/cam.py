@@ -26,13 +26,11 @@ class ValueSpread:
       layer: index of the layer, set by `at`.
     """
 
-    window: int = 32
+    window: kv.PositiveInt = 32
     seed: int = 0
     layer: int = 0
 
-    def __post_init__(self):
-        if self.window < 1:
-            raise kv.KvjaxError(f"window of CaM must be at least 1 kept token, got {self.window}; its authors use 32")
+    __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> ValueSpread:
         return dataclasses.replace(self, layer=spec.index)

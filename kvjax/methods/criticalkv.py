@@ -24,10 +24,9 @@ class OutputScores(kv.SecondStageScorer):
     """
 
     needs_output: ClassVar[bool] = True
-    share: float = 0.5
+    share: kv.UnitFloat = 0.5
 
-    def __post_init__(self):
-        kv.check_share(self.share)
+    __post_init__ = kv.check_fields
 
     def scores(
         self, block: kv.KVBlock, own: kv.Array, observation: kv.Observation | None, spec: kv.LayerSpec

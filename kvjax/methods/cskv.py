@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -27,14 +27,12 @@ class ExactWindow(kv.CodecWrapper):
     Every token is also encoded when it arrives, so that when it leaves the window, its exact copy is just overwritten.
     """
 
-    window: int = 32
+    window: kv.PositiveInt = 32
 
     sequential_writes: ClassVar[bool] = True  # whether a query sees a token exactly depends on when it asks
     supports_eviction: ClassVar[bool] = False  # the window is counted in slots
 
-    def __post_init__(self):
-        if self.window < 1:
-            raise kv.KvjaxError(f"the exact window has at least 1 token, got {self.window}; CSKV uses 32")
+    __post_init__ = kv.check_fields
 
     def encode(self, x: kv.Array, pos: kv.Array) -> WindowState:
         n = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
@@ -88,7 +86,12 @@ class ExactWindow(kv.CodecWrapper):
 
 
 @kv.register_method(family="fewer numbers per vector")
-def cskv(keys: float = 0.5, values: float = 0.5, window: int = 32, table: str = "shipped") -> kv.Method:
+def cskv(
+    keys: Annotated[float, kv.Within("(0, 1]")] = 0.5,
+    values: Annotated[float, kv.Within("(0, 1]")] = 0.5,
+    window: int = 32,
+    table: str = "shipped",
+) -> kv.Method:
     """Stores all tokens as coordinates in a basis that the heads of a layer share; the newest tokens are also exact.
 
     Keys are stored without RoPE. Attention in the prompt is exact.

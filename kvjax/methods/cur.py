@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -22,14 +23,10 @@ class Cur(kv.Scorer):
       leverage: "product" of both fractions, their "mean", or that of the "key" or "value" alone.
     """
 
-    window: int = 16
-    leverage: str = "product"
+    window: kv.PositiveInt = 16
+    leverage: Literal["product", "mean", "key", "value"] = "product"
 
-    def __post_init__(self):
-        if self.window < 1:
-            raise kv.KvjaxError(f"window must be at least 1 token, got {self.window}; kvpress uses 16")
-        if self.leverage not in ("product", "mean", "key", "value"):
-            raise kv.KvjaxError(f"leverage must be 'product', 'mean', 'key' or 'value', got {self.leverage!r}")
+    __post_init__ = kv.check_fields
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         real = block.clean()
@@ -47,10 +44,10 @@ class Cur(kv.Scorer):
 def cur(
     budget: kv.TokenBudget = 1024,
     window: int = 16,
-    leverage: str = "product",
+    leverage: Literal["product", "mean", "key", "value"] = "product",
     sinks: int = 4,
     unit: str = "token",
-    per: str = "head",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Keeps the prompt tokens whose keys and values are large among their neighbors; it needs no queries.
 

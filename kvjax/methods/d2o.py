@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,12 +26,10 @@ class D2O:
       count: whether the slot's bias is the logarithm of how many tokens it stands for.
     """
 
-    rule: str = "authors"
+    rule: Literal["authors", "paper"] = "authors"
     count: bool = False
 
-    def __post_init__(self):
-        if self.rule not in ("authors", "paper"):
-            raise kv.KvjaxError(f"rule of D2O must be 'authors' or 'paper', got {self.rule!r}")
+    __post_init__ = kv.check_fields
 
     def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
@@ -62,7 +61,7 @@ class D2O:
 
 
 @kv.register_method(example="accumulated:budget=256,recent=64,sinks=4 + d2o", family="component over a selection")
-def d2o(rule: str = "authors", count: bool = False) -> kv.Method:
+def d2o(rule: Literal["authors", "paper"] = "authors", count: bool = False) -> kv.Method:
     """Merges each evicted token that resembles a kept one into it, keys and values both.
 
     Use it as in 'accumulated:budget=256,recent=64,sinks=4 + d2o', which are D2O's own scores with its four sinks. The

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,16 +59,18 @@ class LabelChannels(kv.Index):
       bits: bits of a label's numbers, with a scale per token; 16 leaves them as they are.
     """
 
-    factor: int
+    factor: kv.PositiveInt
     bits: int = 16
 
     size: ClassVar[int] = 1
     num_queries: ClassVar[int | None] = None
 
     def __post_init__(self):
-        kv.check_minimum("Double Sparsity", factor=(self.factor, 1))
+        kv.check_fields(self)
         if self.bits != 16:
-            kv.MinMax(self.bits)  # which raises for bits that it does not know
+            kv.MinMax(
+                self.bits
+            )  # which raises for bits that it does not know  # which raises for bits that it does not know
 
     @property
     def codec(self) -> kv.Codec:
@@ -135,7 +137,11 @@ class CalibratedLabels(kv.Retrieve):
 
 @kv.register_method(example="double_sparsity:heavy=256,factor=4,device_layers=1", family="sparse reading")
 def double_sparsity(
-    heavy: int = 256, factor: int = 8, bits: int = 16, device_layers: int = 2, table: str = ""
+    heavy: Annotated[int, kv.Within("[2, inf)")] = 256,
+    factor: int = 8,
+    bits: int = 16,
+    device_layers: int = 2,
+    table: str = "",
 ) -> kv.Method:
     """Reads only the tokens whose keys match the query best in a few channels; no token is lost.
 
@@ -159,7 +165,6 @@ def double_sparsity(
     Reference:
       Double Sparsity, Yang et al. 2024, arXiv 2408.07092, section 3
     """
-    kv.check_minimum("Double Sparsity", heavy=(heavy, 2))
     labels = LabelChannels(factor, bits)
     read = (
         CalibratedLabels(labels, heavy - 1, table=ChannelOrder.table_file(table))

@@ -10,7 +10,6 @@ from kvjax.cache.eviction.head_budgets import (
     HeadTableBudgets,
     HeadTokens,
     MeanOfHeads,
-    check_head_fractions,
     scores_of_all_heads,
     top_heads_mask,
 )
@@ -31,11 +30,10 @@ class StreamingBudgets(HeadTableBudgets):
     """
 
     given: kv.TableFile
-    sparsity: float
+    sparsity: kv.UnitFloat
     streaming: int
 
-    def __post_init__(self):
-        check_head_fractions(sparsity=self.sparsity)
+    __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> HeadTokens:
         assert spec.index is not None

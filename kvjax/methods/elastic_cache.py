@@ -46,10 +46,9 @@ class FixedPointEviction(kv.Policy):
     All but the newest `distance` of the selected tokens stay for good, and of all later ones the newest `distance`.
     """
 
-    distance: int = 25
+    distance: kv.PositiveInt = 25
 
-    def __post_init__(self):
-        kv.check_minimum("Elastic Cache", distance=(self.distance, 1))
+    __post_init__ = kv.check_fields
 
     def check(self, components: kv.Components) -> None:
         select = components.select

@@ -18,12 +18,10 @@ class GlobalLocalAttention(kv.Scorer):
     The global part is a mean over the queries that see a token, because a sum would favor old tokens.
     """
 
-    window: int = 32
+    window: kv.PositiveInt = 32
     num_queries: ClassVar[int | None] = None
 
-    def __post_init__(self):
-        if self.window < 1:
-            raise kv.KvjaxError(f"window of EMS must be at least 1 query, got {self.window}; use 32")
+    __post_init__ = kv.check_fields
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation = self.require_observation(observation)
@@ -49,14 +47,10 @@ class CenterMerge:
       threshold: cosine of the zero class.
     """
 
-    band: float = 1.0
-    threshold: float = 0.6
+    band: kv.NonNegativeFloat = 1.0
+    threshold: kv.UnitFloat = 0.6
 
-    def __post_init__(self):
-        if self.band < 0:
-            raise kv.KvjaxError(f"band of EMS must be 0 or more times the tokens that stay, got {self.band}; use 1")
-        if not 0 <= self.threshold <= 1:
-            raise kv.KvjaxError(f"threshold of EMS is a cosine in [0, 1], got {self.threshold}; use 0.6")
+    __post_init__ = kv.check_fields
 
     def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()

@@ -25,16 +25,12 @@ class ExpectedAttention(kv.Scorer):
 
     num_queries: ClassVar[int | None] = None
     sinks: int = 4
-    future: int = 512
+    future: kv.PositiveInt = 512
     covariance: bool = True
     value_norms: bool = True
-    epsilon: float = 0.0
+    epsilon: kv.NonNegativeFloat = 0.0
 
-    def __post_init__(self):
-        if self.future < 1:
-            raise kv.KvjaxError(f"future must be at least 1 position ahead, got {self.future}; kvpress uses 512")
-        if self.epsilon < 0:
-            raise kv.KvjaxError(f"epsilon must be 0 or more, got {self.epsilon}; kvpress uses 0")
+    __post_init__ = kv.check_fields
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         block, observation = block.clean(), self.require_observation(observation)
@@ -92,7 +88,7 @@ def expected_attention(
     value_norms: bool = True,
     epsilon: float = 0.0,
     unit: str = "token",
-    per: str = "head",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Keeps the prompt tokens that future queries are expected to attend to.
 

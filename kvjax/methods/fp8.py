@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvjax import method_api as kv
 
 
 @kv.register_method(family="quantization by token")
-def fp8(kind: str = "e4m3", scaled: bool = True) -> kv.Method:
+def fp8(kind: Literal["e4m3", "e5m2"] = "e4m3", scaled: bool = True) -> kv.Method:
     """Quantizes every token's key and value of a head to 8-bit floats with a scale of its own, once, when it arrives.
 
     Attention in the prompt is exact. A key or a value of head size H takes H + 4 bytes, H without the scale.

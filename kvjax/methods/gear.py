@@ -45,15 +45,13 @@ class LowRankResidual(kv.Codec):
 
     backbone: ChunkCodec
     outliers: Outliers
-    rank: int = 4
-    later: int = 2
+    rank: kv.PositiveInt = 4
+    later: kv.PositiveInt = 2
 
     sequential_writes = True  # whether a query sees a token exactly depends on when it asks
     supports_eviction = False  # tokens of a chunk share their ranges and their basis, so none of them can leave
 
-    def __post_init__(self):
-        if min(self.rank, self.later) < 1:
-            raise kv.KvjaxError(f"ranks must be 1 or more, got {self.rank} and {self.later}; GEAR uses 4 and 2")
+    __post_init__ = kv.check_fields
 
     def num_committed(self, stored: GearState, n: kv.Array) -> kv.Array:
         return self.backbone.num_committed(stored.codes, n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -22,23 +22,16 @@ class H2O(kv.Policy):
     paper's streaming variant re-indexes them). The fields are the arguments of `h2o`.
     """
 
-    heavy: int
-    recent: int
-    decay: float = 1.0
-    normalise: str = "none"
-    granularity: str = "kv"
+    heavy: kv.NonNegativeInt
+    recent: kv.PositiveInt
+    decay: kv.UnitFloat = 1.0
+    normalise: Literal["none", "visible-count"] = "none"
+    granularity: Literal["kv", "layer"] = "kv"
 
     num_queries: ClassVar[int | None] = None  # all of the prompt's
     needs_weights: ClassVar[bool] = True
 
-    def __post_init__(self):
-        kv.check_minimum("H2O", heavy=(self.heavy, 0), recent=(self.recent, 1))
-        if not 0 <= self.decay <= 1:
-            raise kv.KvjaxError(f"decay of H2O must be between 0 and 1, got {self.decay}; 1 forgets nothing")
-        if self.normalise not in ("none", "visible-count"):
-            raise kv.KvjaxError(f"normalise of H2O must be 'none' or 'visible-count', got {self.normalise!r}")
-        if self.granularity not in ("kv", "layer"):
-            raise kv.KvjaxError(f"granularity of H2O must be 'kv' or 'layer', got {self.granularity!r}")
+    __post_init__ = kv.check_fields
 
     def num_slots(self) -> int:
         return self.heavy + self.recent + 1
@@ -85,7 +78,11 @@ class H2O(kv.Policy):
 
 @kv.register_method(example="h2o:heavy=256,recent=256", family="eviction at every step", sized_by="heavy,recent")
 def h2o(
-    heavy: int = 512, recent: int = 512, decay: float = 1.0, normalise: str = "none", granularity: str = "kv"
+    heavy: int = 512,
+    recent: int = 512,
+    decay: float = 1.0,
+    normalise: Literal["none", "visible-count"] = "none",
+    granularity: Literal["kv", "layer"] = "kv",
 ) -> kv.Method:
     """Keeps heavy hitters and recent tokens, selected again at every step, in constant memory.
 

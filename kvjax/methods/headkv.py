@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -27,15 +28,14 @@ class HeadWeightBudgets(HeadTableBudgets):
     given: kv.TableFile
     budget: int
     window: int
-    beta: float
+    beta: Annotated[float, kv.Within("[1, inf)")]
 
     def __post_init__(self):
+        kv.check_fields(self)
         if self.budget <= self.window:
             raise kv.KvjaxError(
                 f"a budget of {self.budget} tokens leaves nothing before the window of {self.window}; use more"
             )
-        if self.beta < 1:
-            raise kv.KvjaxError(f"beta must be at least 1, got {self.beta}; 1 puts everything into the pool")
 
     def at(self, spec: kv.LayerSpec) -> HeadTokens:
         weights = scores_of_all_heads(self.given, spec, "weights")
@@ -54,9 +54,9 @@ class HeadWeightBudgets(HeadTableBudgets):
 def headkv(
     budget: int = 128,
     beta: float = 1.01,
-    window: int = 32,
+    window: kv.PositiveInt = 32,
     kernel: int = 7,
-    pool: str = "max",
+    pool: Literal["avg", "max"] = "max",
     table: str = "shipped",
     page: int = 16,
 ) -> kv.Method:

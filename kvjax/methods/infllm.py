@@ -56,20 +56,19 @@ class BlockReader(kv.Reader):
     chunk of their own. The fields are the arguments of `infllm`; its `chunk` is `prompt_chunk`.
     """
 
-    block: int = 128
-    sinks: int = 128
-    local: int = 4096
-    topk: int = 16
-    representatives: int = 4
-    prompt_chunk: int = 512
+    block: kv.PositiveInt = 128
+    sinks: kv.NonNegativeInt = 128
+    local: kv.PositiveInt = 4096
+    topk: kv.PositiveInt = 16
+    representatives: kv.PositiveInt = 4
+    prompt_chunk: kv.PositiveInt = 512
     per_head: bool = False
 
     supports_eviction = False  # a block is a run of slots
     unbounded_length = True  # beyond the window all tokens are equally far
 
     def __post_init__(self):
-        fields = {name: (getattr(self, name), 1) for name in ("block", "local", "topk", "representatives")}
-        kv.check_minimum("InfLLM", sinks=(self.sinks, 0), **fields, chunk=(self.prompt_chunk, 1))
+        kv.check_fields(self)
         if self.prompt_chunk > self.local:
             raise kv.KvjaxError(
                 f"chunk of InfLLM must not exceed local={self.local}, got {self.prompt_chunk}; use {self.local}"
@@ -283,7 +282,7 @@ def infllm(
     local: int = 4096,
     topk: int = 16,
     representatives: int = 4,
-    chunk: int = 512,
+    chunk: kv.PositiveInt = 512,
     per_head: bool = False,
 ) -> kv.Method:
     """Reads the sinks, a local window, and the most relevant blocks of the past, which lie in pinned host memory.

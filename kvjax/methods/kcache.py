@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,15 +19,11 @@ class TopValues(kv.Reader):
     The fields are the arguments of `kcache`.
     """
 
-    n: int
+    n: kv.PositiveInt
     renormalise: bool = False
-    granularity: str = "query"
+    granularity: Literal["query", "kv"] = "query"
 
-    def __post_init__(self):
-        if self.n < 1:
-            raise kv.KvjaxError(f"n must be at least 1 value per head, got {self.n}; the paper uses 32, 64 or 128")
-        if self.granularity not in ("query", "kv"):
-            raise kv.KvjaxError(f"granularity must be 'query' or 'kv', got {self.granularity!r}")
+    __post_init__ = kv.check_fields
 
     def read(
         self,
@@ -60,7 +56,9 @@ class TopValues(kv.Reader):
 
 
 @kv.register_method(example="kcache:n=32", family="host memory")
-def kcache(n: int = 128, device_layers: int = 1, renormalise: bool = False, granularity: str = "query") -> kv.Method:
+def kcache(
+    n: int = 128, device_layers: int = 1, renormalise: bool = False, granularity: Literal["query", "kv"] = "query"
+) -> kv.Method:
     """Keeps keys on the device and values in pinned host memory, and reads only the n values of the largest weights.
 
     Scores are exact.

@@ -30,7 +30,11 @@ def _normalize(x: kv.Array) -> kv.Array:
 
 @kv.register_method(example="keydiff:budget=512", family="eviction after the prompt")
 def keydiff(
-    budget: kv.TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+    budget: kv.TokenBudget = 1024,
+    sinks: int = 0,
+    recent: int = 0,
+    unit: str = "token",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Keeps the prompt tokens whose keys differ most from the mean key; it needs no queries.
 

@@ -35,10 +35,10 @@ class Keyformer(kv.Policy):
     """
 
     budget: int
-    recent: int
-    tau: float = 1.0
-    tau_end: float = 2.0
-    steps: int = 100
+    recent: kv.PositiveInt
+    tau: kv.PositiveFloat = 1.0
+    tau_end: kv.PositiveFloat = 2.0
+    steps: kv.PositiveInt = 100
     seed: int = 0
     layer: int = 0
 
@@ -46,12 +46,9 @@ class Keyformer(kv.Policy):
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        kv.check_minimum("Keyformer", recent=(self.recent, 1), budget=(self.budget, self.recent), steps=(self.steps, 1))
-        if min(self.tau, self.tau_end) <= 0:
-            raise kv.KvjaxError(
-                f"temperatures of Keyformer must be above 0, got tau={self.tau} and tau_end={self.tau_end}; it uses 1 "
-                "and 2"
-            )
+        kv.check_fields(self)
+        if self.budget < self.recent:
+            raise kv.KvjaxError(f"Keyformer: budget must be at least recent={self.recent}, got {self.budget}")
 
     def at(self, spec: kv.LayerSpec) -> Keyformer:
         return dataclasses.replace(self, layer=spec.index)

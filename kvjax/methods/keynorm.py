@@ -21,7 +21,11 @@ class KeyNorm(kv.Scorer):
 
 @kv.register_method(example="keynorm:budget=512,sinks=4,recent=64", family="eviction after the prompt")
 def keynorm(
-    budget: kv.TokenBudget = 1024, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+    budget: kv.TokenBudget = 1024,
+    sinks: int = 0,
+    recent: int = 0,
+    unit: str = "token",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Keeps the prompt tokens with the smallest keys; it needs no queries.
 

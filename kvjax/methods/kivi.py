@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvjax import method_api as kv
 from kvjax.cache.codecs import group_quant_kernel  # noqa: F401 (registers the kernel for these codes)
 
 
 @kv.register_method(example="kivi:bits=2", family="quantization by channel and group")
 def kivi(
-    bits: int = 2, group: int = 32, residual: int = 128, one_bit: str = "improved", kernel: str = "auto"
+    bits: int = 2,
+    group: int = 32,
+    residual: int = 128,
+    one_bit: Literal["improved", "original"] = "improved",
+    kernel: Literal["auto", "xla", "pallas"] = "auto",
 ) -> kv.Method:
     """Quantizes keys in groups of tokens per channel and values in groups of channels per token, to 1, 2, 4 or 8 bits.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -22,17 +23,12 @@ class KMeans:
     decide. An empty cluster keeps its centroid and has no representative. The fields are the arguments of `kmeans`.
     """
 
-    share: float = 0.25
-    iterations: int = 10
-    features: str = "keys"
+    share: kv.UnitFloat = 0.25
+    iterations: kv.NonNegativeInt = 10
+    features: Literal["keys", "bits"] = "keys"
     seed: int = 0
 
-    def __post_init__(self):
-        kv.check_share(self.share)
-        if self.iterations < 0:
-            raise kv.KvjaxError(f"iterations must be 0 or more, got {self.iterations}")
-        if self.features not in ("keys", "bits"):
-            raise kv.KvjaxError(f"features must be 'keys' or 'bits', got {self.features!r}")
+    __post_init__ = kv.check_fields
 
     def choose(self, units: kv.EvictableUnits, count: kv.Array, places: int) -> kv.Array:
         """Chooses as in `Representatives`; place i is that of centroid i."""
@@ -94,7 +90,9 @@ def _assign_clusters(
 
 
 @kv.register_method(example="snapkv:budget=512 + kmeans", family="component over a selection")
-def kmeans(share: float = 0.25, iterations: int = 10, features: str = "keys", seed: int = 0) -> kv.Method:
+def kmeans(
+    share: float = 0.25, iterations: int = 10, features: Literal["keys", "bits"] = "keys", seed: int = 0
+) -> kv.Method:
     """Gives a part of an eviction method's budget to representatives from k-means over the evicted tokens.
 
     Use it as in 'snapkv:budget=256 + kmeans'; `kvcrush` finds representatives without clustering.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,22 +35,13 @@ class KVCrush:
       seed: seed of "random" anchors and of the random member of a bucket.
     """
 
-    share: float = 0.25
-    anchor: str = "random"
-    rule: str = "buckets"
-    bits: str = "heads"
+    share: kv.UnitFloat = 0.25
+    anchor: Literal["random", "mean", "alternate", "zeros", "ones"] = "random"
+    rule: Literal["buckets", "stride", "bins"] = "buckets"
+    bits: Literal["heads", "positions"] = "heads"
     seed: int = 0
 
-    def __post_init__(self):
-        kv.check_share(self.share)
-        choices = {
-            "anchor": ("random", "mean", "alternate", "zeros", "ones"),
-            "rule": ("buckets", "stride", "bins"),
-            "bits": ("heads", "positions"),
-        }
-        for name, values in choices.items():
-            if getattr(self, name) not in values:
-                raise kv.KvjaxError(f"{name} must be one of {', '.join(values)}, got {getattr(self, name)!r}")
+    __post_init__ = kv.check_fields
 
     def choose(self, units: kv.EvictableUnits, count: kv.Array, places: int) -> kv.Array:
         return self.choose_by_signature(unit_signatures(units, self.bits), units, count, places)
@@ -139,7 +131,11 @@ def hamming_distance(a: kv.Array, b: kv.Array) -> kv.Array:
 
 @kv.register_method(example="snapkv:budget=512 + kvcrush", family="component over a selection")
 def kvcrush(
-    share: float = 0.25, anchor: str = "random", rule: str = "buckets", bits: str = "heads", seed: int = 0
+    share: float = 0.25,
+    anchor: Literal["random", "mean", "alternate", "zeros", "ones"] = "random",
+    rule: Literal["buckets", "stride", "bins"] = "buckets",
+    bits: Literal["heads", "positions"] = "heads",
+    seed: int = 0,
 ) -> kv.Method:
     """Gives a part of an eviction method's budget to tokens that represent the evicted ones.
 

@@ -27,15 +27,16 @@ class MergeSets:
     """
 
     budget: int
-    heavy: int
-    recent: int
+    heavy: kv.NonNegativeInt
+    recent: kv.NonNegativeInt
 
     def __post_init__(self):
+        kv.check_fields(self)
         least = 2 * self.heavy + self.recent + 1  # between any two heavy hitters a set may be left
-        if min(self.heavy, self.recent) < 0 or self.budget < least:
+        if self.budget < least:
             raise kv.KvjaxError(
-                f"KVMerger with heavy={self.heavy} and recent={self.recent} (0 or more) needs a budget of at least "
-                f"2 heavy + recent + 1, got budget={self.budget}; raise it to {max(least, 1)} or protect fewer"
+                f"KVMerger with heavy={self.heavy} and recent={self.recent} needs a budget of at least "
+                f"2 heavy + recent + 1, got budget={self.budget}; raise it to {least} or protect fewer"
             )
 
     def assign(self, block: kv.KVBlock, scores: kv.Array) -> kv.Array:
@@ -94,12 +95,10 @@ class GaussianMerge:
     """
 
     sets: MergeSets
-    sigma: float = 0.0
+    sigma: kv.NonNegativeFloat = 0.0
     count: bool = False
 
-    def __post_init__(self):
-        if self.sigma < 0:
-            raise kv.KvjaxError(f"sigma of KVMerger must be 0 (each set's own) or positive, got {self.sigma}; use 0")
+    __post_init__ = kv.check_fields
 
     def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()

@@ -230,7 +230,9 @@ class TokenQuantileOutliers(QuantileOutliers, TokenOutliers):
 
 
 @kv.register_method(family="quantization by channel and group", sized_by="bits")
-def kvquant(bits: int = 4, outliers: float = 0.01, first: int = 1, every: int = 128, table: str = "") -> kv.Method:
+def kvquant(
+    bits: int = 4, outliers: kv.UnitFloat = 0.01, first: kv.NonNegativeInt = 1, every: int = 128, table: str = ""
+) -> kv.Method:
     """Quantizes to non-uniform levels, and stores outliers and the first tokens exactly.
 
     Keys are quantized by channel before RoPE, values by token. Attention in the prompt is exact. An outlier takes 4

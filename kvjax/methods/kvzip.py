@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,17 +24,12 @@ class ReplayAttention(kv.Scorer):
     it repeats and to the repetition before it. The fields are the arguments of `kvzip`.
     """
 
-    chunk: int = 2048
-    lead: int = 8
+    chunk: kv.PositiveInt = 2048
+    lead: kv.NonNegativeInt = 8
     sinks: int = 4
     plus: bool = False
 
-    def __post_init__(self):
-        if self.chunk < 1 or self.lead < 0:
-            raise kv.KvjaxError(
-                f"KVzip repeats chunks of at least 1 token after 0 or more others, got chunk={self.chunk} and "
-                f"lead={self.lead}; kvpress uses 2048 and 8"
-            )
+    __post_init__ = kv.check_fields
 
     @property
     def replay(self) -> Replay:
@@ -105,7 +101,7 @@ def kvzip(
     lead: int = 8,
     sinks: int = 4,
     plus: bool = False,
-    level: str = "model",
+    level: Literal["model", "layer", "head"] = "model",
     page: int = 16,
 ) -> kv.Method:
     """Keeps the tokens that the model needs to repeat the prompt, whatever will be asked later.

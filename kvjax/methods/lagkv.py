@@ -24,13 +24,11 @@ class LagKV(kv.Scorer):
     `lagkv`.
     """
 
-    lag: int = 128
+    lag: kv.PositiveInt = 128
     sinks: int = 4
     cross: bool = False
 
-    def __post_init__(self):
-        if self.lag < 1:
-            raise kv.KvjaxError(f"lag must be at least 1 token, got {self.lag}; kvpress uses 128")
+    __post_init__ = kv.check_fields
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         real = block.clean()
@@ -66,7 +64,7 @@ def lagkv(
     sinks: int = 4,
     cross: bool = False,
     unit: str = "token",
-    per: str = "head",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Keeps the prompt tokens that stand out from the tokens that follow them; it needs no queries.
 

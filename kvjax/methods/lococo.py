@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +44,13 @@ class ConvolutionTable(kv.TableKind):
       steps: steps of Adam, each over all texts.
     """
 
-    slots: int = 32
-    kernel: int = 21
-    length: int = 512
-    steps: int = 100
+    slots: kv.PositiveInt = 32
+    kernel: Annotated[int, kv.Odd()] = 21
+    length: kv.PositiveInt = 512
+    steps: kv.PositiveInt = 100
     num_queries = None
 
-    def __post_init__(self):
-        if min(self.slots, self.length, self.steps) < 1 or self.kernel % 2 == 0:
-            raise kv.KvjaxError(f"{self} needs an odd kernel and all others at least 1; the authors' kernel is 21")
+    __post_init__ = kv.check_fields
 
     def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None

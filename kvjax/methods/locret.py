@@ -31,12 +31,10 @@ class RetainingHeads(kv.TableKind):
       ridge: 1 / ridge of the inputs' mean variance is added to their variances.
     """
 
-    ridge: int = 1000
+    ridge: kv.PositiveInt = 1000
     num_queries = None
 
-    def __post_init__(self):
-        if self.ridge < 1:
-            raise kv.KvjaxError(f"ridge must be at least 1, got {self.ridge}; 1000 adds a thousandth of the variance")
+    __post_init__ = kv.check_fields
 
     def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None
@@ -142,7 +140,7 @@ def locret(
     recent: int = 100,
     sinks: int = 0,
     unit: str = "token",
-    per: str = "head",
+    per: kv.Scope = "head",
     table: str = "shipped",
 ) -> kv.Method:
     """Keeps the prompt tokens that a trained network scores highest, and the local tokens.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
 from kvjax.cache.eviction.scorers import rank_below_others
 
-RULES = ("pivot", "average", "weighted", "normalised")
+Rule = Literal["pivot", "average", "weighted", "normalised"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,9 @@ class NearestMerge:
         "normalised", weights w_e = (u_e + 1) / 2, over 1 + sum of w_e (KVCache-Factory's weighted).
     """
 
-    rule: str = "pivot"
+    rule: Rule = "pivot"
 
-    def __post_init__(self):
-        if self.rule not in RULES:
-            raise kv.KvjaxError(f"rule of LOOK-M must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
+    __post_init__ = kv.check_fields
 
     def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()
@@ -84,7 +82,7 @@ def _parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
 
 @kv.register_method(example="lookm:budget=512,recent=256", family="merging")
 def lookm(
-    budget: kv.TokenBudget = 1024, recent: int = 512, sinks: int = 4, rule: str = "pivot", images: str = ""
+    budget: kv.TokenBudget = 1024, recent: int = 512, sinks: int = 4, rule: Rule = "pivot", images: str = ""
 ) -> kv.Method:
     """Keeps heavy hitters and recent tokens, text before images, and merges evicted tokens into the nearest kept ones.
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from kvjax import method_api as kv
 
 
 @kv.register_method(family="fewer numbers per vector")
-def matryoshka(keys: float = 0.4, values: float = 0.4, table: str = "shipped") -> kv.Method:
+def matryoshka(
+    keys: Annotated[float, kv.Within("(0, 1]")] = 0.4,
+    values: Annotated[float, kv.Within("(0, 1]")] = 0.4,
+    table: str = "shipped",
+) -> kv.Method:
     """Stores each head's keys and values as coordinates along the first directions of given orthonormal bases.
 
     A query is projected once, and so is the weighted sum of values; nothing is expanded. Attention in the prompt is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 from kvjax import method_api as kv
 
@@ -16,7 +17,7 @@ class MergedBases(kv.JointBases):
 
 
 @kv.register_method(family="fewer numbers per vector")
-def merged_heads(heads: int = 2, table: str = "shipped") -> kv.Method:
+def merged_heads(heads: Annotated[int, kv.Within("[2, inf)")] = 2, table: str = "shipped") -> kv.Method:
     """Stores neighboring key/value heads as one head, along the principal directions of their caches.
 
     Keys are stored without RoPE. Attention in the prompt is exact.
@@ -37,8 +38,6 @@ def merged_heads(heads: int = 2, table: str = "shipped") -> kv.Method:
     Reference:
       Effectively Compress KV Heads for LLM, Yu et al. 2024, arXiv 2406.07056, section 3
     """
-    if heads < 2:
-        raise kv.KvjaxError(f"at least 2 heads become one, got heads={heads}; the paper uses 2 and 4")
     bases, share = MergedBases.table_file(table), 1 / heads
     return kv.Method(
         k=kv.CalibratedLowRank(heads, table=bases, of="bare_keys", share=share),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 
@@ -17,14 +18,10 @@ class ValueMerge:
     The fields are the arguments of `merging`.
     """
 
-    threshold: float = 0.0
-    fraction: float = 1.0
+    threshold: kv.UnitFloat = 0.0
+    fraction: Annotated[float, kv.Within("(0, 1]")] = 1.0
 
-    def __post_init__(self):
-        if not 0 <= self.threshold <= 1:
-            raise kv.KvjaxError(f"threshold of merging must lie in [0, 1], got {self.threshold}; kvpress uses 0")
-        if not 0 < self.fraction <= 1:
-            raise kv.KvjaxError(f"fraction of merging must lie in (0, 1], got {self.fraction}; kvpress uses 1")
+    __post_init__ = kv.check_fields
 
     def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
         block, kept = block.clean(), kept.clean()

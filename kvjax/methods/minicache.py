@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 
@@ -30,20 +30,12 @@ class SharedDirections(kv.PrecisionTiers):
     arguments of `minicache`, and `paired_layer`, which `at` sets: +1 in the lower layer of a pair, -1 in the upper one.
     """
 
-    t: float = 0.6
-    share: float = 0.05
-    start: float = 0.5
+    t: kv.UnitFloat = 0.6
+    share: Annotated[float, kv.Within("[0.001, 1]")] = 0.05
+    start: kv.UnitFloat = 0.5
     paired_layer: int = 0
 
-    def __post_init__(self):
-        if not 0 <= self.t <= 1:
-            raise kv.KvjaxError(f"t lies between the lower layer, 0, and the upper one, 1; got {self.t}, use 0.6")
-        if not 0.001 <= self.share <= 1:
-            raise kv.KvjaxError(
-                f"share of the tokens that stay exact must lie in [0.001, 1], got {self.share}; use 0.05"
-            )
-        if not 0 <= self.start <= 1:
-            raise kv.KvjaxError(f"start, a fraction of the layers, must lie in [0, 1], got {self.start}; use 0.5")
+    __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> SharedDirections | None:
         """Returns the lower or the upper half of a pair; None below the first pair, and in a last layer left over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from kvjax import method_api as kv
 
@@ -25,21 +26,18 @@ class Pyramid(kv.Budget):
     """
 
     tokens: float
-    window: int
-    beta: int = 20
-    rule: str = "authors"
+    window: kv.NonNegativeInt
+    beta: kv.PositiveInt = 20
+    rule: Literal["authors", "peer"] = "authors"
     layer: int = 0
     layers: int = 1
 
     def __post_init__(self):
-        if self.rule not in ("authors", "peer"):
-            raise kv.KvjaxError(f"rule must be 'authors' or 'peer', got {self.rule!r}")
-        if self.beta < 1:
-            raise kv.KvjaxError(f"beta must be at least 1, got {self.beta}; PyramidKV uses 20")
-        if self.window < 0 or self.tokens <= self.window:
+        kv.check_fields(self)
+        if self.tokens <= self.window:
             raise kv.KvjaxError(
                 f"a pyramid over a window of {self.window} tokens needs more than these, got tokens={self.tokens}; "
-                f"use at least {max(self.window, 0) + 1}"
+                f"use at least {self.window + 1}"
             )
         if self.rule == "authors" and self.tokens != int(self.tokens):
             raise kv.KvjaxError(
@@ -76,16 +74,16 @@ class Pyramid(kv.Budget):
 @kv.register_method(example="pyramidkv:budget=512", family="eviction after the prompt")
 def pyramidkv(
     budget: int = 1024,
-    window: int = 8,
+    window: kv.PositiveInt = 8,
     kernel: int = 7,
-    pool: str = "max",
+    pool: Literal["avg", "max"] = "max",
     beta: int = 20,
-    rule: str = "authors",
-    reduce: str = "mean",
+    rule: Literal["authors", "peer"] = "authors",
+    reduce: Literal["mean", "max"] = "mean",
     reduce_first: bool = False,
     sinks: int = 0,
     unit: str = "token",
-    per: str = "head",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Selects as SnapKV, with many tokens in the first layers and few in the last, `budget` a layer on average.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -26,11 +26,9 @@ class Boxes(kv.Index):
     side of the box that its sign prefers.
     """
 
-    size: int = 16
+    size: kv.PositiveInt = 16
 
-    def __post_init__(self):
-        if self.size < 1:
-            raise kv.KvjaxError(f"a page holds at least 1 token, got {self.size}; the paper uses 16")
+    __post_init__ = kv.check_fields
 
     def summarize(self, keys: kv.Array, real: kv.Array) -> Box:
         # Keys [B K U size H] and real bool[B 1|K U size]: the box spans the page's tokens, axis 3.
@@ -49,7 +47,12 @@ class Boxes(kv.Index):
 
 
 @kv.register_method(example="quest:budget=512", family="sparse reading")
-def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers: int = 2) -> kv.Method:
+def quest(
+    budget: kv.PositiveInt = 1024,
+    page: kv.PositiveInt = 16,
+    per: Literal["query", "head"] = "query",
+    device_layers: int = 2,
+) -> kv.Method:
     """Reads only the pages of keys whose bounding box promises the highest logits; no token is lost.
 
     Attention in the prompt is exact.
@@ -69,8 +72,6 @@ def quest(budget: int = 1024, page: int = 16, per: str = "query", device_layers:
     Reference:
       Quest, Tang et al. 2024, arXiv 2406.10774, section 3.3 and Algorithm 1
     """
-    if budget < 1:
-        raise kv.KvjaxError(f"budget must be at least 1 token, got {budget}; the paper uses 256 to 4096")
     index = Boxes(page)
     # The reader adds the current page. At least three pages, as in the authors' code, leave two to choose.
     num_chosen = max(3, budget // page) - 1

@@ -13,7 +13,6 @@ from kvjax.cache.eviction.head_budgets import (
     HeadTableBudgets,
     HeadTokens,
     MeanOfHeads,
-    check_head_fractions,
     scores_of_all_heads,
     top_heads_mask,
 )
@@ -28,16 +27,13 @@ class RazorBudgets(HeadTableBudgets):
     """
 
     given: kv.TableFile
-    echo: float
-    induction: float
+    echo: kv.UnitFloat
+    induction: kv.UnitFloat
     sinks: int
     recent: int
-    part: int
+    part: kv.NonNegativeInt
 
-    def __post_init__(self):
-        check_head_fractions(echo=self.echo, induction=self.induction)
-        if self.part < 0:
-            raise kv.KvjaxError(f"part must be 0 or more, got {self.part}; RazorAttention keeps one token in 5")
+    __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> HeadTokens:
         full = np.zeros((spec.num_layers, spec.num_kv_heads), bool)

@@ -20,13 +20,9 @@ class Recompress(kv.Policy):
     those since the last selection (`h2o` accumulates over all queries instead).
     """
 
-    every: int
+    every: kv.PositiveInt
 
-    def __post_init__(self):
-        if self.every < 1:
-            raise kv.KvjaxError(
-                f"every must be at least 1 decoded token, got {self.every}; kvpress compresses every 512"
-            )
+    __post_init__ = kv.check_fields
 
     def check(self, components: kv.Components) -> None:
         select = components.select

@@ -80,7 +80,9 @@ class QuestionRetrieval(kv.Retrieve):
 
 
 @kv.register_method(example="rekv:topk=4,block=64,recent=128", family="host memory")
-def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -> kv.Method:
+def rekv(
+    topk: kv.PositiveInt = 64, block: kv.PositiveInt = 196, sinks: kv.NonNegativeInt = 16, recent: kv.PositiveInt = 512
+) -> kv.Method:
     """Stores a context on the host; question and answer read the blocks that the question's mean query finds.
 
     The method is made for video, where a block is a frame; in text it is a run of tokens. Unlike in `infllm`, a block's
@@ -104,7 +106,6 @@ def rekv(topk: int = 64, block: int = 196, sinks: int = 16, recent: int = 512) -
     Reference:
       ReKV, Di et al. 2025, arXiv 2503.00540; constants of its public code for LLaVA-OneVision
     """
-    kv.check_minimum("ReKV", topk=(topk, 1), block=(block, 1), sinks=(sinks, 0), recent=(recent, 1))
     return kv.Method(
         k=kv.Host(kv.Plain()), v=kv.Host(kv.Plain()), read=QuestionRetrieval(MeanKeys(block), topk, sinks, recent)
     )

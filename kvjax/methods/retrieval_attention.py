@@ -27,16 +27,14 @@ class HostSearch(kv.Reader):
     Each query head searches all keys between the first `sinks` and the last `recent` tokens, exactly.
     """
 
-    topk: int
-    sinks: int
-    recent: int
+    topk: kv.PositiveInt
+    sinks: kv.NonNegativeInt
+    recent: kv.PositiveInt
 
     sequential_writes = True  # the ring has room for the last tokens of one query only
     supports_eviction = False  # the last slots are the last tokens
 
-    def __post_init__(self):
-        name = "RetrievalAttention"
-        kv.check_minimum(name, topk=(self.topk, 1), sinks=(self.sinks, 0), recent=(self.recent, 1))
+    __post_init__ = kv.check_fields
 
     def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> StaticTokens:
         ring = self._ring(block.pos.shape[2])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.eviction.scorers import check_kernel, pool_scores
+from kvjax.cache.eviction.scorers import pool_scores
 from kvjax.methods.recompress import Recompress, latest_queries
 
 
@@ -22,19 +23,12 @@ class RKV(kv.Scorer):
     `window` is `num_queries`.
     """
 
-    num_queries: int = 8
-    kernel: int = 7
-    mix: float = 0.1
-    threshold: float = 0.5
+    num_queries: kv.PositiveInt = 8
+    kernel: Annotated[int, kv.Odd()] = 7
+    mix: kv.UnitFloat = 0.1
+    threshold: kv.UnitFloat = 0.5
 
-    def __post_init__(self):
-        if self.num_queries < 1:
-            raise kv.KvjaxError(f"window of R-KV must be at least 1 token, got {self.num_queries}; it uses 8")
-        if not 0 <= self.mix <= 1:
-            raise kv.KvjaxError(f"mix of R-KV is the weight of attention in [0, 1], got {self.mix}; the paper uses 0.1")
-        if not 0 <= self.threshold <= 1:
-            raise kv.KvjaxError(f"threshold of R-KV is a cosine in [0, 1], got {self.threshold}; the authors use 0.5")
-        check_kernel(self.kernel)
+    __post_init__ = kv.check_fields
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         block, before = block.clean(), kv.pre_window_mask(block, self.num_queries)
@@ -91,7 +85,7 @@ def redundancy(block: kv.KVBlock, threshold: float, at_once: int = 256) -> kv.Ar
 @kv.register_method(example="rkv:budget=512,every=32", family="eviction at every step")
 def rkv(
     budget: int = 1024,
-    window: int = 8,
+    window: kv.PositiveInt = 8,
     kernel: int = 7,
     mix: float = 0.1,
     threshold: float = 0.5,

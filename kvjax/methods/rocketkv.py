@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,14 +22,7 @@ class HybridBoxes(Boxes):
     """
 
     size: int = 4
-    share: float = 0.25
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.share <= 1:
-            raise kv.KvjaxError(
-                f"channels must be a fraction of the head size in (0, 1], got {self.share}; 1 reads all"
-            )
+    share: Annotated[float, kv.Within("(0, 1]")] = 0.25
 
     def score(self, summary: Box, q: kv.Array) -> kv.Array:
         magnitude, zero = jnp.abs(q.astype(jnp.float32)), jnp.zeros((), q.dtype)
@@ -49,7 +43,12 @@ class HybridBoxes(Boxes):
 
 @kv.register_method(example="rocketkv:budget=1024,topk=256", family="sparse reading")
 def rocketkv(
-    budget: int = 2048, topk: int = 256, page: int = 4, channels: float = 0.25, window: int = 32, kernel: int = 63
+    budget: int = 2048,
+    topk: int = 256,
+    page: kv.PositiveInt = 4,
+    channels: Annotated[float, kv.Within("(0, 1]")] = 0.25,
+    window: kv.PositiveInt = 32,
+    kernel: int = 63,
 ) -> kv.Method:
     """Keeps a generous selection by SnapKV; a query then reads only the best pages of it.
 
@@ -74,7 +73,6 @@ def rocketkv(
     Reference:
       RocketKV, Behnam et al. 2025, arXiv 2502.14051; constants of TensorRT-LLM
     """
-    kv.check_minimum("RocketKV", page=(page, 1))
     if topk < 2 * page:
         raise kv.KvjaxError(f"topk of RocketKV must be at least 2 pages of {page} tokens, got {topk}; use {2 * page}")
     select = kv.make_selection(kv.WindowAttention(window, kernel, "max", reduce_first=True), budget, recent=window)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -36,12 +36,10 @@ class ZeroPointQuantizer(kv.Quantizer):
       clip: fraction of min and of max that the codes span; if all numbers have one sign, both ends move towards zero.
     """
 
-    bits: int = 4
-    clip: float = 1.0
+    bits: kv.RowBits = 4
+    clip: Annotated[float, kv.Within("(0, 1]")] = 1.0
 
-    def __post_init__(self):
-        kv.bit_packing.check_bits(self.bits, kv.bit_packing.ROW_BITS)
-        kv.bit_packing.check_clip(self.clip)
+    __post_init__ = kv.check_fields
 
     def check(self, H: int) -> None:
         kv.bit_packing.check_fills(H, self.bits)
@@ -181,7 +179,9 @@ class CrossHeadRotation(kv.CodecWrapper):
 
 
 @kv.register_method(family="quantization by token", sized_by="bits")
-def rotatekv(bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: int = 5, table: str = "") -> kv.Method:
+def rotatekv(
+    bits: int = 2, heads: int = 4, clip: float = 0.0, sinks: kv.NonNegativeInt = 5, table: str = ""
+) -> kv.Method:
     """Quantizes each token by itself after rotations that spread large numbers over many channels.
 
     A group is as many channels as a head has (128 in the authors' models). On several devices a read gathers keys from

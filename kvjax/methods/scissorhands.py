@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,19 +29,15 @@ class Scissorhands(kv.Policy):
     m + 1 >= history (the paper's setting) it never has to. The fields are the arguments of `scissorhands`.
     """
 
-    budget: int
-    history: int = 400
-    recent: int = 10
-    drop: float = 0.5
+    budget: Annotated[int, kv.Within("[2, inf)")]
+    history: kv.PositiveInt = 400
+    recent: kv.PositiveInt = 10
+    drop: Annotated[float, kv.Within("[0, 1)")] = 0.5
 
     needs_weights: ClassVar[bool] = True
 
     def __post_init__(self):
-        kv.check_minimum("Scissorhands", budget=(self.budget, 2), history=(self.history, 1), recent=(self.recent, 1))
-        if not 0 <= self.drop < 1:
-            raise kv.KvjaxError(
-                f"drop of Scissorhands is a fraction of the budget in [0, 1), got {self.drop}; it uses 0.5"
-            )
+        kv.check_fields(self)
         if self.low < self.recent:
             raise kv.KvjaxError(
                 f"Scissorhands drops to {self.low} of {self.budget} tokens and keeps the last recent={self.recent}; "

@@ -30,19 +30,17 @@ class ShadowStore(kv.SideStore):
     """
 
     budget: int = 2048
-    chunk: int = 8
-    rank: int = 160
-    outliers: int = 48
-    local: int = 4
+    chunk: kv.PositiveInt = 8
+    rank: kv.PositiveInt = 160
+    outliers: kv.NonNegativeInt = 48
+    local: kv.NonNegativeInt = 4
 
     uses_host_memory = True
 
     def __post_init__(self):
-        if min(self.chunk, self.rank) < 1 or min(self.outliers, self.local) < 0 or self.budget < self.chunk:
-            raise kv.KvjaxError(
-                "ShadowKV needs a chunk and a rank of at least 1, a budget of at least a chunk, and 0 or more outlier "
-                f"and local chunks, got {self}; its authors use chunk=8, rank=160, budget=2048, outliers=48, local=4"
-            )
+        kv.check_fields(self)
+        if self.budget < self.chunk:
+            raise kv.KvjaxError(f"ShadowKV needs a budget of at least a chunk, got {self}; its authors use 2048 and 8")
 
     def slots(self, spec: kv.LayerSpec, kept: int, width: int) -> kv.Slots:
         # Outlier chunks, local chunks, and a remainder shorter than a chunk stay.

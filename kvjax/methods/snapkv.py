@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvjax import method_api as kv
 
 
 @kv.register_method(example="snapkv:budget=512", family="eviction after the prompt")
 def snapkv(
     budget: kv.TokenBudget = 1024,
-    window: int = 32,
+    window: kv.PositiveInt = 32,
     kernel: int = 7,
-    pool: str = "max",
-    reduce: str = "mean",
+    pool: Literal["avg", "max"] = "max",
+    reduce: Literal["mean", "max"] = "mean",
     reduce_first: bool = False,
     sinks: int = 0,
     unit: str = "token",
-    per: str = "head",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Keeps the prompt tokens that its last queries attend to most, and the window of these queries.
 

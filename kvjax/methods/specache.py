@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,17 +44,13 @@ class SpeculativeReader(kv.Reader):
         step before. False: they are selected by this step's own query, which waits for them (the paper's Table 4).
     """
 
-    topk: int
+    topk: kv.PositiveInt
     k: kv.Codec = kv.Kivi(1, axis="channel")
     v: kv.Codec = kv.Kivi(1, axis="token")
-    reduce: str = "mean"
+    reduce: Literal["mean", "max"] = "mean"
     speculative: bool = True
 
-    def __post_init__(self):
-        if self.topk < 1:
-            raise kv.KvjaxError(f"topk must be at least 1 token per head, got {self.topk}; the paper uses 64")
-        if self.reduce not in ("mean", "max"):
-            raise kv.KvjaxError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
+    __post_init__ = kv.check_fields
 
     @property
     def draft_tokens(self) -> int:
@@ -184,8 +180,8 @@ def specache(
     topk: int = 64,
     residual: int = 64,
     speculative: bool = True,
-    one_bit: str = "improved",
-    reduce: str = "mean",
+    one_bit: Literal["improved", "original"] = "improved",
+    reduce: Literal["mean", "max"] = "mean",
 ) -> kv.Method:
     """Stores everything exactly on the host and a low-bit copy on the device, and prefetches the tokens that matter.
 

@@ -26,11 +26,10 @@ class SinksAndRecent(kv.Policy):
       sinks: first tokens.
     """
 
-    recent: int
-    sinks: int = 4
+    recent: kv.NonNegativeInt
+    sinks: kv.NonNegativeInt = 4
 
-    def __post_init__(self):
-        kv.check_minimum("StreamingLLM", recent=(self.recent, 0), sinks=(self.sinks, 0))
+    __post_init__ = kv.check_fields
 
     def num_slots(self) -> int:
         return self.sinks + self.recent + 1

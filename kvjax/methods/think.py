@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 
@@ -28,18 +29,12 @@ class ChannelPruner(PromptAdaptiveKeys):
     The fields are arguments of `think`, whose `queries` is `num_queries`.
     """
 
-    share: float = 0.4
-    num_queries: int = 32
+    share: Annotated[float, kv.Within("[0, 1)")] = 0.4
+    num_queries: kv.PositiveInt = 32
 
     is_smooth = True
 
-    def __post_init__(self):
-        if not 0 <= self.share < 1:
-            raise kv.KvjaxError(f"the share of channels that are dropped must lie in [0, 1), got {self.share}; use 0.4")
-        if self.num_queries < 1:
-            raise kv.KvjaxError(
-                f"channels are chosen by at least 1 query, got queries={self.num_queries}; ThinK uses 32"
-            )
+    __post_init__ = kv.check_fields
 
     def fit_prompt(self, x: kv.Array, pos: kv.Array, observation: kv.Observation) -> kv.Array:
         """Chooses the channels that stay, i32[B K 1 C]; ties go to the lower channel."""
@@ -99,12 +94,10 @@ class OlderTokens(PromptAdaptiveTiers):
     """The side store of all tokens that a prompt leaves, except the last `recent`, which stay in the slots whole."""
 
     k: ChannelPruner
-    recent: int = 32
+    recent: kv.NonNegativeInt = 32
     v: kv.Codec = kv.Plain()
 
-    def __post_init__(self):
-        if self.recent < 0:
-            raise kv.KvjaxError(f"recent must be 0 or more tokens, got {self.recent}; ThinK uses 32")
+    __post_init__ = kv.check_fields
 
     @property
     def num_queries(self) -> int:
@@ -120,7 +113,7 @@ class OlderTokens(PromptAdaptiveTiers):
 
 
 @kv.register_method(family="fewer numbers per vector")
-def think(share: float = 0.4, recent: int = 32, queries: int = 32) -> kv.Method:
+def think(share: float = 0.4, recent: int = 32, queries: kv.PositiveInt = 32) -> kv.Method:
     """Drops the channels of a prompt's keys in which its last queries and its keys are small.
 
     Over a selection, the keys that it leaves are thinned. Attention in the prompt is exact.

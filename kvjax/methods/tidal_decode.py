@@ -24,19 +24,14 @@ class PersistentTokens(kv.Reader):
     `tidal_decode`, and `chooses`, which `at` sets: whether this layer selects.
     """
 
-    topk: int
-    dense: int = 2
-    reselect: int = 13
+    topk: kv.PositiveInt
+    dense: kv.NonNegativeInt = 2
+    reselect: kv.NonNegativeInt = 13
     chooses: bool = True
 
     supports_eviction = False  # positions are found by binary search, in slots that ascend
 
-    def __post_init__(self):
-        if self.topk < 1 or min(self.dense, self.reselect) < 0:
-            raise kv.KvjaxError(
-                "TidalDecode needs topk of at least 1 token, and layers counted from 0, got "
-                f"topk={self.topk}, dense={self.dense}, reselect={self.reselect}; the paper's code uses 256, 2 and 13"
-            )
+    __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> kv.Reader:
         assert spec.index is not None

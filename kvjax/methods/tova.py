@@ -20,14 +20,13 @@ class Tova(kv.Policy):
     the arguments of `tova`.
     """
 
-    budget: int
+    budget: kv.PositiveInt
     keep_newest: bool = False
 
     num_queries: ClassVar[int] = 1
     needs_weights: ClassVar[bool] = True
 
-    def __post_init__(self):
-        kv.check_minimum("TOVA", budget=(self.budget, 1))
+    __post_init__ = kv.check_fields
 
     def num_slots(self) -> int:
         return self.budget + 1

@@ -24,12 +24,10 @@ class TriAttention(kv.Scorer):
     """
 
     num_queries: ClassVar[int | None] = None
-    furthest: int = 65536
+    furthest: kv.PositiveInt = 65536
     normalise: bool = True
 
-    def __post_init__(self):
-        if self.furthest < 1:
-            raise kv.KvjaxError(f"furthest must be a distance of at least 1 token, got {self.furthest}; use 65536")
+    __post_init__ = kv.check_fields
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         block, observation, rope = block.clean(), self.require_observation(observation), spec.rope
@@ -69,7 +67,7 @@ def triattention(
     normalise: bool = True,
     sinks: int = 0,
     unit: str = "token",
-    per: str = "head",
+    per: kv.Scope = "head",
 ) -> kv.Method:
     """Keeps the tokens that match each head's mean query at the distances ahead, and the recent ones.
 

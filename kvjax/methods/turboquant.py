@@ -34,11 +34,10 @@ class LloydMax(kv.Quantizer):
         `_nc`).
     """
 
-    bits: int = 4
+    bits: kv.RowBits = 4
     correct: bool = True
 
-    def __post_init__(self):
-        kv.bit_packing.check_bits(self.bits, kv.bit_packing.ROW_BITS)
+    __post_init__ = kv.check_fields
 
     def check(self, H: int) -> None:
         kv.bit_packing.check_fills(H, self.bits)
@@ -99,10 +98,9 @@ class UniformQuantizer(kv.Quantizer):
     scale = max((max - min) / (2^bits - 1), 1e-8), code = floor((x - min) / scale + 1/2), x' = code * scale + min.
     """
 
-    bits: int = 4
+    bits: kv.RowBits = 4
 
-    def __post_init__(self):
-        kv.bit_packing.check_bits(self.bits, kv.bit_packing.ROW_BITS)
+    __post_init__ = kv.check_fields
 
     def check(self, H: int) -> None:
         kv.bit_packing.check_fills(H, self.bits)
@@ -134,11 +132,9 @@ class ExactEndLayers(kv.CodecWrapper):
       layers: exact layers at each end, at most half of all; a model of twice as many layers, or fewer, is all exact.
     """
 
-    layers: int = 2
+    layers: kv.NonNegativeInt = 2
 
-    def __post_init__(self):
-        if self.layers < 0:
-            raise kv.KvjaxError(f"the exact layers at each end must be 0 or more, got {self.layers}; vLLM uses 2")
+    __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> kv.Codec:
         assert spec.index is not None
@@ -148,7 +144,9 @@ class ExactEndLayers(kv.CodecWrapper):
 
 
 @kv.register_method(example="turboquant:ends=0", family="quantization by token")
-def turboquant(k_bits: int = 4, v_bits: int = 4, correct: bool = True, ends: int = 2) -> kv.Method:
+def turboquant(
+    k_bits: kv.RowBits = 4, v_bits: kv.RowBits = 4, correct: bool = True, ends: kv.NonNegativeInt = 2
+) -> kv.Method:
     """Quantizes rotated keys to the best levels for their distribution, and values uniformly, to 3 or 4 bits.
 
     Attention in the prompt is exact. A key of head size H takes H k_bits / 8 + 2 bytes and a value H v_bits / 8 + 4.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,20 +26,12 @@ class TurnedQueries(kv.Scorer):
     """
 
     num_queries: ClassVar[int | None] = None
-    ahead: int = 32
-    reduce: str = "max"
-    stride: int = 1
-    last: float = 1.0
+    ahead: kv.NonNegativeInt = 32
+    reduce: Literal["mean", "max"] = "max"
+    stride: kv.PositiveInt = 1
+    last: Annotated[float, kv.Within("(0, 1]")] = 1.0
 
-    def __post_init__(self):
-        if self.ahead < 0:
-            raise kv.KvjaxError(f"ahead must be 0 or more tokens after the prompt, got {self.ahead}; use 32")
-        if self.reduce not in ("max", "mean"):
-            raise kv.KvjaxError(f"reduce must be 'max' or 'mean', got {self.reduce!r}")
-        if self.stride < 1:
-            raise kv.KvjaxError(f"stride must be at least 1, got {self.stride}; 1 lets every query ask, 4 every fourth")
-        if not 0 < self.last <= 1:
-            raise kv.KvjaxError(f"last is a fraction of the prompt in (0, 1], got {self.last}; 0.5 is its second half")
+    __post_init__ = kv.check_fields
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         block, observation = block.clean(), self._sample(self.require_observation(observation))
@@ -89,10 +81,10 @@ def turned_queries(
     ahead: int = 32,
     sinks: int = 4,
     recent: int = 0,
-    reduce: str = "max",
+    reduce: Literal["mean", "max"] = "max",
     stride: int = 1,
     last: float = 1.0,
-    level: str = "model",
+    level: Literal["model", "layer", "head"] = "model",
     page: int = 16,
 ) -> kv.Method:
     """Keeps the tokens that the prompt's own queries would attend to if they came after it.

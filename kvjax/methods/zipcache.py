@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -25,15 +25,11 @@ class ProbeAttention(kv.Scorer):
     """
 
     num_queries: ClassVar[int | None] = None
-    share: float = 0.05
-    normalise: str = "queries"
+    share: Annotated[float, kv.Within("(0, 1]")] = 0.05
+    normalise: Literal["queries", "probes"] = "queries"
     seed: int = 0
 
-    def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise kv.KvjaxError(f"the fraction of probes must lie in (0, 1], got {self.share}; ZipCache uses 0.05")
-        if self.normalise not in ("queries", "probes"):
-            raise kv.KvjaxError(f"normalise must be 'queries' or 'probes', got {self.normalise!r}")
+    __post_init__ = kv.check_fields
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation = self.require_observation(observation)
@@ -73,8 +69,8 @@ def zipcache(
     low: int = 2,
     high: int = 4,
     every: int = 100,
-    probes: float = 0.05,
-    normalise: str = "queries",
+    probes: Annotated[float, kv.Within("(0, 1]")] = 0.05,
+    normalise: Literal["queries", "probes"] = "queries",
     seed: int = 0,
 ) -> kv.Method:
     """Quantizes a prompt's keys by channel and values by token, the least salient tokens to fewer bits.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 
@@ -28,17 +29,14 @@ class UnimportantTokens(kv.PrecisionTiers):
     """
 
     scorer: ProbeAttention
-    tau: float
+    tau: Annotated[float, kv.Within("(0, 1]")]
     k: kv.Codec
     v: kv.Codec
     least: float = 0.0
     most: float = 1.0
 
     def __post_init__(self):
-        if not 0 < self.tau <= 1:
-            raise kv.KvjaxError(
-                f"tau must lie in (0, 1], got {self.tau}; it is a fraction of the attention, such as 0.97"
-            )
+        kv.check_fields(self)
         if not (0 <= self.least <= self.most <= 1 and self.most > 0):
             raise kv.KvjaxError(
                 f"0 <= least <= most <= 1 and most > 0 must hold, got least={self.least}, most={self.most}; 0 and 1 "
@@ -76,8 +74,8 @@ def zipvl(
     low: int = 2,
     high: int = 4,
     every: int = 100,
-    probes: float = 0.05,
-    normalise: str = "queries",
+    probes: Annotated[float, kv.Within("(0, 1]")] = 0.05,
+    normalise: Literal["queries", "probes"] = "queries",
     seed: int = 0,
 ) -> kv.Method:
     """Quantizes a prompt, and gives fewer bits to the tokens that a layer's attention can do without.

@@ -20,6 +20,7 @@ from kvjax.cache.eviction.budgets import TokenBudget, parse_budget
 from kvjax.errors import KvjaxError, UnknownKeyword
 from kvjax.registry.docstrings import MethodDocs, check_docstring, parse_docstring, resolve_meaning
 from kvjax.utils.arguments import suggest_name
+from kvjax.utils.parameter_types import base_type, check_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +45,9 @@ class MethodEntry:
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The parameters with types and defaults."""
-        return dict(inspect.signature(self.make, eval_str=True).parameters)
+        """The parameters with types and defaults; a range or a choice is left out of a type."""
+        parameters = inspect.signature(self.make, eval_str=True).parameters
+        return {name: p.replace(annotation=base_type(p.annotation)) for name, p in parameters.items()}
 
     @property
     def size_parameters(self) -> tuple[str, ...]:
@@ -172,7 +174,7 @@ def _check_registration(make: Callable[..., Any], signature: inspect.Signature) 
     if not name.isidentifier():
         raise KvjaxError(f"a method is called by its function's name, and {name!r} is no name of one")
     for parameter in signature.parameters.values():
-        if not isinstance(parameter.annotation, type) or parameter.annotation is parameter.empty:
+        if not isinstance(base_type(parameter.annotation), type) or parameter.annotation is parameter.empty:
             raise KvjaxError(
                 f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
                 f"`{parameter.name}: int = 4`"
@@ -210,7 +212,7 @@ ACCEPTED_TYPES: dict[Any, Any] = {
 
 def _check_value(method: str, parameter: inspect.Parameter, value: Any) -> None:
     """Raises KvjaxError for a value of another type than the parameter's, or a number that fits no device."""
-    want, name = parameter.annotation, f"parameter {parameter.name!r} of {method}"
+    want, name = base_type(parameter.annotation), f"parameter {parameter.name!r} of {method}"
     if want is TokenBudget:
         try:
             parse_budget(value)
@@ -224,11 +226,13 @@ def _check_value(method: str, parameter: inspect.Parameter, value: Any) -> None:
     # Parameters of other types, such as a number or a text, may be numbers too.
     if isinstance(value, numbers.Real) and abs(cast(float, value)) > MAX_NUMBER:
         raise KvjaxError(f"{name} must be at most {MAX_NUMBER:,}, got {value!r:.60}; no text is so long")
+    default = None if parameter.default is parameter.empty else parameter.default
+    check_value(method, parameter.name, parameter.annotation, value, default)
 
 
 def describe_wrong_type(method: str, parameter: inspect.Parameter, value: Any) -> str:
     """The error text for a value of the wrong type, with what to write instead where that is a number."""
-    want, name = parameter.annotation, parameter.name
+    want, name = base_type(parameter.annotation), parameter.name
     text = f"parameter {name!r} of {method} is {want.__name__}, got {value!r:.60} (default {parameter.default!r})"
     if isinstance(value, bool) and want in (int, float):
         return f"{text}; write a {'whole ' if want is int else ''}number"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Annotated
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import OneOf
 
 BITS = (1, 2, 4, 8)
 """Widths of codes that lie side by side in a word."""
@@ -17,8 +19,7 @@ BITS = (1, 2, 4, 8)
 ROW_BITS = (1, 2, 3, 4, 8)
 """Widths of codes that are packed along a whole axis, which can split codes of 3 bits between words."""
 
-ONE_BIT = ("improved", "original")
-"""Levels of 1-bit codes, see `quantize`."""
+RowBits = Annotated[int, OneOf(ROW_BITS)]
 
 
 def quantize(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Array, Array]:
@@ -126,12 +127,6 @@ def check_bits(bits: int, known: tuple[int, ...]) -> None:
     if bits not in known:
         near = min(known, key=lambda b: abs(b - bits))
         raise KvjaxError(f"bits must be one of {', '.join(map(str, known))}, got {bits}; the nearest is {near}")
-
-
-def check_clip(clip: float) -> None:
-    """Raises KvjaxError for a fraction of a vector's range that codes cannot span."""
-    if not 0 < clip <= 1:
-        raise KvjaxError(f"clip must lie in (0, 1], got {clip}; 1 lets all numbers of a vector in")
 
 
 def check_fills(H: int, bits: int) -> None:

@@ -14,6 +14,7 @@ from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import NonNegativeInt, check_fields
 from kvjax.utils.required import required
 
 
@@ -58,16 +59,13 @@ class ChunkCodec(Codec):
       every: decoded tokens of a chunk; 0 for a codec that stores a prompt and nothing after it.
     """
 
-    bits: int = 4
-    every: int = 0
+    bits: bit_packing.RowBits = 4
+    every: NonNegativeInt = 0
 
     sequential_writes = True  # whether a query reads a token exactly depends on when the query comes
     supports_eviction = False  # the tokens of a chunk share numbers, so none of them can leave
 
-    def __post_init__(self):
-        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
-        if self.every < 0:
-            raise KvjaxError(f"every must be 0 or more decoded tokens, got {self.every}; ZipCache uses 100")
+    __post_init__ = check_fields
 
     @required
     def quantize(self, x: Array) -> ChunkCodes:
@@ -215,12 +213,7 @@ class Tokenwise(ChunkCodec):
       group: neighboring channels that are quantized together; 0 for all of a head's.
     """
 
-    group: int = 0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.group < 0:
-            raise KvjaxError(f"group must be 1 or more channels, or 0 for a whole vector, got {self.group}")
+    group: NonNegativeInt = 0
 
     def quantize(self, x: Array) -> ChunkCodes:
         codes, scale, lo = bit_packing.quantize(self._split(x), self.bits)

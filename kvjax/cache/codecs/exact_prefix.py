@@ -11,7 +11,7 @@ from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, pytree
-from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import NonNegativeInt, check_fields
 
 
 @pytree
@@ -31,11 +31,9 @@ class ExactPrefix(CodecWrapper):
     groups are those of the cache, but they are never read from there.
     """
 
-    count: int = 1
+    count: NonNegativeInt = 1
 
-    def __post_init__(self):
-        if self.count < 0:
-            raise KvjaxError(f"the first tokens that are held exactly must be 0 or more, got {self.count}; 1 is usual")
+    __post_init__ = check_fields
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> PrefixState:
         first = jnp.where((pos >= 0)[..., None], x, jnp.zeros((), x.dtype))[:, :, : self.count]

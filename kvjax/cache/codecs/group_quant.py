@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from kvjax.core.kernels import products
 from kvjax.core.kernels.packed_attention import PackedCodes
 from kvjax.core.types import Array, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.utils.parameter_types import OneOf, PositiveInt, check_fields
 
 
 @pytree
@@ -51,24 +52,18 @@ class Kivi(Codec):
         gathered, as from the host.
     """
 
-    bits: int = 2
-    group: int = 32
+    bits: Annotated[int, OneOf(bit_packing.BITS)] = 2
+    group: PositiveInt = 32
     axis: str = "channel"
     residual: int = 128
-    one_bit: str = "improved"
+    one_bit: Literal["improved", "original"] = "improved"
     packed: str = "tokens"
 
     sequential_writes = True  # whether a query reads a token exactly depends on when the query comes
     supports_eviction = False  # the tokens of a group share a scale, so none of them can leave
 
     def __post_init__(self):
-        if self.bits not in bit_packing.BITS:
-            near = min(bit_packing.BITS, key=lambda b: abs(b - self.bits))
-            raise KvjaxError(f"bits must be 1, 2, 4 or 8, got {self.bits}; the nearest is {near}")
-        if self.one_bit not in bit_packing.ONE_BIT:
-            raise KvjaxError(f"one_bit must be 'improved' or 'original', got {self.one_bit!r}")
-        if self.group < 1:
-            raise KvjaxError(f"group must be at least 1, got {self.group}; the paper uses 32")
+        check_fields(self)
         if self.residual < 1 or self.residual % self.group:
             low = max(self.residual // self.group, 1) * self.group
             nearest = str(low) if self.residual <= self.group else f"{low} and {low + self.group}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import Annotated, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from kvjax.core import attention, memory
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import Within, check_fields
 from kvjax.utils.required import required
 
 
@@ -162,11 +163,9 @@ class CalibratedLowRank(LowRank):
 
     table: TableFile | None = None
     of: str = "values"
-    share: float = 0.5
+    share: Annotated[float, Within("(0, 1]")] = 0.5
 
-    def __post_init__(self):
-        if not 0 < self.share <= 1:
-            raise KvjaxError(f"the share of directions that are held must lie in (0, 1], got {self.share}")
+    __post_init__ = check_fields
 
     @property
     def pre_rope(self) -> bool:

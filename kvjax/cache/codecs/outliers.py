@@ -7,10 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.cache.eviction.representatives import IntOrArray, check_share, fraction_of
+from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.core import memory
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, pytree
+from kvjax.utils.parameter_types import UnitFloat, check_fields
 from kvjax.utils.required import required
 
 
@@ -24,12 +25,11 @@ class Outliers:
       share: fraction of a vector's numbers that are outliers.
     """
 
-    share: float = 0.02
+    share: UnitFloat = 0.02
 
     mean_of_all = True  # whether that mean includes the outliers; without them it widens no range
 
-    def __post_init__(self):
-        check_share(self.share)
+    __post_init__ = check_fields
 
     def num_per_side(self, length: IntOrArray) -> IntOrArray:
         """The number of outliers among the largest numbers of a vector, and among the smallest."""

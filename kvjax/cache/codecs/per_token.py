@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import check_fields
 
 
 @pytree
@@ -39,11 +40,9 @@ class PerTokenCodec(Codec):
     """
 
     quantizer: Quantizer = MinMax()
-    rotate: str = ""
+    rotate: Literal["", "hadamard"] = ""
 
-    def __post_init__(self):
-        if self.rotate not in ("", "hadamard"):
-            raise KvjaxError(f"rotate must be '' or 'hadamard', got {self.rotate!r}")
+    __post_init__ = check_fields
 
     def encode(self, x: Array, pos: Array) -> QuantizedTokens:
         H = x.shape[3]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.codecs import bit_packing
 from kvjax.core.types import Array, exportable
-from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import OneOf, PositiveInt, Within, check_fields
 from kvjax.utils.required import required
 
 FP8_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -63,12 +63,10 @@ class MinMax(Quantizer):
       clip: fraction of min and of max that the codes span, in (0, 1]; numbers outside take the nearest code (QuaRot).
     """
 
-    bits: int = 4
-    clip: float = 1.0
+    bits: bit_packing.RowBits = 4
+    clip: Annotated[float, Within("(0, 1]")] = 1.0
 
-    def __post_init__(self):
-        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS)
-        bit_packing.check_clip(self.clip)
+    __post_init__ = check_fields
 
     def check(self, H: int) -> None:
         bit_packing.check_fills(H, self.bits)
@@ -143,12 +141,10 @@ class Fp8(Quantizer):
         number that of the format.
     """
 
-    kind: str = "e4m3"
+    kind: Literal["e4m3", "e5m2"] = "e4m3"
     scaled: bool = True
 
-    def __post_init__(self):
-        if self.kind not in FP8_DTYPES:
-            raise KvjaxError(f"kind must be one of {', '.join(FP8_DTYPES)}, got {self.kind!r}; vLLM's default is e4m3")
+    __post_init__ = check_fields
 
     def encode(self, x: Array) -> Fp8Numbers:
         dtype = FP8_DTYPES[self.kind]
@@ -183,13 +179,10 @@ class BlockFloat(Quantizer):
       block: channels that share an exponent.
     """
 
-    bits: int = 4
-    block: int = 32
+    bits: Annotated[int, OneOf(bit_packing.ROW_BITS[1:])] = 4
+    block: PositiveInt = 32
 
-    def __post_init__(self):
-        bit_packing.check_bits(self.bits, bit_packing.ROW_BITS[1:])
-        if self.block < 1:
-            raise KvjaxError(f"a block has at least 1 channel, got block={self.block}; the paper uses 32 and 64")
+    __post_init__ = check_fields
 
     def check(self, H: int) -> None:
         bit_packing.check_fills(H, self.bits)

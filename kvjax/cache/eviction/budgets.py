@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from kvjax.cache.binding import bind_component
 from kvjax.cache.components import Budget
 from kvjax.cache.protocol import LayerSpec
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import Within, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +38,9 @@ class PromptFraction(Budget):
     """
 
     is_fraction = True
-    fraction: float
+    fraction: Annotated[float, Within("(0, 1]")]
 
-    def __post_init__(self):
-        if not 0 < self.fraction <= 1:
-            raise KvjaxError(f"fraction must lie in (0, 1], got {self.fraction}; 0.25 keeps a quarter of each prompt")
+    __post_init__ = check_fields
 
     def num_kept(self, length: int) -> int:
         return min(length, max(1, int(length * self.fraction)))

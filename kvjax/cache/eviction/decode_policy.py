@@ -48,13 +48,6 @@ def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[i
     return chosen, policy_state
 
 
-def check_minimum(method: str, **fields: tuple[int, int]) -> None:
-    """Raises KvjaxError unless each field, given as (value, minimum), is at least its minimum."""
-    for name, (value, least) in fields.items():
-        if value < least:
-            raise KvjaxError(f"{name} of {method} must be at least {least}, got {value}; use {name}={least} or more")
-
-
 def require_observation(observation: Observation | None, method: str, which: str) -> Observation:
     """Returns the observation; raises KvjaxError where the caller brought none."""
     if observation is None:

@@ -13,7 +13,6 @@ from kvjax.cache.eviction.budget_allocation import match_total
 from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array
-from kvjax.errors import KvjaxError
 from kvjax.utils.required import required
 
 ALL_TOKENS = 2**30
@@ -98,10 +97,3 @@ def top_heads_mask(scores: np.ndarray, count: int) -> np.ndarray:
     mask = np.zeros(scores.size, bool)
     mask[order[scores.size - count :]] = True
     return mask.reshape(scores.shape)
-
-
-def check_head_fractions(**fractions: float) -> None:
-    """Raises KvjaxError unless every fraction of heads lies in [0, 1]."""
-    for name, fraction in fractions.items():
-        if not 0 <= fraction <= 1:
-            raise KvjaxError(f"{name} is a fraction of the model's heads, from 0 to 1, and got {fraction}")

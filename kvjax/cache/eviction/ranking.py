@@ -15,6 +15,7 @@ from kvjax.core.mesh import over_heads
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.utils.parameter_types import UnitFloat, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +35,11 @@ class ModelRanking(LayerBudgets):
       KVzip, Kim et al. 2025, arXiv 2505.23416, and the default of its press in kvpress
     """
 
-    safe: float = 0.0
+    safe: UnitFloat = 0.0
     normalise: bool = False
     by_head = True
 
-    def __post_init__(self):
-        if not 0 <= self.safe <= 1:
-            raise KvjaxError(
-                f"the safe fraction of a budget lies in [0, 1], got {self.safe}; 1 gives all heads the same"
-            )
+    __post_init__ = check_fields
 
     def measure(self, selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Candidates:
         return self.rescale(score_candidates(selection, block, observation))

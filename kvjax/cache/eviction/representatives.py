@@ -8,7 +8,6 @@ from typing import TypeVar
 import numpy as np
 
 from kvjax.core.types import Array
-from kvjax.errors import KvjaxError
 
 IntOrArray = TypeVar("IntOrArray", int, Array, np.ndarray)
 
@@ -17,9 +16,3 @@ def fraction_of(share: float, units: IntOrArray) -> IntOrArray:
     """floor(share * units), in integers, so that 0.7 of 10 is 7: `share` is taken as the nearest n / d, d <= 1000."""
     ratio = Fraction(share).limit_denominator(1000)
     return units * ratio.numerator // ratio.denominator
-
-
-def check_share(share: float) -> None:
-    """Raises KvjaxError unless `share` lies in [0, 1]."""
-    if not 0 <= share <= 1:
-        raise KvjaxError(f"share must lie in [0, 1], got {share}; KVCrush uses 0.25")

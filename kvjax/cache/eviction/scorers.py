@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import Odd, PositiveInt, Within, check_fields
 
 
 class InvalidScores(KvjaxError):
@@ -53,12 +54,6 @@ def pre_window_mask(block: KVBlock, num_queries: int) -> Array:
     return jnp.arange(real.shape[-1])[None, None] < real.sum(-1, keepdims=True, dtype=jnp.int32) - num_queries
 
 
-def check_kernel(kernel: int) -> None:
-    """Raises KvjaxError for a number of neighbors that has no center."""
-    if kernel < 1 or kernel % 2 == 0:
-        raise KvjaxError(f"kernel must be odd, so that pooling has a center, got {kernel}; use {max(1, kernel + 1)}")
-
-
 def pool_scores(x: Array, inside: Array, kernel: int, pool: str) -> Array:
     """Pools scores over neighboring tokens, with stride 1, by torch's rules.
 
@@ -89,18 +84,13 @@ class WindowAttention(Scorer):
       SnapKV, Li et al. 2024, arXiv 2404.14469, section 4. It sums over the queries; the mean ranks alike.
     """
 
-    num_queries: int = 32
-    kernel: int = 5
-    pool: str = "avg"
-    reduce: str = "mean"
+    num_queries: PositiveInt = 32
+    kernel: Annotated[int, Odd()] = 5
+    pool: Literal["avg", "max"] = "avg"
+    reduce: Literal["mean", "max"] = "mean"
     reduce_first: bool = False
 
-    def __post_init__(self):
-        if self.num_queries < 1:
-            raise KvjaxError(f"queries must be at least 1, got {self.num_queries}; SnapKV uses 32 or 64")
-        check_kernel(self.kernel)
-        _check_choice("pool", self.pool, ("avg", "max"))
-        _check_choice("reduce", self.reduce, ("mean", "max"))
+    __post_init__ = check_fields
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         attention = self.window_attention(block, self.require_observation(observation), spec)
@@ -137,13 +127,10 @@ class AccumulatedAttention(Scorer):
     """
 
     num_queries: ClassVar[int | None] = None
-    normalise: str = "none"
-    decay: float = 1.0
+    normalise: Literal["none", "visible"] = "none"
+    decay: Annotated[float, Within("(0, 1]")] = 1.0
 
-    def __post_init__(self):
-        _check_choice("normalise", self.normalise, ("none", "visible"))
-        if not 0 < self.decay <= 1:
-            raise KvjaxError(f"decay must lie in (0, 1], got {self.decay}; 1 forgets nothing")
+    __post_init__ = check_fields
 
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         observation = self.require_observation(observation)
@@ -155,8 +142,3 @@ class AccumulatedAttention(Scorer):
             # Later tokens are seen by fewer queries; a padding slot is seen by none.
             heads = heads / jnp.maximum(total_weight, 1e-30)[:, :, None]
         return head_scores(heads, heads.mean(2), block)
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise KvjaxError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")

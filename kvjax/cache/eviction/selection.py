@@ -15,6 +15,7 @@ from kvjax.cache.components import (
     EvictableUnits,
     HeadBudgets,
     PromptSelection,
+    Scope,
     Scorer,
     Scores,
     SelectedSlots,
@@ -233,7 +234,7 @@ def _score_units(select: Selection, scores: Array) -> Array:
 
 
 def make_selection(
-    scorer: Scorer, budget: TokenBudget, sinks: int = 0, recent: int = 0, unit: str = "token", per: str = "head"
+    scorer: Scorer, budget: TokenBudget, sinks: int = 0, recent: int = 0, unit: str = "token", per: Scope = "head"
 ) -> Selection:
     """Makes a selection from the parameters of a method's string.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from kvjax.cache.components import KVStorage, Reader, ReadResult
 from kvjax.cache.protocol import LayerState
@@ -11,7 +11,7 @@ from kvjax.cache.readers import fused_kernels
 from kvjax.cache.readers.query_blocks import QUERY_BLOCK, logits, map_query_blocks, normalize_weights
 from kvjax.core.attention import weights
 from kvjax.core.types import Array, Partial
-from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,9 @@ class Full(Reader):
         kernel, made for NVIDIA GPUs and interpreted elsewhere, slowly; "auto": that kernel where there is such a GPU.
     """
 
-    kernel: str = "auto"
+    kernel: Literal["auto", "xla", "pallas"] = "auto"
 
-    def __post_init__(self):
-        if self.kernel not in fused_kernels.CHOICES:
-            raise KvjaxError(f"kernel must be one of {', '.join(fused_kernels.CHOICES)}, got {self.kernel!r}")
+    __post_init__ = check_fields
 
     def read(
         self,

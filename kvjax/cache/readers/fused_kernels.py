@@ -9,9 +9,6 @@ import jax
 
 from kvjax.errors import KvjaxError
 
-CHOICES = ("auto", "xla", "pallas")
-"""Values of `Full.kernel`."""
-
 
 class FusedKernel(NamedTuple):
     """One kernel."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
-from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.errors import IncompatibleMethod
+from kvjax.utils.parameter_types import NonNegativeInt, PositiveInt, check_fields
 from kvjax.utils.required import required
 
 RETRIEVAL_QUERY_BLOCK = 16
@@ -116,21 +117,14 @@ class Retrieve(Reader):
     """
 
     index: Index
-    units: int
-    sinks: int = 0
-    recent: int = 0
-    per: str = "query"
+    units: PositiveInt
+    sinks: NonNegativeInt = 0
+    recent: NonNegativeInt = 0
+    per: Literal["query", "head"] = "query"
 
     supports_eviction = False  # a unit consists of neighbors
 
-    def __post_init__(self):
-        if self.units < 1 or min(self.sinks, self.recent) < 0:
-            raise KvjaxError(
-                "retrieval needs at least 1 unit and no negative number of sinks and recents, got "
-                f"units={self.units}, sinks={self.sinks}, recent={self.recent}"
-            )
-        if self.per not in ("query", "head"):
-            raise KvjaxError(f"per must be 'query' or 'head', got {self.per!r}")
+    __post_init__ = check_fields
 
     @property
     def num_queries(self) -> int | None:

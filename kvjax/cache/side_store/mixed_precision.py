@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ from kvjax.core.memory import bytes_beyond
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.parameter_types import UnitFloat, Within, check_fields
 from kvjax.utils.required import required
 
 
@@ -101,16 +102,13 @@ class ScoredTiers(PrecisionTiers):
     """
 
     scorer: Scorer
-    share: float
+    share: Annotated[float, Within("[0, 1)")]
     k: Codec = Plain()
     v: Codec = Plain()
-    recent: float = 0.0
+    recent: UnitFloat = 0.0
 
     def __post_init__(self):
-        if not 0 <= self.share < 1:
-            raise KvjaxError(f"share of the low tier must lie in [0, 1), got {self.share}; ZipCache uses 0.4")
-        if not 0 <= self.recent <= 1:
-            raise KvjaxError(f"recent must lie in [0, 1], got {self.recent}; H2O's recent half is 0.5")
+        check_fields(self)
         if self.scorer.needs_hidden or self.scorer.needs_output or self.scorer.replay is not None:
             raise KvjaxError(
                 f"a tier is scored by keys, values and queries alone, and {type(self.scorer).__name__} needs more; use "

@@ -27,7 +27,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import bytes_beyond
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial, pytree
-from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.errors import IncompatibleMethod
+from kvjax.utils.parameter_types import PositiveInt, check_fields
 
 # With few queries and short pages a softmax over rows of one page takes longer than the products, so the logits of all
 # pages are then laid side by side in one long row for each query.
@@ -60,11 +61,9 @@ class PagedHeads(SideStore):
     """
 
     head_budgets: HeadBudgets
-    page: int = 16
+    page: PositiveInt = 16
 
-    def __post_init__(self):
-        if self.page < 1:
-            raise KvjaxError(f"a page has at least 1 slot, got page={self.page}; use 16")
+    __post_init__ = check_fields
 
     def slots(self, spec: LayerSpec, kept: int, width: int) -> Slots:
         K = spec.num_kv_heads

@@ -1,0 +1,115 @@
+"""Types of parameters with a range or a choice: `Annotated[float, Within("(0, 1]")]`, `Literal["kv", "layer"]`.
+
+A type checker reads a range as its number. `check_fields` checks the fields of a component when it is made, and the
+registry the parameters of a method when it is called. Whatever has `in` and a text may stand where `Within` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+import typing
+from typing import Annotated, Any, Literal
+
+from kvjax.errors import KvjaxError
+from kvjax.utils.arguments import suggest_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """A range of numbers as an interval: `Within("(0, 1]")` is above 0 and at most 1; "inf" is no bound."""
+
+    interval: str
+
+    def __contains__(self, number: Any) -> bool:
+        low, high = self._bounds
+        above_low = low <= number if self.interval[0] == "[" else low < number
+        return above_low and (number <= high if self.interval[-1] == "]" else number < high)
+
+    def __str__(self) -> str:
+        low, high = self._bounds
+        if high < float("inf"):
+            return f"lie in {self.interval}"
+        if self.interval[0] == "(":
+            return f"be above {low:g}"
+        return f"be at least {low:g}" if low else "be 0 or more"
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        low, high = map(float, self.interval[1:-1].split(","))
+        return low, high
+
+
+class OneOf(tuple[float, ...]):
+    """Some numbers, as `OneOf((1, 2, 4, 8))`; texts are chosen by `Literal`."""
+
+    def __str__(self) -> str:
+        return f"be one of {', '.join(map(str, self))}"
+
+
+class Odd:
+    """The odd numbers from 1, so that neighbors have a center."""
+
+    def __contains__(self, number: int) -> bool:
+        return number > 0 and number % 2 == 1
+
+    def __str__(self) -> str:
+        return "be odd and at least 1"
+
+
+PositiveInt = Annotated[int, Within("[1, inf)")]
+NonNegativeInt = Annotated[int, Within("[0, inf)")]
+PositiveFloat = Annotated[float, Within("(0, inf)")]
+NonNegativeFloat = Annotated[float, Within("[0, inf)")]
+UnitFloat = Annotated[float, Within("[0, 1]")]
+
+
+def base_type(annotation: Any) -> Any:
+    """The type behind a range or a choice, such as int behind `PositiveInt`."""
+    if typing.get_origin(annotation) is Annotated:
+        return typing.get_args(annotation)[0]
+    return type(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is Literal else annotation
+
+
+def check_value(owner: str, name: str, annotation: Any, value: Any, default: Any = None) -> None:
+    """Raises KvjaxError for a value outside the range or the choice of an annotation; None passes `.. | None`."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if type(None) in args:
+        return None if value is None else check_value(owner, name, args[0], value, default)
+    if origin is Literal:
+        must = "" if value in args else f"be one of {', '.join(map(repr, args))}"
+    elif origin is Annotated:
+        kind, noun = (numbers.Integral, "a whole number") if args[0] is int else (numbers.Real, "a number")
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        must = "" if is_number and value in args[1] else str(args[1]) if is_number else f"be {noun}"
+    else:
+        return None
+    if must:
+        close = suggest_name(value, args) if origin is Literal and isinstance(value, str) else ""
+        remedy = close or ("" if default is None else f"; use {default!r}, the default")
+        raise KvjaxError(f"{owner}: {name} must {must}, got {value!r:.60}{remedy}")
+
+
+def check_fields(component: Any) -> None:
+    """Raises KvjaxError for a field of a dataclass outside its range or choice.
+
+    A component says `__post_init__ = check_fields`, or calls it first in a `__post_init__` of its own.
+    """
+    for name, annotation, default in _limited_fields(type(component)):
+        check_value(type(component).__name__, name, annotation, getattr(component, name), default)
+
+
+@functools.cache
+def _limited_fields(cls: type) -> tuple[tuple[str, Any, Any], ...]:
+    """The fields of a dataclass that have a range or a choice: name, annotation and default."""
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError:  # a class inside a function may name types that only the function knows
+        return ()
+    limits = (Annotated, Literal)
+    return tuple(
+        (field.name, hints[field.name], None if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(cls)
+        if any(typing.get_origin(x) in limits for x in (hints[field.name], *typing.get_args(hints[field.name])))
+    )
