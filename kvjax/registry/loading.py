@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -23,7 +21,7 @@ from kvjax.registry.registration import REGISTRY, MethodEntry, import_builtin_me
 ENTRY_POINT_GROUP = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""
 
-_DIGESTS: dict[Path, str] = {}  # SHA-256 of each loaded file, so that an edited file is loaded again
+_SOURCES: dict[Path, bytes] = {}  # of each loaded file, so that an edited file is loaded again
 _STARTED: set[importlib.metadata.EntryPoint] = set()
 _LOCK = threading.RLock()  # reentrant: a package may ask for other methods while its own are loading
 
@@ -51,13 +49,23 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
     path = Path(text)
     # A package's folder may be given as a module's name: it is no path to a file.
     is_file = text.endswith(".py") or os.sep in text or (path.exists() and not (path / "__init__.py").exists())
+    if is_file and (not path.is_file() or path.suffix != ".py"):
+        what = "is a folder" if path.is_dir() else "is no Python file" if path.is_file() else "does not exist"
+        raise KvjaxError(f"{path} {what}; give a file such as my_method.py, or a module such as my_package.methods")
+    if not is_file and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", text):
+        raise KvjaxError(f"{text!r:.80} is neither a file nor the name of a module; give a file such as my_method.py")
+    # At the end, so that a user's file named like a module of Python or JAX does not shadow it.
+    if (folder := str(path.resolve().parent if is_file else Path.cwd())) not in sys.path:
+        sys.path.append(folder)
     try:
-        module = _load_file(path) if is_file else _import_module(text)
-    except BaseException:
+        module = _load_file(path.resolve()) if is_file else importlib.import_module(text)
+    except BaseException as e:
         # A file that fails halfway must not leave half of its methods registered.
         REGISTRY.clear()
         REGISTRY.update(before)
-        raise
+        if isinstance(e, KeyboardInterrupt):
+            raise
+        raise KvjaxError(_explain(e, text, is_file)) from e
     if names := _find_methods(module, before):
         return names
     raise KvjaxError(
@@ -102,76 +110,39 @@ def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
 
 
 def _load_file(path: Path) -> types.ModuleType:
-    if not path.is_file() or path.suffix != ".py":
-        what = "is a folder" if path.is_dir() else "is no Python file" if path.is_file() else "does not exist"
-        raise KvjaxError(f"{path} {what}; give a file such as my_method.py, or a module such as my_package.methods")
-    given, path = path, path.resolve()
+    """Runs a file as a module, unless a module was made of the same text before."""
     source = path.read_bytes()
-    digest = hashlib.sha256(source).hexdigest()
-    # The file may have been imported under any name, `__main__` included.
-    known = None
-    for module in list(sys.modules.values()):
+
+    def is_source(module: types.ModuleType) -> bool:
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and os.path.basename(file) == path.name and Path(file).resolve() == path:
-            known = module
-            break
-    if known and _DIGESTS.get(path, digest) == digest:
+        return isinstance(file, str) and os.path.basename(file) == path.name and Path(file).resolve() == path
+
+    # The file may have been imported under any name, `__main__` included.
+    known = next(filter(is_source, list(sys.modules.values())), None)
+    if known and _SOURCES.get(path, source) == source:
         return known
     for name in [name for name, entry in REGISTRY.items() if source_file(entry.make) == path]:
         del REGISTRY[name]  # the edited file may have renamed its methods
-    name = known.__name__ if known else _module_name(path)
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None  # it is None only without a loader
-    module = importlib.util.module_from_spec(spec)
-    _extend_path(path.parent)
-    sys.modules[name] = module  # dataclasses look up their module there
+    name = known.__name__ if known else path.stem
+    while not known and (name in sys.modules or (name.isidentifier() and _is_elsewhere(name, path))):
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # it is None only for a suffix that no loader takes
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
     try:
         # The loader itself would use a compiled file, which notices an edit only by its second and its size.
-        exec(loader.source_to_code(source, str(path)), module.__dict__)
-    except BaseException as e:
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    except BaseException:
         sys.modules.pop(name) if known is None else sys.modules.update({name: known})
-        if isinstance(e, KeyboardInterrupt):
-            raise
-        raise KvjaxError(_explain(e, given, path)) from e
-    _DIGESTS[path] = digest
+        raise
+    _SOURCES[path] = source
     return module
 
 
-def _module_name(path: Path) -> str:
-    """The file's name as `import` would have it, or a new name where that is taken."""
-    name = path.stem
-    taken = name in sys.modules
-    if not taken and name.isidentifier():
-        found = importlib.util.find_spec(name)
-        taken = found is not None and (found.origin is None or Path(found.origin).resolve() != path)
-    name = f"loaded_{name}" if taken else name
-    while name in sys.modules:  # two files of one name
-        name += "_"
-    return name
-
-
-def _import_module(name: str) -> types.ModuleType:
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name):
-        raise KvjaxError(f"{name!r:.80} is neither a file nor the name of a module; give a file such as my_method.py")
-    _extend_path(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        if f"{name}.".startswith(f"{e.name}."):
-            near = f"; there is a file {name}.py: give that" if Path(f"{name}.py").is_file() else ""
-            raise KvjaxError(f"there is neither a file nor a module {name}{near}; for example my_method.py") from None
-        raise KvjaxError(_explain(e, name, None)) from e
-    except KeyboardInterrupt:
-        raise
-    except BaseException as e:
-        raise KvjaxError(_explain(e, name, None)) from e
-
-
-def _extend_path(folder: Path) -> None:
-    # At the end, so that a user's file named like a module of Python or JAX does not shadow it.
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+def _is_elsewhere(name: str, path: Path) -> bool:
+    """Whether `import` would find another file than `path` under a name."""
+    found = importlib.util.find_spec(name)
+    return found is not None and (found.origin is None or Path(found.origin).resolve() != path)
 
 
 def _find_methods(module: types.ModuleType, before: dict[str, MethodEntry]) -> tuple[str, ...]:
@@ -189,26 +160,24 @@ def _find_methods(module: types.ModuleType, before: dict[str, MethodEntry]) -> t
     )
 
 
-def _explain(error: BaseException, source: str | Path, path: Path | None) -> str:
-    """Describes in one line where and why a file or module failed; `path` is None for a module."""
+def _explain(error: BaseException, source: str, is_file: bool) -> str:
+    """Describes in one line where and why a file or module failed."""
+    if not is_file and isinstance(error, ModuleNotFoundError) and f"{source}.".startswith(f"{error.name}."):
+        near = f"; there is a file {source}.py: give that" if Path(f"{source}.py").is_file() else ""
+        return f"there is neither a file nor a module {source}{near}; for example my_method.py"
+    # The last line of the user's, whatever kvjax and Python's import did below it.
     machinery = ("<", str(Path(__file__).parent.parent), os.path.dirname(importlib.__file__))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if (frame.filename == str(path) if path else not frame.filename.startswith(machinery))
-    ]
-    where, line = str(source), frames[-1].lineno if frames else None
-    if frames and not path:
-        where += f": {os.path.relpath(frames[-1].filename)}"
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(machinery)]
+    frames = [x for x in frames if x.filename == str(Path(source).resolve())] or frames
+    file, line = (frames[-1].filename, frames[-1].lineno) if frames else ("", None)
     if isinstance(error, SyntaxError) and error.filename:
-        same = path is not None and Path(error.filename) == path
-        where, line = (where if same else f"{source}: {os.path.relpath(error.filename)}"), error.lineno
+        file, line = error.filename, error.lineno
+    where = source if file in ("", str(Path(source).resolve())) else f"{source}: {os.path.relpath(file)}"
     where = f"{where}, line {line}" if line else where
     if isinstance(error, SystemExit):
         return f"{where}: it ends the program as it is loaded; put that below `if __name__ == '__main__':`"
-    remedy = ""
-    if isinstance(error, ImportError) and "relative import" in str(error):
-        remedy = "; the file is a part of a package: give its module's name, such as my_package.methods"
+    is_part = isinstance(error, ImportError) and "relative import" in str(error)
+    remedy = "; the file is a part of a package: give its module's name, such as my_package.methods" if is_part else ""
     return f"{where}: {_first_line(error)}{remedy}"
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import math
 import numbers
 import os
 import pkgutil
@@ -218,11 +217,10 @@ def _check_value(method: str, parameter: inspect.Parameter, value: Any) -> None:
             parse_budget(value)
         except KvjaxError as e:
             raise KvjaxError(f"{name}: {e}") from None
-    elif want in ACCEPTED_TYPES:
-        # A bool is an Integral to Python, and NaN is a Real.
-        is_no_number = want in (int, float) and (isinstance(value, bool) or value != value)
-        if is_no_number or not isinstance(value, ACCEPTED_TYPES[want]):
-            raise KvjaxError(describe_wrong_type(method, parameter, value))
+    # A bool is an Integral to Python, and NaN is a Real.
+    is_no_number = want in (int, float) and (isinstance(value, bool) or value != value)
+    if is_no_number or not isinstance(value, ACCEPTED_TYPES.get(want, object)):
+        raise KvjaxError(describe_wrong_type(method, parameter, value))
     # Parameters of other types, such as a number or a text, may be numbers too.
     if isinstance(value, numbers.Real) and abs(cast(float, value)) > MAX_NUMBER:
         raise KvjaxError(f"{name} must be at most {MAX_NUMBER:,}, got {value!r:.60}; no text is so long")
@@ -231,22 +229,9 @@ def _check_value(method: str, parameter: inspect.Parameter, value: Any) -> None:
 
 
 def describe_wrong_type(method: str, parameter: inspect.Parameter, value: Any) -> str:
-    """The error text for a value of the wrong type, with what to write instead where that is a number."""
-    want, name = base_type(parameter.annotation), parameter.name
-    text = f"parameter {name!r} of {method} is {want.__name__}, got {value!r:.60} (default {parameter.default!r})"
-    if isinstance(value, bool) and want in (int, float):
-        return f"{text}; write a {'whole ' if want is int else ''}number"
-    try:
-        number = float(value) if want in (int, float) else None
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or not abs(number) <= MAX_NUMBER:
-        return text
-    if want is float or number == int(number):
-        return f"{text}; write {name}={number:.12g}"
-    if abs(number) < 1:  # a fraction such as 0.25, which no whole number near it can stand for
-        return f"{text}; write a whole number"
-    return f"{text}; write {name}={math.floor(number)} or {name}={math.ceil(number)}"
+    """The error text for a value of the wrong type."""
+    want = base_type(parameter.annotation).__name__
+    return f"parameter {parameter.name!r} of {method} is {want}, got {value!r:.60} (default {parameter.default!r})"
 
 
 def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> str:

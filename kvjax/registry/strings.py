@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
-import re
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 from kvjax.cache import compose as components
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
-from kvjax.errors import ComponentConflict, KvjaxError
+from kvjax.errors import KvjaxError
 from kvjax.registry.loading import load_all
 from kvjax.registry.registration import (
     MethodEntry,
@@ -23,9 +22,6 @@ from kvjax.utils.keywords import checks_keywords
 
 Methods = str | KVMethod | Sequence[str | KVMethod]
 """One method or several: values, strings, or strings separated by `;`."""
-
-CALL = re.compile(r"\s*[\w.]+\s*\(")
-"""The beginning of a call in Python, such as "snapkv(budget=64)"."""
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -52,37 +48,7 @@ def compose(first: str | KVMethod, *others: str | KVMethod) -> Method:
     Raises:
       IncompatibleMethod: two of them define the same component differently.
     """
-    composed = method_of(first)
-    for other in map(method_of, others):
-        try:
-            composed = components.compose(composed, other)
-        except ComponentConflict as e:
-            if not (remedy := _format_with_equal_heads(composed, other)):
-                raise
-            raise ComponentConflict(
-                e.component,
-                f"{name_of(composed)} and {name_of(other)} both fill the component `{e.component}`; use {remedy!r}, "
-                "which leaves it to one",
-            ) from None
-    return cast(Method, composed)
-
-
-def _format_with_equal_heads(a: KVMethod, b: KVMethod) -> str:
-    """The string of both with level=head where a method has that parameter; "" where it makes no method."""
-    try:
-        parts = [part for method in (a, b) for part in parse_parts(name_of(method))]
-        equal_heads = [
-            part._replace(values=part.values | {"level": "head"})
-            if "level" in load_all()[part.name].parameters
-            else part
-            for part in parts
-        ]
-        text = format_methods(equal_heads)
-        if equal_heads != parts and parse(text):
-            return text
-    except KvjaxError:  # one of them is a value that no string makes, or they clash in another component too
-        pass
-    return ""
+    return cast(Method, functools.reduce(components.compose, map(method_of, (first, *others))))
 
 
 def split_methods(method: str | KVMethod) -> tuple[Part, ...]:
@@ -115,13 +81,7 @@ def parse_parts(text: str) -> tuple[Part, ...]:
     Raises:
       KvjaxError: an unknown name, with the nearest one, a wrong parameter, or a call as Python has it.
     """
-    parts = text.split("+")
-    if any(map(CALL.match, parts)):
-        strings = [_call_to_string(part) if CALL.match(part) else part.strip() for part in parts]
-        example = "snapkv:budget=1024, for example, or snapkv:budget=1024,window=16"
-        remedy = example if None in strings else repr(" + ".join(cast(list[str], strings)))
-        raise KvjaxError(f"a method as a string is no call; write {remedy} for {text.strip()!r:.200}")
-    return tuple(map(_parse_part, parts))
+    return tuple(map(_parse_part, text.split("+")))
 
 
 def format_methods(parts: Iterable[Part]) -> str:
@@ -186,29 +146,14 @@ def name_of(method: str | KVMethod) -> str:
     return "full" if method == Method() else repr(method)
 
 
-def _call_to_string(call: str) -> str | None:
-    """The method string that means the same as a call in Python, None where there is none.
-
-    Raises KvjaxError for an unknown method.
-    """
-    entry = find_entry(call.partition("(")[0].strip().rpartition(".")[2])
-    known = list(entry.parameters)
-    try:
-        tree = cast(ast.Call, ast.parse(call.strip(), mode="eval").body)
-        values = [ast.literal_eval(x) for x in tree.args]
-        keywords = {str(x.arg): ast.literal_eval(x.value) for x in tree.keywords}
-    except (SyntaxError, ValueError, AttributeError):  # cut at a `+`, no literal, or more than a call
-        return None
-    if len(values) > len(known):
-        return None
-    return format_methods([Part(entry.name, dict(zip(known, values, strict=False)) | keywords)])
-
-
 def find_entry(name: str) -> MethodEntry:
     """The registered method of a name; raises KvjaxError with the nearest name, and how to load one's own method."""
     entries = load_all()
     if name in entries:
         return entries[name]
+    if "(" in name:
+        entry = find_entry(name.partition("(")[0].strip().rpartition(".")[2])
+        raise KvjaxError(f"a method as a string is no call; write {name!r:.200} as in {entry.example!r}")
     _check_no_path(name)
     close = suggest_name(name, entries) or ";"
     raise KvjaxError(

@@ -109,7 +109,7 @@ def test_what_cannot_be_says_so(tmp_path):
     ):
         gate.scores(*observe_prompts(layer.random_batch()), SPEC)
     for wrong, says in (
-        ({"keep": 100}, "keep is how many of a hundred"),
+        ({"keep": 100}, "keep must lie in"),
         ({"channels": 0}, "must be at least 1, got 0"),
     ):
         with pytest.raises(KvjaxError, match=says):

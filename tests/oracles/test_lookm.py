@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import typing
+
 import jax
 import numpy as np
 import pytest
 
-from kvjax.methods.lookm import RULES, NearestMerge
+from kvjax.methods.lookm import NearestMerge, Rule
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lookm as oracle
@@ -16,7 +18,7 @@ from tests.oracles.test_merge import KEPT, LENGTHS, make_prompt, ragged_prompts,
 SMALL = "lookm:budget=6,recent=2,sinks=1,images=1-4"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", typing.get_args(Rule))
 def test_every_rule_is_its_oracle_whatever_the_padding_holds(rule):
     block, choice = ragged_prompts()
     actual = run_rule(NearestMerge(rule), block, choice)

@@ -48,21 +48,21 @@ def test_a_budget_in_a_string_has_its_remedy_as_a_string(text, remedy):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: methods.kivi(bits=4.0), "parameter 'bits' of kivi is int, got 4.0 (default 2); write bits=4"),
-        (lambda: kvjax.parse("kivi:bits=4.0"), "parameter 'bits' of kivi is int, got '4.0' (default 2); write bits=4"),
-        (lambda: methods.kcache(n=1.5), "parameter 'n' of kcache is int, got 1.5 (default 128); write n=1 or n=2"),
-        (lambda: methods.kcache(n="8"), "parameter 'n' of kcache is int, got '8' (default 128); write n=8"),
-        (lambda: methods.pyramidkv(budget=0.25), "is int, got 0.25 (default 1024); write a whole number"),
+        (lambda: methods.kivi(bits=4.0), "parameter 'bits' of kivi is int, got 4.0 (default 2)"),
+        (lambda: kvjax.parse("kivi:bits=4.0"), "parameter 'bits' of kivi is int, got '4.0' (default 2)"),
+        (lambda: methods.kcache(n=1.5), "parameter 'n' of kcache is int, got 1.5 (default 128)"),
+        (lambda: methods.kcache(n="8"), "parameter 'n' of kcache is int, got '8' (default 128)"),
+        (lambda: methods.pyramidkv(budget=0.25), "is int, got 0.25 (default 1024)"),
         (
             lambda: methods.snapkv(sinks=True),
-            "parameter 'sinks' of snapkv is int, got True (default 0); write a whole number",
+            "parameter 'sinks' of snapkv is int, got True (default 0)",
         ),
         (lambda: methods.kvzip(plus="no"), "parameter 'plus' of kvzip is bool, got 'no' (default False)"),
         (lambda: methods.keydiff(unit=3), "parameter 'unit' of keydiff is str, got 3 (default 'token')"),
-        (lambda: methods.ems(band="1"), "parameter 'band' of ems is float, got '1' (default 1.0); write band=1"),
+        (lambda: methods.ems(band="1"), "parameter 'band' of ems is float, got '1' (default 1.0)"),
     ],
 )
-def test_a_value_of_another_type_is_named_with_what_to_write(make, says):
+def test_a_value_of_another_type_is_named_with_the_default(make, says):
     with pytest.raises(KvjaxError, match=re.escape(says)):
         make()
 
@@ -85,37 +85,21 @@ def test_a_wrong_keyword_of_a_method_is_named_with_the_nearest_and_all(make, say
 
 
 @pytest.mark.parametrize(
-    ("call", "string"),
+    "call",
     [
-        ("snapkv(budget=64)", "snapkv:budget=64"),
-        ("snapkv(budget='25%', window=16)", "snapkv:budget=25%,window=16"),
-        ("snapkv(64)", "snapkv:budget=64"),
-        ("snapkv()", "snapkv"),
-        ("kvjax.methods.snapkv(budget=64)", "snapkv:budget=64"),
-        ("methods.kivi(bits=4)", "kivi:bits=4"),
-        ("snapkv(budget=64) + kivi(bits=4)", "snapkv:budget=64 + kivi:bits=4"),
-        ("snapkv:budget=64 + kivi(bits=4)", "snapkv:budget=64 + kivi:bits=4"),
-        ("kvzip(plus=True)", "kvzip:plus=True"),
-        ("random(256, seed=-1)", "random:budget=256,seed=-1"),
+        "snapkv(budget=64)",
+        "snapkv(budget='25%', window=16)",
+        "snapkv()",
+        "kvjax.methods.snapkv(budget=64)",
+        "snapkv:budget=64 + snapkv(bits=4)",
+        "snapkv(budget=64",
+        "snapkv(64).traits",
+        "snapkv(**a)",
     ],
 )
-def test_a_call_as_a_string_is_answered_with_the_string(call, string):
-    with pytest.raises(KvjaxError, match="a method as a string is no call; write " + re.escape(f"'{string}'")):
+def test_a_call_as_a_string_is_answered_with_the_syntax(call):
+    with pytest.raises(KvjaxError, match="a method as a string is no call; write .* as in 'snapkv:budget=512'"):
         kvjax.parse(call)
-    kvjax.parse(string)
-
-
-def test_a_call_that_cannot_be_rewritten_is_answered_with_the_syntax():
-    for text in (
-        "snapkv(budget=64",
-        "snapkv(*sizes)",
-        "snapkv(64).traits",
-        "snapkv(n)",
-        "snapkv(**a)",
-        "snapkv(1,2,3,4,5,6,7,8,9,10)",
-    ):
-        with pytest.raises(KvjaxError, match="a method as a string is no call; write snapkv:budget=1024, for example"):
-            kvjax.parse(text)
     with pytest.raises(KvjaxError, match="unknown method 'snapk'; did you mean 'snapkv'"):
         kvjax.parse("snapk(budget=64)")
 

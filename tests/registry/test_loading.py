@@ -52,7 +52,7 @@ def nothing_remains(clean_registry, monkeypatch, tmp_path):
     """Paths and what was loaded are as before."""
     monkeypatch.setenv("KVJAX_CACHE", jax.config.jax_compilation_cache_dir)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(loading, "_DIGESTS", {})
+    monkeypatch.setattr(loading, "_SOURCES", {})
     monkeypatch.chdir(tmp_path)
 
 

@@ -128,9 +128,9 @@ def test_a_traced_budget_below_what_is_protected_keeps_the_sinks_then_the_newest
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Chunk(0), "a chunk has at least 1 token, got 0"),
-        (lambda: Page(-2), "a page has at least 1 token, got -2"),
-        (lambda: Chunk(2, "min"), "score must be 'sum', 'mean' or 'max', got 'min'"),
+        (lambda: Chunk(0), "Chunk: size must be at least 1, got 0"),
+        (lambda: Page(-2), "Page: size must be at least 1, got -2"),
+        (lambda: Chunk(2, "min"), "score must be one of 'sum', 'mean', 'max', got 'min'"),
         (
             lambda: select(*random_scores(), np.full(3, 9, np.int32), 9, 2, 2, Token(), "row"),
             "`per` in .*must be 'head' or 'layer'",

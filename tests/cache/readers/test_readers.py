@@ -75,5 +75,5 @@ def test_the_kernel_wants_codes_on_the_device():
     method = kvjax.compose(kvjax.methods.kivi(8, 8, 8, kernel="pallas"), kvjax.methods.offload())
     with pytest.raises(KvjaxError, match="use kernel='auto'"):
         kvjax.generate(toy_model(), [[1, 2]], method)
-    with pytest.raises(KvjaxError, match="kernel must be one of auto, xla, pallas"):
+    with pytest.raises(KvjaxError, match="kernel must be one of 'auto', 'xla', 'pallas'"):
         kvjax.parse("kivi:kernel=cuda")
