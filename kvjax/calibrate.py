@@ -210,11 +210,11 @@ def split_documents(model: Model, text: str, tokens: int, context: int) -> Seque
     """
     tokenizer = model.text_tokenizer()
     opening = tokenizer.opening_ids
-    own = arguments.integer("context", context, len(opening) + 1) - len(opening)  # tokens of the text in a document
-    if tokens < context:
-        raise KvjaxError(f"tokens must be at least one context of {context} tokens, got {tokens}; raise tokens")
-    if context > model.config.max_positions:
-        raise KvjaxError(f"the model has {model.config.max_positions} positions, got a context of {context}; lower it")
+    arguments.integer(
+        "context", context, len(opening) + 1, model.config.max_positions, "; the model has no more positions"
+    )
+    arguments.integer("tokens", tokens, context, remedy="; give at least one context")
+    own = context - len(opening)  # tokens of the text in a document
     ids, num_documents = tokenizer.encode(text, special_tokens=False), tokens // context
     if len(ids) + num_documents * len(opening) < tokens:
         raise KvjaxError(f"the text has {len(ids)} tokens, and {tokens} were asked for; give a longer one")

@@ -17,7 +17,7 @@ import kvjax
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
-from kvjax.utils.files import check_not_input, read_text_file
+from kvjax.utils.files import check_output, read_text_file
 
 if TYPE_CHECKING:  # a command imports its modules when it runs, so that `kvjax --help` answers at once
     from kvjax.cache.protocol import KVMethod
@@ -259,7 +259,7 @@ def _calibrate(args: argparse.Namespace) -> None:
     for name in ("tokens", "context", "batch"):
         arguments.integer(f"--{name}", getattr(args, name))
     if args.text is not None:
-        check_not_input(args.text, "--text", args.out)
+        check_output(args.out, args.text, "--text")
     model, documents, read = kvjax.load(args.model, dtype=args.dtype), None, "documents of its own"
     if args.text is not None:
         documents = calibrate.split_documents(model, read_text_file(args.text, "--text"), args.tokens, args.context)
@@ -272,12 +272,12 @@ def _generate(args: argparse.Namespace) -> None:
     from kvjax.generation import checks
 
     method = kvjax.parse(args.method)
-    chat_only = ("system", "tools", "documents", "chat_template_kwargs")
-    if not args.chat and (given := next((name for name in chat_only if getattr(args, name) is not None), None)):
-        raise KvjaxError(f"--{given.replace('_', '-')} is part of a chat; add --chat, or leave it out")
+    part_of = {name: "chat" for name in ("system", "tools", "documents", "chat_template_kwargs")} | {"logprobs": "json"}
+    for name, whole in part_of.items():
+        if getattr(args, name) is not None and not getattr(args, whole):
+            option = f"--{name.replace('_', '-')}"
+            raise KvjaxError(f"{option} is part of what --{whole} asks for; add --{whole}, or leave {option} out")
     template = _template_options(args)
-    if args.logprobs is not None and not args.json:
-        raise KvjaxError("--logprobs is printed as a part of the JSON document; add --json, or leave it out")
     prompts = args.prompt or [
         sys.stdin.buffer.read().decode() if name == "-" else read_text_file(Path(name), "--prompt-file")
         for name in args.prompt_file
@@ -309,7 +309,7 @@ def _template_options(args: argparse.Namespace) -> TemplateOptions:
     for name, text in texts.items():
         try:
             options[name] = json.loads(text)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise KvjaxError(f"--{name.replace('_', '-')} is no JSON: {e}") from e
     return options
 

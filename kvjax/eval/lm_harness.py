@@ -27,6 +27,7 @@ from kvjax.models import model as models
 from kvjax.models.model import Model
 from kvjax.registry.loading import load_methods
 from kvjax.registry.strings import method_of, name_of
+from kvjax.utils import arguments
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -38,41 +39,17 @@ except ImportError as e:
 MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first wins
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+ZERO = """min_p epsilon_cutoff eta_cutoff penalty_alpha diversity_penalty no_repeat_ngram_size min_length
+min_new_tokens min_tokens"""
+ONE = "top_p typical_p num_beams num_beam_groups length_penalty num_return_sequences n best_of guidance_scale"
+OFF = """early_stopping ignore_eos include_stop_str_in_output renormalize_logits remove_invalid_values
+return_dict_in_generate output_scores output_logits output_attentions output_hidden_states"""
+ON = "skip_special_tokens spaces_between_special_tokens use_cache"
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_k": (0, -1),
-    "top_p": (1,),
-    "min_p": (0,),
-    "typical_p": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "penalty_alpha": (0,),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "num_return_sequences": (1,),
-    "n": (1,),
-    "best_of": (1,),
-    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,),
-    "guidance_scale": (1,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "renormalize_logits": (False,),
-    "remove_invalid_values": (False,),
-    "use_cache": (True,),
-    "return_dict_in_generate": (False,),
-    "output_scores": (False,),
-    "output_logits": (False,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
+    **{name: (value,) for names, value in ((ZERO, 0), (ONE, 1), (OFF, False), (ON, True)) for name in names.split()},
 }
 """Values of transformers' and vLLM's generation arguments that ask for nothing, as None does for any argument."""
 
@@ -121,13 +98,13 @@ class KvjaxLM(TemplateLM):
                 f"unknown argument {next(iter(unknown))!r} of the model kvjax; if it belongs to the method, write '/' "
                 "for ',' inside the method, as in method=kcache:n=64/device_layers=1, or give model_args as JSON"
             )
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise KvjaxError(f"batch_size must be a number of prompts, got {batch_size!r}; for example 8")
         self.model = model if isinstance(model, Model) else models.load(model, dtype=dtype)
         for source in [load] if isinstance(load, str) else load:
             load_methods(source)
         self.method = method_of(_restore_commas(method) if isinstance(method, str) else method)
-        self.batch_size, self.chat_template_args = int(batch_size), dict(chat_template_args or {})
+        number = int(batch_size) if str(batch_size).isdecimal() else batch_size  # lm_eval's "auto", for one
+        self.batch_size = arguments.integer("batch_size", number, remedy="; for example 8")
+        self.chat_template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
             self.chat_template_args["enable_thinking"] = enable_thinking
         self.max_length = int(max_length or self.model.config.max_positions)

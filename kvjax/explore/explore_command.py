@@ -12,7 +12,8 @@ from kvjax.explore.exploration import explore
 from kvjax.generation.inputs import token_ids
 from kvjax.models.model import load
 from kvjax.registry.strings import resolve
-from kvjax.utils.files import check_not_input, read_text_file, write_text
+from kvjax.utils import arguments
+from kvjax.utils.files import check_output, read_text_file, write_text
 
 METHODS = "full; snapkv:budget=64; kivi:bits=2,residual=32; streaming_llm:recent=60"
 MOST_TOKENS = 4096  # of a text: beyond, a page is too large to open
@@ -22,11 +23,9 @@ def run(args: argparse.Namespace) -> None:
     """Writes the page, and prints its size; raises KvjaxError before anything runs if it can."""
     methods = resolve(METHODS if args.methods is None else args.methods)
     for name in ("steps", "tokens"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise KvjaxError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.out.is_dir():
-        raise KvjaxError(f"--out {args.out} is a folder; name the page's file")
-    check_not_input(args.text, "--text", args.out)
+        if getattr(args, name) is not None:
+            arguments.integer(f"--{name}", getattr(args, name))
+    check_output(args.out, args.text, "--text")
     text = read_text_file(args.text, "--text")
     if not text.strip():
         raise KvjaxError(f"--text {args.text} has no text; give a file with some")

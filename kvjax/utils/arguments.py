@@ -22,16 +22,26 @@ SHORT_DTYPES = {"f32": "float32", "fp32": "float32", "bf16": "bfloat16", "f16": 
 
 def integer(name: str, value: Any, least: int = 1, most: int = 2**31 - 1, remedy: str = "") -> int:
     """Returns `value` as an int; raises KvjaxError unless it is an integer from `least` to `most`."""
-    if not _is_scalar(value, numbers.Integral, "iu") or not least <= value <= most:
-        raise KvjaxError(f"{name} must be an integer from {least} to {most}, got {value!r:.80}{remedy}")
-    return int(value)
+    rule = f"{name} must be an integer from {least} to {most}"
+    return int(_scalar(rule, value, numbers.Integral, least, most, remedy))
 
 
 def number(name: str, value: Any, least: float, most: float, remedy: str = "") -> float:
     """Returns `value` as a float; raises KvjaxError unless it is a finite number from `least` to `most`."""
-    if not _is_scalar(value, numbers.Real, "iuf") or not math.isfinite(value) or not least <= value <= most:
-        raise KvjaxError(f"{name} must be a number from {least:g} to {most:g}, got {value!r:.80}{remedy}")
-    return float(value)
+    rule = f"{name} must be a number from {least:g} to {most:g}"
+    return float(_scalar(rule, value, numbers.Real, least, most, remedy))
+
+
+def _scalar(rule: str, value: Any, kind: type, least: float, most: float, remedy: str) -> Any:
+    """Returns `value` if it is a scalar of Python, NumPy or JAX of that kind in the range; booleans are not numbers."""
+    if isinstance(value, jax.Array):
+        dtypes = "iu" if kind is numbers.Integral else "iuf"
+        is_scalar = value.ndim == 0 and value.dtype.kind in dtypes
+    else:
+        is_scalar = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_scalar or not least <= value <= most or not math.isfinite(value):
+        raise KvjaxError(f"{rule}, got {value!r:.80}{remedy}")
+    return value
 
 
 def float_type(dtype: Any) -> np.dtype:
@@ -55,10 +65,3 @@ def suggest_name(name: str, known: Iterable[str], likeness: float = 0.5) -> str:
     """A question for the known name that is nearest to an unknown one, or "" where none has that likeness, 0 to 1."""
     close = difflib.get_close_matches(name, list(known), 1, likeness)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _is_scalar(value: Any, kind: type, dtypes: str) -> bool:
-    """Whether `value` is a scalar of Python, NumPy or JAX of that kind; booleans are not numbers."""
-    if isinstance(value, jax.Array):
-        return value.ndim == 0 and value.dtype.kind in dtypes
-    return isinstance(value, kind) and not isinstance(value, bool)

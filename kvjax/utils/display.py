@@ -21,6 +21,11 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[Any]]) ->
     return f"<table><caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def count(number: int, noun: str) -> str:
+    """Returns a number and its noun: "1 task", "1,024 tasks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def shorten(text: str, most: int = 60) -> str:
     """Returns the repr of a text, cut after `most` characters."""
     return repr(text if len(text) <= most else text[: most - 1] + "…")

@@ -27,10 +27,11 @@ def parse_json_object(content: str | bytes, name: str | Path, remedy: str = "cop
     """Parses a JSON object; raises KvjaxError with the document's name and the remedy for anything else."""
     try:
         value = json.loads(content)
+        problem = "" if isinstance(value, dict) else "does not hold a JSON object"
     except (ValueError, RecursionError) as e:  # the latter for lists in lists a thousand deep
-        raise KvjaxError(f"{name} is not valid JSON ({e}); {remedy}") from e
-    if not isinstance(value, dict):
-        raise KvjaxError(f"{name} does not hold a JSON object; {remedy}")
+        problem = f"is not valid JSON ({e})"
+    if problem:
+        raise KvjaxError(f"{name} {problem}; {remedy}")
     return value
 
 
@@ -42,38 +43,27 @@ def replace_atomically(path: Path) -> Iterator[BinaryIO]:
     replaced.
 
     Raises:
-      KvjaxError: if no file can be made at `path`.
+      KvjaxError: the file cannot be made or written; the message has its path.
     """
     path = Path(os.path.realpath(path))
-    if os.path.isdir(path):
-        raise KvjaxError(f"cannot write {path}, which is a folder; give the path of a file in it")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise KvjaxError(f"cannot write {path}, which is a device or pipe; give the path of a file")
+    if os.path.exists(path) and not os.path.isfile(path):  # unlike a Path's, these take names that are too long
+        problem = (
+            "a folder; give the path of a file in it" if path.is_dir() else "a device or pipe; give the path of a file"
+        )
+        raise KvjaxError(f"cannot write {path}, which is {problem}")
     fresh = path.parent / f".kvjax-{secrets.token_hex(8)}.partial"  # not tempfile: only the owner may read its files
-    with _name_path(path):
-        file = fresh.open("xb")
     try:
-        with file:
+        with fresh.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # without it, a crash after the rename may leave an empty file
-        with _name_path(path):
-            fresh.replace(path)
-    except BaseException:
+        fresh.replace(path)
+    except OSError as e:
+        remedy = "give a path in a folder that exists, may be written and has room"
+        raise KvjaxError(f"cannot write {path} ({e.strerror or e}); {remedy}") from e
+    finally:
         with contextlib.suppress(OSError):  # the first error is the one to report
             fresh.unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _name_path(path: Path) -> Iterator[None]:
-    """Turns an OSError into a KvjaxError that names the path which the user gave."""
-    try:
-        yield
-    except OSError as e:
-        raise KvjaxError(
-            f"cannot write {path} ({e.strerror}); give a path in a folder that exists and may be written"
-        ) from e
 
 
 def write_text(path: Path, text: str) -> Path:
@@ -83,14 +73,11 @@ def write_text(path: Path, text: str) -> Path:
       KvjaxError: the file cannot be written; the message has its path.
     """
     content = text.encode(errors="backslashreplace")  # a file's name need not be UTF-8
-    try:
-        if path.exists() and not path.is_file():  # a pipe or a terminal has nothing to keep
-            path.write_bytes(content)
-        else:
-            with replace_atomically(path) as file:
-                file.write(content)
-    except OSError as e:
-        raise KvjaxError(f"cannot write {path} ({e.strerror}); make room there, or write elsewhere") from e
+    if os.path.exists(path) and not path.is_file() and not path.is_dir():  # a pipe or a terminal has nothing to keep
+        path.write_bytes(content)
+        return path
+    with replace_atomically(path) as file:
+        file.write(content)
     return path
 
 
@@ -120,7 +107,10 @@ def lock(file: Path, folder: Path) -> Iterator[None]:
         raise Busy(f"another process writes {folder}; wait until it is done, or choose another directory") from None
 
 
-def check_not_input(source: Path, option: str, out: Path) -> None:
-    """Raises KvjaxError if writing `out` would replace the file that `option` reads, by whatever path."""
-    if out.is_file() and source.is_file() and out.samefile(source):
-        raise KvjaxError(f"{out} is the file that {option} reads, and would be lost; write to another one")
+def check_output(out: Path, source: Path, option: str) -> None:
+    """Raises KvjaxError if `out` is a folder, or, by whatever path, the file `source` that `option` reads."""
+    if out.is_dir() or (out.is_file() and source.is_file() and out.samefile(source)):
+        problem = (
+            "a folder; name a file in it" if out.is_dir() else f"the file that {option} reads; write to another one"
+        )
+        raise KvjaxError(f"{out} is {problem}")

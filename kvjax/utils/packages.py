@@ -1,12 +1,21 @@
-"""Data files inside Python packages, found without running any code of the package."""
+"""Optional packages, and data files inside packages, found without running any code of theirs."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvjax.errors import KvjaxError
+
+
+def import_optional(name: str, user: str, extra: str = "eval") -> Any:
+    """Imports a module of an optional extra; raises KvjaxError with `user`, as "plots need", and the command."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise KvjaxError(f'{user} {name}: pip install "kvjax[{extra}]"') from e
 
 
 class PackageFile(NamedTuple):

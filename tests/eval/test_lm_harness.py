@@ -177,24 +177,10 @@ def test_sampling_and_ends():
         lm.generate_until(make_requests("generate_until", (CONTEXT, {"num_beams": 4})), disable_tqdm=True)
 
 
-NEUTRAL = {
-    "num_beams": 1,
-    "do_sample": False,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": None,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0,
-    "length_penalty": 1,
-    "early_stopping": False,
-    "no_repeat_ngram_size": 0,
-    "num_return_sequences": 1,
-    "use_cache": True,
-    "max_new_tokens": None,
-    "suppress_tokens": None,
-    "skip_special_tokens": True,
-}
+NEUTRAL = {"num_beams": 1, "do_sample": False, "temperature": 0.0, "top_p": 1.0, "top_k": None, "min_p": 0.0}
+NEUTRAL |= {"repetition_penalty": 1.0, "presence_penalty": 0, "length_penalty": 1, "early_stopping": False}
+NEUTRAL |= {"no_repeat_ngram_size": 0, "num_return_sequences": 1, "use_cache": True, "max_new_tokens": None}
+NEUTRAL |= {"suppress_tokens": None, "skip_special_tokens": True}
 
 
 def test_options_that_ask_for_nothing_pass():
@@ -260,7 +246,7 @@ def test_arguments():
         make("model=testbed,method=kcache:n=64,device_layers=1")
     with pytest.raises(KvjaxError, match="tables/bases.npz"):  # JSON keeps commas, so that "/" belongs to the path
         KvjaxLM(TOY, "cskv:window=8,table=tables/bases.npz")
-    with pytest.raises(KvjaxError, match="number of prompts, got 'auto'"):
+    with pytest.raises(KvjaxError, match="batch_size must be an integer from 1 .*got 'auto'; for example 8"):
         KvjaxLM(TOY, batch_size="auto")
     nameless = dataclasses.replace(TOY, config=dataclasses.replace(TOY.config, eos_ids=()))
     assert KvjaxLM(nameless, prefix_token_id=7).prefix_token_id == 7

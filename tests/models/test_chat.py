@@ -317,8 +317,8 @@ def test_the_command_line_gives_the_template_tools_and_variables(model, tmp_path
     ("args", "says"),
     [
         (["--system", "Be brief."], "add --chat"),
-        (["--tools", "tools.json"], "--tools is part of a chat; add --chat"),
-        (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is part of a chat; add --chat"),
+        (["--tools", "tools.json"], "--tools is part of what --chat asks for; add --chat"),
+        (["--chat-template-kwargs", "{}"], "--chat-template-kwargs is part of what --chat asks for; add --chat"),
         (["--chat", "--chat-template-kwargs", "{"], "--chat-template-kwargs is no JSON"),
         (["--chat", "--documents", "no-such-file"], "no-such-file"),
         (["--chat"], "this model has no chat template"),

@@ -141,7 +141,7 @@ def test_a_reader_that_has_enough_ends_it_quietly():
         (["explore", "--text", "{here}", "--out", "page.html"], "cannot read --text {here}"),
         (["explore", "--text", "{here}/empty", "--out", "page.html"], "--text {here}/empty has no text"),
         (["explore", "--text", "{here}/bytes", "--out", "page.html"], "give a UTF-8 text file"),
-        (["explore", "--text", "{here}/text", "--out", "{here}"], "--out {here} is a folder"),
+        (["explore", "--text", "{here}/text", "--out", "{here}"], "{here} is a folder; name a file in it"),
     ],
 )
 def test_what_cannot_be_used_is_told_before_anything_runs(args, says, tmp_path, capsys):

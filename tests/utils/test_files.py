@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
 from kvjax.errors import KvjaxError, escape_unprintable
-from kvjax.utils.files import Busy, lock, parse_json_object, replace_atomically
+from kvjax.utils.files import Busy, lock, parse_json_object, replace_atomically, write_text
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000 + "]" * 100_000, "{", b"\xff{}", "1" * 5000, "[1]"])
@@ -32,7 +36,7 @@ def test_escape_codes_are_spelled_out():
 def test_a_file_is_replaced_when_it_is_whole(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(OSError, match="full"), replace_atomically(path) as file:
+    with pytest.raises(KvjaxError, match="cannot write .*full"), replace_atomically(path) as file:
         file.write(b"half of the n")
         raise OSError("full")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
@@ -46,7 +50,7 @@ def test_a_file_that_is_replaced_leaves_the_others_of_its_folder(tmp_path):
     other.write_bytes(b"mine")
     with replace_atomically(path) as file:
         file.write(b"new")
-    with pytest.raises(OSError, match="full"), replace_atomically(path):
+    with pytest.raises(KvjaxError, match="cannot write .*full"), replace_atomically(path):
         raise OSError("full")
     assert other.read_bytes() == b"mine" and path.read_bytes() == b"new"
     assert set(tmp_path.iterdir()) == {path, other} and path.stat().st_mode == other.stat().st_mode
@@ -60,3 +64,22 @@ def test_where_no_file_can_be_made_the_path_is_named(tmp_path):
         with pytest.raises(KvjaxError, match=f"cannot write {path},? {why}") as e, replace_atomically(path):
             pass
         assert "partial" not in str(e.value) and not list(tmp_path.iterdir())
+
+
+def test_a_text_that_does_not_fit_on_the_disk_leaves_the_one_of_before(tmp_path, monkeypatch):
+    def raise_disk_full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = write_text(tmp_path / "page.html", "before")
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
+    with pytest.raises(KvjaxError, match=r"cannot write .*page\.html \(No space left on device\)"):
+        write_text(path, "after")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_text_goes_through_links_and_pipes(tmp_path):
+    (tmp_path / "target").write_text("before")
+    (tmp_path / "link").symlink_to("target")
+    write_text(tmp_path / "link", "after")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "after"
+    assert write_text(Path(os.devnull), "gone").is_char_device()

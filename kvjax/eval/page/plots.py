@@ -10,24 +10,17 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.markers import MarkerStyle
 
-from kvjax.errors import KvjaxError
-from kvjax.eval.page import summary
+from kvjax.eval.page import charts, summary
+from kvjax.eval.page.charts import INK, Panel, Style, assign_styles
 from kvjax.eval.page.summary import Record, Row
-
-try:
-    import matplotlib
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import to_hex
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.markers import MarkerStyle
-
-    from kvjax.eval.page import charts
-    from kvjax.eval.page.charts import INK, Panel, Style, assign_styles
-except ImportError as e:
-    raise KvjaxError('plots need matplotlib: pip install "kvjax[eval]"') from e
 
 COLOR_SCALE = tuple(to_hex(charts.MAP(x)) for x in np.linspace(0, 1, 9))
 RC: dict[Any, Any] = {

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import KvjaxError
 from kvjax.eval.page import paired_difference, paper_claims, plots, summary
 from kvjax.eval.page.paired_difference import Difference
 from kvjax.eval.page.summary import Record, Row
 from kvjax.eval.run import store
 from kvjax.eval.tasks import examples
+from kvjax.utils import display
 from kvjax.utils.files import write_text
+from kvjax.utils.packages import import_optional
 
 PAGE, TEMPLATE = "report.html", "report.html.j2"
 COSTS = (  # field, heading, unit, words, digits
@@ -31,7 +32,6 @@ def write(directory: Path) -> Path:
     Raises:
       KvjaxError: there are no records, or a line is damaged; a torn last line is skipped.
     """
-    directory = Path(directory)
     records = read(directory)
     run = store.read_run(directory) if (directory / store.RUN).is_file() else {}
     return write_text(directory / PAGE, render(records, run))
@@ -39,21 +39,12 @@ def write(directory: Path) -> Path:
 
 def read(directory: Path) -> list[Record]:
     """Reads the records of a run, one per method and case, with the fields that the page needs."""
-    records = [{"scores": [], "about": {}, "bytes": {}} | r for r in store.read(directory)]
-    if not records:
-        raise KvjaxError(
-            f"{directory} holds no records yet; run `kvjax eval --out {directory}` again, it goes on from there"
-        )
-    return summary.latest(records)
+    return summary.latest({"about": {}} | r for r in store.read(directory))
 
 
 def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
     """Renders the page's HTML; raises KvjaxError if jinja2 is not installed."""
-    try:
-        import jinja2
-        import markupsafe
-    except ImportError as e:
-        raise KvjaxError("the report needs jinja2; pip install 'kvjax[eval]'") from e
+    jinja2, markupsafe = (import_optional(name, "the report needs") for name in ("jinja2", "markupsafe"))
     # Methods come as they were asked for, then methods of earlier runs.
     place = {m: i for i, m in enumerate(run.get("methods") or [])}
     rows = summary.rows(sorted(records, key=lambda r: place.get(r["method"], len(place))))
@@ -68,7 +59,7 @@ def render(records: Sequence[Record], run: Mapping[str, Any]) -> str:
     page.filters["breaks"] = lambda text: markupsafe.Markup(re.sub("([,.:])", r"\1<wbr>", str(markupsafe.escape(text))))
     return page.get_template(TEMPLATE).render(
         run=run,
-        title=f"{run.get('model', 'a model')}: {_count(len(methods), 'method')}",
+        title=f"{run.get('model', 'a model')}: {display.count(len(methods), 'method')}",
         headline=headline(rows, records, run),
         notes=examples.missing_example_notes((r["task"], r["about"]) for r in records),
         lengths=lengths,
@@ -110,11 +101,11 @@ def headline(rows: Sequence[Row], records: Sequence[Record], run: Mapping[str, A
         max((sum(r[field] for r in answered if r["method"] == m) for m in methods), default=0)
         for field in ("contexts", "questions")
     )
-    what = f"{_count(len(methods), 'method')} on {_count(len(tasks), 'task')}"
+    what = f"{display.count(len(methods), 'method')} on {display.count(len(tasks), 'task')}"
     if lengths := summary.lengths(answered):
         ends = sorted({f"{n:,}": n for n in (lengths[0], lengths[-1])}.values())
         what += f", with contexts of {' to '.join(f'{n:,}' for n in ends)} tokens"
-    what += f": {_count(contexts, 'context')} and {_count(questions, 'question')} for each method"
+    what += f": {display.count(contexts, 'context')} and {display.count(questions, 'question')} for each method"
     main = summary.main_length(answered)
     recorded = paired_difference.RecordedRun(r for r in records if summary.length_of(r) in (main, None))
     together = ("device_percent", "host_percent")
@@ -148,10 +139,6 @@ def _fewest_bytes(
             fewest.setdefault(min(good, key=own.__getitem__), []).append(task)
     mean = {m: summary.mean_error(size(r) for r in rows if r["method"] == m)[0] for m in fewest}
     return [{"method": m, "tasks": tasks, "percent": mean[m]} for m, tasks in fewest.items()]
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
 
 
 def _table(rows: Sequence[Row], length: int | None) -> dict[str, Any]:

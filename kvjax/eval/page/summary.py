@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,12 +21,49 @@ Row = dict[str, Any]
 
 REFERENCE = "full"  # the method that `agreement` compares with
 SPEED = "speed"  # the task whose records hold times and no answers
-FIELDS = (
-    *("method", "task", "length", "metric", "turns", "contexts", "questions", "score", "score_error"),
-    *("first", "first_error", "later", "later_error", "bits", "bits_error", "agreement", "agreement_error"),
-    *("device_percent", "host_percent", "device_kib", "host_kib", "room_kib", "dtype"),
-    *("prefill_seconds", "tokens_per_second", "device_bfloat16_kib", "host_bfloat16_kib"),
-)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRow:
+    """One method on one task at one length; None where something was not measured.
+
+    A field is an attribute, and also an item as in the CSV file: `row.bits` is `row["bits"]`. Errors are standard
+    errors over contexts.
+    """
+
+    method: str
+    task: str
+    length: int | None  # tokens of a context
+    metric: str | None
+    turns: bool  # whether the questions are a conversation
+    contexts: int
+    questions: int
+    score: float | None  # 0 to 1
+    score_error: float | None
+    first: float | None  # score of each context's first question, where there are several
+    first_error: float | None
+    later: float | None  # score of the other questions
+    later_error: float | None
+    bits: float | None  # per byte of text, for perplexity
+    bits_error: float | None
+    agreement: float | None  # fraction of tokens whose likeliest token is that of `full`
+    agreement_error: float | None
+    device_percent: float | None  # bytes held, of those of the exact cache, both in bfloat16
+    host_percent: float | None
+    device_kib: float | None  # bytes held per context, in `dtype`
+    host_kib: float | None
+    room_kib: float | None  # reserved for tokens to come, in both memories
+    dtype: str | None
+    prefill_seconds: float | None
+    tokens_per_second: float | None
+    device_bfloat16_kib: float | None  # bytes of a context in bfloat16, as planned: those of `device_percent`
+    host_bfloat16_kib: float | None
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self)[name]
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(EvalRow))
 SIZES = (
     *("device_percent", "host_percent", "device_kib", "host_kib", "room_kib"),
     *("device_bfloat16_kib", "host_bfloat16_kib"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.models.model import Model
 from kvjax.registry.strings import Methods, resolve
+from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
 
 TASKS = "niah,ppl"
@@ -69,19 +71,17 @@ def compare(
       >>> print(rows)
       >>> rows.plot("comparison.png")
     """
-    if out is None:
-        options = {"batch": batch, "question_aware": question_aware, "speed": speed, "progress": progress}
-        options |= {"left_out": left_out, "announce": announce, "other_seconds": other_seconds}
-        with tempfile.TemporaryDirectory(prefix="kvjax-") as folder:
-            return compare(model, methods, tasks, spec, folder, **options)
+    arguments.integer("batch", batch)
     method_names = list(resolve(methods))
     tasks = suite.expand(tasks)
     cases = suite.cases(model, tasks, spec, left_out)
     options = {"seed": spec.seed, "batch": batch, "question_aware": question_aware}
     run = store.describe_run(model, **options, methods=method_names, tasks=tasks, lengths=spec.lengths)
     shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
-    with store.open_store(out, run) as records:
+    with contextlib.ExitStack() as stack:
+        out = out if out is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-"))
+        records = stack.enter_context(store.open_store(out, run))
         lengths = spec.lengths if speed else ()
         timing = {"announce": announce, "other_seconds": other_seconds}
         evaluate(model, methods, cases, records, **options, **timing, speed=lengths, progress=shown)
-    return Comparison.of(summary.rows(store.read(out)))
+        return Comparison.of(summary.rows(store.read(out)))

@@ -13,55 +13,15 @@ from rich.console import Console
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
+from kvjax.eval.page.summary import EvalRow
 from kvjax.utils import display
 from kvjax.utils.files import write_text
+from kvjax.utils.packages import import_optional
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLE_COLUMNS = 112  # columns that the table needs, whatever the terminal says
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalRow:
-    """One method on one task at one length; None where something was not measured.
-
-    A field is an attribute, and also an item as in the CSV file: `row.bits` is `row["bits"]`. Errors are standard
-    errors over contexts.
-    """
-
-    method: str
-    task: str
-    length: int | None  # tokens of a context
-    metric: str | None
-    turns: bool  # whether the questions are a conversation
-    contexts: int
-    questions: int
-    score: float | None  # 0 to 1
-    score_error: float | None
-    first: float | None  # score of each context's first question, where there are several
-    first_error: float | None
-    later: float | None  # score of the other questions
-    later_error: float | None
-    bits: float | None  # per byte of text, for perplexity
-    bits_error: float | None
-    agreement: float | None  # fraction of tokens whose likeliest token is that of `full`
-    agreement_error: float | None
-    device_percent: float | None  # bytes held, of those of the exact cache, both in bfloat16
-    host_percent: float | None
-    device_kib: float | None  # bytes held per context, in `dtype`
-    host_kib: float | None
-    room_kib: float | None  # reserved for tokens to come, in both memories
-    dtype: str | None
-    prefill_seconds: float | None
-    tokens_per_second: float | None
-    device_bfloat16_kib: float | None  # bytes of a context in bfloat16, as planned: those of `device_percent`
-    host_bfloat16_kib: float | None
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in summary.FIELDS:
-            raise KeyError(name)
-        return getattr(self, name)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -121,12 +81,12 @@ class Comparison(Sequence[EvalRow]):
         Raises:
           KvjaxError: Matplotlib is not installed, or no row has both a quality and bytes.
         """
+        import_optional("matplotlib", "plots need")
         from kvjax.eval.page import plots
 
         rows = self.to_dicts()
         length = summary.main_length(rows)
         styles = plots.assign_styles(summary.distinct_values(rows, "method"))
-        # `plots` imports `charts` for us, and says so in one line where Matplotlib is missing.
         panels = tuple(plots.charts.tradeoff_panels(summary.at_length(rows, length), styles))
         if not panels:
             raise KvjaxError("there is no row with both a quality and bytes to draw; compare methods on a task first")

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.eval.tasks.suite import split_words
 from kvjax.models.model import Model, load
 from kvjax.registry.strings import resolve, split_list
+from kvjax.utils.packages import import_optional
 
 CSV = "summary.csv"
 INSTALL = 'pip install "kvjax[eval]"'
@@ -46,7 +48,9 @@ def run(args: argparse.Namespace) -> None:
         return
     started = time.perf_counter()
     resolve(args.methods)  # a misspelled method is reported before a large model is loaded
-    tasks, spec = suite.expand(split_words(args.tasks)), make_spec(args)
+    tasks, spec = suite.expand(split_words(args.tasks)), _make_spec(args)
+    if spec.text is not None:
+        data_files.read_text(spec.text)  # so is a text that cannot be read
     shares = () if args.budget_bytes is None else equal_bytes.parse_shares(args.budget_bytes)
     length, *others = spec.lengths
     if shares and others:
@@ -98,26 +102,11 @@ def demo(args: argparse.Namespace) -> None:
         print(f"wrote {args.out / 'demo.json'} and {args.out / 'demo.png'}")
 
 
-def make_spec(args: argparse.Namespace) -> Spec:
-    """Checks the arguments and returns them as a Spec."""
-    for name, least in {"contexts": 1, "questions": 1, "depths": 1, "batch": 1, "seed": 0}.items():
-        if getattr(args, name) < least:
-            raise KvjaxError(f"--{name} must be at least {least}, got {getattr(args, name)}")
-    if args.text is not None and not data_files.resolve_text_path(args.text).exists():
-        raise KvjaxError(
-            f"there is no file {args.text}; give --text a UTF-8 text, a folder of .txt files, or a name: "
-            f"{', '.join(data_files.NAMED_TEXTS)}"
-        )
-    if args.data is not None and not args.data.is_dir():
-        raise KvjaxError(f"there is no folder {args.data}; give --data the one with the benchmarks' files")
-    lengths: dict[int, None] = {}
-    for word in split_words(args.lengths):
-        if not word.isdecimal() or len(word) > 10 or not int(word):
-            raise KvjaxError(f"--lengths has {word!r:.60}, which is no number of tokens; for example 512,1024")
-        lengths[int(word)] = None
-    if not lengths:
-        raise KvjaxError("--lengths names no length; for example 512,1024")
-    return Spec(tuple(lengths), args.contexts, args.questions, args.depths, args.seed, args.text, args.data, args.chat)
+def _make_spec(args: argparse.Namespace) -> Spec:
+    words = dict.fromkeys(split_words(args.lengths))
+    # A word that is no number goes on as it is, and the Spec names it.
+    lengths: Any = tuple(int(word) if word.isdecimal() and len(word) <= 10 else word for word in words)
+    return Spec(lengths, args.contexts, args.questions, args.depths, args.seed, args.text, args.data, args.chat)
 
 
 def _say(line: str) -> None:
@@ -142,6 +131,7 @@ def summarize(out: Path) -> None:
     Console(width=max(Console().width, TABLE_COLUMNS)).print(summary.table(rows))
     # The table and the CSV file come first: plots and page are slow to import, and may lack a library.
     print(f"wrote {summary.write_csv(rows, out / CSV)}")
+    import_optional("matplotlib", "plots need")
     from kvjax.eval.page import plots, report
 
     pictures = plots.write(plots.plots(rows, records), out)
@@ -151,6 +141,7 @@ def summarize(out: Path) -> None:
 
 def render(out: Path) -> None:
     """Renders the page of a run, also of one that is still going on, and prints its path."""
+    import_optional("matplotlib", "plots need")
     from kvjax.eval.page import report
 
     if (out / store.RECORDS).is_file() and not (out / store.RUN).is_file():

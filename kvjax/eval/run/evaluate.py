@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,6 @@ def make_batches(cases: Sequence[Case], size: int) -> list[Batch]:
     Inside a group contexts are sorted by length. Records that exist play no part, so a run that was killed goes on
     with the same batches, and gives the same bits.
     """
-    if size < 1:
-        raise KvjaxError(f"batch must be at least 1 context, got {size}")
     groups: dict[Any, list[Case]] = {}
     for c in cases:
         key = (c.task, c.about.get("length"), len(c.asks), c.turns, c.follows is None)
@@ -103,8 +102,11 @@ def evaluate(
         records before it stay.
     """
     parsed = resolve(methods)
-    hashes = check_methods(model, parsed, [len(c.context) for c in cases] + list(speed), store)
-    fingerprints = check_cases(cases, store)
+    check_methods(model, parsed, [len(c.context) for c in cases] + list(speed))
+    check_cases(cases)
+    hashes = {name: method_hash(method) for name, method in parsed.items()}
+    fingerprints = {(c.task, c.key): fingerprint(c) for c in cases}
+    check_records(store.records, hashes, fingerprints)
     # Speed is measured on random tokens, so that its case has nothing but a length.
     speed_cases = [Case(SPEED, f"{SPEED}/{n}", np.zeros(0, np.int32), about={"length": n}) for n in speed]
     steps = [*make_batches(cases, batch), *(Batch((case,), batch, 0) for case in speed_cases)]
@@ -122,7 +124,7 @@ def evaluate(
             todo = [s for s, _ in part]
             line = bar.add_task(f"{name}: {task}", total=sum(len(s.cases) for s in todo), left="")
             for step in todo:
-                with _name_failures(name, task), estimate.measure_step():
+                with _name_failures(f"{name} on {task}"), estimate.measure_step():
                     if task == SPEED:
                         records = [run_speed_test(model, name, parsed[name], step, seed)]
                     else:
@@ -135,75 +137,62 @@ def evaluate(
 
 
 @contextlib.contextmanager
-def _name_failures(name: str, task: str) -> Iterator[None]:
-    """Turns any error into one line with the method, the task and a remedy."""
+def _name_failures(where: str) -> Iterator[None]:
+    """Turns any error into one line with the place and a remedy."""
     try:
         yield
-    except KvjaxError as e:
-        raise KvjaxError(f"{name} on {task}: {e}") from e
     except Exception as e:
         first_line = (str(e).splitlines() or [""])[0][:300]
         is_out_of_memory = isinstance(e, MemoryError) or "RESOURCE_EXHAUSTED" in str(e)
         remedy = "use a smaller --batch with another --out" if is_out_of_memory else "leave this method or task out"
-        raise KvjaxError(
-            f"{name} on {task} failed ({type(e).__name__}: {first_line}). What was done before is kept; {remedy}"
-        ) from e
+        failed = f" failed ({type(e).__name__}: {first_line}). What was done before is kept; {remedy}"
+        raise KvjaxError(where + (f": {e}" if isinstance(e, KvjaxError) else failed)) from e
 
 
-def check_methods(
-    model: Model, methods: Mapping[str, KVMethod], lengths: Sequence[int], store: Store
-) -> dict[str, str]:
-    """Returns the hash of each method by name.
-
-    Raises:
-      KvjaxError: a method cannot run on this model with contexts of such lengths, or the store has a record that was
-        made under another hash.
-    """
+def check_methods(model: Model, methods: Mapping[str, KVMethod], lengths: Sequence[int]) -> None:
+    """Raises KvjaxError for a method that cannot run on this model with contexts of such lengths."""
     for name, method in methods.items():
-        try:
+        with _name_failures(f"method {name!r} cannot run on {model.name or 'this model'}"):
             # A method's limits concern the shortest or the longest context.
             for n in {min(lengths, default=1), max(lengths, default=1)}:
                 planned_bytes(method, model.config, n, dtype=model.dtype)
-        except KvjaxError as e:
-            raise KvjaxError(f"method {name!r} cannot run on {model.name or 'this model'}: {e}") from e
-    hashes = {name: method_hash(method) for name, method in methods.items()}
-    for r in store.records:
-        if r.get("method_hash") and r["method_hash"] != hashes.get(r["method"], r["method_hash"]):
-            raise KvjaxError(
-                f"{r['method']!r} is not the method that was recorded under this name: its code, its values, its "
-                "table or the version of kvjax have changed. Choose another --out, or delete the old one"
-            )
-    return hashes
 
 
-def check_cases(cases: Sequence[Case], store: Store) -> dict[tuple[str, str], str]:
-    """Returns the fingerprint of each case by task and key.
-
-    Raises:
-      KvjaxError: a case is incomplete, its metric is unknown or lacks a package, or the store has a record of another
-        case under its key.
-    """
-    fingerprints = {(c.task, c.key): fingerprint(c) for c in cases}
+def check_cases(cases: Sequence[Case]) -> None:
+    """Raises KvjaxError for a case that is incomplete, or whose metric is unknown or lacks a package."""
+    names = collections.Counter((c.task, c.key) for c in cases)
     for c in cases:
-        if (c.follows is None) == (not c.asks):
-            raise KvjaxError(f"case {c.key!r} needs either questions or a text that follows, and not both")
-        if c.follows is not None and not (c.bytes and len(c.follows)):
-            raise KvjaxError(f"case {c.key!r} has {len(c.follows)} tokens and {c.bytes} bytes to follow; give some")
-        for a in c.asks:
-            if a.metric not in METRICS:
-                raise KvjaxError(f"case {c.key!r} asks for metric {a.metric!r}; there are {', '.join(METRICS)}")
-            if not (len(a.prompt) and a.new_tokens > 0 and a.references):
-                raise KvjaxError(f"case {c.key!r} has a question without prompt, tokens to answer, or reference")
+        if names[c.task, c.key] > 1:
+            problem = "is made more than once; a key names one instance"
+        elif (c.follows is None) == (not c.asks):
+            problem = "needs either questions or a text that follows, and not both"
+        elif c.follows is not None and not (c.bytes and len(c.follows)):
+            problem = f"has {len(c.follows)} tokens and {c.bytes} bytes to follow; give some"
+        elif unknown := [a.metric for a in c.asks if a.metric not in METRICS]:
+            problem = f"asks for metric {unknown[0]!r}; there are {', '.join(METRICS)}"
+        elif not all(len(a.prompt) and a.new_tokens > 0 and a.references for a in c.asks):
+            problem = "has a question without prompt, tokens to answer, or reference"
+        else:
+            continue
+        raise KvjaxError(f"case {c.key!r} {problem}")
     for a in {a.metric: a for c in cases for a in c.asks}.values():
         METRICS[a.metric]("", a)  # a missing library is named now, and not after an hour
-    for r in store.records:
-        expected = fingerprints.get((r["task"], r["key"]))
-        if expected not in (None, r.get("case")):
-            raise KvjaxError(
-                f"case {r['key']!r} is not the one that was recorded under this key: it was made with other questions, "
-                "depths, text, data or version of kvjax. Choose another --out, or delete the old one"
+
+
+def check_records(
+    records: Iterable[Mapping[str, Any]], hashes: Mapping[str, str], fingerprints: Mapping[tuple[str, str], str]
+) -> None:
+    """Raises KvjaxError for a record that was made of another method, or of another case, under the same name."""
+    for r in records:
+        if r.get("method_hash") and r["method_hash"] != hashes.get(r["method"], r["method_hash"]):
+            changed = f"{r['method']!r} is not the method that was recorded under this name: its code, values, table"
+        elif fingerprints.get((r["task"], r["key"])) not in (None, r.get("case")):
+            changed = (
+                f"case {r['key']!r} is not the one that was recorded under this key: its questions, depths, text, data"
             )
-    return fingerprints
+        else:
+            continue
+        raise KvjaxError(f"{changed} or the version of kvjax have changed. Choose another --out, or delete the old one")
 
 
 def fingerprint(case: Case) -> str:

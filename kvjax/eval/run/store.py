@@ -105,10 +105,10 @@ def open_store(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]
 
 def read(directory: str | Path) -> list[dict[str, Any]]:
     """Reads the records of a run, also of one that is still going on; raises KvjaxError if there is none."""
-    path = Path(directory) / RECORDS
-    if not path.is_file():
-        raise KvjaxError(f"{directory} has no {RECORDS}; make it: kvjax eval --out {directory}")
-    return _parse_records(path)
+    records = _parse_records(Path(directory) / RECORDS)
+    if not records:
+        raise KvjaxError(f"{directory} holds no {RECORDS} with records; make them: kvjax eval --out {directory}")
+    return records
 
 
 def read_run(directory: str | Path) -> dict[str, Any]:

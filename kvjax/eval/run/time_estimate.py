@@ -20,6 +20,7 @@ from kvjax.eval.run.harness import SPEED_RUNS, SPEED_TOKENS
 from kvjax.eval.tasks.case import Case
 from kvjax.generation.timing import compile_seconds
 from kvjax.models.model import Model
+from kvjax.utils import display
 
 ANNOUNCED_FRACTION = 0.2  # of the run after which an estimate is announced, though some methods have not run yet
 SHORTEST_SECONDS = 10.0  # of a run whose length is announced
@@ -124,32 +125,21 @@ class TimeEstimate:
         self._left = self._predict()
         self._announce_changes()
 
-    @property
-    def _measurements(self) -> list[_Measured]:
-        return list(self._steps.values())
-
     def _predict(self) -> float:
         """Predicts the seconds of the work that is left."""
-        left, before, known = 0.0, self._work[self._done - 1][0], {}
-        shapes = {(m.method, m.step.kind, m.step.shape) for m in self._measurements}
-        exact_shapes = {(m.step.batch_size, m.step.width) for m in self._measurements}
-        read_shapes = {(m.method, m.step.batch_size, m.step.width) for m in self._measurements}
+        left, before = 0.0, self._work[self._done - 1][0]
+        known: dict[tuple[Step, str], float] = {}
+        compiled = {part for step, method in self._steps for part in _compiled_parts(step, method)}
+        has_exact = any(m.exact for m in self._steps.values())  # else every method reads for itself
         for step, method in self._work[self._done :]:
-            if step is not before and step.kind != "speed":
-                left += self._exact_seconds(step)
-                if (step.batch_size, step.width) not in exact_shapes:
-                    left += _mean(m.exact_compile for m in self._measurements if m.exact_compile)
+            if step is not before and step.kind != "speed" and has_exact:
+                left += self._exact_rate() * self._read_flops(step)
             if (step, method) not in known:
-                known[step, method] = self._compress_seconds(step, method) + self._rest_seconds(step, method)
+                known[step, method] = self._method_seconds(step, method)
             left += known[step, method]
-            if (method, step.kind, step.shape) not in shapes:
-                left += self._compile_seconds(step, method)
-            if (method, step.batch_size, step.width) not in read_shapes:
-                own = [m for m in self._measurements if m.method == method] or self._measurements
-                left += _mean(m.compress_compile for m in own if m.compress_compile)
-            shapes.add((method, step.kind, step.shape))
-            read_shapes.add((method, step.batch_size, step.width))
-            exact_shapes.add((step.batch_size, step.width))
+            for part in _compiled_parts(step, method) - compiled:
+                left += self._compile_seconds(part[0], step, method)
+                compiled.add(part)
             before = step
         return left
 
@@ -160,7 +150,7 @@ class TimeEstimate:
     def _announce_changes(self) -> None:
         elapsed = time.perf_counter() - self._start
         total = elapsed + self._left + self._end_seconds
-        is_known = {m.method for m in self._measurements} >= {method for _, method in self._work}
+        is_known = {method for _, method in self._steps} >= {method for _, method in self._work}
         if self._announce is None or self._done == len(self._work) or total < SHORTEST_SECONDS:
             return
         if self._announced:
@@ -169,9 +159,12 @@ class TimeEstimate:
             is_due = is_known or elapsed > ANNOUNCED_FRACTION * total
         if is_due:
             now = "now " if self._announced else ""
+            methods = display.count(len({method for _, method in self._work}), "method")
+            tasks = display.count(len({step.task for step, _ in self._work}), "task")
+            cases = display.count(sum(step.num_cases for step, _ in self._work), "case")
             self._announce(
                 f"{now}about {format_seconds(total)} in all, of which {format_seconds(elapsed)} have passed, for "
-                f"{describe_work(self._work)}"
+                f"{methods}, {tasks} and {cases}"
             )
             self._announced = total
 
@@ -184,89 +177,57 @@ class TimeEstimate:
 
     def _exact_rate(self) -> float:
         """Seconds per unit of work of reading, from the exact reads, or from whole reads where those are not kept."""
-        found = [m for m in self._measurements if m.step.kind != "speed"]
+        found = [m for m in self._steps.values() if m.step.kind != "speed"]
         reads = [m for m in found if m.exact] or found
-        if not reads:
-            return 0.0
-        seconds = sum(m.exact or m.compress for m in reads)
-        return seconds / sum(self._read_flops(m.step) for m in reads)
+        work = sum(self._read_flops(m.step) for m in reads)
+        return sum(m.exact or m.compress for m in reads) / work if work else 0.0
 
-    def _exact_seconds(self, step: Step) -> float:
-        if not any(m.exact for m in self._measurements):
-            return 0.0  # every method reads for itself
-        return self._exact_rate() * self._read_flops(step)
-
-    def _compress_seconds(self, step: Step, method: str) -> float:
-        if step.kind == "speed":
-            return 0.0  # part of the whole run that is measured there
-
-        def rate(m: _Measured) -> float:
-            return m.compress / self._read_flops(m.step)
-
-        return self._rate(step, method, rate, by_task=False) * self._read_flops(step)
-
-    def _rest_seconds(self, step: Step, method: str) -> float:
-        def rate(m: _Measured) -> float:
-            return m.rest / self._rest_units(m.step, m.method)
-
-        return self._rate(step, method, rate) * self._rest_units(step, method)
-
-    def _rest_units(self, step: Step, method: str) -> float:
-        """The work after reading, in steps of decoding, in units of reading, or in seconds."""
-        if step.kind == "answers":
-            return step.amount
+    def _method_seconds(self, step: Step, method: str) -> float:
+        """Predicts a method's own work over a step, as it was measured at steps like this one."""
+        read = self._read_flops(step)
+        compress_rate = self._likeliest(
+            ("answers", "text"), step, method, lambda m: m.compress / self._read_flops(m.step)
+        )
+        compress = read * (compress_rate or 0.0)
         if step.kind == "text":
-            return self._read_flops(step, step.amount)
-        answers = [m for m in self._measurements if m.step.kind == "answers"]
-        own = [m for m in answers if m.method == method] or answers
-        token_seconds = self._exact_rate() * self._read_flops(step) / step.num_reads / step.width / step.batch_size
-        decode = _mean(m.rest / m.step.amount for m in own) if own else DECODE_FLOPS * token_seconds
-        compressed = [m for m in self._measurements if m.method == method and m.step.kind != "speed"]
-        compress = _mean(m.compress / self._read_flops(m.step) for m in compressed) * self._read_flops(step)
-        return self._exact_rate() * self._read_flops(step) + compress + SPEED_RUNS * SPEED_TOKENS * decode
-
-    def _rate(self, step: Step, method: str, rate: Callable[[_Measured], float], *, by_task: bool = True) -> float:
-        """The measured rate of a method on a task; or that of others, times how much slower it was elsewhere."""
-        found = [m for m in self._measurements if not by_task or m.step.kind == step.kind]
-        found = found if by_task else [m for m in found if m.step.kind != "speed"]
-        task = {m.method: [] for m in found if not by_task or m.step.task == step.task}
-        for m in found:
-            if not by_task or m.step.task == step.task:
-                task[m.method].append(rate(m))
-        if method in task:
-            return _mean(task[method])
-        elsewhere = [m for m in found if m.method == method]
-        if task:
-            ratios = []
-            for m in elsewhere:
-                same = [rate(o) for o in found if o.step.task == m.step.task and o.method in task]
-                ratios += [rate(m) / _mean(same)] if same and _mean(same) else []
-            return _mean(_mean(rates) for rates in task.values()) * (_mean(ratios) if ratios else 1.0)
-        if found:
-            return _mean(rate(m) for m in elsewhere or found)
-        # Nothing of the kind has run: texts are read as prompts are, and a speed's unit is a second.
+            rate = self._likeliest(("text",), step, method, lambda m: m.rest / self._read_flops(m.step, m.step.amount))
+            rate = self._exact_rate() if rate is None else rate  # a text is read as a prompt is
+            return compress + rate * self._read_flops(step, step.amount)
+        decode = self._likeliest(("answers",), step, method, lambda m: m.rest / m.step.amount)
+        if decode is None:
+            decode = DECODE_FLOPS * self._exact_rate() * read / (step.num_reads * step.width * step.batch_size)
         if step.kind == "answers":
-            per_token = self._exact_rate() * self._read_flops(step) / step.num_reads / step.width / step.batch_size
-            return DECODE_FLOPS * per_token
-        return self._exact_rate() if step.kind == "text" else 1.0
+            return compress + decode * step.amount
+        speed = self._exact_rate() * read + compress + SPEED_RUNS * SPEED_TOKENS * decode
+        # Where nothing but speed has run, its seconds stand for reading.
+        return speed or read * (
+            self._likeliest(("speed",), step, method, lambda m: m.rest / self._read_flops(m.step)) or 0
+        )
 
-    def _compile_seconds(self, step: Step, method: str) -> float:
-        """Compilation of what follows reading, for a new shape: as at the first shape of the same kind."""
-        first: dict[tuple, float] = {}
-        for m in self._measurements:
-            first.setdefault((m.method, m.step.kind, m.step.shape), m.rest_compile)
-        same_method = {key: seconds for key, seconds in first.items() if key[0] == method}
-        same_kind = {key: seconds for key, seconds in first.items() if key[1] == step.kind}
-        both = {key: seconds for key, seconds in same_method.items() if key in same_kind}
-        # The likest measurements that there are.
-        return _mean((both or same_kind or same_method or first).values())
+    def _likeliest(
+        self, kinds: Sequence[str], step: Step, method: str, value: Callable[[_Measured], float]
+    ) -> float | None:
+        """The mean of a value over the measurements most like a step: of its method and task, its method, or all."""
+        found = [m for m in self._steps.values() if m.step.kind in kinds]
+        own = [m for m in found if m.method == method]
+        same = [m for m in own if m.step.task == step.task]
+        return _mean(map(value, same or own or found)) if found else None
+
+    def _compile_seconds(self, part: str, step: Step, method: str) -> float:
+        """Compilation of a part of a step, as at the first shapes of the same kind and method, if there were any."""
+        found = [m for m in self._steps.values() if getattr(m, part)]
+        kind = [m for m in found if m.step.kind == step.kind]
+        own = [m for m in kind or found if m.method == method]
+        return _mean(getattr(m, part) for m in own or kind or found)
 
 
-def describe_work(work: Sequence[tuple[Step, str]]) -> str:
-    """Returns what a run does, in numbers."""
-    methods, tasks = {method for _, method in work}, {step.task for step, _ in work}
-    num_cases = sum(step.num_cases for step, _ in work)
-    return f"{_count(len(methods), 'method')}, {_count(len(tasks), 'task')} and {_count(num_cases, 'case')}"
+def _compiled_parts(step: Step, method: str) -> set[tuple]:
+    """The programs of a step: a field of `_Measured`, and what its program is compiled for."""
+    parts = {("rest_compile", method, step.kind, step.shape)}
+    if step.kind != "speed":
+        size = step.batch_size, step.width
+        parts |= {("exact_compile", *size), ("compress_compile", method, *size)}
+    return parts
 
 
 def format_seconds(seconds: float) -> str:
@@ -278,10 +239,6 @@ def format_seconds(seconds: float) -> str:
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _mean(values) -> float:

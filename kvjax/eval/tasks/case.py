@@ -71,7 +71,7 @@ class Spec:
             )
         for length in self.lengths:
             arguments.integer("a length", length)
-        for name, least in (("contexts", 1), ("questions", 1), ("depths", 0)):
+        for name, least in (("contexts", 1), ("questions", 1), ("depths", 0), ("seed", 0)):
             arguments.integer(name, getattr(self, name), least)
         for name in ("text", "data"):
             path = getattr(self, name)

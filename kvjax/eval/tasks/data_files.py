@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.tasks.case import Spec
 from kvjax.utils.files import read_text_file
 from kvjax.utils.packages import PackageFile
 
@@ -34,13 +33,6 @@ def read_text(text: Path | str) -> str:
     return "\n\n".join(read_text_file(file, "--text") for file in files)
 
 
-def benchmark_folder(spec: Spec, source: str) -> Path:
-    """Returns the folder of public benchmarks; raises KvjaxError that says by `source` which files to put there."""
-    if spec.data is None:
-        raise KvjaxError(f"this task reads local files: name their folder with `--data DATA`, and put {source}")
-    return Path(spec.data)
-
-
 def read_json_lines(path: Path, fields: Mapping[str, type], source: str) -> Iterator[dict[str, Any]]:
     """Yields the objects of a .jsonl or .jsonl.gz file; empty lines are skipped.
 
@@ -53,7 +45,7 @@ def read_json_lines(path: Path, fields: Mapping[str, type], source: str) -> Iter
       KvjaxError: the file is missing or damaged, or a line is bad; the message has the line's number.
     """
     if not path.is_file():
-        raise KvjaxError(f"{path} is missing; put {source}")
+        raise KvjaxError(f"{path} is missing; name the folder of local files with `--data DATA`, and put {source}")
     open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rb") as file:
         try:
@@ -65,17 +57,22 @@ def read_json_lines(path: Path, fields: Mapping[str, type], source: str) -> Iter
 
 
 def _parse_line(line: bytes, where: str, fields: Mapping[str, type]) -> dict[str, Any]:
+    problem = ""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise KvjaxError(f"{where} is not JSON ({e}); copy the file again") from None
+        row, problem = {}, f" is not JSON ({e}); copy the file again"
     if not isinstance(row, dict):
-        raise KvjaxError(f"{where} is {type(row).__name__}, not an object with the fields {', '.join(fields)}")
-    for name, kind in fields.items():
-        if name not in row:
-            raise KvjaxError(f"{where} has no field {name!r}, only {', '.join(row)}; is it the right file?")
-        if not isinstance(row[name], kind):
-            raise KvjaxError(f"{where}: field {name!r} must be {kind.__name__}, got {row[name]!r:.60}")
-        if kind is list and not (row[name] and all(isinstance(x, str) for x in row[name])):
-            raise KvjaxError(f"{where}: field {name!r} must be a list of at least one text, got {row[name]!r:.60}")
+        problem = f" is {type(row).__name__}, not an object with the fields {', '.join(fields)}"
+    elif not problem:
+        for name, kind in fields.items():
+            value = row.get(name)
+            if name not in row:
+                problem = f" has no field {name!r}, only {', '.join(row)}; is it the right file?"
+            elif not isinstance(value, kind):
+                problem = f": field {name!r} must be {kind.__name__}, got {value!r:.60}"
+            elif kind is list and not (value and all(isinstance(x, str) for x in value)):
+                problem = f": field {name!r} must be a list of at least one text, got {value!r:.60}"
+    if problem:
+        raise KvjaxError(where + problem)
     return row

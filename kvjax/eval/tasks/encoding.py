@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvjax.eval.tasks.case import TooShort
+from kvjax.generation.inputs import round_up
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 
@@ -59,6 +61,30 @@ def encode_prompt(model: Model, text: str) -> EncodedPrompt:
     tokens = zip(encoding.special_tokens_mask, encoding.offsets, strict=True)
     starts = [-1 if special else start for special, (start, _) in tokens]
     return EncodedPrompt(np.array(encoding.ids, np.int32), np.array(starts, np.int32))
+
+
+def fit_largest(
+    task: str, cost: Callable[[int], int], length: int, low: int, high: int = 2**40, prompt_tokens: int = 0
+) -> int:
+    """Returns the largest number of units, of `low` to `high`, that takes at most `length` tokens.
+
+    Args:
+      task: its name, for the error.
+      cost: tokens of a number of units.
+      length: of the units and of `prompt_tokens` more.
+      low: the fewest units.
+      high: the most units.
+      prompt_tokens: tokens of what follows the units, where `cost` does not count it.
+
+    Raises:
+      TooShort: not even `low` fits; the message has a length that is enough: some more than this instance takes, since
+        others have longer words.
+    """
+    n = find_largest(cost, length - prompt_tokens, low, high)
+    if n is None:
+        enough = round_up((cost(low) + prompt_tokens) * 6 // 5, 32)
+        raise TooShort(f"task {task!r} does not fit in {length} tokens; use a length of at least {enough}")
+    return n
 
 
 def find_largest(cost: Callable[[int], int], limit: int, low: int, high: int = 2**40) -> int | None:

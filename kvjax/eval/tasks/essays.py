@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import data_files, haystack, ruler
 from kvjax.eval.tasks.case import Case, Maker, Spec, bind_maker
 from kvjax.eval.tasks.haystack import DistinctStrings, Essay, insert_needles, numbers
 from kvjax.models.model import Model
+from kvjax.utils import arguments
 
 WORDING = haystack.Wording(  # of the package's prompt for Anthropic's models, whose answers are opened too
     "You are a helpful AI bot that answers questions for a user. Keep your response short and direct\n\n<context>\n",
@@ -62,9 +62,7 @@ class CityNumbers:
 
     def draft(self, rng: np.random.Generator, spec: Spec, length: int) -> tuple[ruler.Draft, int]:
         """See `ruler.InstanceKind`; a unit is a word of the essays."""
-        n = spec.questions
-        if n > len(CITIES):
-            raise KvjaxError(f"{n} questions were asked for, but there are {len(CITIES)} cities; use fewer")
+        n = arguments.integer("questions about cities", spec.questions, 1, len(CITIES))
         essay = Essay(spec, rng)
         cities = rng.permutation(CITIES)[:n].tolist()
         values = DistinctStrings(numbers(rng), essay.whole).first(n)

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from kvjax.eval.tasks.encoding import EncodedPrompt, encode_prompt
+from kvjax.models.model import Model
+
+
+def fit_examples(
+    model: Model, examples: Sequence[dict], make_prompt: Callable[[Sequence[dict]], str], length: int
+) -> tuple[int, str, EncodedPrompt]:
+    """Makes a prompt of as many of the examples as it takes at most `length` tokens with, or of none.
+
+    Returns:
+      The number of examples, the prompt, and its tokens.
+    """
+    for num_used in range(len(examples), -1, -1):
+        text = make_prompt(examples[:num_used])
+        encoded = encode_prompt(model, text)
+        if len(encoded.ids) <= length:
+            return num_used, text, encoded
+    return 0, text, encoded
 
 
 def describe_examples(num_used: int, num_wanted: int, num_available: int, train: Path, length: int) -> dict[str, Any]:

@@ -6,14 +6,15 @@ question follows. The examples are the first of train.jsonl; lm-evaluation-harne
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort, bind_maker
-from kvjax.eval.tasks.data_files import benchmark_folder, read_json_lines
-from kvjax.eval.tasks.encoding import encode_prompt
-from kvjax.eval.tasks.examples import describe_examples
+from kvjax.eval.tasks.data_files import read_json_lines
+from kvjax.eval.tasks.examples import describe_examples, fit_examples
 from kvjax.models.model import Model
 
 NUM_EXAMPLES = 8
@@ -28,7 +29,7 @@ SOURCE = (
 
 def make(metric: str, model: Model, spec: Spec) -> Iterator[Case]:
     """Makes the first `spec.contexts` test questions at each length, for "gsm8k_strict" or "gsm8k_flexible"."""
-    directory = benchmark_folder(spec, SOURCE) / "gsm8k"
+    directory = Path(spec.data or "DATA") / "gsm8k"
     train, test = directory / "train.jsonl", directory / "test.jsonl"
     examples = []
     if train.is_file():
@@ -38,12 +39,9 @@ def make(metric: str, model: Model, spec: Spec) -> Iterator[Case]:
     for length, (i, row) in itertools.product(spec.lengths, enumerate(rows)):
         if "#### " not in row["answer"]:
             raise KvjaxError(f"answer {i} of {test} has no line '#### number'")
-        for num_used in range(len(examples), -1, -1):
-            text = make_prompt(examples[:num_used], row["question"])
-            encoded = encode_prompt(model, text)
-            if len(encoded.ids) <= length:
-                break
-        else:
+        make_text = functools.partial(make_prompt, question=row["question"])
+        num_used, text, encoded = fit_examples(model, examples, make_text, length)
+        if len(encoded.ids) > length:
             raise TooShort(
                 f"length {length} is too short: the question {row['question']!r:.60} alone takes {len(encoded.ids)} "
                 "tokens; raise it"

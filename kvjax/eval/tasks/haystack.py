@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
-from kvjax.eval.tasks.case import Ask, Case, Spec, TooShort
+from kvjax.eval.tasks.case import Ask, Case, Spec
 from kvjax.eval.tasks.chat_format import chat_format
-from kvjax.eval.tasks.encoding import find_largest
-from kvjax.generation.inputs import round_up
+from kvjax.eval.tasks.encoding import fit_largest
 from kvjax.models.model import Model
 from kvjax.testbed import tasks
+from kvjax.utils import arguments
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 NEEDLE_QUESTION = "What is the best thing to do in San Francisco?"
@@ -77,31 +76,16 @@ def needle_cases(task: str, model: Model, spec: Spec, wording: Wording) -> Itera
             text = insert_needles(essay.words(n), [NEEDLE], [depth])[0].rstrip()
             return chat.encode_context(wording.before + text + wording.after)
 
-        n = fit_haystack(task, lambda n, encode=encode, prompt=prompt: len(encode(n)) + len(prompt), length, 1)
+        n = fit_largest(task, lambda n, encode=encode, prompt=prompt: len(encode(n)) + len(prompt), length, 1)
         ask = Ask(prompt, "contains_all", PHRASES, NEW_TOKENS, about={"depth": depth})
         yield Case(task, key, encode(n), (ask,), about={"length": length, "depth": depth})
 
 
 def _needle_places(task: str, spec: Spec) -> Iterator[tuple[str, int, float, int]]:
     """(key, length, depth, number) of each case."""
-    if not 1 <= spec.depths <= 101:
-        raise KvjaxError(f"{spec.depths} depths were asked for; use 1 to 101")
-    for length, depth in itertools.product(spec.lengths, np.linspace(0, 1, spec.depths).tolist()):
+    num_depths = arguments.integer("depths", spec.depths, 1, 101)
+    for length, depth in itertools.product(spec.lengths, np.linspace(0, 1, num_depths).tolist()):
         yield from ((f"{task}/{length}/{depth:.2f}/{i}", length, depth, i) for i in range(spec.contexts))
-
-
-def fit_haystack(task: str, cost: Callable[[int], int], length: int, low: int) -> int:
-    """Returns the largest haystack, in units, at least `low`, that costs at most `length` tokens.
-
-    Raises:
-      TooShort: not even `low` fits; the message has a length that is enough: some more than this instance takes, since
-        others have longer words.
-    """
-    n = find_largest(cost, length, low)
-    if n is None:
-        enough = round_up(cost(low) * 6 // 5, 32)
-        raise TooShort(f"task {task!r} does not fit in {length} tokens; use a length of at least {enough}")
-    return n
 
 
 class Essay:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker, check_lengths
-from kvjax.eval.tasks.data_files import benchmark_folder, read_json_lines
+from kvjax.eval.tasks.data_files import read_json_lines
 from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.models.model import Model
 
@@ -145,7 +146,7 @@ def make(task: str, model: Model, spec: Spec) -> Iterator[Case]:
     """Makes the first `spec.contexts` examples of one task at each length; `spec.data` is DATA."""
     check_lengths(spec)
     settings, source = TASKS[task], SOURCE.format(task=task)
-    directory = benchmark_folder(spec, source) / "longbench"
+    directory = Path(spec.data or "DATA") / "longbench"
     fields = FIELDS | ({"all_classes": list} if "classification" in settings.metric else {})
     rows = list(itertools.islice(read_json_lines(directory / f"{task}.jsonl", fields, source), spec.contexts))
     head, tail, chat = "", "", directory / "chat.txt"

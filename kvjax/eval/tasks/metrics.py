@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import importlib
 import re
 import string
 from collections.abc import Callable, Sequence
@@ -15,17 +14,10 @@ from typing import Any
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask
+from kvjax.utils.packages import import_optional
 
 Metric = Callable[[str, Ask], float]
 Pair = Callable[[str, str], float]
-
-
-def import_optional(name: str) -> Any:
-    """Imports a module of the optional extra `eval`; raises KvjaxError with the command that installs it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as e:
-        raise KvjaxError(f'this metric needs the package of {name!r}: pip install "kvjax[eval]"') from e
 
 
 def best_reference(pair: Pair) -> Metric:
@@ -152,12 +144,12 @@ def edit_similarity(text: str, reference: str) -> float:
     """
     lines = text.lstrip("\n").split("\n")
     line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
-    return round(import_optional("rapidfuzz").fuzz.ratio(line, reference)) / 100
+    return round(import_optional("rapidfuzz", "this metric needs").fuzz.ratio(line, reference)) / 100
 
 
 def similarity(text: str, reference: str) -> float:
     """The Indel similarity of two texts of any number of lines, white space at their ends aside."""
-    return import_optional("rapidfuzz").fuzz.ratio(text.rstrip(), reference.rstrip()) / 100
+    return import_optional("rapidfuzz", "this metric needs").fuzz.ratio(text.rstrip(), reference.rstrip()) / 100
 
 
 def _gsm8k(text: str, reference: str, pattern: str, index: int) -> float:
@@ -176,7 +168,7 @@ def _gsm8k(text: str, reference: str, pattern: str, index: int) -> float:
 
 @functools.cache
 def _rouge_scorer(kind: str) -> Any:
-    return import_optional("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=True)
+    return import_optional("rouge_score.rouge_scorer", "this metric needs").RougeScorer([kind], use_stemmer=True)
 
 
 def rouge_score(kind: str) -> Metric:

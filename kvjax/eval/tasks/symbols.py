@@ -103,26 +103,25 @@ class SymbolTask:
 
 def make_instance(task: str, make: Callable[[int], Instance], length: int) -> Instance:
     """Calls make(length); raises TooShort with the smallest length that works if this one is too small."""
+
+    def fits(n: int) -> bool:
+        try:
+            return make(n) is not None
+        except ValueError:
+            return False
+
     try:
         return make(length)
     except ValueError as e:
         low, high = length, 2 * length + 1
-        # Double until it fits, then bisect: the error names a length that works.
-        while not _fits(make, high):
+        # Double until it fits, then bisect: the error names a length that works, if any does.
+        while not fits(high) and high <= 2**24:
             low, high = high, 2 * high
-            if high > 2**24:
-                raise KvjaxError(f"task {task!r} cannot be made: {e}") from e
-        while high - low > 1:
+        while high - low > 1 and high <= 2**24:
             middle = (low + high) // 2
-            low, high = (low, middle) if _fits(make, middle) else (middle, high)
-        raise TooShort(f"task {task!r} does not fit in {length} tokens; use a length of at least {high}") from None
-
-
-def _fits(make: Callable[[int], Instance], length: int) -> bool:
-    try:
-        return make(length) is not None
-    except ValueError:
-        return False
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        remedy = f"use a length of at least {high}" if high <= 2**24 else f"nor in any other length: {e}"
+        raise TooShort(f"task {task!r} does not fit in {length} tokens; {remedy}") from e
 
 
 def instance_case(

@@ -10,9 +10,8 @@ import numpy as np
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
-from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, TooShort, bind_maker
-from kvjax.eval.tasks.encoding import context_ids, find_largest, prompt_ids
-from kvjax.generation.inputs import round_up
+from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker
+from kvjax.eval.tasks.encoding import context_ids, fit_largest, prompt_ids
 from kvjax.models.model import Model
 
 PREDICTED_TOKENS = 256  # after a context, or as many as the context has if these are fewer
@@ -27,7 +26,11 @@ def ppl(model: Model, spec: Spec) -> Iterator[Case]:
     """Sliding perplexity: tokens predicted after contexts at even distances in a text, in bits per byte."""
     make_windows = _byte_windows if symbols.knows_symbols(model) else _text_windows
     for length in spec.lengths:
-        for i, (ids, num_bytes) in enumerate(make_windows(model, spec, length, min(PREDICTED_TOKENS, length))):
+        num_predicted = min(PREDICTED_TOKENS, length)
+        windows, num_tokens = make_windows(model, spec, length, num_predicted)
+        if not windows:
+            raise _too_few_tokens(spec, num_tokens, length, num_predicted)
+        for i, (ids, num_bytes) in enumerate(windows):
             key, about = f"ppl/{length}/{i}", {"length": length}
             yield Case("ppl", key, ids[:length], follows=ids[length:], bytes=num_bytes, about=about)
 
@@ -42,21 +45,23 @@ def _too_few_tokens(spec: Spec, num_tokens: int, length: int, num_predicted: int
     )
 
 
-def _byte_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> list[tuple[np.ndarray, int]]:
-    """(ids i32[length + num_predicted], bytes of the predicted ones) of each window, for the shipped model."""
+Windows = tuple[list[tuple[np.ndarray, int]], int]
+"""(ids i32[length + num_predicted], bytes of the predicted ones) of each window, and the tokens of a too short text."""
+
+
+def _byte_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> Windows:
+    """Windows for the shipped model."""
     tokens, total = symbols.source_tokens(spec), length + num_predicted
     num_windows = len(tokens) // total
-    if not num_windows:
-        raise _too_few_tokens(spec, len(tokens), length, num_predicted)
     # Even distances over the whole text, and no two windows overlap.
     starts = np.linspace(0, num_windows - 1, min(spec.contexts, num_windows)).astype(int) * total
     windows = [tokens[start : start + total].astype(np.int32) for start in starts]
     # Markers between files are tokens, but no bytes of the text.
-    return [(ids, int((ids[length:] < 256).sum())) for ids in windows]
+    return [(ids, int((ids[length:] < 256).sum())) for ids in windows], len(tokens)
 
 
-def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> list[tuple[np.ndarray, int]]:
-    """The same for other models: each window starts at a line, and opens as the tokenizer opens a text."""
+def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> Windows:
+    """Windows for other models: each starts at a line, and opens as the tokenizer opens a text."""
     text, tokenizer, total = symbols.read_source(spec), model.text_tokenizer(), length + num_predicted
     span = total  # characters, grown until every window has its tokens
     while True:
@@ -71,9 +76,9 @@ def _text_windows(model: Model, spec: Spec, length: int, num_predicted: int) -> 
             predicted = text[start + encoding.offsets[length][0] : start + encoding.offsets[total][0]]
             windows.append((np.array(encoding.ids[:total], np.int32), len(predicted.encode())))
         else:
-            return windows
+            return windows, 0
         if span == len(text):
-            raise _too_few_tokens(spec, len(encoding.ids) - 1, length, num_predicted)
+            return [], len(encoding.ids) - 1
         span = span * 3 // 2
 
 
@@ -91,7 +96,9 @@ def make_completion(task: str, model: Model, spec: Spec) -> Iterator[Case]:
     for length, i in itertools.product(spec.lengths, range(spec.contexts)):
         # Both tasks share this stream, so that both metrics score the same instances.
         target = int(symbols.instance_generator(spec, "completion", length, i).choice(candidates))
-        context, prompt = cut(model, spec, lines, target, length)
+        context, prompt, is_enough = cut(model, lines, target, length)
+        if not is_enough:
+            raise _too_few_tokens(spec, len(context), length, 0)
         reference = lines[target].strip() if metric == "exact" else lines[target].rstrip()
         ask = Ask(prompt, metric, (reference,), NEW_BYTES if has_symbols else NEW_TOKENS, stop)
         yield Case(task, f"{task}/{length}/{i}", context, (ask,), about={"length": length})
@@ -102,36 +109,25 @@ def _lines_before(lines: Sequence[str], target: int, n: int) -> str:
     return "".join(lines[(target - n + j) % len(lines)] for j in range(n))
 
 
-def _text_context(
-    model: Model, spec: Spec, lines: Sequence[str], target: int, length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(context, prompt): as many lines as fit into `length` tokens together with the prompt."""
+def _text_context(model: Model, lines: Sequence[str], target: int, length: int) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(context, prompt, whether there were more lines): the lines that fit into `length` tokens with the prompt."""
     tokenizer = model.text_tokenizer()
     prompt = prompt_ids(tokenizer, NEXT)
 
     def encode_lines(n: int) -> np.ndarray:
         return context_ids(tokenizer, COMPLETE + _lines_before(lines, target, n))
 
-    n = find_largest(lambda n: len(encode_lines(n)), length - len(prompt), 1, len(lines) - 1)
-    if n is None:
-        enough = round_up((len(encode_lines(1)) + len(prompt)) * 6 // 5, 32)
-        raise TooShort(f"code completion does not fit in {length} tokens; use a length of at least {enough}")
-    if n == len(lines) - 1:
-        raise _too_few_tokens(spec, len(encode_lines(n)), length, 0)
-    return encode_lines(n), prompt
+    n = fit_largest("completion", lambda n: len(encode_lines(n)), length, 1, len(lines) - 1, len(prompt))
+    return encode_lines(n), prompt, n < len(lines) - 1
 
 
-def _byte_context(
-    model: Model, spec: Spec, lines: Sequence[str], target: int, length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """(context, prompt) for the shipped model: exactly `length` bytes, and the line before the target."""
+def _byte_context(model: Model, lines: Sequence[str], target: int, length: int) -> tuple[np.ndarray, np.ndarray, bool]:
+    """The same for the shipped model: exactly `length` bytes, and the line before the target."""
     prompt, n = lines[(target - 1) % len(lines)].encode(), 1
     while len(before := _lines_before(lines, target - 1, n).encode()) < length and n < len(lines) - 2:
         n = min(4 * n, len(lines) - 2)
-    if len(before) < length:
-        raise _too_few_tokens(spec, len(before), length, 0)
     context, question = (np.frombuffer(x, np.uint8).astype(np.int32) for x in (before[-length:], prompt))
-    return context, question
+    return context, question, len(before) >= length
 
 
 COMPLETION: dict[str, Maker] = {

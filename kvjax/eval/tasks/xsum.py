@@ -7,13 +7,14 @@ Examples are left out until the prompt fits into `Spec.lengths`; a prompt that i
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker, check_lengths
-from kvjax.eval.tasks.data_files import benchmark_folder, read_json_lines
-from kvjax.eval.tasks.encoding import encode_prompt
-from kvjax.eval.tasks.examples import describe_examples
+from kvjax.eval.tasks.data_files import read_json_lines
+from kvjax.eval.tasks.examples import describe_examples, fit_examples
 from kvjax.models.model import Model
 
 NUM_EXAMPLES = 3  # H2O's; HELM's own default is 5
@@ -32,7 +33,7 @@ SOURCE = (
 def make(rouge: str, model: Model, spec: Spec) -> Iterator[Case]:
     """Makes the first `spec.contexts` test articles at each length; rouge: "1", "2" or "l"."""
     check_lengths(spec)
-    directory = benchmark_folder(spec, SOURCE) / "xsum"
+    directory = Path(spec.data or "DATA") / "xsum"
     test, train = directory / "test.jsonl", directory / "train.jsonl"
     first = next(read_json_lines(test, {}, SOURCE), {})
     has_prompts = "article" in first and "document" not in first
@@ -43,11 +44,7 @@ def make(rouge: str, model: Model, spec: Spec) -> Iterator[Case]:
         examples = list(itertools.islice(filter(_passes_filter, read_json_lines(train, FIELDS, SOURCE)), NUM_EXAMPLES))
     task = f"xsum.rouge_{rouge}"
     for length, (i, row) in itertools.product(spec.lengths, enumerate(rows)):
-        for num_used in range(len(examples), -1, -1):
-            text = make_prompt(examples[:num_used], row)
-            encoded = encode_prompt(model, text)
-            if len(encoded.ids) <= length:
-                break
+        num_used, text, encoded = fit_examples(model, examples, functools.partial(make_prompt, row=row), length)
         encoded = encoded.truncate_middle(length, 0, len(text))
         context, question = encoded.split(text.rfind(QUESTION) if QUESTION in text else len(text))
         summary = row["summary_gt"] if has_prompts else _first_words(row["summary"])

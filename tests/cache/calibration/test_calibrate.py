@@ -98,7 +98,10 @@ def test_from_the_command_line_to_a_method(tmp_path, capsys):
         (["basis", "testbed", "out", "--text", "TEXT"], "unknown kind of table 'basis'; there are "),
         (["bases:rank=4", "testbed", "out", "--text", "TEXT"], "'bases:rank=4' is no kind of table: bases has heads="),
         (["bases", "testbed", "out", "--text", "TEXT"], "the text has 2 tokens, and 65536 were asked for"),
-        (["bases", "testbed", "out", "--text", "TEXT", "--context=9", "--tokens=8"], "one context of 9 tokens, got 8"),
+        (
+            ["bases", "testbed", "out", "--text", "TEXT", "--context=9", "--tokens=8"],
+            "tokens must be an integer from 9 to 2147483647, got 8; give at least one context",
+        ),
     ],
 )
 def test_what_cannot_be_calibrated_says_why(arguments, says, tmp_path, capsys):

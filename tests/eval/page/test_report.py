@@ -10,6 +10,7 @@ import pytest
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import paired_difference, report
+from kvjax.eval.run import eval_command
 from tests.eval import fake_run
 from tests.helpers import browser
 
@@ -181,38 +182,23 @@ def test_headings_sort_and_lengths_switch_in_a_browser(path, tmp_path):
         assert tab.complaints() == []
 
 
-def records(directory, *lines):
-    (directory / "records.jsonl").write_bytes("\n".join(lines).encode())
-    return directory
-
-
-GOOD = json.dumps(fake_run.speed("full", 512))
-
-
-def test_no_records_say_what_writes_them(tmp_path):
-    with pytest.raises(KvjaxError, match="has no records.jsonl; .*kvjax eval --out"):
-        report.write(tmp_path)
-    with pytest.raises(KvjaxError, match="holds no records"):
-        report.read(records(tmp_path, '{"meth'))
-
-
-def test_a_torn_last_line_is_left_out_and_others_are_named(tmp_path):
-    assert len(report.read(records(tmp_path, GOOD, '{"method": "ka'))) == 1
-    with pytest.raises(KvjaxError, match="line 2 of .* is no JSON"):
-        report.read(records(tmp_path, GOOD, '{"method": "ka', GOOD, ""))
-    with pytest.raises(KvjaxError, match="line 1 of .* has no 'task'"):
-        report.read(records(tmp_path, '{"method": "full"}', GOOD))
-    with pytest.raises(KvjaxError, match="line 1 of .* is list"):
-        report.read(records(tmp_path, "[]", GOOD))
-
-
 def test_without_run_json_and_with_unknown_fields(tmp_path):
     more = fake_run.record("full", "ppl", 512, 0, fake_run.np.random.default_rng(0)) | {"unheard_of": [1]}
-    text = report.write(records(tmp_path, GOOD, json.dumps(more), "")).read_text(encoding="utf-8")
+    lines = [fake_run.speed("full", 512), more]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = report.write(tmp_path).read_text(encoding="utf-8")
     assert "The directory has no run.json" in text
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(KvjaxError, match="run.json is damaged"):
+    with pytest.raises(KvjaxError, match="run.json is missing or damaged"):
         report.write(tmp_path)
+
+
+def test_the_command_says_what_to_do_without_run_json(tmp_path, capsys):
+    fake_run.write(tmp_path, methods=["full"], tasks=["niah"], lengths=[512], cases=1)
+    (tmp_path / "run.json").unlink()
+    eval_command.render(tmp_path)
+    error = capsys.readouterr().err
+    assert "has records but no run.json" in error and "copy it again" in error
 
 
 def test_tasks_without_a_length_of_their_own():

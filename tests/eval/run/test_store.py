@@ -1,13 +1,16 @@
-"""Records on disk: the remains of a killed process, the lock of a writer, and what a run may be continued with."""
+"""Records on disk: the remains of a killed process, what a run may be continued with, and damage, which is named."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import store
+from tests.eval import fake_run
 
 RUN = {
     "model": "m",
@@ -70,15 +73,6 @@ def test_a_torn_last_line_is_dropped_and_its_case_done_again(tmp_path, torn):
     assert path.read_bytes().startswith(whole) and path.read_bytes().count(b"\n") == 2
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
-    write(tmp_path, record(0), record(1))
-    path = tmp_path / store.RECORDS
-    lines = path.read_text().split("\n")
-    path.write_text("\n".join([lines[0], lines[1][5:], ""]))
-    with pytest.raises(KvjaxError, match="line 2 of .* is no JSON.*delete that line"):
-        write(tmp_path, record(2))
-
-
 def test_one_writer_at_a_time(tmp_path):
     with store.open_store(tmp_path, RUN) as s:
         with (
@@ -124,7 +118,7 @@ def test_a_run_grows(tmp_path):
 
 @pytest.mark.parametrize("damage", [None, "{", "[1]", '{"methods": 5}', "[" * 100_000])
 def test_a_lost_or_damaged_run_json_is_named(tmp_path, damage):
-    with pytest.raises(KvjaxError, match="has no records.jsonl; make it: kvjax eval --out"):
+    with pytest.raises(KvjaxError, match="holds no records.jsonl with records; make them: kvjax eval --out"):
         store.read(tmp_path)
     write(tmp_path, record(0))
     (tmp_path / store.RUN).unlink()
@@ -140,9 +134,77 @@ def test_a_number_that_is_none_is_refused_before_anything_is_written(tmp_path):
     for value in (float("nan"), {1, 2}):
         with pytest.raises(KvjaxError, match=says), store.open_store(tmp_path, RUN) as s:
             s.append([record(0), record(1, bits=value)])
-    assert store.read(tmp_path) == [] and not (tmp_path / store.RUN).exists()
+    assert not (tmp_path / store.RECORDS).read_bytes() and not (tmp_path / store.RUN).exists()
 
 
 def test_the_digest_is_that_of_the_checkpoint():
     assert len(store.digest("testbed")) == 64 and store.digest("random") is None
     json.dumps(store.machine())
+
+
+ABSENT = object()
+
+
+def line_error(directory, line) -> str:
+    """The error of reading a directory whose second line is this one."""
+    (directory / store.RECORDS).write_text("\n".join([json.dumps(record(0)), line, json.dumps(record(2)), ""]))
+    with pytest.raises(KvjaxError) as e:
+        store.read(directory)
+    with pytest.raises(KvjaxError, match="line 2 of "), store.open_store(directory, RUN):
+        pass
+    return str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"scores": ["1"]}, "['1'] as 'scores', which must be numbers from 0 to 1"),
+        ({"scores": [1e9]}, "as 'scores'"),
+        ({"scores": [-0.1]}, "as 'scores'"),
+        ({"scores": [float("nan")]}, "as 'scores'"),
+        ({"scores": [float("inf")]}, "as 'scores'"),
+        ({"scores": 1}, "1 as 'scores', which must be a list"),
+        ({"bytes": None}, "None as 'bytes', which must be a dict"),
+        ({"method": ["full"]}, "as 'method', which must be a str"),
+        ({"key": None}, "as 'key', which must be a str"),
+        *(({name: ABSENT}, f"has no '{name}'") for name in ("method", "task", "key", "scores", "bytes")),
+    ],
+)
+def test_a_damaged_record_is_named_with_its_line_and_the_remedy(tmp_path, changes, says):
+    damaged = {name: value for name, value in (record(1) | changes).items() if value is not ABSENT}
+    error = line_error(tmp_path, json.dumps(damaged))
+    assert "line 2 of " in error and says in error and "delete that line, and `kvjax eval` does its case again" in error
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[1]", "{'a': 1}", '"method": 1}'])
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    assert "delete that line" in line_error(tmp_path, line)
+
+
+def test_what_a_run_writes_can_be_read_again(tmp_path):
+    lines = [*fake_run.records(["full", "offload"], ["niah", "ppl", "turns.recall"], [512], 2)]
+    write(tmp_path, *lines)
+    assert store.read(tmp_path) == lines
+    with pytest.raises(KvjaxError, match="the record of full on niah/9 has .* as 'scores'.*mend the task"):
+        write(tmp_path, record(9, scores=[2.0]))
+    assert store.read(tmp_path) == lines
+
+
+def test_places_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError), store.open_store(tmp_path / "file" / "out", RUN):
+        pass
+    write(tmp_path, record(0))
+
+    def raise_disk_full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", raise_disk_full)
+        with pytest.raises(KvjaxError, match="cannot write .*No space left"):
+            write(tmp_path, record(1))
+    assert store.read_run(tmp_path) == RUN and sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ["file", store.RECORDS, store.RUN]
+    )
+    write(tmp_path, record(1))
+    assert store.read(tmp_path)[0] == record(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from datetime import datetime
 
@@ -123,13 +122,7 @@ def test_a_template_that_hides_messages_is_told(site, source):
     assert make_cases("turns.essays", make_chat_model(source), chat=False)
 
 
-def test_the_command_takes_chat_and_says_at_once_that_there_is_no_template(monkeypatch, capsys):
-    args = argparse.Namespace(contexts=1, questions=1, depths=1, batch=1, lengths="8", seed=0, text=None, data=None)
-    assert [eval_command.make_spec(argparse.Namespace(**vars(args), chat=x)).chat for x in (None, True, False)] == [
-        None,
-        True,
-        False,
-    ]
+def test_the_command_says_at_once_that_there_is_no_template(monkeypatch, capsys):
     monkeypatch.setattr(eval_command, "load", lambda *_, **__: BYTES)
     assert cli.main(["eval", "--chat", "--tasks", "niah"]) == 2
     assert "this model has no chat template, which --chat asks for" in capsys.readouterr().err

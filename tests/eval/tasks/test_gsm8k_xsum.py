@@ -123,7 +123,7 @@ def test_xsum_takes_h2os_lines(tmp_path):
 
 
 def test_errors_name_the_file(tmp_path, gsm8k):
-    with pytest.raises(KvjaxError, match="xsum/test.jsonl is missing; put .*EdinburghNLP/xsum .* DATA/xsum/test.jsonl"):
+    with pytest.raises(KvjaxError, match="xsum/test.jsonl is missing; .*EdinburghNLP/xsum .* DATA/xsum/test.jsonl"):
         cases("xsum.rouge_1", tmp_path)
     write(tmp_path / "gsm8k" / "test.jsonl", [solved_problem(1), {"question": "x", "answer": "1"}])
     with pytest.raises(KvjaxError, match="answer 1 of .*test.jsonl has no line '#### number'"):

@@ -65,7 +65,7 @@ def test_symbol_needles_are_at_their_depth():
 
 def test_depths_and_lengths_that_do_not_work():
     for depths in (0, 102):
-        with pytest.raises(KvjaxError, match=f"{depths} depths were asked for; use 1 to 101"):
+        with pytest.raises(KvjaxError, match=f"depths must be an integer from 1 to 101, got {depths}"):
             make_cases(OURS, Spec((600,), depths=depths))
     assert len({c.key for c in make_cases(OURS, Spec((600,), 1, depths=101))}) == 101
     with pytest.raises(KvjaxError, match="'niah' does not fit in 5 tokens; use a length of at least 6$"):

@@ -1,5 +1,6 @@
 """LongBench from small files in the official format."""
 
+import gzip
 import hashlib
 import json
 
@@ -9,6 +10,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import models, pre_tokenizers, processors
 
 from kvjax.errors import KvjaxError
+from kvjax.eval.tasks import data_files
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.encoding import encode_prompt
 from kvjax.eval.tasks.longbench import TASKS
@@ -144,7 +146,7 @@ def test_a_token_across_the_border_belongs_to_the_context():
 def test_errors_name_the_file_and_the_line(data, tmp_path):
     with pytest.raises(KvjaxError, match="--data DATA.*qasper.jsonl of the Hugging Face data set THUDM/LongBench"):
         cases(None)
-    with pytest.raises(KvjaxError, match="musique.jsonl is missing; put the file musique.jsonl of .* at DATA"):
+    with pytest.raises(KvjaxError, match="musique.jsonl is missing; .*put the file musique.jsonl of .* at DATA"):
         cases(data(), "musique")
     with pytest.raises(KvjaxError, match="line 2 has no field 'answers', only input, context"):
         cases(data(rows=[row(), {"input": "", "context": ""}]))
@@ -163,6 +165,20 @@ def test_errors_name_the_file_and_the_line(data, tmp_path):
         cases(tmp_path)
     with pytest.raises(KvjaxError, match="length 8 is too short"):
         cases(data(), lengths=(8,))
+
+
+def test_files_that_were_damaged_are_named(tmp_path):
+    def read(name: str, content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        list(data_files.read_json_lines(tmp_path / name, {"text": str}, "it there"))
+
+    for line in (b'{"text": "\xff"}', b"[" * 100_000):
+        with pytest.raises(KvjaxError, match="rows.jsonl, line 2 is not JSON .*copy the file again"):
+            read("rows.jsonl", b'{"text": "a"}\n' + line + b"\n")
+    packed = gzip.compress(json.dumps({"text": "a" * 1000}).encode())
+    for damaged in (packed[:-9], b"no gzip"):
+        with pytest.raises(KvjaxError, match="rows.jsonl.gz is damaged .*copy it again"):
+            read("rows.jsonl.gz", damaged)
 
 
 def test_every_task_has_a_line_of_its_own_in_lists():

@@ -12,7 +12,8 @@ from rouge_score import rouge_scorer
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks.case import Ask
-from kvjax.eval.tasks.metrics import METRICS, import_optional
+from kvjax.eval.tasks.metrics import METRICS
+from kvjax.utils.packages import import_optional
 
 
 def score(metric, text, *references, options=()):
@@ -177,4 +178,4 @@ def test_errors_say_what_to_do():
     with pytest.raises(KvjaxError, match="'Paragraph 7', got 'Absatz 3'"):
         score("retrieval", "3", "Absatz 3")
     with pytest.raises(KvjaxError, match=r"pip install \"kvjax\[eval\]\""):
-        import_optional("no_such_package")
+        import_optional("no_such_package", "this metric needs")

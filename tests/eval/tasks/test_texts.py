@@ -111,7 +111,7 @@ def test_text_without_code(tmp_path):
     file.write_text("only words here\n" * 50)
     with pytest.raises(KvjaxError, match="has no line of code to complete"):
         make_cases("completion", BYTES, Spec((100,), 1, text=file))
-    with pytest.raises(KvjaxError, match="code completion does not fit in 20 tokens; use a length of at least 1"):
+    with pytest.raises(KvjaxError, match="'completion' does not fit in 20 tokens; use a length of at least 1"):
         make_cases("completion", BYTES, Spec((20,), 1))
 
 
