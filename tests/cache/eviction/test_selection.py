@@ -133,7 +133,7 @@ def test_a_traced_budget_below_what_is_protected_keeps_the_sinks_then_the_newest
         (lambda: Chunk(2, "min"), "score must be one of 'sum', 'mean', 'max', got 'min'"),
         (
             lambda: select(*random_scores(), np.full(3, 9, np.int32), 9, 2, 2, Token(), "row"),
-            "`per` in .*must be 'head' or 'layer'",
+            "scope must be one of 'head', 'layer'",
         ),
     ],
 )
