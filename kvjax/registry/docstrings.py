@@ -61,15 +61,20 @@ def _join_lines(text: str) -> str:
 def check_docstring(name: str, docs: MethodDocs, parameters: list[str]) -> None:
     """Raises KvjaxError unless the docstring of one of kvjax's own methods is complete."""
     missing = [part for part in ("summary", "formula", "differs", "reference") if not getattr(docs, part)]
+    undescribed = [parameter for parameter in parameters if parameter not in docs.args]
+    unknown = [parameter for parameter in docs.args if parameter not in parameters]
     if missing:
-        raise KvjaxError(
+        problem = (
             f"the docstring of {name} has no {', '.join(missing)}; a method of kvjax has a summary and the sections "
             "`Formula:`, `Differs:`, `Args:` and `Reference:`"
         )
-    if undescribed := [parameter for parameter in parameters if parameter not in docs.args]:
-        raise KvjaxError(f"`Args:` of {name} does not describe {', '.join(undescribed)}")
-    if unknown := [parameter for parameter in docs.args if parameter not in parameters]:
-        raise KvjaxError(f"`Args:` of {name} describes {', '.join(unknown)}, which it does not have")
+    elif undescribed:
+        problem = f"`Args:` of {name} does not describe {', '.join(undescribed)}"
+    elif unknown:
+        problem = f"`Args:` of {name} describes {', '.join(unknown)}, which it does not have"
+    else:
+        return
+    raise KvjaxError(problem)
 
 
 def resolve_meaning(parameter: str, docs: MethodDocs, methods: dict[str, MethodDocs]) -> str:

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import numbers
 import os
-import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast, overload
@@ -243,13 +242,6 @@ def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> 
 
 def import_builtin_methods() -> dict[str, MethodEntry]:
     """Imports every file of `kvjax/methods/`, so that it registers its methods."""
-    for name in _builtin_modules():
-        importlib.import_module(name)
+    for name in importlib.import_module(BUILTIN_PACKAGE).__all__:
+        importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")
     return REGISTRY
-
-
-@functools.cache
-def _builtin_modules() -> tuple[str, ...]:
-    """The files of `kvjax/methods/`, cached because every string of a method asks for them."""
-    path = importlib.import_module(BUILTIN_PACKAGE).__path__
-    return tuple(f"{BUILTIN_PACKAGE}.{module.name}" for module in pkgutil.iter_modules(path))
