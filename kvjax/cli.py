@@ -269,7 +269,7 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from kvjax.generation import checks
+    from kvjax.generation import user_warnings
 
     method = kvjax.parse(args.method)
     part_of = {name: "chat" for name in ("system", "tools", "documents", "chat_template_kwargs")} | {"logprobs": "json"}
@@ -292,7 +292,7 @@ def _generate(args: argparse.Namespace) -> None:
         print(json.dumps(out.to_json() | {"method": args.method}, indent=2))
         return
     out = _print_texts(model, prompts, method, options)
-    checks.warn_of_no_saving(method, out.bytes)
+    user_warnings.warn_of_no_saving(method, out.bytes)
     times = f"prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s"
     compiling = f"compilation {out.compile_seconds:.1f} s"
     print(f"{args.method}: {out.bytes}; {times}, {compiling}", file=sys.stderr)

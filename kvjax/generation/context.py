@@ -18,7 +18,7 @@ from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
-from kvjax.generation import checks, save
+from kvjax.generation import save, user_warnings
 from kvjax.generation.extend_prefix import read_after_prefix
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, check_room, round_up, token_ids
 from kvjax.generation.model_calls import Decoded, capacity_for, extend_padded, last_logits, run_prompts, teacher_force
@@ -292,7 +292,7 @@ def read(
     plan = bind(method, model.config)
     last, cache = run_prompts(model, plan, ids, capacity, chunk=chunk, width=width, progress=progress, timer=timer)
     context = Context(model, cache, last, method, timer.run_seconds, ids)
-    checks.warn_of_no_saving(method, context.bytes)
+    user_warnings.warn_of_no_saving(method, context.bytes)
     return context
 
 

@@ -8,7 +8,7 @@ from typing import Unpack
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
-from kvjax.generation import checks
+from kvjax.generation import user_warnings
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, token_ids
 from kvjax.generation.model_calls import capacity_for, extend_timed, inputs_after_cache, last_logits, run_prompts
 from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
@@ -79,7 +79,7 @@ def generate(
     """
     out = start(model, prompts, method, capacity=capacity, cache=cache, **options).finish()
     if method is not None:
-        checks.warn_of_no_saving(method_of(method), out.bytes)
+        user_warnings.warn_of_no_saving(method_of(method), out.bytes)
     return out
 
 

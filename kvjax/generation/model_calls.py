@@ -18,7 +18,7 @@ from kvjax.engine import prefill as engine_prefill
 from kvjax.engine.forward import Plan, Progress, exact_logits
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
-from kvjax.generation import checks
+from kvjax.generation import user_warnings
 from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, check_room, pad, place, round_up, token_ids
@@ -121,7 +121,7 @@ def run_prompts(
         raise KvjaxError("this method feeds a prompt in chunks of its own; leave `chunk` out")
     padded = width or round_up(max(lengths))
     tokens_at_once = chunk or method_chunk or padded
-    checks.warn_of_positions(model, plan, 0, max(lengths))
+    user_warnings.warn_of_positions(model, plan, 0, max(lengths))
     # A method's own chunks end at the padded length; user-set chunks are equal, so that they share one program.
     tokens, lengths = pad(ids, padded if chunk is None else round_up(padded, chunk))
     tokens_at_once = min(tokens_at_once, tokens.shape[1])
@@ -209,7 +209,7 @@ def inputs_after_cache(
     """
     longest = max(map(len, ids))
     used = check_room(cache, longest + num_new)
-    checks.warn_of_positions(model, cache.plan, used, longest)
+    user_warnings.warn_of_positions(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
     tokens, lengths = pad(ids, min(width, cache.capacity - used))
     return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}

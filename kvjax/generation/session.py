@@ -17,7 +17,7 @@ from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler
-from kvjax.generation import checks, decode_loop, stopping
+from kvjax.generation import decode_loop, stopping, user_warnings
 from kvjax.generation.compile_options import jit_with, options_for, target_for
 from kvjax.generation.decode_loop import DecodeState
 from kvjax.generation.finite import nonfinite_error
@@ -221,7 +221,7 @@ def start_decoding(
       timer: adds up the seconds; its run time so far counts as the prefill.
     """
     num_new = options.max_new_tokens
-    checks.warn_of_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), num_new)
+    user_warnings.warn_of_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), num_new)
     timer, sampler, in_prompt = timer or Timer(), options.sampling.sampler(), None
     if options.sampling.repetition_penalty != 1:
         mask = np.zeros((len(last), model.config.vocab_size), bool)

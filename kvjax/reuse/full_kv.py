@@ -18,7 +18,7 @@ from kvjax.engine.layer_prompt import LayerPrompt, select_queries
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, prefill_exactly
 from kvjax.errors import KvjaxError, OtherWeights
-from kvjax.generation import checks
+from kvjax.generation import user_warnings
 from kvjax.generation.compile_options import target_for
 from kvjax.generation.context import Context, read
 from kvjax.generation.finite import check_logits
@@ -82,7 +82,7 @@ class FullKV:
                 "and queries that are given: read the prompts' tokens with it"
             )
         lengths = tuple(np.asarray(self.lengths).tolist())
-        checks.warn_of_positions(model, plan, 0, max(lengths))
+        user_warnings.warn_of_positions(model, plan, 0, max(lengths))
         num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
         calls = layer_calls(plan, model.config, num_slots)
         prompts = []

@@ -14,7 +14,7 @@ from kvjax import CacheBytes, KvjaxError
 from kvjax.cache.accounting import full_bytes
 from kvjax.core.memory import array_bytes
 from kvjax.errors import KvjaxWarning
-from kvjax.generation import checks
+from kvjax.generation import user_warnings
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=2, head_dim=16)
@@ -139,7 +139,7 @@ def test_a_cache_that_was_used_up_has_no_bytes():
 
 
 def test_a_method_that_saves_nothing_says_so_once(monkeypatch):
-    monkeypatch.setattr(checks, "_WARNED_METHODS", set())
+    monkeypatch.setattr(user_warnings, "_WARNED_METHODS", set())
     short = [[1, 2, 3]]
     with pytest.warns(
         KvjaxWarning, match="^snapkv:budget=256 saves nothing on this prompt: .* a longer prompt"

@@ -12,7 +12,7 @@ import kvjax
 from kvjax import KvjaxError
 from kvjax.engine import prefill as engine_prefill
 from kvjax.errors import KvjaxWarning
-from kvjax.generation import checks
+from kvjax.generation import user_warnings
 from kvjax.testing import toy_model
 
 MODEL = toy_model(layers=1, max_positions=64)
@@ -58,8 +58,8 @@ def test_positions_that_the_model_does_not_know(method, prompt, fed):
     with expect_warning(fed):
         context.feed(one_prompt(8))
     with expect_warning(fed):
-        checks.warn_of_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 5)
-    checks.warn_of_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 4)
+        user_warnings.warn_of_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 5)
+    user_warnings.warn_of_positions(MODEL, context.cache.plan, int(context.cache.length.max()), 4)
     with expect_warning(prompt) as warned:
         kvjax.prefill(MODEL, one_prompt(65), method)
     assert not prompt or warned[0].filename == __file__  # the line that called kvjax
