@@ -10,7 +10,7 @@ from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import user_warnings
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, token_ids
-from kvjax.generation.model_calls import capacity_for, extend_timed, inputs_after_cache, last_logits, run_prompts
+from kvjax.generation.model_calls import capacity_for, extend_padded, last_logits, run_prompts
 from kvjax.generation.options import GenerateOptions, check_streamed, resolve_options
 from kvjax.generation.result import Result
 from kvjax.generation.session import DecodeSession, start_decoding
@@ -42,7 +42,7 @@ def start(
     else:
         if capacity is not None:
             raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
-        out, filled = extend_timed(model, cache, timer, **inputs_after_cache(model, ids, cache, num_new))
+        out, filled = extend_padded(model, ids, cache, num_new=num_new, timer=timer)
         last = last_logits(model, out, ids, cache)
     # The tokens of a given cache are unknown.
     return start_decoding(model, last, filled, resolved, prompt_ids=ids if cache is None else None, timer=timer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -189,40 +189,35 @@ def extend(
 
 
 def extend_padded(
-    model: Model, ids: Sequence[Sequence[int]], cache: Cache, decoded: Decoded = False, width: int | None = None
+    model: Model,
+    ids: Sequence[Sequence[int]],
+    cache: Cache,
+    decoded: Decoded = False,
+    width: int | None = None,
+    *,
+    num_new: int = 0,
+    timer: Timer | None = None,
 ) -> tuple[Array, Cache]:
-    """`extend` for lists of ids, padded to a width, so that sequences of many lengths share one program."""
-    inputs = inputs_after_cache(model, ids, cache, width=width)
-    mask = _decoded_mask(ids, decoded)
-    if engine_decode.num_draft_tokens(cache.plan) and any(map(any, mask)):
-        known = [[not is_decoded for is_decoded in row[1:]] + [False] for row in mask]
-        inputs["next_is_known"] = place(model, pad(known, inputs["tokens"].shape[1])[0] > 0, "B T")
-    return extend_timed(model, cache, Timer(), **inputs)
+    """`extend` for lists of ids, padded to a width, so that sequences of many lengths share one program.
 
-
-def inputs_after_cache(
-    model: Model, ids: Sequence[Sequence[int]], cache: Cache, num_new: int = 0, width: int | None = None
-) -> dict[str, Array]:
-    """Pads tokens that follow a cache; raises KvjaxError unless they fit, and `num_new` generated ones after them.
-
-    Returns the arguments `tokens` i32[B T] and `lengths` i32[B] of `extend_timed`.
+    Raises KvjaxError unless they fit, and `num_new` generated tokens after them; `timer` adds up the seconds.
     """
     longest = max(map(len, ids))
     used = check_room(cache, longest + num_new)
     user_warnings.warn_of_positions(model, cache.plan, used, longest)
     width = longest if width is None else arguments.integer("width", width, longest)
     tokens, lengths = pad(ids, min(width, cache.capacity - used))
-    return {"tokens": place(model, tokens, "B T"), "lengths": place(model, lengths, "B")}
-
-
-def extend_timed(model: Model, cache: Cache, timer: Timer, tokens: Array, **inputs: Any) -> tuple[Array, Cache]:
-    """`kvjax.engine.decode.extend`, timed; the given cache stays usable."""
-    num_drafts = engine_decode.num_draft_tokens(cache.plan)
+    num_drafts, mask, next_is_known = engine_decode.num_draft_tokens(cache.plan), _decoded_mask(ids, decoded), None
+    if num_drafts and any(map(any, mask)):
+        known = [[not is_decoded for is_decoded in row[1:]] + [False] for row in mask]
+        next_is_known = place(model, pad(known, tokens.shape[1])[0] > 0, "B T")
+    inputs = {"lengths": place(model, lengths, "B"), "next_is_known": next_is_known}
     # A method with drafts is fed one token at a time, each with its drafts; the cache is the caller's at the first step
     # only, so that later ones may donate it.
-    num_tokens = tokens.shape[0] * (1 + num_drafts if num_drafts else tokens.shape[1])
+    num_tokens = len(ids) * (1 + num_drafts if num_drafts else tokens.shape[1])
     first, later = (target_for(model, num_tokens, in_place=in_place) for in_place in (False, True))
-    with timer.timed():
+    tokens = place(model, tokens, "B T")
+    with (timer or Timer()).timed():
         outputs = engine_decode.extend(model.params, tokens, cache, first, target_after_first=later, **inputs)
         return jax.block_until_ready(outputs)
 
