@@ -120,9 +120,7 @@ def prefill(
     """
     _check_plan(plan, config)
     tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
-    capacity = _integer("capacity", capacity)
-    if capacity < tokens.shape[1]:
-        raise KvjaxError(f"capacity={capacity} is less than the {tokens.shape[1]} tokens of the prompts; raise it")
+    capacity = _integer("capacity", capacity, tokens.shape[1])  # at least the tokens of the prompts
     chunk = None if chunk is None else _integer("chunk", chunk)
     replay_prompts = tuple(replay_prompts[0]), tuple(replay_prompts[1])
     return _prefill.prefill(

@@ -95,10 +95,11 @@ def resolve_options(model: Model, options: GenerateOptions, *, knows_tokens: boo
     loop = options.get("loop")
     if loop is None:
         loop = "layers" if max_new_tokens < WHILE_LOOP_MIN_TOKENS and jax.default_backend() == "cpu" else "while"
-    elif loop not in LOOPS:
-        raise KvjaxError(f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}")
-    elif loop == "scan" and stop:
-        raise KvjaxError("loop='scan' runs max_new_tokens whatever the tokens; leave stop out, or use loop='while'")
+    elif loop not in LOOPS or (loop == "scan" and stop):
+        raise KvjaxError(
+            f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}; with 'scan', which runs "
+            "max_new_tokens whatever the tokens, leave stop out"
+        )
     return DecodeOptions(max_new_tokens, sampling, eos, stop, num_top, loop)
 
 

@@ -336,7 +336,7 @@ def test_wrong_static_arguments_are_named_with_the_remedy():
     case, (tokens, lengths) = Case("full"), PROMPTS
     plan, config, params = case.plan, case.config, case.params
     cache = case.convenient_results[1]
-    with pytest.raises(kvjax.KvjaxError, match="capacity=5 is less than the 12 tokens.*raise it"):
+    with pytest.raises(kvjax.KvjaxError, match="capacity must be an integer from 12 to .*, got 5"):
         functional.prefill(params, tokens, lengths, plan, config, 5)
     with pytest.raises(kvjax.KvjaxError, match=r"capacity .*is traced here.*static_argnames='capacity'"):
         jax.jit(lambda capacity: functional.prefill(params, tokens, lengths, plan, config, capacity))(32)
