@@ -32,7 +32,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
-from kvjax.utils.parameter_types import PositiveInt, check_fields
+from kvjax.utils.parameter_types import NonNegativeInt, PositiveInt, check_fields
 from kvjax.utils.required import required
 
 
@@ -579,8 +579,8 @@ class Selection:
 
     scorer: Scorer
     budget: Budget
-    sinks: int = 0
-    recent: int = 0
+    sinks: NonNegativeInt = 0
+    recent: NonNegativeInt = 0
     granularity: Granularity = Token()
     scope: Scope = "head"
 
@@ -589,6 +589,11 @@ class Selection:
         if isinstance(self.scorer, type):
             raise KvjaxError(
                 f"the scorer is the class {self.scorer.__name__}; give a value of it, as {self.scorer.__name__}()"
+            )
+        size = self.granularity.size
+        if self.granularity.is_aligned and self.sinks % size:
+            raise KvjaxError(
+                f"{self.sinks} sinks do not fill whole pages of {size} tokens; use {-(-self.sinks // size) * size}"
             )
 
     def num_kept(self, prompt: int) -> int:

@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from kvjax.cache.components import Chunk, Granularity, Page, Token
 from kvjax.core.types import Array
@@ -61,13 +59,8 @@ def split_prompt(
       num_slots: static bound of `num_kept`.
       sinks: first tokens that always stay.
       recent: last tokens that always stay.
-      granularity: the size of a unit, and whether units are pages.
-
-    Raises:
-      KvjaxError: for sizes that contradict each other. Of traced `pos` and `num_kept` only the shapes are known, so
-        their values are checked outside `jit` alone.
+      granularity: the size of a unit.
     """
-    _check_sizes(pos, num_kept, num_slots, sinks, recent, granularity)
     size = granularity.size
     length = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
     num_kept = jnp.clip(jnp.asarray(num_kept, jnp.int32), 0, jnp.minimum(length, num_slots))
@@ -78,27 +71,6 @@ def split_prompt(
     num_recent = num_recent + jnp.minimum(num_between % size, budget_left)
     num_kept_units = (num_kept - num_sinks - num_recent) // size
     return PromptSplit(num_sinks, num_recent, num_between // size, num_kept_units, length)
-
-
-def _check_sizes(
-    pos: Array, num_kept: Array, num_slots: int, sinks: int, recent: int, granularity: Granularity
-) -> None:
-    always = f"{sinks} sinks + {recent} recents"
-    if min(sinks, recent) < 0 or num_slots < 1:
-        raise KvjaxError(f"sinks and recents are 0 or more and slots 1 or more, got {always} and {num_slots} slots")
-    if granularity.is_aligned and sinks % granularity.size:
-        size = granularity.size
-        raise KvjaxError(f"{sinks} sinks do not fill whole pages of {size} tokens; use {-(-sinks // size) * size}")
-    if num_slots < min(pos.shape[-1], sinks + recent):
-        raise KvjaxError(f"a budget of {num_slots} tokens is below {always}; use at least {sinks + recent}")
-    if isinstance(pos, Tracer) or isinstance(num_kept, Tracer):
-        return
-    lengths = (np.asarray(pos)[:, 0] >= 0).sum(-1)
-    for i, (n, length) in enumerate(zip(np.asarray(num_kept).tolist(), lengths.tolist(), strict=True)):
-        if n > num_slots:
-            raise KvjaxError(f"sequence {i} keeps {n} tokens but there are {num_slots} slots; use slots={n}")
-        if n < min(length, sinks + recent):
-            raise KvjaxError(f"sequence {i} has a budget of {n} tokens, below {always}; use at least {sinks + recent}")
 
 
 def group_into_units(x: Array, sinks: int, size: int, axis: int = -1) -> Array:
