@@ -56,7 +56,7 @@ class Scissorhands(kv.Policy):
     def num_slots(self) -> int:
         return self.budget + 1
 
-    def num_kept(self, spec: kv.LayerSpec, prompt: int) -> int:
+    def num_kept(self, prompt: int) -> int:
         return prompt if prompt <= self.budget else self.low
 
     def init(

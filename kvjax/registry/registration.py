@@ -242,6 +242,6 @@ def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> 
 
 def import_builtin_methods() -> dict[str, MethodEntry]:
     """Imports every file of `kvjax/methods/`, so that it registers its methods."""
-    for name in importlib.import_module(BUILTIN_PACKAGE).__all__:
+    for name in dir(importlib.import_module(BUILTIN_PACKAGE)):
         importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")
     return REGISTRY

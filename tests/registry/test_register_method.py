@@ -108,9 +108,7 @@ def test_a_line_of_cases_puts_a_method_into_the_battery(in_kvjax):
     load_all()
     case = sized_case("value_norm", "value_norm:budget={}", 5, 100, selection_bytes(5))
     test_contract.test_c1_at_its_limit_it_is_dense_attention(case, None)
-    test_contract.test_c3_rows_are_independent_of_neighbours_and_padding(case)
     test_contract.test_c6_bytes_are_the_papers_and_the_planned_ones(case, np.float32)
-    test_contract.test_c7_a_head_holds_tokens_of_the_text_each_once_and_the_newest(case)
 
 
 @pytest.mark.parametrize(

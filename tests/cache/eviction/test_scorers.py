@@ -129,7 +129,7 @@ def test_no_array_has_queries_times_slots_and_scores_are_float32(scorer):
     ("make", "says"),
     [
         (lambda: WindowAttention(32, 4), "kernel must be odd.*got 4; use 5"),
-        (lambda: WindowAttention(32, 0), "got 0; use 1"),
+        (lambda: WindowAttention(32, 0), "got 0; use 5"),
         (lambda: WindowAttention(0), "queries must be at least 1, got 0"),
         (lambda: WindowAttention(pool="sum"), "pool must be one of 'avg', 'max', got 'sum'"),
         (lambda: WindowAttention(reduce="sum"), "reduce must be one of 'mean', 'max', got 'sum'"),
