@@ -147,7 +147,7 @@ FAMILIES = {
 
 def family(raw: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json; raises KvjaxError for an unsupported model type or architecture."""
-    kind, names = raw.get("model_type"), raw.get("architectures")
+    kind, names = raw.get("model_type"), raw.get("architectures") or []
     found = FAMILIES.get(kind) if isinstance(kind, str) else None
     if found is None or (names and found.architecture not in names):
         what = f"model_type {kind!r:.80}" if found is None else f"architecture {names[0]!r:.80} of model_type {kind!r}"

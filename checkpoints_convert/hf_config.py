@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from checkpoints_convert.families import Family, family
 from kvjax.errors import KvjaxError
@@ -32,7 +32,7 @@ SIZES = {
 """Field of Config -> key, for positive integers."""
 
 
-def is_integer(x: Any) -> bool:
+def is_integer(x: Any) -> TypeGuard[int]:
     """Whether a value of JSON is a whole number; true and false are none."""
     return isinstance(x, int) and not isinstance(x, bool)
 

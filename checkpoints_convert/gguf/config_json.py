@@ -212,7 +212,7 @@ def _read_scaling(
 
 def _read(name: str, own: Metadata, key: str, kind: str, default: Any = None) -> Any:
     """Returns the value of a key of the architecture; raises KvjaxError unless it is of one of KINDS."""
-    x = own.get(key, default)
+    x: Any = own.get(key, default)
     if kind == COUNT and isinstance(x, list) and x and all(value == x[0] for value in x):  # one for each layer
         x = x[0]
     if not KINDS[kind](x):

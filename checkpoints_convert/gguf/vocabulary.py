@@ -96,7 +96,7 @@ def _find_damage(metadata: Metadata) -> Iterator[str]:
     for key, kind in wrong.items():
         yield f"{key} is {metadata[key]!r:.80}, which is no {kind.__name__}"
     needed = () if wrong else NEEDED_LISTS.get(metadata.get("tokenizer.ggml.model", ""), ())
-    lists = {key: metadata.get(key) for key in (*needed, TYPES) if key in needed or key in metadata}
+    lists: dict[str, Any] = {key: metadata.get(key) for key in (*needed, TYPES) if key in needed or key in metadata}
     for key, x in lists.items():
         if not isinstance(x, list) or not x or not all(isinstance(value, LIST_TYPES[key]) for value in x):
             yield f"{key} {'is missing' if x is None else 'is not a list of what belongs there'}"

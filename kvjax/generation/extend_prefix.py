@@ -114,13 +114,7 @@ class PrefillAfterPrefix(ForwardMode):
 def _prefix_indices(prefix: Cache, count: int, of: Sequence[int] | None) -> np.ndarray:
     """Checks `of`, and returns the index of the prefix that each of `count` documents follows, i64[count]."""
     num_prefixes = prefix.length.shape[0]
-    if of is None:
-        if num_prefixes != 1:
-            raise KvjaxError(
-                f"the context has {num_prefixes} sequences; say with `of` which of them each document follows"
-            )
-        return np.zeros(count, np.int64)
-    which = np.asarray(of)
+    which = np.zeros(count, np.int64) if of is None and num_prefixes == 1 else np.asarray(of)
     is_list = which.shape == (count,) and np.issubdtype(which.dtype, np.integer)
     if not is_list or which.min() < -1 or which.max() >= num_prefixes:
         raise KvjaxError(

@@ -154,7 +154,7 @@ def test_what_cannot_share_says_so(prefix, own, says):
 def test_bad_input_is_named():
     context = kvjax.read(MODEL, DOCUMENTS, "full", room=0)
     for of, says in (
-        (None, "has 3 sequences; say with `of` which"),
+        (None, "names one of the sequences 0..2 of the context for each of 2 .* got None"),
         ([0], "names one of the sequences 0..2 of the context for each of 2"),
         ([0, 3], "names one of the sequences 0..2 of the context .* or -1"),
     ):
