@@ -95,12 +95,13 @@ def read_parts(source: Source, plan: ConversionPlan, dtype: np.dtype) -> Iterato
 def convert_tensor(source: Source, binding: Binding, dtype: np.dtype) -> dict[str, np.ndarray]:
     """Reads one source tensor as parameters by path; raises KvjaxError with its name if a weight is not finite."""
     tensor, name = source.read(binding.source), binding.source
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         cast = tensor.astype(dtype, copy=False)
     if not np.isfinite(cast).all():
         finite = np.isfinite(tensor)
-        problem = f"weights up to {np.abs(tensor).max():.3g} do not fit {dtype}; use --dtype f32"
-        if not finite.all():
+        if finite.all():
+            problem = f"weights up to {np.abs(tensor).max():.3g} do not fit {dtype}; use --dtype f32"
+        else:
             where = [int(i) for i in np.argwhere(~finite)[0]]
             count = f"{np.count_nonzero(~finite)} of {tensor.size}"
             problem = f"{count} weights are not finite, first at {where}; copy it again"
