@@ -10,8 +10,17 @@ fields is on this page too:
 - `Slots`, how many slots a prompt takes;
 - `Components`, all components side by side: only the checks of what goes together get it.
 
-A component is a frozen dataclass without arrays. Where it differs between layers it has a method `at(spec)`, which
-returns the component of one layer (see `cache.binding`). Axis letters are those of `cache.protocol`.
+A component is a frozen dataclass without arrays: it is a static argument of compiled programs, so its fields must have
+hashes, and components that compare equal must do the same. Flags such as `needs_weights` are set in the class body,
+without a type or as `ClassVar`, so that they are no fields. Where a component differs between layers it has a method
+`at(spec)`, which returns the component of one layer; it is called once, when the method is bound (see `cache.binding`).
+
+Axis letters and annotations are those of `core.types`: the axis `#K` of `Int32[Array, "B #K S"]` has size 1 where all
+heads hold the same tokens. All arrays are traced under `jax.jit`, the lengths of prompts among them; numbers annotated
+as `int`, such as `num_slots` and the fields of `Slots`, are known when a program is traced and may set shapes. Prompts
+of a batch are padded on the right to one T, with `pos` -1; T is at least the longest length. What a component returns
+for a sequence must depend neither on T nor on the other sequences. In the tests dtypes are promoted strictly:
+write `x.astype(jnp.float32)` where an integer or a 16-bit float meets an f32.
 """
 
 from __future__ import annotations
@@ -37,11 +46,14 @@ from kvjax.utils.required import required
 
 
 class Slots(NamedTuple):
-    """Slots of one layer for a prompt, of each sequence and key/value head."""
+    """Slots of one layer for a prompt, of each sequence and key/value head.
 
-    kept: int  # tokens that the selection leaves, all of them without a selection
+    They are sizes of arrays. A shorter prompt of the batch leaves the last of its slots empty.
+    """
+
+    kept: int  # tokens that the selection leaves, all of them without a selection: the argument of `SideStore.slots`
     main: int  # of these, tokens in the main slots; decoded tokens get slots behind them
-    side: int = 0  # slots of the side store
+    side: int = 0  # slots of the side store; with the main ones they have room for the `kept` tokens
 
 
 # How keys and values are stored: the components `k` and `v`.
@@ -53,6 +65,11 @@ class Codec:
     A codec is a frozen dataclass that defines `encode`, `decode`, `append` and `gather`. The other members have
     defaults that follow from these four; a codec overrides one where it can be faster or cheaper. Empty slots (pos < 0)
     may hold anything when a codec gets them, so they must not influence what it stores, such as a quantization scale.
+
+    Each array that grows with the slots is four-dimensional, [B K S W] with W = 1 for a number per token, and
+    `memory.pack` makes a `memory.Buffer` of it; `memory.append`, `memory.gather_tokens` and `memory.unpack` take that
+    buffer. `cache.codecs.plain` has the shortest codec; one with several arrays keeps their buffers in a pytree, such
+    as a NamedTuple under `exportable`, and calls these functions on each.
     """
 
     sequential_writes = False  # whether `append` takes at most one token per call
@@ -83,12 +100,18 @@ class Codec:
 
     @required
     def decode(self, stored: Any) -> Float[Array, "B K S H"]:
-        """Restores all slots, in device memory."""
+        """Restores all slots, in device memory, in the dtype that `encode` got.
+
+        No other argument tells that dtype: store one array in it, such as the scales, or keep to the dtype of a buffer.
+        """
         ...
 
     @required
     def append(self, stored: Any, x: Float[Array, "B K T H"], at: Int32[Array, "B #K"]) -> Any:
-        """Writes x from slot `at` on; `at` differs between heads only where `supports_eviction`."""
+        """Writes x from slot `at` on; `at` differs between heads only where `supports_eviction`.
+
+        T may be 0. Padding tokens come along, behind a sequence's own; what they leave lies in slots that are empty.
+        """
         ...
 
     @required
@@ -113,7 +136,10 @@ class Codec:
         return attention.mix(p, self.decode(stored))
 
     def num_quantized(self, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
-        """How many of the first n tokens of each sequence are inexact when the next token is read."""
+        """How many of the first n tokens of each sequence are inexact when the next token is read.
+
+        It is for readers that hold the same tokens exactly elsewhere (SpeCache); without one the default will do.
+        """
         return jnp.zeros_like(n)
 
     def num_committed(self, stored: Any, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
@@ -291,7 +317,8 @@ class Policy:
     A policy is a frozen dataclass. It owns the statistics that it keeps of each token, `LayerState.policy_state`, and
     never keys or values, which the method's codecs hold. The order of slots means nothing under a policy: a new token
     goes into the first empty slot of each head, `pos` says which token is where, and a token is evicted by setting its
-    `pos` to -1.
+    `pos` to -1. Its statistics stay in its slot, until the policy writes those of the token that takes the slot: the
+    new token is where `state.pos == q_pos[:, None]`, in sequences whose q_pos is not -1.
     """
 
     num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
@@ -321,12 +348,15 @@ class Policy:
 
         Args:
           spec: the layer.
-          block: the prompt.
+          block: the prompt, or what the method's selection keeps of it.
           observation: the queries that `num_queries` asks for.
-          num_slots: of the state.
+          num_slots: of the state, S in `after_token`; fewer than `num_slots()` where no text can fill those.
 
         Returns:
-          Their slots in the block, -1 where unused; and the policy state of the `num_slots` slots.
+          Their slots in the block, -1 where unused, at most `num_slots`; and the policy state, None or a pytree of
+          arrays such as f32[B K S]. Token i of the first is in slot i of the state (`method_api.policy_state_at` takes
+          statistics along). The K axis of the first is K where heads may later hold different tokens, since
+          `state.pos` keeps its shape.
         """
         ...
 
@@ -351,11 +381,13 @@ class Policy:
         Args:
           spec: the layer.
           state: the layer's state, with the new token in it.
-          weights: the new token's attention, where `needs_weights`.
+          weights: the new token's attention, where `needs_weights`: a softmax, 0 in empty slots.
           q_pos: its position.
 
         Returns:
-          `pos` with -1 for evicted tokens, and the policy state.
+          `pos` with -1 for evicted tokens, in the shape of `state.pos`, and the policy state, finite and in its shapes
+          and dtypes. Every head must then have an empty slot for the next token, unless the state has a slot for every
+          token of the text (`method_api.evict_lowest` keeps to that).
         """
         ...
 
@@ -459,7 +491,8 @@ class Scorer:
 
         Args:
           block: prompt keys and values, sequences left-aligned; empty slots may hold anything.
-          observation: what the class attributes ask for, None if nothing.
+          observation: what the class attributes ask for, None if nothing. `method_api.attention_mass` sums the
+            attention of its queries without building the whole matrix.
           spec: the layer.
 
         Returns:
@@ -753,6 +786,9 @@ class SideStore:
     Attention over the store is one more `Partial`, which the layer merges with attention over the slots. A store is a
     frozen dataclass that defines `slots`, `split`, `read` and `positions`. Its method `at(spec)`, where it differs
     between layers, may return None for a layer without a store.
+
+    Decoded tokens go into the main slots, never into the store. A store that only keeps some tokens by other codecs
+    is shortest as a subclass of `method_api.PrecisionTiers`, which asks for `slots` and a mask of these tokens.
     """
 
     num_queries: int | None = 0  # last prompt queries of each sequence that `split` observes, as in `Needs`
@@ -775,6 +811,9 @@ class SideStore:
           spec: the layer.
           kept: tokens that stay in the layer, of each head in the mean.
           width: slots that the prompt is padded to, at least its tokens.
+
+        Returns:
+          `Slots(kept, main, side)`; `main` must not fall as `kept` grows, from which the fitting `kept` is found.
         """
         ...
 
@@ -796,7 +835,10 @@ class SideStore:
           slots: what `slots` says of this prompt.
 
         Returns:
-          The tokens of the main slots, and the stored form of the rest: any pytree.
+          The tokens of the main slots, in `slots.main` places that are filled from the front, equally many in each
+          head; and the stored form of the rest: any pytree, in `max(slots.side, 1)` places, since attention over no
+          places is undefined. A bias of the block belongs to both parts. `method_api.mask_to_slots` and
+          `gather_tokens` take marked tokens into a number of places.
         """
         ...
 
@@ -809,7 +851,11 @@ class SideStore:
     def read(
         self, storage: KVStorage, state: LayerState, q: Float[Array, "B K G T H"], q_pos: Int32[Array, "B T"]
     ) -> Partial:
-        """Attends queries at the positions `q_pos` to the tokens of `state.side_store`."""
+        """Attends queries at the positions `q_pos` to the tokens of `state.side_store`.
+
+        `attention.attend_dense(q, block, q_pos, storage.spec.window)` does so for a `KVBlock`, with its bias and the
+        layer's sliding window. Keys in a block are rotated; a store that takes `block.k` as it is keeps them so.
+        """
         ...
 
     @required
@@ -822,7 +868,7 @@ class SideStore:
         return None
 
     def empty_bytes(self, store: Any, slots: Slots | None = None, prompt: int | None = None) -> dict[str, int]:
-        """Bytes of the places that hold no token, by memory kind.
+        """Bytes of the places that hold no token, by memory kind; the base counts every place as held.
 
         Args:
           store: the store, or only its shapes after prompts of `prompt` tokens each, which take `slots`.
