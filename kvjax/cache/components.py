@@ -813,7 +813,7 @@ class SideStore:
           width: slots that the prompt is padded to, at least its tokens.
 
         Returns:
-          `Slots(kept, main, side)`; `main` must not fall as `kept` grows, from which the fitting `kept` is found.
+          `Slots(kept, main, side)`. `main` must not fall as `kept` grows: a layer takes the largest `kept` that fits.
         """
         ...
 
