@@ -71,8 +71,9 @@ class Spec:
             )
         for length in self.lengths:
             arguments.integer("a length", length)
-        for name, least in (("contexts", 1), ("questions", 1), ("depths", 0), ("seed", 0)):
+        for name, least in (("contexts", 1), ("questions", 1), ("depths", 0)):
             arguments.integer(name, getattr(self, name), least)
+        arguments.integer("seed", self.seed, 0, 2**64 - 1)
         for name in ("text", "data"):
             path = getattr(self, name)
             object.__setattr__(self, name, None if path is None else Path(path))
