@@ -136,14 +136,14 @@ class Codec:
         return attention.mix(p, self.decode(stored))
 
     def num_quantized(self, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
-        """How many of the first n tokens of each sequence are inexact when the next token is read.
+        """The number of the first n tokens of each sequence that are inexact when the next token is read.
 
         It is for readers that hold the same tokens exactly elsewhere (SpeCache); without one the default will do.
         """
         return jnp.zeros_like(n)
 
     def num_committed(self, stored: Any, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
-        """How many of the first n tokens cannot be rolled back, because they share stored numbers."""
+        """The number of the first n tokens that cannot be rolled back, because they share stored numbers."""
         return jnp.zeros_like(n) if self.supports_eviction else n
 
     def used_part(self, stored: Any, num_tokens: int) -> Any:
@@ -395,7 +395,7 @@ class Policy:
         """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
 
     def cache_positions(self, held: Int32[Array, "B #K S"], pos: Int32[Array, "B #K T"]) -> Int32[Array, "B #K T"]:
-        """Counts positions inside the cache: of tokens at `pos`, among those that are held."""
+        """Counts positions inside the cache: of tokens at `pos`, among the held tokens."""
         order = jnp.sort(jnp.where(held < 0, jnp.iinfo(jnp.int32).max, held), -1)
         B, K, _ = order.shape
         queries = jnp.broadcast_to(pos, (B, K, pos.shape[2])).reshape(B * K, -1)

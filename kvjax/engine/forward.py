@@ -89,7 +89,7 @@ def apply_layer(
       cross_layer: value from the layer below in this pass, None in layer 0.
 
     Returns:
-      Hidden vectors for the layer above, of all tokens or of those that the mode asks for; this layer's new state; the
+      Hidden vectors for the layer above, of all tokens or of the mode's `query_indices`; this layer's new state; the
       value for the layer above.
     """
 
@@ -167,7 +167,7 @@ def run_layers(
       first_layer: index of the first of these layers in the model.
 
     Returns:
-      Hidden vectors of the last of these layers, of all tokens or of those that the mode asks for; each layer's new
+      Hidden vectors of the last of these layers, of all tokens or of its mode's `query_indices`; each layer's new
       state.
     """
     # An unrolled loop: each layer keeps its own state type and sizes, which a scan over stacked layers could not.

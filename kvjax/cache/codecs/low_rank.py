@@ -115,7 +115,7 @@ class LowRank(Codec):
 
     def _project(self, x: Array, basis: Array, mean: Array | None) -> Array:
         """x [B K T H] -> the coordinates that each head stores [B K T w], in x's dtype."""
-        # In float32: keys have a few large channels, beside which 16-bit sums would lose the others.
+        # In float32: keys have a few large channels, and a 16-bit sum that one of them enters loses the small ones.
         centered = x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean
         own = _matmul(centered, basis)
         if self.heads == 1:

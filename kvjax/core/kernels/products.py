@@ -63,7 +63,7 @@ def mix(
     """
     plan = _plan(p, v, bits, dtype)
     B, K, G, T, S = p.shape
-    # The sum runs over slots, of which one program alone would take all; scores need no such split.
+    # The sum runs over slots, so that without a split one program would read a whole head; scores need none.
     splits = max(1, min(pl.cdiv(plan.rows, WORD_ROWS), NUM_PROGRAMS // (B * K)))
     out = pl.pallas_call(
         functools.partial(_mix_kernel, plan),
