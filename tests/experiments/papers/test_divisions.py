@@ -167,6 +167,15 @@ def test_a_run_is_summed_up_and_gone_on_with(run, tmp_path):
     assert resumed["measured"] == document["measured"]
 
 
+def test_the_pictures_name_every_line_and_point_of_the_records(tmp_path):
+    """README's picture is one of them."""
+    curves, where = tmp_path / "curves.svg", tmp_path / "where.svg"
+    divisions_figure.main(["--curves", str(curves), "--where", str(where)])
+    for name in (*(line.name for line in divisions_figure.EVICTION), *divisions_figure.POINTS.values()):
+        assert f"<!-- {name} -->" in curves.read_text()
+    assert all(f"<!-- {division} -->" in where.read_text() for division in divisions_figure.DIVISIONS)
+
+
 def test_the_tables_of_results_are_those_of_the_records():
     page = (divisions_figure.ROOT / "docs" / "results.md").read_text()
     small, qwen = (
