@@ -59,10 +59,15 @@ class Odd:
 
 
 PositiveInt = Annotated[int, Within("[1, inf)")]
+"""A whole number of 1 or more."""
 NonNegativeInt = Annotated[int, Within("[0, inf)")]
+"""A whole number of 0 or more."""
 PositiveFloat = Annotated[float, Within("(0, inf)")]
+"""A number above 0."""
 NonNegativeFloat = Annotated[float, Within("[0, inf)")]
+"""A number of 0 or more."""
 UnitFloat = Annotated[float, Within("[0, 1]")]
+"""A number from 0 to 1."""
 
 
 def base_type(annotation: Any) -> Any:

@@ -20,6 +20,7 @@ ROW_BITS = (1, 2, 3, 4, 8)
 """Widths of codes that are packed along a whole axis, which can split codes of 3 bits between words."""
 
 RowBits = Annotated[int, OneOf(ROW_BITS)]
+"""Such a width, as the type of a field."""
 
 
 def quantize(x: Array, bits: int, one_bit: str = "improved") -> tuple[Array, Array, Array]:
