@@ -63,15 +63,15 @@ def encode_prompt(model: Model, text: str) -> EncodedPrompt:
     return EncodedPrompt(np.array(encoding.ids, np.int32), np.array(starts, np.int32))
 
 
-def fit_largest(
+def find_largest(
     task: str, cost: Callable[[int], int], length: int, low: int, high: int = 2**40, prompt_tokens: int = 0
 ) -> int:
-    """Returns the largest number of units, of `low` to `high`, that takes at most `length` tokens.
+    """Returns the largest number of units that fits into a length, or one that leaves at most 0.5% of it free.
 
     Args:
       task: its name, for the error.
-      cost: tokens of a number of units.
-      length: of the units and of `prompt_tokens` more.
+      cost: tokens of a number of units, nearly in proportion; where it does not grow, the result fits all the same.
+      length: tokens of the units and of `prompt_tokens` more.
       low: the fewest units.
       high: the most units.
       prompt_tokens: tokens of what follows the units, where `cost` does not count it.
@@ -80,29 +80,10 @@ def fit_largest(
       TooShort: not even `low` fits; the message has a length that is enough: some more than this instance takes, since
         others have longer words.
     """
-    n = find_largest(cost, length - prompt_tokens, low, high)
-    if n is None:
-        enough = round_up((cost(low) + prompt_tokens) * 6 // 5, 32)
-        raise TooShort(f"task {task!r} does not fit in {length} tokens; use a length of at least {enough}")
-    return n
-
-
-def find_largest(cost: Callable[[int], int], limit: int, low: int, high: int = 2**40) -> int | None:
-    """Returns the largest n from low to high with cost(n) <= limit, or one whose cost is within 0.5% of the limit.
-
-    Args:
-      cost: grows with n, nearly in proportion. Where it does not grow strictly, the result keeps the limit all the
-        same.
-      limit: the most that the result may cost.
-      low: the least n.
-      high: the largest n.
-
-    Returns:
-      n, or None if cost(low) is above the limit.
-    """
-    low_cost = cost(low)
+    limit, low_cost = length - prompt_tokens, cost(low)
     if low_cost > limit:
-        return None
+        enough = round_up((low_cost + prompt_tokens) * 6 // 5, 32)
+        raise TooShort(f"task {task!r} does not fit in {length} tokens; use a length of at least {enough}")
     # A call of `cost` builds and encodes a whole prompt. It grows nearly in proportion, so that interpolation needs
     # far fewer calls than bisection.
     top = min(2 * low + 1, high)

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
 from kvjax.eval.tasks.chat_format import chat_format
-from kvjax.eval.tasks.encoding import fit_largest
+from kvjax.eval.tasks.encoding import find_largest
 from kvjax.models.model import Model
 from kvjax.testbed import tasks
 from kvjax.utils import arguments
@@ -76,7 +76,7 @@ def needle_cases(task: str, model: Model, spec: Spec, wording: Wording) -> Itera
             text = insert_needles(essay.words(n), [NEEDLE], [depth])[0].rstrip()
             return chat.encode_context(wording.before + text + wording.after)
 
-        n = fit_largest(task, lambda n, encode=encode, prompt=prompt: len(encode(n)) + len(prompt), length, 1)
+        n = find_largest(task, lambda n, encode=encode, prompt=prompt: len(encode(n)) + len(prompt), length, 1)
         ask = Ask(prompt, "contains_all", PHRASES, NEW_TOKENS, about={"depth": depth})
         yield Case(task, key, encode(n), (ask,), about={"length": length, "depth": depth})
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from kvjax.eval.tasks import data_files, symbols
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec
-from kvjax.eval.tasks.encoding import context_ids, fit_largest, prompt_ids
+from kvjax.eval.tasks.encoding import context_ids, find_largest, prompt_ids
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ def _read_problems(task: str, tokenizer: Tokenizer, spec: Spec) -> Iterator[tupl
             def cost(n: int, others=others, problem=problem) -> int:
                 return len(context_ids(tokenizer, make_prompt(others[:n], problem)))
 
-            num_solved = fit_largest(task, cost, length, 0, len(others))
+            num_solved = find_largest(task, cost, length, 0, len(others))
             about = {"length": length, "shots": num_solved, "problem": problem["task_id"]}
             yield f"{task}/{length}/{i}", problem, make_prompt(others[:num_solved], problem), about
 

@@ -22,7 +22,7 @@ import numpy as np
 from kvjax.eval.tasks import haystack, symbols
 from kvjax.eval.tasks.case import Ask, Case, Spec
 from kvjax.eval.tasks.chat_format import chat_format
-from kvjax.eval.tasks.encoding import fit_largest
+from kvjax.eval.tasks.encoding import find_largest
 from kvjax.eval.tasks.haystack import STRING_KINDS, DistinctStrings, Essay, letters
 from kvjax.models.model import Model
 
@@ -270,7 +270,7 @@ class RulerTask:
                 context, prompts, _ = encode(n)
                 return len(context) + max(map(len, prompts))
 
-            context, prompts, questions = encode(fit_largest(task, cost, length, low))
+            context, prompts, questions = encode(find_largest(task, cost, length, low))
             asks = []
             for turn, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
                 about = {} if question.depth is None else {"depth": question.depth}

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
 from kvjax.eval.tasks.case import Ask, Case, Maker, Spec, bind_maker
-from kvjax.eval.tasks.encoding import context_ids, fit_largest, prompt_ids
+from kvjax.eval.tasks.encoding import context_ids, find_largest, prompt_ids
 from kvjax.models.model import Model
 
 PREDICTED_TOKENS = 256  # after a context, or as many as the context has if these are fewer
@@ -117,7 +117,7 @@ def _text_context(model: Model, lines: Sequence[str], target: int, length: int) 
     def encode_lines(n: int) -> np.ndarray:
         return context_ids(tokenizer, COMPLETE + _lines_before(lines, target, n))
 
-    n = fit_largest("completion", lambda n: len(encode_lines(n)), length, 1, len(lines) - 1, len(prompt))
+    n = find_largest("completion", lambda n: len(encode_lines(n)), length, 1, len(lines) - 1, len(prompt))
     return encode_lines(n), prompt, n < len(lines) - 1
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.tasks import symbols
-from kvjax.eval.tasks.case import Case, Spec
+from kvjax.eval.tasks.case import Case, Spec, TooShort
 from kvjax.eval.tasks.encoding import context_ids, find_largest, prompt_ids
 from kvjax.eval.tasks.suite import SYNTHETIC
 from kvjax.eval.tasks.texts import COMPLETE, NEXT
@@ -133,10 +133,11 @@ def test_contexts_open_and_questions_do_not():
 def test_the_largest_that_fits(cost):
     for limit in (0, 1, 30, 199, 1000, 54321):
         calls: list[int] = []
-        largest = find_largest(lambda n, c=calls: c.append(n) or cost(n), limit, 1, 50_000)
-        if largest is None:
-            assert cost(1) > limit
+        if cost(1) > limit:
+            with pytest.raises(TooShort, match=f"task 'x' does not fit in {limit} tokens"):
+                find_largest("x", cost, limit, 1, 50_000)
             continue
+        largest = find_largest("x", lambda n, c=calls: c.append(n) or cost(n), limit, 1, 50_000)
         near = limit - cost(largest) <= limit // 200
         assert cost(largest) <= limit and (largest == 50_000 or near or cost(largest + 1) > limit)
         assert len(calls) < 40
