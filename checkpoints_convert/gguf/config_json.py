@@ -220,7 +220,7 @@ def _read(name: str, own: Metadata, key: str, kind: str, default: Any = None) ->
             f"the metadata of this GGUF file must have {kind} under '{name}.{key}', got {x!r:.60}; make it again"
         )
     # The shortest decimal that is this float32: config.json had 1e-05, and the file has 9.999999747378752e-06.
-    return x if kind == COUNT else float(str(np.float32(x)))
+    return x if kind == COUNT else float(str(np.asarray(x, np.float32)[()]))
 
 
 def _infer_llama3(raw: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any] | None:
