@@ -8,6 +8,7 @@ import os
 import sys
 
 import jax
+import jaxtyping
 import pytest
 
 from tests.helpers import array_annotations
@@ -64,6 +65,12 @@ def clean_registry(tmp_path_factory):
             del sys.modules[name]
     REGISTRY.clear()
     REGISTRY.update(before)
+
+
+@pytest.fixture
+def unchecked_arrays(monkeypatch):
+    """Leaves arrays unchecked, as they are for users: for what kvjax itself says of wrong ones."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

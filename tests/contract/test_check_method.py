@@ -453,6 +453,7 @@ def test_an_index_that_is_only_compared_is_found(comparison, model):
     assert error.value.rule == "place"
 
 
+@pytest.mark.usefixtures("unchecked_arrays")
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_rule_that_is_broken_is_named_with_the_usual_mend(fault, model):
     method, says = FAULTY[fault]
