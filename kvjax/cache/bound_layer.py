@@ -446,19 +446,18 @@ class MethodLayer:
     def check_shared(self) -> None:
         """`ShareableLayer.check_shared`: a prefix is read in full, and stays as it is."""
         m = self.method
-        if self.needs.paired_layer:
-            raise IncompatibleMethod(
-                "a prefix that sequences share is read layer by layer, and component `side_store`, "
-                f"{type(m.side_store).__name__}, holds what two layers share once for both; read the prefix under "
-                "another method, such as 'full'"
-            )
-        if m.decode is not None or not isinstance(m.read, Full):
-            name = "read" if m.decode is None else "decode"
-            raise IncompatibleMethod(
-                f"a prefix that sequences share is read in full and never changes, and component `{name}`, "
-                f"{type(getattr(m, name)).__name__}, chooses anew at every step; read the prefix under another method, "
-                "such as 'full', and its documents under this one"
-            )
+        reasons = (
+            ("side_store", self.needs.paired_layer != 0, "holds what two layers share once for both"),
+            ("decode", m.decode is not None, "chooses anew at every step"),
+            ("read", not isinstance(m.read, Full), "chooses anew at every step"),
+        )
+        for name, cannot, reason in reasons:
+            if cannot:
+                raise IncompatibleMethod(
+                    "a prefix that sequences share is read in full, layer by layer, and never changes, and component "
+                    f"`{name}`, {type(getattr(m, name)).__name__}, {reason}; read the prefix under another method, "
+                    "such as 'full', and its documents under this one"
+                )
 
     def check_with_prefix(self) -> None:
         """`ShareableLayer.check_with_prefix`: a sequence's own tokens stand at true positions and are seen whole."""

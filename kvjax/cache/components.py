@@ -907,7 +907,7 @@ class Components:
     layer_budgets: LayerBudgets | None
     side_store: SideStore | None
     decode: Policy | None
-    positions: str
+    positions: Literal["true", "cache"]
     k: Codec
     v: Codec
     read: Reader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from typing import Literal
 
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
@@ -26,6 +27,7 @@ from kvjax.cache.readers.full import Full
 from kvjax.cache.validation import check_component_type, check_hashable
 from kvjax.core.attention import AttentionPattern
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.utils.parameter_types import NonNegativeInt, check_fields
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -62,23 +64,20 @@ class Method(Components):
     layer_budgets: LayerBudgets | None = None
     side_store: SideStore | None = None
     decode: Policy | None = None
-    positions: str = "true"
+    positions: Literal["true", "cache"] = "true"
     k: Codec = Plain()
     v: Codec = Plain()
     read: Reader = Full()
     attend: AttentionPattern | None = None
-    device_layers: int = 0
+    device_layers: NonNegativeInt = 0
     # The method's string, for names in tables. It is not compared: two ways to write a method give the same value.
     string: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self):
+        check_fields(self)
         for name, kind in _COMPONENT_TYPES.items():
             check_component_type(name, getattr(self, name), kind)
             check_hashable(name, getattr(self, name))
-        if self.device_layers < 0:
-            raise KvjaxError(f"device_layers must be 0 or more layers, got {self.device_layers}")
-        if self.positions not in ("true", "cache"):
-            raise KvjaxError(f"positions must be 'true' or 'cache', got {self.positions!r}")
 
     def __repr__(self) -> str:
         """Names the components that differ from their defaults."""
@@ -146,7 +145,11 @@ class Method(Components):
         return MethodLayer(bound, layer_spec, budgets)
 
 
-_COMPONENT_TYPES = {name: kind for name, kind in typing.get_type_hints(Method).items() if name != "string"}
+_COMPONENT_TYPES = {
+    name: kind
+    for name, kind in typing.get_type_hints(Method).items()
+    if name not in ("positions", "device_layers", "string")
+}
 
 _WHY_NO_EVICTION = {
     "k": "its tokens, or its heads, are held together",

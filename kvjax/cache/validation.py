@@ -15,16 +15,16 @@ from kvjax.errors import KvjaxError
 def check_component_type(name: str, value: Any, kind: Any) -> None:
     """Raises KvjaxError unless a component is of its type, a class or a union of classes."""
     if isinstance(value, type):
-        raise KvjaxError(f"{name} is the class {value.__name__}, and must be a value of it, as {value.__name__}(...)")
-    if isinstance(value, kind):
+        problem = f"is the class {value.__name__}, and must be a value of it, as {value.__name__}(...)"
+    elif isinstance(value, kind):
         return
-    if isinstance(value, Scorer):
+    elif isinstance(value, Scorer):
         scorer = type(value).__name__
-        raise KvjaxError(
-            f"{name} is a scorer; kvjax.method_api.make_selection({scorer}(...), budget) makes a selection of it"
-        )
-    expected = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
-    raise KvjaxError(f"{name} must be a {expected}, got {value!r:.80}")
+        problem = f"is a scorer; kvjax.method_api.make_selection({scorer}(...), budget) makes a selection of it"
+    else:
+        expected = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
+        problem = f"must be a {expected}, got {value!r:.80}"
+    raise KvjaxError(f"{name} {problem}")
 
 
 def check_hashable(name: str, value: Any) -> None:

@@ -90,18 +90,21 @@ class TableFile:
         index = spec.index if self.index is None else self.index
         found = {}
         for name, expected in shapes.items():
-            array = arrays.get(f"{index}.{name}")
+            array, problem = arrays.get(f"{index}.{name}"), None
             if array is None:
-                raise KvjaxError(f"{self.path} has no array `{index}.{name}`; make the table anew")
-            has_axes = len(array.shape) == len(expected)
-            if not (has_axes and all(size in (None, n) for n, size in zip(array.shape, expected, strict=True))):
+                problem = f"{self.path} has no array `{index}.{name}`; make the table anew"
+            elif len(array.shape) != len(expected) or any(
+                size not in (None, n) for n, size in zip(array.shape, expected, strict=True)
+            ):
                 shape = ", ".join("any" if n is None else str(n) for n in expected)
-                raise KvjaxError(
+                problem = (
                     f"`{index}.{name}` of {self.path} has shape {array.shape}, expected ({shape}); make the table anew "
                     "for this model"
                 )
-            if not np.isfinite(array).all():
-                raise KvjaxError(f"`{index}.{name}` of {self.path} holds a number that is not finite")
+            elif not np.isfinite(array).all():
+                problem = f"`{index}.{name}` of {self.path} holds a number that is not finite"
+            if array is None or problem:
+                raise KvjaxError(problem)
             found[name] = array
         return found
 

@@ -30,22 +30,22 @@ def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[i
     """
     name = f"{type(policy).__name__}.{member}"
     first = "slots of the prompt i32[B 1|K n]" if member == "init" else "positions i32[B 1|K S]"
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise KvjaxError(
-            f"{name} must return two things, {first} and the policy state (None if there is none), and returned "
-            f"{type(result).__name__}"
-        )
-    chosen, policy_state = result
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    chosen, policy_state = result if is_pair else (None, None)
+    others = [x for x in jax.tree.leaves(policy_state) if not isinstance(x, jax.Array | np.ndarray)]
     B, K = heads
-    if getattr(chosen, "ndim", 0) != 3 or chosen.shape[0] != B or chosen.shape[1] not in (1, K):
+    if not is_pair:
+        wanted = f"two things, {first} and the policy state (None if there is none)"
+        returned = type(result).__name__
+    elif getattr(chosen, "ndim", 0) != 3 or chosen.shape[0] != B or chosen.shape[1] not in (1, K):
+        wanted = f"{first}, here [{B}, 1 or {K}, ..]"
         returned = f"{chosen.dtype}{list(chosen.shape)}" if hasattr(chosen, "shape") else type(chosen).__name__
-        raise KvjaxError(f"{name} must return {first}, here [{B}, 1 or {K}, ..], and returned {returned}")
-    if others := [x for x in jax.tree.leaves(policy_state) if not isinstance(x, jax.Array | np.ndarray)]:
-        raise KvjaxError(
-            f"{name} must return a policy state of arrays, such as f32[B K S], and returned one with a "
-            f"{type(others[0]).__name__}"
-        )
-    return chosen, policy_state
+    elif others:
+        wanted = "a policy state of arrays, such as f32[B K S]"
+        returned = f"one with a {type(others[0]).__name__}"
+    else:
+        return chosen, policy_state
+    raise KvjaxError(f"{name} must return {wanted}, and returned {returned}")
 
 
 def require_observation(observation: Observation | None, method: str, which: str) -> Observation:
