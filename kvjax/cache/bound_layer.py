@@ -171,7 +171,7 @@ class MethodLayer:
         if tokens.ndim == 1:  # heads keep equally many
             return int(tokens.max())
         assert self.method.side_store is not None
-        return self.method.side_store.num_slots_of_heads(tokens)
+        return self.method.side_store.count_slots(tokens)
 
     def resize(self, kept_slots: int, headroom_tokens: int) -> tuple[MethodLayer, int]:
         """See `BudgetedLayer`."""

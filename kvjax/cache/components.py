@@ -818,7 +818,7 @@ class SideStore:
         ...
 
     @required
-    def num_slots_of_heads(self, tokens: np.ndarray) -> int:
+    def count_slots(self, tokens: np.ndarray) -> int:
         """Mean slots per head for heads that keep i32[B K] tokens; of a store with `head_budgets`."""
         ...
 

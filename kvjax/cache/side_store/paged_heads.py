@@ -77,7 +77,7 @@ class PagedHeads(SideStore):
             pages = -(-most_shared_slots((pages + 1) * self.page, width) // self.page)
         return Slots(kept, 0, self.page * pages)
 
-    def num_slots_of_heads(self, tokens: np.ndarray) -> int:
+    def count_slots(self, tokens: np.ndarray) -> int:
         pages = (-(-tokens // self.page)).sum(1).max()
         return max(1, int(-(-pages // tokens.shape[1]))) * self.page  # a store without a page could not be read
 
