@@ -60,7 +60,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     NAMES: lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x),
     ONE_SET: lambda x: isinstance(x, Mapping) and not any(isinstance(value, Mapping) for value in x.values()),
 }
-"""What a value must be, in words -> whether it is that."""
+"""The kinds of values: a kind in words -> whether a value is of it."""
 
 
 def read_value(values: Raw, key: str, kind: str, name: str = "config.json") -> Any:

@@ -108,7 +108,7 @@ __all__ = [
     "Slots",  # slots that a prompt takes: kept, in the main slots, in a side store
     "Components",  # all components of a method; for checks of what goes together
     "Rope",  # the model's rotary embedding
-    "Needs",  # what a bound layer asks the decoder for, beside keys, values and queries
+    "Needs",  # what a bound layer asks the decoder for, in addition to keys, values and queries
     "Traits",  # facts of a method that reports show
     "KVMethod",  # protocol of a method that is not made of components
     "BoundLayer",  # protocol of such a method in one layer

@@ -69,7 +69,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     COUNT: lambda x: is_integer(x) and x > 0,
     NUMBER: lambda x: is_number(x) and x > 0 and math.isfinite(x),
 }
-"""What a value must be, in words -> whether it is that."""
+"""The kinds of values: a kind in words -> whether a value is of it."""
 
 FACTOR_TOLERANCE = 1e-4
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

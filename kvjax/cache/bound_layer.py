@@ -71,13 +71,13 @@ class MethodLayer:
 
     @functools.cached_property
     def storage(self) -> KVStorage:
-        """What readers and side stores know of the method."""
+        """The codecs and the spec, which readers and side stores get."""
         m = self.method
         return KVStorage(self.spec, m.k, m.v, m.decode if m.positions == "cache" else None)
 
     @functools.cached_property
     def selection(self) -> PromptSelection | None:
-        """What budgets know of the method; None where every token of a prompt stays."""
+        """The selection and what changes its choice, which budgets get; None where every token of a prompt stays."""
         m = self.method
         if m.select is None:
             return None

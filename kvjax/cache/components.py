@@ -1,7 +1,7 @@
 """The interface between a method and its components: all that either knows about the other.
 
-A `kvjax.Method` is made of components; each kind has its base class here, and what a component is given beside its own
-fields is on this page too:
+A `kvjax.Method` is made of components. Each kind has its base class here, and so has what a component is given in
+addition to its own fields:
 
 - `LayerSpec` (in `cache.protocol`), the layer of the model;
 - `KVStorage`, how the layer encodes keys and values: readers and side stores get it;
@@ -41,8 +41,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
+from kvjax.utils.abstract import abstract
 from kvjax.utils.parameter_types import NonNegativeInt, PositiveInt, check_fields
-from kvjax.utils.required import required
 
 
 class Slots(NamedTuple):
@@ -85,7 +85,7 @@ class Codec:
         """`encode` for the tokens that a prompt leaves; override it in a codec that observes the prompt's queries."""
         return self.encode(x, pos)
 
-    @required
+    @abstract
     def encode(self, x: Float[Array, "B K S H"], pos: Int32[Array, "B #K S"]) -> Any:
         """Stores all slots of a cache.
 
@@ -98,7 +98,7 @@ class Codec:
         """
         ...
 
-    @required
+    @abstract
     def decode(self, stored: Any) -> Float[Array, "B K S H"]:
         """Restores all slots, in device memory, in the dtype that `encode` got.
 
@@ -106,7 +106,7 @@ class Codec:
         """
         ...
 
-    @required
+    @abstract
     def append(self, stored: Any, x: Float[Array, "B K T H"], at: Int32[Array, "B #K"]) -> Any:
         """Writes x from slot `at` on; `at` differs between heads only where `supports_eviction`.
 
@@ -114,7 +114,7 @@ class Codec:
         """
         ...
 
-    @required
+    @abstract
     def gather(self, stored: Any, idx: Int32[Array, "B K n"]) -> Float[Array, "B K n H"]:
         """Restores some slots, in device memory; only these cross from the host."""
         ...
@@ -179,7 +179,7 @@ class PagedArrays:
 
 @dataclasses.dataclass(frozen=True)
 class KVStorage:
-    """How one layer stores keys and values: all that readers and side stores know of a method.
+    """The storage of keys and values in one layer: all that readers and side stores know of a method.
 
     Attributes:
       spec: the layer, without its index.
@@ -275,7 +275,7 @@ class Reader:
             "a context is a value: keep the one of before, or fork it"
         )
 
-    @required
+    @abstract
     def read(
         self,
         storage: KVStorage,
@@ -324,7 +324,7 @@ class Policy:
     num_queries: int | None = 0  # last prompt queries that `init` observes, as in `Needs`
     needs_weights = False  # whether `after_token` reads the attention weights of a step
 
-    @required
+    @abstract
     def num_slots(self) -> int:
         """Slots of the layer: the tokens that stay after a step, and the next one."""
         ...
@@ -340,7 +340,7 @@ class Policy:
         """
         return self
 
-    @required
+    @abstract
     def init(
         self, spec: LayerSpec, block: KVBlock, observation: Observation | None, num_slots: int
     ) -> tuple[Int32[Array, "B #K n"], Any]:
@@ -366,7 +366,7 @@ class Policy:
         """Prepares the state for a token with query q at `q_pos`; the base changes nothing."""
         return state
 
-    @required
+    @abstract
     def after_token(
         self,
         spec: LayerSpec,
@@ -403,7 +403,7 @@ class Policy:
         return jnp.where(pos < 0, 0, index.reshape(B, K, pos.shape[2]))
 
 
-# Which prompt tokens stay: the component `select`, and those that change its choice.
+# Which prompt tokens stay: the component `select`, and the components that change its choice.
 
 
 class Budget:
@@ -415,7 +415,7 @@ class Budget:
 
     is_fraction = False  # a fraction of each prompt, which may ask for fewer tokens than the sinks and recent ones
 
-    @required
+    @abstract
     def num_kept(self, length: int) -> int:
         """Tokens kept of a prompt of `length` tokens, at most `length`."""
         ...
@@ -424,7 +424,7 @@ class Budget:
         """i32[max_length + 1]: `num_kept` of every length; a budget that knows all of them at once overrides it."""
         return np.array([self.num_kept(n) for n in range(max_length + 1)], np.int32)
 
-    @required
+    @abstract
     def max_kept(self) -> int | None:
         """Most tokens kept of a prompt of any length; None if there is no bound."""
         ...
@@ -485,7 +485,7 @@ class Scorer:
     # a second pass over the prompt; what `update_scores` makes of it is `Observation.replay_scores` for `scores`
     replay: Replay | None = None
 
-    @required
+    @abstract
     def scores(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Scores:
         """Scores a prompt.
 
@@ -500,7 +500,7 @@ class Scorer:
         """
         ...
 
-    @required
+    @abstract
     def update_scores(
         self,
         block: KVBlock,
@@ -530,7 +530,7 @@ class SecondStageScorer:
     share: float  # fraction of a head's kept tokens, sinks and recent ones included, that the first stage chooses
     needs_output = False  # whether it reads the layer's output projection, `Observation.output_projection`
 
-    @required
+    @abstract
     def scores(
         self, block: KVBlock, own: Float32[Array, "B K S"], observation: Observation | None, spec: LayerSpec
     ) -> Float32[Array, "B K S"]:
@@ -662,7 +662,7 @@ def _num_kept_by_length(budget: Budget, longest: int, protected: int) -> np.ndar
 
 @dataclasses.dataclass(frozen=True)
 class PromptSelection:
-    """How one layer chooses the prompt tokens that stay: all that budgets and policies know of a method.
+    """The choice of the prompt tokens that stay in one layer: all that budgets and policies know of a method.
 
     `cache.eviction.selection` has the functions that make the choice.
 
@@ -710,7 +710,7 @@ class HeadBudgets:
         """Heads whose budgets one head may take in addition to its own: it bounds the slots of a head."""
         return spec.num_kv_heads - 1
 
-    @required
+    @abstract
     def allocate(
         self,
         scores: Float32[Array, "B K U"],
@@ -752,12 +752,12 @@ class LayerBudgets:
     # whether `allocate_tokens` counts tokens of each head, which takes a side store for heads of unequal length
     by_head = False
 
-    @required
+    @abstract
     def measure(self, selection: PromptSelection, block: KVBlock, observation: Observation | None) -> Any:
         """Measures one layer's prompt: a pytree of arrays [B ...]."""
         ...
 
-    @required
+    @abstract
     def allocate_tokens(
         self, selection: PromptSelection, measures: Any, lengths: Int32[Array, " B"]
     ) -> Int32[Array, "L B"] | Int32[Array, "L B K"]:
@@ -803,7 +803,7 @@ class SideStore:
         """The store as decode steps need it: equal stores share a compiled program, whatever filled them."""
         return self
 
-    @required
+    @abstract
     def slots(self, spec: LayerSpec, kept: int, width: int) -> Slots:
         """Divides the tokens of a prompt.
 
@@ -817,12 +817,12 @@ class SideStore:
         """
         ...
 
-    @required
+    @abstract
     def count_slots(self, tokens: np.ndarray) -> int:
         """Mean slots per head for heads that keep i32[B K] tokens; of a store with `head_budgets`."""
         ...
 
-    @required
+    @abstract
     def split(
         self, storage: KVStorage, block: KVBlock, observation: Observation | None, slots: Slots
     ) -> tuple[KVBlock, Any]:
@@ -842,12 +842,12 @@ class SideStore:
         """
         ...
 
-    @required
+    @abstract
     def open_pair(self, storage: KVStorage, store: Any, cross_layer: Any) -> tuple[Any, Any]:
         """Returns the store of a paired layer as `read` takes it in this step, and the value for the layer above."""
         ...
 
-    @required
+    @abstract
     def read(
         self, storage: KVStorage, state: LayerState, q: Float[Array, "B K G T H"], q_pos: Int32[Array, "B T"]
     ) -> Partial:
@@ -858,7 +858,7 @@ class SideStore:
         """
         ...
 
-    @required
+    @abstract
     def positions(self, store: Any) -> Int32[Array, "B #K S"]:
         """Positions of the stored tokens, -1 in empty places."""
         ...

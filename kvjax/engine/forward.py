@@ -129,7 +129,7 @@ unembed = jax.jit(apply_unembed, static_argnames="target")
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What all functions of a pass are compiled for, and the compiled functions themselves; a static argument.
+    """The model and mesh that a pass is compiled for, and the compiled functions; a static argument.
 
     All callers but `kvjax.generation` and the systems above it use the default functions. JAX allows compiler options
     and donation in the outermost `jit` alone; those callers are never traced, and take functions that have them from

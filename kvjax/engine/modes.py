@@ -27,7 +27,7 @@ from kvjax.engine.layer_prompt import (
     select_queries,
 )
 from kvjax.engine.positions import token_positions
-from kvjax.utils.required import required
+from kvjax.utils.abstract import abstract
 
 QUERY_BLOCK_TOKENS = 128
 """Queries that attend at a time, where the logits of all of them at once would not fit the processor's caches."""
@@ -40,7 +40,7 @@ class ForwardMode:
         """Returns the tokens whose outputs this layer computes; None for all of them."""
         return None
 
-    @required
+    @abstract
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q H"], Any, Any]:

@@ -85,7 +85,7 @@ class ShadowStore(kv.SideStore):
         return mean[:, :, :, 0], cosine.min(-1)
 
     def _chunk_storage(self, spec: kv.LayerSpec) -> kv.KVStorage:
-        """How the chunks are stored, whatever codecs the main slots have."""
+        """The storage of the chunks, whatever codecs the main slots have."""
         return kv.KVStorage(spec, PromptLowRank(0, rank=self.rank, pre_rope=True).at(spec), kv.Host())
 
     def read(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:

@@ -20,7 +20,7 @@ from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.utils.required import required
+from kvjax.utils.abstract import abstract
 
 
 class TableKind:
@@ -70,7 +70,7 @@ class TableKind:
             "kvjax.cache.calibration.table_file.write"
         )
 
-    @required
+    @abstract
     def count_layers(
         self, selection: PromptSelection, layer_budgets: LayerBudgets, measures: Any, lengths: Array
     ) -> Any:
@@ -88,7 +88,7 @@ class TableKind:
         """Combines the statistics of two sets of texts."""
         return before + more
 
-    @required
+    @abstract
     def arrays(self, counted: Any, spec: LayerSpec) -> Mapping[str, np.ndarray]:
         """Makes the table's arrays of one layer, by name, from the sums: f64[K ...] in the pytree of `count`."""
         ...

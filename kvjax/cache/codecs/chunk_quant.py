@@ -14,8 +14,8 @@ from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.abstract import abstract
 from kvjax.utils.parameter_types import NonNegativeInt, check_fields
-from kvjax.utils.required import required
 
 
 @exportable
@@ -67,12 +67,12 @@ class ChunkCodec(Codec):
 
     __post_init__ = check_fields
 
-    @required
+    @abstract
     def quantize(self, x: Array) -> ChunkCodes:
         """Quantizes real tokens x [B K T H], a prompt or a chunk."""
         ...
 
-    @required
+    @abstract
     def restore(self, codes: Array, own: Array | None, shared: Array | None) -> Array:
         """Restores tokens [B K n H] from codes uint32[B K n H], own [B K n A] and shared [B K 1|n C]."""
         ...

@@ -20,8 +20,8 @@ from kvjax.core import attention, memory
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.abstract import abstract
 from kvjax.utils.parameter_types import Within, check_fields
-from kvjax.utils.required import required
 
 
 @pytree
@@ -60,7 +60,7 @@ class LowRank(Codec):
         group_size(self.heads, spec)  # raises where groups of heads do not divide the layer
         return dataclasses.replace(bind_fields(self, spec), spec=spec.without_index)
 
-    @required
+    @abstract
     def fit_basis(self, x: Array) -> tuple[Array, Array | None]:
         """Returns basis and mean of a `LowRankState` for a prompt x [B K S H], zeros in empty slots."""
         ...

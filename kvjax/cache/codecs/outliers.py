@@ -11,8 +11,8 @@ from kvjax.cache.eviction.representatives import IntOrArray, fraction_of
 from kvjax.core import memory
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, pytree
+from kvjax.utils.abstract import abstract
 from kvjax.utils.parameter_types import UnitFloat, check_fields
-from kvjax.utils.required import required
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Outliers:
         """Outliers of a vector of `length` numbers."""
         return 2 * self.num_per_side(length)
 
-    @required
+    @abstract
     def find(self, x: Array, real: Array) -> tuple[Array, Array]:
         """Finds the outliers of the real tokens, bool[B K n], of x [B K n H]: bool[B K n H], and x with means there."""
         ...
 
-    @required
+    @abstract
     def init_state(self, x: Array, is_outlier: Array, every: int) -> Any:
         """Stores the outliers of a prompt x [B K S H], with room for those of later chunks of `every` tokens."""
         ...
 
-    @required
+    @abstract
     def add(self, stored: Any, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array) -> Any:
         """Adds the outliers of chunk i32[B 1] after the prompt, x [B K every H], which begins in slot at i32[B 1].
 
@@ -57,7 +57,7 @@ class Outliers:
         """
         ...
 
-    @required
+    @abstract
     def insert(self, stored: Any, x: Array, idx: Array) -> Array:
         """Inserts the outliers into restored tokens x [B K n H] of slots idx i32[B K n]."""
         ...

@@ -9,7 +9,7 @@ from kvjax.cache.side_store.mixed_precision import LowTier, PrecisionTiers
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import KvjaxError
-from kvjax.utils.required import required
+from kvjax.utils.abstract import abstract
 
 
 class PromptAdaptiveKeys(Codec):
@@ -17,12 +17,12 @@ class PromptAdaptiveKeys(Codec):
 
     is_head_specific = True
 
-    @required
+    @abstract
     def fit_prompt(self, x: Array, pos: Array, observation: Observation) -> Array:
         """Computes the parameters [B K 1 ...] from a prompt's keys x [B K S H] and its queries."""
         ...
 
-    @required
+    @abstract
     def encode_with(self, x: Array, pos: Array, params: Array) -> Any:
         """Stores keys x [B K S H] by parameters that were fitted before."""
         ...

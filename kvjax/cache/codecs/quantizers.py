@@ -10,8 +10,8 @@ from jax import lax
 
 from kvjax.cache.codecs import bit_packing
 from kvjax.core.types import Array, exportable
+from kvjax.utils.abstract import abstract
 from kvjax.utils.parameter_types import OneOf, PositiveInt, Within, check_fields
-from kvjax.utils.required import required
 
 FP8_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -22,12 +22,12 @@ class Quantizer:
     `PerTokenCodec` stores keys or values by it.
     """
 
-    @required
+    @abstract
     def encode(self, x: Array) -> Any:
         """Quantizes x f32[... H] to a pytree of arrays [... w], each of its own width."""
         ...
 
-    @required
+    @abstract
     def decode(self, coded: Any) -> Array:
         """Restores f32[... H]."""
         ...

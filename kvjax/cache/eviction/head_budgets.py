@@ -13,7 +13,7 @@ from kvjax.cache.eviction.budget_allocation import match_total
 from kvjax.cache.eviction.representatives import IntOrArray
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.types import Array
-from kvjax.utils.required import required
+from kvjax.utils.abstract import abstract
 
 ALL_TOKENS = 2**30
 """More tokens than any sequence has."""
@@ -22,7 +22,7 @@ ALL_TOKENS = 2**30
 class HeadTableBudgets(HeadBudgets):
     """A rule that makes the `HeadTokens` of each layer from a table: a frozen dataclass with the method `at`."""
 
-    @required
+    @abstract
     def at(self, spec: LayerSpec) -> HeadTokens:
         """Returns the tokens of one layer's heads; raises KvjaxError for a table that does not fit the model."""
         ...

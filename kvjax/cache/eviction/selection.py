@@ -1,4 +1,4 @@
-"""What a layer's selection does with a prompt: it scores the tokens and keeps the best of them within a budget."""
+"""A layer's selection at work: it scores a prompt's tokens and keeps the best of them within a budget."""
 
 from __future__ import annotations
 

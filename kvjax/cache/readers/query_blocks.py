@@ -1,4 +1,4 @@
-"""What readers have in common: logits of stored keys, and queries a block at a time."""
+"""The common parts of readers: logits of stored keys, and queries a block at a time."""
 
 from __future__ import annotations
 

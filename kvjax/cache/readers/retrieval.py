@@ -20,8 +20,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod
+from kvjax.utils.abstract import abstract
 from kvjax.utils.parameter_types import NonNegativeInt, PositiveInt, check_fields
-from kvjax.utils.required import required
 
 RETRIEVAL_QUERY_BLOCK = 16
 """Queries that retrieve at a time: each fetches keys and values of its own."""
@@ -38,17 +38,17 @@ class Index:
     size: int
     num_queries: int | None = 0  # last prompt queries of each sequence that `fit` observes, as in `Needs`
 
-    @required
+    @abstract
     def summarize(self, keys: Array, real: Array) -> Any:
         """Summarizes units of keys [B K U size H]; only the places that are real, bool[B 1|K U size], hold tokens."""
         ...
 
-    @required
+    @abstract
     def join(self, before: Any, more: Any) -> Any:
         """Joins the summaries of units with those of the tokens that were added to them."""
         ...
 
-    @required
+    @abstract
     def score(self, summary: Any, q: Array) -> Array:
         """Scores each unit for queries q [B K G T H]: f32[B 1|K 1|G T U], 1 where heads have scores in common."""
         ...

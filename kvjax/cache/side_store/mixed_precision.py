@@ -19,8 +19,8 @@ from kvjax.core.memory import bytes_beyond
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
+from kvjax.utils.abstract import abstract
 from kvjax.utils.parameter_types import UnitFloat, Within, check_fields
-from kvjax.utils.required import required
 
 
 @pytree
@@ -43,7 +43,7 @@ class PrecisionTiers(SideStore):
     k: Codec
     v: Codec
 
-    @required
+    @abstract
     def low_tier_mask(self, spec: LayerSpec, block: KVBlock, observation: Observation | None) -> Array:
         """bool[B 1|K S]: the tokens of a clean block that go into the low tier, equally many in each head."""
         ...

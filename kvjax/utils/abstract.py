@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 Member = TypeVar("Member", bound=Callable[..., Any])
 
 
-def required(member: Member) -> Member:
+def abstract(member: Member) -> Member:
     """Marks a member of a base class that every subclass which is asked for it defines.
 
     `abc.abstractmethod` would refuse a subclass when a value of it is made. A component may do without a member that
