@@ -1,7 +1,7 @@
 """The interface between a method and its components: all that either knows about the other.
 
-A `kvjax.Method` is made of components. Each kind has its base class here, and so has what a component is given in
-addition to its own fields:
+A `kvjax.Method` is made of components. This page has the base class of each kind, and the values that a component is
+given in addition to its own fields:
 
 - `LayerSpec` (in `cache.protocol`), the layer of the model;
 - `KVStorage`, how the layer encodes keys and values: readers and side stores get it;
