@@ -79,11 +79,11 @@ class Rope:
         cos, sin = self.angles(jnp.maximum(pos, 0))
         return rotate(x.astype(jnp.float32), cos, -sin)
 
-    def rotate_queries(self, q: Float[Array, "B K G T H"], pos: Int32[Array, "B T"]) -> Float32[Array, "B K G T H"]:
+    def rotate_queries(self, q: Float[Array, "B K G T H"], pos: Int32[Array, "#B T"]) -> Float32[Array, "B K G T H"]:
         """`rotate` for queries."""
         return self.rotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 
-    def unrotate_queries(self, q: Float[Array, "B K G T H"], pos: Int32[Array, "B T"]) -> Float32[Array, "B K G T H"]:
+    def unrotate_queries(self, q: Float[Array, "B K G T H"], pos: Int32[Array, "#B T"]) -> Float32[Array, "B K G T H"]:
         """The inverse of `rotate_queries`."""
         return self.unrotate(q.reshape(q.shape[0], -1, *q.shape[3:]), pos[:, None]).reshape(q.shape)
 

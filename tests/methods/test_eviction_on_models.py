@@ -121,7 +121,7 @@ def test_what_stands_on_nothing_says_so(model):
 
 @pytest.mark.parametrize("unit", ["pages", "chunk", "page0", "32"])
 def test_units_have_a_kind_and_a_size(unit):
-    with pytest.raises(KvjaxError, match="page32|at least 1 token"):
+    with pytest.raises(KvjaxError, match="page32|size must be at least 1"):
         kvjax.parse(f"snapkv:unit={unit}")
 
 
