@@ -67,6 +67,8 @@ def write(
 
 def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Reads the header and the arrays; raises KvjaxError for a damaged file, another kind of file and another model."""
+    header, arrays = {}, {}
+    error = damage = None
     try:
         zipfile.ZipFile(path).close()  # NumPy would take another file for a pickle, and advise to load it unsafely
         # No pickles: a file must not be able to run code.
@@ -74,26 +76,26 @@ def read(path: str | Path, form: Format, model: Model) -> tuple[dict[str, Any], 
             text = file[HEADER].tobytes()
             header = json.loads(text)
             # Checked first, so that a file of another kind or model says so, and is not called damaged.
-            mismatch = _find_mismatch(header, path, form, model)
-            arrays = {}
-            if mismatch is None:
+            error = _find_mismatch(header, path, form, model)
+            if error is None:
                 wrong = [
                     f"{x} is {header[x]!r:.80}" for x, kind in form.fields.items() if not isinstance(header[x], kind)
                 ]
                 if file[SEAL].tobytes() != hashlib.sha256(text).digest():
                     wrong.append("its header is not what was written")
-                if wrong:
-                    raise ValueError(wrong[0])
+                damage = "; ".join(wrong) or None
                 for name, x in header["arrays"].items():
                     arrays[name] = file[name].view(jnp.dtype(x["dtype"])).reshape(x["shape"])
                     header["arrays"][name]["host"] = bool(x["host"])
     except Exception as e:  # changed bits make the readers of archives raise errors of any kind
-        raise KvjaxError(
-            f"{path} is no file of the format {form.name!r}, or a damaged one ({e}); save it again, or give the path "
-            "of a file that was saved"
-        ) from e
-    if mismatch is not None:
-        raise mismatch
+        damage = damage or e
+    if damage is not None:
+        error = KvjaxError(
+            f"{path} is no file of the format {form.name!r}, or a damaged one ({damage}); save it again, or give the "
+            "path of a file that was saved"
+        )
+    if error is not None:
+        raise error
     return header, arrays
 
 

@@ -51,8 +51,19 @@ def read_after_prefix(
       Logits of each document's last token f32[B V], and their cache.
     """
     check_cache(model, prefix)
-    followed, plan = _prefix_indices(prefix, len(ids), of), bind(method, model.config)
-    num_prefixes, mesh = prefix.length.shape[0], model.mesh
+    num_prefixes, mesh, plan = prefix.length.shape[0], model.mesh, bind(method, model.config)
+    followed = np.zeros(len(ids), np.int64) if of is None and num_prefixes == 1 else np.asarray(of)
+    is_list = followed.shape == (len(ids),) and np.issubdtype(followed.dtype, np.integer)
+    problem = None
+    if not is_list or followed.min() < -1 or followed.max() >= num_prefixes:
+        problem = (
+            f"`of` names one of the sequences 0..{num_prefixes - 1} of the context for each of {len(ids)} documents, "
+            f"or -1 for none, got {of!r:.80}"
+        )
+    elif mesh is not None and (followed != 0).any():
+        problem = "on a mesh all documents share one prefix, sequence 0; read each group of them as a batch of its own"
+    if problem is not None:
+        raise KvjaxError(problem)
     before = np.where(followed >= 0, np.asarray(prefix.length)[np.maximum(followed, 0)], 0)
     lengths = np.array([len(row) for row in ids])
     capacity = round_up(int((before + lengths).max()) + room)
@@ -60,10 +71,6 @@ def read_after_prefix(
     num_slots = tuple(num_layer_slots(layer, tuple(lengths.tolist()), own_capacity) for layer in plan)
     tokens, _ = pad(ids, min(round_up(int(lengths.max())), own_capacity))
     is_single = (num_prefixes == 1 or mesh is not None) and (followed == 0).all()
-    if mesh is not None and not is_single:
-        raise KvjaxError(
-            "on a mesh all documents share one prefix, sequence 0; read each group of them as a batch of its own"
-        )
     members = None if is_single else sequences_by_prefix(followed, num_prefixes)
     lengths, before = (place(model, x.astype(np.int32), "B") for x in (lengths, before))
     mode = PrefillAfterPrefix(lengths, before, members)
@@ -109,16 +116,3 @@ class PrefillAfterPrefix(ForwardMode):
         run = per_device(prefill, *inputs.q.shape[:2], mesh=mesh)
         out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)
         return out, state, cross_layer
-
-
-def _prefix_indices(prefix: Cache, count: int, of: Sequence[int] | None) -> np.ndarray:
-    """Checks `of`, and returns the index of the prefix that each of `count` documents follows, i64[count]."""
-    num_prefixes = prefix.length.shape[0]
-    which = np.zeros(count, np.int64) if of is None and num_prefixes == 1 else np.asarray(of)
-    is_list = which.shape == (count,) and np.issubdtype(which.dtype, np.integer)
-    if not is_list or which.min() < -1 or which.max() >= num_prefixes:
-        raise KvjaxError(
-            f"`of` names one of the sequences 0..{num_prefixes - 1} of the context for each of {count} documents, or "
-            f"-1 for none, got {of!r:.80}"
-        )
-    return which.astype(np.int64)

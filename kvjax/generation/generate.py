@@ -7,7 +7,6 @@ from typing import Unpack
 
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.engine.plan import bind
-from kvjax.errors import KvjaxError
 from kvjax.generation import user_warnings
 from kvjax.generation.inputs import Prompts, are_empty, check_cache, token_ids
 from kvjax.generation.model_calls import capacity_for, extend_padded, last_logits, run_prompts
@@ -31,7 +30,7 @@ def start(
     **options: Unpack[GenerateOptions],
 ) -> DecodeSession:
     """Runs the prompts and draws the first token of each: a session to advance; arguments as in `generate`."""
-    begins = cache is None or are_empty(check_cache(model, cache, method))
+    begins = cache is None or are_empty(check_cache(model, cache, method, capacity))
     ids = token_ids(model, prompts, begins=begins, count=None if cache is None else cache.length.shape[0])
     timer = Timer()
     resolved = resolve_options(model, options, knows_tokens=cache is None)
@@ -40,8 +39,6 @@ def start(
         plan, capacity = bind(method, model.config), capacity_for(ids, capacity, num_new)
         last, filled = run_prompts(model, plan, ids, capacity, timer=timer)
     else:
-        if capacity is not None:
-            raise KvjaxError("capacity is the given cache's; leave it out, or prefill with a larger one")
         out, filled = extend_padded(model, ids, cache, num_new=num_new, timer=timer)
         last = last_logits(model, out, ids, cache)
     # The tokens of a given cache are unknown.

@@ -54,20 +54,20 @@ def token_ids(
       KvjaxError: an empty batch or prompt, ids outside the vocabulary, or prompts of another type.
       TracedCall: within a JAX transformation.
     """
-    if not isinstance(model, Model):
-        raise KvjaxError(f"the model comes first, as kvjax.load gives it; got {model!r:.80}")
+    embedding = model.params["embedding"] if isinstance(model, Model) else None
     arrays = prompts if isinstance(prompts, (list, tuple, np.ndarray, jax.Array)) else ()
-    leaves = [model.params["embedding"], *jax.tree.leaves(arrays), jnp.asarray(np.int32(0))]
+    leaves = [embedding, *jax.tree.leaves(arrays), jnp.asarray(np.int32(0))]
     if any(isinstance(x, Tracer) for x in leaves):  # the last one is traced where results alone are hidden
         raise TracedCall(
             "this call reads and measures values, and a JAX transformation (jit, grad, vmap, scan) hides them: use the "
             "functions of kvjax.functional there, logits, prefill, extend and decode"
         )
     prompts = [prompts] if isinstance(prompts, str) else prompts
-    if problem := _problem_of_batch(prompts, count):
-        raise KvjaxError(problem)
-    ids, vocab_size = [], model.config.vocab_size
-    for i, prompt in enumerate(prompts):
+    problem = f"the model comes first, as kvjax.load gives it; got {model!r:.80}"
+    if isinstance(model, Model):
+        problem = _problem_of_batch(prompts, count)
+    ids = []
+    for i, prompt in enumerate(prompts if problem is None else ()):
         # Callers compare the numbers of texts and sequences later; one sequence may be asked several questions.
         is_first = begins if isinstance(begins, bool) else begins[min(i, len(begins) - 1)]
         empty = f"prompt {i} is empty; a prompt needs at least one token"
@@ -81,11 +81,13 @@ def token_ids(
             problem = empty
         elif x.ndim != 1 or not np.issubdtype(x.dtype, np.integer):
             problem = f"a prompt is a text or a flat list of integer ids, got shape {x.shape} of {x.dtype}"
-        elif (unknown := x[(x < 0) | (x >= vocab_size)]).size:
-            problem = f"prompt {i} has token id {unknown[0]}, outside the vocabulary 0..{vocab_size - 1}"
-        else:
-            ids.append(x.tolist())
-            continue
+        elif (unknown := x[(x < 0) | (x >= model.config.vocab_size)]).size:
+            last = model.config.vocab_size - 1
+            problem = f"prompt {i} has token id {unknown[0]}, outside the vocabulary 0..{last}"
+        if problem is not None:
+            break
+        ids.append(x.tolist())
+    if problem is not None:
         raise KvjaxError(problem)
     return ids
 
@@ -111,42 +113,55 @@ def _problem_of_batch(prompts: Any, count: int | None) -> str | None:
     return None
 
 
-def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None) -> Cache:
+def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None, capacity: int | None = None) -> Cache:
     """Returns the cache of this model.
+
+    Args:
+      model: of the call.
+      cache: the value to check.
+      method: that the call names, if it names one.
+      capacity: that the call names, which a cache has already.
 
     Raises:
       OtherWeights: a cache of another model, or of `kvjax.functional`, which names none.
-      KvjaxError: a cache of another method, or no cache.
+      KvjaxError: a cache of another method, or no cache; a capacity.
     """
+    error, problem = KvjaxError, None
     if not isinstance(cache, Cache):
-        raise KvjaxError(f"a cache is what kvjax.prefill returns, got {type(cache).__name__}")
-    cache.check_usable()
-    problems = [
-        (cache.config != model.config, "this cache was filled by another model; prefill the prompt with this one"),
-        (
-            cache.dtype != model.dtype.name,
-            f"this cache was filled by a model in {cache.dtype} and this one is in {model.dtype}; prefill the prompt "
-            f"with this one, or load it with dtype={cache.dtype!r}",
-        ),
-        (
-            not cache.weights,
-            "this cache does not say which weights filled it, as kvjax.functional is given parameters and no model; if "
-            "they are those of this model, say so: cache = dataclasses.replace(cache, weights=model.fingerprint)",
-        ),
-        (
-            cache.weights != model.fingerprint,
-            "this cache was filled by a model of equal configuration and other weights; prefill the prompt with this "
-            "one, or use the model that filled it",
-        ),
-    ]
-    for is_wrong, problem in problems:
-        if is_wrong:
-            raise OtherWeights(problem)
-    if method is not None and bind(method, model.config) != cache.plan:
-        raise KvjaxError(
-            f"this cache was filled under another method than {name_of(method_of(method))}; go on without naming a "
-            "method, or prefill the prompt under this one"
-        )
+        problem = f"a cache is what kvjax.prefill returns, got {type(cache).__name__}"
+    else:
+        cache.check_usable()
+        others = [
+            (cache.config != model.config, "this cache was filled by another model; prefill the prompt with this one"),
+            (
+                cache.dtype != model.dtype.name,
+                f"this cache was filled by a model in {cache.dtype} and this one is in {model.dtype}; prefill the "
+                f"prompt with this one, or load it with dtype={cache.dtype!r}",
+            ),
+            (
+                not cache.weights,
+                "this cache does not say which weights filled it, as kvjax.functional is given parameters and no "
+                "model; if they are those of this model, say so: cache = dataclasses.replace(cache, "
+                "weights=model.fingerprint)",
+            ),
+            (
+                cache.weights != model.fingerprint,
+                "this cache was filled by a model of equal configuration and other weights; prefill the prompt with "
+                "this one, or use the model that filled it",
+            ),
+        ]
+        problem = next((text for is_wrong, text in others if is_wrong), None)
+        if problem is not None:
+            error = OtherWeights
+        elif method is not None and bind(method, model.config) != cache.plan:
+            problem = (
+                f"this cache was filled under another method than {name_of(method_of(method))}; go on without naming a "
+                "method, or prefill the prompt under this one"
+            )
+        elif capacity is not None:
+            problem = "capacity is the given cache's; leave it out, or prefill with a larger one"
+    if problem is not None:
+        raise error(problem)
     return cache
 
 

@@ -83,14 +83,14 @@ def prefill(
 
 def capacity_for(ids: Sequence[Sequence[int]], capacity: int | None, num_new: int) -> int:
     """Rounds up the capacity in tokens per sequence; raises KvjaxError unless the prompts and `num_new` tokens fit."""
-    need = max(map(len, ids)) + num_new
-    if capacity is not None and arguments.integer("capacity", capacity, 0) < need:
-        raise KvjaxError(
-            f"capacity {capacity} is too small: the longest prompt has {need - num_new} tokens and {num_new} more are "
-            f"to come; raise capacity to at least {need}, or shorten the prompt"
-        )
-    remedy = "; positions are 32-bit integers; ask for fewer new tokens, or for less room"
-    return arguments.integer("capacity", round_up(need if capacity is None else capacity), 0, MAX_SIZE, remedy)
+    longest = max(map(len, ids))
+    need, most = longest + num_new, -round_up(-MAX_SIZE)  # rounded down, as capacities are rounded up
+    remedy = (
+        f": the longest prompt has {longest} tokens and {num_new} more are to come, and positions are 32-bit integers; "
+        "ask for fewer new tokens, for less room, or shorten the prompt"
+    )
+    capacity = need if capacity is None else capacity
+    return round_up(arguments.integer("capacity", capacity, min(need, most), most, remedy))
 
 
 def run_prompts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 import jax
@@ -80,13 +80,8 @@ def resolve_options(model: Model, options: GenerateOptions, *, knows_tokens: boo
     max_new_tokens = arguments.integer("max_new_tokens", options.get("max_new_tokens", 64))
     fields = [field.name for field in dataclasses.fields(SamplingParams)]
     sampling = resolve_sampling(options.get("sampling"), **{name: options.get(name) for name in fields})
-    if sampling.repetition_penalty != 1 and not knows_tokens:
-        raise KvjaxError(
-            "repetition_penalty counts the tokens of the whole prompt, and a cache does not know its own, nor does a "
-            "context that was resumed from a file, edited or put together of others: read the text with kvjax.read, or "
-            "use presence_penalty and frequency_penalty, which count generated tokens alone"
-        )
-    stop = stopping.parse_stop(model, options.get("stop", ()))
+    stop = options.get("stop", ())
+    stop = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
     eos, num_top = stopping.parse_eos_ids(model, options.get("eos_ids")), None
     logprobs = options.get("logprobs")
     if logprobs is not None and logprobs is not False:
@@ -95,11 +90,26 @@ def resolve_options(model: Model, options: GenerateOptions, *, knows_tokens: boo
     loop = options.get("loop")
     if loop is None:
         loop = "layers" if max_new_tokens < WHILE_LOOP_MIN_TOKENS and jax.default_backend() == "cpu" else "while"
+    problem = None
+    if sampling.repetition_penalty != 1 and not knows_tokens:
+        problem = (
+            "repetition_penalty counts the tokens of the whole prompt, and a cache does not know its own, nor does a "
+            "context that was resumed from a file, edited or put together of others: read the text with kvjax.read, or "
+            "use presence_penalty and frequency_penalty, which count generated tokens alone"
+        )
+    elif wrong := [text for text in stop if not isinstance(text, str) or not text]:
+        problem = (
+            f"stop takes texts of at least one character, got {wrong[0]!r}; () is none, and to end at ids, use eos_ids"
+        )
     elif loop not in LOOPS or (loop == "scan" and stop):
-        raise KvjaxError(
+        problem = (
             f"loop must be {', '.join(map(repr, LOOPS[:-1]))} or {LOOPS[-1]!r}, got {loop!r}; with 'scan', which runs "
             "max_new_tokens whatever the tokens, leave stop out"
         )
+    if problem is not None:
+        raise KvjaxError(problem)
+    if stop:
+        model.text_tokenizer()  # raises for a model without one
     return DecodeOptions(max_new_tokens, sampling, eos, stop, num_top, loop)
 
 

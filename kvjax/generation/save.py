@@ -45,50 +45,44 @@ def write(path: str | Path, model: Model, method: KVMethod, cache: Cache, last: 
 def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple[KVMethod, Cache, Array]:
     """Reads the method, the cache, and the logits f32[B V] of its last tokens; raises as `kvjax.resume` does."""
     header, arrays = archive.read(path, FORMAT, model)
-    method = _resolve_method(header["method"], method, path)
-    plan, capacity = bind(method, model.config), header["capacity"]
-    batch, layers = arrays["length"].shape[0], []
-    for i, layer in enumerate(plan):
-        names = [name for name in arrays if name.startswith(f"layer {i}, ")]
-        leaves = [arrays[name] for name in names]
-        trees = _candidate_trees(layer, model, batch, capacity, leaves)
-        tree = next((tree for tree in trees if tree.num_leaves == len(leaves)), None)
-        if tree is None or header["code"] != _code_of(method):
-            raise KvjaxError(
-                f"{path} was saved under {header['method']} when its code or values were others; read the documents "
-                "again"
-            )
+    name, capacity, batch, problem = header["method"], header["capacity"], arrays["length"].shape[0], None
+    layers, trees, plan = [], [], ()
+    # The methods of kvjax are recognized by their value, a user's own by its name.
+    expected = None if split_methods(name) == () else method_of(name)
+    method = expected if method is None else method_of(method)
+    if method is None:
+        problem = (
+            f"{path} was saved under {name}, which no string makes; pass it as method=, or load the file that defines "
+            "it first (kvjax.method_api.load_methods)"
+        )
+    elif (name_of(method) != name) if expected is None else (method != expected):
+        problem = f"{path} was saved under {name} and not under {name_of(method)}; leave `method` out"
+    else:
+        plan = bind(method, model.config)
+        layers = [{key: x for key, x in arrays.items() if key.startswith(f"layer {i}, ")} for i in range(len(plan))]
+        for layer, leaves in zip(plan, layers, strict=True):
+            candidates = _candidate_trees(layer, model, batch, capacity, list(leaves.values()))
+            trees.append(next((tree for tree in candidates if tree.num_leaves == len(leaves)), None))
+        if any(tree is None for tree in trees) or header["code"] != _code_of(method):
+            problem = f"{path} was saved under {name} when its code or values were others; read the documents again"
+    if method is None or problem is not None:
+        raise KvjaxError(problem)
+    states = []
+    for tree, leaves in zip(trees, layers, strict=True):
         placed = []
-        for name, x in zip(names, leaves, strict=True):
+        for key, x in leaves.items():
             axes = "" if model.mesh is None else axes_of_layer_array(x.shape, batch, model.config.kv_heads)
             x = place(model, x, axes)
-            placed.append(jax.device_put(x, memory.HOST) if header["arrays"][name]["host"] else x)
-        layers.append(memory.map_buffers(memory.with_guard, jax.tree.unflatten(tree, placed)))
+            placed.append(jax.device_put(x, memory.HOST) if header["arrays"][key]["host"] else x)
+        states.append(memory.map_buffers(memory.with_guard, jax.tree.unflatten(tree, placed)))
     last, length = place(model, arrays["last"], "B"), place(model, arrays["length"], "B")
-    cache = Cache(tuple(layers), length, capacity, plan, model.config, model.dtype.name, model.fingerprint)
+    cache = Cache(tuple(states), length, capacity, plan, model.config, model.dtype.name, model.fingerprint)
     return method, cache, last
 
 
 def _code_of(method: KVMethod) -> str:
     """Hashes a user's own method; empty for the methods of kvjax, which their strings identify."""
     return method_hash(method) if has_user_code(method) else ""
-
-
-def _resolve_method(name: str, method: str | KVMethod | None, path: str | Path) -> KVMethod:
-    """Makes the method that the file names, or checks that `method` is the same."""
-    is_known = split_methods(name) != ()
-    if method is None:
-        if not is_known:
-            raise KvjaxError(
-                f"{path} was saved under {name}, which no string makes; pass it as method=, or load the file that "
-                "defines it first (kvjax.method_api.load_methods)"
-            )
-        return method_of(name)
-    method = method_of(method)
-    is_same = method == method_of(name) if is_known else name_of(method) == name
-    if not is_same:
-        raise KvjaxError(f"{path} was saved under {name} and not under {name_of(method)}; leave `method` out")
-    return method
 
 
 def _candidate_trees(

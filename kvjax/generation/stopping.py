@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.types import Array
-from kvjax.errors import KvjaxError
 from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.utils import arguments
@@ -19,19 +18,6 @@ Stop = str | Sequence[str]
 
 STOP_CHECK_INTERVAL = 8  # decode steps between two checks of a batch's text
 UNFINISHED = "\ufffd"  # a tokenizer's sign for a character that still lacks some of its bytes
-
-
-def parse_stop(model: Model, stop: Stop) -> tuple[str, ...]:
-    """Returns the stop strings; raises KvjaxError for an empty one, another type, and a model without a tokenizer."""
-    strings = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
-    for text in strings:
-        if not isinstance(text, str) or not text:
-            raise KvjaxError(
-                f"stop takes texts of at least one character, got {text!r}; () is none, and to end at ids, use eos_ids"
-            )
-    if strings:
-        model.text_tokenizer()
-    return strings
 
 
 def parse_eos_ids(model: Model, eos_ids: Sequence[int] | int | None) -> Array:

@@ -161,7 +161,10 @@ def test_the_first_rejection_ends_a_row_and_equals_leave_no_remainder():
         ({"alpha": 1.5}, "alpha must be a number from 0 to 1, got 1.5; RAPID uses 0.1"),
         ({"draft_prompts": [[1]]}, "1 draft_prompts for 3 prompts; give one per prompt"),
         ({"draft_model": toy_model(layers=1, vocab_size=97)}, "has 97 tokens .* the verifier 96; draft with a model"),
-        ({"capacity": 50}, "capacity 50 is too small: the longest prompt has 40 tokens and 21 more"),
+        (
+            {"capacity": 50},
+            "capacity must be an integer from 61 .*, got 50: the longest prompt has 40 tokens and 21 more",
+        ),
     ],
 )
 def test_values_that_cannot_be_used_are_named(more, says):
