@@ -50,26 +50,33 @@ def render_conversations(template: ChatTemplate | None, messages: Messages, opti
         that the template does not read; and for a conversation whose last message cannot be answered, or continued.
     """
     batch: Any = [messages] if _is_list(messages) and messages and isinstance(messages[0], Mapping) else messages
+    is_continued = options.get("continue_final_message", False)
     if not _is_list(batch) or not batch or not all(_is_list(x) and x for x in batch):
-        raise KvjaxError(
+        mistakes = [
             f"messages are a list such as {EXAMPLE}, of one message or more, or a batch of such lists; got "
             f"{messages!r:.60}"
-        )
-    if template is None:
-        raise KvjaxError(
+        ]
+    elif template is None:
+        mistakes = [
             f"this model has no chat template: if it was trained to chat, put the {FILE} of its checkpoint into its "
             "directory and load it again; if not, give kvjax.generate a plain prompt"
-        )
-    is_continued = options.get("continue_final_message", False)
-    compiled = template.compile(with_tools=bool(options.get("tools")))
-    mistakes = list(_find_option_mistakes(compiled, options))
-    for i, conversation in enumerate(batch):
-        mistakes += _find_mistakes(compiled, i, conversation, is_continued)
-    if mistakes:
-        raise KvjaxError("\n".join(mistakes))
-    variables = {name: list(options.get(name) or ()) or None for name in ("tools", "documents")}
-    variables |= options.get("chat_template_kwargs") or {}
-    return [_render(compiled, i, conversation, variables, is_continued) for i, conversation in enumerate(batch)]
+        ]
+    else:
+        compiled = template.compile(with_tools=bool(options.get("tools")))
+        mistakes = list(_find_option_mistakes(compiled, options))
+        for i, conversation in enumerate(batch):
+            mistakes += _find_mistakes(compiled, i, conversation, is_continued)
+        if not mistakes:
+            variables = {name: list(options.get(name) or ()) or None for name in ("tools", "documents")}
+            variables |= options.get("chat_template_kwargs") or {}
+            texts: list[Any] = [_render(compiled, conversation, variables, is_continued) for conversation in batch]
+            if None not in texts:
+                return texts
+            mistakes = [
+                f"the model's chat template does not write the last message of conversation {texts.index(None)} as it "
+                "is, and nothing can continue it; end with a message to be answered"
+            ]
+    raise KvjaxError("\n".join(mistakes))
 
 
 def _find_option_mistakes(template: CompiledTemplate, options: TemplateOptions) -> Iterator[str]:
@@ -149,9 +156,9 @@ def _find_mistakes(template: CompiledTemplate, i: int, conversation: Conversatio
 
 
 def _render(
-    template: CompiledTemplate, i: int, conversation: Conversation, variables: dict[str, Any], is_continued: bool
-) -> str:
-    """Writes conversation `i` of a batch."""
+    template: CompiledTemplate, conversation: Conversation, variables: dict[str, Any], is_continued: bool
+) -> str | None:
+    """Writes a conversation; None where its last message is to be continued and the template changes that."""
     prepared = [_prepare_message(message, template) for message in conversation]
     if not is_continued:
         return template.render(prepared, **variables)
@@ -165,10 +172,7 @@ def _render(
     text = template.render(prepared, **{"add_generation_prompt": False, **variables})
     end = text.rfind(END_OF_MESSAGE.strip())
     if end < 0 or content.strip() not in text:
-        raise KvjaxError(
-            f"the model's chat template does not write the last message of conversation {i} as it is, and nothing can "
-            "continue it; end with a message to be answered"
-        )
+        return None
     return text[:end] if text[end:].startswith(END_OF_MESSAGE) else text[:end].rstrip()
 
 

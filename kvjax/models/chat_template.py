@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import KvjaxError
 from kvjax.models.special_tokens import CONFIG, SpecialTokens
-from kvjax.utils.files import parse_json_object
+from kvjax.utils.files import parse_json_object, read_text_file
+from kvjax.utils.packages import import_optional
 
 if TYPE_CHECKING:
     import jinja2
@@ -40,10 +41,10 @@ class ChatTemplate:
         Raises KvjaxError for a damaged file.
         """
         file, config_file = directory / FILE, directory / CONFIG
-        config = parse_json_object(_read(config_file), str(config_file)) if config_file.is_file() else {}
+        config = parse_json_object(config_file.read_bytes(), str(config_file)) if config_file.is_file() else {}
         tokens = tuple(SpecialTokens.from_directory(directory).names.items())
         if file.is_file():
-            return cls(_read(file), tokens)
+            return cls(read_text_file(file, "the chat template"), tokens)
         source, tool_source = _templates(config.get("chat_template"), config_file)
         return None if source is None else cls(source, tokens, tool_source)
 
@@ -61,12 +62,10 @@ class ChatTemplate:
         Raises:
           KvjaxError: without jinja2, and for a template with an error.
         """
-        try:
-            from jinja2 import meta
+        import_optional("jinja2", "chat templates need", "chat")
+        from jinja2 import meta
 
-            environment = _environment()
-        except ImportError as e:
-            raise KvjaxError("chat templates need jinja2; pip install 'kvjax[chat]'") from e
+        environment = _environment()
         environment.globals["strftime_now"] = (now or datetime.now()).strftime
         source = self.tool_source if with_tools and self.tool_source is not None else self.source
         with _named_failures():
@@ -148,13 +147,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = raise_exception
     environment.filters["tojson"] = tojson
     return environment
-
-
-def _read(file: Path | Traversable) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise KvjaxError(f"{file} is not UTF-8 ({e}); copy it again") from e
 
 
 def _templates(raw: Any, file: Path | Traversable) -> tuple[str | None, str | None]:

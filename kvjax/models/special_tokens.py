@@ -76,24 +76,30 @@ class SpecialTokens:
                 extra += [fields for x in tokens if (fields := _parse_token(x)) is not None]
         # {"bos_token": "<s>"} and {"bos_token": {"content": "<s>"}} mean the same; "add_bos_token" holds no token.
         named = {key: fields for key, x in named.items() if (fields := _parse_token(x)) is not None}
-        without_flags = frozenset()
-        if table is None:
+        has_flags = table is not None
+        if has_flags:
+            entries = [(i, _parse_token(x)) for i, x in (table.items() if isinstance(table, dict) else [(table, None)])]
+        else:
             table, where = read(ADDED), f"{directory}/{ADDED}"
             texts = {fields["content"] for fields in (*named.values(), *extra)}
-            by_id = {_parse_id(i, where): {"content": text, "special": text in texts} for text, i in table.items()}
-            without_flags = frozenset(by_id)
-        else:
-            entries = table.items() if isinstance(table, dict) else [(table, None)]
-            by_id = {_parse_id(i, where): _parse_token(x) for i, x in entries}
-            if damaged := [i for i, fields in by_id.items() if fields is None]:
-                raise KvjaxError(f"the token {damaged[0]} of {where} has no text; copy it again")
+            entries = [(i, {"content": text, "special": text in texts}) for text, i in table.items()]
+        by_id = {}
+        for i, fields in entries:
+            problem = None
+            if isinstance(i, bool) or not isinstance(i, int | str) or not str(i).isdecimal():
+                problem = f"{where} gives a token the id {i!r:.80}, which is no number"
+            elif fields is None:
+                problem = f"the token {i} of {where} has no text"
+            if problem is not None:
+                raise KvjaxError(f"{problem}; copy it again")
+            by_id[int(i)] = fields
         names = {key: fields["content"] for key, fields in named.items()}
         # Tokens without an id get the next ones, so their order is that of transformers.
         order = sorted(
             named, key=lambda key: NAMES.index(key) if key in NAMES else len(NAMES) + isinstance(config.get(key), str)
         )
         special = (*(named[key] for key in order), *extra)
-        return cls(names, {i: by_id[i] or {} for i in sorted(by_id)}, without_flags, special, where)
+        return cls(names, dict(sorted(by_id.items())), frozenset(() if has_flags else by_id), special, where)
 
     def add_to(self, inner: tokenizers.Tokenizer) -> None:
         """Adds the tokens that a tokenizer lacks, at their ids, and makes those special that have a name.
@@ -146,10 +152,3 @@ def _parse_token(raw: Any) -> Fields | None:
     if not isinstance(fields, dict) or not isinstance(fields.get("content"), str) or not fields["content"]:
         return None
     return {"content": fields["content"], **{flag: bool(fields[flag]) for flag in FLAGS if flag in fields}}
-
-
-def _parse_id(raw: Any, where: str) -> int:
-    """Parses an id, a number or its digits."""
-    if isinstance(raw, bool) or not isinstance(raw, int | str) or not str(raw).isdecimal():
-        raise KvjaxError(f"{where} gives a token the id {raw!r:.80}, which is no number; copy it again")
-    return int(raw)

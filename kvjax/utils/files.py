@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +16,7 @@ import filelock
 from kvjax.errors import KvjaxError
 
 
-def read_text_file(path: Path, name: str) -> str:
+def read_text_file(path: Path | Traversable, name: str) -> str:
     """Reads a UTF-8 file; raises KvjaxError with `name`, the option or argument that gave the path, if that fails."""
     try:
         return path.read_text(encoding="utf-8")

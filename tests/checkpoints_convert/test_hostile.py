@@ -61,7 +61,7 @@ def test_a_header_with_damaged_offsets_is_named(hf, offsets):
             b'{"chat_template": 3}',
             "is neither a text nor a list .* in the source of the model",
         ),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
+        ("chat_template.jinja", b"\xff", r"chat_template.jinja \(.* give a UTF-8 text file"),
     ],
 )
 def test_what_would_not_load_beside_the_weights_is_refused_at_once(hf, tmp_path, name, content, says):

@@ -158,7 +158,7 @@ def test_a_template_fails_on_what_json_does_not_have():
 
 def test_without_jinja2_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(KvjaxError, match=r"need jinja2; pip install 'kvjax\[chat\]'"):
+    with pytest.raises(KvjaxError, match=r'need jinja2: pip install "kvjax\[chat\]"'):
         ChatTemplate(CHATML).render([USER])
 
 

@@ -96,7 +96,7 @@ def test_every_form_of_shardings(model_directory, params):
         for path, x in flatten_dict(restored, sep="/").items():
             assert x.sharding.is_equivalent_to(expected(path), flat[path].ndim), path
     del tree["final_norm"]
-    with pytest.raises(KvjaxError, match="shardings have no entry for final_norm/scale"):
+    with pytest.raises(KvjaxError, match="shardings with an entry for every parameter: 'final_norm/scale'"):
         checkpoint.restore(model_directory, shardings=tree)
 
 

@@ -104,7 +104,9 @@ def read_manifest(directory: str | Path) -> Manifest:
         elif (path / "config.json").is_file():
             problem = f"{path} is a Hugging Face checkpoint; convert it: {convert} {path} DST"
         raise KvjaxError(problem)
-    raw = parse_json_object(file.read_bytes(), file, "convert the checkpoint again")
+    raw, damage = parse_json_object(file.read_bytes(), file, "convert the checkpoint again"), None
+    record, shapes, is_intact = None, {}, False
+    found: tuple[Any, Any] = FORMAT, VERSION
     try:
         is_intact = raw.pop("digest", None) == json_digest(raw)
         found = raw.pop("format"), raw.pop("version")
@@ -116,22 +118,30 @@ def read_manifest(directory: str | Path) -> Manifest:
             # A path in the place of a file's name would have files outside of the directory read.
             paths = [name for name in record.files if Path(name).name != name]
             if paths or not all(isinstance(x, str) for x in texts):
-                raise TypeError(f"{paths[0]!r:.80} is no name of a file" if paths else "a digest is no text")
+                damage = f"{paths[0]!r:.80} is no name of a file" if paths else "a digest is no text"
     except (KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise KvjaxError(f"{file} is damaged ({e!r:.200}); convert the checkpoint again") from e
-    if found != (FORMAT, VERSION):
-        raise KvjaxError(
+        damage = f"{e!r:.200}"
+    problem = None
+    if damage is not None:
+        problem = f"{file} is damaged ({damage}); convert the checkpoint again"
+    elif record is None:
+        problem = (
             f"{file} has format {found[0]!r:.80}, version {found[1]!r:.80}, and this kvjax reads version {VERSION} of "
             f"{FORMAT!r}; upgrade kvjax if it is newer, or convert the checkpoint again"
         )
-    check_shapes(record.config, shapes, str(path))
-    changed = [] if is_intact else [file]
-    for name, digest in record.files.items():
-        other = path / name
-        if not other.is_file() or hashlib.sha256(other.read_bytes()).hexdigest() != digest:
-            changed.append(other)
-    if changed:
-        raise KvjaxError(
-            f"{changed[0]} is missing or not what was written (its digest differs); convert the checkpoint again"
-        )
+    else:
+        check_shapes(record.config, shapes, str(path))
+        others = {path / name: digest for name, digest in record.files.items()}
+        changed = [] if is_intact else [file]
+        changed += [
+            other
+            for other, digest in others.items()
+            if not other.is_file() or hashlib.sha256(other.read_bytes()).hexdigest() != digest
+        ]
+        if changed:
+            problem = (
+                f"{changed[0]} is missing or not what was written (its digest differs); convert the checkpoint again"
+            )
+    if record is None or problem is not None:
+        raise KvjaxError(problem)
     return record

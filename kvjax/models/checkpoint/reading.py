@@ -30,10 +30,6 @@ def _find_shardings(shardings: Shardings, paths: Iterable[str]) -> dict[str, jax
     if callable(shardings):
         return {path: shardings(path) for path in paths}
     flat: dict[str, Any] = flatten_dict(nn.unbox(shardings), sep="/")
-    if lacking := [path for path in paths if path not in flat]:
-        raise KvjaxError(
-            f"shardings have no entry for {lacking[0]}; give a tree like the parameters, or a function of the path"
-        )
     return {path: flat[path] for path in paths}
 
 
@@ -60,21 +56,21 @@ def read_part(
     flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
     if part_digest(folder, flat) != record.digests.get(name):
         what = "is damaged (its digest differs)" if folder.is_dir() else "is missing"
-        raise KvjaxError(f"part {name!r} of {directory} {what}; copy the checkpoint again, or convert it again")
-    places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
-    try:
-        shapes = {path: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for path, x in flat.items()}
-        restore_args = {
-            path: ocp.ArrayRestoreArgs(sharding=places[path], global_shape=x.shape, dtype=x.dtype)
-            for path, x in shapes.items()
-        }
-        args = ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(restore_args))
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(folder, args=args)[name]
-    except (ValueError, TypeError, KeyError) as e:
-        raise KvjaxError(
-            f"part {name!r} of {directory} does not restore so; choose another dtype or sharding: {e}"
-        ) from e
+        problem = f"{what}; copy the checkpoint again, or convert it again"
+    else:
+        try:
+            places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
+            shapes = {path: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for path, x in flat.items()}
+            restore_args = {
+                path: ocp.ArrayRestoreArgs(sharding=places[path], global_shape=x.shape, dtype=x.dtype)
+                for path, x in shapes.items()
+            }
+            args = ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(restore_args))
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                return checkpointer.restore(folder, args=args)[name]
+        except (ValueError, TypeError, KeyError) as e:
+            problem = f"does not restore so; choose another dtype, or shardings with an entry for every parameter: {e}"
+    raise KvjaxError(f"part {name!r} of {directory} {problem}")
 
 
 def restore(directory: str | Path, dtype=None, shardings: Shardings = None) -> tuple[Config, dict[str, Any]]:

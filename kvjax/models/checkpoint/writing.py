@@ -63,32 +63,26 @@ class Writer:
         parent = self.directory.parent
         parent.mkdir(parents=True, exist_ok=True)
         self._lock = lock(parent / f"{self.prefix}.lock", self.directory)
-        self._lock.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._lock)
+            stack.callback(self._remove_leftovers)
             self._remove_leftovers()
             refuse_existing(self.directory, self.replace)
-            self._work = Path(tempfile.mkdtemp(prefix=f"{self.prefix}-", dir=parent))
-            self.partial, self._old = self._work / NEW, self._work / OLD
+            work = Path(tempfile.mkdtemp(prefix=f"{self.prefix}-", dir=parent))
+            self.partial, self._old = work / NEW, work / OLD
             (self.partial / PARTS).mkdir(parents=True)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                self._remove_leftovers()
-            self._lock.__exit__(None, None, None)
-            raise
+            self._at_exit = stack.pop_all()  # from here on, `__exit__` removes the folder and gives up the lock
         return self
 
     def _remove_leftovers(self) -> None:
-        """Removes the working folders of killed writes; the lock says that none is in use."""
+        """Removes this write's working folder and those of killed ones; the lock says that no other is in use."""
         for leftover in self.directory.parent.glob(f"{self.prefix}-*"):
             status = leftover.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():  # not what another user put there
-                self._remove(leftover)
-
-    def _remove(self, work: Path) -> None:
-        """Removes a working folder; a directory that was set aside there and not replaced goes back first."""
-        if (work / OLD).exists() and not self.directory.exists():
-            (work / OLD).rename(self.directory)
-        shutil.rmtree(work, ignore_errors=True)
+                # A directory that was set aside there and not replaced goes back first.
+                if (leftover / OLD).exists() and not self.directory.exists():
+                    (leftover / OLD).rename(self.directory)
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def put(self, name: str, subtree: Any) -> None:
         """Writes one top-level entry of the parameters: a tree of arrays, or an array for `embedding`."""
@@ -108,14 +102,9 @@ class Writer:
         self.digests[name] = part_digest(folder, entries)
 
     def __exit__(self, kind, *_) -> None:
-        try:
+        with self._at_exit:
             if kind is None:
                 self._finish()
-        finally:
-            try:
-                self._remove(self._work)
-            finally:
-                self._lock.__exit__(None, None, None)
 
     def _finish(self) -> None:
         check_shapes(self.config, {p: tuple(x["shape"]) for p, x in self.parameters.items()}, "what was written")
@@ -127,7 +116,7 @@ class Writer:
         refuse_existing(self.directory, self.replace)
         if self.directory.exists():
             self.directory.rename(self._old)
-        self.partial.rename(self.directory)  # if this fails, `_remove` puts the old one back
+        self.partial.rename(self.directory)  # if this fails, `_remove_leftovers` puts the old one back
 
 
 def refuse_existing(directory: str | Path, replace: bool = False) -> None:
