@@ -58,16 +58,18 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
             problems.append(f"{name}: not the source's")
     if not problems:
         problems = _compare_tensors(source, plan, Path(dst), record, progress)
+    lacking, difference, refusal = missing_packages(src), None, None
     if problems:
-        raise KvjaxError(f"{dst} is not {src}; convert it again:\n  " + "\n  ".join(problems))
-    lacking = missing_packages(src)
-    if compare_logits is None:
-        compare_logits = not lacking
-    difference = logit_difference(src, dst, record) if compare_logits else None
-    if difference is not None and not difference <= LOGIT_TOLERANCE:
-        raise KvjaxError(
-            f"logits differ from transformers' by {difference:.1e} of the largest; the limit is {LOGIT_TOLERANCE:.0e}"
-        )
+        refusal = f"{dst} is not {src}; convert it again:\n  " + "\n  ".join(problems)
+    elif compare_logits or (compare_logits is None and not lacking):
+        difference = logit_difference(src, dst, record)
+        if not difference <= LOGIT_TOLERANCE:
+            refusal = (
+                f"logits differ from transformers' by {difference:.1e} of the largest; the limit is "
+                f"{LOGIT_TOLERANCE:.0e}"
+            )
+    if refusal is not None:
+        raise KvjaxError(refusal)
     return Report(len(plan.bindings), difference, lacking)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 from einops import rearrange
 
-from checkpoints_convert.families import IGNORED, Rule, Target, family
-from checkpoints_convert.hf_config import refuse_missing_layers, translate
+from checkpoints_convert.families import FAMILIES, IGNORED, Rule, Target
+from checkpoints_convert.hf_config import translate
 from checkpoints_convert.source import FLOATS, Source
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
@@ -84,9 +84,8 @@ def bind(rules: tuple[Rule, ...], config: Config) -> tuple[Binding, ...]:
 
 def plan_conversion(source: Source) -> ConversionPlan:
     """Matches names and shapes; raises one KvjaxError that lists all tensors missing, left over or misshapen."""
-    refuse_missing_layers(source.config, len(source.tensors))
-    config = translate(source.config, source.generation, source.eos_id())
-    bindings = bind(family(source.config).rules, config)
+    config = translate(source.config, source.generation, source.eos_id(), len(source.tensors))
+    bindings = bind(FAMILIES[source.config["model_type"]].rules, config)
     if problems := _find_problems(source, bindings, config):
         lines = "\n  ".join(problems)
         raise KvjaxError(f"{len(problems)} problems with the tensors, nothing was written:\n  {lines}")

@@ -57,7 +57,6 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
     source = open_source(src)
     plan = plan_conversion(source)
     weight_dtype = plan.dtype if weight_dtype is None else weight_dtype
-    refuse_untied_head(source, plan.config)
     label = f"{source.config['model_type']} checkpoint {Path(src).resolve().name}"
     files = source.tokenizer_files()
     if tokenizer.FILE in files:
@@ -79,7 +78,6 @@ def read(src: str | Path, dtype: str = "float32") -> tuple[Config, dict[str, Any
     """Converts a checkpoint in memory: (config, parameter tree of NumPy arrays)."""
     source = open_source(src)
     plan = plan_conversion(source)
-    refuse_untied_head(source, plan.config)
     return plan.config, dict(read_parts(source, plan, float_type(dtype)))
 
 
@@ -88,16 +86,32 @@ def read_parts(source: Source, plan: ConversionPlan, dtype: np.dtype) -> Iterato
     for name, bindings in plan.parts.items():
         flat = {}
         for binding in bindings:
-            flat |= convert_tensor(source, binding, dtype)
+            flat |= convert_tensor(source, binding, dtype, tied=plan.config.tie_embeddings)
         yield name, unflatten_dict(flat, sep="/")[name]
 
 
-def convert_tensor(source: Source, binding: Binding, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Reads one source tensor as parameters by path; raises KvjaxError with its name if a weight is not finite."""
-    tensor, name = source.read(binding.source), binding.source
+def convert_tensor(source: Source, binding: Binding, dtype: np.dtype, tied: bool = False) -> dict[str, np.ndarray]:
+    """Reads one source tensor as parameters by path.
+
+    Args:
+      source: of the tensor.
+      binding: its name and its parameters.
+      dtype: of the parameters.
+      tied: whether the model ties its embeddings, so that a head in the checkpoint must repeat them.
+
+    Raises:
+      KvjaxError: with the tensor's name, if a weight is not finite, or if tied embeddings differ.
+    """
+    tensor, name, problem = source.read(binding.source), binding.source, None
     with np.errstate(over="ignore", invalid="ignore"):
         cast = tensor.astype(dtype, copy=False)
-    if not np.isfinite(cast).all():
+    head, embedding = TIED
+    if tied and name == embedding and head in source.tensors and not np.array_equal(source.read(head), tensor):
+        problem = (
+            f"{head} differs, but config.json says that they are tied; set tie_word_embeddings to false in config.json "
+            "to use both, or remove the tensor to tie them"
+        )
+    elif not np.isfinite(cast).all():
         finite = np.isfinite(tensor)
         if finite.all():
             problem = f"weights up to {np.abs(tensor).max():.3g} do not fit {dtype}; use --dtype f32"
@@ -105,18 +119,9 @@ def convert_tensor(source: Source, binding: Binding, dtype: np.dtype) -> dict[st
             where = [int(i) for i in np.argwhere(~finite)[0]]
             count = f"{np.count_nonzero(~finite)} of {tensor.size}"
             problem = f"{count} weights are not finite, first at {where}; copy it again"
+    if problem is not None:
         raise KvjaxError(f"{name}: {problem}")
     return {path: np.ascontiguousarray(x) for path, x in binding.split(cast)}
-
-
-def refuse_untied_head(source: Source, config: Config) -> None:
-    """Raises KvjaxError if embeddings are tied and the checkpoint holds another tensor under the head's name."""
-    head, embedding = TIED
-    if not config.tie_embeddings or head not in source.tensors:
-        return
-    if not np.array_equal(source.read(head), source.read(embedding)):
-        remedy = "set tie_word_embeddings to false in config.json to use both, or remove the tensor to tie them"
-        raise KvjaxError(f"{head} differs from {embedding}, but config.json says that they are tied; {remedy}")
 
 
 def num_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

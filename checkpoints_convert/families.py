@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvjax.errors import KvjaxError
-
 
 class Target(NamedTuple):
     """A parameter, and the axes that turn a source tensor into it."""
@@ -143,14 +141,3 @@ FAMILIES = {
         partial_rotary=True,
     ),
 }
-
-
-def family(raw: Mapping[str, Any]) -> Family:
-    """Returns the family of a config.json; raises KvjaxError for an unsupported model type or architecture."""
-    kind, names = raw.get("model_type"), raw.get("architectures") or []
-    found = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if found is None or (names and found.architecture not in names):
-        what = f"model_type {kind!r:.80}" if found is None else f"architecture {names[0]!r:.80} of model_type {kind!r}"
-        supported = ", ".join(f"{k} ({f.architecture})" for k, f in FAMILIES.items())
-        raise KvjaxError(f"{what} is not supported; supported: {supported}")
-    return found

@@ -89,13 +89,16 @@ class Directory:
         self.directory = Path(directory)
         config = self._read_json("config.json")
         if config is None:
-            what = (
-                f"{directory} has no config.json" if self.directory.is_dir() else f"there is no directory {directory}"
-            )
-            raise KvjaxError(f"{what}; give the directory that holds config.json and the weights")
-        self.config: dict[str, Any] = config
-        self.generation = self._read_json("generation_config.json")
-        self.tensors = self._read_headers()
+            what = f"{directory} has no config.json"
+            if not self.directory.is_dir():
+                what = f"there is no directory {directory}"
+            problem = f"{what}; give the directory that holds config.json and the weights"
+        else:
+            self.config: dict[str, Any] = config
+            self.generation = self._read_json("generation_config.json")
+            self.tensors, problem = self._read_headers()
+        if problem is not None:
+            raise KvjaxError(problem)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         file = self.directory / name
@@ -132,24 +135,23 @@ class Directory:
         with safe_open(self.tensors[name].file, framework="np") as f:
             return f.get_tensor(name)
 
-    def _read_headers(self) -> dict[str, Tensor]:
+    def _read_headers(self) -> tuple[dict[str, Tensor], str | None]:
+        """Reads the tensors of one file or of shards, which must hold what the index says, each tensor once.
+
+        Returns:
+          The tensors, and what is wrong with the files.
+        """
         if (self.directory / SINGLE).is_file():
-            return read_header(self.directory / SINGLE)
+            return read_header(self.directory / SINGLE), None
         index = self._read_json(INDEX)
         if index is None:
             names = sorted(f.name for f in self.directory.iterdir())
             found = [(name, remedy) for end, remedy in REMEDIES.items() for name in names if name.endswith(end)]
             name, remedy = found[0] if found else ("no weights", "download the weights as safetensors")
-            raise KvjaxError(f"{self.directory} has {name} but neither {SINGLE} nor {INDEX}: {remedy}")
+            return {}, f"{self.directory} has {name} but neither {SINGLE} nor {INDEX}: {remedy}"
         shard_of = index.get("weight_map")
         if not isinstance(shard_of, dict) or not shard_of or any(Path(str(s)).name != s for s in shard_of.values()):
-            raise KvjaxError(
-                f"{self.directory / INDEX} has no usable weight_map from tensor to file name; copy it again"
-            )
-        return self._read_shards(shard_of)
-
-    def _read_shards(self, shard_of: dict[str, str]) -> dict[str, Tensor]:
-        """Reads the headers of all shards, which must hold what the index says, each tensor once."""
+            return {}, f"{self.directory / INDEX} has no usable weight_map from tensor to file name; copy it again"
         shards = sorted(set(shard_of.values()))
         problems = [f"{shard}: no such file" for shard in shards if not (self.directory / shard).is_file()]
         headers = {} if problems else {shard: read_header(self.directory / shard) for shard in shards}
@@ -164,11 +166,9 @@ class Directory:
             problems.append(f"{name}: {where}")
         if problems:
             listed = "\n  ".join(map(escape_unprintable, problems))
-            raise KvjaxError(
-                "the shards and their index disagree; download one version of the model into an empty folder:\n  "
-                + listed
-            )
-        return {name: headers[shard][name] for name, shard in shard_of.items()}
+            remedy = "download one version of the model into an empty folder"
+            return {}, f"the shards and their index disagree; {remedy}:\n  {listed}"
+        return {name: headers[shard][name] for name, shard in shard_of.items()}, None
 
 
 def read_header(file: Path) -> dict[str, Tensor]:

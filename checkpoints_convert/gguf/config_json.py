@@ -103,25 +103,64 @@ def make_config(
     Raises:
       KvjaxError: with the key that is missing, not a number, or not supported here.
     """
-    name = metadata.get("general.architecture")
+    name, raw = metadata.get("general.architecture"), {}
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise KvjaxError(f"the architecture {name!r:.80} of this GGUF file is not supported; supported: {known}")
-    check_metadata(metadata)
-    own = {key.removeprefix(f"{name}."): x for key, x in metadata.items() if key.startswith(f"{name}.")}
-    raw: dict[str, Any] = {key: _read(name, own, ours, COUNT) for ours, key in SIZES.items()}
-    window, heads, width = _read_window(own), raw["num_attention_heads"], raw["hidden_size"]
-    size = _read(name, own, "attention.key_length", COUNT, None if width % heads else width // heads)
-    value_size = _read(name, own, "attention.value_length", COUNT, width // heads)
-    rotated = _read(name, own, "rope.dimension_count", COUNT, size)
+        problems = [f"the architecture {name!r:.80} of this GGUF file is not supported; supported: {known}"]
+    else:
+        check_metadata(metadata)
+        own = {key.removeprefix(f"{name}."): x for key, x in metadata.items() if key.startswith(f"{name}.")}
+        problems = [
+            f"the metadata of this GGUF file must have {kind} under '{name}.{key}', got {x!r:.60}; make it again"
+            for key, (kind, x) in _list_values(own).items()
+            if not KINDS[kind](x)
+        ]
+        if not problems:
+            raw, problems = _translate(name, own, metadata, shapes, rope_factors)
+    if problems:
+        raise KvjaxError("\n".join(problems))
+    return raw
+
+
+def _list_values(own: Metadata) -> dict[str, tuple[str, Any]]:
+    """Lists the numbers of an architecture by their keys: what each must be, and its value or default."""
+    counts = {key: _read_count(own, key) for key in SIZES}
+    if all(KINDS[COUNT](x) for x in counts.values()):  # the defaults of the others derive from these
+        width, heads = counts["embedding_length"], counts["attention.head_count"]
+        size = width // heads
+        counts["attention.key_length"] = _read_count(own, "attention.key_length", None if width % heads else size)
+        counts["attention.value_length"] = _read_count(own, "attention.value_length", size)
+        counts["rope.dimension_count"] = _read_count(own, "rope.dimension_count", counts["attention.key_length"])
+        counts["attention.head_count_kv"] = _read_count(own, "attention.head_count_kv", heads)
+    factor_key = _scaling_key(own)
+    numbers = {
+        "attention.layer_norm_rms_epsilon": own.get("attention.layer_norm_rms_epsilon"),
+        "rope.freq_base": own.get("rope.freq_base", 10_000.0),
+        factor_key: 1.0 if own.get(factor_key) in OFF else own[factor_key],
+    }
+    return {key: (COUNT, x) for key, x in counts.items()} | {key: (NUMBER, x) for key, x in numbers.items()}
+
+
+def _translate(
+    name: str,
+    own: Metadata,
+    metadata: Metadata,
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: Mapping[str, np.ndarray],
+) -> tuple[dict[str, Any], list[str]]:
+    """Makes the config.json of an architecture's keys, and lists what is not supported of them."""
+    values = {key: x for key, (_, x) in _list_values(own).items()}
+    window, size, rotated = _read_window(own), values["attention.key_length"], values["rope.dimension_count"]
+    value_size = values["attention.value_length"]
+    raw: dict[str, Any] = {key: values[ours] for ours, key in SIZES.items()}
     raw |= {
         "model_type": "mistral" if name == "llama" and window else ARCHITECTURES[name],
         "sliding_window": window,
         "vocab_size": shapes.get("token_embd.weight", (0,))[0],
-        "num_key_value_heads": _read(name, own, "attention.head_count_kv", COUNT, heads),
+        "num_key_value_heads": values["attention.head_count_kv"],
         "head_dim": size,
-        "rms_norm_eps": _read(name, own, "attention.layer_norm_rms_epsilon", NUMBER),
-        "rope_theta": _read(name, own, "rope.freq_base", NUMBER, 10_000.0),
+        "rms_norm_eps": _shortest(values["attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _shortest(values["rope.freq_base"]),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
@@ -150,9 +189,7 @@ def make_config(
             f"{name}.rope.dimension_count is {rotated}, and the heads have {size} channels; an architecture {name!r} "
             "that rotates other than all of them is not supported"
         )
-    if problems:
-        raise KvjaxError("\n".join(problems))
-    return raw
+    return raw, problems
 
 
 def _is_harmless(own: Metadata, key: str, value: Any) -> bool:
@@ -181,10 +218,8 @@ def _read_scaling(
     name: str, own: Metadata, raw: Mapping[str, Any], rope_factors: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Reads the scaling of RoPE, as config.json has it, and what is not supported of it."""
-    kind, key = own.get("rope.scaling.type", "linear"), "rope.scaling.factor"
-    if key not in own and "rope.scale_linear" in own:
-        key = "rope.scale_linear"
-    factor = 1.0 if own.get(key) in OFF else _read(name, own, key, NUMBER)
+    kind, key = own.get("rope.scaling.type", "linear"), _scaling_key(own)
+    factor = 1.0 if own.get(key) in OFF else _shortest(own[key])
     tensors = {tensor: np.asarray(x, np.float64) for tensor, x in rope_factors.items()}
     tensors = {tensor: x for tensor, x in tensors.items() if not np.allclose(x, 1.0, rtol=FACTOR_TOLERANCE)}
     if tensors.keys() - {ROPE_FREQS}:
@@ -210,17 +245,21 @@ def _read_scaling(
     return llama3, problems
 
 
-def _read(name: str, own: Metadata, key: str, kind: str, default: Any = None) -> Any:
-    """Returns the value of a key of the architecture; raises KvjaxError unless it is of one of KINDS."""
-    x: Any = own.get(key, default)
-    if kind == COUNT and isinstance(x, list) and x and all(value == x[0] for value in x):  # one for each layer
-        x = x[0]
-    if not KINDS[kind](x):
-        raise KvjaxError(
-            f"the metadata of this GGUF file must have {kind} under '{name}.{key}', got {x!r:.60}; make it again"
-        )
-    # The shortest decimal that is this float32: config.json had 1e-05, and the file has 9.999999747378752e-06.
-    return x if kind == COUNT else float(str(np.asarray(x, np.float32)[()]))
+def _scaling_key(own: Metadata) -> str:
+    """Returns the key of the factor of the RoPE scaling."""
+    is_old = "rope.scaling.factor" not in own and "rope.scale_linear" in own
+    return "rope.scale_linear" if is_old else "rope.scaling.factor"
+
+
+def _read_count(own: Metadata, key: str, default: Any = None) -> Any:
+    """Returns the value of a key, or the one of all layers where a list has one for each."""
+    x = own.get(key, default)
+    return x[0] if isinstance(x, list) and x and all(value == x[0] for value in x) else x
+
+
+def _shortest(x: Any) -> float:
+    """Returns the shortest decimal that is this float32: config.json had 1e-05, the file has 9.999999747378752e-06."""
+    return float(str(np.asarray(x, np.float32)[()]))
 
 
 def _infer_llama3(raw: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any] | None:

@@ -10,11 +10,10 @@ import gguf
 import numpy as np
 from ml_dtypes import bfloat16
 
-from checkpoints_convert.families import family
+from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.gguf import config_json, header, tokenizer_files
 from checkpoints_convert.gguf.config_json import ROPE_FACTORS
-from checkpoints_convert.gguf.header import Header, StoredTensor
-from checkpoints_convert.hf_config import refuse_missing_layers
+from checkpoints_convert.gguf.header import StoredTensor
 from checkpoints_convert.source import Tensor
 from kvjax.errors import KvjaxError
 
@@ -36,15 +35,11 @@ class GgufSource:
 
     def __init__(self, file: str | Path):
         self.path = Path(file)
-        self.parts = _find_parts(self.path)
-        headers = [header.read_header(part) for part in self.parts]
-        self.metadata = headers[0].metadata
-        self.stored = _join_parts(self.parts, headers)
-        self.format = f"GGUF, {len(self.parts)} file" + ("s" if len(self.parts) > 1 else "")
+        parts, self.metadata, self.stored = _read_parts(self.path)
+        self.format = f"GGUF, {len(parts)} file" + ("s" if len(parts) > 1 else "")
         shapes = {name: stored.shape for name, stored in self.stored.items()}
         factors = {name: read_weights(self.stored[name]) for name in ROPE_FACTORS if name in self.stored}
         self.config = config_json.make_config(self.metadata, shapes, factors)
-        refuse_missing_layers(self.config, len(self.stored))
         self.generation: dict[str, Any] | None = None
         self.names = self._map_names()
         self.tensors = {}
@@ -56,10 +51,10 @@ class GgufSource:
     def _map_names(self) -> dict[str, str]:
         """Maps Hugging Face's name of each tensor to the file's; a tensor that the family lacks keeps its own."""
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.metadata["general.architecture"])
-        num_layers = self.config["num_hidden_layers"]
+        num_layers = min(self.config["num_hidden_layers"], len(self.stored))  # `translate` refuses more
         known = gguf.get_tensor_name_map(arch, num_layers)
         names: dict[str, str] = {}
-        for rule in family(self.config).rules:
+        for rule in FAMILIES[self.config["model_type"]].rules:
             for i in range(num_layers if "{i}" in rule.source else 1):
                 name = rule.source.format(i=i)
                 own_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -94,46 +89,52 @@ class GgufSource:
         return interleaved.swapaxes(1, 2).reshape(x.shape)
 
 
-def _find_parts(file: Path) -> list[Path]:
-    """Finds all files of a model, in order, from any one of them."""
-    match = PART_NAME.search(file.name)
-    if match is None:
-        return [file]
-    count = int(match[2])
-    names = [f"{file.name[: match.start()]}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
-    if absent := [name for name in names if not (file.parent / name).is_file()]:
-        raise KvjaxError(f"missing parts: {', '.join(absent[:8])}; copy them to {file.parent}")
-    return [file.parent / name for name in names]
+def _read_parts(file: Path) -> tuple[list[Path], dict[str, Any], dict[str, StoredTensor]]:
+    """Reads the headers of all files of a model, from any one of them.
 
+    Returns:
+      The files in order, the metadata of the first, and the tensors of all.
 
-def _join_parts(files: list[Path], headers: list[Header]) -> dict[str, StoredTensor]:
-    """Returns the tensors of all parts; raises KvjaxError unless the files are the parts of one model."""
-    count = headers[0].metadata.get("split.count", 0)
-    if len(files) == 1 and isinstance(count, int) and count > 1:
-        number = headers[0].metadata.get("split.no", 0) + 1
-        raise KvjaxError(
-            f"{files[0]} is part {number} of {count}, and its name does not say so: put all parts into one folder and "
+    Raises:
+      KvjaxError: unless the files are the parts of one model.
+    """
+    match, files = PART_NAME.search(file.name), [file]
+    if match is not None:
+        count = int(match[2])
+        names = [f"{file.name[: match.start()]}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+        files = [file.parent / name for name in names]
+    absent = [part.name for part in files if match is not None and not part.is_file()]
+    headers = [] if absent else [header.read_header(part) for part in files]
+    metadata, problems = headers[0].metadata if headers else {}, []
+    tensors: dict[str, StoredTensor] = {}
+    for i, (part, (own, part_tensors)) in enumerate(zip(files, headers, strict=False)):
+        number = own.get("split.no", i)
+        if number != i:
+            problems.append(f"{part} is part {number + 1} by its metadata and {i + 1} by its name")
+        twice = [name for name in part_tensors if name in tensors]
+        problems += [f"the tensor {x!r:.80} stands in {tensors[x].file.name} and in {part.name}" for x in twice]
+        tensors |= part_tensors
+    num_tensors = metadata.get("split.tensors.count", len(tensors))
+    if num_tensors != len(tensors) and not problems:
+        problems.append(f"the parts of {files[0].name} hold {len(tensors)} tensors, and the first says {num_tensors}")
+    count, refusal = metadata.get("split.count", 0), None
+    if absent:
+        refusal = f"missing parts: {', '.join(absent[:8])}; copy them to {file.parent}"
+    elif len(files) == 1 and isinstance(count, int) and count > 1:
+        number = metadata.get("split.no", 0) + 1
+        refusal = (
+            f"{file} is part {number} of {count}, and its name does not say so: put all parts into one folder and "
             f"call them NAME-{1:05}-of-{count:05}.gguf to NAME-{count:05}-of-{count:05}.gguf, this one "
             f"NAME-{number:05}-of-{count:05}.gguf"
         )
-    tensors: dict[str, StoredTensor] = {}
-    problems = []
-    for i, (file, part) in enumerate(zip(files, headers, strict=True)):
-        number = part.metadata.get("split.no", i)
-        if number != i:
-            problems.append(f"{file} is part {number + 1} by its metadata and {i + 1} by its name")
-        twice = [name for name in part.tensors if name in tensors]
-        problems += [f"the tensor {x!r:.80} stands in {tensors[x].file.name} and in {file.name}" for x in twice]
-        tensors |= part.tensors
-    num_tensors = headers[0].metadata.get("split.tensors.count", len(tensors))
-    if num_tensors != len(tensors) and not problems:
-        problems.append(f"the parts of {files[0].name} hold {len(tensors)} tensors, and the first says {num_tensors}")
-    if problems:
-        raise KvjaxError(
+    elif problems:
+        refusal = (
             f"these are not the parts of one model: {'; '.join(problems)}; copy all parts of one model into an empty "
             "folder, or convert the safetensors checkpoint instead"
         )
-    return tensors
+    if refusal is not None:
+        raise KvjaxError(refusal)
+    return files, metadata, tensors
 
 
 def read_weights(stored: StoredTensor) -> np.ndarray:

@@ -7,8 +7,6 @@ from typing import NamedTuple
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
-from kvjax.errors import KvjaxError
-
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 BREAKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -54,7 +52,7 @@ class PreTokenization(NamedTuple):
 WORDS = (ByteLevel(add_prefix_space=False, use_regex=True),)
 SINGLE_DIGITS = (Digits(individual_digits=True), *WORDS)
 
-KNOWN = {
+PRE_TOKENIZERS = {
     "default": PreTokenization(split(*DEFAULT)),
     **dict.fromkeys(("gpt-2", "phi-2", "mellum"), PreTokenization(WORDS)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), PreTokenization(SINGLE_DIGITS)),
@@ -77,13 +75,3 @@ KNOWN = {
 
 llama.cpp does not normalize text; `nfc` is true for the models whose tokenizer.json does.
 """
-
-
-def find_pretokenization(name: str) -> PreTokenization:
-    """Returns the pre-tokenizer of a name; raises KvjaxError if there is none."""
-    if name not in KNOWN:
-        raise KvjaxError(
-            f"tokenizer.ggml.pre {name!r} is not a known pre-tokenizer; known: {', '.join(KNOWN)}; "
-            "convert the safetensors checkpoint instead, which has its own tokenizer.json"
-        )
-    return KNOWN[name]

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-from checkpoints_convert.gguf.pretokenizers import find_pretokenization
+from checkpoints_convert.gguf.pretokenizers import PRE_TOKENIZERS
 from checkpoints_convert.gguf.vocabulary import (
     BYTE,
     CONTROL,
@@ -28,7 +28,6 @@ from kvjax.errors import KvjaxError
 
 NO_TOKENIZER = ("", "no_vocab", "none")
 SPACE = "\u2581"  # SentencePiece's mark of a space
-UNSUPPORTED_REMEDY = "convert the safetensors checkpoint instead, which has its own tokenizer.json"
 
 
 def make_files(metadata: Metadata) -> dict[str, bytes]:
@@ -39,13 +38,16 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
         ids that contradict each other.
     """
     check_metadata(metadata)
-    kind = metadata.get("tokenizer.ggml.model", "")
+    kind, pre = metadata.get("tokenizer.ggml.model", ""), metadata.get("tokenizer.ggml.pre", "default")
     if kind in NO_TOKENIZER:
         return {}
+    problem = None
     if kind not in KINDS:
-        raise KvjaxError(
-            f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}; {UNSUPPORTED_REMEDY}"
-        )
+        problem = f"tokenizer.ggml.model {kind!r} is not supported; supported: {', '.join(KINDS)}"
+    elif kind == "gpt2" and pre not in PRE_TOKENIZERS:
+        problem = f"tokenizer.ggml.pre {pre!r} is not a known pre-tokenizer; known: {', '.join(PRE_TOKENIZERS)}"
+    if problem is not None:
+        raise KvjaxError(f"{problem}; convert the safetensors checkpoint instead, which has its own tokenizer.json")
     vocabulary = read_vocabulary(metadata)
     tokenizer, adds_bos = KINDS[kind](metadata, vocabulary)
     _add_tokens(tokenizer, vocabulary, metadata)
@@ -86,7 +88,7 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
 
 def make_byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Makes a byte-level BPE tokenizer; also returns whether bos is added for a file that does not say."""
-    pre = find_pretokenization(metadata.get("tokenizer.ggml.pre", "default"))
+    pre = PRE_TOKENIZERS[metadata.get("tokenizer.ggml.pre", "default")]
     merges = [tuple(merge.split(" ")) for merge in metadata[MERGES]]
     tokenizer = Tokenizer(BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre.whole_words))
     if pre.nfc:

@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from checkpoints_convert.gguf import tokenizer_files
-from checkpoints_convert.gguf.pretokenizers import KNOWN
+from checkpoints_convert.gguf.pretokenizers import PRE_TOKENIZERS
 from tests.checkpoints_convert.gguf.gguf_metadata import load_tokenizer, tiny_keys, tokenizer_keys
 
 SPECIAL = ["<|begin|>", "<|end|>"]
@@ -118,7 +118,7 @@ def test_byte_level_ids_are_those_of_the_trained_tokenizer(name, tmp_path):
 
 
 def test_every_name_loads_and_text_survives(tmp_path):
-    for name in KNOWN:
+    for name in PRE_TOKENIZERS:
         ours = load_tokenizer(byte_level_keys("gpt-2", pre=name), tmp_path)
         assert ours.decode(ours.encode(TEXTS[0]), skip_special_tokens=False) == TEXTS[0], name
 
@@ -140,7 +140,7 @@ def test_without_a_name_the_pre_tokenizer_is_the_default():
 )
 def test_pieces(name, pieces):
     """The pieces are llama.cpp's, where no tokenizer.json is at hand."""
-    steps = pre_tokenizers.Sequence(list(KNOWN[name].steps))
+    steps = pre_tokenizers.Sequence(list(PRE_TOKENIZERS[name].steps))
     assert [piece.replace("Ġ", " ") for piece, _ in steps.pre_tokenize_str("a, b!? 12345")] == pieces
 
 
