@@ -51,7 +51,7 @@ class OtherWeights(KvjaxError):
 
 
 class UnknownKeyword(KvjaxError, TypeError):
-    """A keyword argument that a call does not take; the message names the one that is meant, where one is near."""
+    """Arguments that a call does not take; the message names the keyword that is meant, where one is near."""
 
 
 class TracedCall(KvjaxError):

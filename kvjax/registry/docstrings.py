@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
-
-from kvjax.cache.eviction.selection import make_selection
-from kvjax.errors import KvjaxError
 
 SECTION = re.compile(r"^([A-Z]\w+):$", re.MULTILINE)
 ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ", re.MULTILINE)
-AS_IN = re.compile(r"^as in `(\w+)`")
 
 
 class MethodDocs(NamedTuple):
@@ -58,47 +55,13 @@ def _join_lines(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip()))
 
 
-def check_docstring(name: str, docs: MethodDocs, parameters: list[str]) -> None:
-    """Raises KvjaxError unless the docstring of one of kvjax's own methods is complete."""
-    missing = [part for part in ("summary", "formula", "differs", "reference") if not getattr(docs, part)]
-    undescribed = [parameter for parameter in parameters if parameter not in docs.args]
-    unknown = [parameter for parameter in docs.args if parameter not in parameters]
-    if missing:
-        problem = (
+def describe_gap(name: str, docs: MethodDocs, parameters: Iterable[str]) -> str:
+    """What is wrong with the docstring of one of kvjax's own methods; "" for a complete one."""
+    if missing := [part for part in ("summary", "formula", "differs", "reference") if not getattr(docs, part)]:
+        return (
             f"the docstring of {name} has no {', '.join(missing)}; a method of kvjax has a summary and the sections "
             "`Formula:`, `Differs:`, `Args:` and `Reference:`"
         )
-    elif undescribed:
-        problem = f"`Args:` of {name} does not describe {', '.join(undescribed)}"
-    elif unknown:
-        problem = f"`Args:` of {name} describes {', '.join(unknown)}, which it does not have"
-    else:
-        return
-    raise KvjaxError(problem)
-
-
-def resolve_meaning(parameter: str, docs: MethodDocs, methods: dict[str, MethodDocs]) -> str:
-    """Replaces `as in` another method, or `make_selection`, in a parameter's meaning by what is written there.
-
-    Args:
-      parameter: name of the parameter.
-      docs: docstring that describes it, or refers to another one.
-      methods: docstrings of all methods by name.
-
-    Returns:
-      A sentence, or "" where the docstring does not describe the parameter.
-
-    Raises:
-      KvjaxError: the docstring refers to a method that does not describe the parameter.
-    """
-    meaning = docs.args.get(parameter, "")
-    if referral := AS_IN.match(meaning):
-        name = referral[1]
-        other = parse_docstring(make_selection.__doc__ or "") if name == make_selection.__name__ else methods.get(name)
-        if other is None or parameter not in other.args:
-            raise KvjaxError(f"`Args:` refers to `{name}` for {parameter}, which is not described there")
-        meaning = resolve_meaning(parameter, other, methods).rstrip(".") + meaning[referral.end() :]
-    if not meaning:
-        return ""
-    meaning = meaning[0].upper() + meaning[1:]
-    return meaning if meaning.endswith(".") else f"{meaning}."
+    if differing := docs.args.keys() ^ set(parameters):
+        return f"`Args:` of {name} must describe each parameter and no other; correct {', '.join(sorted(differing))}"
+    return ""

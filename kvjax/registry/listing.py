@@ -25,9 +25,9 @@ def format_overview(entries: Sequence[MethodEntry], width: int | None) -> str:
 
 def format_details(entry: MethodEntry) -> str:
     """A method's parameters with types, defaults and meanings, its family, and the sections of its docstring."""
-    docs, parameters = entry.docs, entry.parameters
-    defaults = {name: "" if p.default is p.empty else f" = {p.default}" for name, p in parameters.items()}
-    signature = ", ".join(f"{name}: {p.annotation.__name__}{defaults[name]}" for name, p in parameters.items())
+    docs, defaults = entry.docs, {name: f" = {value}" for name, value in entry.defaults.items()}
+    types = {name: p.annotation.__name__ for name, p in entry.parameters.items()}
+    signature = ", ".join(f"{name}: {kind}{defaults.get(name, '')}" for name, kind in types.items())
     sections = {"reference": docs.reference, "family": entry.family, "formula": docs.formula, "differs": docs.differs}
     lines = [docs.summary, *docs.description.splitlines()]
     lines += [f"{title}: {text}" for title, text in sections.items() if text]
@@ -37,13 +37,9 @@ def format_details(entry: MethodEntry) -> str:
 
 def to_json(entry: MethodEntry) -> dict[str, Any]:
     """The parameters, family and docstring sections of a method, as a JSON object."""
-    docs, meanings = entry.docs, entry.meanings
+    docs, defaults, meanings = entry.docs, entry.defaults, entry.meanings
     parameters = {
-        name: {
-            "type": p.annotation.__name__,
-            "default": None if p.default is p.empty else p.default,
-            "meaning": meanings[name],
-        }
+        name: {"type": p.annotation.__name__, "default": defaults.get(name), "meaning": meanings[name]}
         for name, p in entry.parameters.items()
     }
     sections = {"summary": docs.summary, "formula": docs.formula, "differs": docs.differs, "source": docs.reference}

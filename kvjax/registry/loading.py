@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import sys
 import threading
 import traceback
@@ -49,23 +48,27 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
     path = Path(text)
     # A package's folder may be given as a module's name: it is no path to a file.
     is_file = text.endswith(".py") or os.sep in text or (path.exists() and not (path / "__init__.py").exists())
-    if is_file and (not path.is_file() or path.suffix != ".py"):
-        what = "is a folder" if path.is_dir() else "is no Python file" if path.is_file() else "does not exist"
-        raise KvjaxError(f"{path} {what}; give a file such as my_method.py, or a module such as my_package.methods")
-    if not is_file and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", text):
-        raise KvjaxError(f"{text!r:.80} is neither a file nor the name of a module; give a file such as my_method.py")
+    problem = ""
+    if is_file and not (path.is_file() and path.suffix == ".py"):
+        problem = "is no Python file" if path.exists() else "does not exist"
+    elif not is_file and not all(map(str.isidentifier, text.split("."))):
+        problem = "is neither a file nor the name of a module"
+    if problem:
+        raise KvjaxError(
+            f"{text!r:.80} {problem}; give a file such as my_method.py, or a module such as my_package.methods"
+        )
     # At the end, so that a user's file named like a module of Python or JAX does not shadow it.
     if (folder := str(path.resolve().parent if is_file else Path.cwd())) not in sys.path:
         sys.path.append(folder)
+    module = None
     try:
         module = _load_file(path.resolve()) if is_file else importlib.import_module(text)
-    except BaseException as e:
-        # A file that fails halfway must not leave half of its methods registered.
-        REGISTRY.clear()
-        REGISTRY.update(before)
-        if isinstance(e, KeyboardInterrupt):
-            raise
+    except (Exception, SystemExit) as e:
         raise KvjaxError(_explain(e, text, is_file)) from e
+    finally:
+        if module is None:  # a file that fails halfway must not leave half of its methods registered
+            REGISTRY.clear()
+            REGISTRY.update(before)
     if names := _find_methods(module, before):
         return names
     raise KvjaxError(
@@ -85,17 +88,19 @@ def load_all() -> dict[str, MethodEntry]:
             if entry in _STARTED:
                 continue
             _STARTED.add(entry)
+            problem = ""
             try:
                 value = entry.load()
                 if isinstance(value, types.ModuleType):
-                    if not _find_methods(value, REGISTRY):
-                        raise KvjaxError("the module defines no method")
+                    problem = "" if _find_methods(value, REGISTRY) else "the module defines no method"
                 elif not any(method.make is value for method in REGISTRY.values()):
-                    raise KvjaxError("it is neither a module nor a function below @register_method")
+                    problem = "it is neither a module nor a function below @register_method"
             except Exception as e:
+                problem = _first_line(e)
+            if problem:
                 package = f" of {entry.dist.name}" if entry.dist else ""
                 warnings.warn(
-                    f"the entry point {entry.name} = {entry.value}{package} fails: {_first_line(e)}; "
+                    f"the entry point {entry.name} = {entry.value}{package} fails: {problem}; "
                     "repair or uninstall that package",
                     KvjaxWarning,
                     stacklevel=2,
@@ -123,9 +128,12 @@ def _load_file(path: Path) -> types.ModuleType:
         return known
     for name in [name for name, entry in REGISTRY.items() if source_file(entry.make) == path]:
         del REGISTRY[name]  # the edited file may have renamed its methods
-    name = known.__name__ if known else path.stem
-    while not known and (name in sys.modules or (name.isidentifier() and _is_elsewhere(name, path))):
-        name += "_"
+    # The name by which `import` finds this very file, or else its path, which no other module has; a dot would
+    # make it a part of a package.
+    name = known.__name__ if known else str(path).replace(".", "_")
+    if not known and path.stem.isidentifier() and path.stem not in sys.modules:
+        found = importlib.util.find_spec(path.stem)
+        name = path.stem if found and found.origin and Path(found.origin).resolve() == path else name
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # it is None only for a suffix that no loader takes
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
@@ -137,12 +145,6 @@ def _load_file(path: Path) -> types.ModuleType:
         raise
     _SOURCES[path] = source
     return module
-
-
-def _is_elsewhere(name: str, path: Path) -> bool:
-    """Whether `import` would find another file than `path` under a name."""
-    found = importlib.util.find_spec(name)
-    return found is not None and (found.origin is None or Path(found.origin).resolve() != path)
 
 
 def _find_methods(module: types.ModuleType, before: dict[str, MethodEntry]) -> tuple[str, ...]:
@@ -163,8 +165,7 @@ def _find_methods(module: types.ModuleType, before: dict[str, MethodEntry]) -> t
 def _explain(error: BaseException, source: str, is_file: bool) -> str:
     """Describes in one line where and why a file or module failed."""
     if not is_file and isinstance(error, ModuleNotFoundError) and f"{source}.".startswith(f"{error.name}."):
-        near = f"; there is a file {source}.py: give that" if Path(f"{source}.py").is_file() else ""
-        return f"there is neither a file nor a module {source}{near}; for example my_method.py"
+        return f"there is neither a file nor a module {source}; for example my_method.py"
     # The last line of the user's, whatever kvjax and Python's import did below it.
     machinery = ("<", str(Path(__file__).parent.parent), os.path.dirname(importlib.__file__))
     frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(machinery)]
@@ -176,8 +177,9 @@ def _explain(error: BaseException, source: str, is_file: bool) -> str:
     where = f"{where}, line {line}" if line else where
     if isinstance(error, SystemExit):
         return f"{where}: it ends the program as it is loaded; put that below `if __name__ == '__main__':`"
-    is_part = isinstance(error, ImportError) and "relative import" in str(error)
-    remedy = "; the file is a part of a package: give its module's name, such as my_package.methods" if is_part else ""
+    remedy = ""
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        remedy = "; the file is a part of a package: give its module's name, such as my_package.methods"
     return f"{where}: {_first_line(error)}{remedy}"
 
 

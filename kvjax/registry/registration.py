@@ -7,18 +7,28 @@ import functools
 import importlib
 import inspect
 import numbers
-import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast, overload
-
-import numpy as np
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 from kvjax.cache.eviction.budgets import TokenBudget, parse_budget
+from kvjax.cache.eviction.selection import make_selection
 from kvjax.errors import KvjaxError, UnknownKeyword
-from kvjax.registry.docstrings import MethodDocs, check_docstring, parse_docstring, resolve_meaning
+from kvjax.registry.docstrings import MethodDocs, describe_gap, parse_docstring
 from kvjax.utils.arguments import suggest_name
 from kvjax.utils.parameter_types import base_type, check_value
+
+
+class Part(NamedTuple):
+    """One registered method in a string, with its parameters."""
+
+    name: str
+    values: dict[str, Any]
+
+    def __str__(self) -> str:
+        values = ",".join(f"{key}={value}" for key, value in self.values.items())
+        return f"{self.name}:{values}" if values else self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +58,11 @@ class MethodEntry:
         return {name: p.replace(annotation=base_type(p.annotation)) for name, p in parameters.items()}
 
     @property
+    def defaults(self) -> dict[str, Any]:
+        """The values of the parameters that may be left out."""
+        return {name: p.default for name, p in self.parameters.items() if p.default is not p.empty}
+
+    @property
     def size_parameters(self) -> tuple[str, ...]:
         """The parameters that say how many tokens it stores, or in how many bits; none for a method of one size."""
         default = next((name for name in ("budget", "bits") if name in self.parameters), "")
@@ -55,9 +70,13 @@ class MethodEntry:
 
     @property
     def meanings(self) -> dict[str, str]:
-        """The meaning of each parameter in a sentence; "" for one that a user's docstring does not describe."""
-        docs = {name: entry.docs for name, entry in REGISTRY.items()}
-        return {name: resolve_meaning(name, self.docs, docs) for name in self.parameters}
+        """The meaning of each parameter in a sentence; "" for one that a user's docstring does not describe.
+
+        Raises:
+          KvjaxError: the docstring refers by `as in` to a method that does not describe the parameter.
+        """
+        meanings = {name: _resolve_meaning(name, self.docs) for name in self.parameters}
+        return {name: text and text[0].upper() + text[1:].rstrip(".") + "." for name, text in meanings.items()}
 
 
 FAMILIES = {
@@ -127,64 +146,80 @@ def register_method(
       ...     '''Keeps the most recent tokens.'''
       ...     return Method(decode=SinksAndRecent(tokens, sinks=0))
     """
-    if family not in (*FAMILIES, OWN_FAMILY):
-        raise KvjaxError(f"no family {family!r} of methods; leave it out, or take one of {', '.join(FAMILIES)}")
 
     def register(make: Callable[P, M]) -> Callable[P, M]:
-        if not callable(make):
-            raise KvjaxError(
-                f"@register_method takes no source, got {make!r:.60}; write it into the docstring, below `Reference:`"
-            )
-        signature = inspect.signature(make, eval_str=True)
-        _check_registration(make, signature)
-        name, docs = make.__name__, parse_docstring(make.__doc__ or "")
-        if is_builtin(make) and make.__doc__:  # `python -OO` strips all docstrings
-            check_docstring(name, docs, list(signature.parameters))
+        _check_registration(make, family)
+        name, signature = make.__name__, inspect.signature(make, eval_str=True)
 
         @functools.wraps(make)
         def make_and_name(*args: P.args, **kwargs: P.kwargs) -> M:
             try:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError as e:
-                known = list(signature.parameters)
-                message = f"{name}: {e}; it has {', '.join(known) or 'no parameters'}"
                 # Python only says that a keyword is unexpected; the known one may be near.
+                known = list(signature.parameters)
+                problem = f"{name}: {e}; it has {', '.join(known) or 'no parameters'}"
                 if unknown := [key for key in kwargs if key not in known]:
-                    raise UnknownKeyword(describe_unknown_parameter(name, unknown[0], known)) from None
-                raise TypeError(message) from None
+                    problem = describe_unknown_parameter(name, unknown[0], known)
+                raise UnknownKeyword(problem) from None
             for key, value in arguments.items():
-                _check_value(name, signature.parameters[key], value)
+                _check_argument(name, signature.parameters[key], value)
             method = make(*args, **kwargs)
             if not hasattr(method, "string"):
                 raise KvjaxError(f"{name} must return a method, and returned {method!r:.60}")
-            text = ",".join(f"{key}={value}" for key, value in arguments.items())
-            return dataclasses.replace(cast(Any, method), string=name + (f":{text}" if text else ""))
+            return dataclasses.replace(cast(Any, method), string=str(Part(name, arguments)))
 
+        docs = parse_docstring(make.__doc__ or "")
         REGISTRY[name] = MethodEntry(name, make_and_name, docs, example or name, family, sized_by)
         return make_and_name
 
     return register if make is None else register(make)
 
 
-def _check_registration(make: Callable[..., Any], signature: inspect.Signature) -> None:
-    """Raises KvjaxError for a name or a parameter that no string can have, and for a name that is taken."""
-    name = make.__name__
-    if not name.isidentifier():
-        raise KvjaxError(f"a method is called by its function's name, and {name!r} is no name of one")
-    for parameter in signature.parameters.values():
-        if not isinstance(base_type(parameter.annotation), type) or parameter.annotation is parameter.empty:
-            raise KvjaxError(
-                f"parameter {parameter.name!r} of {name} needs a type that can be made of a text, such as "
-                f"`{parameter.name}: int = 4`"
-            )
-    if is_builtin(make) or (other := import_builtin_methods().get(name)) is None:
-        return
-    if is_builtin(other.make):
-        raise KvjaxError(f"kvjax has a method called {name} ({other.docs.reference}); give yours another name")
-    # A notebook's cell has no file and may define its method again; so may an edited file.
-    files = [source_file(other.make), source_file(make)]
-    if None not in files and files[0] != files[1]:
-        raise KvjaxError(f"two files define a method called {name}: {files[0]} and {files[1]}; rename one of them")
+def _resolve_meaning(parameter: str, docs: MethodDocs) -> str:
+    """Replaces `as in` another method, or `make_selection`, in a parameter's meaning by what is written there."""
+    meaning = docs.args.get(parameter, "")
+    if not (referral := re.match(r"as in `(\w+)`", meaning)):
+        return meaning
+    name = referral[1]
+    if name == make_selection.__name__:
+        other = parse_docstring(make_selection.__doc__ or "")
+    else:
+        other = REGISTRY[name].docs if name in REGISTRY else MethodDocs()
+    if parameter not in other.args:
+        raise KvjaxError(f"`Args:` refers to `{name}` for {parameter}, which is not described there")
+    return _resolve_meaning(parameter, other).rstrip(".") + meaning[referral.end() :]
+
+
+def _check_registration(make: Any, family: str) -> None:
+    """Raises KvjaxError for a family, a name, a parameter or a docstring that a method cannot have."""
+    problem, parameters = "", inspect.signature(make, eval_str=True).parameters if callable(make) else {}
+    untyped = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.annotation is parameter.empty or not isinstance(base_type(parameter.annotation), type)
+    ]
+    if family not in (*FAMILIES, OWN_FAMILY):
+        problem = f"no family {family!r} of methods; leave it out, or take one of {', '.join(FAMILIES)}"
+    elif not callable(make):
+        problem = f"@register_method takes no source, got {make!r:.60}; write it into the docstring, below `Reference:`"
+    elif not (name := make.__name__).isidentifier():
+        problem = f"a method is called by its function's name, and {name!r} is no name of one"
+    elif untyped:
+        example = f"`{untyped[0]}: int = 4`"
+        problem = f"parameter {untyped[0]!r} of {name} needs a type that can be made of a text, such as {example}"
+    elif is_builtin(make):
+        if make.__doc__:  # `python -OO` strips all docstrings
+            problem = describe_gap(name, parse_docstring(make.__doc__), parameters)
+    elif other := import_builtin_methods().get(name):
+        # A notebook's cell has no file and may define its method again; so may an edited file.
+        files = [source_file(other.make), source_file(make)]
+        if is_builtin(other.make):
+            problem = f"kvjax has a method called {name} ({other.docs.reference}); give yours another name"
+        elif None not in files and files[0] != files[1]:
+            problem = f"two files define a method called {name}: {files[0]} and {files[1]}; rename one of them"
+    if problem:
+        raise KvjaxError(problem)
 
 
 def is_builtin(make: Callable[..., Any]) -> bool:
@@ -199,45 +234,27 @@ def source_file(make: Callable[..., Any]) -> Path | None:
     return file.resolve() if file and file.is_file() else None
 
 
-ACCEPTED_TYPES: dict[Any, Any] = {
-    int: numbers.Integral,
-    float: numbers.Real,
-    bool: (bool, np.bool_),
-    str: (str, os.PathLike),
-}
-"""A parameter's annotation -> the types of the values that a call may pass."""
-
-
-def _check_value(method: str, parameter: inspect.Parameter, value: Any) -> None:
-    """Raises KvjaxError for a value of another type than the parameter's, or a number that fits no device."""
-    want, name = base_type(parameter.annotation), f"parameter {parameter.name!r} of {method}"
-    if want is TokenBudget:
-        try:
+def _check_argument(method: str, parameter: inspect.Parameter, value: Any) -> None:
+    """Raises KvjaxError for a value that a method's parameter cannot have, or a number that fits no device."""
+    name, problem = parameter.name, ""
+    try:
+        if parameter.annotation is TokenBudget:
             parse_budget(value)
-        except KvjaxError as e:
-            raise KvjaxError(f"{name}: {e}") from None
-    # A bool is an Integral to Python, and NaN is a Real.
-    is_no_number = want in (int, float) and (isinstance(value, bool) or value != value)
-    if is_no_number or not isinstance(value, ACCEPTED_TYPES.get(want, object)):
-        raise KvjaxError(describe_wrong_type(method, parameter, value))
-    # Parameters of other types, such as a number or a text, may be numbers too.
+    except KvjaxError as e:
+        problem = f"parameter {name!r} of {method}: {e}"
+    # Parameters of any type may be numbers: a budget is a number or a text.
     if isinstance(value, numbers.Real) and abs(cast(float, value)) > MAX_NUMBER:
-        raise KvjaxError(f"{name} must be at most {MAX_NUMBER:,}, got {value!r:.60}; no text is so long")
+        problem = f"{method}: {name} must be at most {MAX_NUMBER:,}, got {value!r:.60}; no text is so long"
+    if problem:
+        raise KvjaxError(problem)
     default = None if parameter.default is parameter.empty else parameter.default
-    check_value(method, parameter.name, parameter.annotation, value, default)
-
-
-def describe_wrong_type(method: str, parameter: inspect.Parameter, value: Any) -> str:
-    """The error text for a value of the wrong type."""
-    want = base_type(parameter.annotation).__name__
-    return f"parameter {parameter.name!r} of {method} is {want}, got {value!r:.60} (default {parameter.default!r})"
+    check_value(method, name, parameter.annotation, value, default)
 
 
 def describe_unknown_parameter(method: str, name: str, known: Sequence[str]) -> str:
     """The error text that names the nearest parameter, and all of them."""
     close = suggest_name(name, known)
-    has = f"has {', '.join(known)}" if known else "has none"
-    return f"{method} has no parameter {name!r}" + (f"{close} It {has}" if close else f"; it {has}")
+    return f"{method} has no parameter {name!r}{f'{close} It' if close else '; it'} has {', '.join(known) or 'none'}"
 
 
 def import_builtin_methods() -> dict[str, MethodEntry]:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 from kvjax.cache import compose as components
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
-from kvjax.registry.loading import load_all
-from kvjax.registry.registration import (
-    MethodEntry,
-    describe_unknown_parameter,
-    describe_wrong_type,
-    is_builtin,
-)
+from kvjax.registry.loading import ENTRY_POINT_GROUP, load_all
+from kvjax.registry.registration import MethodEntry, Part, describe_unknown_parameter, is_builtin
 from kvjax.utils.arguments import suggest_name
 from kvjax.utils.keywords import checks_keywords
 
@@ -24,13 +19,6 @@ Methods = str | KVMethod | Sequence[str | KVMethod]
 """One method or several: values, strings, or strings separated by `;`."""
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-
-class Part(NamedTuple):
-    """One registered method in a string, with its parameters."""
-
-    name: str
-    values: dict[str, Any]
 
 
 @checks_keywords
@@ -61,12 +49,7 @@ def split_methods(method: str | KVMethod) -> tuple[Part, ...]:
         parts = parse_parts(method if isinstance(method, str) else name_of(method))
     except KvjaxError:
         return ()
-    entries = load_all()
-    defaults = {
-        part.name: {name: p.default for name, p in entries[part.name].parameters.items() if p.default is not p.empty}
-        for part in parts
-    }
-    return tuple(Part(part.name, defaults[part.name] | part.values) for part in parts)
+    return tuple(Part(part.name, find_entry(part.name).defaults | part.values) for part in parts)
 
 
 def is_builtin_method(text: str) -> bool:
@@ -81,16 +64,37 @@ def parse_parts(text: str) -> tuple[Part, ...]:
     Raises:
       KvjaxError: an unknown name, with the nearest one, a wrong parameter, or a call as Python has it.
     """
-    return tuple(map(_parse_part, text.split("+")))
+    parts = []
+    for part in text.split("+"):
+        name, _, arguments = part.partition(":")
+        entry = find_entry(name.strip())
+        known, values = entry.parameters, {}
+        for argument in filter(str.strip, arguments.split(",")):
+            key, _, value = (x.strip() for x in argument.partition("="))
+            where, problem = f"parameter {key!r} of {entry.name}", ""
+            if key not in known:
+                problem = _describe_cut_path(key) or describe_unknown_parameter(entry.name, key, list(known))
+            elif not value:
+                problem = f"{where} needs a value, as in {key}={known[key].default}"
+            elif key in values:
+                problem = f"{where} is given twice; leave one of them out"
+            else:
+                want = known[key].annotation
+                try:
+                    values[key] = BOOLEANS[value.lower()] if want is bool else want(value)
+                except KvjaxError as e:
+                    problem = f"{where}: {e}"
+                except (ValueError, KeyError):
+                    problem = f"{where} is {want.__name__}, got {value!r:.60} (default {known[key].default!r})"
+            if problem:
+                raise KvjaxError(problem)
+        parts.append(Part(entry.name, values))
+    return tuple(parts)
 
 
 def format_methods(parts: Iterable[Part]) -> str:
     """The string of these parts, the inverse of `parse_parts`."""
-    strings = []
-    for name, values in parts:
-        parameters = ",".join(f"{key}={value}" for key, value in values.items())
-        strings.append(f"{name}:{parameters}" if parameters else name)
-    return " + ".join(strings)
+    return " + ".join(map(str, parts))
 
 
 def split_list(text: str) -> list[str]:
@@ -122,14 +126,12 @@ def method_of(method: str | KVMethod | None) -> KVMethod:
         return parse(method)
     if isinstance(method, KVMethod) and not isinstance(method, type):
         return method
-    name = getattr(method, "__name__", None)
-    if callable(method) and name in load_all():
-        raise KvjaxError(
-            f"{name} is a function that makes a method: call it, as in kvjax.methods.{name}(), or write '{name}'"
-        )
-    raise KvjaxError(
+    problem = (
         f"a method is a value such as kvjax.methods.kcache(n=64) or a string such as 'kcache:n=64', got {method!r}"
     )
+    if callable(method) and (name := getattr(method, "__name__", None)) in load_all():
+        problem = f"{name} is a function that makes a method: call it, as in kvjax.methods.{name}(), or write '{name}'"
+    raise KvjaxError(problem)
 
 
 @checks_keywords
@@ -152,45 +154,22 @@ def find_entry(name: str) -> MethodEntry:
     if name in entries:
         return entries[name]
     if "(" in name:
-        entry = find_entry(name.partition("(")[0].strip().rpartition(".")[2])
-        raise KvjaxError(f"a method as a string is no call; write {name!r:.200} as in {entry.example!r}")
-    _check_no_path(name)
-    close = suggest_name(name, entries) or ";"
-    raise KvjaxError(
-        f"unknown method {name!r}{close} `kvjax methods` lists them all, and one of your own is "
-        "known after --load FILE (in Python kvjax.method_api.load_methods(FILE)), or if an installed package has it as "
-        "an entry point of the group kvjax.methods"
-    )
-
-
-def _parse_part(text: str) -> Part:
-    name, _, arguments = text.partition(":")
-    entry = find_entry(name.strip())
-    known = entry.parameters
-    values: dict[str, Any] = {}
-    for argument in filter(str.strip, arguments.split(",")):
-        key, _, value = (x.strip() for x in argument.partition("="))
-        if key not in known:
-            _check_no_path(key)
-            raise KvjaxError(describe_unknown_parameter(entry.name, key, list(known)))
-        if not value:
-            raise KvjaxError(f"parameter {key!r} of {entry.name} needs a value, as in {key}={known[key].default}")
-        if key in values:
-            raise KvjaxError(f"parameter {key!r} of {entry.name} is given twice; leave one of them out")
-        want = known[key].annotation
-        try:
-            values[key] = BOOLEANS[value.lower()] if want is bool else want(value)
-        except KvjaxError as e:
-            raise KvjaxError(f"parameter {key!r} of {entry.name}: {e}") from None
-        except (ValueError, KeyError):
-            raise KvjaxError(describe_wrong_type(entry.name, known[key], value)) from None
-    return Part(entry.name, values)
-
-
-def _check_no_path(text: str) -> None:
-    """Raises KvjaxError for an unknown name that is a piece of a path, cut at `+`, `,` or `;`."""
-    if "/" in text:
-        raise KvjaxError(
-            f"{text!r:.80} seems to be the end of a path, and a path in a method's string has no `+`, `,` or `;`: "
-            "rename it, or call the method's function in Python, as kvjax.methods.cskv(table=...)"
+        called = find_entry(name.partition("(")[0].strip().rpartition(".")[2])
+        problem = f"a method as a string is no call; write {name!r:.200} as in {called.example!r}"
+    else:
+        problem = _describe_cut_path(name) or (
+            f"unknown method {name!r}{suggest_name(name, entries) or ';'} `kvjax methods` lists them all, and one of "
+            "your own is known after --load FILE (in Python kvjax.method_api.load_methods(FILE)), or if an installed "
+            f"package has it as an entry point of the group {ENTRY_POINT_GROUP}"
         )
+    raise KvjaxError(problem)
+
+
+def _describe_cut_path(text: str) -> str:
+    """The error text for an unknown name that is a piece of a path, cut at `+`, `,` or `;`; "" for another name."""
+    if "/" not in text:
+        return ""
+    return (
+        f"{text!r:.80} seems to be the end of a path, and a path in a method's string has no `+`, `,` or `;`: "
+        "rename it, or call the method's function in Python, as kvjax.methods.cskv(table=...)"
+    )

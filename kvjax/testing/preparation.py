@@ -13,7 +13,8 @@ from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.models.model import Model, load
 from kvjax.registry.loading import load_all
-from kvjax.registry.strings import Part, format_methods, method_of, name_of, parse, parse_parts, split_methods
+from kvjax.registry.registration import Part
+from kvjax.registry.strings import format_methods, method_of, name_of, parse, parse_parts, split_methods
 from kvjax.testing.helpers import toy_model
 
 LEAST_SCALED = 32

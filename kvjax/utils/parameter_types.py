@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
+import os
 import typing
 from typing import Annotated, Any, Literal
+
+import numpy as np
 
 from kvjax.errors import KvjaxError
 from kvjax.utils.arguments import suggest_name
@@ -77,20 +80,32 @@ def base_type(annotation: Any) -> Any:
     return type(typing.get_args(annotation)[0]) if typing.get_origin(annotation) is Literal else annotation
 
 
+KINDS: dict[Any, tuple[Any, str]] = {
+    int: (numbers.Integral, "be a whole number"),
+    float: (numbers.Real, "be a number"),
+    bool: ((bool, np.bool_), "be true or false"),
+    str: ((str, os.PathLike), "be a text"),
+}
+"""The type of a parameter -> the types of the values that it takes, and what an error asks for."""
+
+
 def check_value(owner: str, name: str, annotation: Any, value: Any, default: Any = None) -> None:
-    """Raises KvjaxError for a value outside the range or the choice of an annotation; None passes `.. | None`."""
+    """Raises KvjaxError for a value outside the type, range or choice of an annotation; None passes `.. | None`.
+
+    Types other than those of `KINDS` take any value.
+    """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if type(None) in args:
         return None if value is None else check_value(owner, name, args[0], value, default)
+    want = base_type(annotation)
+    kinds, must = KINDS.get(want, (object, ""))
+    # A bool is an Integral to Python, and NaN is a Real.
+    fits = isinstance(value, kinds) and (want not in (int, float) or (not isinstance(value, bool) and value == value))
     if origin is Literal:
-        must = "" if value in args else f"be one of {', '.join(map(repr, args))}"
-    elif origin is Annotated:
-        kind, noun = (numbers.Integral, "a whole number") if args[0] is int else (numbers.Real, "a number")
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        must = "" if is_number and value in args[1] else str(args[1]) if is_number else f"be {noun}"
-    else:
-        return None
-    if must:
+        fits, must = fits and value in args, f"be one of {', '.join(map(repr, args))}"
+    elif origin is Annotated and fits:
+        fits, must = value in args[1], str(args[1])
+    if not fits:
         close = suggest_name(value, args) if origin is Literal and isinstance(value, str) else ""
         remedy = close or ("" if default is None else f"; use {default!r}, the default")
         raise KvjaxError(f"{owner}: {name} must {must}, got {value!r:.60}{remedy}")

@@ -151,9 +151,9 @@ def test_a_file_that_cannot_be_loaded_is_told_in_a_line(tmp_path, capsys, text, 
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("nosuch.py", "nosuch.py does not exist; give a file such as"),
-        ("folder", "folder is a folder; give a file such as"),
-        ("notes.txt", "notes.txt is no Python file"),
+        ("nosuch.py", "'nosuch.py' does not exist; give a file such as"),
+        ("folder", "'folder' is no Python file; give a file such as"),
+        ("notes.txt", "'notes.txt' is no Python file"),
         ("nosuch", "neither a file nor a module nosuch; for example my_method.py"),
         ("no-such", "'no-such' is neither a file nor the name of a module"),
         ("broken_module", "broken_module: broken_module.py, line 1: ZeroDivisionError"),

@@ -121,8 +121,8 @@ def test_a_line_of_cases_puts_a_method_into_the_battery(in_kvjax):
         ),
         ("    Differs:\n      None; it is an example.\n", "", "has no differs"),
         ("      an idea of mine, arXiv 2401.00001\n", "", "has no reference"),
-        ("budget, sinks:", "budget:", "`Args:` of value_norm does not describe sinks"),
-        ("budget, sinks:", "budget, sinks, recent:", "`Args:` of value_norm describes recent, which it does not have"),
+        ("budget, sinks:", "budget:", "`Args:` of value_norm must describe each parameter and no other; correct sinks"),
+        ("budget, sinks:", "budget, sinks, recent:", "must describe each parameter and no other; correct recent"),
     ],
 )
 def test_a_method_of_kvjax_has_a_complete_docstring(in_kvjax, tmp_path, before, after, says):

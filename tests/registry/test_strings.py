@@ -114,7 +114,7 @@ def test_a_method_of_ones_own_may_have_a_family_of_the_list_only(clean_registry)
     register_method(family="host memory")(idea)
     assert REGISTRY["idea"].family == "host memory"
     with pytest.raises(KvjaxError, match="no family 'mine' of methods; leave it out, or take one of exact, "):
-        register_method(family="mine")
+        register_method(family="mine")(idea)
 
 
 @pytest.mark.parametrize("text", ["cskv:table=runs+v2/t.st", "cskv:table=a,b/t.st"])

@@ -17,7 +17,8 @@ from kvjax.cache.protocol import Traits
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
 from kvjax.eval.page.summary import Record
-from kvjax.registry.strings import Part, parse, split_methods
+from kvjax.registry.registration import Part
+from kvjax.registry.strings import parse, split_methods
 
 SHOWN, NOT_SHOWN, WITHIN, NOT_RUN = "shown", "not shown", "within the error", "not in this run"
 NEAR_LOSS = 0.02  # a loss below this, in score or in bits per byte, counts as near

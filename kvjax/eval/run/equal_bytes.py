@@ -15,7 +15,8 @@ from kvjax.errors import KvjaxError
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.models.config import Config
 from kvjax.registry.loading import load_all
-from kvjax.registry.strings import Part, format_methods, parse_parts
+from kvjax.registry.registration import Part
+from kvjax.registry.strings import format_methods, parse_parts
 
 BITS = (8, 4, 3, 2, 1)
 MAX_FRACTION_CHARACTERS = 40
