@@ -21,7 +21,6 @@ ENTRY_POINT_GROUP = "kvjax.methods"
 """The group of entry points in which an installed package names its methods."""
 
 _SOURCES: dict[Path, bytes] = {}  # of each loaded file, so that an edited file is loaded again
-_STARTED: set[importlib.metadata.EntryPoint] = set()
 _LOCK = threading.RLock()  # reentrant: a package may ask for other methods while its own are loading
 
 
@@ -84,11 +83,8 @@ def load_all() -> dict[str, MethodEntry]:
     """
     import_builtin_methods()
     with _LOCK:
-        for entry in _entry_points():
-            if entry in _STARTED:
-                continue
-            _STARTED.add(entry)
-            problem = ""
+        while waiting := _waiting_entry_points():
+            entry, problem = waiting.pop(0), ""
             try:
                 value = entry.load()
                 if isinstance(value, types.ModuleType):
@@ -108,10 +104,10 @@ def load_all() -> dict[str, MethodEntry]:
     return REGISTRY
 
 
-@functools.cache
-def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
-    """The entry points of the group, cached because a search of all installed packages is slow."""
-    return tuple(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
+@functools.cache  # one list, from which each entry point is taken as its loading begins
+def _waiting_entry_points() -> list[importlib.metadata.EntryPoint]:
+    """The entry points of the group that were not loaded yet."""
+    return list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
 
 
 def _load_file(path: Path) -> types.ModuleType:

@@ -278,16 +278,15 @@ def test_installed_packages_bring_methods_and_a_broken_one_is_named(tmp_path, mo
     write(tmp_path / "another_package.py", name="second")
     write(tmp_path / "broken_package.py", VALUE_NORM + "\n1 / 0\n", name="third")
     write(tmp_path / "strange_package.py", "strange = 1\n")
-    entry_points = (
+    entry_points = [
         entry("broken", "broken_package"),
         entry("module", "one_package"),
         entry("function", "another_package:second"),
         entry("strange", "strange_package:strange"),
         entry("empty", "strange_package"),
-    )
+    ]
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(loading, "_entry_points", lambda: entry_points)
-    monkeypatch.setattr(loading, "_STARTED", set())
+    monkeypatch.setattr(loading, "_waiting_entry_points", lambda: entry_points)
     with pytest.warns(KvjaxWarning) as warned:
         assert kvjax.parse("value_norm:budget=4 + int4") and kvjax.parse("second")
     messages = [str(w.message) for w in warned]
@@ -309,8 +308,8 @@ def test_an_installed_package_is_found_by_its_metadata(tmp_path, monkeypatch):
     )
     write(tmp_path / "found_package.py", name="found_norm")
     monkeypatch.syspath_prepend(tmp_path)
-    loading._entry_points.cache_clear()
+    loading._waiting_entry_points.cache_clear()
     try:
         assert kvjax.parse("found_norm:budget=4")
     finally:
-        loading._entry_points.cache_clear()
+        loading._waiting_entry_points.cache_clear()
