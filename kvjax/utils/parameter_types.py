@@ -100,11 +100,13 @@ def check_value(owner: str, name: str, annotation: Any, value: Any, default: Any
     want = base_type(annotation)
     kinds, must = KINDS.get(want, (object, ""))
     # A bool is an Integral to Python, and NaN is a Real.
-    fits = isinstance(value, kinds) and (want not in (int, float) or (not isinstance(value, bool) and value == value))
+    fits = isinstance(value, kinds) and not (want in (int, float) and isinstance(value, bool))
     if origin is Literal:
         fits, must = fits and value in args, f"be one of {', '.join(map(repr, args))}"
     elif origin is Annotated and fits:
         fits, must = value in args[1], str(args[1])
+    elif want is float:
+        fits = fits and value == value
     if not fits:
         close = suggest_name(value, args) if origin is Literal and isinstance(value, str) else ""
         remedy = close or ("" if default is None else f"; use {default!r}, the default")
