@@ -54,5 +54,5 @@ def test_floats_are_finite(value):
     floats = [(r, name) for r in load_all().values() for name, p in r.parameters.items() if p.annotation is float]
     assert floats
     for entry, name in floats:
-        with pytest.raises(KvjaxError, match=f"^{entry.name}: {name} must be"):
+        with pytest.raises(KvjaxError, match=f"^{entry.name}: {name} must "):
             parse(f"{entry.name}:{name}={value}")
