@@ -59,13 +59,14 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
     # At the end, so that a user's file named like a module of Python or JAX does not shadow it.
     if (folder := str(path.resolve().parent if is_file else Path.cwd())) not in sys.path:
         sys.path.append(folder)
-    module = None
+    loaded = False
     try:
         module = _load_file(path.resolve()) if is_file else importlib.import_module(text)
+        loaded = True
     except (Exception, SystemExit) as e:
         raise KvjaxError(_explain(e, text, is_file)) from e
     finally:
-        if module is None:  # a file that fails halfway must not leave half of its methods registered
+        if not loaded:  # a file that fails halfway must not leave half of its methods registered
             REGISTRY.clear()
             REGISTRY.update(before)
     if names := _find_methods(module, before):
