@@ -31,7 +31,8 @@ def check_policy_result(policy: Policy, member: str, result: Any, heads: tuple[i
     name = f"{type(policy).__name__}.{member}"
     first = "slots of the prompt i32[B 1|K n]" if member == "init" else "positions i32[B 1|K S]"
     is_pair = isinstance(result, tuple) and len(result) == 2
-    chosen, policy_state = result if is_pair else (None, None)
+    pair: tuple[Any, Any] = result if is_pair else (None, None)
+    chosen, policy_state = pair
     others = [x for x in jax.tree.leaves(policy_state) if not isinstance(x, jax.Array | np.ndarray)]
     B, K = heads
     if not is_pair:
