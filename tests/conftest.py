@@ -57,9 +57,10 @@ def few_programs():
 
 @pytest.fixture
 def clean_registry(tmp_path_factory):
-    """Restores the registry of methods when a test ends, and forgets the modules that it wrote and loaded."""
-    before = dict(load_all())
+    """Restores the registry of methods when a test ends, and forgets the modules and folders that it loaded."""
+    before, folders = dict(load_all()), list(sys.path)
     yield
+    sys.path[:] = folders
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(str(tmp_path_factory.getbasetemp())):
             del sys.modules[name]
