@@ -345,12 +345,15 @@ class MethodLayer:
         """`SizedLayer.empty_bytes`: of the slots and of the side store."""
         B, _, S = state.pos.shape
         store, slots = self.method.side_store, None if prompt is None else self._slots(prompt)
+        # Counted by NumPy: a reduction by JAX would be compiled for every shape.
         if slots is not None:
-            used = [min(slots.main, S)] * B
-        else:
-            # Counted by NumPy: a reduction by JAX would be compiled for every shape.
-            used = ((np.asarray(state.pos) >= 0).sum(2).max(1) if state.n is None else np.asarray(state.n)).tolist()
-        empty = self._empty_slot_bytes(state, used, dtype)
+            used = np.full(B, min(slots.main, S))
+        elif state.n is not None:
+            used = np.asarray(state.n)
+        else:  # under a policy heads may have unequal numbers of tokens, and the fullest one counts
+            is_token = np.asarray(state.pos) >= 0
+            used = is_token.sum(2).max(1)
+        empty = self._empty_slot_bytes(state, used.tolist(), dtype)
         if store is None:
             return empty
         other = store.empty_bytes(state.side_store, slots, prompt)

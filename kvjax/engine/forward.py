@@ -185,7 +185,8 @@ def layer_calls(plan: Plan, config: Config, num_slots: tuple[int, ...] | None = 
     """Returns the layers of a plan in one pass; `num_slots` of each layer's state, in the modes that make one."""
     # Cached, so that equal calls are one object: every step compares them, which then ends at identity.
     sizes = num_slots or (0,) * len(plan)
-    return tuple(LayerCall(layer, config.window(i), n) for i, (layer, n) in enumerate(zip(plan, sizes, strict=True)))
+    windows = map(config.window, range(len(plan)))
+    return tuple(LayerCall(layer, window, n) for layer, window, n in zip(plan, windows, sizes, strict=True))
 
 
 def outer_params(params: Any) -> Any:

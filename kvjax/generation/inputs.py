@@ -1,4 +1,4 @@
-"""What users give to a call, checked once: texts and ids, which become padded arrays, and caches."""
+"""The values that users give to a call, checked once: texts and ids, which become padded arrays, and caches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def token_ids(
       prompts: texts, or lists of ids.
       begins: whether a text begins a sequence, and gets the special tokens that stand before one, or continues one, and
         gets none; for all of them, or for each (`are_empty`). None gets the tokens that close a text.
-      count: sequences, each of which one prompt continues; None for any number of prompts.
+      count: number of sequences, one prompt for each; None for any number of prompts.
 
     Raises:
       KvjaxError: an empty batch or prompt, ids outside the vocabulary, or prompts of another type.
@@ -65,7 +65,7 @@ def token_ids(
     prompts = [prompts] if isinstance(prompts, str) else prompts
     problem = f"the model comes first, as kvjax.load gives it; got {model!r:.80}"
     if isinstance(model, Model):
-        problem = _problem_of_batch(prompts, count)
+        problem = _find_batch_problem(prompts, count)
     ids = []
     for i, prompt in enumerate(prompts if problem is None else ()):
         # Callers compare the numbers of texts and sequences later; one sequence may be asked several questions.
@@ -92,7 +92,7 @@ def token_ids(
     return ids
 
 
-def _problem_of_batch(prompts: Any, count: int | None) -> str | None:
+def _find_batch_problem(prompts: Any, count: int | None) -> str | None:
     """Says why a value is no batch of `count` prompts, or of any number; None for one that may be."""
     if isinstance(prompts, Mapping):
         return f'prompts are texts or lists of ids, got a mapping with {list(prompts)}; give its ["input_ids"]'

@@ -80,7 +80,7 @@ def render_conversations(template: ChatTemplate | None, messages: Messages, opti
 
 
 def _find_option_mistakes(template: CompiledTemplate, options: TemplateOptions) -> Iterator[str]:
-    """Yields what is wrong with the inputs beside the messages: what a template does not read would be lost."""
+    """Yields mistakes in the inputs other than messages; an input that a template does not read would be lost."""
     tools, documents, variables = (options.get(x) for x in ("tools", "documents", "chat_template_kwargs"))
     for name, value in (("tools", tools), ("documents", documents)):
         if value and name not in template.names:

@@ -56,7 +56,7 @@ def _join_lines(text: str) -> str:
 
 
 def describe_gap(name: str, docs: MethodDocs, parameters: Iterable[str]) -> str:
-    """What is wrong with the docstring of one of kvjax's own methods; "" for a complete one."""
+    """Describes the gap in the docstring of one of kvjax's own methods; "" for a complete one."""
     if missing := [part for part in ("summary", "formula", "differs", "reference") if not getattr(docs, part)]:
         return (
             f"the docstring of {name} has no {', '.join(missing)}; a method of kvjax has a summary and the sections "

@@ -81,8 +81,10 @@ class PrecisionTiers(SideStore):
 
     def empty_bytes(self, store: LowTier, slots: Slots | None = None, prompt: int | None = None) -> dict[str, int]:
         B, _, S = store.pos.shape
-        used = (np.asarray(store.pos) >= 0).sum(2).max(1).tolist() if slots is None else [min(slots.side, S)] * B
-        return bytes_beyond(store, S, used)
+        if slots is not None:
+            return bytes_beyond(store, S, [min(slots.side, S)] * B)
+        is_token = np.asarray(store.pos) >= 0
+        return bytes_beyond(store, S, is_token.sum(2).max(1).tolist())
 
     def visible_block(self, storage: KVStorage, store: LowTier) -> KVBlock:
         return KVBlock(self.k.decode(store.k), self.v.decode(store.v), store.pos)

@@ -150,7 +150,8 @@ class PagedHeads(SideStore):
         B, K, R = store.pos.shape
         if slots is None or prompt is None:
             # Only pages without an owner are empty: a page with one token costs a whole page.
-            pages = ((np.asarray(store.owner) >= 0).sum((1, 2)) / K).tolist()  # of each pool, in the mean
+            is_owned = np.asarray(store.owner) >= 0
+            pages = (is_owned.sum((1, 2)) / K).tolist()  # of each pool, in the mean
         elif (known := self._pages_by_length(prompt)) is not None:
             pages = [int(known[prompt]) / K] * B
         else:  # a head needs the most pages for its tokens when the last one holds a single token

@@ -160,7 +160,11 @@ def _continue_run(old: Mapping[str, Any], new: Mapping[str, Any], directory: Pat
         raise KvjaxError(
             f"{directory} holds another run: {'; '.join(changed)}. Choose another --out, or delete {directory}"
         )
-    grown = {n: list(dict.fromkeys([*old.get(n, ()), *new[n]])) for n in ("methods", "tasks", "lengths")}
+    # What a run had before comes first, in its order, and nothing twice.
+    grown = {}
+    for name in ("methods", "tasks", "lengths"):
+        both = [*old.get(name, ()), *new[name]]
+        grown[name] = list(dict.fromkeys(both))
     resumption = {"at": new["started"], "kvjax": new["kvjax"], "machine": new["machine"]}
     return {**old, **grown, "resumed": [*old.get("resumed", ()), resumption]}
 
