@@ -1,0 +1,239 @@
+"""The models that can be planned for: written-down configurations, config.json files and kvjax checkpoints.
+
+A model needs no weights here, and need not be one that kvjax can run: windows, experts and the further parameters of
+families without a converter are counted, and a note says what the plan assumes about them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoints_convert import hf_config
+from checkpoints_convert.families import FAMILIES
+from kvjax.core.rope import RopeScaling
+from kvjax.errors import KvjaxError
+from kvjax.models import checkpoint
+from kvjax.models.checkpoint import parameter_shapes
+from kvjax.models.config import Config
+from kvjax.models.model import find_checkpoint
+from kvjax.utils import arguments
+from kvjax.utils.files import parse_json_object, read_text_file
+
+HOLDS_WINDOWS = (
+    "layers with a sliding window hold all tokens, as kvjax's caches do; a cache of the window alone would be smaller"
+)
+NOT_CONVERTED = "kvjax has no converter for this family yet: the plan is of the shapes"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedModel:
+    """The shapes of a model.
+
+    Attributes:
+      name: as it was asked for.
+      config: of a decoder with these sizes; with experts, the MLP is that of one of them.
+      source: where the sizes are from.
+      num_experts: MLPs of each layer, 1 without experts.
+      active_experts: MLPs that a token runs through.
+      other_parameters: parameters that `config` has no place for: routers, further norms, attention sinks.
+      notes: what the plan assumes.
+    """
+
+    name: str
+    config: Config
+    source: str
+    num_experts: int = 1
+    active_experts: int = 1
+    other_parameters: int = 0
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def dense_parameters(self) -> int:
+        """Parameters of the decoder with one expert a layer."""
+        return sum(math.prod(shape) for shape in parameter_shapes(self.config).values())
+
+    @functools.cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of one expert of all layers."""
+        return sum(math.prod(shape) for path, shape in parameter_shapes(self.config).items() if "/mlp/" in path)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.dense_parameters + (self.num_experts - 1) * self.expert_parameters + self.other_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters that one token's forward pass reads, but for the rows of the embedding that it does not."""
+        c = self.config
+        looked_up = 0 if c.tie_embeddings else (c.vocab_size - 1) * c.width
+        idle = (self.num_experts - self.active_experts) * self.expert_parameters
+        return self.parameters - looked_up - idle
+
+
+def _llama(layers: int, width: int, heads: int, mlp_width: int) -> Config:
+    return Config(
+        *(128_256, width, layers, heads, 8, 128, mlp_width),
+        max_positions=131_072,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling("llama3", 8.0),
+    )
+
+
+def _qwen3(layers: int, width: int, heads: int, mlp_width: int) -> Config:
+    sizes = (151_936, width, layers, heads, 8, 128, mlp_width)
+    return Config(*sizes, max_positions=40_960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True)
+
+
+def _smollm2(layers: int, width: int, heads: int, kv_heads: int, mlp_width: int, theta: float) -> Config:
+    sizes = (49_152, width, layers, heads, kv_heads, 64, mlp_width)
+    return Config(*sizes, max_positions=8192, rope_theta=theta, tie_embeddings=True)
+
+
+_GEMMA_3_27B = Config(
+    *(262_208, 5376, 62, 32, 16, 128, 21_504),
+    max_positions=131_072,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    rope_scaling=RopeScaling("linear", 8.0),
+    windows=tuple(None if (i + 1) % 6 == 0 else 1024 for i in range(62)),
+    tie_embeddings=True,
+    qk_norm=True,
+)
+_GPT_OSS_20B = Config(
+    *(201_088, 2880, 24, 64, 8, 64, 2880),
+    max_positions=131_072,
+    rope_theta=150_000.0,
+    windows=tuple(128 if i % 2 == 0 else None for i in range(24)),
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+)
+_SMOLLM2_135M = _smollm2(30, 576, 9, 3, 1536, 1e5)
+_HUB = "config.json of huggingface.co/{}"
+_ENTRIES = (
+    PlannedModel("llama-3.1-8b", _llama(32, 4096, 32, 14_336), _HUB.format("meta-llama/Llama-3.1-8B")),
+    PlannedModel("llama-3.1-70b", _llama(80, 8192, 64, 28_672), _HUB.format("meta-llama/Llama-3.1-70B")),
+    PlannedModel("qwen3-8b", _qwen3(36, 4096, 32, 12_288), _HUB.format("Qwen/Qwen3-8B")),
+    PlannedModel("qwen3-32b", _qwen3(64, 5120, 64, 25_600), _HUB.format("Qwen/Qwen3-32B")),
+    PlannedModel(
+        "gemma-3-27b",
+        _GEMMA_3_27B,
+        _HUB.format("google/gemma-3-27b-it") + " (text_config)",
+        other_parameters=62 * 2 * 5376,  # two further norms a layer
+        notes=(NOT_CONVERTED, "without the vision tower (0.4B parameters)", HOLDS_WINDOWS),
+    ),
+    PlannedModel(
+        "gpt-oss-20b",
+        _GPT_OSS_20B,
+        _HUB.format("openai/gpt-oss-20b"),
+        num_experts=32,
+        active_experts=4,
+        other_parameters=24 * (2880 * 32 + 32 + 64),  # the router with its bias, and a sink for each head
+        notes=(
+            NOT_CONVERTED,
+            "weights in the dtype of the plan; the published file holds its experts in MXFP4, about 13 GB in all",
+            HOLDS_WINDOWS,
+        ),
+    ),
+    PlannedModel("smollm2-135m", _SMOLLM2_135M, _HUB.format("HuggingFaceTB/SmolLM2-135M")),
+    PlannedModel("smollm2", _SMOLLM2_135M, _HUB.format("HuggingFaceTB/SmolLM2-135M")),
+    PlannedModel("smollm2-360m", _smollm2(32, 960, 15, 5, 2560, 1e5), _HUB.format("HuggingFaceTB/SmolLM2-360M")),
+    PlannedModel("smollm2-1.7b", _smollm2(24, 2048, 32, 32, 8192, 1.3e5), _HUB.format("HuggingFaceTB/SmolLM2-1.7B")),
+)
+CONFIGURATIONS: dict[str, PlannedModel] = {entry.name: entry for entry in _ENTRIES}
+"""Name -> model, written down here so that nothing has to be downloaded."""
+
+
+def find_model(name: str) -> PlannedModel:
+    """Finds a model: a path first, then a written-down configuration, then the shipped model.
+
+    Args:
+      name: a checkpoint directory of kvjax or Hugging Face, a config.json, or a name; an organization before a name,
+        as in "meta-llama/Llama-3.1-8B", is left out.
+
+    Raises:
+      KvjaxError: for an unknown name, with the known ones, and for a file that is no model's configuration.
+    """
+    path, short = Path(name).expanduser(), name.lower().rpartition("/")[2]
+    if (path / checkpoint.MANIFEST).is_file():
+        return PlannedModel(name, checkpoint.read_manifest(path).config, f"{path / checkpoint.MANIFEST}")
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.is_file():
+        raw = parse_json_object(read_text_file(path, "MODEL"), path, "give the config.json of a model")
+        return read_config_json(raw, name, str(path))
+    if short in CONFIGURATIONS:
+        return dataclasses.replace(CONFIGURATIONS[short], name=name)
+    if name == "testbed":
+        return PlannedModel(name, checkpoint.read_manifest(find_checkpoint(name)).config, "shipped with kvjax")
+    raise KvjaxError(
+        f"there is no model {name!r:.80}{arguments.suggest_name(short, CONFIGURATIONS)}; give a checkpoint directory, "
+        f"a config.json of Hugging Face, or one of {', '.join(CONFIGURATIONS)}, testbed"
+    )
+
+
+def read_config_json(raw: Mapping[str, Any], name: str, source: str) -> PlannedModel:
+    """Reads a config.json; a family that kvjax cannot convert is read by the keys that most families share.
+
+    Raises:
+      KvjaxError: a size is missing, or the model's cache is not one of keys and values of each layer's heads.
+    """
+    if raw.get("model_type") in FAMILIES:
+        return PlannedModel(name, hf_config.translate(raw), source)
+    text = raw.get("text_config")
+    raw = {**raw, **text} if isinstance(text, Mapping) else raw  # the decoder of a model that reads images, too
+    foreign = [key for key in ("kv_lora_rank", "linear_num_key_heads", "mamba_d_state", "state_size") if raw.get(key)]
+    if foreign:
+        raise KvjaxError(
+            f"{source} has {foreign[0]}: its cache does not hold keys and values of heads in each layer, and no method "
+            "of kvjax applies; plan for another model"
+        )
+
+    def read(*keys: str, default: int | None = None) -> int:
+        found = next((raw[key] for key in keys if raw.get(key) is not None), default)
+        if found is None:
+            raise KvjaxError(
+                f"{source} has no {keys[0]}; give the config.json of a decoder, as its makers published it"
+            )
+        return arguments.integer(f"{keys[0]} of {source}", found)
+
+    width, heads, layers = read("hidden_size"), read("num_attention_heads"), read("num_hidden_layers")
+    experts = read("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    window, types = raw.get("sliding_window"), raw.get("layer_types")
+    windows, pattern = None, raw.get("sliding_window_pattern")
+    if window is not None and isinstance(types, list) and len(types) == layers:
+        windows = tuple(window if kind == "sliding_attention" else None for kind in types)
+    elif window is not None and isinstance(pattern, int) and pattern > 0:
+        windows = tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
+    has_bias = bool(raw.get("attention_bias"))
+    is_gemma, is_gpt_oss = (str(raw.get("model_type")).startswith(family) for family in ("gemma", "gpt_oss"))
+    config = Config(
+        vocab_size=read("vocab_size"),
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=read("num_key_value_heads", default=heads),
+        head_dim=read("head_dim", default=width // heads),
+        # An expert's width has a key of its own in families that also have layers without experts.
+        mlp_width=read("moe_intermediate_size", "intermediate_size") if experts > 1 else read("intermediate_size"),
+        max_positions=read("max_position_embeddings", default=131_072),
+        windows=windows,
+        tie_embeddings=bool(raw.get("tie_word_embeddings", is_gemma)),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=is_gpt_oss,
+        qk_norm="qwen3" in str(raw.get("model_type")) or str(raw.get("model_type")).startswith("gemma3"),
+    )
+    others = layers * (width * experts if experts > 1 else 0)
+    others += layers * (2 * width * is_gemma + (experts + heads) * is_gpt_oss)
+    notes = [f"{NOT_CONVERTED} (model_type {raw.get('model_type')!r:.40}), read by the keys that most families share"]
+    notes += [HOLDS_WINDOWS] * (windows is not None)
+    notes += ["weights in the dtype of the plan; the file holds them quantized"] * bool(raw.get("quantization_config"))
+    active = read("num_experts_per_tok", "experts_per_token", default=1) if experts > 1 else 1
+    return PlannedModel(name, config, source, experts, active, others, tuple(notes))
