@@ -10,8 +10,9 @@ import pytest
 import kvjax
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import harness
+from kvjax.eval.run.cells import fingerprint, make_batches
 from kvjax.eval.run.context_reader import ContextReader, padded_width
-from kvjax.eval.run.evaluate import check_cases, check_records, evaluate, fingerprint, make_batches
+from kvjax.eval.run.evaluate import check_cases, check_records, evaluate
 from kvjax.eval.tasks.case import Ask, Case
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.registry.method_hash import method_hash

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import cli
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import eval_command, evaluate, harness
+from kvjax.eval.run import cells, eval_command, harness
 from kvjax.eval.tasks import ruler
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import NOW, chat_format
@@ -89,7 +89,7 @@ def test_every_family_keeps_its_length_and_its_answers_in_a_chat(site, name):
 
 def test_a_template_is_used_where_there_is_one_unless_it_is_refused(site):
     def fingerprints(name: str, model: Model, chat: bool | None) -> list[str]:
-        return [evaluate.fingerprint(c) for c in make_cases(name, model, chat=chat)]
+        return [cells.fingerprint(c) for c in make_cases(name, model, chat=chat)]
 
     model = make_chat_model(CHATML)
     for name in ("niah", "turns.essays"):

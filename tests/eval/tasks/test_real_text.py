@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax import cli
 from kvjax.errors import KvjaxError
-from kvjax.eval.run import evaluate
+from kvjax.eval.run import cells
 from kvjax.eval.run.context_reader import ContextReader
 from kvjax.eval.tasks import data_files, haystack, suite, symbols
 from kvjax.eval.tasks.case import Ask, Spec
@@ -186,8 +186,7 @@ def test_bits_per_byte_are_a_sum_by_hand(site):
     model = dataclasses.replace(toy_model(layers=1, vocab_size=258), tokenizer=BYTES.tokenizer)
     (case,) = make_cases("humaneval.bits", model, contexts=1, lengths=(120,))
     method = kvjax.parse("full")
-    batch, fingerprints = evaluate.Batch((case,), 1, 0), {(case.task, case.key): ""}
-    (record,) = evaluate.run_batch(ContextReader(model), "full", method, batch, False, fingerprints)
+    (record,) = cells.run_batch(ContextReader(model), "full", method, cells.Batch((case,), 1, 0), False)
     (logp,) = kvjax.score(model, [case.context], [case.follows], method)
     assert record["bits"] == pytest.approx(-float(np.sum(logp, dtype=np.float64)) / np.log(2) / 17, rel=1e-4)
     assert len(logp) == len("    return x + 1\n") == 17
