@@ -13,12 +13,13 @@ from . import testing as testing
 from .cache.accounting import CacheBytes, kept_positions, state_bytes
 from .cache.method import Method
 from .cache.protocol import Cache
+from .core.step_bytes import StepBytes
 from .engine.sampling import SamplingParams
 from .errors import IncompatibleMethod, KvjaxError, KvjaxWarning
 from .generation.chat import chat, stream_chat
 from .generation.context import Context, read, resume
 from .generation.generate import generate, stream, stream_text
-from .generation.memory_plan import planned_bytes
+from .generation.memory_plan import planned_bytes, step_bytes
 from .generation.model_calls import extend, logits, prefill, score
 from .generation.options import GenerateOptions
 from .generation.result import Result
@@ -41,6 +42,7 @@ __all__ = [
     "Model",
     "Result",
     "SamplingParams",
+    "StepBytes",
     "chat",
     "compose",
     "extend",
@@ -58,6 +60,7 @@ __all__ = [
     "resume",
     "score",
     "state_bytes",
+    "step_bytes",
     "stream",
     "stream_chat",
     "stream_text",

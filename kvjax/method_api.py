@@ -70,6 +70,7 @@ from kvjax.core.gradients import refuse_gradient
 from kvjax.core.mesh import over_heads, vary
 from kvjax.core.random import draw
 from kvjax.core.rope import Rope
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.top_k import covering_mask, mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, exportable, gather_tokens, pytree
 from kvjax.errors import GradientThroughBits, IncompatibleMethod, KvjaxError
@@ -107,6 +108,7 @@ __all__ = [
     "PromptSelection",  # how a layer chooses the prompt tokens that stay; for budgets
     "Slots",  # slots that a prompt takes: kept, in the main slots, in a side store
     "Components",  # all components of a method; for checks of what goes together
+    "StepBytes",  # what a component's `read_bytes` returns: the bytes that a decode step reads
     "Rope",  # the model's rotary embedding
     "Needs",  # what a bound layer asks the decoder for, in addition to keys, values and queries
     "Traits",  # facts of a method that reports show

@@ -41,6 +41,7 @@ from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes, bytes_beyond
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, hash_once
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
@@ -371,6 +372,16 @@ class MethodLayer:
         for count in used:
             filled = slot_bytes(self, count, dtype, filled=True)
             total = {kind: size + every[kind] - filled[kind] for kind, size in total.items()}
+        return total
+
+    def step_bytes(self, state: LayerState) -> StepBytes:
+        """`MeteredLayer.step_bytes`: the sum of what the components say."""
+        m = self.method
+        total = StepBytes.of_all((state.pos, state.bias, state.n)) + m.read.read_bytes(self.storage, state)
+        total += StepBytes.of_append((state.k, state.v, state.reader_state), state.pos.shape[2])
+        for component in (m.side_store, m.decode):
+            if component is not None:
+                total += component.read_bytes(self.storage, state)
         return total
 
     def max_rollback(self, state: LayerState) -> Array:

@@ -39,6 +39,7 @@ from kvjax.core import attention, memory
 from kvjax.core.attention import AttentionPattern
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.utils.abstract import abstract
@@ -153,6 +154,18 @@ class Codec:
         """
         return stored
 
+    def read_bytes(self, stored: Any, tokens: int | None = None) -> StepBytes:
+        """Counts the bytes of the stored form that a decode step reads; only shapes and memory kinds are looked at.
+
+        The default is right where each token has one entry in every buffer, and `gather` reads these alone. Override it
+        in a codec whose `gather` reads more, or less.
+
+        Args:
+          stored: the stored form, of abstract values.
+          tokens: of each key/value head, that `gather` takes; None: all slots, as `load`, `scores` and `mix` read them.
+        """
+        return StepBytes.of_all(stored) if tokens is None else StepBytes.of_tokens(stored, tokens)
+
     def in_pages(self, page: int) -> Codec | None:
         """The codec that stores immutable pages of `page` slots, each of one head; None if this one cannot.
 
@@ -213,6 +226,10 @@ class KVStorage:
         """Writes new tokens into stored keys and values, from `slot` on."""
         return self.k.append(k, self.keys_to_store(new), slot), self.v.append(v, new.v, slot)
 
+    def read_bytes(self, state: LayerState, tokens: int | None = None) -> StepBytes:
+        """Bytes of the stored keys and values that a step reads; `tokens` as in `Codec.read_bytes`."""
+        return self.k.read_bytes(state.k, tokens) + self.v.read_bytes(state.v, tokens)
+
     def decode_keys(self, stored: Any, pos: Int32[Array, "B #K S"]) -> Float[Array, "B K S H"]:
         """Decodes all keys, rotated to their true positions `pos`."""
         return self._rotate(self.k.decode(stored), pos)
@@ -265,6 +282,18 @@ class Reader:
     def used_part(self, reader_state: Any, num_tokens: int) -> Any:
         """The arrays, or parts of them, that a cache with `num_tokens` slots would have; as in `Codec.used_part`."""
         return reader_state
+
+    def read_bytes(self, storage: KVStorage, state: LayerState) -> StepBytes:
+        """Counts the bytes that `read` reads for one token: by default all keys, all values and the reader's state.
+
+        A reader that reads less overrides it, with `storage.read_bytes(state, tokens)` or the codecs' own `read_bytes`.
+        Positions and biases are counted by the layer. What `read` writes into its state may be added.
+
+        Args:
+          storage: as in `read`.
+          state: the layer's state, of abstract values.
+        """
+        return storage.read_bytes(state) + StepBytes.of_all(state.reader_state)
 
     def crop(self, storage: KVStorage, state: LayerState) -> Any:
         """Returns the reader's state after its last tokens were rolled back; `state.pos` says which are left."""
@@ -390,6 +419,11 @@ class Policy:
           token of the text (`method_api.evict_lowest` keeps to that).
         """
         ...
+
+    def read_bytes(self, storage: KVStorage, state: LayerState) -> StepBytes:
+        """Bytes that the policy reads and writes in a step: by default its whole state, and the positions written."""
+        size = memory.array_bytes((state.policy_state, state.pos))
+        return StepBytes.of_all(state.policy_state) + StepBytes(device_written=size["device"])
 
     def check(self, components: Components) -> None:
         """Raises IncompatibleMethod for other components of the method that this policy cannot work with."""
@@ -866,6 +900,10 @@ class SideStore:
     def visible_block(self, storage: KVStorage, store: Any) -> KVBlock | None:
         """Keys (rotated) and values as queries read them, in the places of `positions`; None if it cannot say."""
         return None
+
+    def read_bytes(self, storage: KVStorage, state: LayerState) -> StepBytes:
+        """Bytes of `state.side_store` that `read` reads for one token; by default all of them."""
+        return StepBytes.of_all(state.side_store)
 
     def empty_bytes(self, store: Any, slots: Slots | None = None, prompt: int | None = None) -> dict[str, int]:
         """Bytes of the places that hold no token, by memory kind; the base counts every place as held.

@@ -26,6 +26,7 @@ from jax.core import Tracer
 from kvjax.core.attention import AttentionPattern
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import KvjaxError, TracedCall
 
@@ -339,6 +340,15 @@ class SizedLayer(Protocol[State]):
           dtype: of the model's keys and values.
           prompt: tokens of each prompt after which the state is that of the shapes; None: the state tells.
         """
+        ...
+
+
+@runtime_checkable
+class MeteredLayer(Protocol[State]):
+    """A layer that counts what a decode step reads and writes of its state; see `kvjax.step_bytes`."""
+
+    def step_bytes(self, state: State) -> StepBytes:
+        """Bytes that `extend` reads and writes for one token of every sequence; the state may be shapes alone."""
         ...
 
 

@@ -1,19 +1,20 @@
-"""Bytes that a cache will take, counted from shapes without running anything."""
+"""Bytes that a cache will take, and that a decode step will read of it, counted from shapes: nothing is run."""
 
 from __future__ import annotations
 
 import collections
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache.accounting import CacheBytes, full_bytes
 from kvjax.cache.eviction.budget_allocation import most_shared_slots
-from kvjax.cache.protocol import BoundLayer, KVMethod, SizedLayer, num_layer_slots
+from kvjax.cache.protocol import BoundLayer, KVMethod, MeteredLayer, SizedLayer, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import KVBlock
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
@@ -61,12 +62,84 @@ def planned_bytes(
     Raises:
       KvjaxError: a configuration without a dtype; a number out of range; a method that cannot serve the model.
     """
+    layers = _planned_layers("planned_bytes", method, model, prompt, capacity, batch, width, dtype)
+    held, empty = {"device": 4 * batch, "pinned_host": 0}, {"device": 0, "pinned_host": 0}  # the cache's own `length`
+    for layer, state, count in layers.states:
+        total, unused = array_bytes(state), dict.fromkeys(held, 0)
+        if isinstance(layer, SizedLayer):
+            unused = layer.empty_bytes(state, layers.dtype, prompt)
+        for kind in held:
+            held[kind] += count * (total[kind] - unused[kind])
+            empty[kind] += count * unused[kind]
+    return CacheBytes(held, empty, full_bytes(layers.config, [prompt] * batch, layers.dtype), layers.dtype)
+
+
+@checks_keywords
+def step_bytes(
+    method: str | KVMethod,
+    model: Model | Config,
+    prompt: int,
+    *,
+    capacity: int | None = None,
+    batch: int = 1,
+    width: int | None = None,
+    dtype: Any = None,
+) -> StepBytes:
+    """Counts the bytes of a cache that one decode step reads and writes, from shapes alone: nothing is run.
+
+    It is the cache after prompts of `prompt` tokens, and a step of one token for every sequence. All slots count, up to
+    `capacity`, since a compiled step reads empty ones too. Weights do not count, nor what a step makes for itself, such
+    as logits. What happens once in many steps, such as the coding of a full window, counts by its mean or not at all.
+
+    Args:
+      method: a method, or its string.
+      model: a model, or its configuration, for which `dtype` must be given.
+      prompt: tokens of each prompt.
+      capacity: tokens that a sequence may grow to, as in `planned_bytes`; by default the prompt alone.
+      batch: sequences.
+      width: tokens that prompts are padded to, as in `planned_bytes`.
+      dtype: of keys and values, "bfloat16" or "bf16" for example; by default that of the model.
+
+    Returns:
+      The bytes of all layers and sequences together, by the path that they take. A layer that does not count its own
+      bytes, of a method that is no `kvjax.Method`, reads all of its state.
+
+    Raises:
+      KvjaxError: a configuration without a dtype; a number out of range; a method that cannot serve the model.
+    """
+    layers = _planned_layers("step_bytes", method, model, prompt, capacity, batch, width, dtype)
+    total = StepBytes()
+    for layer, state, count in layers.states:
+        one = layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state)
+        total += one * count
+    return total
+
+
+class _PlannedLayers(NamedTuple):
+    """What the layers of a model will hold."""
+
+    config: Config
+    dtype: str
+    states: list[tuple[BoundLayer, Any, int]]  # (layer, its abstract state, number of such layers)
+
+
+def _planned_layers(
+    caller: str,
+    method: str | KVMethod,
+    model: Model | Config,
+    prompt: int,
+    capacity: int | None,
+    batch: int,
+    width: int | None,
+    dtype: Any,
+) -> _PlannedLayers:
+    """The states of all layers after a prefill, for the arguments of `planned_bytes`, which it checks."""
     config = model.config if isinstance(model, Model) else model
     if dtype is None and isinstance(model, Model):
         dtype = model.dtype
     if not isinstance(config, Config) or dtype is None:
         raise KvjaxError(
-            "planned_bytes takes a model, whose dtype it counts in, or a configuration such as model.config; for a "
+            f"{caller} takes a model, whose dtype it counts in, or a configuration such as model.config; for a "
             "configuration alone, say in which dtype keys and values are held, as in dtype='bfloat16'; got "
             f"{model!r:.80}"
         )
@@ -84,17 +157,12 @@ def planned_bytes(
             min(n + most_shared_slots(kept, prompt) - kept if kept else n, capacity)
             for n, kept in zip(num_slots, kept_slots, strict=True)
         )
-    held, empty = {"device": 4 * batch, "pinned_host": 0}, {"device": 0, "pinned_host": 0}  # the cache's own `length`
-    # Equal layers take equally many bytes, and tracing one takes a while.
+    # Equal layers have equal states, and tracing one takes a while.
+    states = []
     for (layer, slots), count in collections.Counter(zip(plan, num_slots, strict=True)).items():
         arrays, tree = abstract_state(layer, config, min(width, capacity), slots, batch, dtype)
-        total, unused = array_bytes(arrays), dict.fromkeys(held, 0)
-        if isinstance(layer, SizedLayer):
-            unused = layer.empty_bytes(jax.tree.unflatten(tree, arrays), dtype.name, prompt)
-        for kind in held:
-            held[kind] += count * (total[kind] - unused[kind])
-            empty[kind] += count * unused[kind]
-    return CacheBytes(held, empty, full_bytes(config, [prompt] * batch, dtype), dtype.name)
+        states.append((layer, jax.tree.unflatten(tree, arrays), count))
+    return _PlannedLayers(config, dtype.name, states)
 
 
 def abstract_state(
