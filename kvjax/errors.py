@@ -9,6 +9,7 @@ __all__ = [
     "KvjaxError",
     "KvjaxWarning",
     "OtherWeights",
+    "ProcessLost",
     "TracedCall",
     "UnknownKeyword",
     "escape_unprintable",
@@ -48,6 +49,10 @@ class ComponentConflict(IncompatibleMethod):
 
 class OtherWeights(KvjaxError):
     """A cache that was filled by a model of other weights, configuration or dtype."""
+
+
+class ProcessLost(KvjaxError):
+    """A run of several processes of which one died, hangs, or ended by an error of its own; the message names it."""
 
 
 class UnknownKeyword(KvjaxError, TypeError):

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int32, Shaped
@@ -132,6 +133,22 @@ def vary(constants: Any) -> Any:
     for axis in jax.sharding.get_abstract_mesh().manual_axes:
         constants = jax.tree.map(functools.partial(vary_along, axis=axis), constants)
     return constants
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """Returns the value of an array, which may lie on devices of several processes.
+
+    It is the only way from devices to the host outside `core`. An array that no process has whole is gathered, and a
+    gathering is a collective: all processes call this in one order, so never under `if process_index() == 0`, in a
+    `repr`, or where an exception is handled. Arrays of one process and replicated ones are read without one.
+    """
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils  # imported late, as a single process needs none of it
+
+    if memory.is_host(x):
+        x = jax.device_put(x, x.sharding.with_memory_kind("device"))
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
 class over_heads:  # noqa: N801 (reads as a phrase: over_heads.sum)
