@@ -87,9 +87,16 @@ MODELS = {
 
 
 def cached_directory(name: str) -> Path:
-    """The directory of a converted model, one for each version of its package and of the checkpoint format."""
+    """The directory of a converted model, one for each version of its package and of the checkpoint format.
+
+    What was converted in the version before stays in use: the runs that were begun with it are known by its digests.
+    """
     package = importlib.metadata.version(MODELS[name].parts[0].distribution)
-    return cache_directory() / "models" / f"{name}-{package}-v{checkpoint.VERSION}"
+    new, old = (
+        cache_directory() / "models" / f"{name}-{package}-v{version}"
+        for version in (checkpoint.VERSION, checkpoint.WHOLE_PARTS)
+    )
+    return old if (old / checkpoint.MANIFEST).is_file() and not (new / checkpoint.MANIFEST).is_file() else new
 
 
 def status(name: str) -> str:

@@ -226,7 +226,7 @@ def full(*args, **more):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def as_orbax_says(*args, **more):
+def as_tensorstore_says(*args, **more):
     raise ValueError("OUT_OF_RANGE: failed to write: No space left on device")
 
 
@@ -236,7 +236,7 @@ def as_orbax_says(*args, **more):
         ("pathlib.Path.write_text", full),
         ("pathlib.Path.write_bytes", full),
         ("pathlib.Path.rename", full),
-        ("orbax.checkpoint.Checkpointer.save", as_orbax_says),
+        ("tensorstore.open", as_tensorstore_says),
     ],
 )
 def test_a_full_disk_leaves_what_was_there(hf, tmp_path, monkeypatch, capsys, where, fails):

@@ -47,6 +47,8 @@ def test_it_is_converted_once_into_the_cache_directory_and_loads_by_its_name(tin
     ]
     monkeypatch.setattr(package_models, "convert", None)  # it is not called again
     assert kvjax.load("tiny", dtype="bfloat16").dtype == "bfloat16"
+    where.rename(where.with_name("tiny-1.2-v2"))  # nor after an upgrade
+    assert package_models.directory("tiny").name == "tiny-1.2-v2"
 
 
 def test_several_that_ask_at_once_get_one_model(tiny):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+from importlib import resources
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, RopeScaling, checkpoint
 from kvjax.models.model import random_model
+from kvjax.models.sharding import param_shardings
 from kvjax.utils.files import Busy
 
 CONFIG = Config(
@@ -98,6 +102,74 @@ def test_every_form_of_shardings(model_directory, params):
     del tree["final_norm"]
     with pytest.raises(KvjaxError, match="shardings with an entry for every parameter: 'final_norm/scale'"):
         checkpoint.restore(model_directory, shardings=tree)
+
+
+def test_shards_that_do_not_follow_the_chunks_are_cut_from_them(model_directory, params):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+
+    def sharding_of(path):
+        axes = {1: ("a",), 2: ("a", "b"), 3: ("a", None, "b"), 4: ("a", None, None, "b")}[flat[path].ndim]
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    flat = flatten_dict(params, sep="/")
+    chunks = {path: x["chunk"] for path, x in checkpoint.read_manifest(model_directory).parameters.items()}
+    assert chunks["layer_0/attention/q/kernel"] == [8, 1, 1, 2] and chunks["layer_0/mlp/down/kernel"] == [3, 8]
+    restored = checkpoint.restore(model_directory, shardings=sharding_of)[1]
+    assert_same(restored, params)
+    assert all(
+        x.sharding.is_equivalent_to(sharding_of(path), x.ndim) for path, x in flatten_dict(restored, sep="/").items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_devices"),
+    [
+        (Config(128_256, 4096, 1, 32, 8, 128, 14_336, qkv_bias=True), (1, 2, 4, 8)),  # Llama 3.1 8B
+        (Config(49_152, 576, 1, 9, 3, 64, 1536), (1, 3)),  # SmolLM2 135M
+        (Config(151_936, 896, 1, 14, 2, 64, 4864, qk_norm=True), (1, 2)),  # Qwen2.5 0.5B
+        (Config(50_257, 1600, 1, 16, 4, 64, 6400), (1,)),  # a vocabulary that no mesh divides
+    ],
+)
+def test_the_shards_of_every_mesh_are_whole_chunks_of_at_most_sixteen_mebibytes(shape, num_devices):
+    shapes, axes = checkpoint.parameter_shapes(shape), checkpoint.parameter_axes(shape)
+    for path, size in shapes.items():
+        chunk = checkpoint.choose_chunk_shape(size, axes[path], 2, shape)
+        assert all(n % c == 0 for n, c in zip(size, chunk, strict=True)), path
+        assert np.prod(chunk) * 2 <= 16 * 2**20, path
+        for devices in num_devices:
+            spread = [n // devices if a in "KFV" else n for a, n in zip(axes[path], size, strict=True)]
+            assert all(n % c == 0 for n, c in zip(spread, chunk, strict=True)), (path, devices)
+
+
+def test_digests_are_those_of_the_numbers(tmp_path, params):
+    signed = {**params, "final_norm": {"scale": -jnp.zeros(8)}}
+    for name in ("a", "b"):
+        checkpoint.save(tmp_path / name, CONFIG, signed)
+    a, b = (checkpoint.read_manifest(tmp_path / name) for name in ("a", "b"))
+    assert a == b
+    chunk = np.asarray(params["layer_0"]["mlp"]["up"]["kernel"])[:, 3:6]
+    assert a.parameters["layer_0/mlp/up/kernel"]["chunk"] == [8, 3]
+    assert a.parameters["layer_0/mlp/up/kernel"]["digests"][1] == hashlib.sha256(chunk.tobytes()).hexdigest()
+    assert np.signbit(checkpoint.restore(tmp_path / "a")[1]["final_norm"]["scale"]).all()
+
+
+def test_a_directory_of_version_2_is_read_and_checked_as_before(tmp_path):
+    directory, shipped = tmp_path / "model", resources.files("kvjax") / "testbed"
+    shutil.copytree(str(shipped), directory)
+    record = checkpoint.read_manifest(directory)
+    assert record.version == 2 and json.loads(record.to_json()) == json.loads((directory / "kvjax.json").read_text())
+    config, ours = checkpoint.restore(directory)
+    checkpoint.save(tmp_path / "again", config, ours)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    split = param_shardings(config, mesh)
+    for shardings, dtype in ((None, None), (split, None), (split, "bfloat16")):
+        # What version 3 stores of it comes back with the same bits, rounded or not.
+        old, new = (checkpoint.restore(tmp_path / name, dtype, shardings)[1] for name in ("model", "again"))
+        assert_same(new, old)
+    file = largest_file(directory / "params" / "layer_1")
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(KvjaxError, match="part 'layer_1' .* is damaged .its digest differs"):
+        checkpoint.restore(directory)
 
 
 def test_one_part_alone(model_directory, params):
@@ -264,13 +336,30 @@ def largest_file(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-def test_a_flipped_bit_names_the_part(model_directory):
-    file = largest_file(model_directory / "params" / "layer_1")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(KvjaxError, match="part 'layer_1' .* is damaged"):
-        checkpoint.restore(model_directory)
+def test_a_flipped_bit_names_the_part_whichever_file_it_is_in(model_directory):
+    files = [p for p in (model_directory / "params" / "layer_1").rglob("*") if p.is_file()]
+    assert len(files) >= 2
+    for file in files:
+        intact = file.read_bytes()
+        flipped = bytearray(intact)
+        flipped[len(flipped) // 2] ^= 1
+        for damaged in (flipped, intact[: len(intact) // 2], b""):
+            file.write_bytes(damaged)
+            with pytest.raises(KvjaxError, match="part 'layer_1' .* is damaged .*copy the checkpoint again"):
+                checkpoint.restore(model_directory)
+        file.write_bytes(intact)
+
+
+def test_numbers_of_another_part_name_the_chunk(model_directory):
+    shutil.rmtree(model_directory / "params" / "layer_1")
+    (model_directory / "params" / "layer_0").rename(model_directory / "params" / "layer_1")
+    with pytest.raises(KvjaxError, match="part 'layer_1' of .* cannot be read"):
+        checkpoint.read_part(model_directory, "layer_1")
+    checkpoint.save(model_directory.parent / "other", CONFIG, random_model(CONFIG, 1).params)
+    shutil.rmtree(model_directory / "params" / "layer_1")
+    shutil.copytree(model_directory.parent / "other" / "params" / "layer_1", model_directory / "params" / "layer_1")
+    with pytest.raises(KvjaxError, match=r"the digest of chunk \(0, 0, 0\) of layer_1/attention/k/kernel differs"):
+        checkpoint.read_part(model_directory, "layer_1")
 
 
 def test_a_missing_file_or_part_is_named(model_directory):
@@ -291,11 +380,18 @@ def edit(directory, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.update(version=3), "version 3, and this kvjax reads version 2 .* upgrade kvjax"),
-        (lambda raw: raw.update(version=1), "version 1, and this kvjax reads version 2 .*convert the checkpoint again"),
+        (lambda raw: raw.update(version=4), "version 4, and this kvjax reads versions 2 and 3 .* upgrade kvjax"),
+        (
+            lambda raw: raw.update(version=1),
+            "version 1, and this kvjax reads versions 2 and 3 .*convert the checkpoint",
+        ),
         (lambda raw: raw.update(format="other"), "has format 'other'"),
         (lambda raw: raw.pop("format"), "is damaged.*convert the checkpoint again"),
         (lambda raw: raw.pop("digests"), "is damaged"),
+        (lambda raw: raw["parameters"]["embedding"]["digests"].pop(), "embedding lacks a digest of each chunk"),
+        (lambda raw: raw["parameters"]["embedding"].update(chunk=[0, 8]), "embedding lacks a digest of each chunk"),
+        (lambda raw: raw["parameters"]["embedding"].pop("chunk"), "is damaged"),
+        (lambda raw: raw["parameters"]["embedding"].update(chunk=8), "is damaged"),
         (lambda raw: raw.update(digests=None), "is damaged"),
         (lambda raw: raw.update(parameters=[]), "is damaged"),
         (

@@ -10,32 +10,43 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
+from kvjax.models.checkpoint.chunks import has_all_digests
 from kvjax.models.sharding import abstract_params
 from kvjax.utils.files import parse_json_object
 
-FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 2, "kvjax.json", "params"
+FORMAT, VERSION, MANIFEST, PARTS = "kvjax", 3, "kvjax.json", "params"
+WHOLE_PARTS = 2
+"""The version before, which is read too: parts of Orbax, each with one digest of all its files."""
 
 
 @functools.lru_cache
-def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter of `Decoder(config)` by path, as "layer_0/attention/q/kernel"."""
+def _parameters(config: Config) -> dict[str, Any]:
     # One layer is traced for all, which are alike: tracing many takes minutes.
     one_layer = dataclasses.replace(config, layers=1, windows=None)
-    params: dict[Any, Any] = flatten_dict(nn.unbox(abstract_params(one_layer, jnp.float32)))
-    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
+    params: dict[Any, Any] = flatten_dict(abstract_params(one_layer, jnp.float32))
+    found: dict[tuple[str, ...], Any] = {}
     for path, x in params.items():
         if path[0] == "layer_0":
-            shapes |= {(f"layer_{i}", *path[1:]): x.shape for i in range(config.layers)}
+            found |= {(f"layer_{i}", *path[1:]): x for i in range(config.layers)}
         else:
-            shapes[path] = x.shape
-    return {"/".join(path): shapes[path] for path in sorted(shapes)}
+            found[path] = x
+    return {"/".join(path): found[path] for path in sorted(found)}
+
+
+def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of `Decoder(config)` by path, as "layer_0/attention/q/kernel"."""
+    return {path: x.value.shape for path, x in _parameters(config).items()}
+
+
+def parameter_axes(config: Config) -> dict[str, tuple[str, ...]]:
+    """Returns the axis letters of every parameter of `Decoder(config)` by path."""
+    return {path: x.names for path, x in _parameters(config).items()}
 
 
 def part_names(paths: Iterable[str]) -> tuple[str, ...]:
@@ -50,13 +61,14 @@ class Manifest:
     config: Config
     dtype: str
     source: str
-    parameters: dict[str, dict[str, Any]]  # path -> {"shape": [...], "dtype": "..."}
-    digests: dict[str, str]  # part -> SHA-256 of its files
+    parameters: dict[str, dict[str, Any]]  # path -> {"shape": [...], "dtype": "...", "chunk": [...], "digests": [...]}
+    digests: dict[str, str]  # part -> SHA-256 of its parameters' entries; in version 2 of its files
     files: dict[str, str]  # name of another file of the directory -> SHA-256
+    version: int = VERSION
 
     def to_json(self) -> str:
         """Writes the manifest with the format's name and version, and a digest of it all."""
-        raw = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(self)
+        raw = {"format": FORMAT, "version": self.version} | dataclasses.asdict(self)
         raw["config"] = json.loads(self.config.to_json())
         return json.dumps(raw | {"digest": json_digest(raw)}, indent=1) + "\n"
 
@@ -67,7 +79,7 @@ def json_digest(raw: Mapping[str, Any]) -> str:
 
 
 def part_digest(folder: Path, parameters: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of a part: its entries in the manifest, and the names and contents of its files."""
+    """Returns the SHA-256 of a part of version 2: its entries in the manifest, its files' names and contents."""
     total = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode())
     for file in sorted(p for p in folder.rglob("*") if p.is_file()):
         with file.open("rb") as f:
@@ -109,8 +121,8 @@ def read_manifest(directory: str | Path) -> Manifest:
     found: tuple[Any, Any] = FORMAT, VERSION
     try:
         is_intact = raw.pop("digest", None) == json_digest(raw)
-        found = raw.pop("format"), raw.pop("version")
-        if found == (FORMAT, VERSION):
+        found = raw.pop("format"), raw["version"]
+        if found in ((FORMAT, VERSION), (FORMAT, WHOLE_PARTS)):
             record = Manifest(config=Config.from_json(json.dumps(raw.pop("config"))), **raw)
             shapes = {p: tuple(x["shape"]) for p, x in record.parameters.items()}
             np.dtype(record.dtype)
@@ -126,11 +138,12 @@ def read_manifest(directory: str | Path) -> Manifest:
         problem = f"{file} is damaged ({damage}); convert the checkpoint again"
     elif record is None:
         problem = (
-            f"{file} has format {found[0]!r:.80}, version {found[1]!r:.80}, and this kvjax reads version {VERSION} of "
-            f"{FORMAT!r}; upgrade kvjax if it is newer, or convert the checkpoint again"
+            f"{file} has format {found[0]!r:.80}, version {found[1]!r:.80}, and this kvjax reads versions "
+            f"{WHOLE_PARTS} and {VERSION} of {FORMAT!r}; upgrade kvjax if it is newer, or convert the checkpoint again"
         )
     else:
         check_shapes(record.config, shapes, str(path))
+        lacking = [p for p, x in record.parameters.items() if record.version == VERSION and not has_all_digests(x)]
         others = {path / name: digest for name, digest in record.files.items()}
         changed = [] if is_intact else [file]
         changed += [
@@ -138,7 +151,9 @@ def read_manifest(directory: str | Path) -> Manifest:
             for other, digest in others.items()
             if not other.is_file() or hashlib.sha256(other.read_bytes()).hexdigest() != digest
         ]
-        if changed:
+        if lacking:
+            problem = f"{file} is damaged ({lacking[0]} lacks a digest of each chunk); convert the checkpoint again"
+        elif changed:
             problem = (
                 f"{changed[0]} is missing or not what was written (its digest differs); convert the checkpoint again"
             )

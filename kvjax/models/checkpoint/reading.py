@@ -10,11 +10,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.checkpoint.manifest import PARTS, Manifest, part_digest, part_names, read_manifest
+from kvjax.models.checkpoint.chunks import DamagedChunk, read_array
+from kvjax.models.checkpoint.manifest import PARTS, WHOLE_PARTS, Manifest, part_digest, part_names, read_manifest
 from kvjax.utils.arguments import float_type
 
 Shardings = Callable[[str], jax.sharding.Sharding] | Mapping[str, Any] | jax.sharding.Sharding | None
@@ -36,7 +38,7 @@ def _find_shardings(shardings: Shardings, paths: Iterable[str]) -> dict[str, jax
 def read_part(
     directory: str | Path, name: str, record: Manifest | None = None, dtype=None, shardings: Shardings = None
 ) -> Any:
-    """Restores one top-level entry of the parameters and checks it against its digest.
+    """Restores the shards of one top-level entry that this process holds, and checks them against their digests.
 
     Args:
       directory: a checkpoint.
@@ -48,19 +50,25 @@ def read_part(
     Raises:
       KvjaxError: if the part is missing or damaged, or cannot be restored to this dtype and sharding.
     """
-    import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
-
     record = record or read_manifest(directory)
     dtype = None if dtype is None else float_type(dtype)
     folder = Path(directory).absolute() / PARTS / name
     flat = {path: x for path, x in record.parameters.items() if path.split("/")[0] == name}
-    if part_digest(folder, flat) != record.digests.get(name):
-        what = "is damaged (its digest differs)" if folder.is_dir() else "is missing"
-        problem = f"{what}; copy the checkpoint again, or convert it again"
-    else:
-        try:
-            places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
-            shapes = {path: jax.ShapeDtypeStruct(tuple(x["shape"]), dtype or x["dtype"]) for path, x in flat.items()}
+    problem = None
+    try:
+        places, tree = _find_shardings(shardings, flat), functools.partial(unflatten_dict, sep="/")
+        types = {path: np.dtype(dtype or x["dtype"]) for path, x in flat.items()}
+        if not folder.is_dir():
+            problem = "is missing"
+        elif record.version != WHOLE_PARTS:
+            arrays = {path: read_array(folder, path, x, types[path], places[path]) for path, x in flat.items()}
+            return tree(arrays)[name]
+        elif part_digest(folder, flat) != record.digests.get(name):
+            problem = "is damaged (its digest differs)"
+        else:
+            import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
+
+            shapes = {path: jax.ShapeDtypeStruct(tuple(x["shape"]), types[path]) for path, x in flat.items()}
             restore_args = {
                 path: ocp.ArrayRestoreArgs(sharding=places[path], global_shape=x.shape, dtype=x.dtype)
                 for path, x in shapes.items()
@@ -68,9 +76,14 @@ def read_part(
             args = ocp.args.PyTreeRestore(item=tree(shapes), restore_args=tree(restore_args))
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(folder, args=args)[name]
-        except (ValueError, TypeError, KeyError) as e:
-            problem = f"does not restore so; choose another dtype, or shardings with an entry for every parameter: {e}"
-    raise KvjaxError(f"part {name!r} of {directory} {problem}")
+    except DamagedChunk as e:
+        problem = f"is damaged ({e})"
+    except (ValueError, TypeError, KeyError) as e:
+        raise KvjaxError(
+            f"part {name!r} of {directory} does not restore so; choose another dtype, or shardings with an entry for "
+            f"every parameter: {e}"
+        ) from e
+    raise KvjaxError(f"part {name!r} of {directory} {problem}; copy the checkpoint again, or convert it again")
 
 
 def restore(directory: str | Path, dtype=None, shardings: Shardings = None) -> tuple[Config, dict[str, Any]]:

@@ -16,11 +16,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.checkpoint.manifest import MANIFEST, PARTS, Manifest, check_shapes, part_digest, part_names
+from kvjax.models.checkpoint.chunks import choose_chunk_shape, write_arrays
+from kvjax.models.checkpoint.manifest import (
+    MANIFEST,
+    PARTS,
+    Manifest,
+    check_shapes,
+    json_digest,
+    parameter_axes,
+    part_names,
+)
 from kvjax.utils.arguments import float_type
 from kvjax.utils.files import lock
 
@@ -86,20 +95,20 @@ class Writer:
 
     def put(self, name: str, subtree: Any) -> None:
         """Writes one top-level entry of the parameters: a tree of arrays, or an array for `embedding`."""
-        import orbax.checkpoint as ocp  # not on top: it takes longer than the rest of `import kvjax`
-
         arrays = flatten_dict({name: subtree}, sep="/")
         flat = {path: np.asarray(x).astype(self.dtype, copy=False) for path, x in arrays.items()}
-        entries = {path: {"shape": list(x.shape), "dtype": x.dtype.name} for path, x in flat.items()}
+        axes = parameter_axes(self.config)
+        chunks = {
+            path: choose_chunk_shape(x.shape, axes.get(path, ()), x.dtype.itemsize, self.config)
+            for path, x in flat.items()
+        }
         folder = self.partial / PARTS / name
         try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten_dict(flat, sep="/")))
-        except ValueError as e:  # raised by Orbax when the disk is full
+            entries = write_arrays(folder, flat, chunks)
+        except ValueError as e:  # raised by tensorstore when the disk is full
             raise OSError(f"{folder} cannot be written ({e}); make room, or choose another destination") from e
-        (folder / "commit_success.txt").unlink(missing_ok=True)  # it holds the path of the working folder
         self.parameters |= entries
-        self.digests[name] = part_digest(folder, entries)
+        self.digests[name] = json_digest(entries)
 
     def __exit__(self, kind, *_) -> None:
         with self._at_exit:
