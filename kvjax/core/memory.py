@@ -29,6 +29,7 @@ from jax.experimental import compute_on as _compute_on_module
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from kvjax.core.gradients import refuse_gradient
+from kvjax.core.kernels import use_kernels
 from kvjax.core.kernels.fetch import fetch, fits, gather
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
@@ -275,7 +276,7 @@ def gather_tokens(buf: Buffer, idx: Int32[Array, "B K n"]) -> Shaped[Array, "B K
     idx, data = jnp.clip(idx, 0, buf.data.shape[2] - 1), read_data(buf)
     if not buf.host:
         vectors = gather(data, idx)
-    elif jax.default_backend() == "gpu" and os.environ.get("KVJAX_FETCH_KERNEL") != "0" and fits(data, idx):
+    elif use_kernels() and fits(data, idx):
         # A GPU reads pinned host memory itself; elsewhere the host gathers, which needs the indices first.
         vectors = _compute_on(fetch, "gpu_stream:1")(data, idx)
     else:

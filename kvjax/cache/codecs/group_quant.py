@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,7 +14,7 @@ from kvjax.cache.codecs import bit_packing, blockwise
 from kvjax.cache.components import Codec, PagedArrays
 from kvjax.core import attention, memory
 from kvjax.core.gradients import refuse_gradient
-from kvjax.core.kernels import products
+from kvjax.core.kernels import products, use_kernels
 from kvjax.core.kernels.packed_attention import PackedCodes
 from kvjax.core.types import Array, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -238,8 +237,7 @@ class Kivi(Codec):
 
     def _has_kernel(self, x: Array, stored: KiviState) -> bool:
         """Whether a kernel multiplies queries or weights x [B K G T ...] with the codes here."""
-        is_readable = self.packed == "tokens" and jax.default_backend() == "gpu"
-        return is_readable and products.fits(x, self.packed_codes(stored))
+        return self.packed == "tokens" and use_kernels() and products.fits(x, self.packed_codes(stored))
 
     def _tiles(self, stored: KiviState) -> tuple[blockwise.TileSize, blockwise.DecodeTile]:
         """The size of a tile, in whole words and groups, and the function that decodes one."""

@@ -16,9 +16,9 @@ from kvjax.core.kernels import packed_attention
 from kvjax.core.types import Array, KVBlock, Partial
 
 
-def fits(k: Any, v: Any) -> bool:
-    """Whether keys are quantized per channel and values per token, in equal bits, on the device."""
-    both = isinstance(k, Kivi) and isinstance(v, Kivi)
+def fits(k: Any, v: Any, head_dim: int) -> bool:
+    """Whether keys are quantized per channel and values per token, in equal bits, on the device, in heads of a tile."""
+    both = isinstance(k, Kivi) and isinstance(v, Kivi) and head_dim in packed_attention.HEAD_DIMS
     return both and k.bits == v.bits and k.packed == v.packed == "tokens" and (k.axis, v.axis) == ("channel", "token")
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
+from kvjax.core.kernels import use_kernels
 from kvjax.errors import KvjaxError
 
 
 class FusedKernel(NamedTuple):
     """One kernel."""
 
-    fits: Callable[[Any, Any], bool]  # (key codec, value codec) -> whether it reads them
+    fits: Callable[[Any, Any, int], bool]  # (key codec, value codec, head dim) -> whether it reads them
     read: Callable[..., Any]  # (storage, state, q, q_pos) -> Partial
     max_queries: int  # of each head that it takes at a time
 
@@ -26,16 +25,17 @@ def register_kernel(backend: str, kernel: FusedKernel) -> None:
     _KERNELS.setdefault(backend, []).append(kernel)
 
 
-def find_kernel(choice: str, k: Any, v: Any) -> FusedKernel | None:
-    """Returns the kernel for a key and a value codec, or None; raises KvjaxError for "pallas" where no kernel fits."""
+def find_kernel(choice: str, k: Any, v: Any, head_dim: int) -> FusedKernel | None:
+    """Returns the kernel for two codecs and a size of heads, or None; raises KvjaxError for "pallas" without one."""
     if choice == "xla":
         return None
     # "pallas" takes a kernel of any backend: elsewhere it is interpreted, slowly.
-    backends = list(_KERNELS) if choice == "pallas" else [jax.default_backend()]
+    backends = list(_KERNELS) if choice == "pallas" else ["gpu"] if use_kernels() else []
     kernels = [kernel for backend in backends for kernel in _KERNELS.get(backend, [])]
-    found = next((kernel for kernel in kernels if kernel.fits(k, v)), None)
+    found = next((kernel for kernel in kernels if kernel.fits(k, v, head_dim)), None)
     if choice == "pallas" and found is None:
         raise KvjaxError(
-            f"kernel='pallas' reads KIVI codes of equal bits on the device, not {k} and {v}; use kernel='auto'"
+            "kernel='pallas' reads KIVI codes of equal bits on the device, in heads of 16, 32, .. 256 channels, not "
+            f"{k} and {v} in heads of {head_dim}; use kernel='auto'"
         )
     return found

@@ -21,6 +21,9 @@ from kvjax.core.kernels.packed_kernel import QUERY_ROWS, WORD_ROWS, Plan, kernel
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import KvjaxError
 
+HEAD_DIMS = range(16, 257, 16)
+"""Sizes of heads that the kernel has tiles for."""
+
 NUM_PROGRAMS = 1024
 """Programs to aim at: about as many as an H200 runs at once, 8 warps on each of its 132 multiprocessors."""
 
@@ -165,7 +168,7 @@ def _plan(
     _, _, G, T, H = q.shape
     if bits not in (1, 2, 4, 8):
         raise KvjaxError(f"bits must be 1, 2, 4 or 8, got {bits}")
-    if H % 16 or not 16 <= H <= 256:
+    if H not in HEAD_DIMS:
         raise KvjaxError(f"the head dim must be a multiple of 16 up to 256, got {H}")
     k_groups, v_groups = k.scale.shape[2], v.scale.shape[3]
     S = k.words.shape[2] * (32 // bits)

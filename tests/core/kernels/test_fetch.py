@@ -41,9 +41,9 @@ def test_what_the_kernel_cannot_address_it_is_not_asked_for():
 def test_a_gpu_reads_host_rows_by_itself_unless_it_is_told_not_to(monkeypatch, setting, by_kernel):
     """The program alone is examined; only a GPU can run it."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.delenv("KVJAX_FETCH_KERNEL", raising=False)
+    monkeypatch.delenv("KVJAX_GPU_KERNELS", raising=False)
     if setting is not None:
-        monkeypatch.setenv("KVJAX_FETCH_KERNEL", setting)
+        monkeypatch.setenv("KVJAX_GPU_KERNELS", setting)
     buffer = memory.pack(jnp.zeros((1, 2, 32, 64), jnp.bfloat16), host=True)
     idx = jnp.zeros((1, 2, 5), jnp.int32)
 
