@@ -77,6 +77,7 @@ class Codec:
     supports_eviction = True  # whether any slot can be overwritten; otherwise tokens are only appended after the last
     pre_rope = False  # whether it stores keys before their rotation by RoPE
     is_smooth = False  # whether `decode` is a differentiable function of what was encoded
+    scores_in_place = False  # whether `score_in_place` leaves keys of host memory there
     is_head_specific = False  # whether each head is stored differently, so that a page cannot move between heads
     num_queries: int | None = 0  # last prompt queries of each sequence that `encode_prompt` observes, as in `Needs`
 

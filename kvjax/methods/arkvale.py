@@ -29,6 +29,7 @@ class TightBoxes(Boxes):
     """
 
     size: int = 32
+    shares_scores = True
 
     def summarize(self, keys: kv.Array, real: kv.Array) -> Box:
         box, real = super().summarize(keys, real), real[..., None]

@@ -52,6 +52,9 @@ class ExactWindow(kv.CodecWrapper):
     def gather(self, stored: WindowState, idx: kv.Array) -> kv.Array:
         return self._insert_newest(stored, self.inner.gather(stored.inner, idx), idx)
 
+    def read_bytes(self, stored: WindowState, tokens: int | None = None) -> kv.StepBytes:
+        return self.inner.read_bytes(stored.inner, tokens) + kv.StepBytes.of_all((stored.newest, stored.n))
+
     def load(self, stored: WindowState) -> WindowState:
         return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
 

@@ -105,6 +105,13 @@ class BlockReader(kv.Reader):
         k, v = ring.put(reader_state.k, new_tokens.k, place), ring.put(reader_state.v, new_tokens.v, place)
         return dataclasses.replace(reader_state, k=k, v=v, mass=mass)
 
+    def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
+        own: InfLLMState = state.reader_state
+        total = kv.StepBytes.of_all(own) + kv.StepBytes(device_written=kv.StepBytes.of_all(own.mass).device)
+        if own.keys is None:
+            return total
+        return total + storage.read_bytes(state, min(self.topk, own.keys.shape[3]) * self.block)
+
     def read(
         self,
         storage: kv.KVStorage,

@@ -25,6 +25,11 @@ class TopValues(kv.Reader):
 
     __post_init__ = kv.check_fields
 
+    def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
+        sets = storage.spec.num_groups if self.granularity == "query" else 1
+        tokens = sets * min(self.n, state.pos.shape[2])
+        return storage.k.read_bytes(state.k) + storage.v.read_bytes(state.v, tokens)
+
     def read(
         self,
         storage: kv.KVStorage,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax import method_api as kv
@@ -76,6 +77,15 @@ class SharedDirections(kv.PrecisionTiers):
             return dataclasses.replace(store, k=k, v=v), None
         k, v = storage.decode_keys(store.k, store.pos), storage.v.decode(store.v)
         return dataclasses.replace(store, k=k, v=v), (k, v)
+
+    def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
+        total = super().read_bytes(storage, state)
+        if self.paired_layer > 0:
+            return total
+        # The upper layer reads what the lower one has decoded of its store, in the dtype of the values.
+        decoded = jax.eval_shape(storage.v.decode, state.v)
+        tokens = jax.ShapeDtypeStruct((*state.side_store.pos.shape, storage.spec.head_dim), decoded.dtype)
+        return total + kv.StepBytes.of_all((tokens, tokens))
 
     def read(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:
         store: MergedTokens = state.side_store

@@ -104,6 +104,9 @@ class RepeatedSelection(kv.Policy):
     ) -> tuple[kv.Array, kv.Observation | None]:
         return state.pos, state.policy_state
 
+    def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
+        return kv.StepBytes()  # a new selection is made once in `every` steps; in the others a query is written
+
     def _select_again(self, storage: kv.KVStorage, state: kv.LayerState, is_due: kv.Array) -> kv.LayerState:
         """Evicts the tokens that a new selection leaves out, in the sequences that are due, bool[B]."""
         S = state.pos.shape[2]

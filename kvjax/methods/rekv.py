@@ -27,6 +27,7 @@ class MeanKeys(kv.Index):
     """
 
     size: int
+    shares_scores = True
 
     def summarize(self, keys: kv.Array, real: kv.Array) -> kv.Array:
         return jnp.where(real[..., None], keys.astype(jnp.float32), 0.0).sum(3)

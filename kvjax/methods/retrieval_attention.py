@@ -48,6 +48,15 @@ class HostSearch(kv.Reader):
         place = jnp.where(new.pos >= 0, ring.place(slot), ring.places)  # padding is dropped
         return StaticTokens(ring.put(reader_state.k, new.k, place), ring.put(reader_state.v, new.v, place))
 
+    def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
+        B, _, S = state.pos.shape
+        searched, tokens = storage.k.read_bytes(state.k), storage.spec.num_groups * min(self.topk, S)
+        found = dataclasses.replace(storage.k.read_bytes(state.k, tokens), device=0)  # the device reads all keys once
+        if searched.link and storage.k.scores_in_place and not storage.k.pre_rope:
+            products = 4 * B * storage.spec.num_kv_heads * storage.spec.num_groups * S
+            searched = kv.StepBytes(device=searched.device, link=products, host=searched.link)
+        return searched + found + storage.v.read_bytes(state.v, tokens) + kv.StepBytes.of_all(state.reader_state)
+
     def read(
         self,
         storage: kv.KVStorage,

@@ -138,6 +138,11 @@ class CrossHeadRotation(kv.CodecWrapper):
         own_head = (kv.over_heads.first_head(K) + jnp.arange(K, dtype=jnp.int32))[None, :, None, None, None]
         return jnp.take_along_axis(keys, own_head, 2)[:, :, 0].astype(stored.dtype)
 
+    def read_bytes(self, stored: ReorderedKeys, tokens: int | None = None) -> kv.StepBytes:
+        assert self.spec is not None
+        asked = None if tokens is None else tokens * self.spec.num_kv_heads  # by all heads, for each of them
+        return self.inner.read_bytes(stored.inner, asked) + kv.StepBytes.of_all(stored.order)
+
     def load(self, stored: ReorderedKeys) -> ReorderedKeys:
         return dataclasses.replace(stored, inner=self.inner.load(stored.inner))
 

@@ -88,6 +88,12 @@ class ShadowStore(kv.SideStore):
         """The storage of the chunks, whatever codecs the main slots have."""
         return kv.KVStorage(spec, PromptLowRank(0, rank=self.rank, pre_rope=True).at(spec), kv.Host())
 
+    def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
+        store: ShadowState = state.side_store
+        tokens = min(self.budget // self.chunk, store.landmarks.data.shape[2]) * self.chunk
+        chosen = self._chunk_storage(storage.spec).read_bytes(store.tokens, tokens)
+        return chosen + kv.StepBytes.of_all((store.landmarks, store.tokens.pos, store.tokens.bias))
+
     def read(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:
         store: ShadowState = state.side_store
         landmarks, inner = kv.memory.unpack(store.landmarks), self._chunk_storage(storage.spec)

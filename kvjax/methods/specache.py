@@ -80,6 +80,11 @@ class SpeculativeReader(kv.Reader):
             reader_state.fetched,
         )
 
+    def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
+        exact = storage.read_bytes(state, min(self.topk, state.pos.shape[2]))
+        replaced = kv.StepBytes.of_all(state.reader_state.fetched).device
+        return exact + kv.StepBytes.of_all(state.reader_state) + kv.StepBytes(device_written=replaced)
+
     def read(
         self,
         storage: kv.KVStorage,

@@ -40,6 +40,14 @@ class PersistentTokens(kv.Reader):
         # `dense` and `reselect` are dropped, so that layers that do the same are equal and share a compiled program.
         return PersistentTokens(self.topk, 0, 0, spec.index in (self.dense, self.reselect))
 
+    def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
+        if self.chooses:
+            return super().read_bytes(storage, state)
+        B, _, S = state.pos.shape
+        tokens = storage.spec.num_groups * min(self.topk, S + 1)
+        positions = 4 * B * storage.spec.num_kv_heads * (tokens - storage.spec.num_groups)  # which the layer below sent
+        return storage.read_bytes(state, tokens) + kv.StepBytes(device=positions)
+
     def read(
         self,
         storage: kv.KVStorage,

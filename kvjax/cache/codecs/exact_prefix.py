@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, pytree
 from kvjax.utils.parameter_types import NonNegativeInt, check_fields
 
@@ -69,6 +70,9 @@ class ExactPrefix(CodecWrapper):
         is_exact = jnp.arange(p.shape[4], dtype=jnp.int32) < num_exact
         others = self.inner.mix(jnp.where(is_exact[None, None, None, None], 0.0, p), stored.inner)
         return others + attention.mix(p[..., :num_exact], stored.first)
+
+    def read_bytes(self, stored: PrefixState, tokens: int | None = None) -> StepBytes:
+        return self.inner.read_bytes(stored.inner, tokens) + StepBytes.of_all(stored.first)
 
     def num_committed(self, stored: PrefixState, n: Array) -> Array:
         return self.inner.num_committed(stored.inner, n)

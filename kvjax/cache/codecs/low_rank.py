@@ -18,6 +18,7 @@ from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core import attention, memory
 from kvjax.core.mesh import over_heads
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, pytree
 from kvjax.errors import KvjaxError
 from kvjax.utils.abstract import abstract
@@ -109,6 +110,11 @@ class LowRank(Codec):
         mixed = attention.mix(_as_queries_of(p, coordinates), coordinates).reshape(*p.shape[:4], -1)
         out = _matmul(mixed, stored.basis[:, :, None].swapaxes(3, 4))
         return out if stored.mean is None else out + p.sum(-1, keepdims=True) * stored.mean[:, :, None]
+
+    def read_bytes(self, stored: LowRankState, tokens: int | None = None) -> StepBytes:
+        # Each head holds a part of the coordinates of all the slots that any head asks for.
+        asked = tokens if tokens is None or self.heads == 1 else tokens * stored.coordinates.data.shape[1]
+        return super().read_bytes(stored, asked)
 
     def num_quantized(self, n: Array) -> Array:
         return n

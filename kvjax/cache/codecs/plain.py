@@ -19,6 +19,7 @@ class Plain(Codec):
     """Stores keys or values exactly, in the model's dtype."""
 
     is_smooth = True
+    scores_in_place = True
 
     def encode(self, x: Array, pos: Array) -> memory.Buffer:
         return memory.pack(x)
@@ -73,6 +74,8 @@ class Host(CodecWrapper):
     gather = _delegate("gather")
     scores = _delegate("scores")
     score_in_place = _delegate("score_in_place")
+    scores_in_place = _delegate("scores_in_place")
+    read_bytes = _delegate("read_bytes")
     mix = _delegate("mix")
     num_committed = _delegate("num_committed")
     used_part = _delegate("used_part")

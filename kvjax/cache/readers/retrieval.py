@@ -18,6 +18,7 @@ from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import over_heads
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import IncompatibleMethod
 from kvjax.utils.abstract import abstract
@@ -37,6 +38,7 @@ class Index:
 
     size: int
     num_queries: int | None = 0  # last prompt queries of each sequence that `fit` observes, as in `Needs`
+    shares_scores = False  # whether `score` gives the query heads of a key/value head the same scores
 
     @abstract
     def summarize(self, keys: Array, real: Array) -> Any:
@@ -136,6 +138,14 @@ class Retrieve(Reader):
 
     def append(self, reader_state: Any, new: KVBlock, at: Array, spec: LayerSpec) -> Any:
         return self.index.append(reader_state, jax.tree.map(lax.stop_gradient, new), at)
+
+    def read_bytes(self, storage: KVStorage, state: LayerState) -> StepBytes:
+        """The whole index, and the tokens of each set of slots: `attend_slots` takes empty ones too."""
+        size = self.index.size
+        num_units = min(self.units, -(-state.pos.shape[2] // size))
+        tokens = self.sinks + max(size, self.recent) + num_units * size
+        sets = 1 if self.per == "head" or self.index.shares_scores else storage.spec.num_groups
+        return storage.read_bytes(state, sets * tokens) + StepBytes.of_all(state.reader_state)
 
     def crop(self, storage: KVStorage, state: LayerState) -> Any:
         if (codec := storage.k.on_device()) != Plain():
