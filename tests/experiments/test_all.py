@@ -91,6 +91,22 @@ def test_names_are_checked(capsys):
     assert len(listed) == len(driver.ON_A_REAL_MODEL) and all("smollm2-135m" in line for line in listed)
 
 
+def test_parts_divide_the_scripts_and_leave_the_summary(capsys, monkeypatch):
+    monkeypatch.setattr(driver, "rewrite_section", None)
+    ran = []
+    monkeypatch.setattr(driver, "run_one", lambda entry, results: ran.append(entry.name))
+    for number in (1, 2, 3):
+        assert driver.main(["--part", f"{number}/3"]) == 0
+    assert f"part 3 of 3 is done; when all are: {driver.SMALL_FORMS.command} --summary" in capsys.readouterr().err
+    assert sorted(ran) == sorted(e.name for e in driver.ENTRIES) and ran[1] == driver.ENTRIES[3].name
+    for wrong, says in (
+        (["--part", "4/3"], "there is no part 4/3"),
+        (["--part", "1/3", "--summary"], "without --part"),
+    ):
+        with pytest.raises(KvjaxError, match=says):
+            driver.main(wrong)
+
+
 class Parsed(Exception):
     """Raised in place of running a script."""
 

@@ -9,13 +9,17 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
-from kvjax.eval.run import bars, store
+from kvjax.eval.run import bars, parts, store
+from kvjax.eval.run.cells import make_cells
 from kvjax.eval.run.comparison import Comparison
-from kvjax.eval.run.evaluate import evaluate
+from kvjax.eval.run.evaluate import check_cases, evaluate
+from kvjax.eval.run.parts import Part, parse_part
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.models.model import Model
+from kvjax.registry.method_hash import method_hash
 from kvjax.registry.strings import Methods, resolve
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
@@ -40,6 +44,7 @@ def compare(
     left_out: Callable[[str], None] | None = None,
     announce: Callable[[str], None] | None = None,
     other_seconds: float = 0.0,
+    part: Part | str | None = None,
 ) -> Comparison:
     """Asks every method all cases of the tasks.
 
@@ -58,6 +63,8 @@ def compare(
       left_out: called with a line for each task that does not fit in a length, which is then left out.
       announce: called with a line that says how long the run will take, once its first batches show it.
       other_seconds: what was spent before, and counts as part of the run in that line.
+      part: asks a part of the cases only, such as "3/8", and keeps its answers in the folder `part-3-of-8` of `out`;
+        `kvjax report` puts the parts together.
 
     Returns:
       One row per method, task and length: `print` shows the table, `.plot()` quality against bytes, `.to_dicts()` and
@@ -77,11 +84,27 @@ def compare(
     cases = suite.cases(model, tasks, spec, left_out)
     options = {"seed": spec.seed, "batch": batch, "question_aware": question_aware}
     run = store.describe_run(model, **options, methods=method_names, tasks=tasks, lengths=spec.lengths)
+    part = parse_part(part) if isinstance(part, str) else part
+    if part is not None and out is None:
+        raise KvjaxError(f"{part} needs a folder that keeps its answers; give out=..")
+    if out is not None:
+        parts.check_folder(Path(out), part)
+    lengths, cells, content = spec.lengths if speed else (), None, b""
+    if part is not None:
+        check_cases(cases)
+        hashes = {name: method_hash(method) for name, method in resolve(methods).items()}
+        all_cells = make_cells(cases, method_names, batch, lengths)
+        numbers = parts.assign_parts(model, all_cells, part.count, question_aware)
+        content, run["part"] = parts.describe_cells(all_cells, numbers, part, hashes)
+        cells = [cell for cell, number in zip(all_cells, numbers, strict=True) if number == part.number]
+        out = Path(str(out)) / part.folder
     shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
     with contextlib.ExitStack() as stack:
         out = out if out is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-"))
         records = stack.enter_context(store.open_store(out, run))
-        lengths = spec.lengths if speed else ()
+        if part is not None:
+            parts.write_cells(Path(out), content)
         timing = {"announce": announce, "other_seconds": other_seconds}
-        evaluate(model, methods, cases, records, **options, **timing, speed=lengths, progress=shown)
-        return Comparison.of(summary.rows(store.read(out)))
+        evaluate(model, methods, cases, records, **options, **timing, speed=lengths, progress=shown, cells=cells)
+        # A part may have no cells.
+        return Comparison.of(summary.rows(store.read(out) if part is None else records.records))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
+import os
+import shlex
 import sys
 import time
 import warnings
@@ -12,19 +15,22 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from kvjax.errors import KvjaxError, KvjaxWarning
-from kvjax.eval.run import equal_bytes, store
+from kvjax.eval.run import equal_bytes, merge, store
 from kvjax.eval.run.bars import bars
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import TABLE_COLUMNS
+from kvjax.eval.run.parts import Part, detect_part, parse_part
 from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import chat_format
 from kvjax.eval.tasks.suite import split_words
 from kvjax.models.model import Model, load
 from kvjax.registry.strings import resolve, split_list
+from kvjax.utils import display
 from kvjax.utils.packages import import_optional
 
 CSV = "summary.csv"
@@ -46,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         width = max(map(len, lines))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in lines.items()))
         return
-    started = time.perf_counter()
+    started, part = time.perf_counter(), _choose_part(args)
     resolve(args.methods)  # a misspelled method is reported before a large model is loaded
     tasks, spec = suite.expand(split_words(args.tasks)), _make_spec(args)
     if spec.text is not None:
@@ -75,10 +81,43 @@ def run(args: argparse.Namespace) -> None:
             warnings.simplefilter("ignore", KvjaxWarning)
             options |= {"progress": bars(), "left_out": _say, "announce": _say}
             options["other_seconds"] = time.perf_counter() - started
-            compare(model, methods, tasks, spec, args.out, **options)
+            rows = compare(model, methods, tasks, spec, args.out, part=part, **options)
     except KeyboardInterrupt:
         raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
-    summarize(args.out)
+    if part is None:
+        summarize(args.out)
+    else:
+        contexts = sum(row.contexts for row in rows)
+        print(f"{part} is complete: {display.count(contexts, 'record')} in {args.out / part.folder}")
+        print(f"when all parts are: kvjax report {shlex.quote(str(args.out))}")
+
+
+def _choose_part(args: argparse.Namespace) -> Part | None:
+    """The part of --part, or that of the job array in which the command runs, which it says on the screen."""
+    command = shlex.join(["kvjax", *_without_part(args.argv)])
+    if args.part == "off":
+        return None
+    if args.part not in (None, "auto"):
+        return parse_part(args.part, command)
+    found = detect_part(os.environ, jax.process_count())
+    if found is None:
+        if args.part == "auto":
+            raise KvjaxError(
+                "--part auto finds neither a SLURM array nor a Kubernetes Indexed Job; say which part, as in --part 3/8"
+            )
+        return None
+    part, where = found
+    _say(f"{part}, by {where}, into {args.out / part.folder}; --part off runs everything")
+    return dataclasses.replace(part, command=command)
+
+
+def _without_part(words: Sequence[str]) -> list[str]:
+    kept, is_value = [], False
+    for word in words:
+        if not is_value and word != "--part" and not word.startswith("--part="):
+            kept.append(word)
+        is_value = not is_value and word == "--part"
+    return kept
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -139,11 +178,19 @@ def summarize(out: Path) -> None:
     print("wrote " + ", ".join(str(p.parent if p.suffix == ".png" else p) for p in paths))
 
 
-def render(out: Path) -> None:
-    """Renders the page of a run, also of one that is still going on, and prints its path."""
+def report(args: argparse.Namespace) -> None:
+    """Renders the page of a run, also of one that is still going on; several folders are put together first."""
+    if merge.needs_merge(args.dir):
+        out = merge.merge(args.dir, args.out, partial=args.partial, say=_say)
+        print(f"wrote {out / store.RECORDS} and {out / store.RUN}, from {display.count(len(args.dir), 'folder')}")
+        summarize(out)
+        return
+    if args.out is not None:
+        raise KvjaxError("--out is where several folders are put together; a page of one folder goes into it")
     import_optional("matplotlib", "plots need")
     from kvjax.eval.page import report
 
+    (out,) = args.dir
     if (out / store.RECORDS).is_file() and not (out / store.RUN).is_file():
         _say(f"{out} has records but no {store.RUN}, so that the page cannot say how they were made; copy it again")
     print(f"wrote {report.write(out)}")

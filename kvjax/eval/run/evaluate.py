@@ -36,6 +36,7 @@ def evaluate(
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
     other_seconds: float = 0.0,
+    cells: Sequence[Cell] | None = None,
 ) -> None:
     """Appends to the store one record per method and case that it lacks, a batch at a time; greedy, deterministic.
 
@@ -53,6 +54,7 @@ def evaluate(
       progress: shows how far the run is.
       announce: called with a line that says how long the run will take, once a few batches show it.
       other_seconds: what the caller has spent before, such as on loading the model, and counts as part of the run.
+      cells: those of the run's `make_cells` to run, in order; by default all.
 
     Raises:
       KvjaxError: before anything runs, for a method or case that cannot run; later, for a batch that fails. The
@@ -62,7 +64,7 @@ def evaluate(
     check_methods(model, runner.methods, [len(c.context) for c in cases] + list(speed))
     check_cases(cases)
     check_records(store.records, runner.hashes, {(c.task, c.key): fingerprint(c) for c in cases})
-    cells = missing_cells(make_cells(cases, list(runner.methods), batch, speed), store)
+    cells = missing_cells(make_cells(cases, list(runner.methods), batch, speed) if cells is None else cells, store)
     # Cells of one batch share its sizes, so that they count as measurements of one step.
     batches = {id(cell.batch): cell.batch for cell in cells}
     steps = {

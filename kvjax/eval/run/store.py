@@ -29,6 +29,9 @@ CONDITIONS = ("digest", "weights", "dtype", "seed", "batch", "question_aware", "
 FIELDS = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
 """Fields of every record, with their types."""
 
+MERGED = "merged"
+"""Field of run.json: the folders that a run was put together from, each with its machine, in words."""
+
 RecordKey = tuple[str, str, str]
 """(method, task, key of the case)"""
 
@@ -60,11 +63,11 @@ class Store:
         Raises:
           KvjaxError: a record could not be read again, such as a score beyond 1; then nothing is written.
         """
-        new, lines = [dict(r) for r in records if record_key(r) not in self._records], ""
+        new, lines = [dict(r) for r in records if record_key(r) not in self._records], b""
         for r in new:
             problem = _find_problem(r)
             try:
-                lines += json.dumps(r, ensure_ascii=False, allow_nan=False) + "\n"
+                lines += format_record(r)
             except (TypeError, ValueError) as e:
                 problem = f"cannot be written as JSON ({e})"
             if problem:
@@ -74,7 +77,7 @@ class Store:
                 file.write(json.dumps(self._run, indent=1).encode() + b"\n")
             self._run = {}
         with (self._directory / RECORDS).open("ab") as file:
-            file.write(lines.encode(errors="backslashreplace"))
+            file.write(lines)
             file.flush()
             os.fsync(file.fileno())
         self._records |= {record_key(r): r for r in new}
@@ -94,7 +97,7 @@ def open_store(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with lock(directory / LOCK, directory):
-        records = _parse_records(directory / RECORDS)
+        records = parse_records(directory / RECORDS)
         if records or (directory / RUN).is_file():
             run = _continue_run(read_run(directory), run, directory)
         with (directory / RECORDS).open("ab+") as file:
@@ -105,7 +108,7 @@ def open_store(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]
 
 def read(directory: str | Path) -> list[dict[str, Any]]:
     """Reads the records of a run, also of one that is still going on; raises KvjaxError if there is none."""
-    records = _parse_records(Path(directory) / RECORDS)
+    records = parse_records(Path(directory) / RECORDS)
     if not records:
         raise KvjaxError(f"{directory} holds no {RECORDS} with records; make them: kvjax eval --out {directory}")
     return records
@@ -121,8 +124,19 @@ def read_run(directory: str | Path) -> dict[str, Any]:
         raise KvjaxError(f"{path} is missing or damaged ({e!r:.200}); copy it again, or choose another --out") from e
 
 
-def _parse_records(path: Path) -> list[dict[str, Any]]:
-    """The records of the whole lines; a last line without its end was torn by a kill."""
+def format_record(record: Mapping[str, Any]) -> bytes:
+    """Returns the line of a record; raises TypeError or ValueError for one that cannot be written as JSON."""
+    return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")
+
+
+def parse_records(path: Path) -> list[dict[str, Any]]:
+    """Returns the records of a file's whole lines; there are none without a file.
+
+    A last line without its end was torn by a kill.
+
+    Raises:
+      KvjaxError: a line is damaged.
+    """
     records, data = [], path.read_bytes() if path.is_file() else b""
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         if not line.strip():
@@ -156,6 +170,16 @@ def _continue_run(old: Mapping[str, Any], new: Mapping[str, Any], directory: Pat
     """The next content of run.json: it may gain methods, tasks and lengths."""
     conditions = CONDITIONS if new["digest"] else ("model", *CONDITIONS)
     changed = [f"{c} was {old.get(c)!r} and is now {new[c]!r}" for c in conditions if old.get(c) != new[c]]
+    if old_part := old.get("part"):
+        # A part has the cells of one list: those of another would be divided differently, so nothing can be added.
+        conditions, part = ("methods", "tasks", "lengths"), new.get("part", {})
+        changed += [f"{c} were {old.get(c)} and are now {new[c]}" for c in conditions if old.get(c) != new[c]]
+        if any(old_part.get(c) != part.get(c) for c in ("number", "count")):
+            changed.append(f"it is part {old_part['number']} of {old_part['count']}")
+        elif not changed and any(old_part.get(c) != part.get(c) for c in ("cells", "cases")):
+            changed.append("its cases or methods have changed (contexts, questions, text, data, code or version)")
+    elif "part" in new:
+        changed.append("it is no part")
     if changed:
         raise KvjaxError(
             f"{directory} holds another run: {'; '.join(changed)}. Choose another --out, or delete {directory}"

@@ -19,6 +19,7 @@ from kvjax.eval.run.context_reader import ContextReader, ReadingTime, padded_wid
 from kvjax.eval.run.harness import SPEED_RUNS, SPEED_TOKENS
 from kvjax.eval.tasks.case import Case
 from kvjax.generation.timing import compile_seconds
+from kvjax.models.config import Config
 from kvjax.models.model import Model
 from kvjax.utils import display
 
@@ -100,7 +101,7 @@ class TimeEstimate:
     ):
         self._work, self._done, self._reader, self._announce = work, 0, reader, announce
         self._steps: dict[tuple[Step, str], _Measured] = {}
-        self._config, self._weights = model.config, _weights_per_token(model)
+        self._config, self._weights = model.config, weights_per_token(model)
         self._start, self._announced, self._left = time.perf_counter() - other_seconds, 0.0, 0.0
         self._end_seconds = END_FRACTION * other_seconds
 
@@ -169,11 +170,7 @@ class TimeEstimate:
             self._announced = total
 
     def _read_flops(self, step: Step, num_tokens: int | None = None) -> float:
-        """Reading the prompts of a step, in units of work; or `num_tokens` more of each context."""
-        c, tokens = self._config, step.num_reads * step.width if num_tokens is None else num_tokens
-        # A token meets every weight once, and on average half of the prompt's keys and values.
-        attention = c.layers * c.heads * c.head_dim * step.width * (1 if num_tokens is None else 2)
-        return step.batch_size * tokens * (self._weights + attention)
+        return count_read_flops(self._config, self._weights, step, num_tokens)
 
     def _exact_rate(self) -> float:
         """Seconds per unit of work of reading, from the exact reads, or from whole reads where those are not kept."""
@@ -246,7 +243,25 @@ def _mean(values) -> float:
     return statistics.fmean(found) if found else 0.0
 
 
-def _weights_per_token(model: Model) -> int:
-    """The weights that a token meets on its way through the layers."""
+def count_read_flops(config: Config, num_weights: int, step: Step, num_tokens: int | None = None) -> int:
+    """Counts the work of reading the prompts of a step, or `num_tokens` more of each context.
+
+    Args:
+      config: the model's.
+      num_weights: its `weights_per_token`.
+      step: the sizes of a batch.
+      num_tokens: tokens that follow each context, in place of the prompts.
+
+    Returns:
+      Multiplications of a token's vector with weights and with keys and values.
+    """
+    tokens = step.num_reads * step.width if num_tokens is None else num_tokens
+    # A token meets every weight once, and on average half of the prompt's keys and values.
+    attention = config.layers * config.heads * config.head_dim * step.width * (1 if num_tokens is None else 2)
+    return step.batch_size * tokens * (num_weights + attention)
+
+
+def weights_per_token(model: Model) -> int:
+    """Counts the weights that a token meets on its way through the layers."""
     total = sum(x.size for x in jax.tree.leaves(model.params))
     return max(total - model.config.vocab_size * model.config.width, 1)

@@ -9,23 +9,23 @@ from kvjax.eval.run.context_reader import ContextReader
 from kvjax.eval.run.evaluate import evaluate, missing_cells
 from tests.eval.run.test_harness import CASES, METHODS, MODEL, TALKS, TEXTS, MemoryStore
 
-ALL_CASES = [*CASES, *TEXTS, *TALKS]
+ALL_CASES, TWO = [*CASES, *TEXTS[:2], *TALKS[:1]], METHODS[:2]
 
 
 def test_a_run_is_its_cells_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(cells, "GROUP_METHODS", 2)
-    runner, batches = CellRunner(MODEL, METHODS), make_batches(ALL_CASES, 2)
-    evaluate(MODEL, METHODS, ALL_CASES, store := MemoryStore(), batch=2)
+    monkeypatch.setattr(cells, "GROUP_METHODS", 1)
+    runner, batches = CellRunner(MODEL, TWO), make_batches(ALL_CASES, 2)
+    evaluate(MODEL, TWO, ALL_CASES, store := MemoryStore(), batch=2)
     # Each method reads each batch for itself.
-    order = [(batch, name) for group in (METHODS[:2], METHODS[2:]) for batch in batches for name in group]
+    order = [(batch, name) for name in TWO for batch in batches]
     expected = [
         record | {"method_hash": runner.hashes[name]}
         for batch, name in order
         for record in cells.run_batch(ContextReader(MODEL), name, runner.methods[name], batch, False)
     ]
-    assert len(expected) == 3 * len(ALL_CASES) and store.records == expected
+    assert len(expected) == 2 * len(ALL_CASES) and store.records == expected
     # Another process has the cells as bytes, and may run them in any order.
-    own_cells = [pickle.loads(pickle.dumps(cell)) for cell in make_cells(ALL_CASES, METHODS, 2)]
+    own_cells = [pickle.loads(pickle.dumps(cell)) for cell in make_cells(ALL_CASES, TWO, 2)]
     found = {cell.index: runner.run(cell) for cell in reversed(own_cells)}
     assert [record for i in range(len(found)) for record in found[i]] == expected
 
