@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=16, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=5, help="turns; the table shows their median")
     parser.add_argument("--workers", type=int, default=8, help="programs that are compiled at once")
+    parser.add_argument("--compile-only", action="store_true", help="fills JAX's cache of programs, and times nothing")
     parser.add_argument("--probe-megabytes", type=int, default=4096, help="of the copy that measures bandwidth")
     parser.add_argument("--no-torch", action="store_true", help="leaves transformers out")
     parser.add_argument("--write", type=Path, help="appends each cell to this file as a line of JSON")
@@ -109,7 +110,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             cell = [(m, int(batch)) for m in methods]
         cell = [(m, b) for m, b in cell if b]
-        made = prepare(model, cell, context, room, args.steps, 1 if args.memory_gb else args.workers)
+        made = prepare(model, cell, context, room, args.steps, args.workers)
+        if args.compile_only:
+            del made
+            continue
         loops: dict[Any, Any] = {of: x for of, x in zip(cell, made, strict=True) if not isinstance(x, str)}
         torch_batch = cell[0][1]
         if peer is not None:

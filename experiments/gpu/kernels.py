@@ -126,11 +126,12 @@ def try_all(fun, cases: Sequence[tuple]) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=1024, help="of the host buffer")
+    parser.add_argument("--parts", default="fetch,packed", help="of these two")
     args = parser.parse_args(argv)
     before = machine()
     shapes = [("uint32", 8, 32, 128), ("uint32", 8, 64, 128), ("uint32", 8, 64, 1024), ("uint32", 8, 128, 128)]
     shapes += [("uint32", 8, 128, 1024), ("uint32", 1, 128, 16), ("uint8", 8, 64, 128), ("uint32", 8, 48, 100)]
-    fetches = try_all(check_fetch, [(args.megabytes, *shape) for shape in shapes])
+    fetches = try_all(check_fetch, [(args.megabytes, *shape) for shape in shapes if "fetch" in args.parts])
     cases = [(b, d, H, G, T) for b in (1, 2, 4, 8) for d in ("bfloat16", "float32") for H, G, T in [(128, 4, 1)]]
     cases += [
         (2, "bfloat16", 64, 1, 1),
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (2, "bfloat16", 128, 4, 5),
         (4, "float32", 16, 1, 2),
     ]
-    packed = try_all(check_packed, cases)
+    packed = try_all(check_packed, cases if "packed" in args.parts else [])
     wrong = [
         r for r in packed if not all(e < BOUND[r.get("dtype", "float32")] for e in r.get("errors", {"": 9}).values())
     ]

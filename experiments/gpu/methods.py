@@ -99,7 +99,7 @@ def compare(ours: Run, theirs: Run, dtype: str) -> dict[str, Any]:
     return {"verdict": verdict, "worst": worst, "equal_tokens": f"{equal}/{total}"}
 
 
-def run_in_workers(names: Sequence[str], dtype: str, workers: int, on_cpu: bool) -> dict[str, Run]:
+def run_in_workers(names: Sequence[str], dtype: str, workers: int, seconds: float, on_cpu: bool) -> dict[str, Run]:
     """Runs methods in several processes at once, since compiling takes nearly all of the time."""
     environment = os.environ | {
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
@@ -119,11 +119,15 @@ def run_in_workers(names: Sequence[str], dtype: str, workers: int, on_cpu: bool)
             for i, file in enumerate(files)
             if names[i::workers]
         ]
+        end = time.monotonic() + seconds
         for process in started:
-            process.wait()
+            try:
+                process.wait(max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
         lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
     found = {name: run for line in lines for name, run in json.loads(line).items()}
-    missing = {"error": "the process that ran it was killed", "seconds": 0.0}
+    missing = {"error": "its process was killed, or had no time left", "seconds": 0.0}
     return {name: found.get(name, missing) for name in names}
 
 
@@ -141,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=TOLERANCE, default="float32")
     parser.add_argument("--methods", help='separated by ";" (default: all)')
     parser.add_argument("--workers", type=int, default=8, help="processes at once on the GPU, and then on the CPU")
+    parser.add_argument("--seconds", type=float, default=500.0, help="after which processes are ended")
     parser.add_argument("--reference", type=Path, help="the CPU's results")
     parser.add_argument("--write", type=Path, help="run the methods in this process, and write a line for each here")
     args = parser.parse_args(argv)
@@ -155,11 +160,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = reference.setdefault(args.dtype, {})
     if lacking := [name for name in names if name not in known]:
         measuring.log_progress(f"{len(lacking)} methods on the CPU")
-        known |= run_in_workers(lacking, args.dtype, args.workers, on_cpu=True)
+        known |= run_in_workers(lacking, args.dtype, args.workers, args.seconds, on_cpu=True)
         if args.reference:
             args.reference.write_text(json.dumps(reference))
     measuring.log_progress(f"{len(names)} methods on {before['device']}")
-    runs = run_in_workers(names, args.dtype, args.workers, on_cpu=False)
+    runs = run_in_workers(names, args.dtype, args.workers, args.seconds, on_cpu=False)
     found = {n: compare(runs[n], known[n], args.dtype) | {"seconds": runs[n]["seconds"]} for n in names}
     # What differs comes first.
     order = sorted(found, key=lambda n: (found[n]["verdict"].islower(), n))

@@ -69,6 +69,7 @@ class TorchDecoder:
 
         c, p = model.config, model.params
         self.torch = torch
+        jax.block_until_ready(p)  # torch reads the arrays themselves, whether or not JAX has written them
         config = LlamaConfig(
             vocab_size=c.vocab_size,
             hidden_size=c.width,
@@ -110,7 +111,7 @@ class TorchDecoder:
         if c.tie_embeddings:
             self.module.tie_weights()
         # Buffers that no checkpoint has: the frequencies of RoPE.
-        rotary = type(self.module.model.rotary_emb)(config, device=self.device)
+        rotary = type(self.module.model.rotary_emb)(config).to(self.device)
         self.module.model.rotary_emb = rotary
         self.config = c
 

@@ -27,6 +27,7 @@ from kvjax.eval.run.machine import machine
 
 METHODS = "full; kcache:n=128,device_layers=0; specache:bits=2,group=64,residual=128"
 STEPS = 8
+ROOM = 96  # as in `decode` by default, so that its compiled programs serve here, too
 FETCH = ("fetch_rows", "memcpy")  # in the names of what reads the host
 
 Span = tuple[float, float]  # start and end, in nanoseconds
@@ -96,7 +97,7 @@ def summarize(events: Sequence[tuple[str, str, float, float]]) -> dict[str, Any]
 
 def profile(model: kvjax.Model, method: str, batch: int, context: int) -> dict[str, Any]:
     """Profiles `STEPS` decode steps of a compiled loop."""
-    loop = random_loop(model, method, batch, context, 6 * STEPS)
+    loop = random_loop(model, method, batch, context, ROOM)
     loop.decode(STEPS)
     loop.decode(STEPS)
     seconds = loop.decode(STEPS) / STEPS
