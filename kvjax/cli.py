@@ -1,4 +1,4 @@
-"""The command line: kvjax demo | generate | explore | models | methods | check | calibrate | eval | report."""
+"""The command line: kvjax demo | generate | explore | models | methods | check | calibrate | eval | plan | report."""
 
 from __future__ import annotations
 
@@ -172,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(
         commands.add_parser("eval", help="methods x tasks x lengths: quality, bytes and speed; goes on if killed")
     )
+    _add_plan(commands.add_parser("plan", help="what fits a device, how fast it can be, and what binds; runs nothing"))
     report = commands.add_parser("report", help="one self-contained HTML page from what eval wrote; merges folders")
     report.add_argument(
         "dir",
@@ -183,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, help="where several folders go (default: the folder that holds the parts)")
     report.add_argument("--partial", action="store_true", help="of what is there, though parts are missing")
     report.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").report(args))
-    for name in ("demo", "generate", "explore", "methods", "check", "calibrate", "eval", "report"):
+    for name in ("demo", "generate", "explore", "methods", "check", "calibrate", "eval", "plan", "report"):
         commands.choices[name].add_argument(
             "--load",
             action="append",
@@ -266,6 +267,34 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
     p.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").run(args))
+
+
+def _add_plan(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a checkpoint directory, a config.json of Hugging Face, or a name as llama-3.1-8b",
+    )
+    p.add_argument(
+        "--method",
+        default="full; int8; kivi:bits=4; kivi:bits=2; snapkv:budget=25%; quest:budget=1024; kcache:n=128; "
+        "shadowkv; specache:bits=2; offload",
+        help="method strings separated by ';' (default: %(default)s)",
+    )
+    p.add_argument("--context", default="32k", help="tokens of a prompt, several with commas (default: %(default)s)")
+    p.add_argument("--batch", type=_integer, default=1, help="sequences, on all devices together")
+    p.add_argument("--mesh", default="1x1", help="devices along the batch x along the heads (default: %(default)s)")
+    where = p.add_mutually_exclusive_group()
+    where.add_argument("--hardware", default="h100", help="a device by name (default: %(default)s)")
+    where.add_argument("--measured", action="store_true", help="this machine, whose rates are measured first")
+    p.add_argument("--memory-gb", type=float, help="memory of a device in GiB, in place of the catalogue's")
+    p.add_argument("--host-gb", type=float, help="memory of the host for each device in GiB")
+    p.add_argument("--room", type=_integer, default=0, help="tokens that may follow the prompt (default: %(default)s)")
+    p.add_argument("--chunk", type=_integer, help="tokens of the prompt read at a time (default: all at once)")
+    p.add_argument("--dtype", **DTYPE | {"help": "of weights and cache (default: %(default)s)"}, default="bfloat16")
+    p.add_argument("--json", action="store_true", help="print everything as JSON, and nothing before it")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="tokens per second against context: .png, .svg or .pdf")
+    p.set_defaults(run=lambda args: import_module("kvjax.planning.plan_command").run(args))
 
 
 def _calibrate(args: argparse.Namespace) -> None:

@@ -39,6 +39,9 @@ RAW, WORDS = "raw bits of 16-bit floats in device memory", "words in host memory
 CODES = "codes of keys and values in a cache"
 """Names of the stored forms of floats, for errors."""
 
+MAX_SLICES = 8
+"""Slices that one write on a TPU is divided into at most: each adds an instruction to the program."""
+
 _UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of a number
 
 as_floats = jax.make_user_context(default_value=False)
@@ -228,9 +231,26 @@ def append(
 def put(
     data: Shaped[Array, "B K S *rest"], x: Shaped[Array, "B K T *rest"], at: Int32[Array, "B #K"]
 ) -> Shaped[Array, "B K S *rest"]:
-    """Writes x into an array on the device, from slot `at` on; the excess is dropped."""
-    # A scatter: in a decode loop `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
+    """Writes x into an array on the device, from slot `at` >= 0 on; the excess is dropped."""
     B, K, T = x.shape[:3]
+    S, num_starts = data.shape[2], at.shape[1]
+    if jax.default_backend() == "tpu" and 0 < T <= S and B * num_starts <= MAX_SLICES:
+        # TPUs keep the slots of narrow rows in their 128 lanes. A scatter wants the rows there: the loop then copies
+        # the buffer to another layout, padded to whole lanes. A slice is written into any layout, in place.
+        heads = K // num_starts
+        for b in range(B):
+            for k in range(num_starts):
+                rows = x[b : b + 1, k * heads : (k + 1) * heads].astype(data.dtype)
+                first = jnp.clip(at[b, k], 0, S - T)
+                start = (jnp.int32(b), jnp.int32(k * heads), first, *(jnp.int32(0),) * (x.ndim - 3))
+                # A slice that would reach beyond the last slot lies at the end instead, and keeps what is there.
+                beyond = at[b, k] - first
+                is_new = (jnp.arange(T, dtype=jnp.int32) >= beyond).reshape(T, *(1,) * (x.ndim - 3))
+                moved = rows if T == 1 else jnp.roll(rows, beyond, 2)
+                kept = lax.dynamic_slice(data, start, rows.shape)
+                data = lax.dynamic_update_slice(data, jnp.where(is_new, moved, kept), start)
+        return data
+    # A scatter: in a decode loop on a CPU `dynamic_update_slice`, vmapped or not, copies the buffer when B = 1.
     slot = at[:, :, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
     # Without these promises a scatter sorts its indices on some backends, and on GPUs writes by atomic operations.
     index = (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slot)

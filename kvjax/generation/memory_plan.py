@@ -62,7 +62,7 @@ def planned_bytes(
     Raises:
       KvjaxError: a configuration without a dtype; a number out of range; a method that cannot serve the model.
     """
-    layers = _planned_layers("planned_bytes", method, model, prompt, capacity, batch, width, dtype)
+    layers = planned_layers("planned_bytes", method, model, prompt, capacity, batch, width, dtype)
     held, empty = {"device": 4 * batch, "pinned_host": 0}, {"device": 0, "pinned_host": 0}  # the cache's own `length`
     for layer, state, count in layers.states:
         total, unused = array_bytes(state), dict.fromkeys(held, 0)
@@ -107,7 +107,7 @@ def step_bytes(
     Raises:
       KvjaxError: a configuration without a dtype; a number out of range; a method that cannot serve the model.
     """
-    layers = _planned_layers("step_bytes", method, model, prompt, capacity, batch, width, dtype)
+    layers = planned_layers("step_bytes", method, model, prompt, capacity, batch, width, dtype)
     total = StepBytes()
     for layer, state, count in layers.states:
         one = layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state)
@@ -115,7 +115,7 @@ def step_bytes(
     return total
 
 
-class _PlannedLayers(NamedTuple):
+class PlannedLayers(NamedTuple):
     """What the layers of a model will hold."""
 
     config: Config
@@ -123,7 +123,7 @@ class _PlannedLayers(NamedTuple):
     states: list[tuple[BoundLayer, Any, int]]  # (layer, its abstract state, number of such layers)
 
 
-def _planned_layers(
+def planned_layers(
     caller: str,
     method: str | KVMethod,
     model: Model | Config,
@@ -132,7 +132,7 @@ def _planned_layers(
     batch: int,
     width: int | None,
     dtype: Any,
-) -> _PlannedLayers:
+) -> PlannedLayers:
     """The states of all layers after a prefill, for the arguments of `planned_bytes`, which it checks."""
     config = model.config if isinstance(model, Model) else model
     if dtype is None and isinstance(model, Model):
@@ -162,7 +162,7 @@ def _planned_layers(
     for (layer, slots), count in collections.Counter(zip(plan, num_slots, strict=True)).items():
         arrays, tree = abstract_state(layer, config, min(width, capacity), slots, batch, dtype)
         states.append((layer, jax.tree.unflatten(tree, arrays), count))
-    return _PlannedLayers(config, dtype.name, states)
+    return PlannedLayers(config, dtype.name, states)
 
 
 def abstract_state(

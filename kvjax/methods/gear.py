@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.codecs.chunk_quant import Channelwise, ChunkCodec, ChunkState, Tokenwise
+from kvjax.cache.codecs.chunk_quant import Channelwise, ChunkCodec, ChunkCodes, ChunkState, Tokenwise, compute_if
 from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
 
 JACOBI_SWEEPS = 10  # over all pairs of rows; float32 needs six to nine of them for matrices of up to 256 rows
@@ -77,45 +79,58 @@ class LowRankResidual(kv.Codec):
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
         is_due = self.backbone.is_due(stored.codes, at)
         if self.backbone.num_chunks(stored.codes.slots):
-            stored = lax.cond(is_due.any(), lambda s: self._quantize_chunk(s, is_due), lambda s: s, stored)
+            stored = self._append_chunk(stored, is_due)
         return dataclasses.replace(stored, codes=self.backbone.append_recent(stored.codes, x, at))
 
-    def _quantize_chunk(self, stored: GearState, is_due: kv.Array) -> GearState:
+    def _append_chunk(self, stored: GearState, is_due: kv.Array) -> GearState:
         """Quantizes the full chunks of the sequences that are due, bool[B]."""
-        x, at = self.backbone.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
-        is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
-        codes = self.backbone.encode_chunk(without_outliers)
-        coordinates, basis = self._factorize_error(x, self.backbone.restore(*codes), ~is_outlier, self.later)
+
+        def quantize(x: kv.Array) -> tuple[ChunkCodes, Any, kv.Array, kv.Array]:
+            is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
+            codes = self.backbone.encode_chunk(without_outliers)
+            listed = None if stored.outliers is None else self.outliers.list_outliers(x, is_outlier)
+            return codes, listed, *self._factorize_error(x, self.backbone.restore(*codes), ~is_outlier, self.later)
+
+        recent = self.backbone.recent_chunk(stored.codes)
+        codes, listed, coordinates, basis = compute_if(is_due.any(), quantize, recent)
+        at = stored.codes.num_quantized[:, None]
         chunk = self.backbone.chunk_index(stored.codes, at)
         # An index beyond the last chunk is dropped, so sequences that are not due stay as they are.
         place = jnp.where(is_due[:, None], chunk, stored.chunk_bases.shape[2])
         return GearState(
             self.backbone.append_chunk(stored.codes, codes, is_due),
-            self.outliers.add(stored.outliers, x, is_outlier, at, chunk, is_due),
+            self.outliers.add(stored.outliers, listed, at, chunk, is_due),
             kv.memory.append(stored.coordinates, coordinates, at, is_due),
             stored.prompt_basis,
-            kv.memory.put(stored.chunk_bases, basis.reshape(*x.shape[:2], 1, -1), place),
+            kv.memory.put(stored.chunk_bases, basis.reshape(*recent.shape[:2], 1, -1), place),
         )
 
     def decode(self, stored: GearState) -> kv.Array:
         x = self.backbone.decode(stored.codes)
-        slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None]
-        return self._add_residual(stored, x, jnp.broadcast_to(slot, x.shape[:3]))
+        return self._add_residual(stored, x, kv.memory.unpack(stored.coordinates), None)
 
     def gather(self, stored: GearState, idx: kv.Array) -> kv.Array:
-        return self._add_residual(stored, self.backbone.gather(stored.codes, idx), idx)
+        coordinates = kv.memory.gather_tokens(stored.coordinates, idx)
+        return self._add_residual(stored, self.backbone.gather(stored.codes, idx), coordinates, idx)
 
-    def _add_residual(self, stored: GearState, x: kv.Array, slot: kv.Array) -> kv.Array:
-        """Adds L and the outliers to the dequantized tokens x [B K n H] of slots i32[B K n]."""
-        coordinates = kv.memory.gather_tokens(stored.coordinates, slot).astype(jnp.float32)
-        low_rank = _combine(coordinates, stored.prompt_basis[:, :, None])
+    def _add_residual(self, stored: GearState, x: kv.Array, coordinates: kv.Array, idx: kv.Array | None) -> kv.Array:
+        """Adds L, by its coordinates [B K n r], and outliers to the dequantized tokens x [B K n H] of slots idx.
+
+        idx is i32[B K n], or None for all slots, in order.
+        """
+        B, K, n, H = x.shape
+        slot = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (B, K, n)) if idx is None else idx
+        low_rank = _combine(coordinates, jnp.moveaxis(stored.prompt_basis, 3, 0)[:, :, :, None])
         if num_chunks := stored.chunk_bases.shape[2]:
             chunk = self.backbone.chunk_index(stored.codes, slot)
-            bases = kv.memory.take(stored.chunk_bases, jnp.clip(chunk, 0, num_chunks - 1))
-            later = _combine(coordinates, bases.reshape(*slot.shape, stored.prompt_basis.shape[2], -1))
+            # Vector by vector before the gather, while they are few: their rank as the last axis of all slots would
+            # fill a TPU's lanes with padding.
+            bases = stored.chunk_bases.reshape(B, K, num_chunks, H, -1).swapaxes(3, 4).reshape(B, K, num_chunks, -1)
+            bases = kv.memory.take(bases, jnp.clip(chunk, 0, num_chunks - 1))
+            later = _combine(coordinates, jnp.split(bases, bases.shape[3] // H, 3))
             low_rank = jnp.where((chunk < 0)[..., None], low_rank, later)
         whole = (x.astype(jnp.float32) + low_rank).astype(x.dtype)
-        whole = self.outliers.insert(stored.outliers, whole, slot)
+        whole = self.outliers.insert(stored.outliers, whole, idx)
         return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
     def _factorize_error(
@@ -143,10 +158,10 @@ class LowRankResidual(kv.Codec):
         return jnp.pad(coordinates, [(0, 0)] * 3 + [(0, width - coordinates.shape[3])]), basis
 
 
-def _combine(coordinates: kv.Array, basis: kv.Array) -> kv.Array:
-    """Combines a basis [B K 1|n H r'] by each token's first coordinates f32[B K n r] -> f32[B K n H]."""
-    first = coordinates[..., None, : basis.shape[4]]
-    return (first * basis.astype(jnp.float32)).sum(-1)
+def _combine(coordinates: kv.Array, basis: Iterable[kv.Array]) -> kv.Array:
+    """Combines r' basis vectors [B K 1|n H] by each token's first r' coordinates [B K n r] -> f32[B K n H]."""
+    products = (coordinates[..., i, None].astype(jnp.float32) * v.astype(jnp.float32) for i, v in enumerate(basis))
+    return functools.reduce(jnp.add, products)
 
 
 def leading_eigenvectors(matrix: kv.Array, count: int) -> kv.Array:

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from kvjax import method_api as kv
-from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkCodes, ChunkState
+from kvjax.cache.codecs.chunk_quant import ChunkCodec, ChunkCodes, ChunkState, compute_if
 from kvjax.cache.codecs.outliers import ChannelOutliers, Outliers, TokenOutliers
 
 NORMAL_FLOAT_BITS = (2, 3, 4, 8)
@@ -183,30 +182,37 @@ class DenseAndSparse(kv.Codec):
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
         is_due = self.codes.is_due(stored.codes, at)
         if self.codes.num_chunks(stored.codes.slots):
-            stored = lax.cond(is_due.any(), lambda s: self._quantize_chunk(s, is_due), lambda s: s, stored)
+            stored = self._append_chunk(stored, is_due)
         return dataclasses.replace(stored, codes=self.codes.append_recent(stored.codes, x, at))
 
-    def _quantize_chunk(self, stored: DenseAndSparseState, is_due: kv.Array) -> DenseAndSparseState:
+    def _append_chunk(self, stored: DenseAndSparseState, is_due: kv.Array) -> DenseAndSparseState:
         """Quantizes the full chunks of the sequences that are due, bool[B]."""
-        x, at = self.codes.recent_chunk(stored.codes), stored.codes.num_quantized[:, None]
-        is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
-        chunk = self.codes.chunk_index(stored.codes, at)
+
+        def quantize(x: kv.Array) -> tuple[ChunkCodes, Any]:
+            is_outlier, without_outliers = self.outliers.find(x, jnp.ones(x.shape[:3], bool))
+            listed = None if stored.outliers is None else self.outliers.list_outliers(x, is_outlier)
+            return self.codes.encode_chunk(without_outliers), listed
+
+        codes, listed = compute_if(is_due.any(), quantize, self.codes.recent_chunk(stored.codes))
+        at = stored.codes.num_quantized[:, None]
         return DenseAndSparseState(
-            self.codes.append_chunk(stored.codes, self.codes.encode_chunk(without_outliers), is_due),
-            self.outliers.add(stored.outliers, x, is_outlier, at, chunk, is_due),
+            self.codes.append_chunk(stored.codes, codes, is_due),
+            self.outliers.add(stored.outliers, listed, at, self.codes.chunk_index(stored.codes, at), is_due),
         )
 
     def decode(self, stored: DenseAndSparseState) -> kv.Array:
-        x = self.codes.decode(stored.codes)
-        slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None]
-        return self._insert_outliers(stored, x, jnp.broadcast_to(slot, x.shape[:3]))
+        return self._insert_outliers(stored, self.codes.decode(stored.codes), None)
 
     def gather(self, stored: DenseAndSparseState, idx: kv.Array) -> kv.Array:
         return self._insert_outliers(stored, self.codes.gather(stored.codes, idx), idx)
 
-    def _insert_outliers(self, stored: DenseAndSparseState, x: kv.Array, slot: kv.Array) -> kv.Array:
-        """Inserts the outliers into tokens x [B K n H] of slots i32[B K n]; tokens that are no codes have theirs."""
-        whole = self.outliers.insert(stored.outliers, x, slot)
+    def _insert_outliers(self, stored: DenseAndSparseState, x: kv.Array, idx: kv.Array | None) -> kv.Array:
+        """Inserts the outliers into tokens x [B K n H] of slots idx i32[B K n], or None for all, in order.
+
+        Tokens that are no codes have theirs.
+        """
+        whole = self.outliers.insert(stored.outliers, x, idx)
+        slot = jnp.arange(x.shape[2], dtype=jnp.int32)[None, None] if idx is None else idx
         return jnp.where((slot < stored.codes.num_quantized[:, None, None])[..., None], whole, x)
 
 

@@ -27,9 +27,13 @@ class Hardware:
       flops: multiplications and additions per second of matrix products in bfloat16, without sparsity.
       host_link: bytes per second from the host's memory to one device, in one direction.
       device_link: bytes per second that one device sends to the others of a mesh axis, in one direction.
+      host_bandwidth: bytes per second that the host's processors read for each of its devices.
       host_bytes: memory of the host for each of its devices, in the server that `source` names.
       source: where the figures are from.
-      launch_seconds: of a program's smallest operation; vendors state none, `measured` fills it in.
+      layer_seconds: of a layer of a decode step, besides its bytes and operations: starting programs and small
+        reductions. Vendors state none; `kvjax.planning.measured` fills it in.
+      decoded_values: numbers of a quantized cache that are decoded per second; None where that is taken to be hidden
+        behind the reading. `kvjax.planning.measured` fills it in.
     """
 
     name: str
@@ -38,16 +42,19 @@ class Hardware:
     flops: float
     host_link: float
     device_link: float
+    host_bandwidth: float
     host_bytes: int
     source: str
-    launch_seconds: float = 0.0
+    layer_seconds: float = 0.0
+    decoded_values: float | None = None
 
 
 PCIE4, PCIE5 = 32 * GB, 64 * GB  # x16, one direction; data sheets state both together
 
 _TPU_HOST = (
     "host link: Google states none, 16 GB/s (v6e: 32) as in How To Scale Your Model, chapter 2, jax-ml.github.io/"
-    "scaling-book; device link: two of a chip's links, which a ring over one mesh axis uses"
+    "scaling-book; device link: two of a chip's links, which a ring over one mesh axis uses; host bandwidth: "
+    "that of two processors with eight (v6e: twelve) channels is assumed"
 )
 _ENTRIES = (
     Hardware(
@@ -57,8 +64,10 @@ _ENTRIES = (
         flops=312 * TFLOP,
         host_link=PCIE4,
         device_link=300 * GB,
+        host_bandwidth=51 * GB,
         host_bytes=128 * GIB,
-        source="NVIDIA A100 data sheet (40GB SXM; NVLink 600 GB/s both directions); host: DGX A100 320GB, 1 TB for 8",
+        source="NVIDIA A100 data sheet (40GB SXM; NVLink 600 GB/s both directions); host: DGX A100 320GB, 1 TB for 8, "
+        "16 channels of DDR4-3200",
     ),
     Hardware(
         "a100-80",
@@ -67,8 +76,10 @@ _ENTRIES = (
         flops=312 * TFLOP,
         host_link=PCIE4,
         device_link=300 * GB,
+        host_bandwidth=51 * GB,
         host_bytes=256 * GIB,
-        source="NVIDIA A100 data sheet (80GB SXM; NVLink 600 GB/s both directions); host: DGX A100 640GB, 2 TB for 8",
+        source="NVIDIA A100 data sheet (80GB SXM; NVLink 600 GB/s both directions); host: DGX A100 640GB, 2 TB for 8, "
+        "16 channels of DDR4-3200",
     ),
     Hardware(
         "h100",
@@ -77,9 +88,10 @@ _ENTRIES = (
         flops=989 * TFLOP,
         host_link=PCIE5,
         device_link=450 * GB,
+        host_bandwidth=77 * GB,
         host_bytes=256 * GIB,
         source="NVIDIA H100 data sheet (SXM; 1,979 TFLOP/s with sparsity; NVLink 900 GB/s both directions); host: DGX "
-        "H100, 2 TB for 8",
+        "H100, 2 TB for 8, 16 channels of DDR5-4800",
     ),
     Hardware(
         "h100-pcie",
@@ -88,31 +100,34 @@ _ENTRIES = (
         flops=756 * TFLOP,
         host_link=PCIE5,
         device_link=300 * GB,
+        host_bandwidth=77 * GB,
         host_bytes=256 * GIB,
         source="NVIDIA H100 data sheet (PCIe; 1,513 TFLOP/s with sparsity; NVLink bridge of two, 600 GB/s both "
         "directions); host: as a DGX H100",
     ),
     Hardware(
         "h200",
-        memory_bytes=141 * 10**9,
+        memory_bytes=141 * GIB,
         memory_bandwidth=4_800 * GB,
         flops=989 * TFLOP,
         host_link=PCIE5,
         device_link=450 * GB,
+        host_bandwidth=77 * GB,
         host_bytes=256 * GIB,
         source="NVIDIA H200 data sheet (SXM; 1,979 TFLOP/s with sparsity; NVLink 900 GB/s both directions); host: DGX "
-        "H200, 2 TB for 8",
+        "H200, 2 TB for 8, 16 channels of DDR5-4800",
     ),
     Hardware(
         "b200",
-        memory_bytes=180 * 10**9,
+        memory_bytes=180 * GIB,
         memory_bandwidth=8_000 * GB,
         flops=2_250 * TFLOP,
         host_link=PCIE5,
         device_link=900 * GB,
+        host_bandwidth=90 * GB,
         host_bytes=256 * GIB,
         source="NVIDIA HGX B200 and DGX B200 data sheets (1,440 GB and 64 TB/s of 8 devices; 4,500 TFLOP/s with "
-        "sparsity; NVLink 1.8 TB/s both directions); host: DGX B200, 2 TB for 8",
+        "sparsity; NVLink 1.8 TB/s both directions); host: DGX B200, 2 TB for 8, 16 channels of DDR5-5600",
     ),
     Hardware(
         "l4",
@@ -121,9 +136,10 @@ _ENTRIES = (
         flops=121 * TFLOP,
         host_link=PCIE4,
         device_link=PCIE4,
+        host_bandwidth=35 * GB,
         host_bytes=48 * GIB,
         source="NVIDIA L4 data sheet (242 TFLOP/s with sparsity; PCIe 64 GB/s both directions, no NVLink); host: "
-        "Google Cloud g2-standard-96, 384 GB for 8",
+        "Google Cloud g2-standard-96, 384 GB for 8, twelve channels of DDR4-2933 assumed",
     ),
     Hardware(
         "rtx-4090",
@@ -132,9 +148,10 @@ _ENTRIES = (
         flops=165.2 * TFLOP,
         host_link=PCIE4,
         device_link=PCIE4,
+        host_bandwidth=83 * GB,
         host_bytes=64 * GIB,
         source="NVIDIA Ada GPU architecture white paper, appendix A (bfloat16 with float32 sums; PCIe 4.0 x16, no "
-        "NVLink); host: a desktop computer with 64 GB is assumed",
+        "NVLink); host: a desktop computer with 64 GB in two channels of DDR5-5200 is assumed",
     ),
     Hardware(
         "v5e",
@@ -143,6 +160,7 @@ _ENTRIES = (
         flops=197 * TFLOP,
         host_link=16 * GB,
         device_link=100 * GB,
+        host_bandwidth=51 * GB,
         host_bytes=48 * GIB,
         source="cloud.google.com/tpu/docs/v5e (4 links, 1,600 Gbit/s per chip both directions); host: "
         f"ct5lp-hightpu-8t, 384 GB for 8; {_TPU_HOST}",
@@ -154,6 +172,7 @@ _ENTRIES = (
         flops=459 * TFLOP,
         host_link=16 * GB,
         device_link=200 * GB,
+        host_bandwidth=102 * GB,
         host_bytes=112 * GIB,
         source="cloud.google.com/tpu/docs/v5p (6 links, 4,800 Gbit/s per chip both directions); host: ct5p-hightpu-4t, "
         f"448 GB for 4; {_TPU_HOST}",
@@ -165,6 +184,7 @@ _ENTRIES = (
         flops=918 * TFLOP,
         host_link=32 * GB,
         device_link=200 * GB,
+        host_bandwidth=144 * GB,
         host_bytes=180 * GIB,
         source="cloud.google.com/tpu/docs/v6e (4 links, 3,200 Gbit/s per chip both directions); host: "
         f"ct6e-standard-8t, 1,440 GB for 8; {_TPU_HOST}",

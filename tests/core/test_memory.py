@@ -62,6 +62,24 @@ def test_append_writes_each_row_at_its_own_slot(host, dtype):
     assert buf.host == host
 
 
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+@pytest.mark.parametrize("starts_by_head", [False, True])
+@pytest.mark.parametrize("rest", [(), (W,)], ids=["numbers", "vectors"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_write_on_the_device_drops_what_lies_beyond_the_last_slot(backend, starts_by_head, rest, count, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    rng = np.random.default_rng(0)
+    data, x = (rng.normal(size=(B, K, n, *rest)).astype(np.float32) for n in (S, count))
+    for at in ([[0, 5], [S - 1, 3]], [[S - 2, S], [S + 4, S - count]]):
+        at = np.array(at, np.int32)[:, : K if starts_by_head else 1]
+        expected = data.copy()
+        for b, k, i in np.ndindex(B, K, count):
+            slot = at[b, k if starts_by_head else 0] + i
+            if slot < S:
+                expected[b, k, slot] = x[b, k, i]
+        np.testing.assert_array_equal(memory.put(jnp.asarray(data), jnp.asarray(x), jnp.asarray(at)), expected)
+
+
 @each_memory
 @each_dtype
 def test_rows_are_the_rows_asked_for(host, dtype):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +14,7 @@ from kvjax.cache.codecs import bit_packing
 from kvjax.cache.components import Codec
 from kvjax.core import memory
 from kvjax.core.gradients import refuse_gradient
+from kvjax.core.mesh import vary
 from kvjax.core.types import Array, exportable, pytree
 from kvjax.errors import KvjaxError
 from kvjax.utils.abstract import abstract
@@ -28,6 +31,16 @@ class ChunkCodes(NamedTuple):
     codes: Array  # uint32[B K T H]
     own: Array | None  # [B K T A], the numbers of each token
     shared: Array | None  # [B K 1 C], the numbers of the chunk
+
+
+def compute_if(is_needed: Array, fun: Callable[..., Any], *args: Array) -> Any:
+    """Computes `fun` of arrays where bool[] `is_needed`, and else returns zeros in its place.
+
+    A chunk is full once in many steps, and the others skip its work. The stored arrays stay outside of the condition:
+    a compiler copies what passes through it, and writes what is not due to nowhere at no cost.
+    """
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fun, *args))
+    return lax.cond(is_needed, fun, lambda *_: vary(zeros), *args)
 
 
 @pytree
@@ -107,13 +120,8 @@ class ChunkCodec(Codec):
         """Quantizes a chunk that is full, then stores x [B K 0|1 H] exactly, in slot at i32[B 1]."""
         is_due = self.is_due(stored, at)
         if self.num_chunks(stored.slots):
-            # A chunk is full once in `every` calls, and most calls skip the work by the condition.
-            stored = lax.cond(
-                is_due.any(),
-                lambda s: self.append_chunk(s, self.encode_chunk(self.recent_chunk(s)), is_due),
-                lambda s: s,
-                stored,
-            )
+            coded = compute_if(is_due.any(), self.encode_chunk, self.recent_chunk(stored))
+            stored = self.append_chunk(stored, coded, is_due)
         return self.append_recent(stored, x, at)
 
     def num_chunks(self, slots: int) -> int:
@@ -160,25 +168,28 @@ class ChunkCodec(Codec):
         B, K, S, _ = stored.codes.data.shape
         slot = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None, None], (B, K, S))
         own = None if stored.own is None else memory.unpack(stored.own)
-        return self._restore_slots(stored, slot, memory.unpack(stored.codes), own)
+        # Slot i is at index i modulo P, so that repeating the exact tokens puts each into its place without a gather.
+        recent = jnp.tile(stored.recent, (1, 1, -(-S // max(stored.recent.shape[2], 1)), 1))[:, :, :S]
+        return self._restore_slots(stored, slot, memory.unpack(stored.codes), own, recent)
 
     def gather(self, stored: ChunkState, idx: Array) -> Array:
         own = None if stored.own is None else memory.gather_tokens(stored.own, idx)
-        return self._restore_slots(stored, idx, memory.gather_tokens(stored.codes, idx), own)
+        places = max(stored.recent.shape[2], 1)
+        recent = memory.take(stored.recent, idx % places) if self.every else stored.recent
+        return self._restore_slots(stored, idx, memory.gather_tokens(stored.codes, idx), own, recent)
 
-    def _restore_slots(self, stored: ChunkState, slot: Array, words: Array, own: Array | None) -> Array:
-        """The tokens [B K n H] of slots i32[B K n], by their words and own numbers."""
+    def _restore_slots(self, stored: ChunkState, slot: Array, words: Array, own: Array | None, recent: Array) -> Array:
+        """The tokens [B K n H] of slots i32[B K n], by their words, own numbers, and exact tokens of these slots."""
         shared = stored.shared
         if shared is not None:
             shared = memory.gather_tokens(shared, jnp.maximum(1 + self.chunk_index(stored, slot), 0))
         codes = bit_packing.unpack(words, self.bits, 3)[..., : stored.recent.shape[3]]
         x = self.restore(codes, own, shared)
-        places = stored.recent.shape[2]
-        if not places:
+        if not stored.recent.shape[2]:
             return x
         # A slot beyond the codes restores garbage from unwritten words, which `where` drops before anything reads it.
         is_quantized = slot < stored.num_quantized[:, None, None]
-        return jnp.where(is_quantized[..., None], x, memory.take(stored.recent, slot % places))
+        return jnp.where(is_quantized[..., None], x, recent)
 
     def _pack(self, codes: Array) -> Array:
         padding = -codes.shape[3] % bit_packing.codes_in_whole_words(self.bits)

@@ -50,16 +50,21 @@ class Outliers:
         ...
 
     @abstract
-    def add(self, stored: Any, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array) -> Any:
-        """Adds the outliers of chunk i32[B 1] after the prompt, x [B K every H], which begins in slot at i32[B 1].
+    def list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
+        """Lists the outliers of tokens x [B K n H]: their places and values, whose shapes `init_state` has, too."""
+        ...
+
+    @abstract
+    def add(self, stored: Any, listed: tuple[Array, Array], at: Array, chunk: Array, is_due: Array) -> Any:
+        """Adds the listed outliers of chunk i32[B 1] after the prompt, which begins in slot at i32[B 1].
 
         Only sequences that are due, bool[B], have a full chunk; the others stay as they are.
         """
         ...
 
     @abstract
-    def insert(self, stored: Any, x: Array, idx: Array) -> Array:
-        """Inserts the outliers into restored tokens x [B K n H] of slots idx i32[B K n]."""
+    def insert(self, stored: Any, x: Array, idx: Array | None) -> Array:
+        """Inserts the outliers into restored tokens x [B K n H] of slots idx i32[B K n]; None for all, in order."""
         ...
 
     def _find_extremes(self, vectors: Array, real: Array) -> tuple[Array, Array]:
@@ -92,28 +97,32 @@ class TokenOutliers(Outliers):
     def init_state(self, x: Array, is_outlier: Array, every: int) -> TokenOutlierState | None:
         if not self.num_outliers(x.shape[3]):
             return None
-        return TokenOutlierState(*map(memory.pack, self._list_outliers(x, is_outlier)))
+        return TokenOutlierState(*map(memory.pack, self.list_outliers(x, is_outlier)))
 
     def add(
-        self, stored: TokenOutlierState | None, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array
+        self, stored: TokenOutlierState | None, listed: tuple[Array, Array], at: Array, chunk: Array, is_due: Array
     ) -> TokenOutlierState | None:
         if stored is None:
             return None
-        channel, value = self._list_outliers(x, is_outlier)
+        channel, value = listed
         return TokenOutlierState(
             memory.append(stored.channel, channel, at, is_due), memory.append(stored.value, value, at, is_due)
         )
 
-    def insert(self, stored: TokenOutlierState | None, x: Array, idx: Array) -> Array:
+    def insert(self, stored: TokenOutlierState | None, x: Array, idx: Array | None) -> Array:
         if stored is None:
             return x
-        stored_channel, value = memory.gather_tokens(stored.channel, idx), memory.gather_tokens(stored.value, idx)
-        channel = jnp.arange(x.shape[3], dtype=jnp.int32)[None, None, None, None]
-        # A comparison, as a token has few outliers; a scatter of single numbers is slow on every backend.
-        matches = stored_channel.astype(jnp.int32)[..., None] == channel  # [B K n N H]
-        return jnp.where(matches.any(3), jnp.take_along_axis(value, jnp.argmax(matches, 3), 3), x)
+        buffers = stored.channel, stored.value
+        outlier_channel, value = (memory.unpack(b) if idx is None else memory.gather_tokens(b, idx) for b in buffers)
+        outlier_channel = outlier_channel.astype(jnp.int32)
+        channel = jnp.arange(x.shape[3], dtype=jnp.int32)[None, None, None]
+        # One outlier after the other, as a token has few: a scatter of single numbers is slow on every backend, and so
+        # is a gather. Ties of unused entries go to the first one.
+        for i in reversed(range(value.shape[3])):
+            x = jnp.where(outlier_channel[..., i, None] == channel, value[..., i, None], x)
+        return x
 
-    def _list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
+    def list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
         """Channels and values of the outliers, [B K n N]."""
         B, K, n, H = x.shape
         channel = mask_to_slots(is_outlier.reshape(B, K * n, H), self.num_outliers(H)).reshape(B, K, n, -1)
@@ -143,18 +152,17 @@ class ChannelOutliers(Outliers):
         S = x.shape[2]
         if not self.num_outliers(S):
             return None
-        slot, value = self._list_outliers(x, is_outlier)
+        slot, value = self.list_outliers(x, is_outlier)
         num_chunks = S // every if every else 0
         padding = [(0, 0), (0, 0), (0, num_chunks * self.num_outliers(every)), (0, 0)]
         return ChannelOutlierState(jnp.pad(slot, padding, constant_values=-1), jnp.pad(value, padding), S)
 
     def add(
-        self, stored: ChannelOutlierState | None, x: Array, is_outlier: Array, at: Array, chunk: Array, is_due: Array
+        self, stored: ChannelOutlierState | None, listed: tuple[Array, Array], at: Array, chunk: Array, is_due: Array
     ) -> ChannelOutlierState | None:
-        num_added = self.num_outliers(x.shape[2])
-        if stored is None or not num_added:
+        if stored is None or not (num_added := listed[0].shape[2]):
             return stored
-        index, value = self._list_outliers(x, is_outlier)
+        index, value = listed
         slot = jnp.where(index >= 0, index + at[:, :, None, None], -1)
         start = self.num_outliers(stored.num_slots) + chunk * num_added
         start = jnp.where(is_due[:, None], start, stored.slot.shape[2])  # `put` drops what lies outside
@@ -162,24 +170,26 @@ class ChannelOutliers(Outliers):
             stored, slot=memory.put(stored.slot, slot, start), value=memory.put(stored.value, value, start)
         )
 
-    def insert(self, stored: ChannelOutlierState | None, x: Array, idx: Array) -> Array:
+    def insert(self, stored: ChannelOutlierState | None, x: Array, idx: Array | None) -> Array:
         if stored is None:
             return x
         B, K, N, H = stored.slot.shape
-        # Inverts the list into the outlier of each slot and channel: a comparison of all slots with all outliers would
-        # be quadratic in the prompt's length.
-        outlier = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None, :, None], stored.slot.shape)
         place = (
             jnp.arange(B, dtype=jnp.int32)[:, None, None, None],
             jnp.arange(K, dtype=jnp.int32)[None, :, None, None],
             jnp.where(stored.slot >= 0, stored.slot, stored.num_slots),
             jnp.arange(H, dtype=jnp.int32)[None, None, None],
         )
+        if idx is None:
+            return x.at[place].set(stored.value, mode="drop")
+        # Inverts the list into the outlier of each slot and channel: a comparison of these slots with all outliers
+        # would be quadratic in the prompt's length.
+        outlier = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None, :, None], stored.slot.shape)
         of_slot = jnp.full((B, K, stored.num_slots, H), -1, jnp.int32).at[place].set(outlier, mode="drop")
         of_slot = memory.take(of_slot, idx)
         return jnp.where(of_slot >= 0, jnp.take_along_axis(stored.value, jnp.maximum(of_slot, 0), 2), x)
 
-    def _list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
+    def list_outliers(self, x: Array, is_outlier: Array) -> tuple[Array, Array]:
         """Indices among the tokens, -1 where unused, and values of the outliers, [B K N H]."""
         B, K, n, H = x.shape
         index = mask_to_slots(is_outlier.swapaxes(2, 3).reshape(B, K * H, n), self.num_outliers(n))

@@ -1,0 +1,519 @@
+"""`plan`: what a model under methods needs on a device, and how fast a roofline lets it be; nothing is run.
+
+Bytes of caches are those of the arrays that the engine makes, divided over a mesh as it divides them: they are exact.
+Weights are, too. What a program needs besides, activations and scores, follows from formulas, and speed from the peaks
+of `kvjax.planning.hardware`: a real program is slower. `Plan` and `Speed` say what is in each number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from kvjax.cache.protocol import KVMethod, LayerState, MeteredLayer, Needs
+from kvjax.core import memory
+from kvjax.core.mesh import RULES, axes_of_layer_array, check_divides
+from kvjax.core.step_bytes import StepBytes
+from kvjax.errors import KvjaxError
+from kvjax.generation.inputs import round_up
+from kvjax.generation.memory_plan import planned_layers
+from kvjax.models.config import Config
+from kvjax.models.sharding import abstract_params
+from kvjax.planning.hardware import Hardware, find_hardware
+from kvjax.planning.models import PlannedModel, find_model
+from kvjax.registry.strings import method_of, name_of
+from kvjax.utils import arguments
+
+ATTENTION_BLOCK = 512  # queries and keys of a block of `kvjax.core.attention.causal_attention`
+RESERVED = 0.08
+"""Fraction of a device's memory that is left for the runtime, compiled programs and fragments."""
+COLLECTIVE_SECONDS = 10e-6
+"""Of an all-reduce of few bytes among the devices of one host; no vendor states it."""
+MOST_SEQUENCES = 2**16  # largest batch that is looked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Bytes of one device, and of the host for it.
+
+    Attributes:
+      weights: parameters.
+      cache: the arrays of the cache, all slots.
+      workspace: of a decode step: one layer's scores and weights, activations, logits.
+      reading: besides the weights, at the peak of reading the prompts: exact keys and values, the states that are made
+        of them, activations. Methods whose layers share one budget, and prompts read in chunks, hold the exact keys and
+        values of all layers; others those of one layer at a time.
+      host: of the cache in host memory.
+    """
+
+    weights: int
+    cache: int
+    workspace: int
+    reading: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        """Bytes of the device at the peak."""
+        return self.weights + max(self.cache + self.workspace, self.reading)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Seconds of one decode step on one device, by what they are spent on.
+
+    Reading of memory and multiplying overlap, so that the slower of the two counts. Copies over the host's link and
+    sums over devices are taken to wait for them and to be waited for: a method that overlaps its copies is faster.
+
+    Attributes:
+      weights: reading parameters.
+      cache: reading and writing the cache in device memory, or decoding it, where that was measured and takes longer.
+      compute: multiplications and additions.
+      host_link: copies between host and device.
+      host_memory: reads of the cache by the host's own processors.
+      collectives: sums over the devices of the mesh.
+      launches: each layer's starting of programs and small operations; 0 for devices that were not measured.
+    """
+
+    weights: float
+    cache: float
+    compute: float
+    host_link: float
+    host_memory: float
+    collectives: float
+    launches: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step."""
+        waiting = self.host_link + self.host_memory + self.collectives + self.launches
+        return max(self.weights + self.cache, self.compute) + waiting
+
+    @property
+    def binds(self) -> str:
+        """What most of the step's seconds are spent on."""
+        parts = dataclasses.asdict(self)
+        if self.compute < self.weights + self.cache:
+            del parts["compute"]
+        else:
+            del parts["weights"], parts["cache"]
+        names = {"cache": "cache reads", "host_link": "host link", "host_memory": "host memory"}
+        name = max(parts, key=parts.__getitem__)
+        return names.get(name, name)
+
+
+PROPERTIES = ("fits", "largest_batch", "batch_limit", "tokens_per_second", "largest_tokens_per_second")
+"""What follows from a plan's fields."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A model under one method at one context.
+
+    Attributes:
+      method: its string.
+      context: tokens of each sequence.
+      batch: sequences, on all devices together.
+      refusal: why the method cannot serve the model, or cannot be divided over the mesh; the other fields are then
+        None.
+      need: bytes of one device.
+      spare: bytes of one device that are left; below 0, how much is missing.
+      host_spare: the same of the host, for each device.
+      largest_batches: sequences that fit at this context by each limit: "device memory", "reading the prompt" and "host
+        memory".
+      largest_context: tokens that fit in this batch, at most the model's positions.
+      prefill_seconds: until the prompts are read.
+      speed: of a step of this batch.
+      speed_at_largest: of a step of the largest batch; None where not even one sequence fits.
+    """
+
+    method: str
+    context: int
+    batch: int
+    refusal: str | None = None
+    need: Need | None = None
+    spare: int | None = None
+    host_spare: int | None = None
+    largest_batches: Mapping[str, int] | None = None
+    largest_context: int | None = None
+    prefill_seconds: float | None = None
+    speed: Speed | None = None
+    speed_at_largest: Speed | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host hold it."""
+        return self.refusal is None and min(self.spare or 0, self.host_spare or 0) >= 0
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Sequences that fit at this context."""
+        return None if self.largest_batches is None else min(self.largest_batches.values())
+
+    @property
+    def batch_limit(self) -> str | None:
+        """What would not hold more than the largest batch."""
+        return None if not self.largest_batches else min(self.largest_batches, key=self.largest_batches.__getitem__)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all sequences of the batch together."""
+        return None if self.speed is None else self.batch / self.speed.step
+
+    @property
+    def largest_tokens_per_second(self) -> float | None:
+        """Of the largest batch."""
+        return None if self.speed_at_largest is None else (self.largest_batch or 0) / self.speed_at_largest.step
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and what follows from them."""
+        speeds = {
+            name: None if speed is None else dataclasses.asdict(speed) | {"step": speed.step, "binds": speed.binds}
+            for name, speed in (("speed", self.speed), ("speed_at_largest", self.speed_at_largest))
+        }
+        need = None if self.need is None else dataclasses.asdict(self.need) | {"device": self.need.device}
+        rates = {name: getattr(self, name) for name in PROPERTIES}
+        return dataclasses.asdict(self) | {"need": need} | speeds | rates
+
+
+class TracedLayer(NamedTuple):
+    """One kind of layer of a model under a method."""
+
+    needs: Needs
+    count: int  # layers of this kind
+    arrays: tuple[Any, ...]  # of its state, abstract
+    step: StepBytes  # of all sequences and heads
+    coded_values: int  # numbers that a step decodes
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What all plans of one call share: the model, the devices and how prompts are read."""
+
+    model: PlannedModel
+    hardware: Hardware
+    mesh: tuple[int, int]  # devices along the sequences, and along the heads
+    dtype: str
+    room: int
+    chunk: int | None
+    reserved: float
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of one device."""
+        return int(self.hardware.memory_bytes * (1 - self.reserved))
+
+
+def plan(
+    model: str | PlannedModel,
+    methods: Sequence[str | KVMethod],
+    contexts: Sequence[int],
+    *,
+    batch: int = 1,
+    mesh: tuple[int, int] = (1, 1),
+    hardware: str | Hardware = "h100",
+    dtype: Any = "bfloat16",
+    room: int = 0,
+    chunk: int | None = None,
+    reserved: float = RESERVED,
+) -> list[Plan]:
+    """Plans a model under each method at each context.
+
+    Args:
+      model: as `kvjax.planning.models.find_model` finds it.
+      methods: methods, or their strings.
+      contexts: tokens of a prompt.
+      batch: sequences, on all devices together.
+      mesh: devices along the sequences, and along the key/value heads.
+      hardware: a name of `kvjax.planning.hardware.CATALOGUE`, or a device.
+      dtype: of weights, and of what a method stores exactly.
+      room: tokens that each sequence may get after its prompt.
+      chunk: tokens of a prompt that are read at a time; None for all at once, or as the method asks.
+      reserved: fraction of a device's memory that programs cannot use.
+
+    Returns:
+      A plan for each method and context, the contexts of one method together. A method that cannot serve the model has
+      a refusal for a plan.
+
+    Raises:
+      KvjaxError: an unknown model or device, a context beyond the model's positions, a number out of range, and a mesh
+        over which the model's heads, MLP or vocabulary, or the sequences, do not divide.
+    """
+    model = find_model(model) if isinstance(model, str) else model
+    hardware = find_hardware(hardware) if isinstance(hardware, str) else hardware
+    for name, value in (("batch", batch), ("mesh", mesh[0]), ("mesh", mesh[1])):
+        arguments.integer(name, value, 1, MOST_SEQUENCES)
+    arguments.integer("room", room, 0, model.config.max_positions)
+    arguments.number("reserved", reserved, 0.0, 0.99)
+    if chunk is not None:
+        arguments.integer("chunk", chunk)
+    for context in contexts:
+        arguments.integer("context", context)
+        if context + room > model.config.max_positions:
+            raise KvjaxError(
+                f"context {context:,}{f' with room for {room:,} more' if room else ''} exceeds the "
+                f"{model.config.max_positions:,} positions of {model.name}; plan for fewer tokens, or for a checkpoint "
+                "with RoPE scaling: a config.json whose max_position_embeddings says how far it was extended"
+            )
+    setting = Setting(model, hardware, mesh, arguments.float_type(dtype).name, room, chunk, reserved)
+    check_mesh(setting, batch)
+    return [plan_method(setting, method, context, batch) for method in methods for context in contexts]
+
+
+def check_mesh(setting: Setting, batch: int) -> None:
+    """Raises KvjaxError, with the size that does not divide, for a mesh that the engine would refuse."""
+    c, mesh = setting.model.config, AbstractMesh(setting.mesh, (RULES["B"], RULES["K"]))
+    sizes = {"K": (c.kv_heads, "kv_heads"), "F": (c.mlp_width, "mlp_width"), "V": (c.vocab_size, "vocab_size")}
+    for letter, (size, name) in sizes.items():
+        remedy = f"it is {name} of {setting.model.name}: take a mesh BATCHxHEADS whose second number divides all three"
+        check_divides(letter, size, mesh, f"{remedy} of kv_heads, mlp_width and vocab_size")
+    check_divides("B", batch, mesh, f"plan for a batch that is a multiple of {setting.mesh[0]}, or another mesh")
+
+
+def plan_method(setting: Setting, method: str | KVMethod, context: int, batch: int) -> Plan:
+    """Plans one method at one context."""
+    name = method if isinstance(method, str) else name_of(method)
+    method, data = method_of(method), setting.mesh[0]
+    try:
+        need = count_need(setting, method, context, batch)
+    except KvjaxError as e:
+        return Plan(name, context, batch, refusal=str(e))
+    usable, host = setting.usable_bytes, setting.hardware.host_bytes
+    # Bytes grow linearly with the batch, from an offset that all sequences share.
+    one, two = (count_need(setting, method, context, n * data) for n in (1, 2))
+
+    def count_fitting(read: Callable[[Need], int], most: int) -> int:
+        growth = read(two) - read(one)
+        if read(one) > most:
+            return 0
+        return MOST_SEQUENCES if growth <= 0 else min(MOST_SEQUENCES, 1 + (most - read(one)) // growth)
+
+    limits = {
+        "device memory": data * count_fitting(lambda n: n.weights + n.cache + n.workspace, usable),
+        "reading the prompt": data * count_fitting(lambda n: n.weights + n.reading, usable),
+        "host memory": data * count_fitting(lambda n: n.host, host),
+    }
+    largest = min(limits.values())
+    return Plan(
+        name,
+        context,
+        batch,
+        need=need,
+        spare=usable - need.device,
+        host_spare=host - need.host,
+        largest_batches=limits,
+        largest_context=find_largest_context(setting, method, batch),
+        prefill_seconds=estimate_prefill(setting, method, context, batch),
+        speed=estimate_step(setting, method, context, batch),
+        speed_at_largest=estimate_step(setting, method, context, largest) if largest else None,
+    )
+
+
+def find_largest_context(setting: Setting, method: KVMethod, batch: int) -> int:
+    """Finds the largest number of tokens that fits, in steps of 64 or of 1,024 for models of many positions."""
+    most = setting.model.config.max_positions - setting.room
+    step = 1024 if most >= 32_768 else 64
+
+    def excess(tokens: int) -> float:  # above 0 where it does not fit; in fractions of each memory
+        try:
+            need = count_need(setting, method, tokens, batch)
+        except KvjaxError:  # a method may refuse prompts that are shorter than what it keeps, or too long for its table
+            return -1.0
+        return max(need.device / setting.usable_bytes, need.host / setting.hardware.host_bytes) - 1
+
+    low, high = min(step, most), most
+    at_low, at_high = excess(low), excess(high)
+    if at_high <= 0 or at_low > 0:
+        return high if at_high <= 0 else 0
+    while high - low > step:
+        # Bytes are almost linear in the tokens: the straight line's end, and then the step beyond it, decide.
+        guess = low + (high - low) * -at_low / (at_high - at_low)
+        middle = min(max(int(guess // step) * step, low + step), (high - 1) // step * step)
+        at = excess(middle)
+        if at <= 0:
+            low, at_low = middle, at
+        else:
+            high, at_high = middle, at
+    return low
+
+
+@functools.lru_cache(maxsize=512)
+def trace_layers(
+    method: KVMethod, config: Config, context: int, room: int, batch: int, dtype: str
+) -> tuple[TracedLayer, ...]:
+    """Traces the states of all kinds of layers after prompts of `context` tokens."""
+    layers = planned_layers("plan", method, config, context, context + room, batch, None, dtype).states
+    return tuple(
+        TracedLayer(
+            layer.needs,
+            count,
+            tuple(jax.tree.leaves(state)),
+            layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state),
+            count_coded(state, batch * config.kv_heads * config.head_dim),
+        )
+        for layer, state, count in layers
+    )
+
+
+def count_coded(state: Any, values_per_slot: int) -> int:
+    """Counts the numbers of keys and values that a layer's state holds as codes."""
+    if not isinstance(state, LayerState):
+        return 0
+
+    def is_coded(store: Any) -> bool:
+        leaves = jax.tree.leaves(store, is_leaf=lambda x: isinstance(x, memory.Buffer))
+        dtypes = [jnp.dtype(x.dtype) for x in leaves if isinstance(x, memory.Buffer) and x.data.size]
+        return any(dtype.itemsize == 1 or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
+
+    return sum(map(is_coded, (state.k, state.v))) * state.pos.shape[2] * values_per_slot
+
+
+def divide(arrays: Sequence[Any], batch: int, kv_heads: int, mesh: tuple[int, int]) -> dict[str, int]:
+    """Bytes of a layer's arrays on one device of a mesh, by memory kind, divided as `kvjax.core.mesh` divides them."""
+    total = dict.fromkeys(memory.MEMORY_KINDS, 0)
+    for x in arrays:
+        axes = axes_of_layer_array(x.shape, batch, kv_heads).split() if mesh != (1, 1) else []
+        parts = (mesh[0] if "B" in axes else 1) * (mesh[1] if "K" in axes else 1)
+        total[memory.memory_kind(x)] += x.size * x.dtype.itemsize // parts
+    return total
+
+
+@functools.lru_cache(maxsize=64)
+def count_weights(model: PlannedModel, dtype: str, num_devices: int, num_experts: float | None = None) -> float:
+    """Bytes of the parameters on one of the devices along the heads; `num_experts` of each layer, None for all."""
+    c = model.config
+    # Layers have equal parameters, and tracing all of a large model takes seconds.
+    one = dataclasses.replace(c, layers=1, windows=None)
+    params = abstract_params(one, dtype)
+    axes = nn.get_partition_spec(params)
+    total, experts = 0.0, model.num_experts if num_experts is None else num_experts
+
+    def add(path: Any, x: Any, letters: PartitionSpec) -> None:
+        nonlocal total
+        parts = num_devices if any(RULES.get(letter) == RULES["K"] for letter in " ".join(letters).split()) else 1
+        keys = [key.key for key in path if hasattr(key, "key")]
+        times = (c.layers if keys[0].startswith("layer_") else 1) * (experts if "mlp" in keys else 1)
+        total += times * x.size * x.dtype.itemsize / parts
+
+    jax.tree_util.tree_map_with_path(add, nn.unbox(params), axes)
+    return total + model.other_parameters * arguments.float_type(dtype).itemsize
+
+
+def count_need(setting: Setting, method: KVMethod, context: int, batch: int) -> Need:
+    """Counts the bytes of one device; raises KvjaxError where the method cannot serve the model or the mesh."""
+    model, (data, heads), dtype = setting.model, setting.mesh, arguments.float_type(setting.dtype)
+    c, local, itemsize = model.config, batch // data, dtype.itemsize
+    layers = trace_layers(method, c, context, setting.room, batch, dtype.name)
+    divided = [divide(layer.arrays, batch, c.kv_heads, setting.mesh) for layer in layers]
+    counts, needs = [layer.count for layer in layers], [layer.needs for layer in layers]
+    cache = 4 * local + sum(n * size["device"] for n, size in zip(counts, divided, strict=True))
+    fed = min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
+    width = round_up(context)
+    at_once = min(setting.chunk or fed or width, width)
+
+    def count_exact(needs: Any) -> int:  # what one layer's prompt holds: keys, values, and what its method observes
+        if needs.prompt_chunk:
+            return 0
+        queries = width if needs.observed_queries is None else needs.observed_queries
+        per_head = 2 * c.kv_heads * width * c.head_dim + c.heads * queries * c.head_dim
+        scores = 4 * local * c.kv_heads * width // heads if needs.replay else 0
+        shared = local * width * c.width * itemsize if needs.hidden_states else 0
+        return local * per_head * itemsize // heads + scores + shared
+
+    # XLA's program of a layer holds its input, the stream and its output, and then what attention or the MLP makes: the
+    # temporary bytes that the compiler reports for a layer of an 8B model, to 4%.
+    blocks = 4 * c.heads // heads * min(ATTENTION_BLOCK, at_once) * (2 * min(ATTENTION_BLOCK, width) + 2 * c.head_dim)
+    attention = local * (3 * at_once * c.heads * c.head_dim * itemsize // heads + blocks)
+    mlp = local * 3 * at_once * c.mlp_width * model.active_experts * itemsize // heads
+    stream = 3 * local * at_once * c.width * itemsize
+    exact = [count_exact(n) for n in needs]
+    if setting.chunk or any(n.global_budget or n.replay or n.paired_layer for n in needs):
+        held = sum(n * size for n, size in zip(counts, exact, strict=True))
+        # Each layer's prompt is dropped once its state has been made of it.
+        reading = max(held + max(stream + max(attention, mlp), *(size["device"] for size in divided)), cache)
+    else:
+        reading = cache + stream + max(max(exact) + attention, mlp)
+    tokens = 1 + max(n.draft_tokens for n in needs)
+    step = 2 * 4 * c.heads // heads * (context + setting.room) + itemsize * (4 * c.width + 2 * c.mlp_width // heads)
+    return Need(
+        weights=int(count_weights(model, dtype.name, heads)),
+        cache=cache,
+        workspace=local * tokens * (step + 4 * c.vocab_size),
+        reading=reading,
+        # A host serves its devices' parts of the cache.
+        host=sum(n * size["pinned_host"] for n, size in zip(counts, divided, strict=True)),
+    )
+
+
+def estimate_step(setting: Setting, method: KVMethod, context: int, batch: int) -> Speed:
+    """Estimates the seconds of one decode step after prompts of `context` tokens."""
+    model, (data, heads), hardware = setting.model, setting.mesh, setting.hardware
+    c, local, itemsize = model.config, batch // data, arguments.float_type(setting.dtype).itemsize
+    read = written = link = host = slots = coded = 0.0
+    draft = 0
+    for layer in trace_layers(method, c, context, setting.room, batch, setting.dtype):
+        whole = memory.array_bytes(layer.arrays)
+        part = divide(layer.arrays, batch, c.kv_heads, setting.mesh)
+        # What all heads share is read on each device; by how much that adds is known of the arrays as a whole.
+        on_device, on_host = (part[kind] / max(whole[kind], 1) for kind in memory.MEMORY_KINDS)
+        read += layer.count * layer.step.device * on_device
+        written += layer.count * layer.step.device_written * on_device
+        link += layer.count * (layer.step.link + layer.step.host_written) * on_host
+        host += layer.count * layer.step.host * on_host
+        slots += layer.count * max((x.shape[2] for x in layer.arrays if len(x.shape) > 2), default=0)
+        # A reader of few tokens decodes these alone.
+        fraction = min(1.0, layer.step.device / max(whole["device"], 1))
+        coded += layer.count * layer.coded_values * fraction / (data * heads)
+        draft = max(draft, layer.needs.draft_tokens)
+    tokens = local * (1 + draft)
+    # Each token draws its experts by itself; several share some of them.
+    experts = model.num_experts * (1 - (1 - model.active_experts / model.num_experts) ** tokens)
+    weights = count_weights(model, setting.dtype, heads, experts if model.num_experts > 1 else None)
+    if not c.tie_embeddings:  # only the tokens' own rows are read
+        weights -= max(c.vocab_size // heads - tokens, 0) * c.width * itemsize
+    multiplied = 2 * tokens * model.active_parameters / heads
+    attention = 2 * 2 * tokens * c.heads * c.head_dim * slots / heads
+    # Two sums over the heads' devices a layer, as rings, and the logits of all parts of the vocabulary.
+    summed = 2 * c.layers * 2 * tokens * c.width * itemsize + local * c.vocab_size * 4
+    collectives = 0.0
+    if heads > 1:
+        collectives = (heads - 1) / heads * summed / hardware.device_link + (2 * c.layers + 1) * COLLECTIVE_SECONDS
+    return Speed(
+        weights=weights / hardware.memory_bandwidth,
+        cache=max((read + written) / hardware.memory_bandwidth, coded / (hardware.decoded_values or math.inf)),
+        compute=(multiplied + attention) / hardware.flops,
+        host_link=link / hardware.host_link,
+        host_memory=host / hardware.host_bandwidth,
+        collectives=collectives,
+        launches=c.layers * hardware.layer_seconds,
+    )
+
+
+def estimate_prefill(setting: Setting, method: KVMethod, context: int, batch: int) -> float:
+    """Estimates the seconds of reading prompts of `context` tokens: products, causal attention, copies to the host."""
+    model, (data, heads), hardware = setting.model, setting.mesh, setting.hardware
+    c, local, itemsize = model.config, batch // data, arguments.float_type(setting.dtype).itemsize
+    head = c.vocab_size * c.width  # multiplied for the last token alone
+    matrices = model.active_parameters - head
+    seen = sum(min(context, c.window(i) or context) for i in range(c.layers))
+    # Half of the pairs are in the future where a layer has no window.
+    full = sum(c.window(i) is None or (c.window(i) or 0) >= context for i in range(c.layers)) * context
+    pairs = context * (full / 2 + (seen - full))
+    passes = (
+        2 if any(x.needs.replay for x in trace_layers(method, c, context, setting.room, batch, setting.dtype)) else 1
+    )
+    operations = passes * local * (2 * matrices * context + 4 * c.heads * c.head_dim * pairs) + local * 2 * head
+    computing = operations / heads / hardware.flops
+    reading = count_weights(model, setting.dtype, heads) / hardware.memory_bandwidth
+    sent = 2 * c.layers * 2 * local * context * c.width * itemsize * (heads - 1) / heads
+    collectives = sent / hardware.device_link + (2 * c.layers * COLLECTIVE_SECONDS if heads > 1 else 0)
+    host = count_need(setting, method, context, batch).host / hardware.host_link
+    return max(computing, reading) + collectives + host

@@ -1,0 +1,231 @@
+"""`kvjax plan`: the options, the table, the notes and the plot of `kvjax.planning.plan`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvjax.errors import KvjaxError
+from kvjax.planning import measured
+from kvjax.planning.hardware import GIB, Hardware, find_hardware
+from kvjax.planning.models import PlannedModel, find_model
+from kvjax.planning.plan import COLLECTIVE_SECONDS, RESERVED, Plan, plan
+from kvjax.registry.strings import resolve
+from kvjax.utils import arguments, display
+from kvjax.utils.packages import import_optional
+
+TABLE_COLUMNS = 144
+PLOT_CONTEXTS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)  # in 1,024 tokens
+FACTORS = {"": 1, "k": 1024, "m": 1024**2}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    model, methods, mesh = find_model(args.model), resolve(args.method), parse_mesh(args.mesh)
+    contexts = [parse_tokens(word) for word in args.context.split(",") if word.strip()]
+    if not contexts:
+        raise KvjaxError(f"no context in {args.context!r}; for example --context 32k,128k")
+    if args.plot is not None:
+        import_optional("matplotlib", "plots need")
+        if args.plot.is_dir() or args.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise KvjaxError(f"--plot {args.plot} must be a file whose name ends in .png, .svg or .pdf")
+    hardware = find_hardware(args.hardware) if not args.measured else measured.measure(args.dtype)
+    if args.memory_gb is not None:
+        size = int(arguments.number("--memory-gb", args.memory_gb, 0.001, 1e6) * GIB)
+        hardware = dataclasses.replace(hardware, memory_bytes=size)
+    if args.host_gb is not None:
+        size = int(arguments.number("--host-gb", args.host_gb, 0.0, 1e7) * GIB)
+        hardware = dataclasses.replace(hardware, host_bytes=size)
+    options: dict[str, Any] = {"batch": args.batch, "mesh": mesh, "hardware": hardware, "dtype": args.dtype}
+    options |= {"room": args.room, "chunk": args.chunk}
+    plans = plan(model, list(methods), contexts, **options)
+    notes = write_notes(model, hardware, mesh, plans, args.dtype, args.chunk)
+    if args.json:
+        about = {"model": dataclasses.asdict(model) | {"parameters": model.parameters}, "mesh": mesh}
+        about |= {"hardware": dataclasses.asdict(hardware), "dtype": args.dtype}
+        print(json.dumps(about | {"plans": [p.to_json() for p in plans], "notes": notes}, indent=2))
+    else:
+        console = Console(highlight=False)
+        console = Console(highlight=False, width=max(console.width, TABLE_COLUMNS))
+        for context in dict.fromkeys(contexts):
+            console.print(make_table(model, hardware, mesh, [p for p in plans if p.context == context]))
+        for note in notes:
+            console.print(f"- {note}", markup=False, soft_wrap=True)
+    if args.plot is not None:
+        longest = model.config.max_positions - args.room
+        grid = [n * 1024 for n in PLOT_CONTEXTS if n * 1024 <= longest] or [longest]
+        known = {(p.method, p.context): p for p in plans}
+        wanted = [(name, n) for name in methods for n in sorted({*grid, *contexts}) if (name, n) not in known]
+        for name, context in wanted:
+            known[name, context] = plan(model, [name], [context], **options)[0]
+        draw(model, hardware, mesh, list(known.values()), args.plot)
+        if not args.json:
+            print(f"wrote {args.plot}")
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """Reads "2x4": devices along the sequences, and along the heads; raises KvjaxError for anything else."""
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text.strip().lower())
+    if match is None:
+        raise KvjaxError(
+            f"--mesh {text!r:.80} is not BATCHxHEADS: the devices over which sequences are divided, and those over "
+            "which heads are; 1x8 is eight devices that share each sequence's heads"
+        )
+    return int(match[1]), int(match[2])
+
+
+def parse_tokens(text: str) -> int:
+    """Reads a number of tokens, as "65536" or "64k"; raises KvjaxError for anything else."""
+    match = re.fullmatch(r"(\d{1,9})([km]?)", text.strip().lower())
+    if match is None or not int(match[1]):
+        raise KvjaxError(f"--context {text!r:.80} is no number of tokens; write 65536 or 64k, several with commas")
+    return int(match[1]) * FACTORS[match[2]]
+
+
+def make_table(model: PlannedModel, hardware: Hardware, mesh: tuple[int, int], plans: Sequence[Plan]) -> Table:
+    """Makes the table of the plans at one context."""
+    devices = mesh[0] * mesh[1]
+    where = hardware.name if devices == 1 else f"{devices} x {hardware.name} as {mesh[0]}x{mesh[1]}"
+    batch = "1 sequence" if plans[0].batch == 1 else f"{plans[0].batch:,} sequences"
+    needs = [p.need for p in plans if p.need is not None]
+    unit, size = ("GB", 1e9) if any(n.device >= 1e9 for n in needs) else ("MB", 1e6)
+    title = f"{model.name} on {where}: {batch} of {plans[0].context:,} tokens; {unit} of a device"
+    t = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, collapse_padding=True)
+    t.add_column("method", overflow="fold", min_width=18)
+    t.add_column("fits", overflow="fold", min_width=9)
+    sizes = ("weights", "cache", "work-\nspace", "reading\nprompt", "host")
+    others = ("largest\nbatch", "largest\ncontext", "prefill\ns", "tok/s", "at largest\nbatch, tok/s")
+    for name in (*sizes, *others):
+        t.add_column(name, justify="right", no_wrap=True)
+    t.add_column("binds", no_wrap=True)
+    for p in plans:
+        if p.need is None or p.speed is None:
+            t.add_row(p.method, "refused", *["-"] * (len(sizes) + len(others)), "see below")
+            continue
+        n = p.need
+        figures = [f"{x / size:,.2f}" for x in (n.weights, n.cache, n.workspace, n.reading, n.host)]
+        at_largest = "-" if p.largest_tokens_per_second is None else format_rate(p.largest_tokens_per_second)
+        limits = [f"{p.largest_batch:,}", f"{p.largest_context:,}", f"{p.prefill_seconds:,.2f}"]
+        t.add_row(
+            *(p.method, describe_fit(p), *figures, *limits, format_rate(p.tokens_per_second or 0), at_largest),
+            p.speed.binds,
+        )
+    return t
+
+
+def describe_fit(p: Plan) -> str:
+    """Says whether a plan fits, or how much is missing of which memory."""
+    if p.fits:
+        return "yes"
+    missing = [(p.spare, "GB over"), (p.host_spare, "GB over on host")]
+    return ", ".join(f"{-size / 1e9:,.1f} {words}" for size, words in missing if size is not None and size < 0)
+
+
+def format_rate(rate: float) -> str:
+    """Formats tokens per second."""
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:,.2f}"
+
+
+def write_notes(
+    model: PlannedModel, hardware: Hardware, mesh: tuple[int, int], plans: Sequence[Plan], dtype: str, chunk: int | None
+) -> list[str]:
+    """Says what the plans assume, what was refused and why, and what would help."""
+    h, c = hardware, model.config
+    notes = []
+    for context in dict.fromkeys(p.context for p in plans):
+        own = [p for p in plans if p.context == context]
+        fitting = sorted((p for p in own if p.fits), key=lambda p: -(p.tokens_per_second or 0))
+        fastest = (
+            f"; the fastest is {fitting[0].method}, {format_rate(fitting[0].tokens_per_second or 0)} tok/s at most"
+        )
+        notes.append(
+            f"{context:,} tokens: {len(fitting)} of {display.count(len(own), 'method')} fit{fastest if fitting else ''}"
+        )
+    active = "" if model.num_experts == 1 else f", {model.active_parameters / 1e9:.1f}B of them for each token"
+    notes += [
+        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}; {c.layers} layers, {c.heads} "
+        f"heads on {c.kv_heads} of {c.head_dim}, {c.max_positions:,} positions ({model.source})",
+        *model.notes,
+        f"{h.name}: {h.memory_bytes / 1e9:.1f} GB, of which programs use {1 - RESERVED:.0%}, "
+        f"{h.memory_bandwidth / 1e9:,.0f} GB/s, {h.flops / 1e12:,.1f} TFLOP/s, host link "
+        f"{h.host_link / 1e9:,.0f} GB/s, {h.host_bytes / 1e9:,.0f} GB of host memory a device ({h.source})",
+        "GB are 10^9 bytes of one device, or of the host for it. Weights and caches are counted exactly, with all "
+        "slots; the work of a step and of reading the prompt by formula. A prompt is read "
+        + ("all at once" if chunk is None else f"{chunk:,} tokens at a time")
+        + ", beside the weights: exact keys and values, states, activations.",
+        "Seconds are a roofline: bytes and operations over peak rates, copies from the host not overlapped"
+        + (f", {COLLECTIVE_SECONDS * 1e6:.0f} us for each sum over devices" if mesh[1] > 1 else "")
+        + (f", {h.layer_seconds * 1e6:,.0f} us for each layer's own work, as measured" if h.layer_seconds else "")
+        + (f", {h.decoded_values / 1e9:.2f}e9 codes decoded a second, as measured" if h.decoded_values else "")
+        + ". Real programs are slower.",
+    ]
+    notes += [f"{p.method} is refused: {p.refusal}" for p in plans if p.refusal]
+    limited = [p for p in plans if p.batch_limit == "reading the prompt"]
+    if limited:
+        names = ", ".join(dict.fromkeys(p.method for p in limited))
+        remedy = (
+            "--chunk 4096 reads it in parts, with fewer activations but the exact keys and values of all layers at once"
+            if chunk is None
+            else "fewer tokens a chunk need fewer activations; without --chunk one layer's exact keys and values are "
+            "held at a time"
+        )
+        notes.append(f"Reading the prompt sets the largest batch of {names}: {remedy}.")
+    return notes
+
+
+def draw(model: PlannedModel, hardware: Hardware, mesh: tuple[int, int], plans: Sequence[Plan], path: Path) -> None:
+    """Draws tokens per second against the context, one line a method, dotted where it does not fit."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    from kvjax.eval.page.charts import assign_styles
+    from kvjax.eval.page.plots import RC
+
+    names = list(dict.fromkeys(p.method for p in plans if p.refusal is None))
+    styles = assign_styles(names)
+    with matplotlib.rc_context(RC):
+        fig = Figure(figsize=(7.2, 4.6), layout="constrained")
+        ax = fig.subplots()
+        handles = []
+        for name in names:
+            own = sorted((p for p in plans if p.method == name), key=lambda p: p.context)
+            style = styles[name]
+            handles.append(Line2D([], [], color=style.color, marker=style.marker, markersize=5, label=name))
+            points = [(p.context, p.tokens_per_second or 0, p.fits) for p in own]
+            for (x, y, fits), (next_x, next_y, next_fits) in zip(points, points[1:], strict=False):
+                dash = "-" if fits and next_fits else ":"
+                ax.plot([x, next_x], [y, next_y], dash, color=style.color, linewidth=1.4)
+            for kind in (True, False):
+                chosen = [(x, y) for x, y, fits in points if fits is kind]
+                xs, ys = [x for x, _ in chosen], [y for _, y in chosen]
+                face = style.color if kind else "white"
+                ax.plot(xs, ys, style.marker, color=style.color, markerfacecolor=face, markersize=5)
+        contexts = sorted({p.context for p in plans})
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.set_xticks(contexts, [f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}" for n in contexts])
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+        ax.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: f"{y:,g}" if f"{y:e}"[0] in "25" else ""))
+        ax.grid(True)
+        devices = mesh[0] * mesh[1]
+        where = hardware.name if devices == 1 else f"{devices} x {hardware.name} as {mesh[0]}x{mesh[1]}"
+        ax.set_title(f"{model.name} on {where}, batch {plans[0].batch:,}: roofline of decoding")
+        ax.set_xlabel("context, tokens (logarithmic)")
+        ax.set_ylabel("tokens per second (logarithmic)")
+        handles.append(
+            Line2D([], [], color="#888888", linestyle=":", marker="o", markerfacecolor="white", label="does not fit")
+        )
+        fig.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+        fig.savefig(path, dpi=150)

@@ -1,0 +1,210 @@
+"""The planner: bytes are those of real arrays on real meshes, limits hold, and seconds follow from their formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax import cli
+from kvjax.core import memory
+from kvjax.engine.forward import Target, apply_layer, layer_calls
+from kvjax.engine.modes import FullPrefill
+from kvjax.engine.plan import bind
+from kvjax.errors import KvjaxError
+from kvjax.models.model import Model
+from kvjax.models.sharding import abstract_params, param_shardings
+from kvjax.planning.hardware import CATALOGUE, Hardware, find_hardware
+from kvjax.planning.models import PlannedModel, find_model
+from kvjax.planning.plan import RESERVED, Plan, Setting, count_need, plan
+
+CONFIG = kvjax.Config(vocab_size=96, width=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=48)
+TOY = PlannedModel("toy", CONFIG, "of the tests")
+TOKENS, ROOM = 60, 4
+METHODS = (
+    "full",
+    "int8",
+    "kivi:bits=4,group=8,residual=16",
+    "snapkv:budget=24,window=8",
+    "kcache:n=8",
+    "quest:budget=16,page=8",
+)
+DEVICE = Hardware("small", 2 * 10**7, 1e9, 1e10, 1e8, 1e9, 1e8, 10**6, "of the tests")
+
+
+@functools.cache
+def toy_params() -> dict:
+    return kvjax.random_model(CONFIG).params
+
+
+def device_bytes(tree: object) -> dict[str, int]:
+    """Bytes of the first device's shards, by memory kind."""
+    total = dict.fromkeys(memory.MEMORY_KINDS, 0)
+    for x in jax.tree.leaves(memory.without_guards(tree)):
+        (shard,) = (s for s in x.addressable_shards if s.device == jax.devices()[0])
+        total[memory.memory_kind(x)] += shard.data.size * x.dtype.itemsize
+    return total
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (1, 4)])
+def test_bytes_are_those_of_the_shards_on_a_device(mesh):
+    devices = Mesh(np.array(jax.devices()[: mesh[0] * mesh[1]]).reshape(mesh), ("data", "model"))
+    params = jax.device_put(toy_params(), param_shardings(CONFIG, devices))
+    model = Model(CONFIG, params, mesh=devices)
+    ids = [list(range(1, TOKENS + 1))] * 4
+    for method in METHODS:
+        _, cache = kvjax.prefill(model, ids, method, capacity=TOKENS + ROOM)
+        real, weights = device_bytes(cache), device_bytes(params)["device"]
+        setting = Setting(TOY, DEVICE, mesh, "float32", ROOM, None, RESERVED)
+        need = count_need(setting, kvjax.parse(method), TOKENS, 4)
+        assert (need.weights, need.cache, need.host) == (weights, real["device"], real["pinned_host"]), method
+        assert (need.host > 0) == method.startswith("kcache")
+
+
+def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer():
+    """Temporary bytes, results and the input of a compiled layer, against the peak planned beside the weights."""
+    config = dataclasses.replace(CONFIG, width=256, heads=4, head_dim=64, mlp_width=1024, layers=1)
+    tokens, params = 1024, nn.unbox(abstract_params(dataclasses.replace(config, vocab_size=8), jnp.float32))
+    for method in ("full", "int8"):
+        layers = bind(method, config)
+        calls = layer_calls(layers, config, (layers[0].num_slots(tokens, 0),))
+        hidden = jax.ShapeDtypeStruct((1, tokens, config.width), jnp.float32)
+        angles = (jax.ShapeDtypeStruct((1, tokens, config.head_dim // 2), jnp.float32),) * 2
+        mode = FullPrefill(jax.ShapeDtypeStruct((1,), jnp.int32), tokens, None)
+        layer = jax.jit(apply_layer, static_argnames=("call", "target"))
+        arguments = (params["layer_0"], hidden, angles, mode, None, None)
+        report = layer.lower(*arguments, call=calls[0], target=Target(config)).compile().memory_analysis()
+        real = report.temp_size_in_bytes + report.output_size_in_bytes + hidden.size * 4
+        setting = Setting(PlannedModel("x", config, "tests"), DEVICE, (1, 1), "float32", 0, None, 0.0)
+        planned = count_need(setting, kvjax.parse(method), tokens, 1).reading
+        assert 0.8 < planned / real < 1.25
+
+
+def test_prompts_read_in_chunks_and_shared_budgets_hold_the_exact_cache_of_all_layers():
+    llama = find_model("llama-3.1-8b")
+    need = functools.partial(count_need, context=65_536, batch=1)
+    exact = 2 * 32 * 8 * 128 * 65_536 * 2  # 8.6 GB
+    at_once = Setting(llama, find_hardware("h100"), (1, 1), "bfloat16", 0, None, RESERVED)
+    chunked = dataclasses.replace(at_once, chunk=1024)
+    snapkv, cake = kvjax.parse("snapkv:budget=1024"), kvjax.parse("cake:budget=1024")
+    assert need(at_once, cake).reading > exact
+    assert need(chunked, snapkv).reading > exact
+    assert need(at_once, snapkv).reading < exact
+    # Activations of one chunk are those of fewer tokens.
+    assert need(chunked, cake).reading < exact + 5e8 < need(at_once, cake).reading
+
+
+def fits(p: Plan) -> bool:
+    assert p.need is not None
+    return p.fits
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("method", ["full", "kcache:n=8", "snapkv:budget=24,window=8"])
+def test_the_largest_batch_and_context_fit_and_more_do_not(method, mesh):
+    model = PlannedModel("toy", dataclasses.replace(CONFIG, max_positions=16_384), "of the tests")
+    make = functools.partial(plan, model, [method], mesh=mesh, dtype="float32", room=8)
+    small = dataclasses.replace(DEVICE, host_bytes=300_000)
+    (p,) = make([256], batch=mesh[0], hardware=small)
+    assert p.largest_batch is not None and p.largest_context is not None
+    assert p.largest_batch > 0 and p.largest_context > 256
+    assert fits(make([256], batch=p.largest_batch, hardware=small)[0])
+    assert not fits(make([256], batch=p.largest_batch + mesh[0], hardware=small)[0])
+    assert fits(make([p.largest_context], batch=mesh[0], hardware=small)[0])
+    assert not fits(make([p.largest_context + 64], batch=mesh[0], hardware=small)[0])
+    limits = dict(p.largest_batches or {})
+    assert p.batch_limit is not None and limits[p.batch_limit] == p.largest_batch
+
+
+def test_a_step_of_the_exact_cache_takes_its_bytes_over_the_bandwidth():
+    """The roofline of `full`, written down again; a mesh divides all but the positions, and adds the sums."""
+    h = CATALOGUE["h100"]
+    parameters = 8_030_261_248 - 128_255 * 4096  # one row of the embedding is read
+    tokens = 32_768
+    (p,) = plan("llama-3.1-8b", ["full"], [tokens], hardware="h100")
+    assert p.speed is not None and p.prefill_seconds is not None
+    assert p.speed.weights == pytest.approx(2 * parameters / h.memory_bandwidth)
+    keys_and_values = 2 * 32 * 8 * 128 * tokens * 2
+    assert p.speed.cache == pytest.approx(keys_and_values / h.memory_bandwidth, rel=0.005)
+    assert p.speed.step == pytest.approx(p.speed.weights + p.speed.cache)
+    assert p.speed.binds == "weights" and p.speed.collectives == p.speed.host_link == 0
+    products = 2 * (8_030_261_248 - 2 * 128_256 * 4096) * tokens + 4 * 32 * 128 * tokens * tokens / 2 * 32
+    assert p.prefill_seconds == pytest.approx(products / h.flops, rel=0.01)
+    (divided,) = plan("llama-3.1-8b", ["full"], [tokens], hardware="h100", mesh=(1, 4))
+    assert divided.speed is not None
+    assert divided.speed.weights == pytest.approx(p.speed.weights / 4, rel=0.001)
+    assert divided.speed.cache == pytest.approx(p.speed.cache / 4, rel=0.01)
+    assert divided.speed.collectives >= 65 * 10e-6
+
+
+def test_experts_are_read_as_often_as_tokens_draw_them():
+    model = find_model("gpt-oss-20b")
+    one, many = (plan(model, ["full"], [1024], batch=n, hardware="b200")[0] for n in (1, 256))
+    assert one.speed is not None and many.speed is not None
+    assert one.speed.weights == pytest.approx(2 * model.active_parameters / 8e12, rel=0.01)
+    unread = 2 * (model.config.vocab_size - 256) * model.config.width
+    assert many.speed.weights == pytest.approx((2 * model.parameters - unread) / 8e12, rel=0.01)
+
+
+def test_what_binds_is_the_longest_part():
+    def binds(method: str, **options: object) -> str:
+        (p,) = plan("llama-3.1-8b", [method], [options.pop("context", 131_072)], **options)  # type: ignore[arg-type]
+        assert p.speed is not None
+        return p.speed.binds
+
+    assert binds("full", context=1024) == "weights"
+    assert binds("full") == "cache reads"
+    assert binds("offload") == "host link"
+    assert binds("streaming_llm", context=1024, batch=4096) in ("compute", "cache reads")
+    slow = dataclasses.replace(find_hardware("h100"), device_link=1e6)
+    assert binds("full", context=1024, mesh=(1, 8), hardware=slow) == "collectives"
+
+
+def test_bad_input_is_refused_before_anything_is_traced():
+    with pytest.raises(
+        KvjaxError, match=r"context 200,000 exceeds the 131,072 positions of llama-3.1-8b.*RoPE scaling"
+    ):
+        plan("llama-3.1-8b", ["full"], [200_000])
+    with pytest.raises(KvjaxError, match=r"K of size 8 does not divide over the 3 devices.*kv_heads of llama-3.1-8b"):
+        plan("llama-3.1-8b", ["full"], [1024], mesh=(1, 3))
+    with pytest.raises(KvjaxError, match=r"B of size 3 does not divide.*multiple of 2"):
+        plan("llama-3.1-8b", ["full"], [1024], mesh=(2, 1), batch=3)
+    with pytest.raises(KvjaxError, match="unknown hardware"):
+        plan("llama-3.1-8b", ["full"], [1024], hardware="h1000")
+    (refused,) = plan("gpt-oss-20b", ["kivi:group=96,residual=96"], [1024])
+    assert refused.refusal and not refused.fits and refused.need is None
+
+
+def test_the_command_prints_a_table_json_and_a_plot(tmp_path, capsys):
+    picture = tmp_path / "speed.png"
+    command = ["plan", "smollm2", "--method", "full; kcache:n=64", "--context", "1k,4096", "--hardware", "l4"]
+    assert cli.main([*command, "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "smollm2 on l4: 1 sequence of 1,024 tokens" in out and "1 sequence of 4,096 tokens" in out
+    assert "host link" in out and "NVIDIA L4 data sheet" in out and picture.stat().st_size > 10_000
+    assert cli.main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(p["method"], p["context"]) for p in document["plans"]] == [
+        ("full", 1024),
+        ("full", 4096),
+        ("kcache:n=64", 1024),
+        ("kcache:n=64", 4096),
+    ]
+    assert document["plans"][0]["fits"] and document["hardware"]["name"] == "l4"
+    for wrong, message in (
+        (["--mesh", "4"], "--mesh '4' is not BATCHxHEADS"),
+        (["--context", "soon"], "--context 'soon' is no number of tokens"),
+        (["--plot", str(tmp_path)], "must be a file whose name ends in .png"),
+        (["--hardware", "cray"], "unknown hardware 'cray'"),
+        (["--method", "nosuch"], "nosuch"),
+    ):
+        assert cli.main([*command, *wrong]) == 2
+        assert message in capsys.readouterr().err
