@@ -26,6 +26,8 @@ import numpy as np
 from jax import lax
 from jax.core import AbstractValue
 from jax.experimental import compute_on as _compute_on_module
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from kvjax.core.gradients import refuse_gradient
@@ -39,8 +41,8 @@ RAW, WORDS = "raw bits of 16-bit floats in device memory", "words in host memory
 CODES = "codes of keys and values in a cache"
 """Names of the stored forms of floats, for errors."""
 
-MAX_SLICES = 8
-"""Slices that one write on a TPU is divided into at most: each adds an instruction to the program."""
+NARROW_ROW, MAX_SLICES = 64, 8
+"""On a TPU, rows of fewer numbers are written as slices, unless one write had to be divided into more slices."""
 
 _UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of a number
 
@@ -234,9 +236,11 @@ def put(
     """Writes x into an array on the device, from slot `at` >= 0 on; the excess is dropped."""
     B, K, T = x.shape[:3]
     S, num_starts = data.shape[2], at.shape[1]
-    if jax.default_backend() == "tpu" and 0 < T <= S and B * num_starts <= MAX_SLICES:
+    is_narrow = data.ndim == 3 or data.shape[3] < NARROW_ROW
+    if jax.default_backend() == "tpu" and is_narrow and 0 < T <= S and B * num_starts <= MAX_SLICES:
         # TPUs keep the slots of narrow rows in their 128 lanes. A scatter wants the rows there: the loop then copies
-        # the buffer to another layout, padded to whole lanes. A slice is written into any layout, in place.
+        # the buffer to another layout, padded to whole lanes. A slice is written into any layout, in place. Not so for
+        # wider rows: where they are gathered, too, the gather would copy the buffer back, in each step.
         heads = K // num_starts
         for b in range(B):
             for k in range(num_starts):
@@ -345,6 +349,38 @@ def _from_bits(x: Array, dtype: Any) -> Array:
         return x
     values = lax.bitcast_convert_type(x, dtype)  # [... W/2 2] of words
     return values.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize // dtype.itemsize)
+
+
+def loop_formats(tree: Any) -> tuple[Format | None, ...]:
+    """For each leaf of a tree the format in which a loop keeps it, None for the default one; empty if all are None.
+
+    A loop on a TPU writes rows into host memory, one of each head at a time. Where a row is narrower than 128 lanes,
+    an argument's default layout has the slots in the lanes, and before and behind each loop every host buffer would
+    pass through device memory to be turned round.
+    """
+    if jax.default_backend() != "tpu":
+        return ()
+
+    def choose(x: Array) -> Format | None:
+        sharding = x.sharding
+        if sharding.memory_kind != "pinned_host":
+            return None
+        if isinstance(sharding, SingleDeviceSharding):  # with a format, JAX 0.10.2 would forget its kind of memory
+            mesh = Mesh(list(sharding.device_set), ("device",))
+            sharding = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
+        return Format(Layout((0, 2, 1, 3)), sharding)  # a slot of all heads is a tile
+
+    formats = tuple(map(choose, jax.tree.leaves(tree)))
+    return formats if any(formats) else ()
+
+
+def to_loop_formats(tree: Any) -> Any:
+    """Moves the arrays of a tree into their formats in a loop; gives up what moves, as the loop's donation would."""
+    if not (formats := loop_formats(tree)):
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    moved = [x if f is None else jax.device_put(x, f, donate=True) for x, f in zip(leaves, formats, strict=True)]
+    return jax.tree.unflatten(structure, moved)
 
 
 def apply_on_device(fun: Callable[..., Array], *arrays: Array) -> Array:

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
 
-from kvjax.core import matmul
+from kvjax.core import matmul, memory
 from kvjax.engine import forward
 from kvjax.engine.forward import Target
 from kvjax.models.model import Model
@@ -39,9 +40,34 @@ def target_for(model: Model, num_tokens: int, *, in_place: bool, num_logits: int
 
 
 @functools.cache
-def jit_with(fun: Callable[..., Any], static: tuple[str, ...], donated: tuple[str, ...], options: Options) -> Any:
-    """Applies `jax.jit` with names of static and of donated arguments, once for each set of these values."""
-    return jax.jit(fun, static_argnames=static, donate_argnames=donated, compiler_options=dict(options) or None)
+def jit_with(
+    fun: Callable[..., Any],
+    static: tuple[str, ...],
+    donated: tuple[str, ...],
+    options: Options,
+    formats: tuple[Format | None, ...] = (),
+    structure: Any = None,
+) -> Any:
+    """Applies `jax.jit` with names of static and of donated arguments, once for each set of these values.
+
+    `formats` are those of the result's leaves, `structure` is its tree; without formats all are the default ones.
+    """
+    return jax.jit(
+        fun,
+        static_argnames=static,
+        donate_argnames=donated,
+        compiler_options=dict(options) or None,
+        out_shardings=jax.tree.unflatten(structure, formats) if formats else None,
+    )
+
+
+def jit_loop(loop: Callable[..., Any], state: Any, options: Options = ()) -> Any:
+    """Applies `jax.jit` to a decode loop, to which the state is donated, and which returns it in the loop's formats.
+
+    `state`, given for its formats and its structure, is to come from `memory.to_loop_formats`.
+    """
+    formats = memory.loop_formats(state)
+    return jit_with(loop, ("target",), ("state",), options, formats, jax.tree.structure(state) if formats else None)
 
 
 def options_for(num_tokens: int, width: int, dtype: Any, tied: bool = False) -> Options:

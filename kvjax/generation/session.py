@@ -12,13 +12,14 @@ import numpy as np
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.protocol import Cache
+from kvjax.core import memory
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
 from kvjax.engine.forward import Target
 from kvjax.engine.sampling import Sampler
 from kvjax.generation import decode_loop, stopping, user_warnings
-from kvjax.generation.compile_options import jit_with, options_for, target_for
+from kvjax.generation.compile_options import jit_loop, options_for, target_for
 from kvjax.generation.decode_loop import DecodeState
 from kvjax.generation.finite import nonfinite_error
 from kvjax.generation.inputs import place
@@ -76,8 +77,7 @@ class DecodeSession:
             if self.loop == "layers":
                 self.state = decode_loop.draft_first(**self._arguments(in_one_program=False))
             else:
-                draft_first = jit_with(decode_loop.draft_first, ("target",), ("state",), ())
-                self.state = draft_first(**self._arguments())
+                self.state = jit_loop(decode_loop.draft_first, self.state)(**self._arguments())
         self.prefill_seconds, self.decode_seconds = self.prefill_seconds + self.decode_seconds, 0.0
 
     def _is_done(self, limit: int) -> bool:
@@ -113,7 +113,7 @@ class DecodeSession:
         """Compiles a loop as one program, to which the state is donated."""
         config = self.model.config
         options = options_for(self._tokens_per_step, config.width, self.model.dtype, config.tie_embeddings)
-        return jit_with(loop, ("target",), ("state",), options)
+        return jit_loop(loop, self.state, options)
 
     @property
     def _tokens_per_step(self) -> int:
@@ -244,6 +244,8 @@ def start_decoding(
         if keep:
             # An explicit copy, each array in its own kind of memory: the loop donates the cache that it is given.
             cache = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), cache)
+        if options.loop != "layers":
+            cache = memory.to_loop_formats(cache)
         # Compiled loops serve all models of a configuration, so the state must not carry the weights' fingerprint.
         cache, weights = dataclasses.replace(cache, weights=""), cache.weights
         state = jax.block_until_ready(dataclasses.replace(state, cache=cache))
