@@ -6,7 +6,8 @@ make docs                                      makes a page and a plot of the su
 The compared methods are in equal_bytes.toml, or in --settings; a family may have `shares` of its own there. A setting
 is fitted by its planned bytes for a context of --length tokens without headroom for answers, so that methods with large
 buffers for new tokens are not favored. Seeds give other contexts; the windows of text are the same for all. A run
-continues an interrupted one, and several processes can divide the work by --families. --sum only sums up the records;
+continues an interrupted one, and several processes can divide the work by --families, or the devices of a Ray cluster
+by --ray. --sum only sums up the records;
 --keep adds them to the existing sum, whose own records may be gone.
 """
 
@@ -25,7 +26,13 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from experiments.bench.measuring import log_progress, make_parser, parse_integers
+from experiments.bench.measuring import (
+    add_worker_options,
+    connect_workers,
+    log_progress,
+    make_parser,
+    parse_integers,
+)
 from experiments.papers.common import run_script
 from kvjax import KvjaxError, Model
 from kvjax.eval.page.summary import first_later
@@ -33,6 +40,7 @@ from kvjax.eval.run import store
 from kvjax.eval.run.equal_bytes import DTYPE, fit_methods, parse_shares
 from kvjax.eval.run.evaluate import evaluate
 from kvjax.eval.run.machine import machine
+from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Case, Spec
 from kvjax.eval.tasks.suite import split_words
@@ -77,14 +85,22 @@ def fit_points(model: Model, shares: Sequence[Fraction], length: int, families: 
     return found
 
 
-def measure(model: Model, family: str, methods: Sequence[str], args: argparse.Namespace) -> dict[str, str]:
+def measure(
+    model: Model,
+    family: str,
+    methods: Sequence[str],
+    args: argparse.Namespace,
+    workers: RayWorkers | None = None,
+) -> dict[str, str]:
     """Evaluates every method of a family on the cases without a record; returns the problems by method."""
     wrong: dict[str, str] = {}
     for seed in args.seeds:
         log_progress(f"{family}, seed {seed}: {len(methods)} methods")
         cases, description = make_cases(model, methods, seed, args)
+        if workers is not None:
+            description |= workers.load(model)
         with store.open_store(_folder(args.out, family, seed), description) as records:
-            options = {"batch": args.batch, "seed": seed}
+            options = {"batch": args.batch, "seed": seed, "workers": workers}
             remaining = [method for method in methods if method not in wrong]
             # All methods run together first: each batch is then read exactly once, and reading takes most of the time.
             try:
@@ -210,7 +226,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--text", type=Path, help="a UTF-8 text (default: held-out source code)")
     p.add_argument("--out", type=Path, default=Path("runs/equal_bytes"), help="the records")
     p.add_argument("--results", type=Path, default=RESULTS, help="their sum")
+    add_worker_options(p)
     args = p.parse_args(argv)
+    with connect_workers(args) as workers:
+        _run(args, workers)
+
+
+def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
     model = kvjax.load(args.model)
     points = fit_points(model, parse_shares(args.shares), args.length, args.settings)
     families = by_family(points)
@@ -220,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     wrong: dict[str, str] = {}
     if not args.sum:
         for family in args.families or families:
-            wrong |= measure(model, family, families[family], args)
+            wrong |= measure(model, family, families[family], args, workers)
     if args.sum or not args.families:
         args.results.write_text(json.dumps(sum_up(model, points, wrong, args)) + "\n")
         log_progress(f"wrote {args.results}")

@@ -265,6 +265,18 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         help="run the I-th of N parts, into OUT/part-I-of-N; auto: that of the SLURM array or Kubernetes Indexed Job "
         "(default: where there is one); off: all",
     )
+    p.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="share the work among the devices of a Ray cluster: local starts one here, auto finds the one that this "
+        "machine belongs to, HOST:PORT is the address of its head",
+    )
+    p.add_argument(
+        "--workers",
+        type=_integer,
+        metavar="N",
+        help="with --ray: how many (default: one for each GPU or TPU, and without these for each CPU)",
+    )
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
     p.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").run(args))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import statistics
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvjax.eval.run.machine import machine, version
+from kvjax.eval.run.ray_workers import RayWorkers, connect_if_asked
 
 PAUSE_SECONDS = 0.05  # lets idle threads of the library that ran last stop spinning before the next run is timed
 
@@ -27,6 +29,17 @@ Probes = tuple[int, dict[str, Callable[[], float]]]
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser whose help shows a module's docstring with its line breaks."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_worker_options(p: argparse.ArgumentParser) -> None:
+    """Adds the options of `connect_workers`."""
+    p.add_argument("--ray", metavar="ADDRESS", help="a Ray cluster that does the work: local, auto or HOST:PORT")
+    p.add_argument("--workers", type=int, metavar="N", help="with --ray: how many (default: one for each device)")
+
+
+def connect_workers(args: argparse.Namespace) -> contextlib.AbstractContextManager[RayWorkers | None]:
+    """Connects to the workers of --ray, or to none; to be entered before JAX computes anything."""
+    return connect_if_asked(args.ray, args.workers, log_progress)
 
 
 def parse_integers(text: str) -> list[int]:

@@ -77,6 +77,11 @@ def load_methods(source: str | os.PathLike[str]) -> tuple[str, ...]:
     )
 
 
+def loaded_source(path: Path) -> bytes:
+    """Returns the text of a file as it was when `load_methods` ran it, and as it is now if it never did."""
+    return _SOURCES[path] if path in _SOURCES else path.read_bytes()
+
+
 def load_all() -> dict[str, MethodEntry]:
     """Imports and returns all methods: kvjax's, installed packages', and the user's own.
 

@@ -8,15 +8,17 @@ With --data the tasks are LongBench's own, from local files; without it, synthet
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import kvjax
-from experiments.bench.measuring import machine, parse_integers, report, table
+from experiments.bench.measuring import connect_workers, machine, parse_integers, report, table
 from experiments.papers import common
 from experiments.papers.specache.figure4 import add_run_options, evaluate_methods
+from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.longbench import SOURCE
@@ -121,6 +123,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--block", type=int, help="of InfLLM (default: 128 with --data, else 16)")
     p.set_defaults(length=None)
     args = p.parse_args(argv)
+    with connect_workers(args) as workers:
+        _run(args, workers)
+
+
+def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
     before, model, real = machine(), kvjax.load(args.model), args.data is not None
     # LongBench's longest answers take 512 tokens of the model's positions. The benchmark cuts alike, to 7,500 of 8,192.
     length = args.length or (max(model.config.max_positions - 512, 1) if real else 2048)
@@ -130,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.methods:
         labels = {m: m for m in resolve(args.methods)}
     spec = Spec((length,), args.contexts, 4, 5, args.seed, args.text, args.data)
-    found = mean_scores(evaluate_methods(args, model, list(labels.values()), tasks, spec), labels)
+    records = evaluate_methods(args, model, list(labels.values()), tasks, spec, workers)
+    found = mean_scores(records, labels)
     tables = [score_table(f"SpeCache, appendix C: {args.model}, {length:,} tokens, ours", found)]
     tables += [score_table(f"The paper, {name}, LongBench", paper_scores(name)) for name in PAPER]
     notes = [*[MISSING.format(SOURCE.format(task="TASK").rpartition(" at ")[2])] * (not real)]

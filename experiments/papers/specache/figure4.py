@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
-from experiments.bench.measuring import machine, parse_integers, report, table
+from experiments.bench.measuring import (
+    add_worker_options,
+    connect_workers,
+    machine,
+    parse_integers,
+    report,
+    table,
+)
 from experiments.papers import common
 from kvjax import KvjaxError, Model
 from kvjax.eval.page import charts
@@ -26,6 +33,7 @@ from kvjax.eval.page.summary import mean_error
 from kvjax.eval.run import store
 from kvjax.eval.run.bars import bars
 from kvjax.eval.run.evaluate import evaluate
+from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.registry.strings import resolve, split_methods
@@ -36,16 +44,23 @@ MAX_TOKENS = 8192
 
 
 def evaluate_methods(
-    args: argparse.Namespace, model: Model, methods: Sequence[str], tasks: Sequence[str], spec: Spec
+    args: argparse.Namespace,
+    model: Model,
+    methods: Sequence[str],
+    tasks: Sequence[str],
+    spec: Spec,
+    workers: RayWorkers | None = None,
 ) -> list[dict[str, Any]]:
     """Evaluates all methods on all cases of the tasks, each question at the end of its prompt; returns the records."""
     # The paper's prompts end with the question; kvjax's own evaluation asks after the compression.
     cases, about = suite.cases(model, tasks, spec), {"seed": args.seed, "batch": args.batch, "question_aware": True}
     description = store.describe_run(model, **about, methods=methods, tasks=tasks, lengths=spec.lengths)
+    if workers is not None:
+        description |= workers.load(model)
     with contextlib.ExitStack() as stack:
         folder = args.run or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         records = stack.enter_context(store.open_store(folder, description))
-        evaluate(model, methods, cases, records, **about, progress=bars())
+        evaluate(model, methods, cases, records, **about, progress=bars(), workers=workers)
         return [r for m in methods for c in cases if (r := records.find(m, c.task, c.key))]
 
 
@@ -55,6 +70,7 @@ def add_run_options(p: argparse.ArgumentParser, methods: str) -> argparse.Argume
     p.add_argument("--contexts", type=int, default=8, help="per cell or task")
     p.add_argument("--batch", type=int, default=8, help="sequences at a time")
     p.add_argument("--run", type=Path, help="folder of the records (default: a temporary one)")
+    add_worker_options(p)
     return p
 
 
@@ -107,10 +123,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = p.parse_args(argv)
     if args.depths < 2 or args.contexts < 1:
         raise KvjaxError(f"--depths must be at least 2 and --contexts 1, got {args.depths} and {args.contexts}")
+    with connect_workers(args) as workers:
+        _run(args, workers)
+
+
+def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
     before, model = machine(), kvjax.load(args.model)
     methods = list(resolve(args.methods.format(group=args.group)))
     spec = Spec(tuple(args.lengths or lengths(model)), args.contexts, 1, args.depths, args.seed, args.text)
-    records = evaluate_methods(args, model, methods, [TASK], spec)
+    records = evaluate_methods(args, model, methods, [TASK], spec, workers)
     found, path = cells(records), args.out / "specache_figure4.png"
     maps = charts.needle_panels(records)[TASK]
 

@@ -16,6 +16,7 @@ from kvjax.eval.run.cells import make_cells
 from kvjax.eval.run.comparison import Comparison
 from kvjax.eval.run.evaluate import check_cases, evaluate
 from kvjax.eval.run.parts import Part, parse_part
+from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.tasks import suite
 from kvjax.eval.tasks.case import Spec
 from kvjax.models.model import Model
@@ -45,6 +46,7 @@ def compare(
     announce: Callable[[str], None] | None = None,
     other_seconds: float = 0.0,
     part: Part | str | None = None,
+    workers: RayWorkers | None = None,
 ) -> Comparison:
     """Asks every method all cases of the tasks.
 
@@ -65,6 +67,7 @@ def compare(
       other_seconds: what was spent before, and counts as part of the run in that line.
       part: asks a part of the cases only, such as "3/8", and keeps its answers in the folder `part-3-of-8` of `out`;
         `kvjax report` puts the parts together.
+      workers: of `kvjax.eval.connect_ray`, which do the work in place of this process; the rows are the same.
 
     Returns:
       One row per method, task and length: `print` shows the table, `.plot()` quality against bytes, `.to_dicts()` and
@@ -98,13 +101,15 @@ def compare(
         content, run["part"] = parts.describe_cells(all_cells, numbers, part, hashes)
         cells = [cell for cell, number in zip(all_cells, numbers, strict=True) if number == part.number]
         out = Path(str(out)) / part.folder
+    if workers is not None:
+        run |= workers.load(model)
     shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
     with contextlib.ExitStack() as stack:
         out = out if out is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-"))
         records = stack.enter_context(store.open_store(out, run))
         if part is not None:
             parts.write_cells(Path(out), content)
-        timing = {"announce": announce, "other_seconds": other_seconds}
-        evaluate(model, methods, cases, records, **options, **timing, speed=lengths, progress=shown, cells=cells)
+        options |= {"announce": announce, "other_seconds": other_seconds, "workers": workers}
+        evaluate(model, methods, cases, records, **options, speed=lengths, progress=shown, cells=cells)
         # A part may have no cells.
         return Comparison.of(summary.rows(store.read(out) if part is None else records.records))

@@ -24,6 +24,7 @@ from kvjax.eval.run.bars import bars
 from kvjax.eval.run.compare import compare
 from kvjax.eval.run.comparison import TABLE_COLUMNS
 from kvjax.eval.run.parts import Part, detect_part, parse_part
+from kvjax.eval.run.ray_workers import RayWorkers, connect_if_asked
 from kvjax.eval.tasks import data_files, suite, symbols
 from kvjax.eval.tasks.case import Spec
 from kvjax.eval.tasks.chat_format import chat_format
@@ -52,8 +53,14 @@ def run(args: argparse.Namespace) -> None:
         width = max(map(len, lines))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in lines.items()))
         return
-    started, part = time.perf_counter(), _choose_part(args)
     resolve(args.methods)  # a misspelled method is reported before a large model is loaded
+    # Before anything is computed: workers get the accelerators, and Ray forks before JAX has threads.
+    with connect_if_asked(args.ray, args.workers, _say) as workers:
+        _run(args, workers)
+
+
+def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
+    started, part = time.perf_counter(), _choose_part(args)
     tasks, spec = suite.expand(split_words(args.tasks)), _make_spec(args)
     if spec.text is not None:
         data_files.read_text(spec.text)  # so is a text that cannot be read
@@ -81,9 +88,14 @@ def run(args: argparse.Namespace) -> None:
             warnings.simplefilter("ignore", KvjaxWarning)
             options |= {"progress": bars(), "left_out": _say, "announce": _say}
             options["other_seconds"] = time.perf_counter() - started
-            rows = compare(model, methods, tasks, spec, args.out, part=part, **options)
+            rows = compare(model, methods, tasks, spec, args.out, part=part, workers=workers, **options)
     except KeyboardInterrupt:
-        raise KvjaxError(f"stopped; the same command goes on where {args.out} ends") from None
+        folder = args.out if part is None else args.out / part.folder
+        files = (folder / store.RECORDS, folder / store.EARLY)
+        kept = len({store.record_key(record) for file in files for record in store.parse_records(file)})
+        raise KvjaxError(
+            f"stopped; {folder} keeps {display.count(kept, 'record')}, and the same command goes on from there"
+        ) from None
     if part is None:
         summarize(args.out)
     else:

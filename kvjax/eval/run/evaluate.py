@@ -14,8 +14,10 @@ from kvjax.cache.protocol import KVMethod
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import time_estimate
 from kvjax.eval.run.cells import Cell, CellRunner, fingerprint, make_cells, name_failures
+from kvjax.eval.run.ray_workers import RayWorkers
 from kvjax.eval.run.store import Store
 from kvjax.eval.run.time_estimate import TimeEstimate
+from kvjax.eval.run.workers_run import run_on_workers
 from kvjax.eval.tasks.case import Case
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.generation.memory_plan import planned_bytes
@@ -37,6 +39,7 @@ def evaluate(
     announce: Callable[[str], None] | None = None,
     other_seconds: float = 0.0,
     cells: Sequence[Cell] | None = None,
+    workers: RayWorkers | None = None,
 ) -> None:
     """Appends to the store one record per method and case that it lacks, a batch at a time; greedy, deterministic.
 
@@ -55,6 +58,7 @@ def evaluate(
       announce: called with a line that says how long the run will take, once a few batches show it.
       other_seconds: what the caller has spent before, such as on loading the model, and counts as part of the run.
       cells: those of the run's `make_cells` to run, in order; by default all.
+      workers: of `connect_ray`, which run the cells in place of this process; they have loaded `model`.
 
     Raises:
       KvjaxError: before anything runs, for a method or case that cannot run; later, for a batch that fails. The
@@ -63,7 +67,8 @@ def evaluate(
     runner = CellRunner(model, methods, question_aware=question_aware, seed=seed)
     check_methods(model, runner.methods, [len(c.context) for c in cases] + list(speed))
     check_cases(cases)
-    check_records(store.records, runner.hashes, {(c.task, c.key): fingerprint(c) for c in cases})
+    fingerprints = {(c.task, c.key): fingerprint(c) for c in cases}
+    check_records([*store.records, *store.early_records], runner.hashes, fingerprints)
     cells = missing_cells(make_cells(cases, list(runner.methods), batch, speed) if cells is None else cells, store)
     # Cells of one batch share its sizes, so that they count as measurements of one step.
     batches = {id(cell.batch): cell.batch for cell in cells}
@@ -71,6 +76,23 @@ def evaluate(
         key: time_estimate.make_step(b.cases, b.batch_size, b.max_new_tokens, question_aware)
         for key, b in batches.items()
     }
+    if workers is not None:
+        # Programs are compiled for a step's shape, and for each method of the cell's group.
+        shapes = {c.index: (steps[id(c.batch)].kind, steps[id(c.batch)].shape, c.methods) for c in cells}
+        run_on_workers(
+            workers,
+            runner.methods,
+            runner.hashes,
+            cells,
+            store,
+            lambda cell: shapes[cell.index],
+            question_aware=question_aware,
+            seed=seed,
+            progress=progress,
+            announce=announce,
+            other_seconds=other_seconds,
+        )
+        return
     work = [(cell, name) for cell in cells for name in cell.methods]
     predicted = [(steps[id(cell.batch)], name) for cell, name in work]
     estimate = TimeEstimate(model, predicted, runner.reader, announce, other_seconds)
@@ -81,13 +103,18 @@ def evaluate(
             line = bar.add_task(f"{name}: {task}", total=sum(len(cell.batch.cases) for cell in todo), left="")
             for cell in todo:
                 with estimate.measure_step():
-                    records = runner.run_method(cell, name)
+                    # Workers may have left records that wait for their turn.
+                    early = [store.find_early(name, c.task, c.key) for c in cell.batch.cases]
+                    records = [record for record in early if record is not None]
+                    if len(records) < len(early):
+                        records = runner.run_method(cell, name)
                 # After each method rather than each cell, so that a kill loses no more than it must.
                 store.append(records)
                 bar.update(total, left=estimate.describe_left())
                 bar.advance(line, len(cell.batch.cases))
                 bar.advance(total, len(cell.batch.cases))
             bar.remove_task(line)
+    store.remove_early()
 
 
 def missing_cells(cells: Iterable[Cell], store: Store) -> list[Cell]:

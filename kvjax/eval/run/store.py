@@ -1,6 +1,7 @@
 """A run on disk: records as JSON lines that survive a kill, and a description of the run.
 
 DIR/records.jsonl    one line per method and case, whole batches at a time
+DIR/early.jsonl      records that several workers made out of turn; they move to records.jsonl, whose order is fixed
 DIR/run.json         the model and its digests, the options, methods, tasks and lengths, the machine and versions
 """
 
@@ -23,7 +24,7 @@ from kvjax.models import checkpoint
 from kvjax.models.model import Model, find_checkpoint
 from kvjax.utils.files import lock, replace_atomically
 
-RECORDS, RUN, LOCK = "records.jsonl", "run.json", ".lock"
+RECORDS, EARLY, RUN, LOCK = "records.jsonl", "early.jsonl", "run.json", ".lock"
 # A run is continued under the same ones only; a model of no checkpoint has no digest, and is known by its name.
 CONDITIONS = ("digest", "weights", "dtype", "seed", "batch", "question_aware", "device")
 FIELDS = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
@@ -44,18 +45,34 @@ def record_key(record: Mapping[str, Any]) -> RecordKey:
 class Store:
     """The records of one run, owned by one process; `open_store` makes it."""
 
-    def __init__(self, directory: Path, run: Mapping[str, Any], records: Iterable[dict[str, Any]]):
+    def __init__(
+        self,
+        directory: Path,
+        run: Mapping[str, Any],
+        records: Iterable[dict[str, Any]],
+        early: Iterable[dict[str, Any]] = (),
+    ):
         self._directory, self._run = directory, run
         self._records = {record_key(r): r for r in records}
+        self._early = {record_key(r): r for r in early if record_key(r) not in self._records}
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """All records so far."""
+        """All records so far, without the early ones."""
         return list(self._records.values())
+
+    @property
+    def early_records(self) -> list[dict[str, Any]]:
+        """The records whose turn has not come."""
+        return list(self._early.values())
 
     def find(self, method: str, task: str, case: str) -> dict[str, Any] | None:
         """Returns the record of a method and a case, if there is one."""
         return self._records.get((method, task, case))
+
+    def find_early(self, method: str, task: str, case: str) -> dict[str, Any] | None:
+        """Returns the early record of a method and a case, if there is one."""
+        return self._early.get((method, task, case))
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Writes a batch of records at once and waits until it is on disk; records that exist stay as they are.
@@ -63,8 +80,27 @@ class Store:
         Raises:
           KvjaxError: a record could not be read again, such as a score beyond 1; then nothing is written.
         """
-        new, lines = [dict(r) for r in records if record_key(r) not in self._records], b""
+        new = [dict(r) for r in records if record_key(r) not in self._records]
+        self._write(new, RECORDS)
+        self._records |= {record_key(r): r for r in new}
         for r in new:
+            self._early.pop(record_key(r), None)
+
+    def append_early(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Keeps records on disk until their turn comes and `append` writes them; raises KvjaxError as `append` does."""
+        known = (self._records, self._early)
+        new = [dict(r) for r in records if not any(record_key(r) in each for each in known)]
+        self._write(new, EARLY)
+        self._early |= {record_key(r): r for r in new}
+
+    def remove_early(self) -> None:
+        """Removes the file of the early records once all of them have been appended."""
+        if not self._early:
+            (self._directory / EARLY).unlink(missing_ok=True)
+
+    def _write(self, records: Sequence[Mapping[str, Any]], name: str) -> None:
+        lines = b""
+        for r in records:
             problem = _find_problem(r)
             try:
                 lines += format_record(r)
@@ -76,11 +112,10 @@ class Store:
             with replace_atomically(self._directory / RUN) as file:
                 file.write(json.dumps(self._run, indent=1).encode() + b"\n")
             self._run = {}
-        with (self._directory / RECORDS).open("ab") as file:
+        with (self._directory / name).open("ab") as file:
             file.write(lines)
             file.flush()
             os.fsync(file.fileno())
-        self._records |= {record_key(r): r for r in new}
 
 
 @contextlib.contextmanager
@@ -97,13 +132,15 @@ def open_store(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with lock(directory / LOCK, directory):
-        records = parse_records(directory / RECORDS)
-        if records or (directory / RUN).is_file():
+        records, early = parse_records(directory / RECORDS), parse_records(directory / EARLY)
+        if records or early or (directory / RUN).is_file():
             run = _continue_run(read_run(directory), run, directory)
-        with (directory / RECORDS).open("ab+") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-        yield Store(directory, run, records)
+        for path in (directory / RECORDS, directory / EARLY):
+            if path == directory / RECORDS or path.is_file():
+                with path.open("ab+") as file:
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+        yield Store(directory, run, records, early)
 
 
 def read(directory: str | Path) -> list[dict[str, Any]]:
