@@ -110,6 +110,8 @@ ON_A_REAL_MODEL = (
     Entry("kvcrush.figure8", "KVCrush, Figure 8", f"{REAL_ASKED} --pages 8,16"),
     Entry("eviction_curves", "recall against budget", f"{REAL_ASKED} --budgets 64,128,256,512"),
 )
+SWEEPS = ("specache_figure4", "specache_appendix")
+"""The scripts whose work is an evaluation, which takes `--ray`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", metavar="NAME,...", help="these scripts only")
     p.add_argument("--part", metavar="I/N", help="the I-th of N parts of the scripts, no summary")
+    p.add_argument("--ray", metavar="ADDRESS", help=f"a Ray cluster for the scripts that sweep: {', '.join(SWEEPS)}")
     p.add_argument("--list", action="store_true", help="print the scripts and their arguments, and run nothing")
     p.add_argument("--summary", action="store_true", help="run nothing, rewrite the summary")
     p.add_argument("--real", action="store_true", help="on SmolLM2-135M, which the extra smollm2 installs")
@@ -236,6 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = None if args.part is None else parse_part(args.part)
     if part and args.summary:
         raise KvjaxError("--summary is of all scripts; give it without --part, when all parts are done")
+    if args.ray is not None:
+        swept = [dataclasses.replace(e, arguments=f"{e.arguments} --ray {args.ray}") for e in entries]
+        entries = [on_ray if e.name in SWEEPS else e for e, on_ray in zip(entries, swept, strict=True)]
     if part:
         # Every N-th, since the long scripts of a paper stand side by side.
         entries = entries[part.number - 1 :: part.count]

@@ -203,6 +203,7 @@ def connect_ray(
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         options |= {"address": "local", "include_dashboard": False, "num_cpus": max(num_workers or 0, cores())}
+        options["object_store_memory"] = 2**28  # cells and records are small, and Ray would take a third of the memory
         if os.environ.get("JAX_PLATFORMS") == "cpu":
             options |= {"num_gpus": 0, "resources": {"TPU": 0}}
     else:
