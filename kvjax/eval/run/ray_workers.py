@@ -207,12 +207,12 @@ def connect_ray(
         if os.environ.get("JAX_PLATFORMS") == "cpu":
             options |= {"num_gpus": 0, "resources": {"TPU": 0}}
     else:
-        options["address"] = _find_address(ray, address)
+        options["address"] = _find_address(address)
     is_ours = not ray.is_initialized()
     if not is_ours and address != "auto":
         raise KvjaxError(f"this process is connected to Ray already: give 'auto' in place of {address!r}")
     workers = None
-    with _silence(ray):
+    with _silence():
         try:
             if is_ours:
                 with warnings.catch_warnings():
@@ -238,7 +238,7 @@ def connect_if_asked(
     return connect_ray(address, num_workers, announce)
 
 
-def _find_address(ray: Any, address: str) -> str:
+def _find_address(address: str) -> str:
     """The HOST:PORT of a cluster that answers: Ray itself would wait for ten minutes for one that does not."""
     if address == "auto":
         services = importlib.import_module("ray._private.services")
@@ -268,9 +268,9 @@ def _call_ray(address: str, call: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _silence(ray: Any) -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Keeps Ray's own messages about dead workers off the progress bars: `RayWorkers` says what matters of them."""
-    worker = importlib.import_module("ray._private.worker")
+    worker: Any = importlib.import_module("ray._private.worker")
     before = getattr(worker, "print_to_stdstream", None)  # not public, so that it may go
     if before is not None:
         worker.print_to_stdstream = lambda *_, **__: None
