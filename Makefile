@@ -1,7 +1,8 @@
 # make demo    four methods on the model that ships in the repository, a minute once installed; FULL=1 for eleven
 #              make demo MODEL=smollm2-135m   on a real model
 # make test    all tests                 make test ARGS="-k kcache"   some of them
-# make bench   all benchmarks, one after the other: on a GPU machine, make clean && make bench EXTRAS=dev,experiments,gpu
+# make bench   all benchmarks, one after the other
+# make gpu       what only a GPU can show, in stages of minutes; call it again after a cut, and it goes on
 # make experiments   the small form of every table and figure of the papers, into experiments/results
 # make docs    the site, into site/: site/index.html opens without a server, its search too
 # make dist      the wheel and the source distribution, into dist/
@@ -23,7 +24,7 @@ STAMP := $(VENV)/.installed
 DEMO := $(if $(filter testbed,$(MODEL)),$(firstword $(wildcard $(STAMP)) $(VENV)/.installed-demo),$(STAMP))
 BROWSER := $(VENV)/chromium/chromium
 
-.PHONY: demo test bench experiments docs dist check format clean
+.PHONY: demo test bench gpu experiments docs dist check format clean
 
 demo: $(DEMO)
 	$(VENV)/bin/kvjax demo --model $(MODEL) $(if $(FULL),--full)
@@ -33,6 +34,10 @@ test: $(STAMP) $(BROWSER)
 
 bench: $(STAMP)
 	for b in compile dtypes memory products steps host lowbit packed_kernel decode heads prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done
+
+gpu: EXTRAS := dev,experiments,gpu,parity
+gpu: $(STAMP)
+	$(VENV)/bin/python -m experiments.gpu $(ARGS)
 
 experiments: $(STAMP)
 	$(VENV)/bin/python -m experiments.all

@@ -29,9 +29,9 @@ from experiments.bench.shapes import decode_bytes
 from experiments.gpu.models import SHAPES, TorchDecoder, fill_model
 from kvjax.eval.run.machine import machine
 
-METHODS = "full; int8; kivi:bits=2,group=64,residual=128; snapkv:budget=25%; quest:budget=1024; kcache:n=128; "
+# Eviction by the keys alone: the caches are random, and there are no queries to observe.
+METHODS = "full; int8; kivi:bits=2,group=64,residual=128; keydiff:budget=25%; quest:budget=1024; kcache:n=128; "
 METHODS += "specache:bits=2,group=64,residual=128"
-WORKSPACE = 0.2  # of the device's memory that caches of a cell must leave free
 
 
 def fit_batch(method: str, config: kvjax.Config, context: int, room: int, device: float, host: float) -> int:

@@ -11,8 +11,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kvjax.core import memory
 from kvjax.core.kernels.fetch import ROWS_PER_PROGRAM, fetch, fits, gather
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
 @pytest.mark.parametrize("n", [1, ROWS_PER_PROGRAM - 1, ROWS_PER_PROGRAM, 3 * ROWS_PER_PROGRAM + 2])

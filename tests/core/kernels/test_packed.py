@@ -216,7 +216,6 @@ def test_errors_name_the_value():
                 attend(**small_arguments(**changes))
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_lowers_for_cuda_without_a_device(dtype):
     """The result is a Triton program, which only a GPU can compile."""

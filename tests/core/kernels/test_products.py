@@ -12,7 +12,6 @@ from kvjax.cache.codecs.group_quant import Kivi
 from kvjax.core.kernels import products
 from kvjax.core.kernels.packed_attention import PackedCodes
 
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 B, K, GROUP = 2, 2, 16
 SHAPES = [(64, 1, 2), (80, 4, 1), (16, 5, 4)]  # H, G, T
 
