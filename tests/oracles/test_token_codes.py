@@ -141,6 +141,13 @@ def test_reading_piece_by_piece_changes_nothing(S, monkeypatch):
     np.testing.assert_allclose(codec.mix(p, stored), untiled[1], rtol=1e-5, atol=1e-4)
 
 
+def test_a_gpu_decodes_all_slots_at_once_where_a_cpu_takes_tiles(monkeypatch):
+    assert blockwise.tile_size(8, 32_768, 64) == (8, 2048)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert blockwise.tile_size(8, 32_768, 64) == (8, 32_768)
+    assert blockwise.tile_size(64, 32_768, 128) == (16, 32_768)  # no more than fits the workspace
+
+
 def test_a_rotation_alone_loses_nothing():
     x, pos, q = random_vectors()
     rotated_codec, plain = PerTokenCodec(Exact(), "hadamard"), Plain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,6 +15,9 @@ from kvjax.core.types import Array
 
 # A tile of this size stays in a processor's cache, so decoded numbers never pass through main memory.
 MAX_TILE_NUMBERS, MAX_TILE_SLOTS = 2**21, 2048
+# A GPU writes decoded numbers to memory in any case, and launches several kernels for each tile: 16 tiles of 8 heads and
+# 32,768 tokens took 0.3 ms a layer on an H200, where the numbers of all of them take 0.05 ms to write and to read.
+GPU_TILE_NUMBERS = 2**26
 
 DecodeTile = Callable[[Array, int, Array | int, int], Array]
 """(first head of B * K, number of heads, first slot, number of slots) -> f32[heads slots H], finite in every slot."""
@@ -29,12 +33,15 @@ class TileSize(NamedTuple):
 def tile_size(num_heads: int, num_slots: int, H: int, slot_multiple: int = 1) -> TileSize:
     """Returns the largest tile of at most `MAX_TILE_NUMBERS` numbers, or `slot_multiple` slots if these are more.
 
-    `num_heads` is B * K; `slot_multiple` slots can only be decoded together, such as those of a word.
+    On a GPU it is `GPU_TILE_NUMBERS`. `num_heads` is B * K; `slot_multiple` slots can only be decoded together, such as those of a word.
     """
-    slots = max(min(MAX_TILE_SLOTS, MAX_TILE_NUMBERS // H) // slot_multiple, 1) * slot_multiple
+    on_gpu = jax.default_backend() == "gpu"
+    most = GPU_TILE_NUMBERS if on_gpu else MAX_TILE_NUMBERS
+    most_slots = most // H if on_gpu else min(MAX_TILE_SLOTS, most // H)
+    slots = max(most_slots // slot_multiple, 1) * slot_multiple
     # `lax.map` runs tiles of one shape: heads divide evenly, and slots that are left over are a tile of their own.
     slots = min(slots, num_slots)
-    fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * slots * H <= MAX_TILE_NUMBERS]
+    fits = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and n * slots * H <= most]
     return TileSize(max(fits, default=1), slots)
 
 
