@@ -54,7 +54,9 @@ class Store:
     ):
         self._directory, self._run = directory, run
         self._records = {record_key(r): r for r in records}
+        early = list(early)
         self._early = {record_key(r): r for r in early if record_key(r) not in self._records}
+        self._has_early_file = bool(early)
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -91,12 +93,14 @@ class Store:
         known = (self._records, self._early)
         new = [dict(r) for r in records if not any(record_key(r) in each for each in known)]
         self._write(new, EARLY)
+        self._has_early_file = True
         self._early |= {record_key(r): r for r in new}
 
     def remove_early(self) -> None:
         """Removes the file of the early records once all of them have been appended."""
-        if not self._early:
+        if self._has_early_file and not self._early:
             (self._directory / EARLY).unlink(missing_ok=True)
+            self._has_early_file = False
 
     def _write(self, records: Sequence[Mapping[str, Any]], name: str) -> None:
         lines = b""
