@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer, RewindableLayer
 from kvjax.cache.sequences import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
-from kvjax.core.mesh import check_divides, per_device
+from kvjax.core.mesh import check_divides, per_device, to_numpy
 from kvjax.core.rope import Rope, rotate
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError, OtherWeights
@@ -49,7 +49,7 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         if not isinstance(layer, RewindableLayer):
             raise missing_ability(layer, "give back tokens")
-        max_rollback = np.asarray(layer.max_rollback(state))
+        max_rollback = to_numpy(layer.max_rollback(state))
         for row in np.flatnonzero(count > max_rollback)[:1]:
             raise IncompatibleMethod(
                 f"sequence {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at "
@@ -253,7 +253,7 @@ def per_sequence(
 
 def sequence_lengths(cache: Cache) -> np.ndarray:
     """Returns the tokens of each sequence, evicted ones included, as i64[B]."""
-    return np.asarray(jax.device_get(cache.length)).astype(np.int64)
+    return to_numpy(cache.length).astype(np.int64)
 
 
 def mesh_of(cache: Cache) -> Mesh | None:

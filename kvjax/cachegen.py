@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.core.mesh import to_numpy
 from kvjax.errors import KvjaxError
 from kvjax.generation import archive
 from kvjax.generation.context import Context
@@ -61,11 +62,11 @@ def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None 
     exact = context if isinstance(context, FullKV) else full_kv_from_context(context)
     exact.check_weights()
     arguments.integer("group", group, 0, remedy="; give the tokens of a group, or 0 for no anchors")
-    lengths, side_levels = np.asarray(exact.lengths), _levels_of_sides(levels, exact.model.config.layers)
+    lengths, side_levels = to_numpy(exact.lengths), _levels_of_sides(levels, exact.model.config.layers)
     tokens = _flatten_tokens(lengths, group)
     sides, quantized = [x for prompt in exact.prompts for x in (prompt.k, prompt.v)], []
     for side, num_levels in zip(sides, side_levels, strict=True):
-        x = np.asarray(side)[tokens.row, :, tokens.pos].astype(np.float32)
+        x = to_numpy(side)[tokens.row, :, tokens.pos].astype(np.float32)
         x = x.reshape(len(x), -1)
         anchor = _quantize(x[tokens.is_anchor], ANCHOR_LEVELS)
         # The difference is to the anchor as it is read back, so that the anchor's rounding error does not add up.

@@ -19,6 +19,7 @@ from kvjax.cache.eviction.competition import level_components
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, Needs, Traits
 from kvjax.core.attention_mass import Observation
+from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.forward import Target, layer_calls
 from kvjax.engine.plan import bind, specs
@@ -123,7 +124,7 @@ def count_arrays(model: Model, kind: str, documents: Prompts | None, rows: int =
         layers = _count_batch(model, counting, batch)
         for i in range(len(batch)):
             # float64: sums over a whole text would lose digits in float32.
-            statistics = jax.tree.map(lambda x, i=i: np.asarray(x[i], np.float64), layers)
+            statistics = jax.tree.map(lambda x, i=i: to_numpy(x[i]).astype(np.float64), layers)
             if any(np.isnan(x).any() for x in jax.tree.leaves(statistics)):
                 raise _not_finite(f"what is counted in document {start + i}", model)
             total = statistics if total is None else jax.tree.map(counting.kind.join, total, statistics)

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvjax
+from kvjax import processes
 from kvjax.core.compile_cache import use_compilation_cache
 from kvjax.errors import KvjaxError
 from kvjax.utils import arguments
 from kvjax.utils.files import check_output, read_text_file
 
 if TYPE_CHECKING:  # a command imports its modules when it runs, so that `kvjax --help` answers at once
+    from jax.sharding import Mesh
+
     from kvjax.cache.protocol import KVMethod
     from kvjax.generation.inputs import Prompts
     from kvjax.generation.result import Result
@@ -54,22 +57,52 @@ def main(argv: list[str] | None = None) -> int:
     args.argv = argv
     use_compilation_cache()
     try:
+        _join_processes(args)
         with warnings.catch_warnings():
             # One line, without the place in the code that gave the warning.
-            warnings.showwarning = lambda message, *_, **__: print(f"kvjax: {message}", file=sys.stderr)
+            warnings.showwarning = lambda message, *_, **__: _print_warning(message)
             _load_methods(args)
             status = args.run(args) or 0
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader has enough, as in `kvjax generate .. | head`
+    except BrokenPipeError as e:  # the reader has enough, as in `kvjax generate .. | head`
+        error, status = e, 141
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it ends
-        return 141
     except (KvjaxError, OSError, UnicodeDecodeError) as e:
+        error, status = e, 2
         print(f"kvjax: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
+        error, status = e, 130
         print("\nkvjax: stopped", file=sys.stderr)
-        return 130
+    except Exception as e:  # where a computation of several processes fails because one of them is gone
+        lost = processes.lost_process(e)
+        if lost is None:
+            raise
+        error, status = lost, 1
+        print(f"kvjax: {lost}", file=sys.stderr)
+    processes.end_after_error(error, status)
+    return status
+
+
+def _print_warning(message: Warning | str) -> None:
+    if processes.is_writer():
+        print(f"kvjax: {message}", file=sys.stderr)
+
+
+def _join_processes(args: argparse.Namespace) -> None:
+    """Makes this process one of several, where the command line or the cluster says so, and compares their commands."""
+    if not hasattr(args, "coordinator") or args.coordinator == "none":
+        return
+    if args.coordinator is None and args.process is None and not processes.is_started_by_a_cluster():
+        return
+    processes.initialize(None if args.coordinator == "auto" else args.coordinator, args.process)
+    # Gloo prints to the standard output; what it and other libraries print goes to stderr, and ours where it belongs.
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = open(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+    own = ("run", "argv", "coordinator", "process", "json")  # what may differ between the processes
+    processes.require_agreement(**{name: x for name, x in vars(args).items() if name not in own})
 
 
 def _load_methods(args: argparse.Namespace) -> None:
@@ -147,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="with --json: the log-probabilities of the tokens and of the K likeliest at each step",
     )
+    _add_processes(generate)
     generate.set_defaults(run=_generate)
 
     _add_explore(commands.add_parser("explore", help="one page: what methods hold of each token, step by step"))
@@ -193,6 +227,21 @@ def _parser() -> argparse.ArgumentParser:
             help="methods of your own: a Python file, or a module's dotted name; repeatable",
         )
     return parser
+
+
+def _add_processes(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--mesh",
+        metavar="BATCHxHEADS",
+        help="devices among which sequences and key/value heads are divided, as 2x4 or batch=2,heads=4",
+    )
+    p.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="one run of several processes: the address of the first; auto on Kubernetes and TPU pods; tasks of srun "
+        "and mpirun find each other by themselves, unless this is none",
+    )
+    p.add_argument("--process", metavar="I/N", help="with --coordinator: which process this is, from 1/N to N/N")
 
 
 def _add_explore(p: argparse.ArgumentParser) -> None:
@@ -339,20 +388,42 @@ def _generate(args: argparse.Namespace) -> None:
         sys.stdin.buffer.read().decode() if name == "-" else read_text_file(Path(name), "--prompt-file")
         for name in args.prompt_file
     ]
-    model = kvjax.load(args.model, dtype=args.dtype)
+    model = kvjax.load(args.model, dtype=args.dtype, mesh=_mesh(args, len(prompts)))
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         prompts = model.chat_ids([[*system, {"role": "user", "content": p}] for p in prompts], **template)
     options = {name: getattr(args, name) for name in GENERATE_OPTIONS}
     if args.json:
         out = kvjax.generate(model, prompts, method, **options)
-        print(json.dumps(out.to_json() | {"method": args.method}, indent=2))
+        _print(json.dumps(out.to_json() | {"method": args.method}, indent=2))
         return
     out = _print_texts(model, prompts, method, options)
     user_warnings.warn_of_no_saving(method, out.bytes)
     times = f"prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s"
     compiling = f"compilation {out.compile_seconds:.1f} s"
-    print(f"{args.method}: {out.bytes}; {times}, {compiling}", file=sys.stderr)
+    _print(f"{args.method}: {out.bytes}; {times}, {compiling}", file=sys.stderr)
+
+
+def _mesh(args: argparse.Namespace, num_sequences: int) -> Mesh | None:
+    """Makes the mesh of --mesh; raises KvjaxError unless it has all devices and divides the sequences."""
+    from kvjax.core.mesh import check_divides, make_mesh, parse_mesh
+
+    if args.mesh is None and processes.process_count() > 1:
+        raise KvjaxError(
+            f"the {processes.process_count()} processes do not know how to divide the work: add --mesh BATCHxHEADS, "
+            "the devices of all processes by which sequences and key/value heads are divided, as in --mesh 1x8"
+        )
+    if args.mesh is None:
+        return None
+    mesh = make_mesh(*parse_mesh(args.mesh))
+    check_divides("B", num_sequences, mesh, "give a number of prompts that does, or another --mesh")
+    return mesh
+
+
+def _print(text: str, **options: Any) -> None:
+    """Prints in one of several processes, which all have the same results."""
+    if processes.is_writer():
+        print(text, **options)
 
 
 def _template_options(args: argparse.Namespace) -> TemplateOptions:
@@ -377,16 +448,19 @@ def _print_texts(model: Model, prompts: Prompts, method: KVMethod, options: dict
 
     from kvjax.generation.generate import start
 
-    with Console(stderr=True).status("reading the prompt; a new length or method is compiled first"):
+    with Console(stderr=True, quiet=not processes.is_writer()).status(
+        "reading the prompt; a new length or method is compiled first"
+    ):
         run = start(model, prompts, method, **options)
     if len(run.state.out) == 1 and model.tokenizer is not None:
         for delta in run.text_deltas():
-            print(delta, end="", flush=True)
-        print(f"\n[{run.result().finish_reasons[0]}]")
-        return run.result()
+            _print(delta, end="", flush=True)
+        out = run.result()
+        _print(f"\n[{out.finish_reasons[0]}]")
+        return out
     out = run.finish()
     for text, reason in zip(out.text or out.tokens, out.finish_reasons, strict=True):
-        print(f"{text}\n[{reason}]")
+        _print(f"{text}\n[{reason}]")
     return out
 
 

@@ -37,9 +37,10 @@ threads waiting for so long, as a C extension can, would look like a process tha
 HEARTBEAT_TIMEOUT_SECONDS = 55  # JAX's own, by which it aborts the process: later than ours, which has a message
 REPORT_SECONDS = 1.0
 GRACE_SECONDS = 4.0  # for an error of several processes to be reported by each before any of them takes others along
+MAX_TEXT, SHOWN = 1_000_000, 60  # characters of a value that is compared, and of it in an error
 # Of errors in computations between processes: gloo's on CPUs, NCCL's and the coordinator's.
 CONNECTION_ERRORS = re.compile(
-    "gloo|nccl|connection|socket|heartbeat|coordination service|unavailable|peer", re.IGNORECASE
+    r"gloo|nccl|heartbeat|coordination service|connection (closed|reset|refused)|socket closed", re.IGNORECASE
 )
 
 _run: _Run | None = None  # a process takes part in one run, as JAX can be initialized once
@@ -169,30 +170,27 @@ def require_agreement(**what: Any) -> None:
     """
     if process_count() == 1:
         return
-    shown = {name: repr(value) for name, value in what.items()}
-    own = {name: [hashlib.sha256(text.encode()).hexdigest(), f"{text:.60}"] for name, text in shown.items()}
-    every, problems = gather(own), []
-    for name in sorted({name for x in every for name in x}):
-        processes: dict[str, list[int]] = {}
-        texts: dict[str, str] = {}
+    texts = {name: repr(value) for name, value in what.items()}
+    every = gather({name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()})
+    differing = [name for name in sorted({name for x in every for name in x}) if len({x.get(name) for x in every}) > 1]
+    if not differing:
+        return
+    # The texts themselves are exchanged where they are needed, and shown from shortly before they part.
+    every = gather({name: texts.get(name, "nothing")[:MAX_TEXT] for name in differing})
+    problems = []
+    for name in differing:
+        start = max(0, len(os.path.commonprefix([x[name] for x in every])) - SHOWN // 2)
+        processes: dict[str, list[str]] = {}
         for i, values in enumerate(every):
-            digest, text = values.get(name, ["", "nothing"])
-            processes.setdefault(digest, []).append(i + 1)
-            texts[digest] = text
-        if len(processes) > 1:
-            # Long values that differ beyond what is shown are told apart by their digests.
-            is_told = len(set(texts.values())) == len(texts)
-            sides = [
-                f"{texts[digest] if is_told else f'{texts[digest]} (digest {digest[:8]})'} in process "
-                f"{', '.join(map(str, numbers))}"
-                for digest, numbers in processes.items()
-            ]
-            problems.append(f"{name.replace('_', ' ')} is {' and '.join(sides)}")
-    if problems:
-        raise KvjaxError(
-            f"the {process_count()} processes disagree: {'; '.join(problems)}; start all of them with the same "
-            "command, model and version"
-        )
+            text = values[name][start:]
+            part = f"{'..' if start else ''}{text[:SHOWN]}{'..' if len(text) > SHOWN else ''}"
+            processes.setdefault(part, []).append(str(i + 1))
+        sides = [f"{part} in process {', '.join(numbers)}" for part, numbers in processes.items()]
+        problems.append(f"{name.replace('_', ' ')} is {' and '.join(sides)}")
+    raise KvjaxError(
+        f"the {process_count()} processes disagree: {'; '.join(problems)}; start all of them with the same command, "
+        "model and version"
+    )
 
 
 def lost_process(error: BaseException) -> ProcessLost | None:
@@ -202,13 +200,15 @@ def lost_process(error: BaseException) -> ProcessLost | None:
     return ProcessLost(_run.find_lost())
 
 
-def end_after_error(message: str, status: int) -> None:
+def end_after_error(error: BaseException, status: int) -> None:
     """Ends this process of several at once after an error that it has printed; for a process on its own does nothing.
 
-    JAX would wait at the end for the other processes, and abort. They end by an error that has this message.
+    JAX would wait at the end for the other processes, and abort. They end by an error that has this one's message.
     """
     if _run is not None and _run.count > 1:
-        _run.leave("failed", message, status)
+        is_lost = isinstance(error, ProcessLost)
+        _run.leaving.acquire()
+        _run.leave("lost" if is_lost else "failed", str(error) or type(error).__name__, 1 if is_lost else status)
 
 
 def _parse_address(coordinator: str) -> tuple[str, int]:
@@ -306,13 +306,12 @@ class _Run:
         hook = sys.excepthook
 
         def tell_others(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            self.leaving.acquire()  # where another thread ends the process already, its line is the last one
             hook(kind, error, trace)
             lost = error if isinstance(error, ProcessLost) else lost_process(error)
             if lost is not None and lost is not error:
                 print(f"kvjax: {lost}", file=sys.stderr)
-            self.leave(
-                "failed" if lost is None else "lost", f"{kind.__name__}: {error}" if lost is None else str(lost), 1
-            )
+            self.leave("failed" if lost is None else "lost", f"{kind.__name__}: {error}" if lost is None else str(lost))
 
         sys.excepthook = tell_others
         # JAX aborts the process as soon as the coordinator is gone, in a thread of its own that nothing can stop.
@@ -360,21 +359,23 @@ class _Run:
         who = "a process of the run" if index is None else process_name(index)
         report = "" if index is None else self.reports.get(index, "")
         kind, _, reason = ("" if index == 0 and self.is_coordinator_lost else report).partition(" ")
+        goes_on = f"; {process_name(self.index)} cannot go on without it: see its output and start all processes again"
         if kind == "lost":
-            return reason
+            return reason + goes_on
         what = {"failed": f"ended with an error: {reason}", "ended": "ended before the others"}.get(
             kind, "was lost: it died, hangs, or cannot be reached"
         )
         if index == 0:
             who += ", the coordinator,"
-        remedy = "see its output and start all processes again; what was recorded is kept"
-        return f"{who} {what}; {process_name(self.index)} cannot go on without it: {remedy}"
+        return f"{who} {what}{goes_on}; what was recorded is kept"
 
-    def leave(self, kind: str, message: str, status: int) -> None:
-        """Says a last word to the others and ends the process without waiting for them at JAX's end."""
-        # One thread leaves; others that want to wait here for the end.
-        self.leaving.acquire()
-        self.own_state = f"{kind} {' '.join(message.split())[:1000]}"
+    def leave(self, kind: str, message: str, status: int = 1) -> None:
+        """Says a last word to the others and ends the process without waiting for them at JAX's end.
+
+        The caller holds `leaving`, for which other threads that want to leave wait until the end.
+        """
+        reason = " ".join(message.split()).partition(f"; {process_name(self.index)} cannot go on")[0]
+        self.own_state = f"{kind} {reason[:1000]}"
 
         def say() -> None:
             self.client.key_value_set(f"kvjax/report/{self.index}", self.own_state, allow_overwrite=True)
@@ -396,9 +397,9 @@ class _Run:
 
     def _end_by_message(self, message: str) -> None:
         """Ends the process from another thread than the one that computes, which may wait for the lost one for good."""
-        if not self.leaving.locked():
-            os.write(2, f"kvjax: {message}\n".encode())
-        self.leave("lost", message, 1)
+        self.leaving.acquire()
+        os.write(2, f"kvjax: {message}\n".encode())
+        self.leave("lost", message)
 
     def _report(self) -> None:
         number = 0
@@ -447,11 +448,12 @@ class _Run:
         """Tells the death of the coordinator from other reasons to abort, which take their course."""
         ctypes.CDLL(None).signal(signal.SIGABRT, None)
         self.is_aborting = True
-        if self.leaving.locked():
-            os._exit(1)
         if self.index and not _within(2.0, lambda: self.client.key_value_dir_get("kvjax/report/")):
             self.is_coordinator_lost = True
             self._end_by_message(self._describe(0))
+        self.is_aborting = False
+        if self.leaving.locked():  # another thread tells an error already
+            time.sleep(2 * GRACE_SECONDS)
 
 
 def _within(seconds: float, fun: Any) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.cache.protocol import Cache, SizedLayer
 from kvjax.core.memory import MEMORY_KINDS, array_bytes
+from kvjax.core.mesh import to_numpy
 from kvjax.utils.keywords import checks_keywords
 
 
@@ -94,7 +95,7 @@ def state_bytes(cache: Cache) -> CacheBytes:
             for kind, size in layer.empty_bytes(state, cache.dtype).items():
                 empty[kind] += size
     held = {kind: total[kind] - empty[kind] for kind in MEMORY_KINDS}
-    full = full_bytes(cache.config, np.asarray(cache.length).tolist(), cache.dtype)
+    full = full_bytes(cache.config, to_numpy(cache.length).tolist(), cache.dtype)
     return CacheBytes(held, empty, full, cache.dtype)
 
 
@@ -110,7 +111,7 @@ def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     cache.check_usable()
     kept = []
     for layer, state in zip(cache.plan, cache.layers, strict=True):
-        pos = np.asarray(layer.positions(state))
+        pos = to_numpy(layer.positions(state))
         pos = np.broadcast_to(pos, (pos.shape[0], cache.config.kv_heads, pos.shape[2]))
         kept.append([[np.sort(head[head >= 0]) for head in heads] for heads in pos])
     return kept

@@ -41,6 +41,7 @@ from kvjax.core import memory
 from kvjax.core.attention import attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes, bytes_beyond
+from kvjax.core.mesh import to_numpy
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, hash_once
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -350,9 +351,9 @@ class MethodLayer:
         if slots is not None:
             used = np.full(B, min(slots.main, S))
         elif state.n is not None:
-            used = np.asarray(state.n)
+            used = to_numpy(state.n)
         else:  # under a policy heads may have unequal numbers of tokens, and the fullest one counts
-            is_token = np.asarray(state.pos) >= 0
+            is_token = to_numpy(state.pos) >= 0
             used = is_token.sum(2).max(1)
         empty = self._empty_slot_bytes(state, used.tolist(), dtype)
         if store is None:

@@ -30,6 +30,7 @@ from kvjax.core import memory
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
+from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 
@@ -185,7 +186,7 @@ class SharedPrefixLayer:
         members = state.members
         if members is not None:
             prefix = prefix_by_sequence(members, len(state.before))
-            members = sequences_by_prefix(np.asarray(prefix[which]), members.shape[0])
+            members = sequences_by_prefix(to_numpy(prefix[which]), members.shape[0])
         before = take_sequences(None, state.before, which)
         return SharedPrefixState(state.prefix, take_sequences(self.own, state.own, which), before, members)
 
@@ -194,7 +195,7 @@ class SharedPrefixLayer:
 
         def is_equal(x: Array, y: Array) -> bool:
             # Forks of one context have the very arrays in common; otherwise elements decide, wherever they lie.
-            return x is y or bool(jnp.array_equal(*(jax.device_put(a, memory.DEVICE) for a in (x, y))))
+            return x is y or bool(to_numpy(jnp.array_equal(*(jax.device_put(a, memory.DEVICE) for a in (x, y)))))
 
         first, *others = [jax.tree.leaves(state.prefix) for state in states]
         if not all(len(first) == len(other) and all(map(is_equal, first, other)) for other in others):

@@ -101,7 +101,9 @@ def is_host(x) -> bool:
 
 def is_on_cpu(x: Array | np.ndarray) -> bool:
     """Whether NumPy reads an array without a transfer; small reductions then need no compiled program."""
-    return isinstance(x, np.ndarray) or all(device.platform == "cpu" for device in x.devices())
+    return isinstance(x, np.ndarray) or (
+        x.is_fully_addressable and all(device.platform == "cpu" for device in x.devices())
+    )
 
 
 def memory_kind(x) -> str:

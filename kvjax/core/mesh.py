@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int32, Shaped
 
@@ -43,6 +45,52 @@ def named_sharding(axes: str, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, spec(axes, mesh))
 
 
+def make_mesh(batch: int, heads: int) -> Mesh:
+    """Makes a mesh of devices of all processes, which divides sequences by `batch` and key/value heads by `heads`.
+
+    Raises:
+      KvjaxError: more devices than there are, or a mesh that leaves out devices of one of several processes.
+    """
+    devices, num_asked = jax.devices(), batch * heads
+    has_others = len({device.process_index for device in devices}) > 1
+    if num_asked > len(devices) or (has_others and num_asked < len(devices)):
+        fitting = " or ".join(f"{n}x{len(devices) // n}" for n in range(1, len(devices) + 1) if len(devices) % n == 0)
+        of_all = " of all processes" if has_others else ""
+        raise KvjaxError(
+            f"the mesh {batch}x{heads} (batch x heads) asks for {num_asked} devices and there are {len(devices)}"
+            f"{of_all}; take {fitting}, or give JAX more devices (JAX_NUM_CPU_DEVICES={num_asked} on a CPU)"
+        )
+    # Neighbors on the mesh are neighbors in a TPU's network.
+    return Mesh(mesh_utils.create_device_mesh((batch, heads), devices[:num_asked]), (RULES["B"], RULES["K"]))
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """Reads a mesh's shape, "2x4" or "batch=2,heads=4", where what is left out is 1; raises KvjaxError for another."""
+    sizes = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
+    batch, heads = map(int, sizes.groups()) if sizes else (1, 1)
+    if not sizes:
+        named = dict(re.findall(r"(batch|heads)=(\d{1,6})(?:,|$)", text))
+        if not named or ",".join(f"{name}={size}" for name, size in named.items()) != text:
+            batch = 0
+        batch, heads = batch and int(named.get("batch", 1)), int(named.get("heads", 1))
+    if not batch or not heads:
+        raise KvjaxError(f"the mesh {text!r:.60} is none: write batch x heads, as 2x4, or by name, as batch=2,heads=4")
+    return batch, heads
+
+
+def is_shared(mesh: Mesh | None) -> bool:
+    """Whether a mesh has devices of several processes."""
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def put(x: np.ndarray, sharding: NamedSharding) -> Array:
+    """Places a value that all processes have, each its own shards."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    # `jax.device_put` would compare the value in all processes first, by a collective.
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
 def constrain(x: Array, axes: str, mesh: Mesh | None) -> Array:
     """Constrains the sharding of x inside jit, by its axis letters; without a mesh, returns x."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, named_sharding(axes, mesh))
@@ -54,7 +102,7 @@ def check_divides(letter: str, size: int, mesh: Mesh, remedy: str) -> None:
     if size % num_devices:
         raise KvjaxError(
             f"axis {letter} of size {size} does not divide over the {num_devices} devices of mesh axis "
-            f"{RULES[letter]!r}; {remedy}"
+            f"{RULES[letter]!r}, {'batch' if letter == 'B' else 'heads'} of the mesh; {remedy}"
         )
 
 

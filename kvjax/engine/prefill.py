@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
-from kvjax.core.mesh import constrain, per_device, vary
+from kvjax.core.mesh import constrain, per_device, to_numpy, vary
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.forward import (
     Plan,
@@ -252,7 +252,7 @@ def compress_prompts(
             longest_prompt = min(prompts[0].k.shape[2], capacity) if longest is None else longest
             num_kept, at_most = list(division), np.full(division.shape, longest_prompt)
         else:
-            at_most, longest_prompt = np.asarray(division), int(np.max(lengths))
+            at_most, longest_prompt = to_numpy(division), int(to_numpy(lengths).max())
             num_kept = list(at_most)
         headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
         budgeted = _budgeted_layers(plan)

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core import memory
+from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, OtherWeights
 from kvjax.models.model import Model
+from kvjax.processes import gather, is_writer
 from kvjax.utils.files import replace_atomically
 
 HEADER, SEAL = "header", "seal"
@@ -40,8 +42,8 @@ def write(
 ) -> Path:
     """Writes a file, which appears at `path` only once it is complete; returns the path.
 
-    `header` has the values of `form.fields`; `deflate` compresses the arrays. A reader must have a model of the same
-    configuration, dtype and weights.
+    The first of several processes writes. `header` has the values of `form.fields`; `deflate` compresses the arrays. A
+    reader must have a model of the same configuration, dtype and weights.
     """
     path = Path(path)
     header = {
@@ -59,9 +61,11 @@ def write(
     save: Callable[..., None] = np.savez_compressed if deflate else np.savez
     # All entries are bytes, u8[n]: NumPy's files have no bfloat16.
     entries = {HEADER: np.frombuffer(text, np.uint8), SEAL: np.frombuffer(hashlib.sha256(text).digest(), np.uint8)}
-    entries |= {name: np.ascontiguousarray(x).reshape(-1).view(np.uint8) for name, x in arrays.items()}
-    with replace_atomically(path) as file:
-        save(file, **entries)
+    entries |= {name: np.ascontiguousarray(to_numpy(x)).reshape(-1).view(np.uint8) for name, x in arrays.items()}
+    if is_writer():
+        with replace_atomically(path) as file:
+            save(file, **entries)
+    gather(str(path))  # no process goes on before the file is there
     return path
 
 

@@ -15,6 +15,7 @@ from kvjax.cache.accounting import CacheBytes, kept_positions, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod
 from kvjax.cache.sequences import concat_sequences, take_sequences
 from kvjax.cache.shared_prefix import SharedPrefixMethod
+from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
@@ -53,7 +54,9 @@ class Context:
     def __repr__(self) -> str:
         if self.cache.is_donated:
             return f"Context({name_of(self.method)!r}; used up)"
-        tokens = ", ".join(map(str, self.cache.length.tolist()))
+        if not self.cache.length.is_fully_addressable:  # its values would take a collective, which not all may reach
+            return f"Context({name_of(self.method)!r}; {self.num_sequences} sequences on devices of several processes)"
+        tokens = ", ".join(map(str, to_numpy(self.cache.length).tolist()))
         return f"Context({name_of(self.method)!r}; sequences of {tokens} tokens; {self.bytes})"
 
     @property
@@ -163,7 +166,7 @@ class Context:
         See `kvjax.cache_ops.crop`. The logits of the new last tokens are unknown: continue with `ask` or `feed`.
         """
         cache = cache_ops.crop(self.cache, lengths)
-        known = self.ids and [row[:n] for row, n in zip(self.ids, cache.length.tolist(), strict=True)]
+        known = self.ids and [row[:n] for row, n in zip(self.ids, to_numpy(cache.length).tolist(), strict=True)]
         return self._without_last(cache, known)
 
     @checks_keywords

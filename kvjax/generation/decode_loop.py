@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from kvjax.cache.protocol import Cache
+from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
 from kvjax.engine.forward import Target
@@ -42,7 +44,7 @@ class DecodeState:
     logprobs: TokenLogProbs | None = None  # where they were asked for
 
 
-@functools.partial(jax.jit, static_argnames=("num_tokens", "has_drafts", "num_top"))
+@functools.partial(jax.jit, static_argnames=("num_tokens", "has_drafts", "num_top", "mesh"))
 def init_state(
     logits: Array,
     key: Array,
@@ -54,6 +56,7 @@ def init_state(
     has_drafts: bool = False,
     in_prompt: Array | None = None,
     num_top: int | None = None,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Draws the first of at most `num_tokens` tokens from the prompts' logits f32[B V]; the cache is still missing.
 
@@ -62,6 +65,7 @@ def init_state(
     Args:
       in_prompt: bool[B V], the tokens of each prompt, for a sampler with a repetition penalty.
       num_top: how many of the likeliest tokens get log-probabilities with those drawn; None for no log-probabilities.
+      mesh: of the model.
     """
     B, V = logits.shape
     out = jnp.full((B, num_tokens), -1, jnp.int32)
@@ -73,7 +77,7 @@ def init_state(
         logprobs = TokenLogProbs(jnp.zeros((B, num_tokens)), top.astype(jnp.int32), top)
     state = DecodeState(None, out[:, :1], out, jnp.zeros(B, bool), jnp.ones(B, bool), jnp.int32(0), keys, eos)
     state = dataclasses.replace(state, counts=counts, logprobs=logprobs)
-    state = _draw_next(state, logits[:, None], sampler)
+    state = _draw_next(state, logits[:, None], sampler, mesh)
     return dataclasses.replace(state, tokens=jnp.repeat(state.tokens, 1 + has_drafts, 1))
 
 
@@ -82,7 +86,8 @@ def step(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> D
     assert state.cache is not None
     logits, cache = decode.step(params, state.tokens, state.cache, 1, target)
     # The jitted draw is given no cache: one that it returned unchanged would be copied.
-    return dataclasses.replace(draw_next(dataclasses.replace(state, cache=None), logits, sampler), cache=cache)
+    drawn = draw_next(dataclasses.replace(state, cache=None), logits, sampler, target.mesh)
+    return dataclasses.replace(drawn, cache=cache)
 
 
 def draft_first(params: Any, state: DecodeState, sampler: Sampler, target: Target) -> DecodeState:
@@ -106,7 +111,7 @@ def decode_fixed(params: Any, state: DecodeState, sampler: Sampler, target: Targ
     return lax.scan(lambda state, _: (step(params, state, sampler, target), None), state, length=num_steps)[0]
 
 
-def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeState:
+def _draw_next(state: DecodeState, logits: Array, sampler: Sampler, mesh: Mesh | None) -> DecodeState:
     """Draws the next token, and the draft after it, from a step's logits f32[B 1|2 V]."""
     token = _draw(state, logits[:, 0], sampler)
     # A draw from NaN is a token like any other, so the state says it; what follows a sequence's end may be anything.
@@ -117,6 +122,8 @@ def _draw_next(state: DecodeState, logits: Array, sampler: Sampler) -> DecodeSta
         new = log_probs_of(logits[:, :1], token[:, None], logprobs.top.shape[2])
         update = functools.partial(lax.dynamic_update_slice_in_dim, start_index=state.i, axis=1)
         logprobs = jax.tree.map(update, logprobs, new)
+    # Every device holds these whole, so that the host reads them after a step without a collective of its own.
+    column, token, is_finite = (constrain(x, "", mesh) for x in (column, token, is_finite))
     state = dataclasses.replace(
         state,
         tokens=token[:, None],
@@ -148,7 +155,7 @@ def log_probs_of(logits: Array, tokens: Array, num_top: int) -> TokenLogProbs:
     return TokenLogProbs(jnp.take_along_axis(logp, tokens[..., None], -1)[..., 0], top_ids.astype(jnp.int32), top)
 
 
-draw_next = jax.jit(_draw_next)
+draw_next = jax.jit(_draw_next, static_argnames="mesh")
 
 
 @jax.jit

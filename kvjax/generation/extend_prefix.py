@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from kvjax.cache.protocol import Cache, num_layer_slots
 from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod, sequences_by_prefix
 from kvjax.core import memory
-from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device
+from kvjax.core.mesh import axes_of_layer_array, named_sharding, per_device, to_numpy
 from kvjax.core.types import Array, pytree
 from kvjax.engine.forward import embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs, observed_block, prompt_of_inputs
@@ -64,7 +64,7 @@ def read_after_prefix(
         problem = "on a mesh all documents share one prefix, sequence 0; read each group of them as a batch of its own"
     if problem is not None:
         raise KvjaxError(problem)
-    before = np.where(followed >= 0, np.asarray(prefix.length)[np.maximum(followed, 0)], 0)
+    before = np.where(followed >= 0, to_numpy(prefix.length)[np.maximum(followed, 0)], 0)
     lengths = np.array([len(row) for row in ids])
     capacity = round_up(int((before + lengths).max()) + room)
     own_capacity = capacity - int(before.min())  # the most tokens of its own that a sequence may grow to

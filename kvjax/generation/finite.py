@@ -22,6 +22,7 @@ from kvjax.cache.protocol import Cache
 from kvjax.cache.sequences import take_sequences
 from kvjax.core import memory
 from kvjax.core.attention import causal_attention
+from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
 from kvjax.engine.forward import Target, apply_layer, embed, outer_params, run_layers
@@ -80,20 +81,24 @@ def nonfinite_error(
     model: Model, place: str, ids: Sequence[int] | None = None, cache: Cache | None = None
 ) -> KvjaxError:
     """Makes the error; `ids` are of one sequence, from its beginning or after a cache of one sequence."""
+    remedy = REMEDIES[model.dtype.name]
+    if any(not x.is_fully_addressable for x in jax.tree.leaves(model.params)):
+        # A search by collectives, which an error of one process alone would not end.
+        return KvjaxError(f"the logits {place} are not finite; {remedy}, or run it in one process to see the place")
     try:
         cause, remedy = _explain(model, ids, cache)
     except jax.errors.JaxRuntimeError:  # the search takes memory, and the error must not be about that
-        cause, remedy = "their origin is not known", REMEDIES[model.dtype.name]
+        cause = "their origin is not known"
     return KvjaxError(f"the logits {place} are not finite: {cause}; {remedy}")
 
 
 def _first_bad_token(logits: Array, lengths: Sequence[int] | None) -> tuple[int, int | None] | None:
     """Finds the first sequence with logits that are not finite, and its first such token in f32[B T V]."""
     if not memory.is_on_cpu(logits):
-        is_finite = np.array(_is_finite_on_device(logits))
+        is_finite = np.array(to_numpy(_is_finite_on_device(logits)))
     elif logits.shape[-1]:
         # The extremes of a token show NaN and infinities, and take no array of booleans as large as the logits.
-        x = np.asarray(logits)
+        x = to_numpy(logits)
         is_finite = np.isfinite(x.min(-1)) & np.isfinite(x.max(-1))
     else:  # unknown logits, after a crop
         return None
@@ -114,7 +119,7 @@ def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None) -> tu
     """Returns the cause and the remedy."""
     dtype, remedy = model.dtype.name, REMEDIES[model.dtype.name]
     for path, x in jax.tree_util.tree_leaves_with_path(model.params):
-        if not bool(jnp.isfinite(x).all()):
+        if not to_numpy(jnp.isfinite(x).all()):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             return f"the parameter {name} of the model is not", "convert its checkpoint again, or load it anew"
     if ids is None and cache is not None:
@@ -134,7 +139,7 @@ def _explain(model: Model, ids: Sequence[int] | None, cache: Cache | None) -> tu
 
 def _explain_by_cache(cache: Cache, num_layers: int) -> str:
     for i, state in enumerate(cache.layers):
-        floats = [np.asarray(x) for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        floats = [to_numpy(x) for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
         if any(np.isnan(x).any() for x in floats):
             return f"the cache has such numbers from layer {i + 1} of {num_layers} on"
     return (
@@ -171,7 +176,7 @@ def _find_place(model: Model, ids: Sequence[int], cache: Cache | None) -> str | 
         for name, is_finite in zip(WATCHED.values(), parts, strict=True):
             if not is_finite:
                 return f"layer {i % num_layers + 1} of {num_layers} ({name})"
-    return None if bool(jnp.isfinite(logits).all()) else "the final norm or the head"
+    return None if to_numpy(jnp.isfinite(logits).all()) else "the final norm or the head"
 
 
 # In the order in which a layer's parts end.

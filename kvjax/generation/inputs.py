@@ -12,11 +12,14 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax.cache.protocol import Cache, KVMethod
-from kvjax.core.mesh import check_divides, named_sharding
+from kvjax.core.mesh import check_divides, is_shared, named_sharding, put, to_numpy
 from kvjax.core.types import Array
+from kvjax.engine.forward import Plan
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError, OtherWeights, TracedCall
 from kvjax.models.model import Model
+from kvjax.processes import require_agreement
+from kvjax.registry.method_hash import method_hash
 from kvjax.registry.strings import method_of, name_of
 
 Prompts = str | Sequence[str | Sequence[int] | np.ndarray] | np.ndarray
@@ -35,7 +38,24 @@ def place(model: Model, x: np.ndarray, axes: str) -> Array:
         return jnp.asarray(x)
     for letter, size in zip(axes.split(), x.shape, strict=False):
         check_divides(letter, size, model.mesh, "give a number of sequences that does, or another mesh")
-    return jax.device_put(x, named_sharding(axes, model.mesh))
+    return put(np.asarray(x), named_sharding(axes, model.mesh))
+
+
+def require_same_call(model: Model, plan: Plan, ids: Sequence[Sequence[int]], **what: Any) -> None:
+    """Raises KvjaxError, in all processes that share the model's mesh, unless they are about to compute the same.
+
+    Each of them would otherwise wait for others that never come. `what` is further values by name.
+    """
+    if not is_shared(model.mesh):
+        return
+    assert model.mesh is not None
+    names = dict.fromkeys(name_of(getattr(layer, "method", layer)) for layer in plan)
+    method = f"{' and '.join(names)} ({method_hash(plan)})"
+    devices = f"{dict(model.mesh.shape)} of devices {[device.id for device in model.mesh.devices.flat]}"
+    # The fingerprint is computed by all of them together, and so comes after what that needs.
+    model_text = f"{model.name or 'model'} in {model.dtype}, {model.config}"
+    require_agreement(mesh=devices, model=model_text, method=method, token_ids=ids, **what)
+    require_agreement(weights=model.fingerprint)
 
 
 def token_ids(
@@ -167,7 +187,7 @@ def check_cache(model: Model, cache: Cache, method: str | KVMethod | None = None
 
 def check_room(cache: Cache, num_tokens: int) -> int:
     """Returns the tokens of a cache's longest sequence; raises KvjaxError unless `num_tokens` more fit in each."""
-    used = int(np.max(jax.device_get(cache.length), initial=0))
+    used = int(to_numpy(cache.length).max(initial=0))
     need = used + num_tokens
     if need > cache.capacity:
         raise KvjaxError(
@@ -180,7 +200,7 @@ def check_room(cache: Cache, num_tokens: int) -> int:
 def are_empty(cache: Cache) -> list[bool]:
     """Whether each sequence of a cache has no tokens yet, as after a crop to 0: a text after it begins the sequence."""
     cache.check_usable()
-    return (np.asarray(jax.device_get(cache.length)) == 0).tolist()
+    return (to_numpy(cache.length) == 0).tolist()
 
 
 def pad(ids: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:

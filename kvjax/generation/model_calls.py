@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.protocol import Cache, KVMethod, num_layer_slots
+from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.engine import decode as engine_decode
 from kvjax.engine import prefill as engine_prefill
@@ -21,7 +22,17 @@ from kvjax.errors import KvjaxError
 from kvjax.generation import user_warnings
 from kvjax.generation.compile_options import target_for
 from kvjax.generation.finite import check_logits
-from kvjax.generation.inputs import Prompts, are_empty, check_cache, check_room, pad, place, round_up, token_ids
+from kvjax.generation.inputs import (
+    Prompts,
+    are_empty,
+    check_cache,
+    check_room,
+    pad,
+    place,
+    require_same_call,
+    round_up,
+    token_ids,
+)
 from kvjax.generation.timing import Timer
 from kvjax.models.config import MAX_SIZE
 from kvjax.models.model import Model
@@ -46,6 +57,7 @@ def logits(model: Model, ids: Prompts) -> Array:
     """
     ids = token_ids(model, ids, begins=True)
     tokens, lengths = pad(ids)
+    require_same_call(model, (), ids)
     with Timer().timed():  # for its errors; the seconds are not read
         out = jax.block_until_ready(exact_logits(model.params, place(model, tokens, "B T"), config=model.config))
     check_logits(model, out, ids)
@@ -114,6 +126,7 @@ def run_prompts(
       Logits of each prompt's last token f32[B V], and the cache.
     """
     timer = timer or Timer()
+    require_same_call(model, plan, ids, capacity=capacity, chunk=chunk, width=width)
     lengths = tuple(map(len, ids))
     num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
     method_chunk = min((layer.needs.prompt_chunk for layer in plan if layer.needs.prompt_chunk), default=None)
@@ -202,6 +215,7 @@ def extend_padded(
 
     Raises KvjaxError unless they fit, and `num_new` generated tokens after them; `timer` adds up the seconds.
     """
+    require_same_call(model, cache.plan, ids, decoded=decoded, width=width, capacity=cache.capacity)
     longest = max(map(len, ids))
     used = check_room(cache, longest + num_new)
     user_warnings.warn_of_positions(model, cache.plan, used, longest)
@@ -289,7 +303,7 @@ def teacher_force(
         check_logits(model, following, fed, lengths=num_read, cache=cache, what="the continuation of sequence")
         out = jnp.concatenate([out, following], 1)
     tokens, _ = pad(continuations, out.shape[1])
-    logp, likeliest = (np.asarray(x) for x in _score_tokens(out, jnp.asarray(tokens)))
+    logp, likeliest = (to_numpy(x) for x in _score_tokens(out, jnp.asarray(tokens)))
     return [(p[: len(c)], t[: len(c)]) for p, t, c in zip(logp, likeliest, continuations, strict=True)]
 
 

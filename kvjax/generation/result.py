@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvjax.cache.accounting import CacheBytes
+from kvjax.core.mesh import to_numpy
 from kvjax.generation.decode_loop import TokenLogProbs
 from kvjax.utils.display import shorten, table
 
@@ -73,7 +72,7 @@ def logprob_fields(logprobs: TokenLogProbs | None, tokens: Sequence[Sequence[int
     if logprobs is None:
         return {}
     drawn, top_ids, top = (
-        [row[: len(ids)] for row, ids in zip(np.asarray(x).tolist(), tokens, strict=True)]
+        [row[: len(ids)] for row, ids in zip(to_numpy(x).tolist(), tokens, strict=True)]
         for x in (logprobs.drawn, logprobs.top_ids, logprobs.top)
     )
     if not logprobs.top.shape[2]:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import state_bytes
 from kvjax.cache.protocol import Cache
 from kvjax.core import memory
+from kvjax.core.mesh import is_shared, to_numpy
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine.decode import num_draft_tokens
@@ -27,6 +29,7 @@ from kvjax.generation.options import DecodeOptions
 from kvjax.generation.result import Result, logprob_fields
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
+from kvjax.processes import require_agreement
 
 
 @dataclasses.dataclass
@@ -56,7 +59,7 @@ class DecodeSession:
             return self.result()
         self._end_at_stop()
         while not self._is_done(limit):
-            self.advance(min(limit, int(self.state.i) + stopping.STOP_CHECK_INTERVAL))
+            self.advance(min(limit, int(to_numpy(self.state.i)) + stopping.STOP_CHECK_INTERVAL))
             self._end_at_stop()
         return self.result()
 
@@ -81,7 +84,7 @@ class DecodeSession:
         self.prefill_seconds, self.decode_seconds = self.prefill_seconds + self.decode_seconds, 0.0
 
     def _is_done(self, limit: int) -> bool:
-        return int(self.state.i) >= limit or bool(np.asarray(self.state.done).all())
+        return int(to_numpy(self.state.i)) >= limit or bool(to_numpy(self.state.done).all())
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -94,7 +97,7 @@ class DecodeSession:
 
     def check_finite(self) -> None:
         """Raises KvjaxError where a token of a sequence was drawn from logits that are not finite."""
-        is_finite = np.asarray(self.state.is_finite)
+        is_finite = to_numpy(self.state.is_finite)
         if is_finite.all():
             return
         row = int(np.argmin(is_finite))
@@ -143,7 +146,7 @@ class DecodeSession:
     @property
     def tokens(self) -> np.ndarray:
         """i32[B n], all tokens so far, -1 after a sequence's end; the first came from the prefill."""
-        return np.asarray(self.state.out)[:, : int(self.state.i)]
+        return to_numpy(self.state.out)[:, : int(to_numpy(self.state.i))]
 
     def result(self) -> Result:
         """Returns the tokens so far, their text, and their costs."""
@@ -156,12 +159,12 @@ class DecodeSession:
         return Result(
             tokens=tokens,
             text=text,
-            finish_reasons=["stop" if done else "length" for done in np.asarray(self.state.done)],
+            finish_reasons=["stop" if done else "length" for done in to_numpy(self.state.done)],
             bytes=state_bytes(self.cache),
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             compile_seconds=self.timer.compile_seconds,
-            decode_steps=int(self.state.i) - 1,
+            decode_steps=int(to_numpy(self.state.i)) - 1,
             num_sequences=len(tokens),
             **logprob_fields(self.state.logprobs, tokens),
         )
@@ -171,7 +174,7 @@ class DecodeSession:
         for i in range(self.max_new_tokens):
             if i:
                 self.advance(i + 1)
-            column = np.asarray(self.state.out[:, i])
+            column = to_numpy(self.state.out[:, i])
             if (column < 0).all():
                 return
             self._end_at_stop()
@@ -188,11 +191,11 @@ class DecodeSession:
         yield self.result().text[0][len(streamed) :]
 
     def _token_lists(self) -> list[list[int]]:
-        return [row[row >= 0].tolist() for row in np.asarray(self.state.out)]
+        return [row[row >= 0].tolist() for row in to_numpy(self.state.out)]
 
     def _decode_text(self, tokens: list[int]) -> str:
         """Decodes a sequence's tokens, without the id that ended it."""
-        return stopping.decode_answer(self.model.text_tokenizer(), tokens, np.asarray(self.state.eos))
+        return stopping.decode_answer(self.model.text_tokenizer(), tokens, to_numpy(self.state.eos))
 
     def _end_at_stop(self) -> None:
         """Ends the sequences whose text contains a stop string."""
@@ -221,7 +224,10 @@ def start_decoding(
       timer: adds up the seconds; its run time so far counts as the prefill.
     """
     num_new = options.max_new_tokens
-    user_warnings.warn_of_positions(model, cache.plan, int(np.max(np.asarray(cache.length), initial=0)), num_new)
+    if is_shared(model.mesh):
+        eos, shown = to_numpy(options.eos).tolist(), dataclasses.replace(options, eos=jnp.zeros(0))
+        require_agreement(options=(shown, eos, first_row, keep))
+    user_warnings.warn_of_positions(model, cache.plan, int(to_numpy(cache.length).max(initial=0)), num_new)
     timer, sampler, in_prompt = timer or Timer(), options.sampling.sampler(), None
     if options.sampling.repetition_penalty != 1:
         mask = np.zeros((len(last), model.config.vocab_size), bool)
@@ -240,6 +246,7 @@ def start_decoding(
             has_drafts=num_draft_tokens(cache.plan) > 0,
             in_prompt=in_prompt,
             num_top=options.num_top,
+            mesh=model.mesh,
         )
         if keep:
             # An explicit copy, each array in its own kind of memory: the loop donates the cache that it is given.

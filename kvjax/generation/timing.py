@@ -13,6 +13,7 @@ import jax
 
 from kvjax.core import compile_cache
 from kvjax.errors import KvjaxError
+from kvjax.processes import lost_process
 
 _COMPILE_EVENTS = {
     f"/jax/core/compile/{step}_duration" for step in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
@@ -61,7 +62,8 @@ class Timer:
     def timed(self) -> Iterator[None]:
         """Times the block inside, which must wait for its results; compilation is counted separately.
 
-        Raises KvjaxError, with the remedy, where memory runs out, and where JAX is set to 64 bits.
+        Raises KvjaxError, with the remedy, where memory runs out, where JAX is set to 64 bits, and where another
+        process of the run is lost (ProcessLost).
         """
         if jax.config.values["jax_enable_x64"]:
             raise KvjaxError(
@@ -76,7 +78,11 @@ class Timer:
         start, compiled_before = time.perf_counter(), _compile_clock.seconds
         try:
             yield
-        except jax.errors.JaxRuntimeError as e:
+        except KvjaxError:
+            raise
+        except (jax.errors.JaxRuntimeError, ValueError) as e:  # the latter where JAX's dispatch meets a lost connection
+            if (lost := lost_process(e)) is not None:
+                raise lost from e
             # The allocator names its error in one way, and a computation whose result does not fit in another.
             if "RESOURCE_EXHAUSTED" not in str(e) and "Out of memory" not in str(e):
                 raise

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core import memory
+from kvjax.core.mesh import to_numpy
 
 KIND = "all:"
 """The beginning of a fingerprint, in files too. Those of kvjax 0.2 and before have none: they covered the first four
@@ -35,10 +36,10 @@ def fingerprint(params: Any) -> str:
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     # All programs are started before the first result is awaited. NumPy needs none, which takes longer than the sum.
-    sums = jax.device_get([_sum_in_memory(x) if memory.is_on_cpu(x) else _sum_on_device(x) for _, x in leaves])
+    sums = [_sum_in_memory(x) if memory.is_on_cpu(x) else _sum_on_device(x) for _, x in leaves]
     digest = hashlib.sha256()
     for (path, x), total in zip(leaves, sums, strict=True):
-        digest.update(f"{jax.tree_util.keystr(path)} {x.shape} {x.dtype} {int(total)}\n".encode())
+        digest.update(f"{jax.tree_util.keystr(path)} {x.shape} {x.dtype} {to_numpy(total)}\n".encode())
     return KIND + digest.hexdigest()
 
 

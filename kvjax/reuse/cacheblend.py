@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvjax.core.mesh import to_numpy
 from kvjax.generation.inputs import Prompts
 from kvjax.reuse.chunk_layout import Span, layout_chunks, recompute
 from kvjax.reuse.full_kv import FullKV
@@ -41,6 +42,6 @@ def blend(
     """
     arguments.number("ratio", ratio, 0, 1, "; the public code uses 0.16")
     arguments.integer("layer", layer, 0, chunks.model.config.layers - 1, "; the public code uses 1")
-    spans = [Span(i, 0, int(n)) for i, n in enumerate(np.asarray(chunks.lengths))]
+    spans = [Span(i, 0, int(n)) for i, n in enumerate(to_numpy(chunks.lengths))]
     layout = layout_chunks(chunks, spans, order, questions)
     return recompute(chunks, layout, np.array([int(n * ratio) for n in layout.num_known]), None, layer)[0]

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
+from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts, round_up
@@ -154,7 +155,7 @@ def _attention_to_chunks(read: FullKV, lengths: Sequence[Sequence[int]]) -> np.n
         _layer_attention_to_chunks(p.q, p.k, pos, jnp.asarray(member, jnp.float32), config.window(i))
         for i, p in enumerate(read.prompts)
     ]
-    return np.mean([np.asarray(x, np.float64) for x in layers], 0)
+    return np.mean([to_numpy(x).astype(np.float64) for x in layers], 0)
 
 
 @jax.jit(static_argnums=4)

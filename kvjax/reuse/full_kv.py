@@ -8,10 +8,10 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache.protocol import Cache, KVMethod, Needs, num_layer_slots
 from kvjax.core import memory
+from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.engine.forward import Plan, Target, layer_calls, outer_params
 from kvjax.engine.layer_prompt import LayerPrompt, select_queries
@@ -22,7 +22,7 @@ from kvjax.generation import user_warnings
 from kvjax.generation.compile_options import target_for
 from kvjax.generation.context import Context, read
 from kvjax.generation.finite import check_logits
-from kvjax.generation.inputs import Prompts, check_cache, pad, place, token_ids
+from kvjax.generation.inputs import Prompts, check_cache, pad, place, require_same_call, token_ids
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.timing import Timer
 from kvjax.models.model import Model
@@ -81,7 +81,7 @@ class FullKV:
                 "this method attends within the prompt in its own way, or looks at more of it than the keys, values "
                 "and queries that are given: read the prompts' tokens with it"
             )
-        lengths = tuple(np.asarray(self.lengths).tolist())
+        lengths = tuple(to_numpy(self.lengths).tolist())
         user_warnings.warn_of_positions(model, plan, 0, max(lengths))
         num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
         calls = layer_calls(plan, model.config, num_slots)
@@ -121,6 +121,7 @@ def read_exactly(
         raise KvjaxError(f"begins has {len(begins)} values for {len(ids)} documents; give one per document")
     plan = (AllQueries(),) * model.config.layers
     tokens, lengths = pad(ids, width)
+    require_same_call(model, (), ids, width=width)
     lengths = place(model, lengths, "B")
     last, prompts = observe_prompts(model, cast(Plan, plan), place(model, tokens, "B T"), lengths)
     check_logits(model, last, ids)

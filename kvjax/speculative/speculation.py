@@ -16,6 +16,7 @@ from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import Cache, KVMethod, RewindableLayer
 from kvjax.cache.sequences import missing_ability
 from kvjax.cache_ops import crop_layers, mesh_of
+from kvjax.core.mesh import to_numpy
 from kvjax.core.random import key_from_seed
 from kvjax.core.types import Array
 from kvjax.engine import decode
@@ -128,9 +129,7 @@ def speculate(
     targets = Target(model.config, model.mesh), Target(drafter.config, drafter.mesh)
     run = jit_with(run_rounds, ("num_draft_tokens", "targets"), ("state",), ())
     with timer.timed():
-        state = init_state(
-            last, key_from_seed(params.seed), eos, sampler, length=max_new_tokens, num_top=resolved.num_top
-        )
+        state = init_state(last, key_from_seed(params.seed), eos, sampler, max_new_tokens, resolved.num_top, model.mesh)
         state = dataclasses.replace(state, verifier=cache, draft=draft_cache)
         state = run(
             params=model.params,
@@ -142,17 +141,17 @@ def speculate(
             targets=targets,
         )
         jax.block_until_ready(state)
-    for role, name, failed in zip(("method", "draft"), (method, draft), np.asarray(state.rollback_failed), strict=True):
+    for role, name, failed in zip(("method", "draft"), (method, draft), to_numpy(state.rollback_failed), strict=True):
         if failed:
             raise IncompatibleMethod(
                 f"{role}={name_of(method_of(name))!r} could not give rejected tokens back in round "
-                f"{int(state.count)}: they had filled a group, which is coded for good; {REMEDY}"
+                f"{int(to_numpy(state.count))}: they had filled a group, which is coded for good; {REMEDY}"
             )
     # The draft's numbers come first: its tokens are what the verifier reads.
     sides = ("draft", drafter, draft_ids, 1), ("verifier", model, ids, 0)
     for role, side_model, side_ids, side in sides:
-        for row in np.flatnonzero(~np.asarray(state.is_finite[side]))[:1]:
-            tokens = [*side_ids[row], *(t for t in np.asarray(state.out[row]).tolist() if t >= 0)]
+        for row in np.flatnonzero(~to_numpy(state.is_finite[side]))[:1]:
+            tokens = [*side_ids[row], *(t for t in to_numpy(state.out)[row].tolist() if t >= 0)]
             raise nonfinite_error(side_model, f"of the {role} in sequence {row}", tokens)
     return _to_result(model, state, prefill_seconds, timer)
 
@@ -193,19 +192,19 @@ def _prefill_rewindable(
 
 
 def _to_result(model: Model, state: SpeculationState, prefill_seconds: float, timer: Timer) -> Speculation:
-    tokens, tokenizer, eos_ids = [row[row >= 0].tolist() for row in np.asarray(state.out)], model.tokenizer, state.eos
+    tokens, tokenizer, eos_ids = [row[row >= 0].tolist() for row in to_numpy(state.out)], model.tokenizer, state.eos
     return Speculation(
         tokens=tokens,
-        text=None if tokenizer is None else [stopping.decode_answer(tokenizer, t, np.asarray(eos_ids)) for t in tokens],
-        finish_reasons=["stop" if ended else "length" for ended in np.asarray(state.ended)],
+        text=None if tokenizer is None else [stopping.decode_answer(tokenizer, t, to_numpy(eos_ids)) for t in tokens],
+        finish_reasons=["stop" if ended else "length" for ended in to_numpy(state.ended)],
         bytes=state_bytes(state.verifier),
         prefill_seconds=prefill_seconds,
         decode_seconds=timer.run_seconds - prefill_seconds,
         compile_seconds=timer.compile_seconds,
-        decode_steps=int(state.count),
+        decode_steps=int(to_numpy(state.count)),
         num_sequences=len(tokens),
         **logprob_fields(state.logprobs, tokens),
-        accepted=np.asarray(state.accepted).tolist(),
-        drafted=np.asarray(state.drafted).tolist(),
+        accepted=to_numpy(state.accepted).tolist(),
+        drafted=to_numpy(state.drafted).tolist(),
         draft_bytes=state_bytes(state.draft),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from kvjax.cache.protocol import Cache, RewindableLayer
 from kvjax.cache_ops import crop_layers
@@ -51,12 +52,12 @@ class SpeculationState:
         return ~self.ended & (self.num_generated < self.out.shape[1])
 
 
-@functools.partial(jax.jit, static_argnames=("length", "num_top"))
+@functools.partial(jax.jit, static_argnames=("length", "num_top", "mesh"))
 def init_state(
-    logits: Array, key: Array, eos: Array, sampler: Sampler, length: int, num_top: int | None
+    logits: Array, key: Array, eos: Array, sampler: Sampler, length: int, num_top: int | None, mesh: Mesh | None
 ) -> SpeculationState:
     """Draws the first of at most `length` tokens from the logits f32[B V] of the prompts; caches are still missing."""
-    first = decode_loop.init_state(logits, key, eos, sampler, num_tokens=length, num_top=num_top)
+    first = decode_loop.init_state(logits, key, eos, sampler, num_tokens=length, num_top=num_top, mesh=mesh)
     token = first.tokens[:, 0]
     no_cache: Any = None  # a jitted function copies a cache that it returns unchanged
     zeros = jnp.zeros_like(token)

@@ -35,7 +35,7 @@ from kvjax.cache.eviction.rescoring import TwoStage
 from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import over_heads
+from kvjax.core.mesh import over_heads, to_numpy
 from kvjax.core.top_k import top_k_mask
 from kvjax.core.types import Array, KVBlock, gather_tokens
 from kvjax.errors import KvjaxError
@@ -220,7 +220,7 @@ def _score(selection: PromptSelection, block: KVBlock, observation: Observation 
             f"{returned}"
         )
     if not isinstance(scores.per_kv_head, Tracer):  # values are known under `jax.disable_jit` alone
-        is_nan, is_real = np.isnan(np.asarray(scores.per_kv_head, np.float32)), np.asarray(block.pos) >= 0
+        is_nan, is_real = np.isnan(to_numpy(scores.per_kv_head).astype(np.float32)), to_numpy(block.pos) >= 0
         if (is_nan & is_real).any():
             raise InvalidScores(f"{name}.scores gives NaN, which would win over every number")
     return scores

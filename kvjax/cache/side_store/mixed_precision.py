@@ -6,7 +6,6 @@ import dataclasses
 from typing import Annotated, Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache.codecs.plain import Plain
 from kvjax.cache.components import Codec, KVStorage, Scorer, SideStore, Slots
@@ -16,6 +15,7 @@ from kvjax.cache.readers.query_blocks import QUERY_BLOCK, map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, visible, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import bytes_beyond
+from kvjax.core.mesh import to_numpy
 from kvjax.core.top_k import mask_to_slots, top_k_mask
 from kvjax.core.types import Array, KVBlock, Partial, gather_tokens, pytree
 from kvjax.errors import KvjaxError
@@ -83,7 +83,7 @@ class PrecisionTiers(SideStore):
         B, _, S = store.pos.shape
         if slots is not None:
             return bytes_beyond(store, S, [min(slots.side, S)] * B)
-        is_token = np.asarray(store.pos) >= 0
+        is_token = to_numpy(store.pos) >= 0
         return bytes_beyond(store, S, is_token.sum(2).max(1).tolist())
 
     def visible_block(self, storage: KVStorage, store: LowTier) -> KVBlock:

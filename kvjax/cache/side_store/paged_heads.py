@@ -25,7 +25,7 @@ from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import bytes_beyond
-from kvjax.core.mesh import over_heads
+from kvjax.core.mesh import over_heads, to_numpy
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.errors import IncompatibleMethod
 from kvjax.utils.parameter_types import PositiveInt, check_fields
@@ -150,7 +150,7 @@ class PagedHeads(SideStore):
         B, K, R = store.pos.shape
         if slots is None or prompt is None:
             # Only pages without an owner are empty: a page with one token costs a whole page.
-            is_owned = np.asarray(store.owner) >= 0
+            is_owned = to_numpy(store.owner) >= 0
             pages = (is_owned.sum((1, 2)) / K).tolist()  # of each pool, in the mean
         elif (known := self._pages_by_length(prompt)) is not None:
             pages = [int(known[prompt]) / K] * B

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from kvjax.core.mesh import to_numpy
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.checkpoint.chunks import choose_chunk_shape, write_arrays
@@ -151,4 +152,4 @@ def save(directory, config: Config, params: Mapping[str, Any], *, source="", ext
     dtype = dtypes.pop() if len(dtypes) == 1 else np.dtype("float32")
     with Writer(directory, config, dtype, source, extra_files=extra_files, replace=replace) as writer:
         for name in part_names(flat):
-            writer.put(name, jax.device_get(nn.unbox(params)[name]))
+            writer.put(name, jax.tree.map(to_numpy, nn.unbox(params)[name]))
