@@ -16,6 +16,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import KVBlock
+from kvjax.engine.forward import Plan
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
@@ -148,7 +149,16 @@ def planned_layers(
     arguments.integer("batch", batch)
     capacity = prompt if capacity is None else arguments.integer("capacity", capacity, prompt)
     width = round_up(prompt) if width is None else arguments.integer("width", width)
-    plan = bind(method, config)
+    # Equal layers have equal states, and tracing one takes a while.
+    states = []
+    for (layer, slots), count in layer_kinds(bind(method, config), prompt, capacity).items():
+        arrays, tree = abstract_state(layer, config, min(width, capacity), slots, batch, dtype)
+        states.append((layer, jax.tree.unflatten(tree, arrays), count))
+    return PlannedLayers(config, dtype.name, states)
+
+
+def layer_kinds(plan: Plan, prompt: int, capacity: int) -> collections.Counter[tuple[BoundLayer, int]]:
+    """Counts the layers of each kind after prompts of `prompt` tokens: (bound layer, its slots) -> number of layers."""
     num_slots = tuple(num_layer_slots(layer, (prompt,), capacity) for layer in plan)
     if any(layer.needs.global_budget for layer in plan):
         # Each layer's slots are rounded up after the budget has been divided: a plan is never below the actual bytes.
@@ -157,12 +167,7 @@ def planned_layers(
             min(n + most_shared_slots(kept, prompt) - kept if kept else n, capacity)
             for n, kept in zip(num_slots, kept_slots, strict=True)
         )
-    # Equal layers have equal states, and tracing one takes a while.
-    states = []
-    for (layer, slots), count in collections.Counter(zip(plan, num_slots, strict=True)).items():
-        arrays, tree = abstract_state(layer, config, min(width, capacity), slots, batch, dtype)
-        states.append((layer, jax.tree.unflatten(tree, arrays), count))
-    return PlannedLayers(config, dtype.name, states)
+    return collections.Counter(zip(plan, num_slots, strict=True))
 
 
 def abstract_state(

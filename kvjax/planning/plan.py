@@ -7,6 +7,7 @@ of `kvjax.planning.hardware`: a real program is slower. `Plan` and `Speed` say w
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -18,13 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from kvjax.cache.protocol import KVMethod, LayerState, MeteredLayer, Needs
+from kvjax.cache.protocol import BoundLayer, KVMethod, LayerState, MeteredLayer, Needs
 from kvjax.core import memory
 from kvjax.core.mesh import RULES, axes_of_layer_array, check_divides
 from kvjax.core.step_bytes import StepBytes
+from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
-from kvjax.generation.memory_plan import planned_layers
+from kvjax.generation.memory_plan import abstract_state, layer_kinds
 from kvjax.models.config import Config
 from kvjax.models.sharding import abstract_params
 from kvjax.planning.hardware import Hardware, find_hardware
@@ -37,6 +39,7 @@ RESERVED = 0.08
 """Fraction of a device's memory that is left for the runtime, compiled programs and fragments."""
 COLLECTIVE_SECONDS = 10e-6
 """Of an all-reduce of few bytes among the devices of one host; no vendor states it."""
+MOST_KINDS = 6  # of layers that are all traced, see `trace_layers`
 MOST_SEQUENCES = 2**16  # largest batch that is looked for
 
 
@@ -185,13 +188,28 @@ class Plan:
 
 
 class TracedLayer(NamedTuple):
-    """One kind of layer of a model under a method."""
+    """One kind of layer of a model under a method, of all devices together."""
 
     needs: Needs
     count: int  # layers of this kind
-    arrays: tuple[Any, ...]  # of its state, abstract
-    step: StepBytes  # of all sequences and heads
+    slots: int
+    arrays: Mapping[tuple[str, tuple[int, int], str, int], int]  # (memory kind, parts, dtype, axes) -> bytes
+    step: StepBytes
     coded_values: int  # numbers that a step decodes
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes on one device of the mesh, by memory kind."""
+        total = dict.fromkeys(memory.MEMORY_KINDS, 0)
+        for (kind, (along_data, along_heads), *_), size in self.arrays.items():
+            total[kind] += size // (along_data * along_heads)
+        return total
+
+    def all_bytes(self) -> dict[str, int]:
+        """Bytes on a single device that holds all, by memory kind."""
+        total = dict.fromkeys(memory.MEMORY_KINDS, 0)
+        for (kind, *_), size in self.arrays.items():
+            total[kind] += size
+        return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,20 +365,55 @@ def find_largest_context(setting: Setting, method: KVMethod, batch: int) -> int:
 
 @functools.lru_cache(maxsize=512)
 def trace_layers(
-    method: KVMethod, config: Config, context: int, room: int, batch: int, dtype: str
+    method: KVMethod, config: Config, context: int, room: int, batch: int, dtype: str, mesh: tuple[int, int]
 ) -> tuple[TracedLayer, ...]:
     """Traces the states of all kinds of layers after prompts of `context` tokens."""
-    layers = planned_layers("plan", method, config, context, context + room, batch, None, dtype).states
-    return tuple(
-        TracedLayer(
-            layer.needs,
-            count,
-            tuple(jax.tree.leaves(state)),
-            layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state),
-            count_coded(state, batch * config.kv_heads * config.head_dim),
-        )
-        for layer, state, count in layers
-    )
+    capacity, width = context + room, round_up(context)
+    kinds = layer_kinds(bind(method, config), context, capacity)
+
+    @functools.cache
+    def trace(layer: BoundLayer, slots: int) -> TracedLayer:
+        leaves, tree = abstract_state(layer, config, min(width, capacity), slots, batch, arguments.float_type(dtype))
+        state, arrays = jax.tree.unflatten(tree, leaves), collections.Counter()
+        for x in leaves:
+            axes = axes_of_layer_array(x.shape, batch, config.kv_heads).split() if mesh != (1, 1) else ()
+            parts = (mesh[0] if "B" in axes else 1, mesh[1] if "K" in axes else 1)
+            arrays[memory.memory_kind(x), parts, x.dtype.name, len(x.shape)] += x.size * x.dtype.itemsize
+        step = layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state)
+        coded = count_coded(state, batch * config.kv_heads * config.head_dim)
+        return TracedLayer(layer.needs, kinds[layer, slots], slots, arrays, step, coded)
+
+    ordered = sorted(kinds, key=lambda kind: kind[1])
+    if len(ordered) > MOST_KINDS:
+        # PyramidKV gives each layer slots of its own, and tracing all takes seconds: where four layers lie on one line
+        # in every number, the others do.
+        last = len(ordered) - 1
+        low, *middle, high = (trace(*ordered[i]) for i in (0, last // 3, 2 * last // 3, last))
+        if all(between(low, high, x.slots, x.count) == x for x in middle):
+            return tuple(
+                between(low, high, slots, count) or trace(layer, slots) for (layer, slots), count in kinds.items()
+            )
+    return tuple(trace(*kind) for kind in kinds)
+
+
+def between(low: TracedLayer, high: TracedLayer, slots: int, count: int) -> TracedLayer | None:
+    """The layer with `slots` slots on the line through two others; None where a number of it would be no integer."""
+
+    def interpolate(a: int, b: int) -> int:
+        value, rest = divmod((b - a) * (slots - low.slots), high.slots - low.slots)
+        if rest:
+            raise ValueError
+        return a + value
+
+    if low.slots == high.slots or low.needs != high.needs or low.arrays.keys() != high.arrays.keys():
+        return None
+    try:
+        arrays = collections.Counter({key: interpolate(low.arrays[key], high.arrays[key]) for key in low.arrays})
+        step = StepBytes(*map(interpolate, dataclasses.astuple(low.step), dataclasses.astuple(high.step)))
+        coded = interpolate(low.coded_values, high.coded_values)
+    except ValueError:
+        return None
+    return TracedLayer(low.needs, count, slots, arrays, step, coded)
 
 
 def count_coded(state: Any, values_per_slot: int) -> int:
@@ -374,16 +427,6 @@ def count_coded(state: Any, values_per_slot: int) -> int:
         return any(dtype.itemsize == 1 or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
 
     return sum(map(is_coded, (state.k, state.v))) * state.pos.shape[2] * values_per_slot
-
-
-def divide(arrays: Sequence[Any], batch: int, kv_heads: int, mesh: tuple[int, int]) -> dict[str, int]:
-    """Bytes of a layer's arrays on one device of a mesh, by memory kind, divided as `kvjax.core.mesh` divides them."""
-    total = dict.fromkeys(memory.MEMORY_KINDS, 0)
-    for x in arrays:
-        axes = axes_of_layer_array(x.shape, batch, kv_heads).split() if mesh != (1, 1) else []
-        parts = (mesh[0] if "B" in axes else 1) * (mesh[1] if "K" in axes else 1)
-        total[memory.memory_kind(x)] += x.size * x.dtype.itemsize // parts
-    return total
 
 
 @functools.lru_cache(maxsize=64)
@@ -411,8 +454,8 @@ def count_need(setting: Setting, method: KVMethod, context: int, batch: int) -> 
     """Counts the bytes of one device; raises KvjaxError where the method cannot serve the model or the mesh."""
     model, (data, heads), dtype = setting.model, setting.mesh, arguments.float_type(setting.dtype)
     c, local, itemsize = model.config, batch // data, dtype.itemsize
-    layers = trace_layers(method, c, context, setting.room, batch, dtype.name)
-    divided = [divide(layer.arrays, batch, c.kv_heads, setting.mesh) for layer in layers]
+    layers = trace_layers(method, c, context, setting.room, batch, dtype.name, setting.mesh)
+    divided = [layer.device_bytes() for layer in layers]
     counts, needs = [layer.count for layer in layers], [layer.needs for layer in layers]
     cache = 4 * local + sum(n * size["device"] for n, size in zip(counts, divided, strict=True))
     fed = min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
@@ -459,16 +502,15 @@ def estimate_step(setting: Setting, method: KVMethod, context: int, batch: int) 
     c, local, itemsize = model.config, batch // data, arguments.float_type(setting.dtype).itemsize
     read = written = link = host = slots = coded = 0.0
     draft = 0
-    for layer in trace_layers(method, c, context, setting.room, batch, setting.dtype):
-        whole = memory.array_bytes(layer.arrays)
-        part = divide(layer.arrays, batch, c.kv_heads, setting.mesh)
+    for layer in trace_layers(method, c, context, setting.room, batch, setting.dtype, setting.mesh):
+        whole, part = layer.all_bytes(), layer.device_bytes()
         # What all heads share is read on each device; by how much that adds is known of the arrays as a whole.
         on_device, on_host = (part[kind] / max(whole[kind], 1) for kind in memory.MEMORY_KINDS)
         read += layer.count * layer.step.device * on_device
         written += layer.count * layer.step.device_written * on_device
         link += layer.count * (layer.step.link + layer.step.host_written) * on_host
         host += layer.count * layer.step.host * on_host
-        slots += layer.count * max((x.shape[2] for x in layer.arrays if len(x.shape) > 2), default=0)
+        slots += layer.count * layer.slots
         # A reader of few tokens decodes these alone.
         fraction = min(1.0, layer.step.device / max(whole["device"], 1))
         coded += layer.count * layer.coded_values * fraction / (data * heads)
@@ -507,9 +549,7 @@ def estimate_prefill(setting: Setting, method: KVMethod, context: int, batch: in
     # Half of the pairs are in the future where a layer has no window.
     full = sum(c.window(i) is None or (c.window(i) or 0) >= context for i in range(c.layers)) * context
     pairs = context * (full / 2 + (seen - full))
-    passes = (
-        2 if any(x.needs.replay for x in trace_layers(method, c, context, setting.room, batch, setting.dtype)) else 1
-    )
+    passes = 1 + any(layer.needs.replay is not None for layer in bind(method, c))
     operations = passes * local * (2 * matrices * context + 4 * c.heads * c.head_dim * pairs) + local * 2 * head
     computing = operations / heads / hardware.flops
     reading = count_weights(model, setting.dtype, heads) / hardware.memory_bandwidth
