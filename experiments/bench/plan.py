@@ -2,13 +2,13 @@
 
 python -m experiments.bench.plan [--models small,125m] [--contexts 8192,2048] [--methods "full; int8; quest:budget=512"]
 
-The machine's rates are those of `kvjax plan --measured`, taken before the loops and after them; their mean counts. The
-loops hold random keys and values and take turns. Other work on the machine slows both sides, and not always alike: the
-document has both measurements of the rates.
+The loops hold random keys and values. They and the probes of `kvjax plan --measured` take turns, so that other work on
+the machine slows both alike; medians count.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -27,32 +27,38 @@ from kvjax.planning.plan import RESERVED, Setting, Speed, estimate_step
 from kvjax.registry.strings import split_list
 
 METHODS = "full; int8; kivi:bits=4,group=32; quest:budget=512; kcache:n=64"
-RATES = ("memory_bandwidth", "flops", "host_link", "host_bandwidth", "layer_seconds", "decoded_values")
+RATES = (
+    "memory_bandwidth",
+    "cache_bandwidth",
+    "flops",
+    "host_link",
+    "layer_seconds",
+    "decoded_values",
+    "ranked_values",
+)
 TOLERANCE = 0.3  # of the measured speed
 
 
-def average(before: Hardware, after: Hardware) -> Hardware:
-    """The mean rates of two measurements."""
-    return dataclasses.replace(before, **{name: (getattr(before, name) + getattr(after, name)) / 2 for name in RATES})
+def measure(
+    name: str, context: int, methods: Sequence[str], args: argparse.Namespace
+) -> tuple[dict[str, Any], Hardware]:
+    """Times the decode loops of all methods, and the probes of the machine, in turns.
 
-
-def measure(name: str, context: int, methods: Sequence[str], steps: int, repeats: int) -> dict[str, Any]:
-    """Times the decode loops of all methods in turns: median seconds of a step by method."""
+    Returns:
+      A cell with the summarized seconds of a step by method, and the machine as it was in the same turns.
+    """
     model = kvjax.random_model(dataclasses.replace(SHAPES[name], max_positions=2 * context))
     measuring.log_progress(describe(name, model.config, model.params))
-    room = steps * (repeats + 1)
+    room = args.steps * (args.repeats + 1)
     loops = {method: random_loop(model, method, 1, context, room) for method in methods}
     for method, loop in loops.items():
-        loop.decode(steps)
+        loop.decode(args.steps)
         measuring.log_progress(f"{method} is compiled")
-    seconds = time_decode_steps(loops, steps, repeats)
+    probes = measured.Probes("float32", args.megabytes, args.tokens, args.repeats)
+    seconds = time_decode_steps(loops, args.steps, args.repeats, probes.runs)
     jax.clear_caches()
-    return {
-        "model": name,
-        "context": context,
-        "room": room,
-        "seconds": {m: measuring.summary(seconds[m]) for m in methods},
-    }
+    steps = {method: measuring.summary(seconds[method]) for method in methods}
+    return {"model": name, "context": context, "room": room, "seconds": steps}, probes.hardware(seconds)
 
 
 def compare(cell: dict[str, Any], hardware: Hardware) -> list[dict[str, Any]]:
@@ -71,14 +77,14 @@ def compare(cell: dict[str, Any], hardware: Hardware) -> list[dict[str, Any]]:
 
 def row(r: dict[str, Any]) -> list[Any]:
     """Formats a record: milliseconds."""
-    parts = ("weights", "cache", "compute", "host_link", "launches")
+    parts = ("weights", "cache", "compute", "host_link", "launches", "search")
     times = [r["planned_step"], r["measured"]["median"], r["measured"]["best"], *(r["planned"][part] for part in parts)]
     figures = [f"{1e3 * x:.2f}" for x in times]
     return [r["model"], f"{r['context']:,}", r["method"], *figures[:3], f"{r['ratio'] - 1:+.0%}", *figures[3:]]
 
 
 COLUMNS = ("model", "context", "method", "planned ms", "measured", "best", "slower by")
-COLUMNS += ("weights", "cache", "compute", "link", "layers")
+COLUMNS += ("weights", "cache", "compute", "link", "layers", "search")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -92,21 +98,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--tokens", type=int, default=8192, help="of the quantized cache that measures decoding")
     args = p.parse_args(argv)
     before = machine()
-    measuring.log_progress("rates of this machine")
-    first = measured.measure("float32", args.megabytes, args.tokens)
     cells = [
-        measure(name, context, args.methods, args.steps, args.repeats)
+        measure(name, context, args.methods, args)
         for name, context in zip(args.models.split(","), args.contexts, strict=True)
     ]
-    measuring.log_progress("rates of this machine again")
-    second = measured.measure("float32", args.megabytes, args.tokens)
-    hardware = average(first, second)
-    records = [r for cell in cells for r in compare(cell, hardware)]
+    records = [r for cell, hardware in cells for r in compare(cell, hardware)]
     within = sum(abs(1 / r["ratio"] - 1) <= TOLERANCE for r in records)
     table = measuring.table("Planned and measured decode steps, milliseconds", COLUMNS, [row(r) for r in records])
-    rates = [f"{name}: {getattr(first, name):.3g} before, {getattr(second, name):.3g} after" for name in RATES]
-    notes = [f"planned speed within {TOLERANCE:.0%} of the measured one: {within} of {len(records)}", "; ".join(rates)]
-    results = {"records": records, "rates": [dataclasses.asdict(x) for x in (first, second)]}
+    notes = [f"planned speed within {TOLERANCE:.0%} of the measured one: {within} of {len(records)}"]
+    for cell, hardware in cells:
+        notes.append(f"{cell['model']}: " + ", ".join(f"{name} {getattr(hardware, name):.3g}" for name in RATES))
+    results = {"records": records, "rates": [dataclasses.asdict(hardware) for _, hardware in cells]}
     measuring.report("plan", before, [table], notes, results)
 
 

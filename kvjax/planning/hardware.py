@@ -31,9 +31,11 @@ class Hardware:
       host_bytes: memory of the host for each of its devices, in the server that `source` names.
       source: where the figures are from.
       layer_seconds: of a layer of a decode step, besides its bytes and operations: starting programs and small
-        reductions. Vendors state none; `kvjax.planning.measured` fills it in.
+        reductions. Vendors state none of this and the following; `kvjax.planning.measured` fills them in.
+      cache_bandwidth: bytes of an exact cache that attention reads per second; None for `memory_bandwidth`.
       decoded_values: numbers of a quantized cache that are decoded per second; None where that is taken to be hidden
-        behind the reading. `kvjax.planning.measured` fills it in.
+        behind the reading.
+      ranked_values: scores that are ranked per second, by methods that search for what to read; None as above.
     """
 
     name: str
@@ -46,7 +48,9 @@ class Hardware:
     host_bytes: int
     source: str
     layer_seconds: float = 0.0
+    cache_bandwidth: float | None = None
     decoded_values: float | None = None
+    ranked_values: float | None = None
 
 
 PCIE4, PCIE5 = 32 * GB, 64 * GB  # x16, one direction; data sheets state both together

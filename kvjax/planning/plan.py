@@ -31,6 +31,7 @@ from kvjax.models.config import Config
 from kvjax.models.sharding import abstract_params
 from kvjax.planning.hardware import Hardware, find_hardware
 from kvjax.planning.models import PlannedModel, find_model
+from kvjax.planning.ranking import count_ranked
 from kvjax.registry.strings import method_of, name_of
 from kvjax.utils import arguments
 
@@ -84,6 +85,7 @@ class Speed:
       host_memory: reads of the cache by the host's own processors.
       collectives: sums over the devices of the mesh.
       launches: each layer's starting of programs and small operations; 0 for devices that were not measured.
+      search: ranking of scores to choose what is read; 0 for devices that were not measured.
     """
 
     weights: float
@@ -93,11 +95,12 @@ class Speed:
     host_memory: float
     collectives: float
     launches: float
+    search: float
 
     @property
     def step(self) -> float:
         """Seconds of the step."""
-        waiting = self.host_link + self.host_memory + self.collectives + self.launches
+        waiting = self.host_link + self.host_memory + self.collectives + self.launches + self.search
         return max(self.weights + self.cache, self.compute) + waiting
 
     @property
@@ -528,14 +531,22 @@ def estimate_step(setting: Setting, method: KVMethod, context: int, batch: int) 
     collectives = 0.0
     if heads > 1:
         collectives = (heads - 1) / heads * summed / hardware.device_link + (2 * c.layers + 1) * COLLECTIVE_SECONDS
+    search = 0.0
+    if hardware.ranked_values is not None:
+        ranked = count_ranked(method, c, context, setting.room, batch, setting.dtype)
+        search = ranked / (data * heads) / hardware.ranked_values
     return Speed(
         weights=weights / hardware.memory_bandwidth,
-        cache=max((read + written) / hardware.memory_bandwidth, coded / (hardware.decoded_values or math.inf)),
+        cache=max(
+            (read + written) / (hardware.cache_bandwidth or hardware.memory_bandwidth),
+            coded / (hardware.decoded_values or math.inf),
+        ),
         compute=(multiplied + attention) / hardware.flops,
         host_link=link / hardware.host_link,
         host_memory=host / hardware.host_bandwidth,
         collectives=collectives,
         launches=c.layers * hardware.layer_seconds,
+        search=search,
     )
 
 

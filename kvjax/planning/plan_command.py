@@ -164,8 +164,10 @@ def write_notes(
         + ", beside the weights: exact keys and values, states, activations.",
         "Seconds are a roofline: bytes and operations over peak rates, copies from the host not overlapped"
         + (f", {COLLECTIVE_SECONDS * 1e6:.0f} us for each sum over devices" if mesh[1] > 1 else "")
-        + (f", {h.layer_seconds * 1e6:,.0f} us for each layer's own work, as measured" if h.layer_seconds else "")
-        + (f", {h.decoded_values / 1e9:.2f}e9 codes decoded a second, as measured" if h.decoded_values else "")
+        + (f"; as measured, {h.layer_seconds * 1e6:,.0f} us for each layer's own work" if h.layer_seconds else "")
+        + (f", an exact cache read at {h.cache_bandwidth / 1e9:,.1f} GB/s" if h.cache_bandwidth else "")
+        + (f", {h.decoded_values / 1e9:.2f}e9 codes decoded a second" if h.decoded_values else "")
+        + (f", {h.ranked_values / 1e9:.2f}e9 scores ranked a second" if h.ranked_values else "")
         + ". Real programs are slower.",
     ]
     notes += [f"{p.method} is refused: {p.refusal}" for p in plans if p.refusal]
