@@ -26,7 +26,7 @@ from kvjax.utils import arguments
 
 REPEATS = 7
 DEFAULT_PRODUCT_WIDTH, CPU_PRODUCT_WIDTH = 8192, 1024  # of the square matrices that are multiplied
-LAYERS = 8  # of the model with nothing to read
+LAYERS = 2  # of the model with nothing to read
 FEW_TOKENS = 64  # in its cache
 STEPS = 8  # of a turn
 RANKED, BEST = 2**18, 64  # scores, of 32 heads, and how many of each head's are found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 
 import flax.linen as nn
 import jax
@@ -22,9 +23,11 @@ from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.models.model import Model
 from kvjax.models.sharding import abstract_params, param_shardings
+from kvjax.planning import measured
 from kvjax.planning.hardware import CATALOGUE, Hardware, find_hardware
 from kvjax.planning.models import PlannedModel, find_model
-from kvjax.planning.plan import RESERVED, Plan, Setting, count_need, plan
+from kvjax.planning.plan import MOST_KINDS, RESERVED, Plan, Setting, count_need, plan, trace_layers
+from kvjax.planning.ranking import count_ranked
 
 CONFIG = kvjax.Config(vocab_size=96, width=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=48)
 TOY = PlannedModel("toy", CONFIG, "of the tests")
@@ -208,3 +211,41 @@ def test_the_command_prints_a_table_json_and_a_plot(tmp_path, capsys):
     ):
         assert cli.main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_layers_on_a_line_are_planned_as_if_all_were_traced():
+    """PyramidKV gives each of twelve layers slots of its own; bytes and reads are those that are counted one by one."""
+    config = dataclasses.replace(CONFIG, layers=12, max_positions=2048)
+    for method in ("pyramidkv:budget=96,window=8", "pyramidkv:budget=96,window=8 + int8"):
+        layers = trace_layers(kvjax.parse(method), config, 512, 0, 2, "float32", (1, 1))
+        assert len(layers) > MOST_KINDS
+        planned = kvjax.planned_bytes(method, config, 512, batch=2, dtype="float32").total
+        assert sum(x.count * x.all_bytes()["device"] for x in layers) + 4 * 2 == planned["device"]
+        reads = functools.reduce(operator.add, (x.step * x.count for x in layers))
+        assert reads == kvjax.step_bytes(method, config, 512, batch=2, dtype="float32")
+
+
+def test_ranked_scores_are_those_of_the_search_for_values():
+    """KCache ranks a score for each slot and query head, in the layers whose values are on the host."""
+    count = functools.partial(count_ranked, config=CONFIG, context=128, room=0, batch=2, dtype="float32")
+    assert count(kvjax.parse("kcache:n=8,device_layers=1")) == 2 * (2 * CONFIG.heads * 128)
+    assert count(kvjax.parse("full")) == 0
+
+
+def test_this_machine_is_measured_in_turns(monkeypatch, capsys):
+    monkeypatch.setattr(measured, "Probes", functools.partial(measured.Probes, megabytes=1, tokens=64, turns=2))
+    monkeypatch.setattr(measured, "REPEATS", 2)
+    assert cli.main(["plan", "testbed", "--measured", "--method", "full; kcache:n=8", "--context", "256"]) == 0
+    out = capsys.readouterr().out
+    assert "testbed on this machine (" in out and "codes decoded a second" in out and "scores ranked a second" in out
+
+
+def test_measured_rates_are_work_over_seconds():
+    probes = measured.Probes("float32", megabytes=4, tokens=64, turns=1)
+    seconds = {name: [1.0, 2.0, 9.0] for name in probes.runs} | {"layer": [0.02] * 3, "attention": [2.01] * 3}
+    h = probes.hardware(seconds)
+    assert h.memory_bandwidth == 2 * 2**20 and h.flops == 1024**3 and h.host_link == 2**19
+    assert h.layer_seconds == pytest.approx(0.01)
+    numbers = 2 * 4 * 64 * 64  # keys and values of four heads
+    assert h.cache_bandwidth == pytest.approx(4 * numbers / 2)
+    assert h.decoded_values == pytest.approx(numbers / 1.99) and h.ranked_values == 2**17
