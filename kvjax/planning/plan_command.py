@@ -171,16 +171,17 @@ def write_notes(
         + ". Real programs are slower.",
     ]
     notes += [f"{p.method} is refused: {p.refusal}" for p in plans if p.refusal]
-    limited = [p for p in plans if p.batch_limit == "reading the prompt"]
-    if limited:
-        names = ", ".join(dict.fromkeys(p.method for p in limited))
-        remedy = (
-            "--chunk 4096 reads it in parts, with fewer activations but the exact keys and values of all layers at once"
-            if chunk is None
-            else "fewer tokens a chunk need fewer activations; without --chunk one layer's exact keys and values are "
-            "held at a time"
+    in_chunks = "--chunk 4096 reads it in parts, with fewer activations but all layers' exact keys and values at once"
+    if chunk is not None:
+        in_chunks = (
+            "fewer tokens a chunk need fewer activations; without --chunk one layer's exact keys are held at a time"
         )
-        notes.append(f"Reading the prompt sets the largest batch of {names}: {remedy}.")
+    remedies = {"host memory": "--host-gb plans for a host with more", "reading the prompt": in_chunks}
+    for limit, remedy in remedies.items():
+        limited = [p.method for p in plans if p.batch_limit == limit]
+        if limited:
+            names = ", ".join(dict.fromkeys(limited))
+            notes.append(f"{limit[0].upper()}{limit[1:]} sets the largest batch of {names}: {remedy}")
     return notes
 
 
