@@ -245,6 +245,7 @@ def plan(
     room: int = 0,
     chunk: int | None = None,
     reserved: float = RESERVED,
+    limits: bool = True,
 ) -> list[Plan]:
     """Plans a model under each method at each context.
 
@@ -259,6 +260,7 @@ def plan(
       room: tokens that each sequence may get after its prompt.
       chunk: tokens of a prompt that are read at a time; None for all at once, or as the method asks.
       reserved: fraction of a device's memory that programs cannot use.
+      limits: whether to look for the largest batch and context; without, their fields are None.
 
     Returns:
       A plan for each method and context, the contexts of one method together. A method that cannot serve the model has
@@ -286,7 +288,7 @@ def plan(
             )
     setting = Setting(model, hardware, mesh, arguments.float_type(dtype).name, room, chunk, reserved)
     check_mesh(setting, batch)
-    return [plan_method(setting, method, context, batch) for method in methods for context in contexts]
+    return [plan_method(setting, method, context, batch, limits) for method in methods for context in contexts]
 
 
 def check_mesh(setting: Setting, batch: int) -> None:
@@ -299,7 +301,7 @@ def check_mesh(setting: Setting, batch: int) -> None:
     check_divides("B", batch, mesh, f"plan for a batch that is a multiple of {setting.mesh[0]}, or another mesh")
 
 
-def plan_method(setting: Setting, method: str | KVMethod, context: int, batch: int) -> Plan:
+def plan_method(setting: Setting, method: str | KVMethod, context: int, batch: int, limits: bool = True) -> Plan:
     """Plans one method at one context."""
     name = method if isinstance(method, str) else name_of(method)
     method, data = method_of(method), setting.mesh[0]
@@ -308,6 +310,18 @@ def plan_method(setting: Setting, method: str | KVMethod, context: int, batch: i
     except KvjaxError as e:
         return Plan(name, context, batch, refusal=str(e))
     usable, host = setting.usable_bytes, setting.hardware.host_bytes
+    found = Plan(
+        name,
+        context,
+        batch,
+        need=need,
+        spare=usable - need.device,
+        host_spare=host - need.host,
+        prefill_seconds=estimate_prefill(setting, method, context, batch),
+        speed=estimate_step(setting, method, context, batch),
+    )
+    if not limits:
+        return found
     # Bytes grow linearly with the batch, from an offset that all sequences share.
     one, two = (count_need(setting, method, context, n * data) for n in (1, 2))
 
@@ -315,25 +329,18 @@ def plan_method(setting: Setting, method: str | KVMethod, context: int, batch: i
         growth = read(two) - read(one)
         if read(one) > most:
             return 0
-        return MOST_SEQUENCES if growth <= 0 else min(MOST_SEQUENCES, 1 + (most - read(one)) // growth)
+        return data * (MOST_SEQUENCES if growth <= 0 else min(MOST_SEQUENCES, 1 + (most - read(one)) // growth))
 
-    limits = {
-        "device memory": data * count_fitting(lambda n: n.weights + n.cache + n.workspace, usable),
-        "reading the prompt": data * count_fitting(lambda n: n.weights + n.reading, usable),
-        "host memory": data * count_fitting(lambda n: n.host, host),
+    batches = {
+        "device memory": count_fitting(lambda n: n.weights + n.cache + n.workspace, usable),
+        "reading the prompt": count_fitting(lambda n: n.weights + n.reading, usable),
+        "host memory": count_fitting(lambda n: n.host, host),
     }
-    largest = min(limits.values())
-    return Plan(
-        name,
-        context,
-        batch,
-        need=need,
-        spare=usable - need.device,
-        host_spare=host - need.host,
-        largest_batches=limits,
+    largest = min(batches.values())
+    return dataclasses.replace(
+        found,
+        largest_batches=batches,
         largest_context=find_largest_context(setting, method, batch),
-        prefill_seconds=estimate_prefill(setting, method, context, batch),
-        speed=estimate_step(setting, method, context, batch),
         speed_at_largest=estimate_step(setting, method, context, largest) if largest else None,
     )
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
         known = {(p.method, p.context): p for p in plans}
         wanted = [(name, n) for name in methods for n in sorted({*grid, *contexts}) if (name, n) not in known]
         for name, context in wanted:
-            known[name, context] = plan(model, [name], [context], **options)[0]
+            known[name, context] = plan(model, [name], [context], **options, limits=False)[0]
         draw(model, hardware, mesh, list(known.values()), args.plot)
         if not args.json:
             print(f"wrote {args.plot}")
