@@ -373,13 +373,16 @@ def find_largest_context(setting: Setting, method: KVMethod, batch: int) -> int:
     return low
 
 
+bind_once = functools.lru_cache(maxsize=64)(bind)  # the same layers at every context and batch; 80 of them take a while
+
+
 @functools.lru_cache(maxsize=512)
 def trace_layers(
     method: KVMethod, config: Config, context: int, room: int, batch: int, dtype: str, mesh: tuple[int, int]
 ) -> tuple[TracedLayer, ...]:
     """Traces the states of all kinds of layers after prompts of `context` tokens."""
     capacity, width = context + room, round_up(context)
-    kinds = layer_kinds(bind(method, config), context, capacity)
+    kinds = layer_kinds(bind_once(method, config), context, capacity)
 
     @functools.cache
     def trace(layer: BoundLayer, slots: int) -> TracedLayer:
@@ -567,7 +570,7 @@ def estimate_prefill(setting: Setting, method: KVMethod, context: int, batch: in
     # Half of the pairs are in the future where a layer has no window.
     full = sum(c.window(i) is None or (c.window(i) or 0) >= context for i in range(c.layers)) * context
     pairs = context * (full / 2 + (seen - full))
-    passes = 1 + any(layer.needs.replay is not None for layer in bind(method, c))
+    passes = 1 + any(layer.needs.replay is not None for layer in bind_once(method, c))
     operations = passes * local * (2 * matrices * context + 4 * c.heads * c.head_dim * pairs) + local * 2 * head
     computing = operations / heads / hardware.flops
     reading = count_weights(model, setting.dtype, heads) / hardware.memory_bandwidth
