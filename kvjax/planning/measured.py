@@ -30,7 +30,7 @@ LAYERS = 2  # of the model with nothing to read
 FEW_TOKENS = 64  # in its cache
 STEPS = 8  # of a turn
 RANKED, BEST = 2**18, 64  # scores, of 32 heads, and how many of each head's are found
-SIZES: dict[str, int] = {"width": 64, "heads": 4, "kv_heads": 4, "head_dim": 64, "mlp_width": 64, "vocab_size": 64}
+SIZES: dict[str, Any] = {"width": 64, "heads": 4, "kv_heads": 4, "head_dim": 64, "mlp_width": 64, "vocab_size": 64}
 
 
 class Probes:

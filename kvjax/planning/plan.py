@@ -293,7 +293,8 @@ def plan(
 
 def check_mesh(setting: Setting, batch: int) -> None:
     """Raises KvjaxError, with the size that does not divide, for a mesh that the engine would refuse."""
-    c, mesh = setting.model.config, AbstractMesh(setting.mesh, (RULES["B"], RULES["K"]))
+    c = setting.model.config
+    mesh: Any = AbstractMesh(setting.mesh, (RULES["B"], RULES["K"]))  # sizes alone: no device of it is here
     sizes = {"K": (c.kv_heads, "kv_heads"), "F": (c.mlp_width, "mlp_width"), "V": (c.vocab_size, "vocab_size")}
     for letter, (size, name) in sizes.items():
         remedy = f"it is {name} of {setting.model.name}: take a mesh BATCHxHEADS whose second number divides all three"

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import operator
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -81,10 +82,11 @@ def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer():
         calls = layer_calls(layers, config, (layers[0].num_slots(tokens, 0),))
         hidden = jax.ShapeDtypeStruct((1, tokens, config.width), jnp.float32)
         angles = (jax.ShapeDtypeStruct((1, tokens, config.head_dim // 2), jnp.float32),) * 2
-        mode = FullPrefill(jax.ShapeDtypeStruct((1,), jnp.int32), tokens, None)
+        lengths: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
+        mode = FullPrefill(lengths, tokens, None)
         layer = jax.jit(apply_layer, static_argnames=("call", "target"))
         arguments = (params["layer_0"], hidden, angles, mode, None, None)
-        report = layer.lower(*arguments, call=calls[0], target=Target(config)).compile().memory_analysis()
+        report: Any = layer.lower(*arguments, call=calls[0], target=Target(config)).compile().memory_analysis()
         real = report.temp_size_in_bytes + report.output_size_in_bytes + hidden.size * 4
         setting = Setting(PlannedModel("x", config, "tests"), DEVICE, (1, 1), "float32", 0, None, 0.0)
         planned = count_need(setting, kvjax.parse(method), tokens, 1).reading
