@@ -348,6 +348,9 @@ def _add_plan(p: argparse.ArgumentParser) -> None:
     where = p.add_mutually_exclusive_group()
     where.add_argument("--hardware", default="h100", help="a device by name (default: %(default)s)")
     where.add_argument("--measured", action="store_true", help="this machine, whose rates are measured first")
+    p.add_argument(
+        "--overheads", action="store_true", help="add what a GPU was measured to take for launches and sorts"
+    )
     p.add_argument("--memory-gb", type=float, help="memory of a device in GiB, in place of the catalogue's")
     p.add_argument("--host-gb", type=float, help="memory of the host for each device in GiB")
     p.add_argument("--room", type=_integer, default=0, help="tokens that may follow the prompt (default: %(default)s)")

@@ -198,6 +198,13 @@ CATALOGUE: dict[str, Hardware] = {entry.name: entry for entry in _ENTRIES}
 """Name -> device."""
 
 
+GPU_OVERHEADS: dict[str, float] = {"layer_seconds": 100e-6, "ranked_values": 7e9}
+"""Fields of `Hardware` for GPUs, from measurements of kvjax on one NVIDIA H200 (experiments/results/gpu).
+
+A layer takes some 100 us for the starting of its kernels, and XLA sorts all scores to find the largest.
+"""
+
+
 def find_hardware(name: str) -> Hardware:
     """Returns a device of the catalogue; raises KvjaxError, with all names, for an unknown one."""
     word = name.strip().lower().replace("_", "-").replace(" ", "-")

@@ -209,6 +209,7 @@ def test_the_command_prints_a_table_json_and_a_plot(tmp_path, capsys):
         (["--context", "soon"], "--context 'soon' is no number of tokens"),
         (["--plot", str(tmp_path)], "must be a file whose name ends in .png"),
         (["--hardware", "cray"], "unknown hardware 'cray'"),
+        (["--hardware", "v5e", "--overheads"], "--overheads adds what was measured on an NVIDIA GPU, and v5e is none"),
         (["--method", "nosuch"], "nosuch"),
     ):
         assert cli.main([*command, *wrong]) == 2
