@@ -218,7 +218,7 @@ def compile_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[
     }
     program = jax.jit(decode_loop.decode_until, static_argnames="target", donate_argnames="state")
     start = time.perf_counter()
-    compiled = compile_for(shapes.topology, program, arguments, ("target",), shapes.mesh)
+    compiled = compile_for(shapes.topology, program, arguments, ("target",), shapes.mesh, is_loop=True)
     seconds = time.perf_counter() - start
     sizes, text = compiled.memory_analysis(), compiled.as_text()
     shapes.keep_text(f"decode-{len(plan)}", text)

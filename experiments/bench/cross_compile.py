@@ -24,6 +24,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 
 from kvjax import KvjaxError
 from kvjax.core import memory
+from kvjax.generation.compile_options import jit_loop
 
 GPUS = {"h200": ("NVIDIA H200", 132)}  # (name, multiprocessors) of each NAME.textproto in this folder
 # libtpu must not query a TPU's metadata server, nor lock a TPU that no process can hold.
@@ -97,6 +98,8 @@ def compile_for(
     arguments: dict[str, Any],
     static: Sequence[str],
     mesh: Mesh | AbstractMesh | None = None,
+    *,
+    is_loop: bool = False,
 ) -> Any:
     """Compiles a jitted program for another machine.
 
@@ -106,6 +109,8 @@ def compile_for(
       arguments: by name; only shapes, dtypes, memory kinds and partition specs of arrays count.
       static: names of the static arguments.
       mesh: of that machine, from `make_mesh`; by default its first device alone.
+      is_loop: whether the program is a decode loop, whose argument `state` comes and returns in the formats that
+        `kvjax.generation` gives it there.
 
     Returns:
       the compiled program, as `Lowered.compile` returns it.
@@ -116,6 +121,14 @@ def compile_for(
     mesh = make_mesh(topology, (1,), ("x",)) if mesh is None else mesh
     described = _move_to(mesh, arguments, static)
     with trace_for(topology):
+        if is_loop and (formats := memory.loop_formats(described["state"])):
+            leaves, structure = jax.tree.flatten(described["state"])
+            leaves = [
+                x if f is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=f)
+                for x, f in zip(leaves, formats, strict=True)
+            ]
+            program = jit_loop(program.__wrapped__, described["state"])
+            described["state"] = jax.tree.unflatten(structure, leaves)
         if isinstance(mesh, Mesh):
             return program.lower(**described).compile()
         with use_abstract_mesh(mesh):

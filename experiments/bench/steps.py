@@ -143,7 +143,7 @@ def compile_step(config: Config, dtype: str, method: str, tokens: int, topology:
     decoding = kvjax.read(model, ids, method, room=NEW_TOKENS).start(max_new_tokens=NEW_TOKENS, loop="while")
     program, arguments = decoding.loop_program()
     if topology:
-        compiled = compile_for(topology, program, arguments, static=("target",))
+        compiled = compile_for(topology, program, arguments, static=("target",), is_loop=True)
     else:
         compiled = program.lower(**arguments).compile()
     sizes = compiled.memory_analysis()

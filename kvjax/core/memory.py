@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.core import AbstractValue
 from jax.experimental import compute_on as _compute_on_module
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
@@ -43,6 +43,9 @@ CODES = "codes of keys and values in a cache"
 
 NARROW_ROW, MAX_SLICES = 64, 8
 """On a TPU, rows of fewer numbers are written as slices, unless one write had to be divided into more slices."""
+
+LOOP_LAYOUT = Layout((0, 2, 1, 3))
+"""The layout of host buffers in a loop on a TPU: [B S K W], where the heads of a slot are a tile."""
 
 _UINT = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes of a number
 
@@ -224,7 +227,10 @@ def append(
     heads_per_write = x.shape[1] // num_starts
     for b in range(x.shape[0]):
         for k in range(num_starts):
-            new = jax.device_put(x[b : b + 1, k * heads_per_write : (k + 1) * heads_per_write], HOST)
+            new = x[b : b + 1, k * heads_per_write : (k + 1) * heads_per_write]
+            if jax.default_backend() == "tpu":  # the layout of the update decides that of the buffer in a loop
+                new = with_layout_constraint(new, LOOP_LAYOUT)
+            new = jax.device_put(new, HOST)
             start = (jnp.int32(b), jnp.int32(k * heads_per_write), at[b, k], jnp.int32(0))
             # A sequence that is not due skips its write by `cond`: writing back what it has would first be a read.
             write = functools.partial(lax.dynamic_update_slice, update=new, start_indices=start)
@@ -370,7 +376,7 @@ def loop_formats(tree: Any) -> tuple[Format | None, ...]:
         if isinstance(sharding, SingleDeviceSharding):  # with a format, JAX 0.10.2 would forget its kind of memory
             mesh = Mesh(list(sharding.device_set), ("device",))
             sharding = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
-        return Format(Layout((0, 2, 1, 3)), sharding)  # a slot of all heads is a tile
+        return Format(LOOP_LAYOUT, sharding)
 
     formats = tuple(map(choose, jax.tree.leaves(tree)))
     return formats if any(formats) else ()
