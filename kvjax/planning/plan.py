@@ -362,9 +362,12 @@ def find_largest_context(setting: Setting, method: KVMethod, batch: int) -> int:
     at_low, at_high = excess(low), excess(high)
     if at_high <= 0 or at_low > 0:
         return high if at_high <= 0 else 0
+    rounds = 0
     while high - low > step:
-        # Bytes are almost linear in the tokens: the straight line's end, and then the step beyond it, decide.
-        guess = low + (high - low) * -at_low / (at_high - at_low)
+        # Bytes are almost linear in the tokens: the straight line's end, and then the step beyond it, decide. Halves,
+        # every third time, end what is not linear.
+        rounds += 1
+        guess = (low + high) / 2 if rounds % 3 == 0 else low + (high - low) * -at_low / (at_high - at_low)
         middle = min(max(int(guess // step) * step, low + step), (high - 1) // step * step)
         at = excess(middle)
         if at <= 0:
