@@ -235,16 +235,21 @@ def test_ranked_scores_are_those_of_the_search_for_values():
     assert count(kvjax.parse("full")) == 0
 
 
+@functools.cache
+def small_probes() -> measured.Probes:
+    return measured.Probes("float32", megabytes=4, tokens=64, turns=2)
+
+
 def test_this_machine_is_measured_in_turns(monkeypatch, capsys):
-    monkeypatch.setattr(measured, "Probes", functools.partial(measured.Probes, megabytes=1, tokens=64, turns=2))
-    monkeypatch.setattr(measured, "REPEATS", 2)
+    monkeypatch.setattr(measured, "Probes", lambda dtype: small_probes())
+    monkeypatch.setattr(measured, "REPEATS", 1)
     assert cli.main(["plan", "testbed", "--measured", "--method", "full; kcache:n=8", "--context", "256"]) == 0
     out = capsys.readouterr().out
     assert "testbed on this machine (" in out and "codes decoded a second" in out and "scores ranked a second" in out
 
 
 def test_measured_rates_are_work_over_seconds():
-    probes = measured.Probes("float32", megabytes=4, tokens=64, turns=1)
+    probes = small_probes()
     seconds = {name: [1.0, 2.0, 9.0] for name in probes.runs} | {"layer": [0.02] * 3, "attention": [2.01] * 3}
     h = probes.hardware(seconds)
     assert h.memory_bandwidth == 2 * 2**20 and h.flops == 1024**3 and h.host_link == 2**19
