@@ -294,7 +294,7 @@ class RayWorkers:
     """
 
     def __init__(self, ray: Any, num_workers: int | None, announce: Callable[[str], None] | None):
-        self._ray, self._num_workers, self._announce = ray, num_workers, announce
+        self._ray, self._num_workers, self._say = ray, num_workers, announce or (lambda line: None)
         errors = ray.exceptions
         # What a dead worker or node leaves behind. An error of the worker's own is a RayTaskError.
         self._deaths = (
@@ -437,7 +437,7 @@ class RayWorkers:
         places = [node for node, i in rounds if i < capacities[node]][: self._num_workers]
         self._slots = [_Slot(i, node) for i, node in enumerate(places)]
         self._sharers = collections.Counter(places)
-        for slot in self._slots:
+        for slot in list(self._slots):
             self._launch(slot)
         while any(slot.ref is not None for slot in self._slots):
             for slot in self._ready_slots():
@@ -530,24 +530,32 @@ class RayWorkers:
                         f"{slot} has {name} {value}, and the others have {self._equal[name]}, under which records "
                         "differ; run on nodes with devices of one kind and with the same versions"
                     )
-            slot.start_deaths = 0
         elif stage == "prepare":
-            slot.run_id = self._run_id
+            slot.run_id, slot.start_deaths = self._run_id, 0
         return result
 
     def _bury(self, slot: _Slot, stage: str, error: Exception) -> None:
-        """Replaces a worker that died; raises KvjaxError if it was the last of several in a row that died starting."""
+        """Replaces a worker that died; one that dies again and again as it starts is left out, unless it is the last.
+
+        Raises:
+          KvjaxError: it is the last one, or no node is left.
+        """
         with contextlib.suppress(Exception):  # one that only cannot be reached must not go on beside its successor
             self._ray.kill(slot.actor, no_restart=True)
         if stage != "run":
             slot.start_deaths += 1
-            if slot.start_deaths > RETRIES:
+            times = f"{slot} died {slot.start_deaths} times as it started"
+            if slot.start_deaths > RETRIES and len(self._slots) == 1:
                 raise KvjaxError(
-                    f"{slot} died {slot.start_deaths} times as it started; its node may lack memory for as many "
-                    f"workers: give a smaller --workers. Ray's words: {_first_sentence(error)}"
+                    f"{times}; its node may lack memory for as many workers: give a smaller --workers. Ray's words: "
+                    f"{_first_sentence(error)}"
                 ) from error
-            if self._announce is not None:
-                self._announce(f"{slot} died as it started; another one takes its place")
+            if slot.start_deaths > RETRIES:
+                # Its node may have died without Ray's knowledge yet, or lack memory for as many workers.
+                self._slots.remove(slot)
+                self._say(f"{times}; the run goes on with {display.count(len(self._slots), 'worker')}")
+                return
+            self._say(f"{slot} died as it started; another one takes its place")
         self._launch(slot)
 
     def _run_cells(self, queue: CellQueue, report: Report, show: Callable[[int, str], None]) -> None:
@@ -597,10 +605,9 @@ class RayWorkers:
                         f"cell {cell.index} ({what}) ended {deaths[cell.index]} workers, the last of them {name}; "
                         "what was done before is kept. A smaller --batch with another --out takes less memory"
                     )
-                if self._announce is not None:
-                    end = f"did not answer for {seconds:.0f} s" if slot in hung else "died"
-                    again = f"time {deaths[cell.index]} of {RETRIES}"
-                    self._announce(f"{name} {end}; cell {cell.index} ({what}) is tried again, {again}")
+                end = f"did not answer for {seconds:.0f} s" if slot in hung else "died"
+                again = f"time {deaths[cell.index]} of {RETRIES}"
+                self._say(f"{name} {end}; cell {cell.index} ({what}) is tried again, {again}")
                 queue.put_back(dataclasses.replace(cell, methods=tuple(methods)))
 
 

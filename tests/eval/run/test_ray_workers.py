@@ -226,6 +226,12 @@ def test_a_node_that_is_lost_leaves_its_cells_to_the_others(acted, tmp_path):
     assert keys(run_acted(cluster, tmp_path, cases)) == in_order(cases)
     assert all(actor.needs == {"num_cpus": 0, "num_gpus": 1} for actor in cluster.actors)
 
+    # A node on which nothing starts, as one that has died and that Ray still takes for alive.
+    said = []
+    cluster = FakeRay({"n1": {"CPU": 1.0}, "n2": {"CPU": 1.0}}, lambda a, call, _: call == "start" and a.node == "n1")
+    assert keys(run_acted(cluster, tmp_path / "one", cases, announce=said.append)) == in_order(cases)
+    assert len(said) == 4 and said[-1].endswith("died 4 times as it started; the run goes on with 1 worker")
+
     cluster = FakeRay({"n1": {"CPU": 1.0}}, lambda *_: cluster.resources.pop("n1", None) is None)
     with pytest.raises(KvjaxError, match="no node with a device is left"):
         run_acted(cluster, tmp_path / "none", cases)
