@@ -49,6 +49,9 @@ BYTES_PER_WORKER = 2**30  # of a process on a CPU, besides twice the model's par
 Report = Callable[[Cell, str, list[dict[str, Any]]], None]
 """Takes a cell, one of its methods, and their records."""
 
+Show = Callable[[int, str, int, int], None]
+"""Takes a worker's number, what it does, and how many methods of its cell are done, of how many."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSetup:
@@ -365,7 +368,7 @@ class RayWorkers:
         hashes: Mapping[str, str],
         shape: Callable[[Cell], Hashable],
         report: Report,
-        show: Callable[[int, str], None],
+        show: Show,
         *,
         question_aware: bool,
         seed: int,
@@ -378,7 +381,7 @@ class RayWorkers:
           hashes: of the methods.
           shape: what the programs of a cell are compiled for.
           report: takes the records of a cell and a method as soon as they are there.
-          show: called with a worker's number and what it does.
+          show: called as a worker begins a method of its cell, or has none.
           question_aware: as in `evaluate`.
           seed: as in `evaluate`.
 
@@ -558,7 +561,7 @@ class RayWorkers:
             self._say(f"{slot} died as it started; another one takes its place")
         self._launch(slot)
 
-    def _run_cells(self, queue: CellQueue, report: Report, show: Callable[[int, str], None]) -> None:
+    def _run_cells(self, queue: CellQueue, report: Report, show: Show) -> None:
         for slot in self._slots:
             if slot.stage in ("prepare", "run"):  # of a run that ended by an error
                 slot.stage, slot.cell = "discard", None
@@ -576,7 +579,9 @@ class RayWorkers:
                 if slot.cell is not None:
                     slot.stage, slot.ref = "run", slot.actor.run.remote(slot.cell, slot.methods[0])
                     slot.since = time.monotonic()
-                    show(slot.index, f"{slot.methods[0]}: {slot.cell.task}")
+                    num_methods = len(slot.cell.methods)
+                    doing = f"{slot.methods[0]}: {slot.cell.task}"
+                    show(slot.index, doing, num_methods - len(slot.methods), num_methods)
             if not len(queue) and not any(slot.cell for slot in self._slots):
                 return
             ready = self._ready_slots()
@@ -595,7 +600,7 @@ class RayWorkers:
                     longest, method = max(longest, seconds), methods.pop(0)
                     if not methods:
                         slot.cell = None
-                        show(slot.index, "")
+                        show(slot.index, "", len(cell.methods), len(cell.methods))
                     report(cell, method, result)
                     continue
                 deaths[cell.index] += 1

@@ -84,9 +84,10 @@ def run_on_workers(
         total = bar.add_task("all", total=num_cases, left="")
         lines = [bar.add_task(f"worker {i + 1}", total=None, left="") for i in range(min(len(workers), MAX_LINES))]
 
-        def show(worker: int, doing: str) -> None:
+        def show(worker: int, doing: str, done: int, of: int) -> None:
             if worker < len(lines):
-                bar.update(lines[worker], description=f"worker {worker + 1}" + (f", {doing}" if doing else ""))
+                description = f"worker {worker + 1}" + (f", {doing}" if doing else "")
+                bar.update(lines[worker], description=description, completed=done, total=of)
 
         def report(cell: Cell, method: str, records: list[dict[str, Any]]) -> None:
             nonlocal num_done, is_announced
