@@ -114,6 +114,14 @@ _GPT_OSS_20B = Config(
     out_bias=True,
     mlp_bias=True,
 )
+_QWEN25_CODER_05B = Config(
+    *(151_936, 896, 24, 14, 2, 64, 4864),
+    max_positions=32_768,
+    norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_embeddings=True,
+    qkv_bias=True,
+)
 _SMOLLM2_135M = _smollm2(30, 576, 9, 3, 1536, 1e5)
 _HUB = "config.json of huggingface.co/{}"
 _ENTRIES = (
@@ -143,6 +151,7 @@ _ENTRIES = (
     ),
     PlannedModel("smollm2-135m", _SMOLLM2_135M, _HUB.format("HuggingFaceTB/SmolLM2-135M")),
     PlannedModel("smollm2", _SMOLLM2_135M, _HUB.format("HuggingFaceTB/SmolLM2-135M")),
+    PlannedModel("qwen2.5-coder-0.5b", _QWEN25_CODER_05B, _HUB.format("Qwen/Qwen2.5-Coder-0.5B-Instruct")),
     PlannedModel("smollm2-360m", _smollm2(32, 960, 15, 5, 2560, 1e5), _HUB.format("HuggingFaceTB/SmolLM2-360M")),
     PlannedModel("smollm2-1.7b", _smollm2(24, 2048, 32, 32, 8192, 1.3e5), _HUB.format("HuggingFaceTB/SmolLM2-1.7B")),
 )

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from checkpoints_convert import package_models
 from kvjax.errors import KvjaxError
 from kvjax.planning.hardware import CATALOGUE, find_hardware
 from kvjax.planning.models import CONFIGURATIONS, find_model, read_config_json
@@ -16,6 +17,7 @@ PUBLISHED = {  # numbers of the safetensors files on the hub; gemma's without it
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
     "smollm2": 134_515_008,
+    "qwen2.5-coder-0.5b": 494_032_768,
     "gpt-oss-20b": 20_914_757_184,
 }
 
@@ -23,6 +25,11 @@ PUBLISHED = {  # numbers of the safetensors files on the hub; gemma's without it
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_written_down_configuration_has_the_published_number_of_parameters(name):
     assert find_model(name).parameters == PUBLISHED[name]
+
+
+def test_the_models_that_packages_bring_are_known_by_their_names():
+    assert set(package_models.MODELS) <= set(CONFIGURATIONS)
+    assert find_model("testbed").parameters < 2_000_000
 
 
 def test_experts_and_windows_are_counted():
