@@ -414,9 +414,12 @@ def installed_memory(devices: Iterable[Any]) -> InstalledMemory:
     if all(d.platform == "cpu" for d in devices):
         return InstalledMemory(host, host, True)
     # A device without statistics makes the sum unknown: one of the others alone would be too small a number.
-    limits = [(d.memory_stats() or {}).get("bytes_limit") for d in devices]
+    # Devices of other processes tell nothing here; they count like the mean of this process's own.
+    own = [d for d in devices if d.process_index == jax.process_index()]
+    limits = [(d.memory_stats() or {}).get("bytes_limit") for d in own]
     known = [n for n in limits if n is not None]
-    return InstalledMemory(sum(known) if len(known) == len(limits) else None, host, False)
+    is_known = bool(own) and len(known) == len(own)
+    return InstalledMemory(sum(known) * len(devices) // len(own) if is_known else None, host, False)
 
 
 def require_host_memory() -> None:

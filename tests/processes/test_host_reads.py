@@ -235,6 +235,48 @@ def test_a_read_of_the_host_is_none(code):
     assert not reads_of(ast.parse(code))
 
 
+COLLECTIVES = {"to_numpy", "require_agreement", "require_same_call", "broadcast", "process_allgather", "state_bytes"}
+GUARDED = {"kvjax/generation/context.py": "a context of several processes is shown without what would be gathered"}
+"""Files with a `__repr__` that asks first whether this process has all of the array."""
+
+
+def misplaced_collectives(node: ast.AST, place: str = "") -> list[str]:
+    """Calls that all processes must reach, in places that only some of them may."""
+    found = []
+    if isinstance(node, ast.Call) and place and ast.unparse(node.func).split(".")[-1] in COLLECTIVES:
+        found.append(f"{node.lineno}: {ast.unparse(node)}, {place}")
+    if isinstance(node, ast.If | ast.IfExp | ast.While) and re.search(
+        "is_writer|process_index", ast.unparse(node.test)
+    ):
+        place = "in some of the processes only"
+    elif isinstance(node, ast.ExceptHandler):
+        place = "where an exception is handled"
+    elif isinstance(node, ast.FunctionDef):
+        place = "in a repr" if node.name in ("__repr__", "__str__") else ""
+    return found + [x for child in ast.iter_child_nodes(node) for x in misplaced_collectives(child, place)]
+
+
+def test_no_collective_stands_where_some_processes_do_not_come():
+    found = [
+        f"{path}:{x}" for path, tree in sources().items() for x in misplaced_collectives(tree) if path not in GUARDED
+    ]
+    assert not found, "all processes have to reach these:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if processes.is_writer():\n    print(to_numpy(x))",
+        "def f(x):\n    return to_numpy(x) if process_index() == 0 else None",
+        "if not is_writer():\n    pass\nelse:\n    require_agreement(a=1)",
+        "try:\n    run()\nexcept ValueError:\n    show(mesh.to_numpy(x))",
+        "class A:\n    def __repr__(self):\n        return str(state_bytes(self.cache))",
+    ],
+)
+def test_a_seeded_misplacement_is_found(code):
+    assert misplaced_collectives(ast.parse(code))
+
+
 def test_exceptions_are_needed():
     """An entry of the list whose files read nothing any more is taken off."""
     for prefix in ALLOWED:
