@@ -54,6 +54,13 @@ def test_a_method_gives_what_one_process_gives(outcomes, boundary, method):
     assert_alike(first, alone, name)
 
 
+def test_no_method_comes_out_as_full(outcomes):
+    """As one does that leaves a model's first layers exact, or whose budget the prompt does not fill."""
+    sizes = {method: outcomes[0][f"heads: {method}"]["bytes"][0] for method in work.METHODS["heads"]}
+    assert all(size != sizes["full"] for method, size in sizes.items() if method != "full")
+    assert sizes["kcache:n=8"]["pinned_host"] and sizes["snapkv:budget=8,window=4 + offload"]["pinned_host"]
+
+
 def test_streams_files_and_operations_give_what_one_process_gives(outcomes):
     first, second, alone = (x["operations"] for x in outcomes)
     assert_alike(first, second, "operations")
