@@ -327,7 +327,12 @@ def _add_eval(p: argparse.ArgumentParser) -> None:
         help="with --ray: how many (default: one for each GPU or TPU, and without these for each CPU)",
     )
     p.add_argument("--no-speed", action="store_true", help="leave the measurement of speed out")
-    p.set_defaults(run=lambda args: import_module("kvjax.eval.run.eval_command").run(args))
+    _add_processes(p)
+    p.set_defaults(
+        run=lambda args: import_module("kvjax.eval.run.eval_command").run(
+            args, _mesh(args, args.batch, "take a --batch that does, or another --mesh")
+        )
+    )
 
 
 def _add_plan(p: argparse.ArgumentParser) -> None:
@@ -391,7 +396,11 @@ def _generate(args: argparse.Namespace) -> None:
         sys.stdin.buffer.read().decode() if name == "-" else read_text_file(Path(name), "--prompt-file")
         for name in args.prompt_file
     ]
-    model = kvjax.load(args.model, dtype=args.dtype, mesh=_mesh(args, len(prompts)))
+    model = kvjax.load(
+        args.model,
+        dtype=args.dtype,
+        mesh=_mesh(args, len(prompts), "give a number of prompts that does, or another --mesh"),
+    )
     if args.chat:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         prompts = model.chat_ids([[*system, {"role": "user", "content": p}] for p in prompts], **template)
@@ -407,7 +416,7 @@ def _generate(args: argparse.Namespace) -> None:
     _print(f"{args.method}: {out.bytes}; {times}, {compiling}", file=sys.stderr)
 
 
-def _mesh(args: argparse.Namespace, num_sequences: int) -> Mesh | None:
+def _mesh(args: argparse.Namespace, num_sequences: int, remedy: str) -> Mesh | None:
     """Makes the mesh of --mesh; raises KvjaxError unless it has all devices and divides the sequences."""
     from kvjax.core.mesh import check_divides, make_mesh, parse_mesh
 
@@ -419,7 +428,7 @@ def _mesh(args: argparse.Namespace, num_sequences: int) -> Mesh | None:
     if args.mesh is None:
         return None
     mesh = make_mesh(*parse_mesh(args.mesh))
-    check_divides("B", num_sequences, mesh, "give a number of prompts that does, or another --mesh")
+    check_divides("B", num_sequences, mesh, remedy)
     return mesh
 
 

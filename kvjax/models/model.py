@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.core.compile_cache import use_compilation_cache
+from kvjax.core.mesh import is_shared
 from kvjax.core.random import key_from_seed
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -26,6 +27,7 @@ from kvjax.models.decoder import init
 from kvjax.models.fingerprint import fingerprint
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
+from kvjax.processes import require_agreement
 from kvjax.utils.arguments import float_type
 from kvjax.utils.keywords import checks_keywords
 
@@ -115,10 +117,12 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     Args:
       path: a directory; a string that is no existing path is a name.
       dtype: of parameters and cache, as "bfloat16" or "bf16"; None as stored.
-      mesh: parameters are restored straight to their shards on it.
+      mesh: parameters are restored straight to their shards on it; each of several processes reads those of its own
+        devices.
 
     Raises:
-      KvjaxError: for an unknown name, and for a directory that is missing, foreign, incomplete or damaged.
+      KvjaxError: for an unknown name, for a directory that is missing, foreign, incomplete or damaged, and for
+        processes that share the mesh and load something else.
     """
     use_compilation_cache()
     dtype = None if dtype is None else float_type(dtype)
@@ -134,8 +138,11 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
             "Face or a GGUF file that is converted first, python -m checkpoints_convert convert SRC DST, and opened "
             "as DST"
         )
-    config = checkpoint.read_manifest(directory).config
-    shardings = None if mesh is None else param_shardings(config, mesh)
+    record = checkpoint.read_manifest(directory)
+    if mesh is not None and is_shared(mesh):
+        # Before any computation between processes, in which those with other shapes would wait for good.
+        require_agreement(checkpoint=(record.config, record.digests), dtype=dtype, mesh=dict(mesh.shape))
+    shardings = None if mesh is None else param_shardings(record.config, mesh)
     config, params = checkpoint.restore(directory, dtype=dtype, shardings=shardings)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     # The tokenizer's own end, which config.json and generation_config.json may lack, ends an answer too, as in vLLM.

@@ -17,12 +17,14 @@ from typing import Any
 import numpy as np
 
 from kvjax.cache.protocol import KVMethod
-from kvjax.errors import KvjaxError
+from kvjax.core.mesh import RULES
+from kvjax.errors import KvjaxError, ProcessLost
 from kvjax.eval.run import harness
 from kvjax.eval.run.context_reader import ContextReader
 from kvjax.eval.tasks.case import Case
 from kvjax.eval.tasks.metrics import METRICS
 from kvjax.models.model import Model
+from kvjax.processes import lost_process
 from kvjax.registry.method_hash import method_hash
 from kvjax.registry.strings import Methods, is_builtin_method, resolve
 
@@ -156,6 +158,9 @@ def name_failures(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:
+        lost = e if isinstance(e, ProcessLost) else lost_process(e)
+        if lost is not None:  # neither the method nor the task is at fault
+            raise lost from e
         first_line = (str(e).splitlines() or [""])[0][:300]
         is_out_of_memory = isinstance(e, MemoryError) or "RESOURCE_EXHAUSTED" in str(e)
         remedy = "use a smaller --batch with another --out" if is_out_of_memory else "leave this method or task out"
@@ -171,7 +176,9 @@ def run_batch(
     question_aware: bool,
 ) -> list[dict[str, Any]]:
     """Runs a batch under a method, and returns one record per case."""
-    cases = batch.padded_cases
+    cases, mesh = batch.padded_cases, reader.model.mesh
+    if mesh is not None:  # its devices get equally many
+        cases += cases[-1:] * (-len(cases) % mesh.shape.get(RULES["B"], 1))
     if cases[0].follows is not None:
         bits, likeliest, size = harness.score_continuations(reader, method, cases)
         results = [
@@ -193,7 +200,7 @@ def run_batch(
             }
             for c, texts in zip(batch.cases, zip(*replies, strict=True), strict=False)
         ]
-    each, longest = size.per_sequence(batch.batch_size), max(len(c.context) for c in batch.cases)
+    each, longest = size.per_sequence(len(cases)), max(len(c.context) for c in batch.cases)
     bfloat16 = harness.describe_bytes(method, reader.model.config, longest)
     # A report may be made where a user's own method is not known, and then only the record can tell its traits.
     traits = {} if is_builtin_method(name) else {"traits": dataclasses.asdict(method.traits)}

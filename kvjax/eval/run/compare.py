@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.progress import Progress
 
+from kvjax import processes
+from kvjax.core.mesh import is_shared
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import summary
 from kvjax.eval.run import bars, parts, store
@@ -56,7 +58,8 @@ def compare(
       tasks: names, or a string of names separated by ","; `kvjax eval --list` has them.
       spec: lengths of the contexts, how many, and their seed.
       out: a folder that keeps every answer, where a run that was stopped goes on; earlier records there have rows too,
-        whether their cases are asked for again or not. By default nothing is kept.
+        whether their cases are asked for again or not. By default nothing is kept. Of several processes that share
+        the model's mesh, the first one alone writes there.
       batch: contexts at a time.
       question_aware: each question ends the prompt, so that a method sees it when it compresses.
       speed: measure it too.
@@ -90,7 +93,8 @@ def compare(
     part = parse_part(part) if isinstance(part, str) else part
     if part is not None and out is None:
         raise KvjaxError(f"{part} needs a folder that keeps its answers; give out=..")
-    if out is not None:
+    is_writer = not is_shared(model.mesh) or processes.is_writer()
+    if out is not None and is_writer:
         parts.check_folder(Path(out), part)
     lengths, cells, content = spec.lengths if speed else (), None, b""
     if part is not None:
@@ -104,12 +108,15 @@ def compare(
     if workers is not None:
         run |= workers.load(model)
     shown = progress if isinstance(progress, Progress) else bars.make_progress(progress)
+    if not is_writer:
+        shown, announce = bars.make_progress(False), None
     with contextlib.ExitStack() as stack:
         out = out if out is not None else stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-"))
-        records = stack.enter_context(store.open_store(out, run))
-        if part is not None:
+        records = stack.enter_context(store.open_store(out, run)) if is_writer else store.Follower()
+        if part is not None and is_writer:
             parts.write_cells(Path(out), content)
         options |= {"announce": announce, "other_seconds": other_seconds, "workers": workers}
         evaluate(model, methods, cases, records, **options, speed=lengths, progress=shown, cells=cells)
         # A part may have no cells.
-        return Comparison.of(summary.rows(store.read(out) if part is None else records.records))
+        rows = summary.rows(store.read(out) if part is None and is_writer else records.records)
+        return Comparison.of(processes.broadcast(rows) if is_shared(model.mesh) else rows)

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from kvjax import processes
 from kvjax.cache.protocol import KVMethod
 from kvjax.core import memory
+from kvjax.core.mesh import is_shared
 from kvjax.generation.context import Context, read
 from kvjax.generation.inputs import round_up
 from kvjax.generation.timing import Timer
@@ -49,6 +51,7 @@ class ContextReader:
     def __init__(self, model: Model, least_headroom_tokens: int = 0):
         self.model, self._least_headroom_tokens = model, least_headroom_tokens
         self._exact: dict[tuple, FullKV] = {}  # the latest last
+        self._most_bytes: float | None = None  # that they may take; found at the first read
         self.time = ReadingTime()
 
     def read(
@@ -57,7 +60,7 @@ class ContextReader:
         """Reads contexts as `kvjax.read` does; the default width is the `padded_width` of the longest one."""
         width = round_up(padded_width(max(map(len, contexts))) if width is None else width)
         headroom_tokens = max(headroom_tokens, self._least_headroom_tokens)
-        most = self._max_exact_bytes()
+        most = self._most_bytes = self._max_exact_bytes() if self._most_bytes is None else self._most_bytes
         if self._exact_bytes(len(contexts), width) > most:
             timer = Timer()
             with timer.timed():
@@ -89,7 +92,9 @@ class ContextReader:
 
     def _max_exact_bytes(self) -> float:
         installed = memory.installed_memory(jax.tree.leaves(self.model.params)[0].devices()).device
-        return EXACT_MEMORY_FRACTION * (math.inf if installed is None else installed)
+        most = EXACT_MEMORY_FRACTION * (math.inf if installed is None else installed)
+        # Machines differ a little, and processes that share a mesh must do the same.
+        return min(processes.gather(most)) if is_shared(self.model.mesh) else most
 
     def _exact_bytes(self, batch: int, width: int) -> int:
         """Bytes of the exact keys, values and queries of all layers."""

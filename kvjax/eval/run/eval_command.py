@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 
+from kvjax import processes
 from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.eval.run import equal_bytes, merge, store
 from kvjax.eval.run.bars import bars
@@ -46,20 +48,29 @@ ALL_DEMO_METHODS = (
 )
 
 
-def run(args: argparse.Namespace) -> None:
-    """Evaluates, then writes the summary, the plots and the page; raises KvjaxError before anything runs if it can."""
+def run(args: argparse.Namespace, mesh: Mesh | None = None) -> None:
+    """Evaluates, then writes the summary, the plots and the page; raises KvjaxError before anything runs if it can.
+
+    Args:
+      args: of the command.
+      mesh: of the model; where several processes share it, the first writes, and all others only compute.
+    """
     if args.list:
         lines = suite.describe_tasks()
         width = max(map(len, lines))
         print("\n".join(f"{name:<{width}}  {line}" for name, line in lines.items()))
         return
     resolve(args.methods)  # a misspelled method is reported before a large model is loaded
+    if args.ray is not None and mesh is not None:
+        raise KvjaxError(
+            "--ray gives every worker a model of its own and --mesh divides one among devices; leave one of the two out"
+        )
     # Before anything is computed: workers get the accelerators, and Ray forks before JAX has threads.
     with connect_if_asked(args.ray, args.workers, _say) as workers:
-        _run(args, workers)
+        _run(args, mesh, workers)
 
 
-def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
+def _run(args: argparse.Namespace, mesh: Mesh | None, workers: RayWorkers | None) -> None:
     started, part = time.perf_counter(), _choose_part(args)
     tasks, spec = suite.expand(split_words(args.tasks)), _make_spec(args)
     if spec.text is not None:
@@ -70,7 +81,7 @@ def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
         raise KvjaxError("--budget-bytes chooses sizes for one length; give --lengths one")
     if missing := [name for name in ("matplotlib", "jinja2") if importlib.util.find_spec(name) is None]:
         _say(f"without {' and '.join(missing)} there will be {CSV} and no page; for that: {INSTALL}")
-    model = load(args.model, dtype=args.dtype)
+    model = load(args.model, dtype=args.dtype, mesh=mesh)
     if spec.chat:
         chat_format(model, spec)  # a missing template is reported now
     most = model.config.max_positions
@@ -96,6 +107,8 @@ def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
         raise KvjaxError(
             f"stopped; {folder} keeps {display.count(kept, 'record')}, and the same command goes on from there"
         ) from None
+    if not processes.is_writer():
+        return
     if part is None:
         summarize(args.out)
     else:
@@ -161,7 +174,8 @@ def _make_spec(args: argparse.Namespace) -> Spec:
 
 
 def _say(line: str) -> None:
-    print(f"kvjax: {line}", file=sys.stderr)
+    if processes.is_writer():
+        print(f"kvjax: {line}", file=sys.stderr)
 
 
 def _at_equal_bytes(model: Model, methods: str, shares: Sequence[Fraction], length: int) -> list[str]:

@@ -10,7 +10,10 @@ from typing import Any
 
 from rich.progress import Progress
 
+import kvjax
+from kvjax import processes
 from kvjax.cache.protocol import KVMethod
+from kvjax.core.mesh import is_shared
 from kvjax.errors import KvjaxError
 from kvjax.eval.run import time_estimate
 from kvjax.eval.run.cells import Cell, CellRunner, fingerprint, make_cells, name_failures
@@ -48,7 +51,8 @@ def evaluate(
       methods: values, strings, or strings separated by ";"; a string is recorded as it is, and a value under the
         string that makes it (`kvjax.name_of`).
       cases: the cases of all tasks.
-      store: the records.
+      store: the records; where the model's mesh is shared by several processes, those of the one that writes, whose
+        list of work is that of all, and a `Follower` in the others.
       batch: contexts at a time.
       question_aware: whether each question ends the prompt (`harness.ask_question_aware`); cases with `turns` are
         conversations in any case.
@@ -68,8 +72,21 @@ def evaluate(
     check_methods(model, runner.methods, [len(c.context) for c in cases] + list(speed))
     check_cases(cases)
     fingerprints = {(c.task, c.key): fingerprint(c) for c in cases}
+    if is_shared(model.mesh):
+        options = {"batch": batch, "question_aware": question_aware, "speed": [*speed], "seed": seed}
+        processes.require_agreement(kvjax=kvjax.__version__, methods=runner.hashes, cases=fingerprints, options=options)
+        processes.require_agreement(weights=model.fingerprint)
     check_records([*store.records, *store.early_records], runner.hashes, fingerprints)
-    cells = missing_cells(make_cells(cases, list(runner.methods), batch, speed) if cells is None else cells, store)
+    all_cells = make_cells(cases, list(runner.methods), batch, speed) if cells is None else cells
+    cells = missing_cells(all_cells, store)
+    if is_shared(model.mesh):
+        # Only the process that writes knows which records exist.
+        methods_left = dict(processes.broadcast([(cell.index, cell.methods) for cell in cells]))
+        cells = [
+            dataclasses.replace(cell, methods=tuple(methods_left[cell.index]))
+            for cell in all_cells
+            if cell.index in methods_left
+        ]
     # Cells of one batch share its sizes, so that they count as measurements of one step.
     batches = {id(cell.batch): cell.batch for cell in cells}
     steps = {

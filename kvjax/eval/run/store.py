@@ -26,7 +26,7 @@ from kvjax.utils.files import lock, replace_atomically
 
 RECORDS, EARLY, RUN, LOCK = "records.jsonl", "early.jsonl", "run.json", ".lock"
 # A run is continued under the same ones only; a model of no checkpoint has no digest, and is known by its name.
-CONDITIONS = ("digest", "weights", "dtype", "seed", "batch", "question_aware", "device")
+CONDITIONS = ("digest", "weights", "dtype", "seed", "batch", "question_aware", "device", "mesh")
 FIELDS = {"method": str, "task": str, "key": str, "scores": list, "bytes": dict}
 """Fields of every record, with their types."""
 
@@ -122,6 +122,16 @@ class Store:
             os.fsync(file.fileno())
 
 
+class Follower(Store):
+    """The store in those of several processes that do not write: it has no records, and drops what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), {}, ())
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Drops the records, which the process that writes has as well."""
+
+
 @contextlib.contextmanager
 def open_store(directory: str | Path, run: Mapping[str, Any]) -> Iterator[Store]:
     """Opens the store of a new run, or of one to be continued; a torn last line, left by a kill, is dropped.
@@ -210,7 +220,7 @@ def _find_problem(record: Any) -> str:
 def _continue_run(old: Mapping[str, Any], new: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """The next content of run.json: it may gain methods, tasks and lengths."""
     conditions = CONDITIONS if new["digest"] else ("model", *CONDITIONS)
-    changed = [f"{c} was {old.get(c)!r} and is now {new[c]!r}" for c in conditions if old.get(c) != new[c]]
+    changed = [f"{c} was {old.get(c)!r} and is now {new.get(c)!r}" for c in conditions if old.get(c) != new.get(c)]
     if old_part := old.get("part"):
         # A part has the cells of one list: those of another would be divided differently, so nothing can be added.
         conditions, part = ("methods", "tasks", "lengths"), new.get("part", {})
@@ -254,6 +264,7 @@ def describe_run(
         "batch": batch,
         "question_aware": question_aware,
         "device": jax.devices()[0].device_kind,
+        **({} if model.mesh is None else {"mesh": dict(model.mesh.shape)}),
         "methods": list(methods),
         "tasks": list(tasks),
         "lengths": list(lengths),

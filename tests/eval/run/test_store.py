@@ -98,7 +98,7 @@ def test_another_run_is_not_continued(tmp_path, field):
     write(tmp_path, record(0))
     with pytest.raises(KvjaxError) as e:
         write(tmp_path, record(1), **{field: "other"})
-    assert f"{field} was {RUN[field]!r} and is now 'other'" in str(e.value) and "another --out" in str(e.value)
+    assert f"{field} was {RUN.get(field)!r} and is now 'other'" in str(e.value) and "another --out" in str(e.value)
     assert store.read(tmp_path) == [record(0)] and store.read_run(tmp_path) == RUN
 
 
