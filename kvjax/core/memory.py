@@ -171,7 +171,10 @@ def to_device(buf: Buffer) -> Buffer:
     if not buf.host:
         return buf
     # Words become the bits that `pack` makes on the device: what reads the buffer next sees no difference.
-    bits = _from_bits(jax.device_put(read_data(buf), DEVICE), _UINT[jnp.dtype(buf.dtype).itemsize])
+    data = jax.device_put(read_data(buf), DEVICE)
+    if jax.default_backend() == "tpu":  # what reads it may want the slots in the lanes, where no row can be written
+        data = with_layout_constraint(data, LOOP_LAYOUT)
+    bits = _from_bits(data, _UINT[jnp.dtype(buf.dtype).itemsize])
     return dataclasses.replace(buf, data=bits)
 
 

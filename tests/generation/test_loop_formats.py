@@ -30,7 +30,9 @@ def host_buffers(state: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(state) if memory.is_host(x)]
 
 
-@pytest.mark.parametrize("method", ["kcache:n=8,device_layers=1", "specache:bits=2,group=8,topk=4,residual=8"])
+@pytest.mark.parametrize(
+    "method", ["kcache:n=8,device_layers=1", "offload", "specache:bits=2,group=8,topk=4,residual=8"]
+)
 def test_host_buffers_stay_in_place_and_in_the_loops_format(method, tpu_code):
     model = toy_model()
     session = kvjax.read(model, PROMPTS, method, room=16).start(max_new_tokens=9, loop="while")
