@@ -36,7 +36,14 @@ COLUMNS = ("layout", "process", "held", "read", "read / held", "peak", "beyond",
 
 def write_random(directory: Path, gigabytes: float) -> None:
     """Writes a checkpoint of about so many gigabytes, part by part."""
-    shape = {"vocab_size": 65_536, "width": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64, "mlp_width": 8192}
+    shape: dict[str, Any] = {
+        "vocab_size": 65_536,
+        "width": 2048,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "mlp_width": 8192,
+    }
     if gigabytes < 0.5:  # one that is written in a second
         shape |= {"vocab_size": 512, "width": 128, "heads": 8, "mlp_width": 256}
     one, two = (kvjax.Config(layers=n, tie_embeddings=True, **shape) for n in (1, 2))

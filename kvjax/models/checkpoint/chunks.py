@@ -150,7 +150,7 @@ def read_array(folder: Path, path: str, entry: Mapping[str, Any], dtype: Any, sh
             shard[into] = x[of]
         return shard
 
-    def read_index(index: tuple[slice, ...]) -> np.ndarray:
+    def read_index(index: Any) -> np.ndarray:
         return read_shard(tuple(x.indices(n)[:2] for x, n in zip(index, shape, strict=True)))
 
     return jax.make_array_from_callback(shape, sharding, read_index)
@@ -175,4 +175,4 @@ def _slices(cell: tuple[int, ...], chunk: Any, shape: Any) -> tuple[slice, ...]:
 
 def _digest(x: np.ndarray) -> str:
     # As bytes: bfloat16 is a type that `hashlib` does not take.
-    return hashlib.sha256(np.ascontiguousarray(x).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data).hexdigest()
