@@ -208,7 +208,8 @@ def report(args: argparse.Namespace) -> None:
     """Renders the page of a run, also of one that is still going on; several folders are put together first."""
     if merge.needs_merge(args.dir):
         out = merge.merge(args.dir, args.out, partial=args.partial, say=_say)
-        print(f"wrote {out / store.RECORDS} and {out / store.RUN}, from {display.count(len(args.dir), 'folder')}")
+        num_folders = len(store.read_run(out)[store.MERGED])
+        print(f"wrote {out / store.RECORDS} and {out / store.RUN}, from {display.count(num_folders, 'folder')}")
         summarize(out)
         return
     if args.out is not None:
