@@ -123,8 +123,9 @@ def merge(
 def _check_distinct(paths: Sequence[Path]) -> None:
     seen: dict[Path, Path] = {}
     for path in paths:
-        if seen.setdefault(path.resolve(), path) is not path:
-            raise KvjaxError(f"{path} is given twice ({seen[path.resolve()]} and {path}); give each folder once")
+        if (real := path.resolve()) in seen:
+            raise KvjaxError(f"{path} is given twice ({seen[real]} and {path}); give each folder once")
+        seen[real] = path
 
 
 def _read_folder(path: Path) -> _Folder | None:
@@ -249,7 +250,9 @@ def _describe_run(everything: Sequence[_Folder], folders: Sequence[_Folder], say
         for name in ("methods", "tasks", "lengths")
     }
     versions: dict[tuple, Path] = {}
-    merged = []
+    names = {folder.path.name for folder in folders}
+    before = [line for folder in everything for line in folder.run.get(MERGED, ())]
+    merged = [line for line in before if line.partition(" (")[0] not in names]
     for folder in folders:
         machine, started = folder.run.get("machine", {}), folder.run.get("started")
         versions.setdefault((folder.run.get("kvjax"), machine.get("jax"), machine.get("jaxlib")), folder.path)

@@ -189,7 +189,7 @@ def test_what_does_not_belong_together_is_refused(run, capsys):
 
     def refused(*folders, says, **options):
         with pytest.raises(KvjaxError, match=says):
-            merge.merge([Path(f) for f in folders], **options)
+            merge.merge(folders, **options)
         assert not (root / "out" / store.RECORDS).exists()
 
     one, two, three = (part_folder(root, n) for n in (1, 2, 3))
