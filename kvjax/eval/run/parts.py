@@ -301,5 +301,5 @@ def find_parts(directory: Path) -> dict[Path, Part]:
     for path in directory.glob("part-*-of-*"):
         numbers = re.fullmatch(r"part-(\d{1,9})-of-(\d{1,9})", path.name, re.ASCII)
         if numbers and path.is_dir():
-            found[path] = Part(*map(int, numbers.groups()))
+            found[path] = Part(int(numbers[1]), int(numbers[2]))
     return dict(sorted(found.items(), key=lambda item: (item[1].count, item[1].number)))
