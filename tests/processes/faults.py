@@ -19,7 +19,7 @@ from kvjax.generation.timing import Timer
 
 if __name__ == "__main__":
     coordinator, process, what = sys.argv[1:]
-    processes.initialize(coordinator, process, lost_after_seconds=5)
+    processes.initialize(coordinator, process, lost_after_seconds=8)
     x = put(np.arange(8), NamedSharding(make_mesh(2, 1), PartitionSpec("data")))
     to_numpy(x)
     print("ready", flush=True)
