@@ -55,7 +55,7 @@ def list_tasks(system: str, recorded: Path) -> list[tuple[list[str], dict[str, s
 def test_the_commands_of_a_file_run_every_part_once(system, tmp_path, monkeypatch, capsys):
     asked = []
     model = toy_model(layers=1, max_positions=65_536)
-    monkeypatch.setattr(eval_command, "load", lambda name, dtype=None: model)
+    monkeypatch.setattr(eval_command, "load", lambda name, **options: model)
     monkeypatch.setattr(
         eval_command,
         "compare",
