@@ -170,7 +170,8 @@ def require_agreement(**what: Any) -> None:
     """
     if process_count() == 1:
         return
-    texts = {name: repr(value) for name, value in what.items()}
+    # An object's address, as in the `repr` of a function, differs between processes.
+    texts = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in what.items()}
     every = gather({name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()})
     differing = [name for name in sorted({name for x in every for name in x}) if len({x.get(name) for x in every}) > 1]
     if not differing:

@@ -49,7 +49,7 @@ def require_same_call(model: Model, plan: Plan, ids: Sequence[Sequence[int]], **
     if not is_shared(model.mesh):
         return
     assert model.mesh is not None
-    names = dict.fromkeys(name_of(getattr(layer, "method", layer)) for layer in plan)
+    names = dict.fromkeys(repr(getattr(layer, "method", layer)) for layer in plan)
     method = f"{' and '.join(names)} ({method_hash(plan)})"
     devices = f"{dict(model.mesh.shape)} of devices {[device.id for device in model.mesh.devices.flat]}"
     # The fingerprint is computed by all of them together, and so comes after what that needs.
