@@ -77,31 +77,33 @@ class Probes:
         self.runs["attention"] = _make_decoding("full", 1, tokens, turns)
         self.runs["codes"] = _make_decoding("int8", 1, tokens, turns)
 
-    def hardware(self, seconds: Mapping[str, Sequence[float]]) -> Hardware:
-        """The device that the medians of these seconds describe; seconds of other runs are left out."""
-        median = {name: statistics.median(seconds[name]) for name in self.runs}
+    def hardware(
+        self, seconds: Mapping[str, Sequence[float]], summarize: Callable[[Sequence[float]], float] = statistics.median
+    ) -> Hardware:
+        """The device that these seconds describe, by default their medians; seconds of other runs are left out."""
+        typical = {name: summarize(seconds[name]) for name in self.runs}
         on_cpu = self.device.platform == "cpu"
-        bandwidth = self.matrix_bytes / median["read"]
-        link = self.copied_bytes / median["copy"] if "copy" in median else bandwidth
-        layer_seconds = median["layer"] / LAYERS
+        bandwidth = self.matrix_bytes / typical["read"]
+        link = self.copied_bytes / typical["copy"] if "copy" in typical else bandwidth
+        layer_seconds = typical["layer"] / LAYERS
         values = 2 * SIZES["kv_heads"] * SIZES["head_dim"] * self.tokens
         assert self.installed.device is not None and self.installed.host is not None
         return Hardware(
             f"this machine ({self.device.device_kind})",
             memory_bytes=self.installed.device,
             memory_bandwidth=bandwidth,
-            flops=self.operations / median["product"],
+            flops=self.operations / typical["product"],
             host_link=link,
             device_link=link,  # of several devices of one host, through its memory
             host_bandwidth=bandwidth if on_cpu else link,
             # A CPU's two memories are one; a plan then compares each with all of it.
             host_bytes=self.installed.host // (1 if on_cpu else len(jax.devices())),
-            source=f"measured: medians of {len(seconds['read'])} runs, beside whatever else the machine did",
+            source=f"measured: {len(seconds['read'])} runs of each probe, beside whatever else the machine did",
             layer_seconds=layer_seconds,
             # Attention does not read faster than a product does; below, the difference of two runs may be noise.
-            cache_bandwidth=min(bandwidth, 4 * values / max(median["attention"] - layer_seconds, 1e-9)),
-            decoded_values=values / max(median["codes"] - layer_seconds, 1e-9),
-            ranked_values=RANKED / median["rank"],
+            cache_bandwidth=min(bandwidth, 4 * values / max(typical["attention"] - layer_seconds, 1e-9)),
+            decoded_values=values / max(typical["codes"] - layer_seconds, 1e-9),
+            ranked_values=RANKED / typical["rank"],
         )
 
 
