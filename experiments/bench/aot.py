@@ -23,8 +23,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gzip
+import hashlib
 import json
 import re
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +41,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from experiments.bench import measuring, steps
-from experiments.bench.cross_compile import compile_for, count_bytes, make_mesh, open_topology, trace_for
+from experiments.bench.cross_compile import count_bytes, lower_for, make_mesh, open_topology, trace_for
 from experiments.bench.process import Killed, iterate_in_process
 from experiments.bench.shapes import SHAPES
 from experiments.bench.traffic import Program
@@ -194,8 +196,14 @@ def choose_layers(plan: Sequence[BoundLayer], states: Sequence[Any]) -> Sample:
 # ---- decode --------------------------------------------------------------------------------------------------------
 
 
-def compile_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[Any]) -> dict[str, Any]:
-    """Compiles the decode loop of some layers; returns its counts on one device."""
+def compile_decode(
+    shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[Any], known: Mapping[str, dict[str, Any]]
+) -> tuple[str, dict[str, Any]]:
+    """Compiles the decode loop of some layers, unless its counts are known.
+
+    Returns:
+      The digest of the program, and its counts on one device.
+    """
     config = dataclasses.replace(shapes.config, layers=len(plan))
     has_drafts = num_draft_tokens(tuple(plan)) > 0
     logits, key, eos = shapes.array((1, config.vocab_size), jnp.float32), key_from_seed(0), jnp.zeros(1, jnp.int32)
@@ -217,8 +225,12 @@ def compile_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[
         "target": Target(config, shapes.mesh),
     }
     program = jax.jit(decode_loop.decode_until, static_argnames="target", donate_argnames="state")
+    lowered = lower_for(shapes.topology, program, arguments, ("target",), shapes.mesh, is_loop=True)
+    digest = hashlib.sha256(lowered.text().encode()).hexdigest()[:32]
+    if digest in known:  # another method's, or the same method's before a change elsewhere
+        return digest, known[digest]
     start = time.perf_counter()
-    compiled = compile_for(shapes.topology, program, arguments, ("target",), shapes.mesh, is_loop=True)
+    compiled = lowered.compile()
     seconds = time.perf_counter() - start
     sizes, text = compiled.memory_analysis(), compiled.as_text()
     shapes.keep_text(f"decode-{len(plan)}", text)
@@ -233,12 +245,16 @@ def compile_decode(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence[
         "workspace_bytes": sizes.temp_size_in_bytes,
         "compile_seconds": round(seconds, 1),
     }
-    return found
+    return digest, found
 
 
 def scale(base: Mapping[str, Any], more: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Adds up a whole plan's counts: of the base, and the missing layers times the cost of one more."""
+    """Adds up a whole plan's counts: of the base, and the missing layers times the cost of one more.
+
+    A compiler may copy less in the larger program; the model then counts as that program.
+    """
     found = {name: x + sum(n * (one[name] - x) for n, one in more) for name, x in base.items()}
+    found = {name: max(x, *(one[name] for one in (base, *(one for _, one in more)))) for name, x in found.items()}
     found["workspace_bytes"] = max(x["workspace_bytes"] for x in (base, *(one for _, one in more)))
     found["compile_seconds"] = base["compile_seconds"] + sum(one["compile_seconds"] for _, one in more)
     return found
@@ -328,7 +344,7 @@ def compile_prefill(shapes: Shapes, plan: Sequence[BoundLayer], states: Sequence
     found = {}
     for name, program, arguments, static in prefill_programs(shapes, plan, states, index):
         start = time.perf_counter()
-        compiled = compile_for(shapes.topology, program, arguments, static, shapes.mesh)
+        compiled = lower_for(shapes.topology, program, arguments, static, shapes.mesh).compile()
         sizes = compiled.memory_analysis()
         shapes.keep_text(f"prefill-{index}-{name}", compiled.as_text())
         found[name] = {
@@ -388,6 +404,7 @@ def compile_method(
     tokens: int,
     layers: str,
     programs: Sequence[str],
+    known: Mapping[str, dict[str, Any]],
     tables: str | None,
     keep: str | None,
 ) -> Iterator[dict[str, Any]]:
@@ -400,6 +417,7 @@ def compile_method(
       tokens: of the prompt.
       layers: "few" or "all".
       programs: those of PROGRAMS that are compiled.
+      known: counts of loops that need not be compiled, by the digest of the program.
       tables: the folder of `write_tables`, where kvjax ships none for this model.
       keep: a folder for the text of compiled programs.
     """
@@ -428,15 +446,20 @@ def compile_method(
             "is_exact": sample.is_exact,
         }
 
+        loops: dict[str, dict[str, Any]] = {}
+
         def decode(indices: Sequence[int]) -> dict[str, Any]:
-            return compile_decode(shapes, [plan[i] for i in indices], [states[i] for i in indices])
+            digest, counts = compile_decode(shapes, [plan[i] for i in indices], [states[i] for i in indices], known)
+            loops[digest] = counts
+            return counts
 
         if "decode" in programs:
             if layers == "all":
-                yield {"decode": decode(range(config.layers))}
+                total = decode(range(config.layers))
             else:
                 base = decode(sample.base)
-                yield {"decode": scale(base, [(n, decode(indices)) for n, indices in sample.more])}
+                total = scale(base, [(n, decode(indices)) for n, indices in sample.more])
+            yield {"decode": total, "loops": loops}
         if "prefill" in programs:
             # A layer that `full` has too is compiled with that method.
             seen, prefills = set() if method == "full" else set(bind("full", config)), {}
@@ -492,6 +515,7 @@ method at Llama-3.1-8B's shape, bfloat16, one sequence of 32,768 tokens, compile
   differ in a seed, a table or a budget, for which those in the middle stand. Rows "(all layers)" have the whole model.
 - "as full" marks a method whose counts are those of `full`: the prompt is too short for it, or `device_layers` covers
   the model. In the column of the prefill it says that the layers are those of `full`.
+- Rows of an earlier kvjax than that of `full` name its commit.
 - Tables that kvjax does not ship for this shape are random numbers: they decide values and no shapes.
 """
 
@@ -515,6 +539,8 @@ def row(found: Mapping[str, Any], full: Mapping[str, Any] | None) -> list[Any]:
     if "decode" not in found:
         return [name, *[None] * (len(COLUMNS) - 2), "; ".join(notes)]
     d = found["decode"]
+    if full and found["commit"] != full["commit"]:
+        notes.append(f"kvjax at {found['commit']}")
     if full and found is not full and all(d[key] == full["decode"][key] for key in COUNTS):
         notes.append("as full")
     cache = (d["device_bytes"] - d["weight_bytes"] + d["host_bytes"]) * found["devices"]
@@ -560,7 +586,8 @@ def page(results: Sequence[Sequence[Mapping[str, Any]]]) -> str:
         versions = "; ".join(sorted({", ".join(f"{k} {v}" for k, v in x["versions"].items()) for x in records}))
         decoded, prefilled = (sum(program in x for x in records) for program in PROGRAMS)
         counts = f"Of {len(records)} rows, {decoded} have a decode loop that compiles and {prefilled} a prefill"
-        text.append(f"## {records[0]['topology']}\n\n{versions}. {counts}.\n")
+        commit = f"; kvjax at {full['commit']}" if full else ""
+        text.append(f"## {records[0]['topology']}\n\n{versions}{commit}. {counts}.\n")
         text.append(f"| {' | '.join(COLUMNS)} |\n|---|{'---:|' * (len(COLUMNS) - 2)}---|")
         order = sorted(records, key=lambda x: (x["method"] != "full", x["method"], x["layers"]))
         for found in order:
@@ -581,13 +608,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--keep", type=Path, help="folder that gets the text of every compiled program")
     parser.add_argument("--programs", default=",".join(PROGRAMS), help="decode, prefill or both, with a comma")
     parser.add_argument("--seconds", type=float, default=MAX_SECONDS, help="after which a method is given up")
-    parser.add_argument("--again", action="store_true", help="compile the methods that have results, too")
+    parser.add_argument("--again", action="store_true", help="lower all methods anew, and compile what has changed")
     args = parser.parse_args(argv)
     before, config = machine(), find_config(args.model)
     # Where nothing can be compiled, this raises, and no row does. A TPU's compiler stays out of this process.
     for problem in iterate_in_process(topology_problems, args.topology, seconds=MAX_SECONDS):
         raise KvjaxError(problem)
     versions = {name: version(name) for name in PACKAGES if version(name)}
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "no commit"
     out = args.folder / f"bench.aot.{args.topology.replace(':', '-')}.jsonl"
     known = read_results(out)
     if out.exists():  # without what an interrupted run left unfinished
@@ -595,6 +624,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     done: dict[Any, set[str]] = {}
     if not args.again:
         done = {(x["method"], x["layers"]): {p for p in PROGRAMS if p in x or p in x["reasons"]} for x in merged(known)}
+    # What was compiled by other versions may come out otherwise.
+    loops = {
+        digest: x for record in known if record["versions"] == versions for digest, x in record.get("loops", {}).items()
+    }
     methods = args.methods or [r.example for r in load_all().values()]
     missing = {
         method: [x for x in args.programs.split(",") if x not in done.get((method, args.layers), ())]
@@ -610,10 +643,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             measuring.log_progress(method)
             start = time.perf_counter()
             record: dict[str, Any] = {"method": method, "topology": args.topology, "model": args.model}
-            record |= {"tokens": args.tokens, "layers": args.layers, "versions": versions, "reasons": {}}
+            record |= {
+                "tokens": args.tokens,
+                "layers": args.layers,
+                "versions": versions,
+                "commit": commit,
+                "reasons": {},
+            }
             keep = None if args.keep is None else str(args.keep)
             while left := [x for x in programs if x not in record and x not in record["reasons"]]:
-                arguments = method, args.model, args.topology, args.tokens, args.layers, left, tables, keep
+                arguments = method, args.model, args.topology, args.tokens, args.layers, left, loops, tables, keep
                 try:
                     for part in iterate_in_process(compile_method, *arguments, seconds=args.seconds):
                         record |= part
@@ -623,6 +662,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 stopped = next((x for x in left if x not in record), None)
                 if stopped:
                     record["reasons"][stopped] = record.pop("reason")
+            loops |= record.get("loops", {})
             record["seconds"] = round(time.perf_counter() - start, 1)
             with out.open("a") as file:
                 file.write(json.dumps(record) + "\n")
@@ -632,7 +672,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     (args.folder / "bench.aot.md").write_text(page(results))
     here = merged(read_results(out))
     full = next((x for x in here if x["method"] == "full" and x["layers"] == "few" and "decode" in x), None)
-    lines = [row(x, full) for x in here]
+    lines = [[*row(x, full)[:-1], row(x, full)[-1][:60]] for x in here]
     measuring.report("aot", before, [measuring.table(args.topology, COLUMNS, lines)], [], here)
 
 

@@ -7,6 +7,7 @@ keeps that package apart. A GPU needs the extra `gpu`, JAX >= 0.11.2, and JAX_PL
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -20,7 +21,7 @@ import jax
 import jaxlib
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from kvjax import KvjaxError
 from kvjax.core import memory
@@ -69,12 +70,12 @@ def make_mesh(topology: str, shape: Sequence[int], names: Sequence[str]) -> Mesh
     devices, count = open_topology(topology), math.prod(shape)
     if count > len(devices):
         raise KvjaxError(f"a mesh of {count} devices needs more than the {len(devices)} of {topology!r}")
-    gpu = topology.partition(":")[0]
+    gpu, axis_types = topology.partition(":")[0], (AxisType.Auto,) * len(names)
     if gpu in GPUS:
         # Devices of a GPU topology do not know their memories, so that programs are lowered for abstract ones.
         device = AbstractDevice(*GPUS[gpu], "gpu")
-        return AbstractMesh(tuple(shape), tuple(names), abstract_device=device)
-    return Mesh(np.array(devices[:count]).reshape(shape), tuple(names))
+        return AbstractMesh(tuple(shape), tuple(names), axis_types=axis_types, abstract_device=device)
+    return Mesh(np.array(devices[:count]).reshape(shape), tuple(names), axis_types=axis_types)
 
 
 @contextlib.contextmanager
@@ -92,7 +93,27 @@ def trace_for(topology: str) -> Iterator[None]:
         jax.clear_caches()
 
 
-def compile_for(
+@dataclasses.dataclass(frozen=True)
+class LoweredFor:
+    """A program that is lowered for another machine."""
+
+    lowered: Any
+    devices: tuple[Any, ...] | None  # of a GPU topology; a TPU's are those of the mesh
+
+    def text(self) -> str:
+        """The program before the compiler has seen it; equal programs have equal texts."""
+        return self.lowered.as_text()
+
+    def compile(self) -> Any:
+        """Compiles the program; the result is that of `Lowered.compile`."""
+        if self.devices is None:
+            return self.lowered.compile()
+        # A program that is lowered for an abstract device would go to this machine's own compiler.
+        self.lowered._lowering.compile_args["backend"] = self.devices[0].client
+        return self.lowered.compile(device_assignment=self.devices)
+
+
+def lower_for(
     topology: str,
     program: Any,
     arguments: dict[str, Any],
@@ -100,8 +121,8 @@ def compile_for(
     mesh: Mesh | AbstractMesh | None = None,
     *,
     is_loop: bool = False,
-) -> Any:
-    """Compiles a jitted program for another machine.
+) -> LoweredFor:
+    """Lowers a jitted program for another machine.
 
     Args:
       topology: `h200`, or a TPU topology; see `open_topology`.
@@ -111,9 +132,6 @@ def compile_for(
       mesh: of that machine, from `make_mesh`; by default its first device alone.
       is_loop: whether the program is a decode loop, whose argument `state` comes and returns in the formats that
         `kvjax.generation` gives it there.
-
-    Returns:
-      the compiled program, as `Lowered.compile` returns it.
 
     Raises:
       KvjaxError: if JAX cannot compile for that machine here.
@@ -130,13 +148,17 @@ def compile_for(
             program = jit_loop(program.__wrapped__, described["state"])
             described["state"] = jax.tree.unflatten(structure, leaves)
         if isinstance(mesh, Mesh):
-            return program.lower(**described).compile()
+            return LoweredFor(program.lower(**described), None)
         with use_abstract_mesh(mesh):
             lowered = program.trace(**described).lower(lowering_platforms=("cuda",))
-        devices = open_topology(topology)[: mesh.size]
-        # A program that is lowered for an abstract device would go to this machine's own compiler.
-        lowered._lowering.compile_args["backend"] = devices[0].client
-        return lowered.compile(device_assignment=devices)
+        return LoweredFor(lowered, open_topology(topology)[: mesh.size])
+
+
+def compile_for(
+    topology: str, program: Any, arguments: dict[str, Any], static: Sequence[str], *, is_loop: bool = False
+) -> Any:
+    """Compiles a jitted program for one device of another machine; see `lower_for`."""
+    return lower_for(topology, program, arguments, static, is_loop=is_loop).compile()
 
 
 def count_bytes(compiled: Any) -> int:

@@ -107,11 +107,19 @@ class Program:
 
     def _step_bytes(self) -> int:
         # The scratchpad holds arrays through the whole loop where it has room, which it has for a layer or two and not
-        # for a model: such arrays count as if they lay in the device's memory.
+        # for a model: such arrays count as if they lay in the device's memory, and so do they after an update in place.
         scope = self.computations[self.body]
         carried = {name for name, x in scope.items() if x.kind == "parameter"}
+        held: set[str] = set()
         for name, x in scope.items():
-            if x.kind == "get-tuple-element" and x.operands[0] in carried:
+            is_carried = x.kind == "get-tuple-element" and x.operands[0] in carried
+            updated = [scope[y] for y in x.operands if y in held and scope[y].size == x.size]
+            if x.kind == "fusion":
+                in_place = bool(updated) and self._written(CALLED.findall(x.text)[0], x, anywhere=True) < x.size
+            else:
+                in_place = x.kind in (*UPDATES, "bitcast") and bool(updated)
+            if is_carried or in_place:
+                held.add(name)
                 scope[name] = x._replace(types=tuple((size, "" if at != HOST else at) for size, at in x.types))
         return self.bytes_of(self.body)
 
@@ -193,8 +201,8 @@ class Program:
                 return 1.0
         return min(fraction, 1.0)
 
-    def _written(self, computation: str, fusion: Instruction) -> int:
-        """Bytes that a fusion writes to the device's memory."""
+    def _written(self, computation: str, fusion: Instruction, anywhere: bool = False) -> int:
+        """Bytes that a fusion writes to the device's memory, or to any."""
         inside = self.computations[computation]
         (root,) = [x for x in inside.values() if x.is_root]
         results = [inside[name] for name in root.operands if name in inside] if root.kind == "tuple" else [root]
@@ -202,7 +210,7 @@ class Program:
             return fusion.device_size
         written = 0
         for result, (size, space) in zip(results, fusion.types, strict=True):
-            if not space:
+            if anywhere or not space:
                 written += min(size, self._update_size(inside, result))
         return written
 
