@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -172,7 +173,10 @@ class CrossHeadRotation(kv.CodecWrapper):
         num_own_heads, every = places.shape[1], kv.over_heads.gather(places).swapaxes(1, 2)
         order = kv.over_heads.gather(order)
         inverse = jnp.argsort(order.reshape(order.shape[0], -1), -1)
-        rotated = jnp.take_along_axis(every.reshape(*every.shape[:2], -1), inverse[:, None], -1)
+        flat = every.reshape(*every.shape[:2], -1)
+        # Whole channels, and not number by number as `take_along_axis` would: one order holds for all tokens.
+        inverse = jnp.broadcast_to(inverse, (flat.shape[0], flat.shape[2]))
+        rotated = jax.vmap(lambda x, channel: x.at[:, channel].get(mode="promise_in_bounds"))(flat, inverse)
         keys = self._rotate_groups(rotated).reshape(every.shape)
         return lax.dynamic_slice_in_dim(keys, kv.over_heads.first_head(num_own_heads), num_own_heads, 2).swapaxes(1, 2)
 
