@@ -67,6 +67,12 @@ SMALL_FORMS = {
     "bench.lowbit": "--tokens 64 --heads 1x2 --head-dim 64 --methods int8 --steps 1 --repeats 1",
     "bench.plan": ("--models toy --contexts 64 --methods full;int8 --steps 1 --repeats 1 --megabytes 1 --tokens 64"),
     "bench.restore": "--gigabytes 0.001 --layouts 1x1x2",
+    "gpu.decode": (
+        "--model toy --cells 64x1 --methods full;kcache:n=8 --steps 1 --repeats 1 --workers 1 --probe-megabytes 1 "
+        "--no-torch"
+    ),
+    "gpu.kernels": "--parts fetch --megabytes 1",
+    "gpu.overlap": "--model toy --context 64 --methods full",
     "bench.memory": "--models {model} --dtypes bfloat16 --tokens 20",
 }
 
@@ -105,7 +111,16 @@ def test_a_script_ends_with_one_document(name, run, tmp_path):
 
 def test_every_script_has_a_small_form():
     folder = Path(measuring.__file__).parents[1]
-    elsewhere = {"bench.aot", "divisions", "divisions_figure", "equal_bytes", "all", "run_notebooks"}
+    elsewhere = {
+        "bench.aot",
+        "gpu.__main__",
+        "gpu.methods",
+        "divisions",
+        "divisions_figure",
+        "equal_bytes",
+        "all",
+        "run_notebooks",
+    }
     scripts = [path for path in folder.rglob("*.py") if "def main(argv: Sequence" in path.read_text()]
     names = {".".join(path.relative_to(folder).with_suffix("").parts) for path in scripts}
     assert names - elsewhere == {*SMALL_FORMS}

@@ -36,6 +36,12 @@ def test_tokens_may_part_at_a_tie_alone():
     assert methods.compare(ours, certain, "float32")["verdict"] == "DIFFERS"
 
 
+def test_a_method_agrees_with_itself_and_an_unknown_one_is_an_error():
+    found = methods.run_method("int8", "float32")
+    assert methods.compare(found, found, "float32") == {"verdict": "agrees", "worst": 0.0, "equal_tokens": "32/32"}
+    assert "KvjaxError" in methods.run_method("no_such_method", "float32")["error"]
+
+
 def test_a_method_that_fails_on_one_side_fails():
     fine, refused = run([1], [-1.0]), {"error": "KvjaxError: no", "seconds": 1.0}
     assert methods.compare(refused, fine, "float32")["verdict"] == "FAILS"
