@@ -28,11 +28,10 @@ from kvjax.generation.memory_plan import abstract_state
 from kvjax.models.config import Config
 
 VIEWS = set(
-    "reshape squeeze expand_dims transpose bitcast_convert_type copy broadcast_in_dim rev copy_p pvary "
-    "optimization_barrier sharding_constraint stop_gradient".split()
+    "reshape squeeze transpose bitcast_convert_type copy broadcast_in_dim rev pvary sharding_constraint".split()
 )
 PARTS = {"slice", "dynamic_slice", "split"}
-WRITES = {"scatter", "scatter-add", "dynamic_update_slice", "scatter_add"}
+WRITES = {"scatter", "scatter-add", "dynamic_update_slice"}  # in place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +89,8 @@ def walk(jaxpr: Any, inputs: list[View | None], reads: Reads, times: int = 1, on
             reads.device[view.array] += size
         elif on_host:
             reads.host += size
+        else:
+            raise NotImplementedError("the device computes with an array in host memory")
 
     for eqn in jaxpr.eqns:
         name, operands = eqn.primitive.name, eqn.invars
@@ -99,9 +100,9 @@ def walk(jaxpr: Any, inputs: list[View | None], reads: Reads, times: int = 1, on
         if not any(views):
             pass
         elif name in VIEWS:
-            outs = [first if len(operands) == 1 or i == 0 else views[i] for i in range(len(outs))]
-            if name == "optimization_barrier":
-                outs = list(views)
+            outs = [first]
+        elif name == "optimization_barrier":
+            outs = list(views)
         elif name == "device_put":
             outs = []
             for x, out in zip(operands, eqn.outvars, strict=True):
@@ -221,7 +222,7 @@ def _count_layer(
 
     shapes = [abstract(x.shape, x.dtype) for x in arrays]
     traced, out = jax.make_jaxpr(step, return_shape=True)(shapes, list(from_below), q, block)
-    reads, inputs = Reads(), [None] * len(traced.jaxpr.invars)
+    reads, inputs = Reads(), list[View | None]([None] * len(traced.jaxpr.invars))
     for i, x in enumerate((*arrays, *from_below)):
         reads.sizes[i], inputs[i] = nbytes(x), View(i, nbytes(x), False)
     walk(traced.jaxpr, inputs, reads)

@@ -16,6 +16,7 @@ from kvjax.core import attention, memory
 from kvjax.core.gradients import refuse_gradient
 from kvjax.core.kernels import products, use_kernels
 from kvjax.core.kernels.packed_attention import PackedCodes
+from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, pytree
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.utils.parameter_types import OneOf, PositiveInt, check_fields
@@ -193,6 +194,15 @@ class Kivi(Codec):
         recent = memory.take(stored.recent, idx % self.num_recent)
         is_quantized = (idx < stored.num_quantized[:, None, None])[..., None]
         return jnp.where(is_quantized, self.gather_codes(stored, idx), recent)
+
+    def read_bytes(self, stored: KiviState, tokens: int | None = None) -> StepBytes:
+        if tokens is None:
+            return super().read_bytes(stored)
+        places = stored.recent.shape[2]
+        taken = tokens + (self.axis == "token")  # with the value that leaves the residual in this step
+        recent = StepBytes.of_all(stored.recent).device * min(taken, places) // places
+        codes = stored.codes, stored.scale, stored.lo, stored.num_quantized
+        return StepBytes.of_tokens(codes, tokens) + StepBytes(device=recent)
 
     def gather_codes(self, stored: Any, idx: Array) -> Array:
         """`gather` for tokens that are codes; `stored` has the arrays `codes`, `scale` and `lo` of a `KiviState`."""
