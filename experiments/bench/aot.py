@@ -41,7 +41,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from experiments.bench import measuring, steps
-from experiments.bench.cross_compile import count_bytes, lower_for, make_mesh, open_topology, trace_for
+from experiments.bench.cross_compile import LIBTPU, count_bytes, lower_for, make_mesh, open_topology, trace_for
 from experiments.bench.process import Killed, iterate_in_process
 from experiments.bench.shapes import SHAPES
 from experiments.bench.traffic import Program
@@ -615,6 +615,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for problem in iterate_in_process(topology_problems, args.topology, seconds=MAX_SECONDS):
         raise KvjaxError(problem)
     versions = {name: version(name) for name in PACKAGES if version(name)}
+    for info in LIBTPU.parents[1].glob("libtpu-*.dist-info"):  # apart from the packages of the environment
+        versions.setdefault("libtpu", info.name.removeprefix("libtpu-").removesuffix(".dist-info"))
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "no commit"
     out = args.folder / f"bench.aot.{args.topology.replace(':', '-')}.jsonl"
