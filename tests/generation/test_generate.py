@@ -12,7 +12,7 @@ from kvjax import functional
 from kvjax.engine import forward
 from kvjax.errors import KvjaxError
 from kvjax.generation import decode_loop
-from kvjax.generation.compile_options import jit_with
+from kvjax.generation.compile_options import jit_loop, jit_with
 from kvjax.generation.options import LOOPS
 from kvjax.testing import toy_model
 
@@ -160,7 +160,7 @@ def test_one_trace_serves_prompts_of_one_size():
 
 @pytest.mark.parametrize("loop", ["while", "layers"])
 def test_sampling_numbers_do_not_recompile(model, loop):
-    decode_until = jit_with(decode_loop.decode_until, ("target",), ("state",), ())
+    decode_until = jit_loop(decode_loop.decode_until, None)
     program = decode_until if loop == "while" else decode_loop.draw_next
     args = {"max_new_tokens": 4, "eos_ids": (), "loop": loop}
     kvjax.generate(model, PROMPTS, "full", temperature=0.5, top_k=4, **args)

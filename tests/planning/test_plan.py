@@ -241,7 +241,8 @@ def small_probes() -> measured.Probes:
 
 
 def test_this_machine_is_measured_in_turns(monkeypatch, capsys):
-    monkeypatch.setattr(measured, "Probes", lambda dtype: small_probes())
+    probes = small_probes()
+    monkeypatch.setattr(measured, "Probes", lambda dtype: probes)
     monkeypatch.setattr(measured, "REPEATS", 1)
     assert cli.main(["plan", "testbed", "--measured", "--method", "full; kcache:n=8", "--context", "256"]) == 0
     out = capsys.readouterr().out

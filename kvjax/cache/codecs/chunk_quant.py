@@ -39,8 +39,9 @@ def compute_if(is_needed: Array, fun: Callable[..., Any], *args: Array) -> Any:
     A chunk is full once in many steps, and the others skip its work. The stored arrays stay outside of the condition:
     a compiler copies what passes through it, and writes what is not due to nowhere at no cost.
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fun, *args))
-    return lax.cond(is_needed, fun, lambda *_: vary(zeros), *args)
+    # Made outside of the condition: JAX transforms its branches once more, where they would vary already.
+    zeros = vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fun, *args)))
+    return lax.cond(is_needed, fun, lambda *_: zeros, *args)
 
 
 @pytree

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from kvjax import cli
 from kvjax.errors import KvjaxError
 from kvjax.eval.page import paired_difference, report
-from kvjax.eval.run import eval_command
 from tests.eval import fake_run
 from tests.helpers import browser
 
@@ -196,7 +196,7 @@ def test_without_run_json_and_with_unknown_fields(tmp_path):
 def test_the_command_says_what_to_do_without_run_json(tmp_path, capsys):
     fake_run.write(tmp_path, methods=["full"], tasks=["niah"], lengths=[512], cases=1)
     (tmp_path / "run.json").unlink()
-    eval_command.render(tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == 0
     error = capsys.readouterr().err
     assert "has records but no run.json" in error and "copy it again" in error
 
