@@ -89,6 +89,8 @@ class ActedWorker(Worker):
 
 def run_child(ray, alone, num_records):
     """Runs the command on two workers, interrupts it and starts it again, kills one half-way; then runs it alone."""
+    # A shell that runs the tests in the background has them ignore interrupts, and this process would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     jax.config.update("jax_compilation_cache_dir", os.environ["KVJAX_CACHE"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     cli.use_compilation_cache = lambda: None
