@@ -105,16 +105,48 @@ def missing_note() -> list[str]:
     return [f"transformers is left out: not installed: {names} (pip install 'kvjax[parity]')."] if names else []
 
 
-def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields kvjax's parameters under transformers' names; its matrices are [out, in], heads flattened."""
+def llama_config(config: kvjax.Config) -> Any:
+    """The configuration of the same model in transformers."""
+    from transformers import LlamaConfig  # here, since it is optional and slow to import
 
-    def transpose(kernel: Any, num_inputs: int) -> np.ndarray:
-        return np.ascontiguousarray(np.asarray(kernel).reshape(num_inputs, -1).T)
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.mlp_width,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tie_embeddings,
+    )
 
+
+def transpose(kernel: Any, num_inputs: int) -> np.ndarray:
+    """A weight with its input axes first -> transformers' matrix [out, in], heads flattened."""
+    return np.ascontiguousarray(np.asarray(kernel).reshape(num_inputs, -1).T)
+
+
+def state_dict(
+    config: kvjax.Config,
+    params: Any,
+    copy: Callable[[Any], Any] = np.array,
+    transpose: Callable[[Any, int], Any] = transpose,
+) -> Iterator[tuple[str, Any]]:
+    """Yields kvjax's parameters under transformers' names.
+
+    Args:
+      config: of the model.
+      params: its parameters.
+      copy: makes an array of the other library of one that stays as it is.
+      transpose: makes a matrix [out, in] of a weight and its number of inputs.
+    """
     D, F, heads = config.width, config.mlp_width, config.heads * config.head_dim
-    yield "model.embed_tokens.weight", np.array(params["embedding"])
-    yield "model.norm.weight", np.array(params["final_norm"]["scale"])
-    head = np.array(params["embedding"]) if config.tie_embeddings else transpose(params["head"]["kernel"], D)
+    yield "model.embed_tokens.weight", copy(params["embedding"])
+    yield "model.norm.weight", copy(params["final_norm"]["scale"])
+    head = copy(params["embedding"]) if config.tie_embeddings else transpose(params["head"]["kernel"], D)
     yield "lm_head.weight", head
     for i in range(config.layers):
         layer, prefix = params[f"layer_{i}"], f"model.layers.{i}."
@@ -123,8 +155,8 @@ def state_dict(config: kvjax.Config, params: Any) -> Iterator[tuple[str, np.ndar
         yield f"{prefix}self_attn.o_proj.weight", transpose(layer["attention"]["o"]["kernel"], heads)
         for name, num_inputs in (("gate", D), ("up", D), ("down", F)):
             yield f"{prefix}mlp.{name}_proj.weight", transpose(layer["mlp"][name]["kernel"], num_inputs)
-        yield f"{prefix}input_layernorm.weight", np.array(layer["attention_norm"]["scale"])
-        yield f"{prefix}post_attention_layernorm.weight", np.array(layer["mlp_norm"]["scale"])
+        yield f"{prefix}input_layernorm.weight", copy(layer["attention_norm"]["scale"])
+        yield f"{prefix}post_attention_layernorm.weight", copy(layer["mlp_norm"]["scale"])
 
 
 class TransformersDecoder:
@@ -133,24 +165,11 @@ class TransformersDecoder:
     def __init__(self, model: kvjax.Model):
         # Imported here, since both are optional and slow to import.
         import torch
-        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers import AutoModelForCausalLM
 
         c = model.config
         torch.set_num_threads(cores())  # every core that the process may use, as XLA takes
-        config = LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.width,
-            num_hidden_layers=c.layers,
-            num_attention_heads=c.heads,
-            num_key_value_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            intermediate_size=c.mlp_width,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-            max_position_embeddings=c.max_positions,
-            tie_word_embeddings=c.tie_embeddings,
-        )
-        self.module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        self.module = AutoModelForCausalLM.from_config(llama_config(c), attn_implementation="sdpa").eval()
         dtype = getattr(torch, model.dtype.name)
         # Through float32, which is exact: torch reads no bfloat16 from NumPy.
         weights = {k: torch.from_numpy(v.astype(np.float32)).to(dtype) for k, v in state_dict(c, model.params)}

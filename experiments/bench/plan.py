@@ -20,7 +20,7 @@ from experiments.bench import measuring
 from experiments.bench.decoders import random_loop, time_decode_steps
 from experiments.bench.shapes import SHAPES, describe
 from kvjax.eval.run.machine import machine
-from kvjax.planning import measured
+from kvjax.planning import measurement
 from kvjax.planning.hardware import Hardware
 from kvjax.planning.models import PlannedModel
 from kvjax.planning.plan import RESERVED, Setting, Speed, estimate_step
@@ -54,7 +54,7 @@ def measure(
     for method, loop in loops.items():
         loop.decode(args.steps)
         measuring.log_progress(f"{method} is compiled")
-    probes = measured.Probes("float32", args.megabytes, args.tokens, args.repeats)
+    probes = measurement.Probes("float32", args.megabytes, args.tokens, args.repeats)
     seconds = time_decode_steps(loops, args.steps, args.repeats, probes.runs)
     jax.clear_caches()
     steps = {method: measuring.summary(seconds[method]) for method in methods}

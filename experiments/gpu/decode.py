@@ -27,6 +27,7 @@ from experiments.bench import measuring
 from experiments.bench.decoders import KvjaxDecoder, missing_packages, random_loop, time_decode_steps
 from experiments.bench.shapes import decode_bytes
 from experiments.gpu.models import SHAPES, TorchDecoder, fill_model
+from kvjax import KvjaxError
 from kvjax.eval.run.machine import machine
 
 # Eviction by the keys alone: the caches are random, and there are no queries to observe.
@@ -72,6 +73,20 @@ def copy_bandwidth(megabytes: int) -> float:
     return 2 * x.nbytes / best
 
 
+COLUMNS = ("context", "batch", "method", "tok/s", "ms/step", "cache GB", "host GB", "of exact bound", "error")
+
+
+def row(record: dict[str, Any]) -> list[Any]:
+    """Formats the record of one method in one cell."""
+    about = [f"{record['context']:,}", record["batch"], record["method"]]
+    if "error" in record:
+        return [*about, *[None] * 5, record["error"][:70]]
+    rate, sizes = record["tokens_per_second"], record.get("bytes", {})
+    gigabytes = [f"{sizes[kind] / 1e9:.2f}" if kind in sizes else None for kind in ("device", "pinned_host")]
+    bound = record["batch"] * record["copy_bandwidth"] / record["exact_bytes"]
+    return [*about, f"{rate:,.1f}", f"{record['batch'] / rate * 1e3:.2f}", *gigabytes, f"{rate / bound:.0%}", ""]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="1b")
@@ -103,13 +118,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for text in args.cells.split(";"):
         context, _, batch = text.strip().partition("x")
         context = int(context)
-        methods = [m.strip() for m in args.methods.split(";")]
+        methods = [method.strip() for method in args.methods.split(";")]
         if args.memory_gb:
             sizes = args.memory_gb * 1e9, args.host_gb * 1e9
-            cell = [(m, fit_batch(m, config, context, room, *sizes)) for m in methods]
+            cell = [(method, fit_batch(method, config, context, room, *sizes)) for method in methods]
         else:
-            cell = [(m, int(batch)) for m in methods]
-        cell = [(m, b) for m, b in cell if b]
+            cell = [(method, int(batch)) for method in methods]
+        cell = [(method, size) for method, size in cell if size]
+        if not cell:
+            raise KvjaxError(
+                f"no method's cache of {context:,} tokens fits {args.memory_gb:g} GB; give more --memory-gb"
+            )
         made = prepare(model, cell, context, room, args.steps, args.workers)
         if args.compile_only:
             del made
@@ -121,42 +140,35 @@ def main(argv: Sequence[str] | None = None) -> None:
             peer.decode(2)
             loops["transformers", torch_batch] = peer
         seconds = time_decode_steps(loops, args.steps, args.repeats)
-        for of, x in zip([*cell, ("transformers", torch_batch)], [*made, peer], strict=True):
-            if x is None:
-                continue
-            record: dict[str, Any] = {"model": args.model, "context": context, "method": of[0], "batch": of[1]}
-            if isinstance(x, str):
-                record["error"] = x
+        sides = [*zip(cell, made, strict=True), *([(("transformers", torch_batch), peer)] if peer else [])]
+        for (method, size), side in sides:
+            record: dict[str, Any] = {"model": args.model, "context": context, "method": method, "batch": size}
+            if isinstance(side, str):
+                record["error"] = side
             else:
-                s = measuring.summary(seconds[of])
-                need = decode_bytes(config, model.params, of[1], context + room / 2)
-                record |= {"seconds_per_step": s, "tokens_per_second": of[1] / s["median"], "exact_bytes": need}
-                if of[0] != "transformers":
-                    record["bytes"] = kvjax.state_bytes(x.cache).total
+                step = measuring.summary(seconds[method, size])
+                need = decode_bytes(config, model.params, size, context + room / 2)
+                record |= {"seconds_per_step": step, "tokens_per_second": size / step["median"], "exact_bytes": need}
+                if side is not peer:
+                    record["bytes"] = kvjax.state_bytes(side.cache).total
             record |= {"copy_bandwidth": bandwidth, "memory_gb": args.memory_gb, "logits_differ": agreement}
             results.append(record)
             if args.write:
                 with args.write.open("a") as file:
                     print(json.dumps(record), file=file)
-            rate = record.get("tokens_per_second")
-            bound = rate and bandwidth / record["exact_bytes"] * of[1]
-            sizes = record.get("bytes", {})
-            line = [f"{context:,}", of[1], of[0], rate and f"{rate:,.1f}", rate and f"{of[1] / rate * 1e3:.2f}"]
-            line += [f"{x / 1e9:.2f}" if (x := sizes.get(k)) is not None else None for k in ("device", "pinned_host")]
-            lines.append([*line, rate and f"{rate / bound:.0%}", record.get("error", "")[:70]])
+            lines.append(row(record))
         # Caches of the next cell need the memory.
-        del loops, made
+        del loops, made, sides, side
         if peer is not None:
             peer.cache = None
         jax.clear_caches()
-    columns = ("context", "batch", "method", "tok/s", "ms/step", "cache GB", "host GB", "of exact bound", "error")
     title = f"Decode of {args.model}, bfloat16, random weights and caches"
     if args.memory_gb:
         title += f"; caches of at most {args.memory_gb:g} GB on the device"
     notes = [f"A copy on the device reads and writes {bandwidth / 1e9:,.0f} GB/s."]
     if agreement is not None:
         notes.append(f"Logits of a prompt differ from transformers' by {agreement:.2%} of their norm.")
-    measuring.report("gpu_decode", before, [measuring.table(title, columns, lines)], notes, results)
+    measuring.report("gpu_decode", before, [measuring.table(title, COLUMNS, lines)], notes, results)
 
 
 if __name__ == "__main__":

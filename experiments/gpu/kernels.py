@@ -107,7 +107,10 @@ def check_packed(bits: int, dtype: str, H: int, G: int, T: int, S: int = 2048, K
         weights = jnp.asarray(p / p.sum(-1, keepdims=True), jnp.float32)
         mixed = jax.jit(lambda w, v: products.mix(w, v, jnp.dtype(dtype), **options))(weights, v)
         results["mix"] = (mixed, expected)
-    errors = {n: float(np.linalg.norm(np.asarray(x, float) - y) / np.linalg.norm(y)) for n, (x, y) in results.items()}
+    errors = {}
+    for name, (found, exact_result) in results.items():
+        difference = np.asarray(found, float) - exact_result
+        errors[name] = float(np.linalg.norm(difference) / np.linalg.norm(exact_result))
     return {"bits": bits, "dtype": dtype, "H": H, "G": G, "T": T, "errors": errors}
 
 

@@ -83,20 +83,20 @@ def compare(ours: Run, theirs: Run, dtype: str) -> dict[str, Any]:
             "verdict": "refused on both" if same else "FAILS",
             "error": errors[0] or f"only on the CPU: {errors[1]}",
         }
-    worst, equal, total, verdict = 0.0, 0, 0, "agrees"
-    for a, b, p, q, lead_a, lead_b in zip(
-        *(run[key] for key in ("tokens", "logprobs", "lead") for run in (ours, theirs)), strict=True
-    ):
-        parts = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-        equal, total = equal + parts, total + len(a)
-        worst = max([worst, *(abs(x - y) for x, y in zip(p[:parts], q[:parts], strict=True))])
+    worst, num_equal, num_tokens, verdict = 0.0, 0, 0, "agrees"
+    for i, (our_tokens, their_tokens) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
+        is_equal = [x == y for x, y in zip(our_tokens, their_tokens, strict=True)]
+        shared = is_equal.index(False) if False in is_equal else len(is_equal)
+        num_equal, num_tokens = num_equal + shared, num_tokens + len(is_equal)
+        logprobs = zip(ours["logprobs"][i][:shared], theirs["logprobs"][i][:shared], strict=True)
+        worst = max([worst, *(abs(x - y) for x, y in logprobs)])
         # Beyond the first token that differs the two decode different texts, and nothing is comparable.
-        if parts < len(a):
-            is_tie = max(lead_a[parts], lead_b[parts]) < TIE[dtype]
+        if shared < len(is_equal):
+            is_tie = max(ours["lead"][i][shared], theirs["lead"][i][shared]) < TIE[dtype]
             verdict = "agrees up to a tie" if is_tie and verdict != "DIFFERS" else "DIFFERS"
     if not worst <= TOLERANCE[dtype]:
         verdict = "DIFFERS"
-    return {"verdict": verdict, "worst": worst, "equal_tokens": f"{equal}/{total}"}
+    return {"verdict": verdict, "worst": worst, "equal_tokens": f"{num_equal}/{num_tokens}"}
 
 
 def run_in_workers(names: Sequence[str], dtype: str, workers: int, seconds: float, on_cpu: bool) -> dict[str, Run]:

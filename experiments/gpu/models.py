@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from experiments.bench.decoders import llama_config, state_dict
 from kvjax.models.decoder import init
 
 SHAPES = {
@@ -65,55 +66,25 @@ class TorchDecoder:
 
     def __init__(self, model: kvjax.Model):
         import torch
-        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers import AutoModelForCausalLM
 
-        c, p = model.config, model.params
-        self.torch = torch
-        jax.block_until_ready(p)  # torch reads the arrays themselves, whether or not JAX has written them
-        config = LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.width,
-            num_hidden_layers=c.layers,
-            num_attention_heads=c.heads,
-            num_key_value_heads=c.kv_heads,
-            head_dim=c.head_dim,
-            intermediate_size=c.mlp_width,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-            max_position_embeddings=c.max_positions,
-            tie_word_embeddings=c.tie_embeddings,
-        )
+        self.torch, self.config = torch, model.config
+        jax.block_until_ready(model.params)  # torch reads the arrays themselves, whether or not JAX has written them
+        config = llama_config(model.config)
         with torch.device("meta"):
             self.module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-        D, heads = c.width, c.heads * c.head_dim
 
-        def take(x, num_inputs=None):  # no copy through the host: both libraries read the GPU's arrays
-            t = torch.from_dlpack(x)
-            return t if num_inputs is None else t.reshape(num_inputs, -1).T.contiguous()
+        def transpose(kernel: jax.Array, num_inputs: int) -> Any:
+            return torch.from_dlpack(kernel).reshape(num_inputs, -1).T.contiguous()
 
-        weights = {
-            "model.embed_tokens.weight": take(p["embedding"]),
-            "model.norm.weight": take(p["final_norm"]["scale"]),
-        }
-        head = weights["model.embed_tokens.weight"] if c.tie_embeddings else take(p["head"]["kernel"], D)
-        weights["lm_head.weight"] = head
-        for i in range(c.layers):
-            layer, prefix = p[f"layer_{i}"], f"model.layers.{i}."
-            for name in ("q", "k", "v"):
-                weights[f"{prefix}self_attn.{name}_proj.weight"] = take(layer["attention"][name]["kernel"], D)
-            weights[f"{prefix}self_attn.o_proj.weight"] = take(layer["attention"]["o"]["kernel"], heads)
-            for name, num_inputs in (("gate", D), ("up", D), ("down", c.mlp_width)):
-                weights[f"{prefix}mlp.{name}_proj.weight"] = take(layer["mlp"][name]["kernel"], num_inputs)
-            weights[f"{prefix}input_layernorm.weight"] = take(layer["attention_norm"]["scale"])
-            weights[f"{prefix}post_attention_layernorm.weight"] = take(layer["mlp_norm"]["scale"])
+        # No copy goes through the host: both libraries read the GPU's arrays.
+        weights = dict(state_dict(model.config, model.params, torch.from_dlpack, transpose))
         self.device = weights["model.norm.weight"].device
         self.module.load_state_dict(weights, strict=True, assign=True)
-        if c.tie_embeddings:
+        if model.config.tie_embeddings:
             self.module.tie_weights()
         # Buffers that no checkpoint has: the frequencies of RoPE.
-        rotary = type(self.module.model.rotary_emb)(config).to(self.device)
-        self.module.model.rotary_emb = rotary
-        self.config = c
+        self.module.model.rotary_emb = type(self.module.model.rotary_emb)(config).to(self.device)
 
     def begin(self, batch: int, tokens: int) -> None:
         """Fills a new dynamic cache with random numbers."""

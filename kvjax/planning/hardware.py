@@ -31,7 +31,7 @@ class Hardware:
       host_bytes: memory of the host for each of its devices, in the server that `source` names.
       source: where the figures are from.
       layer_seconds: of a layer of a decode step, besides its bytes and operations: starting programs and small
-        reductions. Vendors state none of this and the following; `kvjax.planning.measured` fills them in.
+        reductions. Vendors state none of this and the following; `kvjax.planning.measurement` fills them in.
       cache_bandwidth: bytes of an exact cache that attention reads per second; None for `memory_bandwidth`.
       decoded_values: numbers of a quantized cache that are decoded per second; None where that is taken to be hidden
         behind the reading.

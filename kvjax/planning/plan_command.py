@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvjax.errors import KvjaxError
-from kvjax.planning import measured
+from kvjax.planning import measurement
 from kvjax.planning.hardware import GIB, GPU_OVERHEADS, Hardware, find_hardware
 from kvjax.planning.models import PlannedModel, find_model
 from kvjax.planning.plan import COLLECTIVE_SECONDS, RESERVED, Plan, plan
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         import_optional("matplotlib", "plots need")
         if args.plot.is_dir() or args.plot.suffix not in (".png", ".svg", ".pdf"):
             raise KvjaxError(f"--plot {args.plot} must be a file whose name ends in .png, .svg or .pdf")
-    hardware = find_hardware(args.hardware) if not args.measured else measured.measure(args.dtype)
+    hardware = find_hardware(args.hardware) if not args.measured else measurement.measure(args.dtype)
     if args.overheads:
         if args.measured or hardware.name.startswith("v"):
             raise KvjaxError(

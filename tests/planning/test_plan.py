@@ -24,7 +24,7 @@ from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.models.model import Model
 from kvjax.models.sharding import abstract_params, param_shardings
-from kvjax.planning import measured
+from kvjax.planning import measurement
 from kvjax.planning.hardware import CATALOGUE, Hardware, find_hardware
 from kvjax.planning.models import PlannedModel, find_model
 from kvjax.planning.plan import MOST_KINDS, RESERVED, Plan, Setting, count_need, plan, trace_layers
@@ -236,14 +236,14 @@ def test_ranked_scores_are_those_of_the_search_for_values():
 
 
 @functools.cache
-def small_probes() -> measured.Probes:
-    return measured.Probes("float32", megabytes=4, tokens=64, turns=2)
+def small_probes() -> measurement.Probes:
+    return measurement.Probes("float32", megabytes=4, tokens=64, turns=2)
 
 
 def test_this_machine_is_measured_in_turns(monkeypatch, capsys):
     probes = small_probes()
-    monkeypatch.setattr(measured, "Probes", lambda dtype: probes)
-    monkeypatch.setattr(measured, "REPEATS", 1)
+    monkeypatch.setattr(measurement, "Probes", lambda dtype: probes)
+    monkeypatch.setattr(measurement, "REPEATS", 1)
     assert cli.main(["plan", "testbed", "--measured", "--method", "full; kcache:n=8", "--context", "256"]) == 0
     out = capsys.readouterr().out
     assert "testbed on this machine (" in out and "codes decoded a second" in out and "scores ranked a second" in out
