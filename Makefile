@@ -2,7 +2,7 @@
 #              make demo MODEL=smollm2-135m   on a real model
 # make test    all tests                 make test ARGS="-k kcache"   some of them
 # make bench   all benchmarks, one after the other
-# make gpu       what only a GPU can show, in stages of minutes; call it again after a cut, and it goes on
+# make gpu       measurements that need a GPU, in stages of minutes; call it again after a cut, and it goes on
 # make aot     every method's programs, compiled for TPUs without one; hours for all of them, and a second run goes on
 # make experiments   the small form of every table and figure of the papers, into experiments/results
 # make docs    the site, into site/: site/index.html opens without a server, its search too

@@ -1,7 +1,7 @@
 """Several processes that run one program on the devices of all of them: how they start, agree, and end.
 
 Every process runs the same calls in the same order, as computations over devices of several processes need. JAX starts
-them (`jax.distributed`), on CPUs with gloo. What lies here goes through the key-value store of JAX's coordinator, which
+them (`jax.distributed`), on CPUs with gloo. All of it goes through the key-value store of JAX's coordinator, which
 is the first process, and neither compiles nor touches a device.
 
 Nobody waits for a process that is gone. Each process reports to the coordinator once a second, and one that stops
@@ -38,7 +38,7 @@ HEARTBEAT_TIMEOUT_SECONDS = 55  # JAX's own, by which it aborts the process: lat
 REPORT_SECONDS = 1.0
 GRACE_SECONDS = 4.0  # for an error of several processes to be reported by each before any of them takes others along
 MAX_TEXT, SHOWN = 1_000_000, 60  # characters of a value that is compared, and of it in an error
-# Of errors in computations between processes: gloo's on CPUs, NCCL's and the coordinator's.
+# Words in the errors of computations between processes: those of gloo (on CPUs), NCCL and the coordinator.
 CONNECTION_ERRORS = re.compile(
     r"gloo|nccl|heartbeat|coordination service|connection (closed|reset|refused)|socket closed", re.IGNORECASE
 )

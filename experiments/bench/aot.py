@@ -79,7 +79,7 @@ FREQUENT = 3  # a kind of more layers than this is compiled once more, and its c
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What every program is compiled for: the model, the prompt, and the devices."""
+    """The target of every program: the model, the prompt, and the devices."""
 
     topology: str
     config: Config

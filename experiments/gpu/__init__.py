@@ -1,1 +1,1 @@
-"""What only a GPU can show, in stages of minutes: kernels, every method, host memory, speed, overlap."""
+"""Measurements that need a GPU, in stages of minutes: kernels, every method, host memory, speed, overlap."""

@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     measuring.log_progress(f"{len(names)} methods on {before['device']}")
     runs = run_in_workers(names, args.dtype, args.workers, args.seconds, on_cpu=False)
     found = {n: compare(runs[n], known[n], args.dtype) | {"seconds": runs[n]["seconds"]} for n in names}
-    # What differs comes first.
+    # Methods that differ come first.
     order = sorted(found, key=lambda n: (found[n]["verdict"].islower(), n))
     title = f"Methods on {before['device']} against its CPU, {args.dtype}"
     measuring.report(

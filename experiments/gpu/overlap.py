@@ -1,4 +1,4 @@
-"""What a decode step's time goes to on a GPU: kernels by name, and how much of each fetch other kernels hide.
+"""Time of a decode step on a GPU: kernels by name, and how much of each fetch other kernels hide.
 
 python -m experiments.gpu.overlap [--model 1b] [--context 32768] [--methods "full; kcache:n=128"]
 

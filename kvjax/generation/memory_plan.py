@@ -117,7 +117,7 @@ def step_bytes(
 
 
 class PlannedLayers(NamedTuple):
-    """What the layers of a model will hold."""
+    """The states that the layers of a model will have."""
 
     config: Config
     dtype: str

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {"width": 64, "heads": 4, "kv_heads": 4, "head_dim": 64,
 
 
 class Probes:
-    """What is run and timed on one device of this machine.
+    """Programs that are run and timed on one device of this machine.
 
     Args:
       dtype: of the products, as "bfloat16".

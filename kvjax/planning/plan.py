@@ -1,7 +1,7 @@
 """`plan`: what a model under methods needs on a device, and how fast a roofline lets it be; nothing is run.
 
 Bytes of caches are those of the arrays that the engine makes, divided over a mesh as it divides them: they are exact.
-Weights are, too. What a program needs besides, activations and scores, follows from formulas, and speed from the peaks
+Weights are, too. Activations and scores, which a program needs besides, follow from formulas, and speed from the peaks
 of `kvjax.planning.hardware`: a real program is slower. `Plan` and `Speed` say what is in each number.
 """
 
@@ -39,7 +39,7 @@ ATTENTION_BLOCK = 512  # queries and keys of a block of `kvjax.core.attention.ca
 RESERVED = 0.08
 """Fraction of a device's memory that is left for the runtime, compiled programs and fragments."""
 COLLECTIVE_SECONDS = 10e-6
-"""Of an all-reduce of few bytes among the devices of one host; no vendor states it."""
+"""Estimated seconds of an all-reduce of few bytes among the devices of one host; no vendor states it."""
 MOST_KINDS = 6  # of layers that are all traced, see `trace_layers`
 MOST_SEQUENCES = 2**16  # largest batch that is looked for
 
@@ -105,7 +105,7 @@ class Speed:
 
     @property
     def binds(self) -> str:
-        """What most of the step's seconds are spent on."""
+        """The part of the step that takes most of its seconds."""
         parts = dataclasses.asdict(self)
         if self.compute < self.weights + self.cache:
             del parts["compute"]
@@ -117,7 +117,7 @@ class Speed:
 
 
 PROPERTIES = ("fits", "largest_batch", "batch_limit", "tokens_per_second", "largest_tokens_per_second")
-"""What follows from a plan's fields."""
+"""Names of the properties that follow from a plan's fields."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,17 +166,17 @@ class Plan:
 
     @property
     def batch_limit(self) -> str | None:
-        """What would not hold more than the largest batch."""
+        """The limit that the largest batch reaches."""
         return None if not self.largest_batches else min(self.largest_batches, key=self.largest_batches.__getitem__)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all sequences of the batch together."""
+        """Rate of all sequences of the batch together."""
         return None if self.speed is None else self.batch / self.speed.step
 
     @property
     def largest_tokens_per_second(self) -> float | None:
-        """Of the largest batch."""
+        """Rate of all sequences of the largest batch together."""
         return None if self.speed_at_largest is None else (self.largest_batch or 0) / self.speed_at_largest.step
 
     def to_json(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class TracedLayer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all plans of one call share: the model, the devices and how prompts are read."""
+    """The choices that all plans of one call share: the model, the devices and how prompts are read."""
 
     model: PlannedModel
     hardware: Hardware
@@ -229,7 +229,7 @@ class Setting:
 
     @property
     def usable_bytes(self) -> int:
-        """Of one device."""
+        """Bytes of one device that programs can use."""
         return int(self.hardware.memory_bytes * (1 - self.reserved))
 
 

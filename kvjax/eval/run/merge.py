@@ -20,7 +20,7 @@ COMMANDS = 3  # commands for missing parts that an error shows one by one
 
 @dataclasses.dataclass(frozen=True)
 class _Folder:
-    """What a folder holds."""
+    """The contents of a folder."""
 
     path: Path
     run: dict[str, Any]
@@ -141,7 +141,7 @@ def _read_folder(path: Path) -> _Folder | None:
 
 
 def _read_earlier(out: Path, inputs: set[Path]) -> _Folder | None:
-    """What an earlier merge left in `out`, if anything; raises KvjaxError if a run of its own is there."""
+    """Finds what an earlier merge left in `out`, if anything; raises KvjaxError if a run of its own is there."""
     if out.resolve() in inputs:
         raise KvjaxError(f"{out} is one of the folders to merge; choose another --out")
     if not (out / store.RUN).is_file() and not (out / store.RECORDS).is_file():

@@ -55,7 +55,7 @@ Show = Callable[[int, str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class ModelSetup:
-    """What a worker loads, and by what it knows that it has loaded the driver's model."""
+    """The model that a worker loads, and the digest by which it knows that it is the driver's."""
 
     path: str  # absolute, or the name of a model
     dtype: str
@@ -299,7 +299,7 @@ class RayWorkers:
     def __init__(self, ray: Any, num_workers: int | None, announce: Callable[[str], None] | None):
         self._ray, self._num_workers, self._say = ray, num_workers, announce or (lambda line: None)
         errors = ray.exceptions
-        # What a dead worker or node leaves behind. An error of the worker's own is a RayTaskError.
+        # The errors that a dead worker or node leaves behind. An error of the worker's own is a RayTaskError.
         self._deaths = (
             errors.RayActorError,
             errors.ActorUnschedulableError,
