@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -17,6 +18,36 @@ from kvjax.core.types import Array, KVBlock, Partial
 
 MASKED_LOGIT = -1e30
 """Logit of a slot that a query does not see. It is finite, so that a query without any visible slot gives no NaN."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a layer of a model does between scaled dot products and the softmax, beside causality.
+
+    Attributes:
+      window: latest positions that a query sees, its own included; None for all.
+      soft_cap: c in c * tanh(s / c), which bounds every logit s (Gemma 2); None for none.
+    """
+
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def cap(self, s: Float32[Array, "*rest"]) -> Float32[Array, "*rest"]:
+        """Bounds scaled dot products; a bias, such as the logarithm of merged tokens, is added afterwards."""
+        return s if self.soft_cap is None else self.soft_cap * jnp.tanh(s / self.soft_cap)
+
+    def mask(
+        self,
+        s: Float32[Array, "B K G T S"],
+        pos: Int32[Array, "#B #K S"],
+        q_pos: Int32[Array, "#B T"],
+        bias: Float32[Array, "B #K S"] | None = None,
+    ) -> Float32[Array, "B K G T S"]:
+        """Turns scaled dot products into logits: bounded, with the slots' bias, MASKED_LOGIT where hidden."""
+        s = self.cap(s)
+        if bias is not None:
+            s = s + bias[:, :, None, None]
+        return jnp.where(visible(pos, q_pos, self.window), s, MASKED_LOGIT)
 
 
 @runtime_checkable
