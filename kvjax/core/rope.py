@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
+
+KINDS = ("linear", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,22 +23,155 @@ class RopeScaling:
 
     "linear" divides all frequencies by `factor` (Chen et al., 2023). "llama3" divides those with wavelengths above
     original_max_positions / low_freq_factor and keeps those below original_max_positions / high_freq_factor, with a
-    smooth band between (Llama 3.1 model card).
+    smooth band between (Llama 3.1 model card). "yarn" divides those that turn fewer than `beta_slow` times within the
+    original positions and keeps those that turn more than `beta_fast` times, with a ramp over the pairs between (Peng
+    et al., 2023, arXiv 2309.00071). "longrope" divides each frequency by a number of its own, for which it has two
+    lists (Ding et al., 2024, arXiv 2402.13753). The last two multiply rotated queries and keys by `attention_factor`;
+    see `Rope.query_factor`. `yarn_scaling` and `longrope_scaling` have the papers' default of it.
+
+    Attributes:
+      kind: "linear", "llama3", "yarn" or "longrope".
+      factor: by which a context is longer than the original one.
+      low_freq_factor, high_freq_factor: of "llama3".
+      original_max_positions: positions of the context that the model was first trained on.
+      beta_fast, beta_slow: of "yarn", in turns.
+      truncate: of "yarn", whether the ends of the ramp are rounded to whole pairs.
+      attention_factor: of "yarn" and "longrope", the factor of rotated queries and of rotated keys.
+      short_factors, long_factors: of "longrope", dim / 2 divisors each, for texts within the original positions and for
+        longer ones.
+      is_long: whether "longrope" uses `long_factors`. One of the two lists holds for all positions: with both, as in
+        transformers, keys that are cached from before the end of the original positions would have other rotations
+        than their positions say.
     """
 
-    kind: str  # "linear" | "llama3"
+    kind: str
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = True
 
     def __post_init__(self):
-        if self.kind not in ("linear", "llama3"):
-            raise KvjaxError(f"RoPE scaling {self.kind!r:.80} is not supported; supported: 'linear', 'llama3'")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions"):
+        if self.kind not in KINDS:
+            supported = ", ".join(map(repr, KINDS))
+            raise KvjaxError(f"RoPE scaling {self.kind!r:.80} is not supported; supported: {supported}")
+        numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions")
+        for name in (*numbers, "beta_fast", "beta_slow", "attention_factor"):
             x = getattr(self, name)
-            if not (isinstance(x, float | int) and 0 < x <= sys.float_info.max):
+            if not _is_positive(x):
                 raise KvjaxError(f"{name} of RoPE scaling must be a positive number, got {x!r:.80}")
+        for name in ("truncate", "is_long"):
+            if not isinstance(getattr(self, name), bool):
+                raise KvjaxError(f"{name} of RoPE scaling must be true or false, got {getattr(self, name)!r:.80}")
+        if self.kind == "yarn" and self.beta_fast <= self.beta_slow:
+            raise KvjaxError(
+                f"beta_fast ({self.beta_fast:g}) of RoPE scaling 'yarn' must be above beta_slow ({self.beta_slow:g})"
+            )
+        for name in ("short_factors", "long_factors"):
+            x = getattr(self, name)
+            if not isinstance(x, list | tuple) or not all(map(_is_positive, x)):
+                raise KvjaxError(f"{name} of RoPE scaling must be positive numbers, got {x!r:.80}")
+            object.__setattr__(self, name, tuple(x))  # lists, as JSON has them, have no hash
+        if self.kind == "longrope" and (not self.short_factors or len(self.short_factors) != len(self.long_factors)):
+            raise KvjaxError(
+                "RoPE scaling 'longrope' needs a number for each pair of channels in both short_factors and "
+                f"long_factors, got {len(self.short_factors)} and {len(self.long_factors)}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON has them, without those that no scaling of the kind reads; `cls(**x)` inverts it.
+
+        Files and digests of "linear" and "llama3" are thereby what they were before there were other kinds.
+        """
+        own = {
+            "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
+            "longrope": ("attention_factor", "short_factors", "long_factors", "is_long"),
+        }
+        unread = {name for names in own.values() for name in names}.difference(own.get(self.kind, ()))
+        return {name: x for name, x in dataclasses.asdict(self).items() if name not in unread}
+
+
+def _is_positive(x: Any) -> bool:
+    return isinstance(x, float | int) and not isinstance(x, bool) and 0 < x <= sys.float_info.max
+
+
+def yarn_length_factor(factor: float, mscale: float = 1.0) -> float:
+    """Returns YaRN's factor of rotated vectors, 0.1 mscale ln(factor) + 1; 1 for a context that is not extended.
+
+    Reference:
+      Peng et al., 2023, arXiv 2309.00071, equation 22; `mscale` is DeepSeek-V2's, arXiv 2405.04434.
+    """
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def yarn_scaling(
+    factor: float,
+    original_max_positions: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+    attention_factor: float | None = None,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+) -> RopeScaling:
+    """Makes the scaling "yarn".
+
+    Args:
+      factor, original_max_positions, beta_fast, beta_slow, truncate: as in `RopeScaling`.
+      attention_factor: factor of rotated queries and keys; None for `yarn_length_factor`.
+      mscale, mscale_all_dim: DeepSeek's; with both, and without an attention factor, that is the quotient of the length
+        factors of the two. DeepSeek multiplies the scale of its attention by the square of the second beside this.
+    """
+    if attention_factor is None:
+        attention_factor = yarn_length_factor(factor)
+        if mscale and mscale_all_dim:
+            attention_factor = yarn_length_factor(factor, mscale) / yarn_length_factor(factor, mscale_all_dim)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_positions=original_max_positions,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        truncate=truncate,
+        attention_factor=attention_factor,
+    )
+
+
+def longrope_scaling(
+    short_factors: Sequence[float],
+    long_factors: Sequence[float],
+    factor: float,
+    original_max_positions: int,
+    is_long: bool,
+    attention_factor: float | None = None,
+) -> RopeScaling:
+    """Makes the scaling "longrope".
+
+    Args:
+      short_factors, long_factors, is_long, original_max_positions: as in `RopeScaling`.
+      factor: positions of the model, over the original ones.
+      attention_factor: factor of rotated queries and keys; None for sqrt(1 + ln(factor) / ln(original_max_positions)),
+        1 for a context that is not extended.
+    """
+    if attention_factor is None:
+        attention_factor = 1.0
+        if factor > 1:
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
+    return RopeScaling(
+        "longrope",
+        factor,
+        original_max_positions=original_max_positions,
+        attention_factor=attention_factor,
+        short_factors=tuple(short_factors),
+        long_factors=tuple(long_factors),
+        is_long=is_long,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,22 +179,58 @@ class Rope:
     """The rotary embedding of a model: it rotates the first `dim` channels of a head, in pairs (i, i + dim / 2).
 
     Caches hold keys after RoPE. `unrotate` removes the rotation of a key's position, and `rotate` applies that of
-    another one. Both return float32, so that a key in a narrower dtype is rounded only where it is stored.
+    another one. Both return float32, so that a key in a narrower dtype is rounded only where it is stored. With a `dim`
+    of 0 nothing is rotated.
     """
 
     dim: int
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
 
+    def __post_init__(self):
+        if self.scaling is not None and self.scaling.kind == "longrope":
+            num_factors = len(self.scaling.long_factors)
+            if num_factors != self.dim // 2:
+                raise KvjaxError(
+                    f"RoPE scaling 'longrope' has {num_factors} factors for {self.dim // 2} pairs of channels; give "
+                    "one for each pair"
+                )
+        if self.scaling is not None and self.scaling.kind == "yarn" and self.theta <= 1:
+            raise KvjaxError(f"RoPE scaling 'yarn' needs a theta above 1, got {self.theta:g}")
+
+    @property
+    def query_factor(self) -> float:
+        """The decoder's factor of the rotated channels of queries; 1.0 except with "yarn" and "longrope".
+
+        Their attention factor multiplies rotated queries and rotated keys. Its square in the queries gives the same
+        dot products and leaves cached keys purely rotated, which makes `unrotate` exact.
+        """
+        return 1.0 if self.scaling is None else self.scaling.attention_factor**2
+
     def frequencies(self) -> Float32[Array, " pairs"]:
         """The dim / 2 frequencies, in radians per position."""
         half = self.dim // 2
         freq = 1.0 / self.theta ** (jnp.arange(half, dtype=jnp.float32) / half)
         s = self.scaling
-        if s is None:
+        if s is None or half == 0:
             return freq
         if s.kind == "linear":
             return freq / s.factor
+        if s.kind == "longrope":
+            return freq / jnp.asarray(s.long_factors if s.is_long else s.short_factors, jnp.float32)
+        if s.kind == "yarn":
+            # The pairs that turn `turns` times: (original positions) * theta ** (-pair / half) = 2 pi turns.
+            fast, slow = (
+                half * math.log(s.original_max_positions / (2 * math.pi * turns)) / math.log(self.theta)
+                for turns in (s.beta_fast, s.beta_slow)
+            )
+            if s.truncate:
+                fast, slow = math.floor(fast), math.ceil(slow)
+            # The upper end is clipped to channels, where pairs would be meant, in the authors' code and transformers.
+            fast, slow = max(fast, 0), min(slow, self.dim - 1)
+            width = 0.001 if fast == slow else slow - fast
+            divided = jnp.clip((jnp.arange(half, dtype=jnp.float32) - fast) / width, 0, 1)
+            return freq / s.factor * divided + freq * (1 - divided)
         wavelength = 2 * jnp.pi / freq
         # Llama 3.1, `apply_scaling` of its reference code.
         long, short = s.original_max_positions / s.low_freq_factor, s.original_max_positions / s.high_freq_factor

@@ -70,7 +70,7 @@ def test_a_config_survives_its_file():
         (lambda: dataclasses.replace(BASE, heads=3, kv_heads=2), "heads .3. must be a multiple of kv_heads"),
         (lambda: dataclasses.replace(BASE, windows=(4,)), "windows has 1 entries for 2 layers"),
         (lambda: dataclasses.replace(BASE, layers=0), "layers must be an integer from 1 to"),
-        (lambda: RopeScaling("yarn", 2.0), "'yarn' is not supported"),
+        (lambda: RopeScaling("dynamic", 2.0), "'dynamic' is not supported"),
         (lambda: Config.from_json("{}"), "convert the checkpoint again"),
         (lambda: Config.from_json("nonsense"), "the model configuration is not valid JSON"),
     ],
