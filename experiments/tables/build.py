@@ -30,7 +30,7 @@ NUM_REAL_CONTEXTS = 8
 # The examples fit the layers that the tests of every method run: one with two KV heads, and one whose four KV heads
 # divide among four devices.
 EXAMPLES = {
-    file: LayerSpec(index=0, num_layers=1, num_kv_heads=kv_heads, num_groups=2, head_dim=32, window=None, rope=Rope(32))
+    file: LayerSpec(index=0, num_layers=1, num_kv_heads=kv_heads, num_groups=2, head_dim=32, rope=Rope(32))
     for file, kv_heads in (("example.safetensors", 2), ("example_devices.safetensors", 4))
 }
 

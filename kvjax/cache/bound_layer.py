@@ -301,7 +301,7 @@ class MethodLayer:
         with jax.named_scope("read"):
             outside = [] if other_partial is None else [other_partial]
             if commit < T:
-                outside.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.window))
+                outside.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.rule))
             # A reader that adapts to the attention weights has to know how much weight lies outside its slots.
             outside_partial = functools.reduce(combine, outside) if outside else None
             result = m.read.read(self.storage, state, q, q_pos, outside_partial, cross_layer)

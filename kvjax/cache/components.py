@@ -888,7 +888,7 @@ class SideStore:
     ) -> Partial:
         """Attends queries at the positions `q_pos` to the tokens of `state.side_store`.
 
-        `attention.attend_dense(q, block, q_pos, storage.spec.window)` does so for a `KVBlock`, with its bias and the
+        `attention.attend_dense(q, block, q_pos, storage.spec.rule)` does so for a `KVBlock`, with its bias and the
         layer's sliding window. Keys in a block are rotated; a store that takes `block.k` as it is keeps them so.
         """
         ...

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kvjax.core.attention import AttentionPattern
+from kvjax.core.attention import PLAIN, AttentionPattern, Rule
 from kvjax.core.attention_mass import Observation
 from kvjax.core.rope import Rope
 from kvjax.core.step_bytes import StepBytes
@@ -43,9 +43,10 @@ class LayerSpec:
       num_layers: layers of the model.
       num_kv_heads: key/value heads of the layer, on all devices together.
       num_groups: query heads per key/value head.
-      head_dim: width of a head.
-      window: the layer's sliding window in tokens, itself included; None for full attention.
-      rope: the model's rotary embedding.
+      head_dim: width of the keys and queries of a head.
+      rope: rotary embedding of the first `rope.dim` channels of queries and keys.
+      rule: the layer's sliding window and soft cap.
+      value_dim: width of the values of a head; None: `head_dim`.
     """
 
     index: int | None
@@ -53,8 +54,13 @@ class LayerSpec:
     num_kv_heads: int
     num_groups: int
     head_dim: int
-    window: int | None
     rope: Rope
+    rule: Rule = PLAIN
+    value_dim: int = None  # type: ignore[assignment]  # an int once made
+
+    def __post_init__(self):
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
 
     @property
     def without_index(self) -> LayerSpec:

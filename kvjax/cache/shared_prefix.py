@@ -108,7 +108,7 @@ class SharedPrefixLayer:
         q_pos = block.pos[:, 0]
         part = self._attend_prefix(prefix, members, q, shift_positions(q_pos, before))
         # A block of queries at a time: the logits of a whole prompt would be a T x T array.
-        own_part = map_query_blocks(lambda q, pos: attend_dense(q, block, pos, self.spec.window), q, q_pos, 128)
+        own_part = map_query_blocks(lambda q, pos: attend_dense(q, block, pos, self.spec.rule), q, q_pos, 128)
         own = self.own.prefill(block, observation, num_slots)
         return merge([part, own_part]), SharedPrefixState(prefix, own, before, members)
 

@@ -36,18 +36,32 @@ class Rule:
         """Bounds scaled dot products; a bias, such as the logarithm of merged tokens, is added afterwards."""
         return s if self.soft_cap is None else self.soft_cap * jnp.tanh(s / self.soft_cap)
 
-    def mask(
+    def logits(
         self,
         s: Float32[Array, "B K G T S"],
         pos: Int32[Array, "#B #K S"],
         q_pos: Int32[Array, "#B T"],
         bias: Float32[Array, "B #K S"] | None = None,
+        readable: Bool[Array, "#B #K #G #T #S"] | None = None,
     ) -> Float32[Array, "B K G T S"]:
-        """Turns scaled dot products into logits: bounded, with the slots' bias, MASKED_LOGIT where hidden."""
+        """Turns scaled dot products into logits: bounded, with the slots' bias, MASKED_LOGIT where hidden.
+
+        Args:
+          s: what `scores` returns.
+          pos: positions of the slots, -1 in empty ones.
+          q_pos: positions of the queries.
+          bias: of the slots; None for none.
+          readable: slots that a query may read among the visible ones; None for all.
+        """
         s = self.cap(s)
         if bias is not None:
             s = s + bias[:, :, None, None]
-        return jnp.where(visible(pos, q_pos, self.window), s, MASKED_LOGIT)
+        mask = visible(pos, q_pos, self)
+        return jnp.where(mask if readable is None else mask & readable, s, MASKED_LOGIT)
+
+
+PLAIN = Rule()
+"""Every query sees all tokens before it, and nothing bounds its logits."""
 
 
 @runtime_checkable
@@ -82,12 +96,12 @@ def _dot_products(q: Float[Array, "B K G T H"], k: Float[Array, "B K S H"]) -> F
 
 
 def visible(
-    pos: Int32[Array, "#B #K S"], q_pos: Int32[Array, "#B T"], window: int | None = None
+    pos: Int32[Array, "#B #K S"], q_pos: Int32[Array, "#B T"], rule: Rule = PLAIN
 ) -> Bool[Array, "#B #K 1 T S"]:
     """Whether each query sees each slot: the slot is filled, not in the future, and inside the sliding window."""
     s, t = pos[:, :, None, None, :], q_pos[:, None, None, :, None]
     ok = (s >= 0) & (s <= t)
-    return ok if window is None else ok & (s > t - window)
+    return ok if rule.window is None else ok & (s > t - rule.window)
 
 
 def weights(
@@ -125,17 +139,14 @@ def attend_dense(
     q: Float[Array, "B K G T H"],
     block: KVBlock,
     q_pos: Int32[Array, "B T"],
-    window: int | None = None,
+    rule: Rule = PLAIN,
     pattern: AttentionPattern | None = None,
 ) -> Partial:
     """Attends queries at the positions `q_pos` to the slots of a block; holds all T x S scores at once."""
-    s = scores(q, block.k)
-    if block.bias is not None:
-        s = s + block.bias[:, :, None, None]
-    mask = visible(block.pos, q_pos, window)
+    readable = None
     if pattern is not None:
-        mask &= pattern.is_visible(block.pos[:, :, None, None, :], q_pos[:, None, None, :, None])
-    return attend_scores(jnp.where(mask, s, MASKED_LOGIT), block.v)
+        readable = pattern.is_visible(block.pos[:, :, None, None, :], q_pos[:, None, None, :, None])
+    return attend_scores(rule.logits(scores(q, block.k), block.pos, q_pos, block.bias, readable), block.v)
 
 
 def combine(a: Partial, b: Partial) -> Partial:
@@ -162,13 +173,13 @@ def causal_attention(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     start: Int32[Array, ""] | np.integer | int = 0,
-    window: int | None = None,
+    rule: Rule = PLAIN,
     *,
     block: int = 512,
     pattern: AttentionPattern | None = None,
 ) -> Float[Array, "B K G T H"]:
     """Returns the output of `causal_attention_with_lse` alone."""
-    return causal_attention_with_lse(q, k, v, start, window, block=block, pattern=pattern)[0]
+    return causal_attention_with_lse(q, k, v, start, rule, block=block, pattern=pattern)[0]
 
 
 def causal_attention_with_lse(
@@ -176,7 +187,7 @@ def causal_attention_with_lse(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     start: Int32[Array, ""] | np.integer | int = 0,
-    window: int | None = None,
+    rule: Rule = PLAIN,
     *,
     block: int = 512,
     pattern: AttentionPattern | None = None,
@@ -191,7 +202,7 @@ def causal_attention_with_lse(
       k: keys at positions 0..S-1; those after the last query are not read.
       v: values.
       start: position of the first query.
-      window: number of latest positions that a query sees, itself included; None for all.
+      rule: the layer's window and soft cap.
       block: queries and keys of a block, at most.
       pattern: sparse attention; None for all earlier tokens.
 
@@ -204,7 +215,7 @@ def causal_attention_with_lse(
     if q.shape[0] != 1 and jax.default_backend() == "cpu":
         # One sequence at a time: a CPU's allocator takes a buffer as large as the scores of a whole batch from the
         # system anew at every call.
-        attend = functools.partial(causal_attention_with_lse, start=start, window=window, block=block, pattern=pattern)
+        attend = functools.partial(causal_attention_with_lse, start=start, rule=rule, block=block, pattern=pattern)
         out, lse = lax.map(lambda sequence: attend(*(x[None] for x in sequence)), (q, k, v))
         return out[:, 0], lse[:, 0]
     (B, K, G, T, H), dtype = q.shape, q.dtype
@@ -215,7 +226,7 @@ def causal_attention_with_lse(
     q_block, k_block = (-(-n // -(-n // block)) for n in (T, k.shape[2]))
     queries = split_blocks(q, 3, q_block)
     k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % k_block), (0, 0)]) for x in (k, v))
-    keys = _KeyBlocks(k, v, k_block, window, pattern)
+    keys = _KeyBlocks(k, v, k_block, rule, pattern)
 
     def attend_block(_: None, xs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         i, q = xs
@@ -239,7 +250,7 @@ class _KeyBlocks(NamedTuple):
     k: Float[Array, "B K S H"]  # S whole blocks
     v: Float[Array, "B K S H"]
     size: int  # tokens of a block
-    window: int | None
+    rule: Rule
     pattern: AttentionPattern | None
 
     def attend(self, q: Float[Array, "B K G T H"], t: Int32[Array, " T"]) -> Partial:
@@ -249,8 +260,8 @@ class _KeyBlocks(NamedTuple):
             first = j * self.size
             last = first + self.size - 1
             some, every = first <= t[-1], last <= t[0]  # whether any, and whether all pairs are visible
-            if self.window is not None:
-                some, every = some & (last > t[0] - self.window), every & (first > t[-1] - self.window)
+            if (window := self.rule.window) is not None:
+                some, every = some & (last > t[0] - window), every & (first > t[-1] - window)
             if self.pattern is not None:
                 some_read, every_read = self.pattern.block_visibility(first, last, t[0], t[-1])
                 some, every = some & some_read, every & every_read
@@ -274,9 +285,11 @@ class _KeyBlocks(NamedTuple):
         # Sliced here and not scanned over: a scan would first write all keys anew, with the axis of blocks in front.
         k, v = (lax.dynamic_slice_in_dim(x, first, self.size, 2) for x in (self.k, self.v))
         s, scale = _dot_products(q, k), q.shape[-1] ** -0.5
+        if self.rule.soft_cap is not None:
+            s, scale = self.rule.cap(s * scale), 1.0
         if masked:
             s_pos, t_pos = (first + jnp.arange(self.size))[None, None], t[None]
-            mask = visible(s_pos, t_pos, self.window)
+            mask = visible(s_pos, t_pos, self.rule)
             if self.pattern is not None:
                 mask &= self.pattern.is_visible(s_pos[:, :, None, None, :], t_pos[:, None, None, :, None])
             s = jnp.where(mask, s, MASKED_LOGIT)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Float32, Int32
 
-from kvjax.core.attention import MASKED_LOGIT, log_sum_exp, scores, split_blocks, visible
+from kvjax.core.attention import MASKED_LOGIT, PLAIN, Rule, log_sum_exp, scores, split_blocks, visible
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock, exportable
 
@@ -40,7 +40,7 @@ def attention_mass(
     block: KVBlock,
     observation: Observation,
     query_weights: Float32[Array, "B Q"],
-    window: int | None = None,
+    rule: Rule = PLAIN,
     block_size: int = 256,
     logit_transform: LogitTransform | None = None,
 ) -> tuple[Float32[Array, "B K G S"], Float32[Array, "B #K S"]]:
@@ -52,9 +52,9 @@ def attention_mass(
       block: keys of the prompt.
       observation: the queries.
       query_weights: by which each query's attention counts.
-      window: sliding window of the layer, in tokens.
+      rule: the layer's window and soft cap.
       block_size: memory grows with its square, never with Q x S.
-      logit_transform: applied to the logits before the softmax.
+      logit_transform: applied to the logits, after the soft cap and before the softmax.
 
     Returns:
       (weighted sums; for each slot, the sum of `query_weights` over the queries that see it).
@@ -65,7 +65,7 @@ def attention_mass(
         return (p * query_weights).sum(3), jnp.where(mask, query_weights, 0.0).sum(3)[:, :, 0]
 
     return _sum_over_queries(
-        reduce_queries, block, observation, query_weights, window, block_size=block_size, transform=logit_transform
+        reduce_queries, block, observation, query_weights, rule, block_size=block_size, transform=logit_transform
     )
 
 
@@ -77,7 +77,7 @@ class Moments(NamedTuple):
     p_log_p: Float32[Array, "B K G S"]  # of p * ln(p + 1e-10)
 
 
-def moments(block: KVBlock, observation: Observation, window: int | None = None, block_size: int = 256) -> Moments:
+def moments(block: KVBlock, observation: Observation, rule: Rule = PLAIN, block_size: int = 256) -> Moments:
     """Sums from which mean, variance and entropy of each slot's attention weights follow, over all real queries.
 
     The arguments are those of `attention_mass`.
@@ -87,7 +87,7 @@ def moments(block: KVBlock, observation: Observation, window: int | None = None,
         block,
         observation,
         jnp.ones(observation.pos.shape),
-        window,
+        rule,
         block_size=block_size,
     )
 
@@ -115,12 +115,12 @@ class _SlotBlocks(NamedTuple):
     """All slots, in blocks of equal size, and how queries see them."""
 
     slots: _Slots  # arrays [n ...], n blocks
-    window: int | None
+    rule: Rule
     transform: LogitTransform | None
 
     def logits(self, queries: _Queries, slots: _Slots) -> tuple[Array, Array]:
         """(f32[B K G T S], MASKED_LOGIT where a query does not see a slot; the mask bool[B 1|K 1 T S])."""
-        mask, logits = visible(slots.pos, queries.pos, self.window), scores(queries.q, slots.k)
+        mask, logits = visible(slots.pos, queries.pos, self.rule), self.rule.cap(scores(queries.q, slots.k))
         if self.transform is not None:
             logits = self.transform(logits, queries.pos, slots.pos)
         return jnp.where(mask, logits, MASKED_LOGIT), mask
@@ -131,8 +131,8 @@ class _SlotBlocks(NamedTuple):
         if self.slots.pos.shape[0] == 1:
             return update(carry)
         some = jnp.where(slots.pos < 0, _AFTER_ALL, slots.pos).min() <= queries.pos.max()
-        if self.window is not None:
-            some &= slots.pos.max() > jnp.where(queries.pos < 0, _AFTER_ALL, queries.pos).min() - self.window
+        if (window := self.rule.window) is not None:
+            some &= slots.pos.max() > jnp.where(queries.pos < 0, _AFTER_ALL, queries.pos).min() - window
         return lax.cond(some, update, lambda carry: carry, carry)
 
     def log_sum_exp(self, queries: _Queries) -> Float32[Array, "B K G T"]:
@@ -159,7 +159,7 @@ def _sum_over_queries(
     block: KVBlock,
     observation: Observation,
     query_weights: Array,
-    window: int | None,
+    rule: Rule,
     *,
     block_size: int,
     transform: LogitTransform | None = None,
@@ -178,7 +178,7 @@ def _sum_over_queries(
         None if lse is None else split_blocks(lse, 3, num_queries),
     )
     slots = _Slots(split_blocks(block.k, 2, num_slots), split_blocks(block.pos, 2, num_slots, -1))
-    blocks = _SlotBlocks(slots, window, transform)
+    blocks = _SlotBlocks(slots, rule, transform)
 
     def reduce_block(queries: _Queries, slots: _Slots, lse: Array) -> Any:
         logits, mask = blocks.logits(queries, slots)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.attention import causal_attention
+from kvjax.core.attention import Rule, causal_attention
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs
@@ -115,7 +115,7 @@ def exact_logits(params: Any, tokens: Int32[Array, "B T"], config: Config) -> Fl
     """Computes logits under exact causal attention, without a cache."""
 
     def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
-        return causal_attention(q, k, v, window=config.window(i)), None
+        return causal_attention(q, k, v, rule=Rule(config.window(i))), None
 
     pos = token_positions(tokens)
     return _decoder(params, config).apply({"params": params}, tokens, pos, attend, method=Decoder.logits)[0]
@@ -185,8 +185,8 @@ def layer_calls(plan: Plan, config: Config, num_slots: tuple[int, ...] | None = 
     """Returns the layers of a plan in one pass; `num_slots` of each layer's state, in the modes that make one."""
     # Cached, so that equal calls are one object: every step compares them, which then ends at identity.
     sizes = num_slots or (0,) * len(plan)
-    windows = map(config.window, range(len(plan)))
-    return tuple(LayerCall(layer, window, n) for layer, window, n in zip(plan, windows, sizes, strict=True))
+    rules = (Rule(config.window(i)) for i in range(len(plan)))
+    return tuple(LayerCall(layer, rule, n) for layer, rule, n in zip(plan, rules, sizes, strict=True))
 
 
 def outer_params(params: Any) -> Any:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer, last_positions
+from kvjax.core.attention import Rule
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock
@@ -24,7 +25,7 @@ class LayerCall:
     """One bound layer in one pass. Hashable: equal calls share a compiled program, wherever they stand in the model."""
 
     layer: BoundLayer
-    window: int | None  # the model's sliding window in this layer
+    rule: Rule  # the model's window and soft cap in this layer
     num_slots: int = 0  # of the cache state, in the modes that make one
     selects_queries: bool = False  # whether the mode computes only some outputs in this layer, the model's last one
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int32
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
 from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.core.attention import attend_dense, causal_attention, causal_attention_with_lse, merge
+from kvjax.core.attention import Rule, attend_dense, causal_attention, causal_attention_with_lse, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock, pytree
@@ -84,9 +84,9 @@ class FullPrefill(ForwardMode):
             # `inputs` has the queries of `query_indices` alone, the last ones of each prompt.
             query_pos = last_positions(self.lengths, self.num_observed)
             first_query = self.lengths - self.num_observed
-            out = merge([attend_dense(q, block, query_pos, call.window, needs.prompt_pattern)])
+            out = merge([attend_dense(q, block, query_pos, call.rule, needs.prompt_pattern)])
         else:
-            out, sums = causal_attention_with_lse(q, k, v, window=call.window, pattern=needs.prompt_pattern)
+            out, sums = causal_attention_with_lse(q, k, v, rule=call.rule, pattern=needs.prompt_pattern)
             # A method that weighs all queries needs each softmax's normalizer; attention just computed it.
             if needs.observed_queries is None and needs.prompt_pattern is None:
                 softmax_lse = sums
@@ -114,7 +114,7 @@ class ChunkedPrefill(ForwardMode):
         # Causal attention reads the whole buffers: slots behind this chunk are still zero and masked by position.
         at = (0, 0, self.start, 0)
         k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
-        out = causal_attention(q, k, v, self.start, call.window, pattern=needs.prompt_pattern)
+        out = causal_attention(q, k, v, self.start, call.rule, pattern=needs.prompt_pattern)
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
         if state.hidden is not None:
             prompt = prompt._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden[:, None], at))
@@ -148,7 +148,7 @@ class PromptReplay(ForwardMode):
             scores = update_scores(prompt, self.start, observation, copy, state.replay_scores)
             state = state._replace(replay_scores=scores)
         out = map_query_blocks(
-            lambda q, query_pos: merge([attend_dense(q, block, query_pos, call.window) for block in (prompt, copy)]),
+            lambda q, query_pos: merge([attend_dense(q, block, query_pos, call.rule) for block in (prompt, copy)]),
             q,
             self.pos,
             QUERY_BLOCK_TOKENS,
@@ -192,11 +192,11 @@ def attend_all(
     q: Float[Array, "B K G T H"],
     query_pos: Int32[Array, "B T"],
     block: KVBlock,
-    window: int | None,
+    rule: Rule,
     pattern: Any = None,
 ) -> Float[Array, "B K G T H"]:
     """Computes exact attention of queries at their positions to a block, a few queries at a time."""
     partial = map_query_blocks(
-        lambda q, query_pos: attend_dense(q, block, query_pos, window, pattern), q, query_pos, QUERY_BLOCK_TOKENS
+        lambda q, query_pos: attend_dense(q, block, query_pos, rule, pattern), q, query_pos, QUERY_BLOCK_TOKENS
     )
     return merge([partial])

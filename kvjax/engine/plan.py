@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec
 from kvjax.core import memory
+from kvjax.core.attention import Rule
 from kvjax.engine.forward import Plan
 from kvjax.engine.straight_through import make_differentiable
 from kvjax.models.config import Config
@@ -19,8 +20,8 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
             num_kv_heads=config.kv_heads,
             num_groups=config.groups,
             head_dim=config.head_dim,
-            window=config.window(i),
             rope=config.rope,
+            rule=Rule(config.window(i)),
         )
         for i in range(config.layers)
     )

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerState
 from kvjax.cache.token_status import token_status
-from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
+from kvjax.core.attention import Rule, scores, weights
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxWarning
 from kvjax.explore import token_codes
@@ -78,7 +78,7 @@ def explore(
         state = state.feed(token)
         likeliest.append(state.likeliest)
         by_layer = [
-            _attention_weights(layer_state, state.cache.length, layer.spec.window)
+            _attention_weights(layer_state, state.cache.length, layer.spec.rule)
             for layer, layer_state in zip(state.cache.plan, state.cache.layers, strict=True)
             if isinstance(layer, TracedLayer)
         ]
@@ -139,9 +139,8 @@ def _encode_layer(state: TracedState, layer: BoundLayer) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _attention_weights(state: TracedState, length: Array, window: int | None) -> Array:
+def _attention_weights(state: TracedState, length: Array, rule: Rule) -> Array:
     """f32[K C]: the exact attention of the last token, the mean over each head's query heads."""
     exact = state.exact
-    mask = visible(exact.pos, length[:, None] - 1, window)
-    p, _, l = weights(jnp.where(mask, scores(state.q, exact.k), MASKED_LOGIT))
+    p, _, l = weights(rule.logits(scores(state.q, exact.k), exact.pos, length[:, None] - 1))
     return (p / l[..., None])[0, :, :, 0].mean(1)

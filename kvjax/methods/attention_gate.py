@@ -51,7 +51,7 @@ class AttentionGateTable(kv.TableKind):
     def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None
         earlier, later = kv.split_halves(block, observation)
-        received, num_queries = kv.attention_mass(block, observation, later.astype(jnp.float32), spec.window)
+        received, num_queries = kv.attention_mass(block, observation, later.astype(jnp.float32), spec.rule)
         is_scored = earlier[:, :1] & (num_queries[:, :1] > 0)
         num_tokens = is_scored.sum(2, dtype=jnp.int32)
         num_kept = jnp.broadcast_to(num_tokens * self.keep // 100, received.shape[:2])

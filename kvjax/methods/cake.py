@@ -81,7 +81,7 @@ def _window_statistics(
     count = is_observed.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
     count = jnp.maximum(count, 1.0)
     window = kv.Observation(observation.q, jnp.where(is_observed, observation.pos, -1))
-    sums = moments(block, window, spec.window)
+    sums = moments(block, window, spec.rule)
     squares = sums.square - sums.p * sums.p / count
     return sums.p / count, jnp.maximum(squares, 0.0) / jnp.maximum(count - 1, 1.0), -sums.p_log_p
 

@@ -25,9 +25,9 @@ class GlobalLocalAttention(kv.Scorer):
 
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation = self.require_observation(observation)
-        total, num_queries = kv.attention_mass(block, observation, jnp.ones(observation.pos.shape), spec.window)
+        total, num_queries = kv.attention_mass(block, observation, jnp.ones(observation.pos.shape), spec.rule)
         local_queries = kv.window_query_mask(observation, self.window).astype(jnp.float32)
-        local, _ = kv.attention_mass(block, observation, local_queries, spec.window)
+        local, _ = kv.attention_mass(block, observation, local_queries, spec.rule)
         global_mean = total / jnp.maximum(num_queries, 1.0)[:, :, None]
         global_part, local_part = (x / jnp.maximum(x.sum(-1, keepdims=True), 1e-30) for x in (global_mean, local))
         heads = global_part + local_part

@@ -36,7 +36,7 @@ class ExpectedAttention(kv.Scorer):
         block, observation = block.clean(), self.require_observation(observation)
         mean, covariance = self._future_queries(block, observation, spec.rope)
         logits = expected_logits(block.k, mean, covariance)
-        is_readable = visible_to_next_query(block, spec.window) & (block.pos >= self.sinks)[:, :, None]
+        is_readable = visible_to_next_query(block, spec.rule) & (block.pos >= self.sinks)[:, :, None]
         p, _, l = kv.attention.weights(jnp.where(is_readable, logits, kv.MASKED_LOGIT))
         heads = p / jnp.maximum(l, 1e-30)[..., None]
         if self.value_norms:

@@ -42,7 +42,7 @@ class H2O(kv.Policy):
         observation = kv.require_observation(observation, "H2O", "all queries")
         last = kv.over_heads.max(block.pos.max(2))  # [B 1]
         age = jnp.where(observation.pos < 0, 0, last - observation.pos).astype(jnp.float32)
-        received = kv.attention_mass(block, observation, jnp.float32(self.decay) ** age, spec.window)[0]
+        received = kv.attention_mass(block, observation, jnp.float32(self.decay) ** age, spec.rule)[0]
         score = self._pool_heads(received.sum(2))
         pos = jnp.broadcast_to(block.pos, score.shape)
         is_recent = pos > last[..., None] - self.recent
@@ -72,7 +72,7 @@ class H2O(kv.Policy):
         if self.normalise == "none":
             return score
         num_queries = t - pos + 1
-        num_queries = num_queries if spec.window is None else jnp.minimum(num_queries, spec.window)
+        num_queries = num_queries if spec.rule.window is None else jnp.minimum(num_queries, spec.rule.window)
         return score / jnp.maximum(num_queries, 1).astype(jnp.float32)
 
 

@@ -139,13 +139,13 @@ class BlockReader(kv.Reader):
         def attend(q: kv.Array, t: kv.Array, far_q: kv.Array) -> tuple[kv.Partial, kv.Array]:
             own = own_slots(t)
             is_kept = (own < n)[:, None, None, :, None]
-            p, window = _attend(q, near.block, self._visibility(storage, near, t, own)[0])
+            p, window = _attend(q, near.block, self._visibility(storage, near, t, own)[0], storage.spec.rule)
             total = window
             for tokens, may_read in ((unassigned, True), (recalled, is_kept), (recalled_for_drafts, ~is_kept)):
                 if tokens is None:
                     continue
                 is_far = self._visibility(storage, tokens, t, own)[1] & may_read
-                total = kv.attention.combine(total, _attend(far_q, tokens.block, is_far)[1])
+                total = kv.attention.combine(total, _attend(far_q, tokens.block, is_far, storage.spec.rule)[1])
             # From weights relative to the window's own maximum to those of the softmax over both parts.
             scale = jnp.exp(window.m - total.m) / jnp.maximum(total.l, 1e-30)
             return total, jnp.where(is_kept, p * scale[..., None], 0.0).sum(3, keepdims=True)
@@ -160,7 +160,7 @@ class BlockReader(kv.Reader):
     ) -> tuple[kv.Array, kv.Array]:
         """Masks the tokens that queries at t i32[B T], in slots own i32[B T], see in their window, and the far ones."""
         distance = own[:, None, None, :, None] - tokens.slot[:, :, None, None]
-        is_visible = kv.attention.visible(tokens.block.pos, t, storage.spec.window)
+        is_visible = kv.attention.visible(tokens.block.pos, t, storage.spec.rule)
         return is_visible & (distance < self.local), is_visible & (distance >= self.local)
 
     def _ring_from_mass(self, mass: kv.Array) -> kv.RingBuffer:
@@ -273,9 +273,11 @@ def _take_slots(x: kv.Array, at: kv.Array) -> kv.Array:
     return jnp.take_along_axis(x, at, 2, mode="clip")
 
 
-def _attend(q: kv.Array, block: kv.KVBlock, is_visible: kv.Array) -> tuple[kv.Array, kv.Partial]:
+def _attend(
+    q: kv.Array, block: kv.KVBlock, is_visible: kv.Array, rule: kv.attention.Rule
+) -> tuple[kv.Array, kv.Partial]:
     """Attends queries [B K G T H] to a block; also returns their unnormalized weights f32[B K G T n]."""
-    s = kv.attention.scores(q, block.k)
+    s = rule.cap(kv.attention.scores(q, block.k))
     if block.bias is not None:
         s = s + block.bias[:, :, None, None]
     p, m, l = kv.attention.weights(jnp.where(is_visible, s, kv.MASKED_LOGIT))

@@ -66,7 +66,7 @@ class Keyformer(kv.Policy):
             return (logits + self.noise(spec, logits.shape[1], q_pos, pos)) / self.tau
 
         every = jnp.ones(observation.pos.shape)
-        score = kv.attention_mass(block, observation, every, spec.window, logit_transform=perturb)[0].sum(2)
+        score = kv.attention_mass(block, observation, every, spec.rule, logit_transform=perturb)[0].sum(2)
         pos = jnp.broadcast_to(block.pos, score.shape)
         rank = jnp.where(pos > last[..., None] - self.recent, jnp.inf, score)
         chosen = kv.top_slots(rank, pos, min(self.budget, slots))

@@ -77,9 +77,7 @@ class ReplayAttention(kv.Scorer):
 
         def update(most: kv.Array, queries: tuple[kv.Array, kv.Array, kv.Array]) -> tuple[kv.Array, None]:
             q, q_pos, query_scale = queries
-            p, _, l = kv.attention.weights(
-                jnp.where(kv.attention.visible(pos, q_pos, spec.window), kv.attention.scores(q, keys), kv.MASKED_LOGIT)
-            )
+            p, _, l = kv.attention.weights(spec.rule.logits(kv.attention.scores(q, keys), pos, q_pos))
             received = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * query_scale[:, None, None, :, None]
             return jnp.maximum(most, (received * value_norms[:, :, :, None]).max((2, 3))), None
 

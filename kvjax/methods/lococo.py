@@ -85,7 +85,7 @@ class ConvolutionTable(kv.TableKind):
         # Adam (Kingma & Ba, 2014) with its usual decays; not lax.scan, in whose loops XLA:CPU convolves far slower.
         moments = (jax.tree.map(jnp.zeros_like, convolution),) * 2
         for step in range(1, self.steps + 1):
-            convolution, moments = _adam_step(convolution, moments, jnp.float32(step), texts, self.slots, spec.window)
+            convolution, moments = _adam_step(convolution, moments, jnp.float32(step), texts, self.slots, spec.rule)
         arrays = {name: np.asarray(array, np.float32) for name, array in convolution._asdict().items()}
         return arrays | {"weight": arrays["weight"].astype(np.float16)}
 
@@ -126,33 +126,33 @@ def split_texts(block: kv.KVBlock, q: kv.Array, budget: int, spec: kv.LayerSpec)
     q_pos = jnp.where(is_later_query, pos, -1)
 
     def read(half: kv.KVBlock) -> kv.Partial:
-        return kv.map_query_blocks(lambda q, at: kv.attention.attend_dense(q, half, at, spec.window), q, q_pos, 64)
+        return kv.map_query_blocks(lambda q, at: kv.attention.attend_dense(q, half, at, spec.rule), q, q_pos, 64)
 
     read_later = read(later)
     return SplitTexts(earlier, choice, q, q_pos, read_later, kv.attention.merge([read(earlier), read_later]))
 
 
-def relative_error(convolution: Convolution, texts: SplitTexts, slots: int, window: int | None) -> kv.Array:
+def relative_error(convolution: Convolution, texts: SplitTexts, slots: int, rule: kv.attention.Rule) -> kv.Array:
     """Computes the squared error of the queries' outputs, relative to the squares of those over all tokens."""
     kept = kv.gather_tokens(texts.earlier, texts.choice.slots)
     kept = merge_by_convolution(texts.earlier, kept, texts.choice, convolution, slots, 0)
-    out = kv.attention.merge([kv.attention.attend_dense(texts.q, kept, texts.q_pos, window), texts.later])
+    out = kv.attention.merge([kv.attention.attend_dense(texts.q, kept, texts.q_pos, rule), texts.later])
     counts = (texts.q_pos >= 0)[:, None, None, :, None]
     error, norm = (jnp.where(counts, jnp.square(x), 0.0).sum() for x in (out - texts.target, texts.target))
     return error / jnp.maximum(norm, 1e-30)
 
 
 # At module level, so that the layers of a model share one compiled program.
-@functools.partial(jax.jit, static_argnames=("slots", "window"))
+@functools.partial(jax.jit, static_argnames=("slots", "rule"))
 def _adam_step(
     convolution: Convolution,
     moments: tuple[Convolution, Convolution],
     step: kv.Array,
     texts: SplitTexts,
     slots: int,
-    window: int | None,
+    rule: kv.attention.Rule,
 ) -> tuple[Convolution, tuple[Convolution, Convolution]]:
-    gradient = jax.grad(relative_error)(convolution, texts, slots, window)
+    gradient = jax.grad(relative_error)(convolution, texts, slots, rule)
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], gradient)
     square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, moments[1], gradient)
     rate, correction = LEARNING_RATE / (1 - 0.9**step), 1 / (1 - 0.999**step)

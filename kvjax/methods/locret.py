@@ -39,7 +39,7 @@ class RetainingHeads(kv.TableKind):
     def count(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> dict[str, kv.Array]:
         assert observation is not None
         earlier, later = kv.split_halves(block, observation)
-        target = max_logits(block, observation, later, spec.window)
+        target = max_logits(block, observation, later, spec.rule)
         # A sliding window may hide a token from all later queries; such a token has no target.
         has_target = earlier[:, :1] & kv.over_heads.any(target > kv.MASKED_LOGIT / 2)
         own = network_inputs(observation.q, observation.pos, block.k[:, :, None], block.v[:, :, None], spec.rope)

@@ -93,9 +93,7 @@ class SharedDirections(kv.PrecisionTiers):
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.Partial:
             # Lengths scale logits and attention weights, so that no full-size key or value is ever restored.
             s = kv.attention.scores(q, store.k) * store.k_length[:, :, None, None]
-            p, m, l = kv.attention.weights(
-                jnp.where(kv.attention.visible(store.pos, q_pos, storage.spec.window), s, kv.MASKED_LOGIT)
-            )
+            p, m, l = kv.attention.weights(storage.spec.rule.logits(s, store.pos, q_pos))
             return kv.Partial(kv.attention.mix(p * store.v_length[:, :, None, None], store.v), m, l)
 
         return kv.map_query_blocks(attend, q, q_pos, 512)

@@ -67,7 +67,7 @@ class HostSearch(kv.Reader):
         cross_layer: Any = None,
     ) -> kv.ReadResult:
         assert state.n is not None
-        S, window = state.pos.shape[2], storage.spec.window
+        S, rule = state.pos.shape[2], storage.spec.rule
         ring = self._ring(state.reader_state.k.data.shape[2])
         static_slots = ring.slots(state.n, jnp.full_like(state.n, ring.sinks))
 
@@ -92,12 +92,11 @@ class HostSearch(kv.Reader):
                     s = kv.attention.scores(search_q, storage.decode_keys(state.k, state.pos))
                 else:
                     s = storage.k.score_in_place(search_q, state.k)
-                if state.bias is not None:
-                    s = s + state.bias[:, :, None, None]
-                s = jnp.where(is_searched & kv.attention.visible(state.pos, q_pos, window), s, -jnp.inf)
+                s = rule.logits(s, state.pos, q_pos, state.bias, is_searched)
+                s = jnp.where(s > kv.MASKED_LOGIT / 2, s, -jnp.inf)
                 best, slots = lax.top_k(s, min(self.topk, S))
             others = kv.attend_slots(storage, state, q, q_pos, jnp.where(best > -jnp.inf, slots, -1))
-            return kv.attention.combine(kv.attention.attend_dense(q, static, q_pos, window), others)
+            return kv.attention.combine(kv.attention.attend_dense(q, static, q_pos, rule), others)
 
         return kv.ReadResult(kv.map_query_blocks(attend, q, q_pos, 16), state.reader_state, cross_layer=cross_layer)
 

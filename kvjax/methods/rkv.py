@@ -33,8 +33,8 @@ class RKV(kv.Scorer):
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         block, before = block.clean(), kv.pre_window_mask(block, self.num_queries)
         observation = latest_queries(self.require_observation(observation), self.num_queries)
-        is_visible = kv.attention.visible(block.pos, observation.pos, spec.window)[:, :, 0] & before[:, :, None]
-        logits = kv.attention.scores(observation.q, block.k).max(2)
+        is_visible = kv.attention.visible(block.pos, observation.pos, spec.rule)[:, :, 0] & before[:, :, None]
+        logits = spec.rule.cap(kv.attention.scores(observation.q, block.k)).max(2)
         p, _, l = kv.attention.weights(jnp.where(is_visible, logits, kv.attention.MASKED_LOGIT))
         count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
         received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]

@@ -69,7 +69,7 @@ class Scissorhands(kv.Policy):
         # In a prompt that fits, only queries within `history` of the next compression count.
         is_counted = is_over[:, None] | (observation.pos > self.budget - self.history)
         is_counted &= observation.pos >= jnp.maximum(end - self.history, 0)[:, None]
-        count = count_below_mean(block, observation, is_counted, spec.window)
+        count = count_below_mean(block, observation, is_counted, spec.rule)
         pos = jnp.broadcast_to(block.pos, count.shape)
         is_over = is_over[:, None, None]
         rank = jnp.where(pos > end[:, None, None] - 1 - self.recent, 0, -count)
@@ -82,7 +82,7 @@ class Scissorhands(kv.Policy):
         self, spec: kv.LayerSpec, state: kv.LayerState, weights: kv.Array, q_pos: kv.Array
     ) -> tuple[kv.Array, kv.Array]:
         t, real = q_pos[:, None], q_pos[:, None] >= 0  # [B 1 1]
-        is_visible = kv.attention.visible(state.pos, q_pos, spec.window)[:, :, 0, 0]
+        is_visible = kv.attention.visible(state.pos, q_pos, spec.rule)[:, :, 0, 0]
         mean = 1 / jnp.maximum(is_visible.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
         steps_left = (state.pos < 0).sum(2, keepdims=True, dtype=jnp.int32)[:, :1]  # until the next compression
         is_low = real & (steps_left < self.history) & is_visible & (weights.mean(2) < mean)
@@ -99,7 +99,7 @@ class Scissorhands(kv.Policy):
 
 
 def count_below_mean(
-    block: kv.KVBlock, observation: kv.Observation, is_counted: kv.Array, window: int | None, at_once: int = 16
+    block: kv.KVBlock, observation: kv.Observation, is_counted: kv.Array, rule: kv.attention.Rule, at_once: int = 16
 ) -> kv.Array:
     """Counts the queries that give a slot less than the mean weight, under the full causal softmax over the prompt.
 
@@ -107,7 +107,7 @@ def count_below_mean(
       block: the prompt.
       observation: its queries.
       is_counted: bool[B Q], the queries that count.
-      window: the layer's sliding window.
+      rule: the layer's window and soft cap.
       at_once: queries in memory at one time, so that memory grows with at_once x S, never with Q x S.
 
     Returns:
@@ -116,8 +116,8 @@ def count_below_mean(
 
     def add(total: kv.Array, queries: tuple[kv.Array, kv.Array]) -> tuple[kv.Array, None]:
         q, q_pos = queries
-        is_visible = kv.attention.visible(block.pos, q_pos, window)
-        p, _, l = kv.attention.weights(jnp.where(is_visible, kv.attention.scores(q, block.k), kv.MASKED_LOGIT))
+        is_visible = kv.attention.visible(block.pos, q_pos, rule)
+        p, _, l = kv.attention.weights(rule.logits(kv.attention.scores(q, block.k), block.pos, q_pos))
         p = (p / jnp.maximum(l, 1e-30)[..., None]).mean(2)
         is_visible = is_visible[:, :, 0]  # [B K|1 q S]
         mean = 1 / jnp.maximum(is_visible.sum(-1, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)

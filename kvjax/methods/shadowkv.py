@@ -101,7 +101,7 @@ class ShadowStore(kv.SideStore):
         newest = store.tokens.pos[:, :, self.chunk - 1 :: self.chunk]
 
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.Partial:
-            is_visible = kv.attention.visible(newest, q_pos, storage.spec.window)
+            is_visible = kv.attention.visible(newest, q_pos, storage.spec.rule)
             p, _, l = kv.attention.weights(jnp.where(is_visible, kv.attention.scores(q, landmarks), kv.MASKED_LOGIT))
             weight = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
             num_chunks = min(self.budget // self.chunk, weight.shape[4])

@@ -101,9 +101,7 @@ class SpeculativeReader(kv.Reader):
                 f"a step carries one token and at most one draft, got {T} tokens: no tree or beam of drafts"
             )
         s = self.k.scores(q, reader_state.k)
-        if state.bias is not None:
-            s = s + state.bias[:, :, None, None]
-        s = jnp.where(kv.attention.visible(state.pos, q_pos, storage.spec.window), s, kv.MASKED_LOGIT)
+        s = storage.spec.rule.logits(s, state.pos, q_pos, state.bias)
         if not self.speculative:
             low, _, l = kv.attention.weights(s)
             mass = self._reduce_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
@@ -136,10 +134,8 @@ class SpeculativeReader(kv.Reader):
         at = jnp.maximum(fetched.idx, 0)
         pos = jnp.broadcast_to(state.pos, (*fetched.idx.shape[:2], state.pos.shape[2]))
         pos = jnp.where(fetched.idx >= 0, jnp.take_along_axis(pos, at, 2), -1)
-        exact = kv.attention.scores(q, fetched.k)
-        if state.bias is not None:
-            exact = exact + jnp.take_along_axis(state.bias, at, 2)[:, :, None, None]
-        exact = jnp.where(kv.attention.visible(pos, q_pos, storage.spec.window), exact, kv.MASKED_LOGIT)  # [B K G T n]
+        bias = None if state.bias is None else jnp.take_along_axis(state.bias, at, 2)
+        exact = storage.spec.rule.logits(kv.attention.scores(q, fetched.k), pos, q_pos, bias)  # [B K G T n]
         slot = jnp.where(fetched.idx >= 0, fetched.idx, s.shape[-1])
         is_replaced = _set_at(jnp.zeros((*slot.shape[:2], s.shape[-1]), bool), slot, True)
         p, m, l = kv.attention.weights(jnp.where(is_replaced[:, :, None, None], kv.MASKED_LOGIT, s))

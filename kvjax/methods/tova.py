@@ -37,7 +37,7 @@ class Tova(kv.Policy):
         observation = kv.require_observation(observation, "TOVA", "the last query")
         last = observation.pos.max(1, keepdims=True)
         by = ((observation.pos >= 0) & (observation.pos == last)).astype(jnp.float32)
-        weight = kv.over_heads.mean(kv.attention_mass(block, observation, by, spec.window)[0].mean(2))
+        weight = kv.over_heads.mean(kv.attention_mass(block, observation, by, spec.rule)[0].mean(2))
         if self.keep_newest:
             weight = jnp.where(block.pos == last[:, None], jnp.inf, weight)
         return kv.top_slots(weight, block.pos, min(self.budget, slots)), None

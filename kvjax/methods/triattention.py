@@ -43,7 +43,7 @@ class TriAttention(kv.Scorer):
         heads = jnp.einsum("bkgh,bksh->bkgs", rotated, keys)
         spread = modulus - moduli(mean, rope.dim)
         heads += jnp.einsum("bkgf,bksf->bkgs", spread, moduli(keys, rope.dim))
-        readable = visible_to_next_query(block, spec.window)  # bool[B 1|K 1 S]
+        readable = visible_to_next_query(block, spec.rule)  # bool[B 1|K 1 S]
         if self.normalise:
             number = jnp.maximum(readable.sum(3, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
             heads -= jnp.where(readable, heads, 0.0).sum(3, keepdims=True) / number

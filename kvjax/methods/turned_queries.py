@@ -40,14 +40,15 @@ class TurnedQueries(kv.Scorer):
         is_query = observation.pos >= 0
         target_pos = jnp.where(is_query, (end + self.ahead)[:, None], -1)
         # Tokens outside a sliding window of the next query are never seen again, so they score nothing.
-        readable = visible_to_next_query(block, spec.window)[:, :, :, None]
+        readable = visible_to_next_query(block, spec.rule)[:, :, :, None]
 
         def add(total: kv.Array, queries: tuple[kv.Array, kv.Array, kv.Array]) -> tuple[kv.Array, None]:
             q, pos, target_pos = queries
             pre_rope = spec.rope.unrotate_queries(q, jnp.maximum(pos, 0))
             turned = spec.rope.rotate_queries(pre_rope, jnp.maximum(target_pos, 0)).astype(q.dtype)
             is_visible = kv.attention.visible(block.pos, target_pos) & readable
-            p, _, l = kv.attention.weights(jnp.where(is_visible, kv.attention.scores(turned, block.k), kv.MASKED_LOGIT))
+            logits = spec.rule.cap(kv.attention.scores(turned, block.k))
+            p, _, l = kv.attention.weights(jnp.where(is_visible, logits, kv.MASKED_LOGIT))
             p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 

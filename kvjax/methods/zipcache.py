@@ -36,7 +36,7 @@ class ProbeAttention(kv.Scorer):
         probe_attention, number = self.probe_attention(block, observation, spec)
         if self.normalise == "queries":
             number = observation.pos.max(-1)[:, None, None] - block.pos + 1
-            number = (number if spec.window is None else jnp.minimum(number, spec.window)).astype(jnp.float32)
+            number = (number if spec.rule.window is None else jnp.minimum(number, spec.rule.window)).astype(jnp.float32)
         heads = probe_attention / jnp.maximum(number, 1.0)[:, :, None]
         return kv.head_scores(heads, heads.mean(2), block)
 
@@ -45,7 +45,7 @@ class ProbeAttention(kv.Scorer):
     ) -> tuple[kv.Array, kv.Array]:
         """Sums the probes' attention to each token, f32[B K G S], and counts the probes that see it, f32[B 1|K S]."""
         probes = self._take_probes(observation)
-        return kv.attention_mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.window)
+        return kv.attention_mass(block, probes, (probes.pos >= 0).astype(jnp.float32), spec.rule)
 
     def _take_probes(self, observation: kv.Observation) -> kv.Observation:
         """Takes the queries that are probes, in order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from kvjax.core.attention import Rule
+from kvjax.core.attention import PLAIN, Rule
 from kvjax.core.rope import Rope
 
 
@@ -49,7 +49,7 @@ class AttentionKind:
     kv_heads: int
     head_dim: int
     rope: Rope | None
-    rule: Rule = Rule()
+    rule: Rule = PLAIN
     value_dim: int | None = None
     scale: float | None = None
     qk_norm: Literal["", "head", "all"] = ""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
+from kvjax.core.attention import Rule, scores, weights
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -152,18 +152,18 @@ def _attention_to_chunks(read: FullKV, lengths: Sequence[Sequence[int]]) -> np.n
     config, pos = read.model.config, jnp.arange(num_tokens, dtype=jnp.int32)[None]
     pos = jnp.where(pos < read.lengths[:, None], pos, -1)
     layers = [
-        _layer_attention_to_chunks(p.q, p.k, pos, jnp.asarray(member, jnp.float32), config.window(i))
+        _layer_attention_to_chunks(p.q, p.k, pos, jnp.asarray(member, jnp.float32), Rule(config.window(i)))
         for i, p in enumerate(read.prompts)
     ]
     return np.mean([to_numpy(x).astype(np.float64) for x in layers], 0)
 
 
 @jax.jit(static_argnums=4)
-def _layer_attention_to_chunks(q: Array, k: Array, pos: Array, member: Array, window: int | None) -> Array:
+def _layer_attention_to_chunks(q: Array, k: Array, pos: Array, member: Array, rule: Rule) -> Array:
     """Sums the attention weights of queries [B K G T H] over keys [B K T H] by chunk, member f32[B T C]: f32[B T C]."""
 
     def attend(q: Array, q_pos: Array) -> Array:
-        s = jnp.where(visible(pos[:, None], q_pos, window), scores(q, k), MASKED_LOGIT)
+        s = rule.logits(scores(q, k), pos[:, None], q_pos)
         p, _, l = weights(s)
         return jnp.einsum("bkgts,bsc->bkgtc", p / jnp.maximum(l, 1e-30)[..., None], member)
 

@@ -13,7 +13,7 @@ from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixMethod
 from kvjax.core.rope import Rope
 from kvjax.errors import IncompatibleMethod
 
-SPEC = LayerSpec(0, 1, 2, 2, 8, None, Rope(8, 10000.0))
+SPEC = LayerSpec(0, 1, 2, 2, 8, Rope(8, 10000.0))
 ABILITIES = [
     value
     for name, value in vars(protocol).items()

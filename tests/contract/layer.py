@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec, num_layer_slots
-from kvjax.core.attention import split_blocks
+from kvjax.core.attention import Rule, split_blocks
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.engine.layer_prompt import LayerPrompt, observed_block, select_queries
@@ -95,7 +95,7 @@ def truncate_chunk(chunk: NewTokens, counts: list[int], padding: float = np.inf)
 def spec(window: int | None = None, head_dim: int = H) -> LayerSpec:
     """The only layer of a model."""
     return LayerSpec(
-        index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=head_dim, window=window, rope=Rope(head_dim)
+        index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=head_dim, rope=Rope(head_dim), rule=Rule(window)
     )
 
 

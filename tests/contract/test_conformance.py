@@ -63,7 +63,7 @@ class LastTokensLayer:
     ) -> tuple[Array, KVBlock, Any]:
         new = new.clean()
         q_pos = new.pos[:, 0]
-        parts = [attend_dense(q, block, q_pos, self.spec.window) for block in (state, new)]
+        parts = [attend_dense(q, block, q_pos, self.spec.rule) for block in (state, new)]
         return merge(parts), self._last(state, new.first(commit)), cross_layer
 
     def positions(self, state: KVBlock) -> Array:

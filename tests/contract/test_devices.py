@@ -129,7 +129,7 @@ def run(bound: BoundLayer, mesh: Mesh | None) -> tuple[Any, np.ndarray, Any]:
 
 @functools.cache
 def bind(method: str) -> BoundLayer:
-    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=None, rope=Rope(H))
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, rope=Rope(H))
     return method_of(method).bind(spec)
 
 

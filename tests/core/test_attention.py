@@ -10,6 +10,7 @@ import pytest
 from kvjax.core.attention import (
     MASKED_LOGIT,
     Partial,
+    Rule,
     attend_scores,
     causal_attention,
     causal_attention_with_lse,
@@ -27,9 +28,10 @@ def random_qkv(T: int, S: int, seed: int = 0):
     return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, K, G, T, H), (B, K, S, H), (B, K, S, H)))
 
 
-def dense_outputs(q, k, v, q_pos, window=None) -> np.ndarray:
+def dense_outputs(q, k, v, q_pos, window=None, soft_cap=None) -> np.ndarray:
+    heads = np.asarray(q).reshape(B, K * G, -1, H)
     outputs = [
-        dense_attention(np.asarray(q[b]).reshape(K * G, -1, H), np.asarray(k[b]), np.asarray(v[b]), q_pos, window)
+        dense_attention(heads[b], np.asarray(k[b]), np.asarray(v[b]), q_pos, window, soft_cap=soft_cap)
         for b in range(B)
     ]
     return np.stack(outputs).reshape(q.shape)
@@ -71,23 +73,34 @@ def test_visible_is_filled_past_and_inside_the_window():
     pos = jnp.array([[[0, 3, -1, 7, 8]]])
     without_window = visible(pos, jnp.array([[7]]))[0, 0, 0, 0].tolist()
     assert without_window == [True, True, False, True, False]
-    assert visible(pos, jnp.array([[7]]), 4)[0, 0, 0, 0].tolist() == [False, False, False, True, False]
-    assert visible(pos, jnp.array([[7]]), 5)[0, 0, 0, 0].tolist() == [False, True, False, True, False]
+    assert visible(pos, jnp.array([[7]]), Rule(4))[0, 0, 0, 0].tolist() == [False, False, False, True, False]
+    assert visible(pos, jnp.array([[7]]), Rule(5))[0, 0, 0, 0].tolist() == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize("block", [1, 4, 5, 64])
-@pytest.mark.parametrize("window", [None, 1, 6])
-def test_blockwise_causal_attention_is_dense(block, window):
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (1, None), (6, None), (None, 0.5), (6, 1.0)])
+def test_blockwise_causal_attention_is_dense(block, window, soft_cap):
     q, k, v = random_qkv(13, 13)
-    np.testing.assert_allclose(
-        causal_attention(q, k, v, window=window, block=block), dense_outputs(q, k, v, np.arange(13), window), atol=1e-6
-    )
+    expected = dense_outputs(q, k, v, np.arange(13), window, soft_cap)
+    np.testing.assert_allclose(causal_attention(q, k, v, rule=Rule(window, soft_cap), block=block), expected, atol=1e-6)
+    # A cap that changes nothing could not be told from one that is left out.
+    assert soft_cap is None or np.abs(expected - dense_outputs(q, k, v, np.arange(13), window)).max() > 0.1
+
+
+def test_logits_are_bounded_before_their_bias_and_the_mask():
+    s, pos = jnp.asarray([0.0, 3.0, -5.0, 9.0]).reshape(1, 1, 1, 1, 4), jnp.asarray([[[0, 1, -1, 3]]])
+    bias, q_pos = jnp.asarray([[[0.0, 7.0, 0.0, 0.0]]]), jnp.asarray([[3]])
+    logits = Rule(3, 2.0).logits(s, pos, q_pos, bias)[0, 0, 0, 0]
+    expected = [MASKED_LOGIT, 2 * np.tanh(1.5) + 7, MASKED_LOGIT, 2 * np.tanh(4.5)]
+    np.testing.assert_allclose(logits, expected, rtol=1e-6)
+    unread = Rule().logits(s, pos, q_pos, readable=s < 5)[0, 0, 0, 0]
+    np.testing.assert_array_equal(unread, [0, 3, MASKED_LOGIT, MASKED_LOGIT])
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_the_sums_of_softmaxes_are_those_of_all_logits(window):
     q, k, v = random_qkv(13, 13)
-    sums = causal_attention_with_lse(q, k, v, window=window, block=4)[1]
+    sums = causal_attention_with_lse(q, k, v, rule=Rule(window), block=4)[1]
     s, t = np.arange(13)[None], np.arange(13)[:, None]
     is_visible = (s <= t) & (s > t - (window or 13))
     expected = np.log(np.where(is_visible, np.exp(np.einsum("bkgth,bksh->bkgts", q, k) * H**-0.5), 0).sum(-1))

@@ -35,7 +35,7 @@ from kvjax.methods.think import ChannelPruner
 from tests.fixtures import ROOT
 
 T, HALF, LAYER = 50, 25, 1
-SPEC = LayerSpec(index=LAYER, num_layers=3, num_kv_heads=2, num_groups=2, head_dim=16, window=None, rope=Rope(16))
+SPEC = LayerSpec(index=LAYER, num_layers=3, num_kv_heads=2, num_groups=2, head_dim=16, rope=Rope(16))
 SNAPKV = WindowAttention(num_queries=8, kernel=5)
 CASES = {
     # case -> our scorer, first tokens and last tokens that kvpress fills with a constant

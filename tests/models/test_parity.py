@@ -59,9 +59,7 @@ def test_fixtures_cover_every_variant():
 def test_the_window_matters(name, monkeypatch):
     """The prompts are long enough for a wrong window to show: without it, parity fails."""
     exact = attention.causal_attention
-    monkeypatch.setattr(
-        "kvjax.engine.forward.causal_attention", lambda *a, window=None, **kw: exact(*a, window=None, **kw)
-    )
+    monkeypatch.setattr("kvjax.engine.forward.causal_attention", lambda *a, rule=None, **kw: exact(*a, **kw))
     config, params, expected = load_family(name)
     exact_logits.clear_cache()
     logits = functional.logits(params, expected["tokens"][-1:], config)

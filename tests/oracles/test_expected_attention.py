@@ -58,7 +58,7 @@ def test_one_position_ahead_by_hand():
         np.array(x, np.float32)[None, None]
         for x in ([[[1, 0], [eighth, eighth]]], [[0, np.sqrt(2) * np.log(3)], [0, 0]], [[1, 0], [0, 2]])
     )
-    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, rope=rope)
     actual = compile_scores(ExpectedAttention(sinks=0, future=1), spec)(
         KVBlock(k, v, pos[:, None]), Observation(q, pos)
     )

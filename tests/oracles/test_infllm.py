@@ -17,6 +17,7 @@ from kvjax.cache.compose import compose
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import LayerSpec
 from kvjax.core import memory
+from kvjax.core.attention import Rule
 from kvjax.core.memory import array_bytes
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
@@ -37,7 +38,7 @@ SMALL = {"block": 4, "sinks": 3, "local": 6, "topk": 2, "representatives": 2, "c
 def bind_method(method: Method, window: int | None = None) -> MethodLayer:
     """Binds a method to the only layer of a model."""
     return method.bind(
-        LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=window, rope=Rope(H))
+        LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, rope=Rope(H), rule=Rule(window))
     )
 
 

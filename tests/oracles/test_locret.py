@@ -53,7 +53,7 @@ def test_the_example_by_hand(tmp_path):
     fc1, fc2 = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0]], np.float32), np.array([[2, -1]], np.float32)
     expected = 2 * 3 / (1 + np.exp(-3)) - 3 / (1 + np.exp(-3))
     np.testing.assert_allclose(oracle.apply_network(np.array([1, 0, 0, 2, 3, 0]), fc1, fc2), [expected])
-    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=Rope(2))
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, rope=Rope(2))
     q, k, v = (np.array(x, np.float32).reshape(1, 1, 1, 2) for x in ((1, 0), (0, 2), (3, 0)))
     pos = np.zeros((1, 1), np.int32)
     actual = compile_scores(write_table(tmp_path, fc1, fc2, spec), spec)(

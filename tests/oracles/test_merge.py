@@ -28,7 +28,7 @@ B, K, G, T, H = 3, 2, 2, 12, 8
 LENGTHS = (12, 1, 9)
 KEPT = (5, 1, 4)
 RULES = [D2O(), D2O("paper", count=True), ValueMerge(), ValueMerge(0.1, 0.4), ValueSpread(2, seed=3)]
-SPEC = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, window=None, rope=Rope(H))
+SPEC = LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, rope=Rope(H))
 
 
 def ragged_prompts(seed=0, padding=0.0) -> tuple[KVBlock, SelectedSlots]:

@@ -116,7 +116,7 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
 
 
 def spec(index: int, layers: int) -> LayerSpec:
-    return LayerSpec(index, layers, num_kv_heads=2, num_groups=2, head_dim=8, window=None, rope=Rope(8))
+    return LayerSpec(index, layers, num_kv_heads=2, num_groups=2, head_dim=8, rope=Rope(8))
 
 
 def test_pairs_begin_in_the_middle_and_a_last_layer_may_be_alone():

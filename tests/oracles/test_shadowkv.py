@@ -18,7 +18,7 @@ METHOD = "shadowkv:" + ",".join(f"{name}={n}" for name, n in SIZES.items())
 
 def test_by_hand():
     """(1, 2), (2, 4) and (0, 0) are of rank 1, with the singular value 5: one number a token rebuilds them."""
-    spec = layer.LayerSpec(0, 1, 1, 1, 2, None, layer.Rope(2))
+    spec = layer.LayerSpec(0, 1, 1, 1, 2, layer.Rope(2))
     codec, x = PromptLowRank(0, rank=1).at(spec), jnp.array([[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]])[None, None]
     stored = codec.encode(x, jnp.arange(3, dtype=jnp.int32)[None, None])
     assert stored.coordinates.data.shape == (1, 1, 3, 1)

@@ -13,6 +13,7 @@ import pytest
 import kvjax
 from kvjax.cache.codecs.plain import Host, Plain
 from kvjax.cache.protocol import LayerSpec
+from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.registry.strings import method_of
@@ -28,7 +29,9 @@ DATA = [layer.random_batch(seed) for seed in range(LAYERS)]
 def bind_layers(method=SMALL, windows=(None,) * LAYERS) -> tuple:
     """Binds a method to each layer of a model with five."""
     method, rope = method_of(method), Rope(layer.H)
-    return tuple(method.bind(LayerSpec(i, LAYERS, layer.K, layer.G, layer.H, windows[i], rope)) for i in range(LAYERS))
+    return tuple(
+        method.bind(LayerSpec(i, LAYERS, layer.K, layer.G, layer.H, rope, Rule(windows[i]))) for i in range(LAYERS)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -63,7 +63,7 @@ def test_half_a_turn_per_position_by_hand(tokens, score):
     rope = Rope(2, scaling=RopeScaling("linear", 1 / np.pi))
     pos = np.array([[0, 1 if tokens == 2 else -1]], np.int32)
     x = np.array([[1, 0], [-1, 0]], np.float32)[None, None]  # (1, 0) at both positions, after rotation
-    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, rope=rope)
     scorer = TriAttention(furthest=1, normalise=False)
     actual = compile_scores(scorer, spec)(KVBlock(x, x, pos[:, None]), Observation(x[:, :, None], pos))
     np.testing.assert_allclose(actual[0, 0, 0], score, atol=1e-5)

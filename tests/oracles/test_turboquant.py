@@ -93,7 +93,7 @@ def test_rows_of_zeros_of_one_number_and_of_huge_ones_stay_finite(quantizer):
 def test_so_many_layers_at_each_end_are_exact(layers, num_exact_layers, exact):
     for text in ("turboquant", "turboquant + offload"):
         method = kvjax.parse(text.replace("turboquant", f"turboquant:ends={num_exact_layers}"))
-        bound = [method.bind(LayerSpec(i, layers, 2, 2, 32, None, Rope(32))) for i in range(layers)]
+        bound = [method.bind(LayerSpec(i, layers, 2, 2, 32, Rope(32))) for i in range(layers)]
         plain = Plain() if text == "turboquant" else Host(Plain())
         assert [i for i in range(layers) if bound[i].k == plain] == exact
         assert [i for i in range(layers) if bound[i].v == plain] == exact

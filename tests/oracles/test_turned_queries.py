@@ -47,7 +47,7 @@ def test_a_token_behind_a_query_counts_by_hand():
     three = np.sqrt(2) * np.log(3) / 2  # logits that differ by log 3
     q = np.array([[1, 0], [0, 1]], np.float32)[None, None, None]  # both (1, 0) without their rotation
     k = np.array([[three, 0], [-three, 0]], np.float32)[None, None]
-    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, window=None, rope=rope)
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=2, rope=rope)
     actual = score_tokens(TurnedQueries(ahead=0), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
     np.testing.assert_allclose(actual[0, 0], [0.25, 0.75], atol=1e-5)
 
@@ -62,7 +62,7 @@ def test_all_queries_of_a_longer_prompt_ask_block_by_block():
     rng, T = np.random.default_rng(0), 150
     q, k = (rng.normal(size=shape).astype(np.float32) * 2 for shape in ((1, 1, 2, T, 8), (1, 1, T, 8)))
     pos = np.arange(T, dtype=np.int32)[None]
-    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, window=None, rope=Rope(8))
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, rope=Rope(8))
     for how in (("max",), ("mean",), ("max", 4), ("mean", 1, 0.5), ("max", 3, 0.7)):
         actual = score_tokens(TurnedQueries(7, *how), KVBlock(k, k, pos[:, None]), Observation(q, pos), spec)
         expected = oracle.scores(
@@ -75,7 +75,7 @@ def test_a_sample_of_a_ring_is_that_of_the_same_queries_in_order():
     """A cache that is compressed again holds its latest queries at their positions modulo their number."""
     rng, num_cached, W = np.random.default_rng(1), 20, 8
     q, k = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 1, 2, W, 8), (1, 1, num_cached, 8)))
-    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, window=None, rope=Rope(8))
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=2, head_dim=8, rope=Rope(8))
     block, pos = (
         KVBlock(k, k, np.arange(num_cached, dtype=np.int32)[None, None]),
         np.arange(num_cached - W, num_cached, dtype=np.int32),
@@ -93,7 +93,7 @@ def test_a_cache_with_gaps_is_read_from_behind_its_last_token():
     cached_pos = np.array([0, 1, 2, 3, 100, 200, 300, 400, 496, 497, 498, 499], np.int32)
     query_pos = np.arange(492, 500, dtype=np.int32)
     q, k = rng.normal(size=(len(query_pos), 8)), rng.normal(size=(len(cached_pos), 8))
-    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=8, window=None, rope=Rope(8))
+    spec = LayerSpec(index=0, num_layers=1, num_kv_heads=1, num_groups=1, head_dim=8, rope=Rope(8))
     block = KVBlock(*(k[None, None].astype(np.float32),) * 2, cached_pos[None, None])
     actual = score_tokens(
         TurnedQueries(4), block, Observation(q[None, None, None].astype(np.float32), query_pos[None]), spec

@@ -27,7 +27,7 @@ from experiments.bench.decoders import random_loop, time_decode_steps
 from experiments.papers import common, questions
 from kvjax import KvjaxError, Model
 from kvjax.core import memory
-from kvjax.core.attention import MASKED_LOGIT, scores, visible, weights
+from kvjax.core.attention import Rule, scores, weights
 from kvjax.core.types import Array
 from kvjax.eval.page.charts import set_percent_axis
 from kvjax.eval.run.machine import machine
@@ -36,16 +36,16 @@ from kvjax.eval.tasks.symbols import knows_symbols
 PERCENTS = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
 
 
-def top_hits(q: Array, k: Array, at: Array, sizes: tuple[int, ...], window: int | None) -> Array:
+def top_hits(q: Array, k: Array, at: Array, sizes: tuple[int, ...], rule: Rule) -> Array:
     """Mean fraction of attention on the heaviest keys, f32[n] for n sizes: q [B K G Q H] at positions i32[Q]."""
     pos = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None]
-    p, _, l = weights(jnp.where(visible(pos, at[None], window), scores(q, k), MASKED_LOGIT))
+    p, _, l = weights(rule.logits(scores(q, k), pos, at[None]))
     # One search for the largest size serves all: the k largest are the first k of it.
     best = lax.top_k(p / l[..., None], max(sizes))[0].mean((0, 1, 2, 3))
     return jnp.cumsum(best)[jnp.array(sizes) - 1]
 
 
-def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: int | None) -> Array:
+def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], rule: Rule) -> Array:
     """Mean fraction of attention on the keys that H2O's greedy eviction keeps, for the queries from `first` on.
 
     Args:
@@ -53,7 +53,7 @@ def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: 
       k: [B K T H].
       first: first query that counts.
       sizes: keys that a query head keeps, the query's own included.
-      window: of sliding attention, if any.
+      rule: window and soft cap of the layer.
 
     Returns:
       f32[n] for n sizes.
@@ -72,8 +72,7 @@ def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: 
         rank = jnp.where(kept & (slot <= t - recent), received, jnp.inf)
         over = kept.sum(-1, keepdims=True) > size
         kept = kept & ~(over & (slot == rank.argmin(-1, keepdims=True)))
-        is_visible = visible(slot[0, 0, 0][None], t[None, None], window)
-        logits = jnp.where(is_visible, scores(qt[:, :, :, None], k), MASKED_LOGIT)[..., 0, :]
+        logits = rule.logits(scores(qt[:, :, :, None], k), slot[0, 0, 0][None], t[None, None])[..., 0, :]
         p, _, l = weights(logits)
         exact = (p / l[..., None])[None]
         # Attention sums are renormalized over the remaining keys: the real method never sees the evicted ones.
@@ -87,15 +86,13 @@ def greedy_hits(q: Array, k: Array, first: int, sizes: tuple[int, ...], window: 
     return hits.sum(0) / (T - first)
 
 
-@functools.partial(jax.jit, static_argnames=("first", "queries", "sizes", "window"))
-def hit_rates_of_layer(
-    q: Array, k: Array, first: int, queries: int, sizes: tuple[int, ...], window: int | None
-) -> Array:
+@functools.partial(jax.jit, static_argnames=("first", "queries", "sizes", "rule"))
+def hit_rates_of_layer(q: Array, k: Array, first: int, queries: int, sizes: tuple[int, ...], rule: Rule) -> Array:
     """Hit rates f32[2 n] of top-k and greedy for n sizes; q [B K G T H], k [B K T H]. Allocates no T x T array."""
     # Top-k needs no history, so a sample of queries suffices. Greedy eviction depends on every query before.
     at = jnp.linspace(first, k.shape[2] - 1, queries).astype(jnp.int32)
-    top = top_hits(jnp.take(q, at, axis=3), k, at, sizes, window)
-    return jnp.stack([top, greedy_hits(q, k, first, sizes, window)])
+    top = top_hits(jnp.take(q, at, axis=3), k, at, sizes, rule)
+    return jnp.stack([top, greedy_hits(q, k, first, sizes, rule)])
 
 
 def hit_rates(model: Model, tokens: np.ndarray, first: int, queries: int, sizes: tuple[int, ...]) -> np.ndarray:
@@ -103,7 +100,7 @@ def hit_rates(model: Model, tokens: np.ndarray, first: int, queries: int, sizes:
     T, found = tokens.shape[1], []
     for i, prompt in enumerate(kvjax.reuse.read_exactly(model, tokens).prompts):
         q, k = prompt.q[:, :, :, :T], prompt.k[:, :, :T]
-        found.append(np.asarray(hit_rates_of_layer(q, k, first, queries, sizes, model.config.window(i))))
+        found.append(np.asarray(hit_rates_of_layer(q, k, first, queries, sizes, Rule(model.config.window(i)))))
     return np.stack(found)
 
 

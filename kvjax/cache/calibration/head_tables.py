@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible, weights
+from kvjax.core.attention import scores, split_blocks, weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 
@@ -70,7 +70,7 @@ class RetrievalHeads(TableKind):
         def sum_attention(queries: tuple[Array, Array]) -> dict[str, Array]:
             """Attention of queries [B K G Q H] to earlier copies f32[B K G], and the number of pairs f32[B K 1]."""
             q, q_pos = queries
-            p, _, l = weights(jnp.where(visible(block.pos, q_pos, spec.window), scores(q, block.k), MASKED_LOGIT))
+            p, _, l = weights(spec.rule.logits(scores(q, block.k), block.pos, q_pos))
             distance = q_pos[:, None, :, None] - block.pos[:, :, None]  # i32[B 1 Q S], tokens from the key to the query
             is_real = (q_pos[:, None, :, None] >= 0) & (block.pos[:, :, None] >= 0)
             is_successor = (distance >= 0) & ((distance + 1) % period == 0)

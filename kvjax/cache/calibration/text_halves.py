@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible
+from kvjax.core.attention import MASKED_LOGIT, Rule, scores, split_blocks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.types import Array, KVBlock
@@ -21,16 +21,14 @@ def split_halves(block: KVBlock, observation: Observation) -> tuple[Array, Array
     return (block.pos >= 0) & (block.pos < first[..., None]), observation.pos >= first
 
 
-def max_logits(
-    block: KVBlock, observation: Observation, asking: Array, window: int | None, queries_at_once: int = 64
-) -> Array:
+def max_logits(block: KVBlock, observation: Observation, asking: Array, rule: Rule, queries_at_once: int = 64) -> Array:
     """Computes the largest logit, before the softmax, that each slot gets from some queries.
 
     Args:
       block: keys and values [B K S H].
       observation: the queries.
       asking: bool[B Q], the queries that count.
-      window: the layer's sliding window.
+      rule: the layer's window and soft cap.
       queries_at_once: size of the blocks of queries, which bounds memory.
 
     Returns:
@@ -39,7 +37,7 @@ def max_logits(
 
     def add(largest: Array, block_of_queries: tuple[Array, Array]) -> tuple[Array, None]:
         q, pos = block_of_queries
-        logits = jnp.where(visible(block.pos, pos, window), scores(q, block.k), MASKED_LOGIT)
+        logits = rule.logits(scores(q, block.k), block.pos, pos)
         return jnp.maximum(largest, logits.max((2, 3))), None
 
     size = min(queries_at_once, observation.pos.shape[1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -16,15 +14,20 @@ from kvjax.core.kernels import packed_attention
 from kvjax.core.types import Array, KVBlock, Partial
 
 
-def fits(k: Any, v: Any, head_dim: int) -> bool:
-    """Whether keys are quantized per channel and values per token, in equal bits, on the device, in heads of a tile."""
-    both = isinstance(k, Kivi) and isinstance(v, Kivi) and head_dim in packed_attention.HEAD_DIMS
+def fits(storage: KVStorage) -> bool:
+    """Whether keys are quantized per channel and values per token, in equal bits, on the device, in heads of a tile.
+
+    The kernel knows windows, but neither a soft cap nor values of another width than keys.
+    """
+    k, v, spec = storage.k, storage.v, storage.spec
+    is_tile = spec.head_dim == spec.value_dim and spec.head_dim in packed_attention.HEAD_DIMS
+    both = isinstance(k, Kivi) and isinstance(v, Kivi) and is_tile and spec.rule.soft_cap is None
     return both and k.bits == v.bits and k.packed == v.packed == "tokens" and (k.axis, v.axis) == ("channel", "token")
 
 
 def read(storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
     """Attends q [B K G T H] to all slots: by the kernel where keys and values are both codes, else in plain JAX."""
-    k, v, window = storage.k, storage.v, storage.spec.window
+    k, v, rule = storage.k, storage.v, storage.spec.rule
     assert isinstance(k, Kivi) and isinstance(v, Kivi)
     num_quantized = jnp.minimum(state.k.num_quantized, state.v.num_quantized)
     k_codes, v_codes = k.packed_codes(state.k), v.packed_codes(state.v)
@@ -33,14 +36,14 @@ def read(storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Parti
     pos = jnp.pad(state.pos, [(0, 0), (0, 0), (0, max(num_codes - S, 0))], constant_values=-1)[:, :, :num_codes]
     interpret = jax.default_backend() != "gpu"
     body = packed_attention.attend(
-        q, k_codes, v_codes, pos, q_pos, num_quantized, bits=k.bits, window=window, interpret=interpret
+        q, k_codes, v_codes, pos, q_pos, num_quantized, bits=k.bits, window=rule.window, interpret=interpret
     )
     # At most R + 1 tokens follow that are not codes in both, which is the size of the values' residual.
     slot = num_quantized[:, None, None] + jnp.arange(v.num_recent, dtype=jnp.int32)[None, None]
     idx = jnp.broadcast_to(jnp.minimum(slot, S - 1), (*q.shape[:2], v.num_recent))
     pos = jnp.where(slot < S, jnp.take_along_axis(state.pos, idx[:, : state.pos.shape[1]], 2), -1)
     newest = KVBlock(k.gather(state.k, idx), v.gather(state.v, idx), pos)
-    return combine(body, attend_dense(q, newest, q_pos, window))
+    return combine(body, attend_dense(q, newest, q_pos, rule))
 
 
 register_kernel("gpu", FusedKernel(fits, read, max_queries=2))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.core.attention import split_blocks, visible
+from kvjax.core.attention import Rule, split_blocks, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import vary
 from kvjax.core.rope import Rope, rotate
@@ -85,6 +85,6 @@ def rotate_ahead(x: Array, rope: Rope, block: KVBlock, steps: Array) -> Array:
     return rotate(x, cos, sin)
 
 
-def visible_to_next_query(block: KVBlock, window: int | None) -> Array:
+def visible_to_next_query(block: KVBlock, rule: Rule) -> Array:
     """bool[B 1|K 1 S]: the slots that the next token's query sees; later ones see no others in a sliding window."""
-    return visible(block.pos, next_positions(block), window)[:, :, :, 0]
+    return visible(block.pos, next_positions(block), rule)[:, :, :, 0]

@@ -110,7 +110,7 @@ class WindowAttention(Scorer):
         in_window = window_query_mask(observation, self.num_queries).astype(jnp.float32)
         # A short prompt has fewer queries than the window; the mean is over its own.
         query_weights = in_window / jnp.maximum(in_window.sum(-1, keepdims=True), 1.0)
-        return attention_mass(block, observation, query_weights, spec.window)[0]
+        return attention_mass(block, observation, query_weights, spec.rule)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class AccumulatedAttention(Scorer):
         # Ages, not positions, are weighed: decay ** position would underflow in a long prompt.
         age = jnp.maximum(observation.pos.max(-1, keepdims=True) - observation.pos, 0).astype(jnp.float32)
         query_weights = jnp.exp(age * np.float32(np.log(self.decay)))
-        heads, total_weight = attention_mass(block, observation, query_weights, spec.window)
+        heads, total_weight = attention_mass(block, observation, query_weights, spec.rule)
         if self.normalise == "visible":
             # Later tokens are seen by fewer queries; a padding slot is seen by none.
             heads = heads / jnp.maximum(total_weight, 1e-30)[:, :, None]

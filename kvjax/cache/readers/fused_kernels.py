@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvjax.cache.components import KVStorage
 from kvjax.core.kernels import use_kernels
 from kvjax.errors import KvjaxError
 
@@ -12,7 +13,7 @@ from kvjax.errors import KvjaxError
 class FusedKernel(NamedTuple):
     """One kernel."""
 
-    fits: Callable[[Any, Any, int], bool]  # (key codec, value codec, head dim) -> whether it reads them
+    fits: Callable[[KVStorage], bool]  # whether it reads keys and values that are stored so
     read: Callable[..., Any]  # (storage, state, q, q_pos) -> Partial
     max_queries: int  # of each head that it takes at a time
 
@@ -25,17 +26,17 @@ def register_kernel(backend: str, kernel: FusedKernel) -> None:
     _KERNELS.setdefault(backend, []).append(kernel)
 
 
-def find_kernel(choice: str, k: Any, v: Any, head_dim: int) -> FusedKernel | None:
-    """Returns the kernel for two codecs and a size of heads, or None; raises KvjaxError for "pallas" without one."""
+def find_kernel(choice: str, storage: KVStorage) -> FusedKernel | None:
+    """Returns the kernel for a layer's codecs and heads, or None; raises KvjaxError for "pallas" without one."""
     if choice == "xla":
         return None
     # "pallas" takes a kernel of any backend: elsewhere it is interpreted, slowly.
     backends = list(_KERNELS) if choice == "pallas" else ["gpu"] if use_kernels() else []
     kernels = [kernel for backend in backends for kernel in _KERNELS.get(backend, [])]
-    found = next((kernel for kernel in kernels if kernel.fits(k, v, head_dim)), None)
+    found = next((kernel for kernel in kernels if kernel.fits(storage)), None)
     if choice == "pallas" and found is None:
         raise KvjaxError(
-            "kernel='pallas' reads KIVI codes of equal bits on the device, in heads of 16, 32, .. 256 channels, not "
-            f"{k} and {v} in heads of {head_dim}; use kernel='auto'"
+            "kernel='pallas' reads KIVI codes of equal bits on the device, in heads of 16, 32, .. 256 channels, "
+            f"without a soft cap, not {storage.k} and {storage.v} in {storage.spec}; use kernel='auto'"
         )
     return found

@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.components import KVStorage
 from kvjax.cache.protocol import LayerState
-from kvjax.core.attention import MASKED_LOGIT, scores, split_blocks, visible
+from kvjax.core.attention import scores, split_blocks
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
@@ -20,7 +20,7 @@ QUERY_BLOCK = 512
 
 
 def logits(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
-    """f32[B K G T S]: scaled dot products with all keys (in device memory) plus bias, MASKED_LOGIT where hidden."""
+    """f32[B K G T S]: scaled logits of all keys (in device memory), MASKED_LOGIT where hidden."""
     if storage.indexed_by is not None:
         # Keys are stored before RoPE; keys and queries are rotated to their index in the cache (StreamingLLM).
         rope, index_of = storage.spec.rope, storage.indexed_by.cache_positions
@@ -39,8 +39,7 @@ def logits(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, keys: 
                 f"`state.bias` is added to the logits of slots, and must be f32[B K S], here {expected}; got "
                 f"{jax.typeof(state.bias)}"
             )
-        s = s + state.bias[:, :, None, None]
-    return jnp.where(visible(state.pos, q_pos, storage.spec.window), s, MASKED_LOGIT)
+    return storage.spec.rule.logits(s, state.pos, q_pos, state.bias)
 
 
 def normalize_weights(p: Array, l: Array) -> Array | None:

@@ -197,7 +197,7 @@ class Retrieve(Reader):
 
     def _best_slots(self, storage: KVStorage, state: LayerState, score: Array, q_pos: Array, start: Array) -> Array:
         """i32[B 1|K 1|G T n], -1 where unused: slots of the best units that begin before slot start i32[B T]."""
-        size, S, window = self.index.size, state.pos.shape[2], storage.spec.window
+        size, S, window = self.index.size, state.pos.shape[2], storage.spec.rule.window
         first = jnp.arange(score.shape[-1], dtype=jnp.int32) * size
         is_candidate = (first[None, None] < start[..., None]) & (first[None, None] + size > self.sinks)
         is_candidate = is_candidate[:, None, None]  # [B 1 1 T U]
@@ -248,13 +248,14 @@ def attend_slots(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, 
     v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # an empty slot may hold inf, and 0 * inf is NaN
     by_set = q.reshape(B, K, sets, G // sets, T, H)
     s = jnp.einsum("bksgth,bkstnh->bksgtn", by_set, k, preferred_element_type=jnp.float32) * H**-0.5
+    s = storage.spec.rule.cap(s)
     if state.bias is not None:
         bias = jnp.take_along_axis(state.bias, idx, 2, mode="clip")
         s = s + bias.reshape(B, K, sets, 1, T, n)
     t = q_pos[:, None, None, :, None]
     is_visible = (pos >= 0) & (pos <= t)
-    if storage.spec.window is not None:
-        is_visible &= pos > t - storage.spec.window
+    if (window := storage.spec.rule.window) is not None:
+        is_visible &= pos > t - window
     p, m, l = weights(jnp.where(is_visible[:, :, :, None], s, MASKED_LOGIT))
     o = jnp.einsum("bksgtn,bkstnh->bksgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Partial(o.reshape(q.shape), m.reshape(q.shape[:4]), l.reshape(q.shape[:4]))

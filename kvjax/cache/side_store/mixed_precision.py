@@ -12,7 +12,7 @@ from kvjax.cache.components import Codec, KVStorage, Scorer, SideStore, Slots
 from kvjax.cache.eviction.representatives import fraction_of
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.query_blocks import QUERY_BLOCK, map_query_blocks
-from kvjax.core.attention import MASKED_LOGIT, visible, weights
+from kvjax.core.attention import weights
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import bytes_beyond
 from kvjax.core.mesh import to_numpy
@@ -69,9 +69,7 @@ class PrecisionTiers(SideStore):
 
         def attend(q: Array, q_pos: Array) -> Partial:
             s = self.k.scores(q, keys)
-            if store.bias is not None:
-                s = s + store.bias[:, :, None, None]
-            p, m, l = weights(jnp.where(visible(store.pos, q_pos, storage.spec.window), s, MASKED_LOGIT))
+            p, m, l = weights(storage.spec.rule.logits(s, store.pos, q_pos, store.bias))
             return Partial(self.v.mix(p, values), m, l)
 
         return map_query_blocks(attend, q, q_pos, QUERY_BLOCK)

@@ -22,7 +22,7 @@ from kvjax.cache.eviction.ranking import BestOfLayer, BestOfModel
 from kvjax.cache.protocol import LayerSpec, LayerState
 from kvjax.cache.readers.full import Full
 from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.core.attention import MASKED_LOGIT, attend_dense, mix, visible
+from kvjax.core.attention import MASKED_LOGIT, Rule, attend_dense, mix, visible
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import bytes_beyond
 from kvjax.core.mesh import over_heads, to_numpy
@@ -138,7 +138,7 @@ class PagedHeads(SideStore):
             owners_q = jnp.take_along_axis(all_q, jnp.maximum(owner, 0)[:, :, None, None, None], 1)
             is_short = q.shape[2] * q.shape[3] <= FEW_QUERIES and self.page < LONG_PAGE_SLOTS
             attend_pages = _attend_side_by_side if is_short else attend_dense
-            part = attend_pages(owners_q, block, q_pos, storage.spec.window)
+            part = attend_pages(owners_q, block, q_pos, storage.spec.rule)
             merged = _merge_by_owner(part, owner, all_q.shape[1])
             first = over_heads.first_head(num_local)
             return Partial(*(lax.dynamic_slice_in_dim(x, first, num_local, 1) for x in merged))
@@ -226,15 +226,15 @@ def _assign_pages(length: Array, page: Array, page_slots: int) -> tuple[Array, A
     return jnp.where(is_used, owner, -1), token.reshape(*owner.shape[:2], -1)
 
 
-def _attend_side_by_side(q: Array, block: KVBlock, q_pos: Array, window: int | None) -> Partial:
+def _attend_side_by_side(q: Array, block: KVBlock, q_pos: Array, rule: Rule) -> Partial:
     """`attend_dense` for pages as heads, q [B P G T H], with the logits of all pages in one row for each query."""
     B, P, G, T, H = q.shape
     dims = (((3,), (3,)), ((0, 1), (0, 1)))  # keys first: as the second operand XLA:CPU would transpose them
     s = lax.dot_general(block.k, q.reshape(B, P, G * T, H), dims, preferred_element_type=jnp.float32) * H**-0.5
-    s = jnp.moveaxis(s.reshape(B, -1, G, T), 1, 3)[:, None]  # [B 1 G T P*page]
+    s = jnp.moveaxis(rule.cap(s).reshape(B, -1, G, T), 1, 3)[:, None]  # [B 1 G T P*page]
     if block.bias is not None:
         s = s + block.bias.reshape(B, 1, 1, 1, -1)
-    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, window), s, MASKED_LOGIT)[:, 0]
+    s = jnp.where(visible(block.pos.reshape(B, 1, -1), q_pos, rule), s, MASKED_LOGIT)[:, 0]
     m = lax.stop_gradient(s.reshape(B, G, T, P, -1).max(-1))  # as in `weights`
     p = jnp.where(s > MASKED_LOGIT / 2, jnp.exp(s - jnp.repeat(m, s.shape[3] // P, -1)), 0.0)
     p, m = jnp.moveaxis(p.reshape(B, G, T, P, -1), 3, 1), jnp.moveaxis(m, 3, 1)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Float, Float32, Int32, UInt32
 
-from kvjax.core.attention import MASKED_LOGIT, attend_dense
+from kvjax.core.attention import MASKED_LOGIT, Rule, attend_dense
 from kvjax.core.kernels.packed_kernel import QUERY_ROWS, WORD_ROWS, Plan, kernel
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import KvjaxError
@@ -129,7 +129,7 @@ def attend_reference(
     pos = jnp.where(is_quantized, pos, -1)
     # An empty slot may hold inf, and 0 * inf is NaN.
     values = jnp.where((pos >= 0)[..., None], dequantize_values(v, bits), 0.0)
-    return attend_dense(q.astype(jnp.float32), KVBlock(dequantize_keys(k, bits), values, pos), q_pos, window)
+    return attend_dense(q.astype(jnp.float32), KVBlock(dequantize_keys(k, bits), values, pos), q_pos, Rule(window))
 
 
 def dequantize_keys(k: PackedCodes, bits: int) -> Float32[Array, "B K S H"]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache.eviction.scorers import AccumulatedAttention, WindowAttention
-from kvjax.core.attention import causal_attention_with_lse
+from kvjax.core.attention import Rule, causal_attention_with_lse
 from kvjax.core.attention_mass import Observation, attention_mass
 from kvjax.core.random import draw
 from kvjax.errors import KvjaxError
@@ -78,7 +78,7 @@ def test_queries_are_read_a_few_at_a_time():
     block, obs = random_block()
     weights = np.ones(obs.pos.shape, np.float32)
     for window in (None, 9):
-        run = functools.partial(attention_mass, window=window)
+        run = functools.partial(attention_mass, rule=Rule(window))
         at_once, in_blocks = (jax.jit(functools.partial(run, block_size=n)) for n in (64, 7))
         for x, y in zip(at_once(block, obs, weights), in_blocks(block, obs, weights), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
@@ -87,8 +87,8 @@ def test_queries_are_read_a_few_at_a_time():
 @pytest.mark.parametrize("window", [None, 9])
 def test_sums_that_are_known_change_nothing(window):
     block, obs = random_block()
-    _, sums = causal_attention_with_lse(obs.q, block.k, block.v, window=window)
-    mass = jax.jit(functools.partial(attention_mass, window=window, block_size=7))
+    _, sums = causal_attention_with_lse(obs.q, block.k, block.v, rule=Rule(window))
+    mass = jax.jit(functools.partial(attention_mass, rule=Rule(window), block_size=7))
     weights = np.ones(obs.pos.shape, np.float32)
     for x, y in zip(mass(block, obs, weights), mass(block, obs._replace(softmax_lse=sums), weights), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
