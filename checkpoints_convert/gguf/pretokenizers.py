@@ -54,7 +54,7 @@ SINGLE_DIGITS = (Digits(individual_digits=True), *WORDS)
 
 PRE_TOKENIZERS = {
     "default": PreTokenization(split(*DEFAULT)),
-    **dict.fromkeys(("gpt-2", "phi-2", "mellum"), PreTokenization(WORDS)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mellum", "olmo"), PreTokenization(WORDS)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), PreTokenization(SINGLE_DIGITS)),
     "command-r": PreTokenization(SINGLE_DIGITS, nfc=True),
     **dict.fromkeys(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from operator import itemgetter
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -49,6 +50,8 @@ def make_files(metadata: Metadata) -> dict[str, bytes]:
     if problem is not None:
         raise KvjaxError(f"{problem}; convert the safetensors checkpoint instead, which has its own tokenizer.json")
     vocabulary = read_vocabulary(metadata)
+    if kind == "llama":
+        vocabulary = spell_spaces(vocabulary)
     tokenizer, adds_bos = KINDS[kind](metadata, vocabulary)
     _add_tokens(tokenizer, vocabulary, metadata)
     # Whether the tokens are added to a text.
@@ -100,11 +103,13 @@ def make_byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokeniz
 
 def make_sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Tokenizer, bool]:
     """Makes a SentencePiece BPE tokenizer; also returns whether bos is added for a file that does not say."""
-    scores = metadata[SCORES]
+    # Pieces of the user's own come before all others; their scores in the file are the converter's, not the model's.
+    types = vocabulary.types
+    scores = [math.inf if kind == USER_DEFINED else x for x, kind in zip(metadata[SCORES], types, strict=True)]
     # All pairs of pieces that join to a piece, the best score of the joined piece first, then the longest left half.
     # Unknown, control and byte tokens take no part: text never becomes one of them by merging.
     whole = (UNKNOWN, CONTROL, BYTE)
-    pieces = {t: i for i, t in enumerate(vocabulary.tokens) if vocabulary.types[i] not in whole}
+    pieces = {t: i for i, t in enumerate(vocabulary.tokens) if types[i] not in whole}
     splits = ((i, t[:cut], t[cut:]) for t, i in pieces.items() for cut in range(1, len(t)))
     ranked = [(scores[i], len(a), len(b), a, b) for i, a, b in splits if a in pieces and b in pieces]
     merges = [pair[3:] for pair in sorted(ranked, key=itemgetter(0, 1, 2), reverse=True)]
@@ -118,6 +123,22 @@ def make_sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Toke
     tokenizer.normalizer = normalizers.Sequence(spaces)
     tokenizer.decoder = decoders.Sequence(decoding)
     return tokenizer, True
+
+
+def spell_spaces(vocabulary: Vocabulary) -> Vocabulary:
+    """Spells pieces of several spaces with SentencePiece's mark, as Gemma's own tokenizer does.
+
+    llama.cpp's converter writes such pieces of the user's with plain spaces, which no normalized text has.
+    """
+    types, tokens = vocabulary.types, vocabulary.tokens
+    known = set(tokens)
+    spelled = [token.replace(" ", SPACE) if token and not token.strip(" ") else token for token in tokens]
+    return vocabulary._replace(
+        tokens=[
+            new if kind == USER_DEFINED and new not in known else old
+            for old, new, kind in zip(tokens, spelled, types, strict=True)
+        ]
+    )
 
 
 KINDS = {"gpt2": make_byte_level, "llama": make_sentencepiece}

@@ -231,3 +231,26 @@ def test_no_tokenizer(model):
 def test_what_cannot_be_obeyed_is_refused(metadata, message):
     with pytest.raises(KvjaxError, match=message):
         tokenizer_files.make_files(metadata)
+
+
+def test_several_spaces_are_one_piece_whichever_way_a_file_spells_them(tmp_path):
+    # As in Gemma's files: pieces of the user's own, written with plain spaces and with the converter's lowest score.
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "\u2581a", "  ", "   "]
+    metadata = tokenizer_keys(
+        model="llama",
+        tokens=tokens,
+        token_type=[2, 3, 3, 1, 1, 1, 4, 4],
+        scores=[0.0, 0.0, 0.0, -2.0, -3.0, -1.0, -1000.0, -1000.0],
+        add_bos_token=False,
+        add_space_prefix=False,
+    )
+    ours = load_tokenizer(metadata, tmp_path)
+    for text, ids in (
+        ("  a", [6, 4]),
+        (" a", [5]),
+        ("    ", [7, 3]),
+        ("a\u2581\u2581\u2581", [4, 7]),
+        ("   a a", [7, 4, 5]),
+    ):
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == text.replace("\u2581", " ")
