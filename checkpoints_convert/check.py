@@ -48,10 +48,14 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
     source, record = open_source(src), checkpoint.read_manifest(dst)
     plan = plan_conversion(source)
     problems = []
-    for field in dataclasses.fields(Config):
-        expected, found = (getattr(config, field.name) for config in (plan.config, record.config))
-        if expected != found:
-            problems.append(f"config field {field.name}: {found!r}, the source says {expected!r}")
+    configs = plan.config, record.config
+    flat = [config.llama_arguments() for config in configs]
+    if None in flat:
+        flat = [{f.name: getattr(config, f.name) for f in dataclasses.fields(Config)} for config in configs]
+    expected, found = flat
+    for name, x in expected.items():
+        if found[name] != x:
+            problems.append(f"config field {name}: {found[name]!r}, the source says {x!r}")
     for name, content in source.tokenizer_files().items():
         file = Path(dst) / name
         if not file.is_file() or file.read_bytes() != content:

@@ -72,12 +72,13 @@ class ConversionPlan:
 def bind(rules: tuple[Rule, ...], config: Config) -> tuple[Binding, ...]:
     """Applies each rule once per layer; a rule whose parameter `config` does not have does not apply."""
     expected, c = parameter_shapes(config), config
-    sizes = dict(V=c.vocab_size, D=c.width, F=c.mlp_width, K=c.kv_heads, G=c.groups, H=c.head_dim)
     bindings = []
     for rule in rules:
         for i in range(config.layers if "{i}" in rule.source else 1):
             targets = tuple(t._replace(path=t.path.format(i=i)) for t in rule.targets)
             if all(t.path in expected for t in targets):
+                a, mlp = c.kind(i).attention, c.kind(i).mlp
+                sizes = dict(V=c.vocab_size, D=c.width, F=mlp.width, K=a.kv_heads, G=a.groups, H=a.head_dim)
                 bindings.append(Binding(rule.source.format(i=i), targets, sizes))
     return tuple(bindings)
 

@@ -59,8 +59,16 @@ def _describe_weights(stored: list[tuple[tuple[int, ...], str, int]]) -> Lines:
 
 def _describe_config(config: Config) -> Lines:
     """Lists the fields of a config, and the bytes of one token's keys and values in bfloat16."""
-    per_token = 2 * config.layers * config.kv_heads * config.head_dim * 2
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
-    if config.windows is not None:
-        fields["windows"] = ", ".join(f"{w or 'all'} (x{n})" for w, n in Counter(config.windows).items())
+    attention = [config.kind(i).attention for i in range(config.layers)]
+    # The values of latent attention are channels of its keys.
+    per_token = sum(2 * a.kv_heads * (a.head_dim + (0 if a.latent else a.value_dim)) for a in attention)
+    fields = config.llama_arguments()
+    if fields is None:
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
+        del fields["kinds"], fields["pattern"]
+        counts = Counter(config.pattern)
+        fields["layers"] = ", ".join(f"kind {i} (x{n})" for i, n in counts.items())
+        fields |= {f"kind {i}": config.kinds[i] for i in counts}
+    elif fields["windows"] is not None:
+        fields["windows"] = ", ".join(f"{w or 'all'} (x{n})" for w, n in Counter(fields["windows"]).items())
     return {name: str(x) for name, x in fields.items()} | {"KV per token": f"{per_token:,} bytes in bfloat16"}

@@ -85,7 +85,7 @@ def translate(
     both_eos = ((generation or {}).get("eos_token_id"), values["eos_token_id"])
     eos_ids = _read_ids(next((x for x in both_eos if x is not None), None), values)
     bos_ids = _read_ids(values["bos_token_id"], values)
-    return Config(
+    return Config.llama(
         **sizes,
         kv_heads=sizes["heads"] if kv_heads is None else kv_heads,
         head_dim=sizes["width"] // sizes["heads"] if head_dim is None else head_dim,

@@ -104,7 +104,7 @@ class Shapes:
 
     def params(self, num_layers: int) -> Any:
         """Describes the weights of the first layers."""
-        config = dataclasses.replace(self.config, layers=num_layers)
+        config = self.config.with_layers(self.config.pattern[:num_layers])
         shardings = param_shardings(config, self.mesh)
         shapes = nn.unbox(abstract_params(config, DTYPE))
         return jax.tree.map(lambda x, at: self.on_mesh(x.shape, x.dtype, at.spec), shapes, shardings)
@@ -204,7 +204,7 @@ def compile_decode(
     Returns:
       The digest of the program, and its counts on one device.
     """
-    config = dataclasses.replace(shapes.config, layers=len(plan))
+    config = shapes.config.with_layers(shapes.config.pattern[: len(plan)])
     has_drafts = num_draft_tokens(tuple(plan)) > 0
     logits, key, eos = shapes.array((1, config.vocab_size), jnp.float32), key_from_seed(0), jnp.zeros(1, jnp.int32)
     state = jax.eval_shape(
@@ -268,7 +268,7 @@ def prefill_programs(
 ) -> Iterator[tuple[str, Any, dict[str, Any], tuple[str, ...]]]:
     """Yields the programs that kvjax runs for one layer of a prompt: name, jitted function, arguments, static names."""
     c, T, layer = shapes.config, shapes.tokens, plan[index]
-    config, target = dataclasses.replace(c, layers=1), Target(c, shapes.mesh)
+    config, target = c.with_layers(c.pattern[index : index + 1]), Target(c, shapes.mesh)
     num_slots = num_layer_slots(layer, (T,), shapes.capacity)
     (call,) = layer_calls((layer,), config, (num_slots,))
     needs = [x.needs for x in plan]

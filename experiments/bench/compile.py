@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -114,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.model:
             model = kvjax.load(args.model)
         else:
-            model = kvjax.random_model(dataclasses.replace(SHAPES[args.shape], layers=layers))
+            model = kvjax.random_model(SHAPES[args.shape].with_layers((0,) * layers))
         kvjax.generate(model, [PROMPT], "full", max_new_tokens=2)  # pays the costs of a process's first call
         for method in args.methods.split(";"):
             measuring.log_progress(f"{method}, {model.config.layers} layers")

@@ -29,7 +29,7 @@ from kvjax.core import memory
 from kvjax.eval.run.machine import machine
 from kvjax.testing import full_copies
 
-CONFIG = kvjax.Config(
+CONFIG = kvjax.Config.llama(
     vocab_size=256, width=256, layers=2, heads=4, kv_heads=4, head_dim=128, mlp_width=256, max_positions=2**20
 )
 

@@ -29,7 +29,7 @@ def config(kv_heads: int, groups: int, head_dim: int) -> kvjax.Config:
     """Two layers so narrow that attention takes nearly all of their time."""
     heads = kv_heads * groups
     sizes = {"vocab_size": 256, "width": 256, "layers": 2, "mlp_width": 256, "max_positions": 2**20}
-    return kvjax.Config(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes)
+    return kvjax.Config.llama(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **sizes)
 
 
 def sides(models: dict[str, kvjax.Model], methods: Sequence[str], tokens: int, room: int) -> dict[str, KvjaxDecoder]:

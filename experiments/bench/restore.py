@@ -46,10 +46,10 @@ def write_random(directory: Path, gigabytes: float) -> None:
     }
     if gigabytes < 0.5:  # one that is written in a second
         shape |= {"vocab_size": 512, "width": 128, "heads": 8, "mlp_width": 256}
-    one, two = (kvjax.Config(layers=n, tie_embeddings=True, **shape) for n in (1, 2))
+    one, two = (kvjax.Config.llama(layers=n, tie_embeddings=True, **shape) for n in (1, 2))
     first, second = (sum(2 * np.prod(x) for x in checkpoint.parameter_shapes(c).values()) for c in (one, two))
     layers = max(1, round((gigabytes * 1e9 - first) / (second - first)) + 1)
-    config, rng = kvjax.Config(layers=layers, tie_embeddings=True, **shape), np.random.default_rng(0)
+    config, rng = kvjax.Config.llama(layers=layers, tie_embeddings=True, **shape), np.random.default_rng(0)
     shapes = checkpoint.parameter_shapes(config)
     with checkpoint.Writer(directory, config, "bfloat16", "random") as writer:
         for name in checkpoint.part_names(shapes):

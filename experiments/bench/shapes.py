@@ -10,9 +10,9 @@ from kvjax.models import Config
 
 SHAPES = {
     # Byte-level like the shipped model: small matrices, so that everything else decides the speed.
-    "small": Config(vocab_size=512, width=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp_width=512),
+    "small": Config.llama(vocab_size=512, width=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp_width=512),
     # A Llama of GPT-2's size with an untied head: 134M parameters; a step reads 110M, all but most of the embedding.
-    "125m": Config(vocab_size=32_000, width=768, layers=12, heads=12, kv_heads=12, head_dim=64, mlp_width=2048),
+    "125m": Config.llama(vocab_size=32_000, width=768, layers=12, heads=12, kv_heads=12, head_dim=64, mlp_width=2048),
 }
 
 

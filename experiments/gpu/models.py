@@ -17,7 +17,7 @@ from kvjax.models.decoder import init
 
 SHAPES = {
     # The shapes of Llama-3.2-1B and of Llama-3.1-8B.
-    "1b": kvjax.Config(
+    "1b": kvjax.Config.llama(
         vocab_size=128_256,
         width=2048,
         layers=16,
@@ -28,7 +28,7 @@ SHAPES = {
         tie_embeddings=True,
         max_positions=131_072,
     ),
-    "8b": kvjax.Config(
+    "8b": kvjax.Config.llama(
         vocab_size=128_256,
         width=4096,
         layers=32,
@@ -38,7 +38,7 @@ SHAPES = {
         mlp_width=14_336,
         max_positions=131_072,
     ),
-    "toy": kvjax.Config(vocab_size=97, width=64, layers=3, heads=4, kv_heads=2, head_dim=32, mlp_width=96),
+    "toy": kvjax.Config.llama(vocab_size=97, width=64, layers=3, heads=4, kv_heads=2, head_dim=32, mlp_width=96),
 }
 
 

@@ -22,7 +22,7 @@ from experiments.testbed.trainer import Recipe, Run, open_manager
 from kvjax.models import Config, checkpoint
 from kvjax.testbed import corpus, vocab
 
-MODEL = Config(
+MODEL = Config.llama(
     vocab_size=vocab.SIZE, width=160, layers=4, heads=4, kv_heads=2, head_dim=32, mlp_width=448,
     rope_theta=500_000.0, tie_embeddings=True, eos_ids=(vocab.END,),
 )  # fmt: skip

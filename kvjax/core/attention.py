@@ -163,6 +163,15 @@ def merge(parts: list[Partial]) -> Float32[Array, "B K G T H"]:
     return p.o / jnp.maximum(p.l, 1e-30)[..., None]
 
 
+def with_sinks(
+    out: Float[Array, "B K G T H"], lse: Float32[Array, "B K G T"], sinks: Float[Array, "K G"]
+) -> Float[Array, "B K G T H"]:
+    """Adds to a finished softmax, whose log-sum-exp is `lse`, a logit of each query head that has no value."""
+    # Of all weight, the sink takes exp(sink) / (exp(sink) + exp(lse)).
+    remaining = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, :, :, None])
+    return (out.astype(jnp.float32) * remaining[..., None]).astype(out.dtype)
+
+
 def log_sum_exp(m: Float32[Array, "*rest"], l: Float32[Array, "*rest"]) -> Float32[Array, "*rest"]:
     """Log of a softmax's denominator, from its largest logit and its sum: a weight is exp(logit - this)."""
     return m + jnp.log(jnp.maximum(l, 1e-30))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.attention import Rule, causal_attention
+from kvjax.core.attention import causal_attention_with_lse, with_sinks
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs
@@ -93,19 +93,23 @@ def apply_layer(
       value for the layer above.
     """
 
+    kind = call.kind
+    assert kind is not None, "a pass through a decoder's layers needs their kinds"
+
     def attend(_: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, Any]:
         inputs = LayerInputs(
             q=constrain(q, "B K G T H", target.mesh),
             k=constrain(k, "B K T H", target.mesh),
             v=constrain(v, "B K T H", target.mesh),
             hidden=hidden,
-            output_projection=params["attention"]["o"]["kernel"][None],
+            output_projection=decoder.output_projection_of(params, kind)[None],
+            sinks=decoder.sinks_of(params),
         )
         out, *rest = mode.attend(call, state, inputs, cross_layer, target.mesh)
         return out, rest  # the decoder returns `rest` as it is
 
-    # The layer is not told its index in the model: that would give each one a compiled program of its own.
-    layer = decoder.Layer(target.config, 0, hidden.dtype)
+    # The layer is told its kind and not its index in the model, which would give each a compiled program of its own.
+    layer = decoder.Layer(target.config, 0, hidden.dtype, kind)
     hidden, (state, cross_layer) = layer.apply({"params": params}, hidden, angles, attend, mode.query_indices(call))
     return hidden, state, cross_layer
 
@@ -115,7 +119,9 @@ def exact_logits(params: Any, tokens: Int32[Array, "B T"], config: Config) -> Fl
     """Computes logits under exact causal attention, without a cache."""
 
     def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
-        return causal_attention(q, k, v, rule=Rule(config.window(i))), None
+        rule, sinks = config.kind(i).attention.rule, decoder.sinks_of(params[f"layer_{i}"])
+        out, lse = causal_attention_with_lse(q, k, v, rule=rule)
+        return out if sinks is None else with_sinks(out, lse, sinks), None
 
     pos = token_positions(tokens)
     return _decoder(params, config).apply({"params": params}, tokens, pos, attend, method=Decoder.logits)[0]
@@ -185,8 +191,10 @@ def layer_calls(plan: Plan, config: Config, num_slots: tuple[int, ...] | None = 
     """Returns the layers of a plan in one pass; `num_slots` of each layer's state, in the modes that make one."""
     # Cached, so that equal calls are one object: every step compares them, which then ends at identity.
     sizes = num_slots or (0,) * len(plan)
-    rules = (Rule(config.window(i)) for i in range(len(plan)))
-    return tuple(LayerCall(layer, rule, n) for layer, rule, n in zip(plan, rules, sizes, strict=True))
+    kinds = map(config.kind, range(len(plan)))
+    return tuple(
+        LayerCall(layer, kind.attention.rule, n, kind=kind) for layer, kind, n in zip(plan, kinds, sizes, strict=True)
+    )
 
 
 def outer_params(params: Any) -> Any:

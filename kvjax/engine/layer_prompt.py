@@ -18,6 +18,7 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock
 from kvjax.engine.positions import token_positions
+from kvjax.models.kinds import LayerKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class LayerCall:
     rule: Rule  # the model's window and soft cap in this layer
     num_slots: int = 0  # of the cache state, in the modes that make one
     selects_queries: bool = False  # whether the mode computes only some outputs in this layer, the model's last one
+    kind: LayerKind | None = None  # of kvjax's own decoder; None where another one runs the layers
 
 
 class LayerInputs(NamedTuple):
@@ -38,6 +40,7 @@ class LayerInputs(NamedTuple):
     v: Float[Array, "B K T H"]
     hidden: Float[Array, "B T D"]  # normalized, from which q, k and v were projected
     output_projection: Float[Array, "1 K G H D"]
+    sinks: Float[Array, "K G"] | None = None  # logits that take weight and give no value
 
 
 class LayerPrompt(NamedTuple):

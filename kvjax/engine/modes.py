@@ -104,7 +104,7 @@ class ChunkedPrefill(ForwardMode):
     def attend(
         self, call: LayerCall, state: LayerPrompt | Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q H"], LayerPrompt | Any, Any]:
-        q, k, v, hidden, _ = inputs
+        q, k, v, hidden, *_ = inputs
         layer, needs = call.layer, call.layer.needs
         if needs.prompt_chunk:
             pos = self.start + token_positions(k[:, 0, :, 0])
@@ -132,7 +132,7 @@ class PromptReplay(ForwardMode):
     def attend(
         self, call: LayerCall, state: LayerPrompt, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q H"], LayerPrompt, Any]:
-        q, k, v, hidden, output_projection = inputs
+        q, k, v, hidden, output_projection, *_ = inputs
         needs = call.layer.needs
         # The copy follows the prompt at later positions; they stay two blocks, whose attention is merged exactly.
         prompt, _ = observed_block(call.layer, state, self.lengths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec
 from kvjax.core import memory
-from kvjax.core.attention import Rule
+from kvjax.core.rope import Rope
 from kvjax.engine.forward import Plan
 from kvjax.engine.straight_through import make_differentiable
 from kvjax.models.config import Config
@@ -17,13 +17,14 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
         LayerSpec(
             index=i,
             num_layers=config.layers,
-            num_kv_heads=config.kv_heads,
-            num_groups=config.groups,
-            head_dim=config.head_dim,
-            rope=config.rope,
-            rule=Rule(config.window(i)),
+            num_kv_heads=attention.kv_heads,
+            num_groups=attention.groups,
+            head_dim=attention.head_dim,
+            rope=attention.rope or Rope(0),
+            rule=attention.rule,
+            value_dim=attention.value_dim,
         )
-        for i in range(config.layers)
+        for i, attention in ((i, config.kind(i).attention) for i in range(config.layers))
     )
 
 

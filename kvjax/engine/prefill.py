@@ -37,7 +37,7 @@ from kvjax.engine.layer_prompt import (
 )
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, PromptReplay
 from kvjax.errors import KvjaxError
-from kvjax.models.decoder import take_tokens
+from kvjax.models.decoder import output_projection_of, take_tokens
 
 SHORT_PROMPT_TOKENS = 512
 """Prompts up to this length compute all outputs of the last layer too, so that it reuses the other layers' compiled
@@ -119,7 +119,8 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
         prompt = empty_prompt(batch=batch, width=min(capacity, 64), dtype=dtype, call=call, target=target)
         needs = call.layer.needs
         if needs.output_projection and not needs.prompt_chunk:
-            prompt = prompt._replace(output_projection=jnp.zeros((1, c.kv_heads, c.groups, c.head_dim, c.width), dtype))
+            shape = (1, *prompt.q.shape[1:3], prompt.v.shape[3], c.width)
+            prompt = prompt._replace(output_projection=jnp.zeros(shape, dtype))
         if needs.replay:
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
         prompts.append(prompt)
@@ -176,8 +177,8 @@ def prefill_exactly(
     prompts = list(prompts)
     for i, layer in enumerate(call.layer for call in calls):
         if layer.needs.output_projection and not layer.needs.prompt_chunk:
-            output_projection = params[f"layer_{i}"]["attention"]["o"]["kernel"][None]
-            prompts[i] = prompts[i]._replace(output_projection=output_projection)
+            output_projection = output_projection_of(params[f"layer_{i}"], target.config.kind(i))
+            prompts[i] = prompts[i]._replace(output_projection=output_projection[None])
     return hidden, prompts
 
 
@@ -314,17 +315,20 @@ def _budgeted_layers(layers: Sequence[BoundLayer]) -> list[BudgetedLayer]:
 @functools.partial(jax.jit, static_argnames=("batch", "width", "dtype", "call", "target"))
 def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Target) -> LayerPrompt | Any:
     """Makes the state of a layer before the first chunk of a prompt of up to `width` tokens."""
-    c, needs = target.config, call.layer.needs
+    c, needs, kind = target.config, call.layer.needs, call.kind
+    assert kind is not None
+    a = kind.attention
 
     def zeros(*axes: int) -> Array:
-        return constrain(jnp.zeros((batch, c.kv_heads, *axes, c.head_dim), dtype), "B K", target.mesh)
+        return constrain(jnp.zeros((batch, a.kv_heads, *axes), dtype), "B K", target.mesh)
 
     if needs.prompt_chunk:
-        nothing = KVBlock(zeros(0), zeros(0), jnp.zeros((batch, 1, 0), jnp.int32))
+        nothing = KVBlock(zeros(0, a.head_dim), zeros(0, a.value_dim), jnp.zeros((batch, 1, 0), jnp.int32))
         return prefill_layer(call.layer, nothing, None, call.num_slots, target.mesh)
     hidden = jnp.zeros((batch, 1, width, c.width), dtype) if needs.hidden_states else None
     num_observed = width if needs.observed_queries is None else needs.observed_queries
-    return LayerPrompt(zeros(width), zeros(width), zeros(c.groups, num_observed), hidden)
+    queries = zeros(a.groups, num_observed, a.head_dim)
+    return LayerPrompt(zeros(width, a.head_dim), zeros(width, a.value_dim), queries, hidden)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))

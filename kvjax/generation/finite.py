@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from kvjax.cache.protocol import Cache
 from kvjax.cache.sequences import take_sequences
 from kvjax.core import memory
-from kvjax.core.attention import Rule, causal_attention
+from kvjax.core.attention import causal_attention
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
@@ -167,7 +167,10 @@ def _find_place(model: Model, ids: Sequence[int], cache: Cache | None) -> str | 
     else:
         tokens, lengths = (jnp.asarray(x) for x in pad([ids]))
         outer, nothing = outer_params(model.params), (None,) * num_layers
-        calls = [LayerCall(cast(Any, None), Rule(model.config.window(i))) for i in range(num_layers)]
+        calls = [
+            LayerCall(cast(Any, None), kind.attention.rule, kind=kind)
+            for kind in map(model.config.kind, range(num_layers))
+        ]
         hidden, angles, pos = embed(outer, tokens, None, lengths, target=target)
         mode = ExactPass(pos)
         hidden, _ = run_layers(model.params, hidden, angles, mode, calls, nothing, target=target)

@@ -1,111 +1,297 @@
-"""The configuration of a decoder: all that distinguishes one model family from another, as data."""
+"""The configuration of a decoder: all that distinguishes one model family from another, as data.
+
+A model is made of kinds of layers (`kvjax.models.kinds`) and a pattern, which names the kind of each layer. Nothing
+else says what a layer is: `config.kind(i)` is asked for the layer at hand, since layers may differ in every size.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling
+from kvjax.core.types import hash_once
 from kvjax.errors import KvjaxError
+from kvjax.models.kinds import (
+    MAX_SIZE,
+    AttentionKind,
+    LayerKind,
+    MlpKind,
+    check_factors,
+    check_sizes,
+    check_switches,
+)
 from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object
 
-MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit integers on a device
+MOST_LAYERS = 2**16  # a pattern has an entry for each, and a damaged number of them would fill the memory
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A decoder-only transformer with RoPE, RMSNorm and a gated SiLU MLP.
+    """A decoder-only transformer with RMSNorm and gated feed-forward parts.
 
-    Axis letters in the comments are those of `kvjax.core.types`.
+    Attributes:
+      vocab_size: V.
+      width: D.
+      kinds: the different layers, each once.
+      pattern: by layer, the index of its kind.
+      max_positions: positions that the model was trained for.
+      norm_eps: epsilon of every RMSNorm.
+      tie_embeddings: whether the embedding also turns hidden vectors into logits.
+      eos_ids: tokens that end an answer.
+      bos_id: token before every text, if any.
+      embed_scale: factor of the embedded tokens, rounded to the model's dtype (Gemma).
+      logit_scale: factor of the logits (Granite).
+      final_cap: c in c * tanh(logit / c), which bounds the logits (Gemma 2); None for none.
     """
 
-    vocab_size: int  # V
-    width: int  # D
-    layers: int  # L
-    heads: int  # N
-    kv_heads: int  # K
-    head_dim: int  # H
-    mlp_width: int  # F
+    vocab_size: int
+    width: int
+    kinds: tuple[LayerKind, ...]
+    pattern: tuple[int, ...]
     max_positions: int = 4096
     norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_fraction: float = 1.0  # fraction of the head dim that is rotated
-    rope_scaling: RopeScaling | None = None
-    windows: tuple[int | None, ...] | None = None  # by layer, latest positions that a query sees; None: all
     tie_embeddings: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    final_cap: float | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "max_positions"):
-            arguments.integer(f"config field {name}", getattr(self, name), 1, MAX_SIZE)
-        for window in self.windows or ():
-            if window is not None:
-                arguments.integer("config field windows", window, 1, MAX_SIZE)
+        name = "config field"
+        check_sizes(name, self, "vocab_size", "width", "max_positions")
+        if not isinstance(self.kinds, tuple) or not all(isinstance(kind, LayerKind) for kind in self.kinds):
+            raise KvjaxError(
+                f"config field kinds must be a tuple of LayerKind, got {self.kinds!r:.80}; Config.llama(vocab_size, "
+                "width, layers, heads, ..) makes a model whose layers are all alike"
+            )
+        is_list = isinstance(self.pattern, tuple) and bool(self.pattern)
+        if not is_list or not all(type(i) is int and 0 <= i < len(self.kinds) for i in self.pattern):
+            raise KvjaxError(
+                f"config field pattern must name one of the {len(self.kinds)} kinds for each layer, by its index from "
+                f"0 on, got {self.pattern!r:.80}"
+            )
+        unused = sorted(set(range(len(self.kinds))) - set(self.pattern))
+        if unused or len(set(self.kinds)) < len(self.kinds):
+            what = f"kind {unused[0]} is in no layer" if unused else "two of the kinds are equal"
+            raise KvjaxError(f"config field kinds must have each kind of layer once, and {what}; leave it out")
+        if len({kind.unit_offset for kind in self.kinds}) > 1:
+            # The final norm, which belongs to no layer, is like theirs.
+            raise KvjaxError("unit_offset must be equal in all kinds of a model's layers")
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             arguments.integer("config field eos_ids or bos_id", token, 0, self.vocab_size - 1)
-        switches = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm")
-        numbers = {name: getattr(self, name) for name in ("norm_eps", "rope_theta", "rope_fraction")}
-        problems = [
-            f"config field {name} must be true or false, got {getattr(self, name)!r:.80}"
-            for name in switches
-            if not isinstance(getattr(self, name), bool)
-        ]
-        problems += [
-            f"config field {name} must be a positive number, got {x!r}"
-            for name, x in numbers.items()
-            if not (isinstance(x, float | int) and 0 < x <= sys.float_info.max)
-        ]
-        if self.heads % self.kv_heads:
-            problems.append(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        if self.windows is not None and len(self.windows) != self.layers:
-            problems.append(f"windows has {len(self.windows)} entries for {self.layers} layers; give one per layer")
-        if not problems and (self.rope_fraction > 1 or self.rotary_dim % 2):
-            problems.append(
-                f"config field rope_fraction is {self.rope_fraction}: at most all channels of a head are rotated, and "
-                f"the rotary dim must be even, got {self.rotary_dim} of head_dim {self.head_dim}"
-            )
-        if problems:
-            raise KvjaxError("; ".join(problems))
+        check_switches(name, self, "tie_embeddings")
+        check_factors(name, self, "norm_eps", "embed_scale", "logit_scale", "final_cap")
 
     @property
-    def groups(self) -> int:
-        """G, query heads of a key/value head."""
-        return self.heads // self.kv_heads
+    def layers(self) -> int:
+        """L, the number of layers."""
+        return len(self.pattern)
 
-    @property
-    def rotary_dim(self) -> int:
-        """The number of channels of a head that are rotated, from the first on."""
-        return int(self.head_dim * self.rope_fraction)
+    def kind(self, layer: int) -> LayerKind:
+        """What the layer of this index is made of."""
+        return self.kinds[self.pattern[layer]]
 
-    @property
-    def rope(self) -> Rope:
-        """The rotary embedding of queries and keys."""
-        return Rope(self.rotary_dim, self.rope_theta, self.rope_scaling)
+    @functools.cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotary embeddings of the layers, each once."""
+        ropes = (self.kinds[i].attention.rope for i in self.pattern)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    # TRANSITION: readers of these assume equal layers; each goes to `kind(i)`.
+    heads = property(lambda self: self.kind(0).attention.heads)
+    kv_heads = property(lambda self: self.kind(0).attention.kv_heads)
+    groups = property(lambda self: self.kind(0).attention.groups)
+    head_dim = property(lambda self: self.kind(0).attention.head_dim)
+    mlp_width = property(lambda self: self.kind(0).mlp.width)
+    rope = property(lambda self: self.kind(0).attention.rope)
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer, or None."""
-        return None if self.windows is None else self.windows[layer]
+        return self.kind(layer).attention.rule.window
+
+    def with_layers(self, pattern: Sequence[int]) -> Config:
+        """Returns the config of layers of these kinds, given by index; kinds that none of them has are left out."""
+        used = tuple(dict.fromkeys(pattern))
+        return dataclasses.replace(
+            self, kinds=tuple(self.kinds[i] for i in used), pattern=tuple(used.index(i) for i in pattern)
+        )
+
+    @classmethod
+    def llama(
+        cls,
+        vocab_size: int,
+        width: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        mlp_width: int,
+        max_positions: int = 4096,
+        norm_eps: float = 1e-5,
+        rope_theta: float = 10_000.0,
+        rope_fraction: float = 1.0,
+        rope_scaling: RopeScaling | None = None,
+        windows: tuple[int | None, ...] | None = None,
+        tie_embeddings: bool = False,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        eos_ids: tuple[int, ...] = (),
+        bos_id: int | None = None,
+    ) -> Config:
+        """Makes the config of a model whose layers differ in their windows alone: pre-norm, RoPE, a gated SiLU MLP.
+
+        Llama, Mistral, Qwen2, Qwen3 and Phi-3 are such models.
+
+        Args:
+          vocab_size: V.
+          width: D.
+          layers: L.
+          heads: N.
+          kv_heads: K.
+          head_dim: H.
+          mlp_width: F.
+          max_positions: as in `Config`, and norm_eps, tie_embeddings, eos_ids and bos_id.
+          norm_eps: as in `Config`.
+          rope_theta: base of the frequencies of RoPE.
+          rope_fraction: fraction of a head's channels that are rotated.
+          rope_scaling: of the frequencies, or None.
+          windows: by layer, latest positions that a query sees, None for all; None where no layer has a window.
+          tie_embeddings: as in `Config`.
+          qkv_bias: whether the projections to queries, keys and values have a bias.
+          out_bias: whether the projection of attention's output has one.
+          mlp_bias: whether those of the MLP have one.
+          qk_norm: whether queries and keys of each head are normalized.
+          eos_ids: as in `Config`.
+          bos_id: as in `Config`.
+
+        Raises:
+          KvjaxError: for a value that cannot be, by name.
+        """
+        arguments.integer("config field layers", layers, 1, MOST_LAYERS)
+        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "mlp_width": mlp_width}
+        for name, size in sizes.items():
+            arguments.integer(f"config field {name}", size, 1, MAX_SIZE)
+        for window in windows or ():
+            if window is not None:
+                arguments.integer("config field windows", window, 1, MAX_SIZE)
+        switches = {"qkv_bias": qkv_bias, "out_bias": out_bias, "mlp_bias": mlp_bias, "qk_norm": qk_norm}
+        for name, switch in switches.items():
+            if not isinstance(switch, bool):
+                raise KvjaxError(f"config field {name} must be true or false, got {switch!r:.80}")
+        for name, x in {"rope_theta": rope_theta, "rope_fraction": rope_fraction}.items():
+            if not (isinstance(x, float | int) and 0 < x < float("inf")):
+                raise KvjaxError(f"config field {name} must be a positive number, got {x!r:.80}")
+        rotary_dim = int(head_dim * rope_fraction)
+        if rope_fraction > 1 or rotary_dim % 2 or not rotary_dim:
+            raise KvjaxError(
+                f"config field rope_fraction is {rope_fraction}: at most all channels of a head are rotated, and "
+                f"the rotary dim must be even and positive, got {rotary_dim} of head_dim {head_dim}"
+            )
+        if windows is not None and len(windows) != layers:
+            raise KvjaxError(f"windows has {len(windows)} entries for {layers} layers; give one per layer")
+        by_layer = tuple(windows or (None,) * layers)
+        different = tuple(dict.fromkeys(by_layer))
+        kinds = []
+        for window in different:
+            attention = AttentionKind(
+                heads,
+                kv_heads,
+                head_dim,
+                Rope(rotary_dim, rope_theta, rope_scaling),
+                Rule(window),
+                qk_norm="head" if qk_norm else "",
+                qkv_bias=qkv_bias,
+                out_bias=out_bias,
+            )
+            kinds.append(LayerKind(attention, MlpKind(mlp_width, bias=mlp_bias)))
+        return cls(
+            vocab_size,
+            width,
+            tuple(kinds),
+            tuple(different.index(window) for window in by_layer),
+            max_positions=max_positions,
+            norm_eps=norm_eps,
+            tie_embeddings=tie_embeddings,
+            eos_ids=eos_ids,
+            bos_id=bos_id,
+        )
 
     def to_json(self) -> str:
-        """Writes the config for `from_json`."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        """Writes the config for `from_json`.
+
+        A config that `Config.llama` can make is written as the arguments of that call. All versions of kvjax read it,
+        and digests of a config in saved contexts and records stay as they are.
+        """
+        raw = self.llama_arguments()
+        if raw is None:
+            raw = dataclasses.asdict(self)
+        elif raw["rope_scaling"] is not None:
+            raw["rope_scaling"] = raw["rope_scaling"].to_json()
+        return json.dumps(raw, indent=2) + "\n"
+
+    def llama_arguments(self) -> dict[str, Any] | None:
+        """Returns the arguments of `Config.llama` that make this config, in their order; None if none do."""
+        kind = self.kind(0)
+        a, rope = kind.attention, kind.attention.rope
+        if rope is None:
+            return None
+        windows = tuple(self.kind(i).attention.rule.window for i in range(self.layers))
+        flat = {
+            "vocab_size": self.vocab_size,
+            "width": self.width,
+            "layers": self.layers,
+            "heads": a.heads,
+            "kv_heads": a.kv_heads,
+            "head_dim": a.head_dim,
+            "mlp_width": kind.mlp.width,
+            "max_positions": self.max_positions,
+            "norm_eps": self.norm_eps,
+            "rope_theta": rope.theta,
+            "rope_fraction": rope.dim / a.head_dim,
+            "rope_scaling": rope.scaling,
+            "windows": windows if any(windows) else None,
+            "tie_embeddings": self.tie_embeddings,
+            "qkv_bias": a.qkv_bias,
+            "out_bias": a.out_bias,
+            "mlp_bias": kind.mlp.bias,
+            "qk_norm": a.qk_norm == "head",
+            "eos_ids": self.eos_ids,
+            "bos_id": self.bos_id,
+        }
+        return flat if Config.llama(**flat) == self else None
 
     @classmethod
     def from_json(cls, text: str) -> Config:
         """Reads what `to_json` wrote; raises KvjaxError for anything else."""
         raw = parse_json_object(text, "the model configuration", "convert the checkpoint again")
         try:
-            scaling = raw.pop("rope_scaling", None)
-            for name in ("windows", "eos_ids"):
-                if raw.get(name) is not None:
-                    raw[name] = tuple(raw[name])
-            return cls(**raw, rope_scaling=RopeScaling(**scaling) if scaling else None)
+            return _build(cls if "kinds" in raw else cls.llama, raw)
         except (TypeError, AttributeError) as e:
             raise KvjaxError(f"not a kvjax model configuration ({e}); convert the checkpoint again") from e
+
+
+def _build(make: Callable[..., Any], raw: Mapping[str, Any]) -> Any:
+    """Calls a class or function with arguments from JSON, where tuples are lists and dataclasses are objects."""
+    annotated = typing.get_type_hints(make)
+
+    def read(annotation: Any, value: Any) -> Any:
+        options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+        for option in options:
+            if isinstance(value, Mapping) and dataclasses.is_dataclass(option):
+                return _build(typing.cast(type, option), value)
+            if isinstance(value, list) and typing.get_origin(option) is tuple:
+                return tuple(read(typing.get_args(option)[0], x) for x in value)
+        return value
+
+    return make(**{name: read(annotated.get(name), value) for name, value in raw.items()})

@@ -1,4 +1,4 @@
-"""The decoder. Model families are fields of `Config`, and the caller's `attend` decides what attention reads."""
+"""The decoder. Model families are values of `Config`, and the caller's `attend` decides what attention reads."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from kvjax.core.matmul import unembed
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array
 from kvjax.models.config import Config
+from kvjax.models.kinds import LayerKind, MlpKind
 from kvjax.models.layers import Linear, RMSNorm
 
-Angles = tuple[Array, Array]  # cos and sin, each f32[B T H/2]
+Angles = tuple[tuple[Array, Array], ...]
+"""cos and sin, each f32[B T pairs], for each of the `ropes` of a config."""
 Attend = Callable[[int, Array, Array, Array, Array], tuple[Array, Any]]
 """(layer, q [B K G T H], k [B K T H], both after RoPE, v [B K T H], the attention's input x [B T D]) -> (attention
-output [B K G T H], the layer's new state)."""
+output [B K G T H], the layer's new state). Values and outputs have the width of values, which may be another one."""
+
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms of latent vectors, whatever that of the model's other norms is (DeepSeek-V2's own code)."""
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+"""Bound of the clamped gate and slope of its sigmoid (gpt-oss' own code)."""
 
 
 class Attention(nn.Module):
@@ -28,60 +37,229 @@ class Attention(nn.Module):
     config: Config
     layer: int
     dtype: jnp.dtype
+    kind: LayerKind
 
     @nn.compact
     def __call__(self, x: Array, angles: Angles, attend: Attend, query_indices: Array | None) -> tuple[Array, Any]:
-        c = self.config
-        D, K, G, H = c.width, c.kv_heads, c.groups, c.head_dim
-        linear = functools.partial(Linear, dtype=self.dtype)
-        x_q = take_tokens(x, query_indices)
-        q = jnp.moveaxis(linear("D K G H", (D, K, G, H), bias=c.qkv_bias, name="q")(x_q), 1, 3)
-        k = jnp.moveaxis(linear("D K H", (D, K, H), bias=c.qkv_bias, name="k")(x), 1, 2)
-        v = jnp.moveaxis(linear("D K H", (D, K, H), bias=c.qkv_bias, name="v")(x), 1, 2)
-        if c.qk_norm:
-            q = RMSNorm(H, c.norm_eps, "H", self.dtype, name="q_norm")(q)
-            k = RMSNorm(H, c.norm_eps, "H", self.dtype, name="k_norm")(k)
-        q = rotate(q, *(take_tokens(a, query_indices)[:, None, None] for a in angles))
-        k = rotate(k, *(a[:, None] for a in angles))
+        c, a = self.config, self.kind.attention
+        project = self._project if a.latent is None else self._project_latent
+        q, k, v, value_up = project(x, take_tokens(x, query_indices))
+        dtype, factors = q.dtype, _query_factors(self.kind)
+        if factors is not None:
+            q = q.astype(jnp.float32)  # until it is multiplied, so that it is rounded once
+        if a.rope is not None:
+            rotation = angles[c.ropes.index(a.rope)]
+            q = rotate(q, *(take_tokens(t, query_indices)[:, None, None] for t in rotation))
+            k = rotate(k, *(t[:, None] for t in rotation))
+        if factors is not None:
+            q = (q * jnp.expand_dims(factors, range(q.ndim - 1))).astype(dtype)
+        if a.sinks:
+            # Read by the engine: they are part of the softmax, which is not the decoder's.
+            init: Any = nn.with_logical_partitioning(nn.initializers.zeros, ("K", "G"))
+            self.param("sinks", init, (a.kv_heads, a.groups), self.dtype)
         out, state = attend(self.layer, q, k, v, x)
-        out = jnp.moveaxis(out.astype(x.dtype), 3, 1)
-        return linear("K G H D", (K, G, H, D), contract=3, bias=c.out_bias, name="o")(out), state
+        out, width = jnp.moveaxis(out.astype(x.dtype), 3, 1), a.value_dim
+        if a.latent is not None:
+            out, width = jnp.einsum("btkgr,gvr->btkgv", out, value_up), a.latent.value
+        shape = (a.kv_heads, a.groups, width, c.width)
+        return Linear("K G H D", shape, contract=3, bias=a.out_bias, dtype=self.dtype, name="o")(out), state
+
+    def _project(self, x: Array, x_q: Array) -> tuple[Array, Array, Array, None]:
+        c, a = self.config, self.kind.attention
+        D, K, G, H = c.width, a.kv_heads, a.groups, a.head_dim
+        linear = functools.partial(Linear, bias=a.qkv_bias, dtype=self.dtype)
+        norm = functools.partial(RMSNorm, eps=c.norm_eps, dtype=self.dtype, unit_offset=self.kind.unit_offset)
+        q = linear("D K G H", (D, K, G, H), name="q")(x_q)
+        k = linear("D K H", (D, K, H), name="k")(x)
+        v = linear("D K H", (D, K, a.value_dim), name="v")(x)
+        if a.qk_norm == "all":
+            q, k = norm((K, G, H), axes="K G H", name="q_norm")(q), norm((K, H), axes="K H", name="k_norm")(k)
+        q, k, v = jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+        if a.qk_norm == "head":
+            q, k = norm((H,), axes="H", name="q_norm")(q), norm((H,), axes="H", name="k_norm")(k)
+        return q, k, v, None
+
+    def _project_latent(self, x: Array, x_q: Array) -> tuple[Array, Array, Array, Array]:
+        """Projects to [rotated | latent]; the up-projection of keys is a part of the queries (absorbed)."""
+        c, a = self.config, self.kind.attention
+        latent, rotated = a.latent, 0 if a.rope is None else a.rope.dim
+        assert latent is not None
+        linear = functools.partial(Linear, dtype=self.dtype)
+        norm = functools.partial(RMSNorm, eps=LATENT_NORM_EPS, axes="R", dtype=self.dtype)
+        axes, size_in = "D G H", c.width
+        if latent.query_rank is not None:
+            x_q = linear("D R", (c.width, latent.query_rank), bias=a.qkv_bias, name="q_down")(x_q)
+            x_q = norm((latent.query_rank,), name="q_down_norm")(x_q)
+            axes, size_in = "R G H", latent.query_rank
+        q = linear(axes, (size_in, a.heads, rotated + latent.unrotated), name="q")(x_q)  # [B T N rotated|unrotated]
+        down = linear("D R", (c.width, rotated + latent.rank), bias=a.qkv_bias, name="kv_down")(x)
+        v = norm((latent.rank,), name="kv_down_norm")(down[..., rotated:])
+        init: Any = nn.with_logical_partitioning(nn.initializers.normal(latent.rank**-0.5), ("G", "H", "R"))
+        key_up = self.param("key_up", init, (a.heads, latent.unrotated, latent.rank), self.dtype)
+        value_up = self.param("value_up", init, (a.heads, latent.value, latent.rank), self.dtype)
+        absorbed = jnp.einsum("btgh,ghr->btgr", q[..., rotated:], key_up)
+        q = jnp.concatenate([q[..., :rotated], absorbed], -1)[:, :, None]
+        k = jnp.concatenate([down[..., :rotated], v], -1)
+        return jnp.moveaxis(q, 1, 3), k[:, None], v[:, None], value_up
+
+
+def _query_factors(kind: LayerKind) -> np.ndarray | None:
+    """Returns what each channel of a query is multiplied by, f32[H], or None where no factor differs from 1."""
+    a = kind.attention
+    factors = np.full(a.head_dim, a.query_factor, np.float32)
+    if a.rope is not None:
+        # Of keys and queries alike; all of it goes into the queries, so that keys are rotated and nothing else.
+        factors[: a.rope.dim] *= a.rope.query_factor
+    return None if np.all(factors == 1.0) else factors
+
+
+def output_projection_of(params: Any, kind: LayerKind) -> Array:
+    """Returns the map [K G H D] from a layer's attention output, as methods see it, to its residual stream.
+
+    Args:
+      params: of the layer.
+      kind: of the layer. With latent attention the map contains the up-projection of values, so that H is its rank.
+    """
+    kernel = params["attention"]["o"]["kernel"]
+    if kind.attention.latent is None:
+        return kernel
+    return jnp.einsum("gvr,kgvd->kgrd", params["attention"]["value_up"], kernel)
+
+
+def sinks_of(params: Any) -> Array | None:
+    """Returns the sink logits [K G] of a layer with these parameters, None for one without."""
+    return params["attention"].get("sinks")
+
+
+def gate(kind: MlpKind, gate: Array, up: Array) -> Array:
+    """Multiplies a gated feed-forward part's two projections (Shazeer, 2020)."""
+    if kind.activation == "clamped_swiglu":
+        gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (up + 1) * (gate * jax.nn.sigmoid(SWIGLU_SLOPE * gate))
+    activation = jax.nn.silu if kind.activation == "silu" else functools.partial(jax.nn.gelu, approximate=True)
+    return activation(gate) * up
 
 
 class MLP(nn.Module):
-    """Gated SiLU feed-forward (Shazeer, 2020)."""
+    """A gated feed-forward part (Shazeer, 2020)."""
 
-    config: Config
+    width: int  # D
     dtype: jnp.dtype
+    kind: MlpKind
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        D, F = self.config.width, self.config.mlp_width
-        linear = functools.partial(Linear, bias=self.config.mlp_bias, dtype=self.dtype)
-        gate, up = linear("D F", (D, F), name="gate")(x), linear("D F", (D, F), name="up")(x)
-        return linear("F D", (F, D), name="down")(jax.nn.silu(gate) * up)
+        D, F = self.width, self.kind.width
+        linear = functools.partial(Linear, bias=self.kind.bias, dtype=self.dtype)
+        inner = gate(self.kind, linear("D F", (D, F), name="gate")(x), linear("D F", (D, F), name="up")(x))
+        return linear("F D", (F, D), name="down")(inner)
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward part of which each token passes a few experts (Shazeer et al., 2017); no token is dropped."""
+
+    width: int  # D
+    dtype: jnp.dtype
+    kind: MlpKind
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        D, F, experts = self.width, self.kind.width, self.kind.experts
+        assert experts is not None
+        tokens = x.reshape(-1, D)
+        chosen, weights = self._route(tokens)
+        # Tokens are sorted by expert: each expert then multiplies one run of rows.
+        order = jnp.argsort(chosen.reshape(-1))
+        expert = chosen.reshape(-1)[order]
+        counts = jnp.bincount(expert, length=experts.count).astype(jnp.int32)
+        rows = tokens[order // experts.top_k]
+        multiply = functools.partial(ExpertLinear, self.kind.experts.count, bias=self.kind.bias, dtype=self.dtype)
+        inner = gate(
+            self.kind,
+            multiply("E D F", D, F, name="gate")(rows, counts, expert),
+            multiply("E D F", D, F, name="up")(rows, counts, expert),
+        )
+        rows = multiply("E F D", F, D, name="down")(inner, counts, expert)
+        rows = rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+        # Back in the order of the tokens: a sum over each one's experts, and no scatter, whose order would vary.
+        y = rows[jnp.argsort(order)].reshape(-1, experts.top_k, D).sum(1).astype(x.dtype).reshape(x.shape)
+        if experts.shared_width:
+            shared = MlpKind(experts.shared_width, self.kind.activation, self.kind.bias)
+            y = y + MLP(D, self.dtype, shared, name="shared")(x)
+        return y
+
+    def _route(self, x: Array) -> tuple[Array, Array]:
+        """Chooses the experts of each token: indices i32[T top_k] and weights f32[T top_k]."""
+        experts = self.kind.experts
+        assert experts is not None
+        logits = Linear("D E", (self.width, experts.count), bias=experts.router_bias, dtype=self.dtype, name="router")(
+            x
+        ).astype(jnp.float32)
+        candidates = logits
+        if experts.groups > 1:
+            by_group = logits.reshape(len(x), experts.groups, -1)
+            _, best = lax.top_k(by_group.max(-1), experts.top_groups)
+            is_open = jax.nn.one_hot(best, experts.groups).sum(1) > 0
+            candidates = jnp.where(is_open[:, :, None], by_group, -jnp.inf).reshape(logits.shape)
+        best, chosen = lax.top_k(candidates, experts.top_k)
+        if experts.normalize:
+            weights = jax.nn.softmax(best, -1)
+        else:
+            weights = jnp.take_along_axis(jax.nn.softmax(logits, -1), chosen, -1)
+        return chosen, weights * experts.factor
+
+
+class ExpertLinear(nn.Module):
+    """One linear map for each expert, applied to rows that are sorted by expert."""
+
+    count: int
+    axes: str
+    size_in: int
+    size_out: int
+    bias: bool
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, rows: Array, counts: Array, expert: Array) -> Array:
+        names, shape = tuple(self.axes.split()), (self.count, self.size_in, self.size_out)
+        init: Any = nn.with_logical_partitioning(nn.initializers.normal(self.size_in**-0.5), names)
+        y = lax.ragged_dot(rows, self.param("kernel", init, shape, self.dtype), counts)
+        if self.bias:
+            zeros: Any = nn.with_logical_partitioning(nn.initializers.zeros, (names[0], names[2]))
+            y = y + self.param("bias", zeros, (self.count, self.size_out), self.dtype)[expert]
+        return y
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and MLP with residuals."""
+    """Attention and a feed-forward part with residuals, and norms before or after them."""
 
     config: Config
     layer: int
     dtype: jnp.dtype
+    kind: LayerKind
 
     @nn.compact
     def __call__(
         self, x: Array, angles: Angles, attend: Attend, query_indices: Array | None = None
     ) -> tuple[Array, Any]:
         """Computes the outputs [B Q D] of the tokens at query_indices i32[B Q], or of all; keys and values of all."""
-        c = self.config
-        norm = functools.partial(RMSNorm, c.width, c.norm_eps, dtype=self.dtype)
+        c, kind = self.config, self.kind
+        norm = functools.partial(RMSNorm, (c.width,), c.norm_eps, dtype=self.dtype, unit_offset=kind.unit_offset)
+
+        def before(x: Array, name: str) -> Array:
+            return x if kind.norms == "after" else norm(name=f"{name}_norm")(x)
+
+        def after(y: Array, name: str) -> Array:
+            y = y if kind.norms == "before" else norm(name=f"{name}_post_norm")(y)
+            return y if kind.residual == 1.0 else (y.astype(jnp.float32) * kind.residual).astype(y.dtype)
+
         with jax.named_scope("attention"):
-            attention = Attention(c, self.layer, self.dtype, name="attention")
-            y, state = attention(norm(name="attention_norm")(x), angles, attend, query_indices)
-        x = take_tokens(x, query_indices) + y
+            attention = Attention(c, self.layer, self.dtype, kind, name="attention")
+            y, state = attention(before(x, "attention"), angles, attend, query_indices)
+            x = take_tokens(x, query_indices) + after(y, "attention")
         with jax.named_scope("mlp"):
-            return x + MLP(c, self.dtype, name="mlp")(norm(name="mlp_norm")(x)), state
+            part = MLP if kind.mlp.experts is None else MixtureOfExperts
+            return x + after(part(c.width, self.dtype, kind.mlp, name="mlp")(before(x, "mlp")), "mlp"), state
 
 
 def take_tokens(x: Array, indices: Array | None) -> Array:
@@ -92,9 +270,12 @@ def take_tokens(x: Array, indices: Array | None) -> Array:
 def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
     """Initializes parameters, boxed with their axis letters (`flax.linen.unbox` drops these)."""
     zero = jnp.zeros((1, 1), jnp.int32)
-    # Only shapes matter here, so that attention may return its queries.
-    variables = Decoder(config, dtype).init(key, zero, zero, lambda i, q, k, v, x: (q, None), method=Decoder.logits)
-    return variables["params"]
+
+    def attend(i: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, None]:
+        # Only shapes matter here.
+        return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), None
+
+    return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]
 
 
 class Decoder(nn.Module):
@@ -107,8 +288,9 @@ class Decoder(nn.Module):
         c = self.config
         init: Any = nn.with_logical_partitioning(nn.initializers.normal(c.width**-0.5), ("V", "D"))
         self.embedding = self.param("embedding", init, (c.vocab_size, c.width), self.dtype)
-        self.blocks = [Layer(c, i, self.dtype, name=f"layer_{i}") for i in range(c.layers)]
-        self.final_norm = RMSNorm(c.width, c.norm_eps, dtype=self.dtype)
+        self.blocks = [Layer(c, i, self.dtype, c.kind(i), name=f"layer_{i}") for i in range(c.layers)]
+        unit_offset = c.kind(0).unit_offset  # equal in all layers
+        self.final_norm = RMSNorm((c.width,), c.norm_eps, dtype=self.dtype, unit_offset=unit_offset)
         if not c.tie_embeddings:
             self.head = Linear("D V", (c.width, c.vocab_size), dtype=self.dtype)
 
@@ -121,8 +303,11 @@ class Decoder(nn.Module):
         return self.final_norm(x), tuple(states)
 
     def embed(self, tokens: Array, pos: Array) -> tuple[Array, Angles]:
-        """Returns the first layer's input: (x [B T D], the angles of RoPE)."""
-        return self.embedding[tokens], self.config.rope.angles(pos)
+        """Returns the first layer's input: (x [B T D], the angles of each rotary embedding of the config)."""
+        x, scale = self.embedding[tokens], self.config.embed_scale
+        if scale != 1.0:
+            x = x * jnp.asarray(scale, x.dtype)
+        return x, tuple(rope.angles(pos) for rope in self.config.ropes)
 
     def finish(self, x: Array) -> Array:
         """Turns the last layer's output [... D] into logits f32[... V]."""
@@ -130,9 +315,14 @@ class Decoder(nn.Module):
 
     def unembed(self, hidden: Array) -> Array:
         """Turns hidden states after the final norm [... D] into logits f32[... V]."""
-        if not self.config.tie_embeddings:
-            return self.head(hidden).astype(jnp.float32)
-        return unembed(hidden.reshape(-1, hidden.shape[-1]), self.embedding).reshape(*hidden.shape[:-1], -1)
+        c = self.config
+        if c.tie_embeddings:
+            logits = unembed(hidden.reshape(-1, hidden.shape[-1]), self.embedding).reshape(*hidden.shape[:-1], -1)
+        else:
+            logits = self.head(hidden).astype(jnp.float32)
+        if c.logit_scale != 1.0:
+            logits = logits * c.logit_scale
+        return logits if c.final_cap is None else c.final_cap * jnp.tanh(logits / c.final_cap)
 
     def logits(self, tokens: Array, pos: Array, attend: Attend) -> tuple[Array, tuple]:
         """Runs `__call__`, then `unembed`: (logits f32[B T V], the layers' states)."""

@@ -1,12 +1,63 @@
-"""The kinds of layers that a model is made of: all that distinguishes one decoder layer from another, as data."""
+"""The kinds of layers that a model is made of: all that distinguishes one decoder layer from another, as data.
+
+A kind is a value: equal kinds are equal, whichever layers they describe, so that layers of one kind share their
+compiled programs. What a field may be is checked where a kind is made, and a `KvjaxError` names the field.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Any, Literal, cast, get_args
 
 from kvjax.core.attention import PLAIN, Rule
 from kvjax.core.rope import Rope
+from kvjax.core.types import hash_once
+from kvjax.errors import KvjaxError
+from kvjax.utils import arguments
+
+MAX_SIZE = 2**31 - 1  # sizes and positions are 32-bit integers on a device
+
+QKNorm = Literal["", "head", "all"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+NormPlace = Literal["before", "after", "both"]
+
+
+def check_sizes(name: str, value: Any, *fields: str, least: int = 1) -> None:
+    """Raises KvjaxError unless these fields of a part of a configuration are integers of at least `least`."""
+    for field in fields:
+        arguments.integer(f"{name} {field}", getattr(value, field), least, MAX_SIZE)
+
+
+def check_switches(name: str, value: Any, *fields: str) -> None:
+    """Raises KvjaxError unless these fields of a part of a configuration are true or false."""
+    for field in fields:
+        if not isinstance(getattr(value, field), bool):
+            raise KvjaxError(f"{name} {field} must be true or false, got {getattr(value, field)!r:.80}")
+
+
+def check_factors(name: str, value: Any, *fields: str) -> None:
+    """Raises KvjaxError unless these fields are positive numbers, or None where None is their default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    for field in fields:
+        x = getattr(value, field)
+        is_number = isinstance(x, float | int) and not isinstance(x, bool) and 0 < x < math.inf
+        if not is_number and not (x is None and defaults[field] is None):
+            raise KvjaxError(f"{name} {field} must be a positive number, got {x!r:.80}")
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise KvjaxError(f"{name} must be one of {get_args(choices)}, got {value!r:.80}")
+
+
+def _check_parts(name: str, value: Any, **classes: Any) -> None:
+    """Raises KvjaxError unless these fields are values of these classes, or None where None is their default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    for field, cls in classes.items():
+        x = getattr(value, field)
+        if not isinstance(x, cls) and not (x is None and defaults[field] is None):
+            raise KvjaxError(f"{name} {field} must be a {cls.__name__}, got {x!r:.80}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +71,18 @@ class Latent:
       rank: width of the latent vector.
       unrotated: channels of a query head that carry no position.
       value: width of a value head after the up-projection.
+      query_rank: width of the latent vector of queries; None where they are projected at once (DeepSeek-V2-Lite).
     """
 
     rank: int
     unrotated: int
     value: int
+    query_rank: int | None = None
+
+    def __post_init__(self):
+        check_sizes("latent attention's", self, "rank", "unrotated", "value")
+        if self.query_rank is not None:
+            check_sizes("latent attention's", self, "query_rank")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +95,7 @@ class AttentionKind:
       head_dim: H, width of queries and keys, as methods see them.
       rope: rotary embedding of the first `rope.dim` channels; None for none.
       rule: window and soft cap.
-      value_dim: width of values; None: `head_dim`.
+      value_dim: width of values; by default `head_dim`.
       scale: factor of the dot products; None: head_dim ** -0.5. The decoder folds it into the queries.
       qk_norm: RMSNorm of queries and keys: "" for none, of each "head", or of "all" heads together (OLMo 2).
       qkv_bias, out_bias: whether these projections have a bias.
@@ -50,13 +108,57 @@ class AttentionKind:
     head_dim: int
     rope: Rope | None
     rule: Rule = PLAIN
-    value_dim: int | None = None
+    value_dim: int = cast(int, None)
     scale: float | None = None
-    qk_norm: Literal["", "head", "all"] = ""
+    qk_norm: QKNorm = ""
     qkv_bias: bool = False
     out_bias: bool = False
     sinks: bool = False
     latent: Latent | None = None
+
+    def __post_init__(self):
+        name = "attention's"
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        check_sizes(name, self, "heads", "kv_heads", "head_dim", "value_dim")
+        check_switches(name, self, "qkv_bias", "out_bias", "sinks")
+        check_factors(name, self, "scale")
+        check_factors("the rule's", self.rule, "soft_cap")
+        _check_choice("attention's qk_norm", self.qk_norm, QKNorm)
+        _check_parts(name, self, rule=Rule, latent=Latent)
+        if self.rule.window is not None:
+            check_sizes("the rule's", self.rule, "window")
+        if self.heads % self.kv_heads:
+            raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        rope, latent = self.rope, self.latent
+        if rope is not None and not isinstance(rope, Rope):
+            raise KvjaxError(f"attention's rope must be a Rope or None, got {rope!r:.80}")
+        if rope is not None and (rope.dim > self.head_dim or rope.dim < 2 or rope.dim % 2):
+            raise KvjaxError(
+                f"the rotary embedding turns {rope.dim} channels: their number must be even, at least 2, and at most "
+                f"all {self.head_dim} of a head; give rope=None for a layer without positions"
+            )
+        if latent is None:
+            return
+        rotated = 0 if rope is None else rope.dim
+        expected = {"kv_heads": 1, "head_dim": rotated + latent.rank, "value_dim": latent.rank, "qk_norm": ""}
+        wrong = [f"{x} = {getattr(self, x)!r} for {n!r}" for x, n in expected.items() if getattr(self, x) != n]
+        if wrong:
+            raise KvjaxError(
+                f"latent attention of rank {latent.rank} with {rotated} rotated channels has one key/value head, whose "
+                f"keys are both and whose values are the latent vector; the kind has {', '.join(wrong)}"
+            )
+
+    @property
+    def groups(self) -> int:
+        """G, query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by, as methods scale dot products by head_dim ** -0.5 in every model."""
+        factor = 1.0 if self.scale is None else self.scale * self.head_dim**0.5
+        return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-9) else factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +172,8 @@ class Experts:
       factor: multiplies the weights.
       shared_width: width of the MLP that every token passes beside its experts; 0 for none.
       router_bias: whether the router has a bias.
+      groups: equal groups of neighboring experts (DeepSeek-V2); 1 for none.
+      top_groups: groups that a token's experts are chosen from, those with the best single experts.
     """
 
     count: int
@@ -78,6 +182,21 @@ class Experts:
     factor: float = 1.0
     shared_width: int = 0
     router_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self):
+        check_sizes("the experts'", self, "count", "top_k", "groups", "top_groups")
+        check_sizes("the experts'", self, "shared_width", least=0)
+        check_switches("the experts'", self, "normalize", "router_bias")
+        check_factors("the experts'", self, "factor")
+        if self.count % self.groups or self.top_groups > self.groups:
+            raise KvjaxError(
+                f"{self.count} experts cannot be chosen from {self.top_groups} of {self.groups} equal groups; groups "
+                "must divide count, and top_groups be at most groups"
+            )
+        if self.top_k > (choice := self.count // self.groups * self.top_groups):
+            raise KvjaxError(f"top_k is {self.top_k}, and a token chooses from {choice} experts; lower top_k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +211,18 @@ class MlpKind:
     """
 
     width: int
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation: Activation = "silu"
     bias: bool = False
     experts: Experts | None = None
 
+    def __post_init__(self):
+        check_sizes("the MLP's", self, "width")
+        check_switches("the MLP's", self, "bias")
+        _check_choice("the MLP's activation", self.activation, Activation)
+        _check_parts("the MLP's", self, experts=Experts)
 
+
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
     """A decoder layer.
@@ -111,6 +237,12 @@ class LayerKind:
 
     attention: AttentionKind
     mlp: MlpKind
-    norms: Literal["before", "after", "both"] = "before"
+    norms: NormPlace = "before"
     unit_offset: bool = False
     residual: float = 1.0
+
+    def __post_init__(self):
+        _check_parts("a layer's", self, attention=AttentionKind, mlp=MlpKind)
+        _check_choice("a layer's norms", self.norms, NormPlace)
+        check_switches("a layer's", self, "unit_offset")
+        check_factors("a layer's", self, "residual")

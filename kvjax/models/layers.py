@@ -15,20 +15,26 @@ from kvjax.core.types import Array
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis, computed in float32 (Zhang & Sennrich, 2019)."""
+    """Root-mean-square norm over the last axes, computed in float32 (Zhang & Sennrich, 2019)."""
 
-    size: int
+    shape: Sequence[int]  # of the axes that are normalized together
     eps: float
-    axis: str = "D"
+    axes: str = "D"
     dtype: jnp.dtype = jnp.float32
+    unit_offset: bool = False  # whether 1 + scale multiplies, as in Gemma
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        ones: Any = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
-        scale = self.param("scale", ones, (self.size,), self.dtype)
+        start = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
+        init: Any = nn.with_logical_partitioning(start, tuple(self.axes.split()))
+        scale = self.param("scale", init, tuple(self.shape), self.dtype)
+        last, lead = range(-len(self.shape), 0), range(x.ndim - len(self.shape))
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), tuple(last), keepdims=True) + self.eps)
+        if self.unit_offset:
+            # Added in float32: 1 + scale, rounded to bfloat16, would lose most of a small scale.
+            return (y * (1 + jnp.expand_dims(scale.astype(jnp.float32), lead))).astype(x.dtype)
+        return y.astype(x.dtype) * jnp.expand_dims(scale, lead)
 
 
 class Linear(nn.Module):

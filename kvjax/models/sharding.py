@@ -16,9 +16,18 @@ def abstract_params(config: Config, dtype) -> dict:
     return jax.eval_shape(lambda: init(config, jax.random.key(0), dtype))
 
 
+def divided_sizes(config: Config) -> list[tuple[str, int]]:
+    """Returns the sizes that the devices along the heads must divide, in any layer, each with its axis letter."""
+    heads = {("K", kind.attention.kv_heads): None for kind in config.kinds}
+    widths = {("F", kind.mlp.width): None for kind in config.kinds}
+    shared = (kind.mlp.experts.shared_width for kind in config.kinds if kind.mlp.experts is not None)
+    widths |= {("F", width): None for width in shared if width}
+    return [*heads, *widths, ("V", config.vocab_size)]
+
+
 def param_shardings(config: Config, mesh: Mesh) -> dict:
     """Returns a NamedSharding for each parameter; raises KvjaxError if an axis does not divide over the mesh."""
-    for letter, size in (("K", config.kv_heads), ("F", config.mlp_width), ("V", config.vocab_size)):
+    for letter, size in divided_sizes(config):
         check_divides(letter, size, mesh, "use a mesh axis that divides kv_heads, mlp_width and vocab_size")
     axes = nn.get_partition_spec(abstract_params(config, "float32"))
     return jax.tree.map(

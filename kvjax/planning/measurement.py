@@ -132,7 +132,7 @@ def _make_run(fun: Callable[..., Any], *args: Any) -> Callable[[], float]:
 def _make_decoding(method: str, layers: int, tokens: int, turns: int) -> Callable[[], float]:
     """A run of some decode steps, which returns the seconds of one, of a model whose weights take next to nothing."""
     room = STEPS * (turns + 1) + 1
-    config = kvjax.Config(**SIZES, layers=layers, max_positions=tokens + 2 * room)
+    config = kvjax.Config.llama(**SIZES, layers=layers, max_positions=tokens + 2 * room)
     context = kvjax.read(kvjax.random_model(config), np.zeros((1, tokens), np.int32), method, room=room)
     decoding = context.start(max_new_tokens=room, eos_ids=(), loop="while", use_up=True)
 

@@ -77,7 +77,7 @@ class PlannedModel:
 
 
 def _llama(layers: int, width: int, heads: int, mlp_width: int) -> Config:
-    return Config(
+    return Config.llama(
         *(128_256, width, layers, heads, 8, 128, mlp_width),
         max_positions=131_072,
         rope_theta=500_000.0,
@@ -87,15 +87,15 @@ def _llama(layers: int, width: int, heads: int, mlp_width: int) -> Config:
 
 def _qwen3(layers: int, width: int, heads: int, mlp_width: int) -> Config:
     sizes = (151_936, width, layers, heads, 8, 128, mlp_width)
-    return Config(*sizes, max_positions=40_960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True)
+    return Config.llama(*sizes, max_positions=40_960, norm_eps=1e-6, rope_theta=1e6, qk_norm=True)
 
 
 def _smollm2(layers: int, width: int, heads: int, kv_heads: int, mlp_width: int, theta: float) -> Config:
     sizes = (49_152, width, layers, heads, kv_heads, 64, mlp_width)
-    return Config(*sizes, max_positions=8192, rope_theta=theta, tie_embeddings=True)
+    return Config.llama(*sizes, max_positions=8192, rope_theta=theta, tie_embeddings=True)
 
 
-_GEMMA_3_27B = Config(
+_GEMMA_3_27B = Config.llama(
     *(262_208, 5376, 62, 32, 16, 128, 21_504),
     max_positions=131_072,
     norm_eps=1e-6,
@@ -105,7 +105,7 @@ _GEMMA_3_27B = Config(
     tie_embeddings=True,
     qk_norm=True,
 )
-_GPT_OSS_20B = Config(
+_GPT_OSS_20B = Config.llama(
     *(201_088, 2880, 24, 64, 8, 64, 2880),
     max_positions=131_072,
     rope_theta=150_000.0,
@@ -114,7 +114,7 @@ _GPT_OSS_20B = Config(
     out_bias=True,
     mlp_bias=True,
 )
-_QWEN25_CODER_05B = Config(
+_QWEN25_CODER_05B = Config.llama(
     *(151_936, 896, 24, 14, 2, 64, 4864),
     max_positions=32_768,
     norm_eps=1e-6,
@@ -222,7 +222,7 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str) -> PlannedM
         windows = tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
     has_bias = bool(raw.get("attention_bias"))
     is_gemma, is_gpt_oss = (str(raw.get("model_type")).startswith(family) for family in ("gemma", "gpt_oss"))
-    config = Config(
+    config = Config.llama(
         vocab_size=read("vocab_size"),
         width=width,
         layers=layers,

@@ -451,7 +451,7 @@ def count_weights(model: PlannedModel, dtype: str, num_devices: int, num_experts
     """Bytes of the parameters on one of the devices along the heads; `num_experts` of each layer, None for all."""
     c = model.config
     # Layers have equal parameters, and tracing all of a large model takes seconds.
-    one = dataclasses.replace(c, layers=1, windows=None)
+    one = c.with_layers(c.pattern[:1])
     params = abstract_params(one, dtype)
     axes = nn.get_partition_spec(params)
     total, experts = 0.0, model.num_experts if num_experts is None else num_experts

@@ -19,7 +19,7 @@ def toy_model(seed: int = 0, **changes: Any) -> Model:
       **changes: fields of `Config` with other values.
     """
     sizes = {"vocab_size": 97, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_width": 48}
-    return random_model(Config(**{**sizes, **changes}), seed)
+    return random_model(Config.llama(**{**sizes, **changes}), seed)
 
 
 def dense_attention(

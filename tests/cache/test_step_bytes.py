@@ -21,8 +21,8 @@ from tests.contract.test_conformance import LastTokens
 from tests.helpers.state_reads import count_reads
 
 TESTBED = kvjax.load("testbed").config
-LLAMA = dataclasses.replace(TESTBED, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128, max_positions=131_072)
-SMALL = dataclasses.replace(TESTBED, width=96, layers=3, heads=6, kv_heads=2, head_dim=16)
+LLAMA = kvjax.Config.llama(512, 4096, 32, heads=32, kv_heads=8, head_dim=128, mlp_width=448, max_positions=131_072)
+SMALL = kvjax.Config.llama(512, 96, 3, heads=6, kv_heads=2, head_dim=16, mlp_width=448, max_positions=8192)
 NAMES = sorted(name for name, entry in load_all().items() if is_builtin(entry.make))
 
 
@@ -154,7 +154,7 @@ def test_a_step_of_a_larger_cache_reads_its_empty_slots_and_arguments_are_checke
 )
 def test_xla_counts_as_many_more_bytes_for_a_longer_cache(method, gathered):
     """Reading alone: XLA counts whole, and twice, what an append writes into, and what is gathered from whole, too."""
-    config = dataclasses.replace(SMALL, head_dim=128, width=768)
+    config = kvjax.Config.llama(512, 768, 3, heads=6, kv_heads=2, head_dim=128, mlp_width=448)
     (layer, *_) = bind(method, config)
     counted, said = [], []
     for slots in (4096, 8192):

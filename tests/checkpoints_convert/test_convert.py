@@ -195,9 +195,9 @@ def test_existing_directories(hf, tmp_path):
         convert(ROOT / "llama3", out)
     with pytest.raises(KvjaxError):  # a failed replacement leaves the old one
         convert(hf("llama3").config(num_hidden_layers=3), out, replace=True)
-    assert checkpoint.restore(out)[0].windows == (6, 6)
+    assert checkpoint.restore(out)[0].llama_arguments()["windows"] == (6, 6)
     convert(ROOT / "llama3", out, replace=True)
-    assert checkpoint.restore(out)[0].windows is None
+    assert checkpoint.restore(out)[0].llama_arguments()["windows"] is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama3", "out"]
 
 
@@ -217,7 +217,7 @@ def test_a_killed_conversion_loses_nothing_and_can_be_repeated(tmp_path):
     for out, options in ((new, []), (old, ["--force"])):
         command = [sys.executable, "-c", KILLED, "convert", str(ROOT / "llama3"), str(out), *options]
         assert subprocess.run(command, cwd=ROOT.parent.parent, capture_output=True).returncode == 9
-    assert not new.exists() and checkpoint.restore(old)[0].windows == (6, 6)
+    assert not new.exists() and checkpoint.restore(old)[0].llama_arguments()["windows"] == (6, 6)
     for left in tmp_path.glob(".kvjax-*/new"):
         with pytest.raises(KvjaxError, match="cut short"):
             checkpoint.restore(left)

@@ -23,9 +23,10 @@ def load_tensors(name: str) -> dict[str, np.ndarray]:
 def test_heads_are_split_as_the_glossary_says(name):
     """Query head n = k * G + g owns rows n * H .. (n + 1) * H of q_proj, and those columns of o_proj."""
     config, params, _ = load_family(name)
-    H, G = config.head_dim, config.groups
+    attention = config.kind(1).attention
+    H, G = attention.head_dim, attention.groups
     weights, ours = load_tensors(name), params["layer_1"]["attention"]
-    for k in range(config.kv_heads):
+    for k in range(attention.kv_heads):
         rows = slice(k * H, (k + 1) * H)
         np.testing.assert_array_equal(
             ours["k"]["kernel"][:, k], weights["model.layers.1.self_attn.k_proj.weight"][rows].T
@@ -43,7 +44,8 @@ def test_heads_are_split_as_the_glossary_says(name):
 
 def test_fused_projections_are_split():
     config, params, _ = load_family("phi3")
-    N, K, H, F = config.heads, config.kv_heads, config.head_dim, config.mlp_width
+    a, F = config.kind(0).attention, config.kind(0).mlp.width
+    N, K, H = a.heads, a.kv_heads, a.head_dim
     weights, ours = load_tensors("phi3"), params["layer_0"]
     qkv, gate_up = (
         weights["model.layers.0.self_attn.qkv_proj.weight"],

@@ -40,10 +40,11 @@ def test_llama_3_1_8b():
         },
         {"eos_token_id": [128001, 128008, 128009]},
     )
-    assert (config.layers, config.heads, config.kv_heads, config.head_dim, config.groups) == (32, 32, 8, 128, 4)
-    assert (config.width, config.mlp_width, config.vocab_size, config.max_positions) == (4096, 14336, 128256, 131072)
-    assert (config.norm_eps, config.rope_theta, config.windows) == (1e-5, 500000.0, None)
-    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    flat = config.llama_arguments()
+    assert [flat[x] for x in ("layers", "heads", "kv_heads", "head_dim")] == [32, 32, 8, 128]
+    assert (config.width, flat["mlp_width"], config.vocab_size, config.max_positions) == (4096, 14336, 128256, 131072)
+    assert (config.norm_eps, flat["rope_theta"], flat["windows"]) == (1e-5, 500000.0, None)
+    assert flat["rope_scaling"] == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     assert (config.bos_id, config.eos_ids) == (128000, (128001, 128008, 128009))
 
 
@@ -70,7 +71,7 @@ def test_where_the_original_context_is_found():
     base = {"model_type": "llama", "max_position_embeddings": 77, "rope_scaling": llama3}
 
     def original(raw):
-        return translate(raw).rope_scaling.original_max_positions
+        return translate(raw).kind(0).attention.rope.scaling.original_max_positions
 
     assert original(base) == 77
     llama3["original_max_position_embeddings"] = 55
@@ -87,7 +88,7 @@ def test_rope_scaling_without_a_type_is_refused(key, said):
 
 @pytest.mark.parametrize("said", [{"factor": 1.0}, {"rope_theta": 5e5}, {"type": "default", "factor": 1.0}, {}])
 def test_rope_parameters_that_scale_nothing_need_no_type(said):
-    assert translate({"model_type": "llama", "rope_parameters": said}).rope_scaling is None
+    assert translate({"model_type": "llama", "rope_parameters": said}).kind(0).attention.rope.scaling is None
 
 
 ONES = {"short_factor": [1.0, 1.0], "long_factor": [1, 1]}
@@ -189,7 +190,7 @@ SLIDING = FOUR | {"use_sliding_window": True, "sliding_window": 8, "max_window_l
     ],
 )
 def test_which_layers_slide(kind, raw, expected):
-    assert translate({"model_type": kind} | raw).windows == expected
+    assert translate({"model_type": kind} | raw).llama_arguments()["windows"] == expected
 
 
 @pytest.mark.parametrize(
@@ -215,13 +216,16 @@ def test_the_tokenizers_own_end_ends_too(own, expected):
 
 def test_switches_and_derived_sizes():
     llama = translate({"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": None})
-    assert llama.qkv_bias and llama.out_bias and llama.mlp_bias and llama.kv_heads == 32 and llama.head_dim == 128
-    qwen2 = translate({"model_type": "qwen2", "attention_bias": True})  # its o_proj never has a bias
+    assert llama.kind(0).mlp.bias
+    llama = llama.kind(0).attention
+    assert llama.qkv_bias and llama.out_bias and llama.kv_heads == 32 and llama.head_dim == 128
+    qwen2 = translate({"model_type": "qwen2", "attention_bias": True}).kind(0).attention  # o_proj never has a bias
     assert qwen2.qkv_bias and not qwen2.out_bias and not qwen2.qk_norm
-    qwen3 = translate({"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8})
+    qwen3 = {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+    qwen3 = translate(qwen3).kind(0).attention
     assert qwen3.qk_norm and not qwen3.qkv_bias and qwen3.head_dim == 128
-    phi3 = translate({"model_type": "phi3", "partial_rotary_factor": 0.75})
-    assert (phi3.rotary_dim, phi3.head_dim) == (72, 96)
+    phi3 = translate({"model_type": "phi3", "partial_rotary_factor": 0.75}).kind(0).attention
+    assert (phi3.rope.dim, phi3.head_dim) == (72, 96)
 
 
 if importlib.util.find_spec("transformers"):

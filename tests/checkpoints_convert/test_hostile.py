@@ -185,7 +185,7 @@ def manifest_error(directory: Path, change) -> str:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda raw: raw["config"].update(layers=10**9, windows=None), "parameters for 1,000,000,000 layers"),
+        (lambda raw: raw["config"].update(layers=10**9, windows=None), "layers must be an integer from 1 to 65536"),
         (lambda raw: raw["config"].update(vocab_size=10**18), "vocab_size must be an integer from 1 to"),
         (lambda raw: raw["config"].update(layers=2.0), "layers must be an integer"),
         (lambda raw: raw["config"].update(eos_ids=[-1]), "eos_ids or bos_id must be an integer from 0 to"),
@@ -248,5 +248,5 @@ def test_a_full_disk_leaves_what_was_there(hf, tmp_path, monkeypatch, capsys, wh
             patched.setattr(where, fails)
             assert main(["convert", str(source), str(target), *options]) == 2
         assert "No space left" in capsys.readouterr().err
-    assert checkpoint.read_manifest(out).config.windows == (6, 6)
+    assert checkpoint.read_manifest(out).config.llama_arguments()["windows"] == (6, 6)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama3", "out"]

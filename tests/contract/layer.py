@@ -252,7 +252,7 @@ def dense_outputs(batch: SequenceBatch, window: int | None = None) -> np.ndarray
     return out
 
 
-MODEL = Config(2, D, layers=1, heads=K * G, kv_heads=K, head_dim=H, mlp_width=D)
+MODEL = Config.llama(2, D, layers=1, heads=K * G, kv_heads=K, head_dim=H, mlp_width=D)
 """A model of that layer, which is only counted."""
 
 

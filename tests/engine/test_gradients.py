@@ -45,7 +45,7 @@ SMALL = {name: case.small for name, case in FIRST_CASES.items()} | {
     "codes of what stays": "snapkv:budget=6,window=2,kernel=3 + int4",
 }
 STEPPED |= {"codes in pages", "codes of what stays"}
-CONFIG = Config(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=32, mlp_width=64)
+CONFIG = Config.llama(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=32, mlp_width=64)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12)).astype(np.int32)
 QKV = tuple[jax.Array, jax.Array, jax.Array]
 """Queries, keys and values of prompts and of the tokens that follow them."""

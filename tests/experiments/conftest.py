@@ -15,7 +15,7 @@ from kvjax.testbed import vocab
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
     """A random model of the shipped model's vocabulary."""
-    config = Config(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=32, mlp_width=16, tie_embeddings=True)
+    config = Config.llama(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=32, mlp_width=16, tie_embeddings=True)
     folder = tmp_path_factory.mktemp("tiny")
     params = kvjax.random_model(config, 3).params
     checkpoint.save(folder / "model", config, params, extra_files=vocab.tokenizer_files())

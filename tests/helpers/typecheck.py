@@ -26,7 +26,7 @@ from kvjax import methods
 from kvjax.testing import check_method, toy_model
 
 model = kvjax.load("testbed")
-toy = kvjax.random_model(dataclasses.replace(model.config, layers=2), dtype="bfloat16")
+toy = kvjax.random_model(model.config.with_layers((0, 0)), dtype="bfloat16")
 share, fixed = methods.snapkv(budget="25%", window=16), kvjax.methods.snapkv(budget=256)
 both = kvjax.compose("snapkv:budget=256", methods.kivi(bits=4), kvjax.parse("offload"))
 changed = dataclasses.replace(both, device_layers=1)

@@ -20,7 +20,7 @@ from kvjax.models.model import random_model
 from kvjax.models.sharding import param_shardings
 from kvjax.utils.files import Busy
 
-CONFIG = Config(
+CONFIG = Config.llama(
     vocab_size=16,
     width=8,
     layers=2,
@@ -124,10 +124,10 @@ def test_shards_that_do_not_follow_the_chunks_are_cut_from_them(model_directory,
 @pytest.mark.parametrize(
     ("shape", "num_devices"),
     [
-        (Config(128_256, 4096, 1, 32, 8, 128, 14_336, qkv_bias=True), (1, 2, 4, 8)),  # Llama 3.1 8B
-        (Config(49_152, 576, 1, 9, 3, 64, 1536), (1, 3)),  # SmolLM2 135M
-        (Config(151_936, 896, 1, 14, 2, 64, 4864, qk_norm=True), (1, 2)),  # Qwen2.5 0.5B
-        (Config(50_257, 1600, 1, 16, 4, 64, 6400), (1,)),  # a vocabulary that no mesh divides
+        (Config.llama(128_256, 4096, 1, 32, 8, 128, 14_336, qkv_bias=True), (1, 2, 4, 8)),  # Llama 3.1 8B
+        (Config.llama(49_152, 576, 1, 9, 3, 64, 1536), (1, 3)),  # SmolLM2 135M
+        (Config.llama(151_936, 896, 1, 14, 2, 64, 4864, qk_norm=True), (1, 2)),  # Qwen2.5 0.5B
+        (Config.llama(50_257, 1600, 1, 16, 4, 64, 6400), (1,)),  # a vocabulary that no mesh divides
     ],
 )
 def test_the_shards_of_every_mesh_are_whole_chunks_of_at_most_sixteen_mebibytes(shape, num_devices):
@@ -431,7 +431,7 @@ def test_foreign_directories(tmp_path, model_directory):
 
 
 def test_parameter_shapes_follow_the_config():
-    tied = checkpoint.parameter_shapes(Config(16, 8, 1, 4, 2, 2, 12, tie_embeddings=True, out_bias=True))
+    tied = checkpoint.parameter_shapes(Config.llama(16, 8, 1, 4, 2, 2, 12, tie_embeddings=True, out_bias=True))
     assert "head/kernel" not in tied
     assert tied["layer_0/attention/q/kernel"] == (8, 2, 2, 2)
     assert tied["layer_0/attention/o/kernel"] == (2, 2, 2, 8)

@@ -45,21 +45,21 @@ def test_stored(name):
 
 
 def test_fixtures_cover_every_variant():
-    configs = {name: load_family(name)[0] for name in FAMILIES}
-    scalings = {c.rope_scaling.kind for c in configs.values() if c.rope_scaling}
+    configs = {name: load_family(name)[0].llama_arguments() for name in FAMILIES}
+    scalings = {c["rope_scaling"].kind for c in configs.values() if c["rope_scaling"]}
     assert scalings == {"linear", "llama3"}
-    assert {c.kv_heads for c in configs.values()} >= {1, 2, 4}
+    assert {c["kv_heads"] for c in configs.values()} >= {1, 2, 4}
     fields = ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm", "windows")
     for field in fields:
-        assert len({bool(getattr(c, field)) for c in configs.values()}) == 2, field
-    assert configs["phi3_partial"].rotary_dim == configs["phi3_partial"].head_dim // 2
+        assert len({bool(c[field]) for c in configs.values()}) == 2, field
+    assert configs["phi3_partial"]["rope_fraction"] == 0.5
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2_sliding", "qwen3_sliding", "phi3"])
 def test_the_window_matters(name, monkeypatch):
     """The prompts are long enough for a wrong window to show: without it, parity fails."""
-    exact = attention.causal_attention
-    monkeypatch.setattr("kvjax.engine.forward.causal_attention", lambda *a, rule=None, **kw: exact(*a, **kw))
+    exact = attention.causal_attention_with_lse
+    monkeypatch.setattr("kvjax.engine.forward.causal_attention_with_lse", lambda *a, rule=None, **kw: exact(*a, **kw))
     config, params, expected = load_family(name)
     exact_logits.clear_cache()
     logits = functional.logits(params, expected["tokens"][-1:], config)

@@ -182,7 +182,7 @@ def test_bytes_are_the_planned_ones_and_below_those_of_full():
     sizes = {"capacity": CAPACITY, "batch": 3, "dtype": MODEL.dtype}
     planned = kvjax.planned_bytes("minicache:share=0.2", MODEL.config, int(LENGTHS.max()), **sizes)
     assert array_bytes(cache) == planned.total
-    config = Config(2, 8, layers=4, heads=2, kv_heads=2, head_dim=128, mlp_width=8)
+    config = Config.llama(2, 8, layers=4, heads=2, kv_heads=2, head_dim=128, mlp_width=8)
     full, pairs = (kvjax.planned_bytes(m, config, 4000, dtype="bfloat16").held["device"] for m in ("full", "minicache"))
     # Two of four layers are a pair: they share the directions of 95 % of the tokens, and add lengths and positions.
     assert 0.75 < pairs / full < 0.79

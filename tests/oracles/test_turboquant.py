@@ -100,7 +100,7 @@ def test_so_many_layers_at_each_end_are_exact(layers, num_exact_layers, exact):
 
 
 def test_the_ends_of_a_model_take_the_bytes_of_the_full_cache():
-    config = Config(2, 64, layers=6, heads=4, kv_heads=2, head_dim=32, mlp_width=8)
+    config = Config.llama(2, 64, layers=6, heads=4, kv_heads=2, head_dim=32, mlp_width=8)
 
     def device_bytes(method: str) -> int:
         return kvjax.planned_bytes(method, config, 16, dtype="bfloat16").held["device"] - 4  # the cache's own length

@@ -43,7 +43,7 @@ def test_the_methods_are_the_exact_cache_and_three_ways_to_a_quarter_of_it():
 
 
 def test_it_prints_the_table_and_writes_rows_and_a_picture(choices, tmp_path, capsys):
-    config = Config(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=16, mlp_width=16, tie_embeddings=True)
+    config = Config.llama(vocab.SIZE, 16, 1, heads=2, kv_heads=1, head_dim=16, mlp_width=16, tie_embeddings=True)
     params = kvjax.random_model(config, 3).params
     checkpoint.save(tmp_path / "model", config, params, extra_files=vocab.tokenizer_files())
     model, out = ["--model", str(tmp_path / "model")], tmp_path / "out"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -200,7 +199,7 @@ def test_a_misspelled_model_on_the_command_line(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_codes_of_saq_are_not_said_to_be_on_the_host(head_dim, says):
-    config = dataclasses.replace(toy_model(layers=1).config, head_dim=head_dim)
+    config = toy_model(layers=1, head_dim=head_dim).config
     with pytest.raises(KvjaxError, match=says) as e:
         kvjax.planned_bytes(methods.saq(group=2, every=4), config, 24, dtype="bf16")
     assert "host" not in str(e.value)

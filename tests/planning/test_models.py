@@ -35,10 +35,12 @@ def test_the_models_that_packages_bring_are_known_by_their_names():
 def test_experts_and_windows_are_counted():
     model = find_model("openai/gpt-oss-20b")
     assert round(model.active_parameters / 1e9, 1) == 3.6  # as the model card says
-    assert model.config.windows is not None and model.config.windows[:2] == (128, None)
+    windows = [model.config.kind(i).attention.rule.window for i in range(2)]
+    assert windows == [128, None]
     gemma = find_model("gemma-3-27b")
     assert round(gemma.parameters / 1e9) == 27
-    assert gemma.config.windows is not None and gemma.config.windows.count(None) == 10
+    windows = [gemma.config.kind(i).attention.rule.window for i in range(62)]
+    assert windows.count(None) == 10
 
 
 def test_each_configuration_and_each_device_says_where_its_figures_are_from():
@@ -68,7 +70,7 @@ def test_a_config_json_of_a_family_without_a_converter_is_read(tmp_path):
     for path in (tmp_path, tmp_path / "config.json"):
         model = find_model(str(path))
         assert model.parameters == PUBLISHED["gpt-oss-20b"]
-        assert model.config.windows == CONFIGURATIONS["gpt-oss-20b"].config.windows
+        assert model.config.pattern == CONFIGURATIONS["gpt-oss-20b"].config.pattern
         assert any("quantized" in note for note in model.notes) and any("window" in note for note in model.notes)
 
 

@@ -30,7 +30,7 @@ from kvjax.planning.models import PlannedModel, find_model
 from kvjax.planning.plan import MOST_KINDS, RESERVED, Plan, Setting, count_need, plan, trace_layers
 from kvjax.planning.ranking import count_ranked
 
-CONFIG = kvjax.Config(vocab_size=96, width=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=48)
+CONFIG = kvjax.Config.llama(vocab_size=96, width=32, layers=3, heads=8, kv_heads=4, head_dim=8, mlp_width=48)
 TOY = PlannedModel("toy", CONFIG, "of the tests")
 TOKENS, ROOM = 60, 4
 METHODS = (
@@ -75,13 +75,13 @@ def test_bytes_are_those_of_the_shards_on_a_device(mesh):
 
 def test_reading_a_prompt_takes_what_the_compiler_reports_for_a_layer():
     """Temporary bytes, results and the input of a compiled layer, against the peak planned beside the weights."""
-    config = dataclasses.replace(CONFIG, width=256, heads=4, head_dim=64, mlp_width=1024, layers=1)
+    config = kvjax.Config.llama(96, 256, 1, heads=4, kv_heads=4, head_dim=64, mlp_width=1024)
     tokens, params = 1024, nn.unbox(abstract_params(dataclasses.replace(config, vocab_size=8), jnp.float32))
     for method in ("full", "int8"):
         layers = bind(method, config)
         calls = layer_calls(layers, config, (layers[0].num_slots(tokens, 0),))
         hidden = jax.ShapeDtypeStruct((1, tokens, config.width), jnp.float32)
-        angles = (jax.ShapeDtypeStruct((1, tokens, config.head_dim // 2), jnp.float32),) * 2
+        angles = ((jax.ShapeDtypeStruct((1, tokens, 32), jnp.float32),) * 2,)
         lengths: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
         mode = FullPrefill(lengths, tokens, None)
         layer = jax.jit(apply_layer, static_argnames=("call", "target"))
@@ -218,7 +218,7 @@ def test_the_command_prints_a_table_json_and_a_plot(tmp_path, capsys):
 
 def test_layers_on_a_line_are_planned_as_if_all_were_traced():
     """PyramidKV gives each of twelve layers slots of its own; bytes and reads are those that are counted one by one."""
-    config = dataclasses.replace(CONFIG, layers=12, max_positions=2048)
+    config = dataclasses.replace(CONFIG.with_layers((0,) * 12), max_positions=2048)
     for method in ("pyramidkv:budget=96,window=8", "pyramidkv:budget=96,window=8 + int8"):
         layers = trace_layers(kvjax.parse(method), config, 512, 0, 2, "float32", (1, 1))
         assert len(layers) > MOST_KINDS

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.models import checkpoint
 from tests.processes import launch
 
-CONFIG = kvjax.Config(512, 256, 2, 4, 2, 32, 2048, tie_embeddings=True)
+CONFIG = kvjax.Config.llama(512, 256, 2, 4, 2, 32, 2048, tie_embeddings=True)
 
 
 @pytest.fixture(scope="module")

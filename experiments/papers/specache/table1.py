@@ -37,7 +37,7 @@ HEAD_DIM = 128  # of all four models
 
 
 def _config(layers: int, width: int, kv_heads: int, mlp: int, vocabulary: int, length: int) -> Config:
-    return Config(vocabulary, width, layers, width // HEAD_DIM, kv_heads, HEAD_DIM, mlp, max_positions=length)
+    return Config.llama(vocabulary, width, layers, width // HEAD_DIM, kv_heads, HEAD_DIM, mlp, max_positions=length)
 
 
 MODELS = {

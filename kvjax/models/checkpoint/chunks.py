@@ -20,6 +20,7 @@ import numpy as np
 
 from kvjax.core.mesh import RULES
 from kvjax.models.config import Config
+from kvjax.models.sharding import divided_sizes
 
 MAX_CHUNK_BYTES = 16 << 20
 READ_AHEAD = 2  # chunks that are read while one is digested
@@ -44,7 +45,7 @@ def choose_chunk_shape(shape: tuple[int, ...], letters: tuple[str, ...], itemsiz
     Returns:
       The length of a chunk along each axis. Chunks that would exceed `MAX_CHUNK_BYTES` are halved where they divide.
     """
-    num_pieces, chunk = math.gcd(config.kv_heads, config.mlp_width, config.vocab_size), list(shape)
+    num_pieces, chunk = math.gcd(*(size for _, size in divided_sizes(config))), list(shape)
     for axis, letter in enumerate(letters[: len(shape)]):
         if letter in RULES and chunk[axis] % num_pieces == 0:
             chunk[axis] //= num_pieces

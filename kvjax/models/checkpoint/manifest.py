@@ -27,13 +27,13 @@ WHOLE_PARTS = 2
 
 @functools.lru_cache
 def _parameters(config: Config) -> dict[str, Any]:
-    # One layer is traced for all, which are alike: tracing many takes minutes.
-    one_layer = dataclasses.replace(config, layers=1, windows=None)
-    params: dict[Any, Any] = flatten_dict(abstract_params(one_layer, jnp.float32))
+    # One layer of each kind is traced: tracing many takes minutes.
+    params: dict[Any, Any] = flatten_dict(abstract_params(config.with_layers(range(len(config.kinds))), jnp.float32))
     found: dict[tuple[str, ...], Any] = {}
     for path, x in params.items():
-        if path[0] == "layer_0":
-            found |= {(f"layer_{i}", *path[1:]): x for i in range(config.layers)}
+        if path[0].startswith("layer_"):
+            kind = int(path[0].removeprefix("layer_"))
+            found |= {(f"layer_{i}", *path[1:]): x for i, j in enumerate(config.pattern) if j == kind}
         else:
             found[path] = x
     return {"/".join(path): found[path] for path in sorted(found)}

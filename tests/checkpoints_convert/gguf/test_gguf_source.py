@@ -22,7 +22,7 @@ from checkpoints_convert.gguf import config_json
 from checkpoints_convert.gguf import header as gguf_header
 from checkpoints_convert.gguf.gguf_source import GgufSource, read_weights
 from kvjax.errors import KvjaxError
-from kvjax.models import RopeScaling, checkpoint
+from kvjax.models import Config, RopeScaling, checkpoint
 from tests.checkpoints_convert.gguf.gguf_files import read_tensors, write
 from tests.fixtures import FAMILIES, ROOT
 
@@ -215,14 +215,15 @@ LINEAR = RopeScaling("linear", 4.0)
 )
 def test_a_rope_factor_is_linear_unless_a_type_says_otherwise(changes, expected, tmp_path, monkeypatch):
     changes = {f"llama__{key}": value for key, value in changes.items()}
-    assert plan_conversion(open_source(write_changed(tmp_path, monkeypatch, **changes))).config.rope_scaling == expected
+    config = plan_conversion(open_source(write_changed(tmp_path, monkeypatch, **changes))).config
+    assert config.kind(0).attention.rope.scaling == expected
 
 
 def test_rope_factors_of_one_scale_nothing_and_add_to_none(tmp_path, monkeypatch):
     source = open_source(
         write_changed(tmp_path, monkeypatch, "llama3_scaled", [1.0] * 4, llama__rope__scaling__factor=4.0)
     )
-    assert plan_conversion(source).config.rope_scaling == LINEAR
+    assert plan_conversion(source).config.kind(0).attention.rope.scaling == LINEAR
     assert "rope_freqs.weight" not in source.tensors
 
 
@@ -244,7 +245,8 @@ def test_missing_keys_have_the_defaults_of_llama_cpp(tmp_path, monkeypatch):
     whole = plan_conversion(open_source(write(ROOT / "llama2", tmp_path / "whole.gguf"))).config
     optional = ("rope__freq_base", "rope__dimension_count", "attention__key_length", "attention__value_length")
     file = write_changed(tmp_path, monkeypatch, **{f"llama__{key}": None for key in optional})
-    assert plan_conversion(open_source(file)).config == dataclasses.replace(whole, rope_theta=10_000.0)
+    expected = Config.llama(**{**whole.llama_arguments(), "rope_theta": 10_000.0})
+    assert plan_conversion(open_source(file)).config == expected
 
 
 @pytest.mark.parametrize(

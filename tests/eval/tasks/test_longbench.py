@@ -21,7 +21,7 @@ from kvjax.models.model import Model
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.testbed import vocab
 
-CONFIG = Config(vocab_size=512, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, mlp_width=8)
+CONFIG = Config.llama(vocab_size=512, width=8, layers=1, heads=1, kv_heads=1, head_dim=8, mlp_width=8)
 MODEL = Model(CONFIG, {}, Tokenizer(vocab.tokenizer()))  # a loader reads nothing but the tokenizer
 
 

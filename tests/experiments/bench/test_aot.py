@@ -17,7 +17,7 @@ from experiments.bench.process import Killed, iterate_in_process
 from kvjax.engine.plan import bind
 from kvjax.models import Config
 
-CONFIG = Config(vocab_size=64, width=64, layers=16, heads=4, kv_heads=4, head_dim=16, mlp_width=64)
+CONFIG = Config.llama(vocab_size=64, width=64, layers=16, heads=4, kv_heads=4, head_dim=16, mlp_width=64)
 METHODS = "full", "kcache:n=8,device_layers=1", "snapkv:budget=32,window=8", "kivi:bits=2,group=48"
 
 

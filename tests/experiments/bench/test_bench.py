@@ -40,7 +40,7 @@ def test_sides_take_turns_and_every_other_round_is_reversed(monkeypatch):
 
 def sizes(tied: bool) -> tuple[kvjax.Config, Any]:
     """A configuration, and the shapes of its parameters."""
-    config = kvjax.Config(97, 32, 3, heads=4, kv_heads=2, head_dim=8, mlp_width=48, tie_embeddings=tied)
+    config = kvjax.Config.llama(97, 32, 3, heads=4, kv_heads=2, head_dim=8, mlp_width=48, tie_embeddings=tied)
     return config, jax.eval_shape(lambda: kvjax.random_model(config).params)
 
 

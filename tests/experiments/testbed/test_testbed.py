@@ -145,7 +145,7 @@ def test_mixed_precision_gradients():
 
 
 def toy_run() -> trainer.Run:
-    config = Config(vocab.SIZE, 16, 2, 2, 1, 8, 16, max_positions=64, tie_embeddings=True)
+    config = Config.llama(vocab.SIZE, 16, 2, 2, 1, 8, 16, max_positions=64, tie_embeddings=True)
     curriculum = Curriculum(((32, 4), (64, 2)), bar=0.0, stay=2)
     return trainer.Run(trainer.Recipe(config, curriculum, seed=7, steps=8, warmup=2), toy_corpus())
 
@@ -166,7 +166,7 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
 
 
 def test_training_exports_a_model_that_loads(tmp_path, monkeypatch):
-    tiny = Config(vocab.SIZE, 8, 1, 2, 1, 4, 8, tie_embeddings=True)
+    tiny = Config.llama(vocab.SIZE, 8, 1, 2, 1, 4, 8, tie_embeddings=True)
     monkeypatch.setattr(train, "MODEL", tiny)
     words = ["--out", str(tmp_path), "--lengths", "32", "--tokens", "256", "--steps", "3", "--save-every", "2"]
     train.main([*words, "--minutes", "0"])

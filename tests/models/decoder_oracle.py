@@ -1,0 +1,157 @@
+"""A decoder in NumPy, float64 and without a cache, written from the families' definitions in transformers.
+
+Nothing is folded or absorbed as in kvjax: YaRN's factor multiplies queries and keys, the scale multiplies logits,
+latent attention makes keys and values of every head, and experts are run one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kvjax.models import Config
+from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind
+
+
+def logits(config: Config, params: Any, tokens: np.ndarray) -> np.ndarray:
+    """Computes the logits [T V] of one sequence of tokens [T]."""
+    kind = config.kind(0)
+    x = _array(params["embedding"])[tokens] * config.embed_scale
+    for i in range(config.layers):
+        x = _layer(config, config.kind(i), params[f"layer_{i}"], x)
+    x = _norm(x, params["final_norm"], config.norm_eps, kind.unit_offset)
+    head = _array(params["embedding"]).T if config.tie_embeddings else _array(params["head"]["kernel"])
+    s = x @ head * config.logit_scale
+    return s if config.final_cap is None else config.final_cap * np.tanh(s / config.final_cap)
+
+
+def _array(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def _norm(x: np.ndarray, params: Any, eps: float, unit_offset: bool = False) -> np.ndarray:
+    scale = _array(params["scale"]) + unit_offset
+    axes = tuple(range(-scale.ndim, 0))
+    return x / np.sqrt((x**2).mean(axes, keepdims=True) + eps) * scale
+
+
+def _softmax(s: np.ndarray) -> np.ndarray:
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def _layer(config: Config, kind: LayerKind, params: Any, x: np.ndarray) -> np.ndarray:
+    def run(name: str, part: Any) -> np.ndarray:
+        y = x
+        if kind.norms != "after":
+            y = _norm(y, params[f"{name}_norm"], config.norm_eps, kind.unit_offset)
+        y = part(y)
+        if kind.norms != "before":
+            y = _norm(y, params[f"{name}_post_norm"], config.norm_eps, kind.unit_offset)
+        return x + kind.residual * y
+
+    attend = _latent_attention if kind.attention.latent else _attention
+    x = run("attention", lambda y: attend(config, kind, params["attention"], y))
+    mlp = kind.mlp
+    return run("mlp", lambda y: (_mlp if mlp.experts is None else _experts)(mlp, params["mlp"], y))
+
+
+def _rotate(x: np.ndarray, a: AttentionKind) -> np.ndarray:
+    """Rotates x [T .. H] as transformers does, with the attention factor in cos and sin of queries and of keys."""
+    if a.rope is None:
+        return x
+    half, m = a.rope.dim // 2, 1.0 if a.rope.scaling is None else a.rope.scaling.attention_factor
+    angle = np.arange(len(x))[:, None] * _array(a.rope.frequencies())
+    angle = angle.reshape(len(x), *(1,) * (x.ndim - 2), half)
+    z = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle) * m
+    return np.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
+
+
+def _attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray) -> np.ndarray:
+    a, eps = kind.attention, config.norm_eps
+    q, k, v = (_project(x, params[name], "td,d...->t...") for name in "qkv")
+    if a.qk_norm:
+        q, k = _norm(q, params["q_norm"], eps, kind.unit_offset), _norm(k, params["k_norm"], eps, kind.unit_offset)
+    q, k = _rotate(q, a), _rotate(k, a)
+    scale = a.head_dim**-0.5 if a.scale is None else a.scale
+    out = np.empty((len(x), a.kv_heads, a.groups, a.value_dim))
+    for n in range(a.kv_heads):
+        for g in range(a.groups):
+            sink = _array(params["sinks"])[n, g] if a.sinks else None
+            out[:, n, g] = _head(q[:, n, g], k[:, n], v[:, n], scale, a, sink)
+    return _project(out, params["o"], "tkgh,kghd->td")
+
+
+def _latent_attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray) -> np.ndarray:
+    a, latent = kind.attention, kind.attention.latent
+    assert latent is not None
+    rotated = 0 if a.rope is None else a.rope.dim
+    x_q = (
+        x
+        if latent.query_rank is None
+        else _norm(_project(x, params["q_down"], "td,dr->tr"), params["q_down_norm"], 1e-6)
+    )
+    q = _project(x_q, params["q"], "td,dgh->tgh")
+    down = _project(x, params["kv_down"], "td,dr->tr")
+    c = _norm(down[:, rotated:], params["kv_down_norm"], 1e-6)
+    q_rotated, k_rotated = _rotate(q[..., :rotated], a), _rotate(down[:, :rotated], a)
+    keys = np.einsum("tr,ghr->tgh", c, _array(params["key_up"]))
+    values = np.einsum("tr,gvr->tgv", c, _array(params["value_up"]))
+    scale = a.head_dim**-0.5 if a.scale is None else a.scale
+    out = np.empty((len(x), 1, a.heads, latent.value))
+    for g in range(a.heads):
+        q_head = np.concatenate([q_rotated[:, g], q[:, g, rotated:]], -1)
+        out[:, 0, g] = _head(q_head, np.concatenate([k_rotated, keys[:, g]], -1), values[:, g], scale, a, None)
+    return _project(out, params["o"], "tkgh,kghd->td")
+
+
+def _head(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, a: AttentionKind, sink: float | None
+) -> np.ndarray:
+    t, s = np.arange(len(q))[:, None], np.arange(len(k))[None]
+    x = q @ k.T * scale
+    if a.rule.soft_cap is not None:
+        x = a.rule.soft_cap * np.tanh(x / a.rule.soft_cap)
+    x = np.where((s <= t) & (s > t - (a.rule.window or math.inf)), x, -np.inf)
+    if sink is not None:
+        x = np.concatenate([x, np.full((len(q), 1), sink)], -1)
+    return _softmax(x)[:, : len(k)] @ v
+
+
+def _project(x: np.ndarray, params: Any, einsum: str) -> np.ndarray:
+    y = np.einsum(einsum, x, _array(params["kernel"]))
+    return y + _array(params["bias"]) if "bias" in params else y
+
+
+def _gate(kind: MlpKind, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if kind.activation == "clamped_swiglu":
+        gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+        return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    if kind.activation == "gelu_tanh":
+        return 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def _mlp(kind: MlpKind, params: Any, x: np.ndarray) -> np.ndarray:
+    inner = _gate(kind, _project(x, params["gate"], "td,df->tf"), _project(x, params["up"], "td,df->tf"))
+    return _project(inner, params["down"], "tf,fd->td")
+
+
+def _experts(kind: MlpKind, params: Any, x: np.ndarray) -> np.ndarray:
+    e, y = kind.experts, np.zeros_like(x)
+    assert e is not None
+    router = _project(x, params["router"], "td,de->te")
+    for t, s in enumerate(router):
+        best = s.copy()
+        if e.groups > 1:
+            groups = best.reshape(e.groups, -1)
+            closed = np.argsort(groups.max(-1))[: e.groups - e.top_groups]
+            groups[closed] = -np.inf
+        chosen = np.argsort(best)[::-1][: e.top_k]
+        w = _softmax(s[chosen]) if e.normalize else _softmax(s)[chosen]
+        for i, weight in zip(chosen, w, strict=True):
+            expert = {name: {part: _array(z)[i] for part, z in params[name].items()} for name in ("gate", "up", "down")}
+            y[t] += e.factor * weight * _mlp(kind, expert, x[t][None])[0]
+    return y + _mlp(kind, params["shared"], x) if e.shared_width else y
