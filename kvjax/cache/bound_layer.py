@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.chunked_extend import Extend, extend_in_chunks, extend_token_by_token
+from kvjax.cache.chunked_extend import extend_in_chunks, extend_token_by_token
 from kvjax.cache.components import Codec, Components, KVStorage, PromptSelection, Slots
 from kvjax.cache.eviction.decode_policy import check_policy_result
 from kvjax.cache.eviction.selection import apply_selection
@@ -241,25 +241,33 @@ class MethodLayer:
 
     # Tokens after the prompt.
 
-    def extend(self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any = None) -> StepResult:
+    def extend(
+        self,
+        state: LayerState,
+        q: Array,
+        new: KVBlock,
+        commit: int,
+        cross_layer: Any = None,
+        outside: Partial | None = None,
+    ) -> StepResult:
         """Attends T new tokens to past and new ones, and keeps the first `commit` of them; see `BoundLayer`.
 
         A chunk of T tokens gives what T single steps give. A method with drafts is the exception: a call does not know
         the draft that an earlier one would have carried.
         """
         if not self.needs.paired_layer or self.method.side_store is None:
-            return self._extend_in_steps(self._extend_once, state, q, new, commit, cross_layer)
+            return self._extend_in_steps(state, q, new, commit, cross_layer, outside)
         # A pair of layers shares the content of its store for the whole call, in however many steps it is read.
         store, cross_layer = self.method.side_store.open_pair(self.storage, state.side_store, cross_layer)
         opened = dataclasses.replace(state, side_store=store)
-        out, after, _ = self._extend_in_steps(self._extend_once, opened, q, new, commit, None)
+        out, after, _ = self._extend_in_steps(opened, q, new, commit, None, outside)
         return StepResult(out, dataclasses.replace(after, side_store=state.side_store), cross_layer)
 
     def _extend_in_steps(
-        self, extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
+        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None
     ) -> StepResult:
-        """Calls `extend` with as many tokens at a time as the components can take."""
-        m, T = self.method, q.shape[3]
+        """Calls `_extend_once` with as many tokens at a time as the components can take."""
+        m, T, arguments = self.method, q.shape[3], (state, q, new, commit, cross_layer, outside)
         if m.decode is not None:
             # A policy evicts for one token at a time. A draft may come with it only if the reader is made for drafts.
             token_by_token = T > 1 and (commit > 1 or not m.read.draft_tokens)
@@ -272,25 +280,15 @@ class MethodLayer:
                     f"this method keeps 0, 1 or all of a chunk's tokens, got commit={commit} of {T}: it holds "
                     "sequences, and no tree or beam of guesses"
                 )
-            return extend_token_by_token(extend, state, q, new, commit, cross_layer)
+            return extend_token_by_token(self._extend_once, *arguments)
         if 0 < m.read.prompt_chunk < T:
-            return extend_in_chunks(extend, state, q, new, commit, cross_layer, size=m.read.prompt_chunk)
-        return extend(state, q, new, commit, cross_layer)
+            return extend_in_chunks(self._extend_once, *arguments, size=m.read.prompt_chunk)
+        return self._extend_once(*arguments)
 
     def _extend_once(
-        self,
-        state: LayerState,
-        q: Array,
-        new: KVBlock,
-        commit: int,
-        cross_layer: Any,
-        other_partial: Partial | None = None,
+        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None
     ) -> StepResult:
-        """`extend` of tokens that all components take in one call.
-
-        Args:
-          other_partial: attention of the same queries to tokens outside this state (a shared prefix).
-        """
+        """`extend` of tokens that all components take in one call."""
         m, T, q_pos = self.method, q.shape[3], new.pos[:, 0]
         if m.decode:
             new = new.clean()
@@ -299,12 +297,12 @@ class MethodLayer:
         with jax.named_scope("append"):
             state = self._append(state, new.first(commit))
         with jax.named_scope("read"):
-            outside = [] if other_partial is None else [other_partial]
+            others = [] if outside is None else [outside]
             if commit < T:
-                outside.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.rule))
+                others.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.rule))
             # A reader that adapts to the attention weights has to know how much weight lies outside its slots.
-            outside_partial = functools.reduce(combine, outside) if outside else None
-            result = m.read.read(self.storage, state, q, q_pos, outside_partial, cross_layer)
+            other_partial = functools.reduce(combine, others) if others else None
+            result = m.read.read(self.storage, state, q, q_pos, other_partial, cross_layer)
             partials = [result.part]
             if m.side_store:
                 partials.append(m.side_store.read(self.storage, state, q, q_pos))
@@ -315,7 +313,7 @@ class MethodLayer:
             after = m.decode.after_token(self.spec, state, weights, q_pos[:, :1])
             pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2])
             state = dataclasses.replace(state, pos=pos, policy_state=policy_state)
-        return StepResult(merge(partials + outside), state, result.cross_layer)
+        return StepResult(merge(partials + others), state, result.cross_layer)
 
     def _append(self, state: LayerState, new: KVBlock) -> LayerState:
         """Writes new tokens after the last slot in use, or, under a policy, one token into an empty slot."""
@@ -427,21 +425,6 @@ class MethodLayer:
             return part
         return combine(part, self.method.side_store.read(self.storage, state, q, q_pos))
 
-    def extend_with_prefix(
-        self, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
-    ) -> StepResult:
-        """`ShareableLayer.extend_with_prefix`."""
-        # `_extend_in_steps` cuts a call along its tokens, and cuts `cross_layer` with it along axis 2. So the other
-        # partial travels with that value, its T moved to axis 2 and back.
-
-        def extend_once(state: LayerState, q: Array, new: KVBlock, commit: int, both: Any):
-            cross_layer, other = both
-            other = Partial(*(jnp.moveaxis(x, 2, 3) for x in other))
-            return self._extend_once(state, q, new, commit, cross_layer, other)
-
-        both = cross_layer, Partial(*(jnp.moveaxis(x, 3, 2) for x in other_partial))
-        return self._extend_in_steps(extend_once, state, q, new, commit, both)
-
     def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
         """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
         expected = gather_tokens(exact, state.pos)
@@ -525,7 +508,6 @@ class DifferentiableLayer(MethodLayer):
     prefill = _with_floats(MethodLayer.prefill)
     encode_slots = _with_floats(MethodLayer.encode_slots)
     extend = _with_floats(MethodLayer.extend)
-    extend_with_prefix = _with_floats(MethodLayer.extend_with_prefix)
     append_block = _with_floats(MethodLayer.append_block)
     crop = _with_floats(MethodLayer.crop)
 

@@ -10,24 +10,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.cache.protocol import LayerState, StepResult
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.errors import KvjaxError
 
-Extend = Callable[[LayerState, Array, KVBlock, int, Any], StepResult]
+Extend = Callable[[LayerState, Array, KVBlock, int, Any, Partial | None], StepResult]
 """`BoundLayer.extend`."""
 
 
 def extend_token_by_token(
-    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any
+    extend: Extend,
+    state: LayerState,
+    q: Array,
+    new: KVBlock,
+    commit: int,
+    cross_layer: Any,
+    outside: Partial | None,
 ) -> StepResult:
     """`BoundLayer.extend` as one call for each token; arguments and result are those of `extend`."""
 
-    def step(state: LayerState, xs: tuple[Array, KVBlock, Any]):
-        q, (new, cross_layer) = xs[0][:, :, :, None], jax.tree.map(lambda x: x[:, :, None], xs[1:])
-        out, state, cross_layer = extend(state, q, new, 1, cross_layer)
+    # Queries and partials have their T as axis 3, the new tokens and what layers hand up as axis 2.
+    def step(state: LayerState, xs: tuple[Any, Any]):
+        q, outside = jax.tree.map(lambda x: x[:, :, :, None], xs[0])
+        new, cross_layer = jax.tree.map(lambda x: x[:, :, None], xs[1])
+        out, state, cross_layer = extend(state, q, new, 1, cross_layer, outside)
         return state, (out[:, :, :, 0], jax.tree.map(lambda x: x[:, :, 0], cross_layer))
 
-    steps = (jnp.moveaxis(q, 3, 0), *jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (new, cross_layer)))
+    steps = (
+        jax.tree.map(lambda x: jnp.moveaxis(x, 3, 0), (q, outside)),
+        jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (new, cross_layer)),
+    )
     state, outs = lax.scan(step, state, jax.tree.map(lambda x: x[:commit], steps))
     if commit < q.shape[3]:  # drafts see the ones before them, on a state that is then thrown away
         _, draft_outs = lax.scan(step, state, jax.tree.map(lambda x: x[commit:], steps))
@@ -37,7 +48,15 @@ def extend_token_by_token(
 
 
 def extend_in_chunks(
-    extend: Extend, state: LayerState, q: Array, new: KVBlock, commit: int, cross_layer: Any, *, size: int
+    extend: Extend,
+    state: LayerState,
+    q: Array,
+    new: KVBlock,
+    commit: int,
+    cross_layer: Any,
+    outside: Partial | None,
+    *,
+    size: int,
 ) -> StepResult:
     """`BoundLayer.extend` in chunks of `size` tokens; drafts come last, in a call of their own."""
     T, whole = q.shape[3], commit // size * size
@@ -47,9 +66,10 @@ def extend_in_chunks(
             f"{T}; bring at most {size} that are not kept"
         )
 
-    def call(state: LayerState, tokens: tuple[Array, KVBlock, Any], commit: int):
-        q, new, cross_layer = tokens
-        out, state, cross_layer = extend(state, jnp.moveaxis(q, 2, 3), new, commit, cross_layer)
+    def call(state: LayerState, tokens: tuple[Any, KVBlock, Any], commit: int):
+        queries, new, cross_layer = tokens
+        q, outside = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 3), queries)
+        out, state, cross_layer = extend(state, q, new, commit, cross_layer, outside)
         return state, (jnp.moveaxis(out, 3, 2), cross_layer)
 
     def split(x: Array) -> Array:
@@ -59,7 +79,8 @@ def extend_in_chunks(
         return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], whole, *x.shape[4:])
 
     # The scan compiles one program for all whole chunks; the rest, of another shape, is called on its own.
-    tokens, outs = (jnp.moveaxis(q, 3, 2), new, cross_layer), []  # all with T as axis 2
+    queries = jax.tree.map(lambda x: jnp.moveaxis(x, 3, 2), (q, outside))
+    tokens, outs = (queries, new, cross_layer), []  # all with T as axis 2
     if whole:
         state, out = lax.scan(lambda state, chunk: call(state, chunk, size), state, jax.tree.map(split, tokens))
         outs.append(jax.tree.map(join, out))

@@ -322,7 +322,8 @@ class Reader:
           state: the layer's state, to which the tokens of this call have been appended.
           q: queries.
           q_pos: their positions.
-          other_partial: attention to tokens of this call that are not kept, for a reader that needs a softmax over all.
+          other_partial: attention of the queries to what is in no slot, for a reader that needs a softmax over all:
+            tokens of this call that are not kept, a prefix that sequences share, learned sinks; None for nothing.
           cross_layer: value from the layer below in this step, None in layer 0.
         """
         ...

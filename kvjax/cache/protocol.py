@@ -179,7 +179,9 @@ class BoundLayer(Protocol[State]):
         """
         ...
 
-    def extend(self, state: State, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
+    def extend(
+        self, state: State, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None = None
+    ) -> StepResult:
         """Attends new tokens to past and new ones, and keeps the first `commit` of them.
 
         Args:
@@ -189,6 +191,8 @@ class BoundLayer(Protocol[State]):
           commit: static; tokens beyond it are drafts and leave no trace.
           cross_layer: value from the layer below in this step, None in layer 0: per query [B K T ..] (TidalDecode), or
             per slot [B K S ..] between the two layers of a pair (MiniCache).
+          outside: attention of the same queries to what is not in the state, a prefix that sequences share or learned
+            sinks; the softmax is over all of it. None, and left out by callers, where there is nothing of the kind.
         """
         ...
 
@@ -306,18 +310,12 @@ class ShareableLayer(BoundLayer[State], Protocol[State]):
         """Attends queries [B K G T H] at q_pos i32[B T] to a state without adding to it."""
         ...
 
-    def extend_with_prefix(
-        self, state: State, q: Array, new: KVBlock, commit: int, cross_layer: Any, other_partial: Partial
-    ) -> StepResult:
-        """`extend`, where the queries attend to other tokens too, whose attention is `other_partial`."""
-        ...
-
     def check_shared(self) -> None:
         """Raises IncompatibleMethod unless `partial` can be asked for."""
         ...
 
     def check_with_prefix(self) -> None:
-        """Raises IncompatibleMethod unless `extend_with_prefix` can be asked for."""
+        """Raises IncompatibleMethod unless the layer can follow a prefix, whose attention is `outside`."""
         ...
 
 

@@ -87,6 +87,7 @@ class SharedPrefixLayer:
         q: Array,
         block: KVBlock,
         observation: Observation | None,
+        outside: Partial | None = None,
         *,
         num_slots: int,
     ) -> tuple[Array, SharedPrefixState]:
@@ -99,6 +100,7 @@ class SharedPrefixLayer:
           q: queries [B K G T H] of the prompts.
           block: their keys and values [B K T H], at positions that begin at 0.
           observation: as in `BoundLayer.prefill`.
+          outside: as in `BoundLayer.extend`.
           num_slots: of the own state.
 
         Returns:
@@ -110,28 +112,25 @@ class SharedPrefixLayer:
         # A block of queries at a time: the logits of a whole prompt would be a T x T array.
         own_part = map_query_blocks(lambda q, pos: attend_dense(q, block, pos, self.spec.rule), q, q_pos, 128)
         own = self.own.prefill(block, observation, num_slots)
-        return merge([part, own_part]), SharedPrefixState(prefix, own, before, members)
+        parts = [part, own_part] if outside is None else [part, own_part, outside]
+        return merge(parts), SharedPrefixState(prefix, own, before, members)
 
-    def extend(self, state: SharedPrefixState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
-        """`BoundLayer.extend`; new tokens become the sequences' own."""
-        return self.extend_with_prefix(state, q, new, commit, cross_layer, None)
-
-    def extend_with_prefix(
+    def extend(
         self,
         state: SharedPrefixState,
         q: Array,
         new: KVBlock,
         commit: int,
         cross_layer: Any,
-        other_partial: Partial | None,
+        outside: Partial | None = None,
     ) -> StepResult:
-        """`ShareableLayer.extend_with_prefix`, of a prefix that continues a prefix where there is another partial."""
+        """`BoundLayer.extend`; new tokens become the sequences' own. A prefix of this prefix is `outside`."""
         # Named, so that a profile tells the prefix, read once for all sequences, from the own tokens.
         with jax.named_scope("shared"):
             part = self._attend_prefix(state.prefix, state.members, q, new.pos[:, 0])
-        part = part if other_partial is None else combine(other_partial, part)
+        part = part if outside is None else combine(outside, part)
         new = dataclasses.replace(new, pos=shift_positions(new.pos, -state.before))
-        out, own, cross_layer = self.own.extend_with_prefix(state.own, q, new, commit, cross_layer, part)
+        out, own, cross_layer = self.own.extend(state.own, q, new, commit, cross_layer, part)
         return StepResult(out, dataclasses.replace(state, own=own), cross_layer)
 
     def partial(self, state: SharedPrefixState, q: Array, q_pos: Array) -> Partial:

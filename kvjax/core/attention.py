@@ -163,6 +163,18 @@ def merge(parts: list[Partial]) -> Float32[Array, "B K G T H"]:
     return p.o / jnp.maximum(p.l, 1e-30)[..., None]
 
 
+def sink_partial(sinks: Float[Array, "K G"], q: Float[Array, "B K G T H"], value_dim: int) -> Partial:
+    """Returns the attention to a learned sink of each query head: a logit that takes weight and gives no value.
+
+    Args:
+      sinks: the logits (gpt-oss).
+      q: the queries that attend to them; only its shape is read.
+      value_dim: width of the values that others give.
+    """
+    m = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], q.shape[:4])
+    return Partial(jnp.zeros((*q.shape[:4], value_dim), jnp.float32), m, jnp.ones_like(m))
+
+
 def with_sinks(
     out: Float[Array, "B K G T H"], lse: Float32[Array, "B K G T"], sinks: Float[Array, "K G"]
 ) -> Float[Array, "B K G T H"]:

@@ -32,8 +32,11 @@ class Observation(NamedTuple):
     hidden_states: Float[Array, "B 1 Q D"] | None = None  # the layer's inputs, from which these queries were projected
     replay_scores: Float32[Array, "B K S"] | None = None  # scores of the tokens from a second pass over the prompt
     paired_block: KVBlock | None = None  # the same prompt in the layer above or below
-    # The log-sum-exp of each query's logits to the block, where attention left it.
+    # The log-sum-exp of each query's logits to the block and to the sinks, where attention left it.
     softmax_lse: Float32[Array, "B K G Q"] | None = None
+    # Logits of the layer that take weight in every softmax and give no value (gpt-oss); axis 0 says that sequences
+    # share them.
+    sinks: Float[Array, "1 K G"] | None = None
 
 
 def attention_mass(

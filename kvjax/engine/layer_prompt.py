@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer, last_positions
-from kvjax.core.attention import Rule
+from kvjax.core.attention import Rule, sink_partial
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.engine.positions import token_positions
 from kvjax.models.kinds import LayerKind
 
@@ -42,6 +42,11 @@ class LayerInputs(NamedTuple):
     output_projection: Float[Array, "1 K G H D"]
     sinks: Float[Array, "K G"] | None = None  # logits that take weight and give no value
 
+    @property
+    def outside(self) -> Partial | None:
+        """The queries' attention to the sinks, as `BoundLayer.extend` takes it; None without sinks."""
+        return None if self.sinks is None else sink_partial(self.sinks, self.q, self.v.shape[3])
+
 
 class LayerPrompt(NamedTuple):
     """Exact keys and values of a prompt in one layer, and what the layer's method observes; None where it does not."""
@@ -55,6 +60,7 @@ class LayerPrompt(NamedTuple):
     # Keys and values of the layer that this one is paired with.
     paired: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]] | None = None
     softmax_lse: Float32[Array, "B K G Q"] | None = None  # the log normalizer of each observed query
+    sinks: Float[Array, "1 K G"] | None = None  # of the layer, see `LayerInputs`
 
 
 def prompt_of_inputs(
@@ -80,6 +86,7 @@ def prompt_of_inputs(
         hidden=inputs.hidden[:, None] if layer.needs.hidden_states else None,
         output_projection=inputs.output_projection if layer.needs.output_projection else None,
         softmax_lse=softmax_lse,
+        sinks=None if inputs.sinks is None else inputs.sinks[None],
     )
 
 
@@ -149,6 +156,7 @@ def observed_block(
         replay_scores=prompt.replay_scores,
         paired_block=paired,
         softmax_lse=prompt.softmax_lse,
+        sinks=prompt.sinks,
     )
 
 

@@ -13,10 +13,10 @@ from jaxtyping import Float, Int32
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
 from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.core.attention import Rule, attend_dense, causal_attention, causal_attention_with_lse, merge
+from kvjax.core.attention import Rule, attend_dense, causal_attention_with_lse, merge, sink_partial, with_sinks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
-from kvjax.core.types import Array, KVBlock, pytree
+from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.engine.layer_prompt import (
     LayerCall,
     LayerInputs,
@@ -84,9 +84,13 @@ class FullPrefill(ForwardMode):
             # `inputs` has the queries of `query_indices` alone, the last ones of each prompt.
             query_pos = last_positions(self.lengths, self.num_observed)
             first_query = self.lengths - self.num_observed
-            out = merge([attend_dense(q, block, query_pos, call.rule, needs.prompt_pattern)])
+            part = attend_dense(q, block, query_pos, call.rule, needs.prompt_pattern)
+            out = merge([part] if inputs.outside is None else [part, inputs.outside])
         else:
             out, sums = causal_attention_with_lse(q, k, v, rule=call.rule, pattern=needs.prompt_pattern)
+            if inputs.sinks is not None:
+                out = with_sinks(out, sums, inputs.sinks)
+                sums = jnp.logaddexp(sums, inputs.sinks.astype(jnp.float32)[None, :, :, None])
             # A method that weighs all queries needs each softmax's normalizer; attention just computed it.
             if needs.observed_queries is None and needs.prompt_pattern is None:
                 softmax_lse = sums
@@ -104,17 +108,19 @@ class ChunkedPrefill(ForwardMode):
     def attend(
         self, call: LayerCall, state: LayerPrompt | Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q H"], LayerPrompt | Any, Any]:
-        q, k, v, hidden, *_ = inputs
+        q, k, v, hidden = inputs[:4]
         layer, needs = call.layer, call.layer.needs
         if needs.prompt_chunk:
             pos = self.start + token_positions(k[:, 0, :, 0])
             new = KVBlock(k, v, jnp.where(pos < self.lengths[:, None], pos, -1)[:, None])
-            out, state, _ = extend_layer(layer, state, q, new, k.shape[2], mesh=mesh)
+            out, state, _ = extend_layer(layer, state, q, new, k.shape[2], None, inputs.outside, mesh=mesh)
             return out, state, cross_layer
         # Causal attention reads the whole buffers: slots behind this chunk are still zero and masked by position.
         at = (0, 0, self.start, 0)
         k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
-        out = causal_attention(q, k, v, self.start, call.rule, pattern=needs.prompt_pattern)
+        out, sums = causal_attention_with_lse(q, k, v, self.start, call.rule, pattern=needs.prompt_pattern)
+        if inputs.sinks is not None:
+            out = with_sinks(out, sums, inputs.sinks)
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
         if state.hidden is not None:
             prompt = prompt._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden[:, None], at))
@@ -132,7 +138,7 @@ class PromptReplay(ForwardMode):
     def attend(
         self, call: LayerCall, state: LayerPrompt, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q H"], LayerPrompt, Any]:
-        q, k, v, hidden, output_projection, *_ = inputs
+        q, k, v, hidden, output_projection, sinks = inputs
         needs = call.layer.needs
         # The copy follows the prompt at later positions; they stay two blocks, whose attention is merged exactly.
         prompt, _ = observed_block(call.layer, state, self.lengths)
@@ -143,17 +149,17 @@ class PromptReplay(ForwardMode):
                 self.pos,
                 output_projection=output_projection if needs.output_projection else None,
                 hidden_states=hidden[:, None] if needs.hidden_states else None,
+                sinks=None if sinks is None else sinks[None],
             )
             update_scores = per_device(call.layer.update_scores, *k.shape[:2], mesh=mesh)
             scores = update_scores(prompt, self.start, observation, copy, state.replay_scores)
             state = state._replace(replay_scores=scores)
-        out = map_query_blocks(
-            lambda q, query_pos: merge([attend_dense(q, block, query_pos, call.rule) for block in (prompt, copy)]),
-            q,
-            self.pos,
-            QUERY_BLOCK_TOKENS,
-        )
-        return out, state, cross_layer
+
+        def attend(q: Array, query_pos: Array) -> Array:
+            parts = [attend_dense(q, block, query_pos, call.rule) for block in (prompt, copy)]
+            return merge(parts if sinks is None else [*parts, sink_partial(sinks, q, v.shape[3])])
+
+        return map_query_blocks(attend, q, self.pos, QUERY_BLOCK_TOKENS), state, cross_layer
 
 
 @pytree
@@ -167,7 +173,7 @@ class Decode(ForwardMode):
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q H"], Any, Any]:
         new = KVBlock(inputs.k, inputs.v, self.pos[:, None])
-        return extend_layer(call.layer, state, inputs.q, new, self.commit, cross_layer, mesh=mesh)
+        return extend_layer(call.layer, state, inputs.q, new, self.commit, cross_layer, inputs.outside, mesh=mesh)
 
 
 def extend_layer(
@@ -177,15 +183,18 @@ def extend_layer(
     new: KVBlock,
     commit: int,
     cross_layer: Any = None,
+    outside: Partial | None = None,
     *,
     mesh: Mesh | None,
 ) -> StepResult:
     """Runs `BoundLayer.extend` on each device's own sequences and heads."""
     # `commit` is static, so that it is closed over: the arguments are the arrays that devices divide.
     extend = per_device(
-        lambda state, q, new, cross_layer: layer.extend(state, q, new, commit, cross_layer), *q.shape[:2], mesh=mesh
+        lambda state, q, new, *more: layer.extend(state, q, new, commit, *more), *q.shape[:2], mesh=mesh
     )
-    return extend(state, q, new, cross_layer)
+    # A layer outside of kvjax need not take `outside` to serve models without anything of the kind.
+    more = (cross_layer,) if outside is None else (cross_layer, outside)
+    return extend(state, q, new, *more)
 
 
 def attend_all(
@@ -194,9 +203,19 @@ def attend_all(
     block: KVBlock,
     rule: Rule,
     pattern: Any = None,
+    outside: Partial | None = None,
 ) -> Float[Array, "B K G T H"]:
-    """Computes exact attention of queries at their positions to a block, a few queries at a time."""
+    """Computes exact attention of queries at their positions to a block, a few queries at a time.
+
+    Args:
+      q: queries.
+      query_pos: their positions.
+      block: keys and values.
+      rule: the layer's window and soft cap.
+      pattern: which slots a query reads; None for all visible ones.
+      outside: attention of the same queries to what is not in the block, such as sinks.
+    """
     partial = map_query_blocks(
         lambda q, query_pos: attend_dense(q, block, query_pos, rule, pattern), q, query_pos, QUERY_BLOCK_TOKENS
     )
-    return merge([partial])
+    return merge([partial] if outside is None else [partial, outside])

@@ -37,7 +37,7 @@ from kvjax.engine.layer_prompt import (
 )
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, PromptReplay
 from kvjax.errors import KvjaxError
-from kvjax.models.decoder import output_projection_of, take_tokens
+from kvjax.models.decoder import output_projection_of, sinks_of, take_tokens
 
 SHORT_PROMPT_TOKENS = 512
 """Prompts up to this length compute all outputs of the last layer too, so that it reuses the other layers' compiled
@@ -179,6 +179,9 @@ def prefill_exactly(
         if layer.needs.output_projection and not layer.needs.prompt_chunk:
             output_projection = output_projection_of(params[f"layer_{i}"], target.config.kind(i))
             prompts[i] = prompts[i]._replace(output_projection=output_projection[None])
+        sinks = sinks_of(params[f"layer_{i}"])
+        if sinks is not None and not layer.needs.prompt_chunk:
+            prompts[i] = prompts[i]._replace(sinks=sinks[None])
     return hidden, prompts
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.cache.protocol import Cache, KVMethod, LayerSpec, Needs, StepResult, Traits
 from kvjax.cache.token_status import scatter_index
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, pytree
+from kvjax.core.types import Array, KVBlock, Partial, pytree
 from kvjax.explore.recorder import TokenRoles, record_roles
 
 
@@ -76,9 +76,17 @@ class TracedLayer:
         q = jnp.zeros((B, K, self.spec.num_groups, 1, H), block.k.dtype)
         return TracedState(inner, k, v, q, recorder.token_roles(B, K, self.capacity))
 
-    def extend(self, state: TracedState, q: Array, new: KVBlock, commit: int, cross_layer: Any) -> StepResult:
+    def extend(
+        self,
+        state: TracedState,
+        q: Array,
+        new: KVBlock,
+        commit: int,
+        cross_layer: Any,
+        outside: Partial | None = None,
+    ) -> StepResult:
         """See `BoundLayer.extend`."""
-        out, inner, cross_layer = self.inner.extend(state.inner, q, new, commit, cross_layer)
+        out, inner, cross_layer = self.inner.extend(state.inner, q, new, commit, cross_layer, outside)
         state = dataclasses.replace(state, inner=inner)
         if not commit:
             return StepResult(out, state, cross_layer)

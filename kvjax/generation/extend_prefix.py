@@ -114,5 +114,5 @@ class PrefillAfterPrefix(ForwardMode):
         block, observation = observed_block(layer, prompt, self.lengths)
         prefill = functools.partial(layer.prefill_after_prefix, num_slots=call.num_slots)
         run = per_device(prefill, *inputs.q.shape[:2], mesh=mesh)
-        out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation)
+        out, state = run(state, self.prefix_lengths, self.members, inputs.q, block, observation, inputs.outside)
         return out, state, cross_layer

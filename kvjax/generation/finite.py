@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from kvjax.cache.protocol import Cache
 from kvjax.cache.sequences import take_sequences
 from kvjax.core import memory
-from kvjax.core.attention import causal_attention
+from kvjax.core.attention import causal_attention_with_lse, with_sinks
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
@@ -215,4 +215,5 @@ class ExactPass(ForwardMode):
     def attend(
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, None, Any]:
-        return causal_attention(inputs.q, inputs.k, inputs.v, rule=call.rule), None, cross_layer
+        out, lse = causal_attention_with_lse(inputs.q, inputs.k, inputs.v, rule=call.rule)
+        return out if inputs.sinks is None else with_sinks(out, lse, inputs.sinks), None, cross_layer

@@ -25,6 +25,7 @@ from kvjax.generation.finite import check_logits
 from kvjax.generation.inputs import Prompts, check_cache, pad, place, require_same_call, token_ids
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.generation.timing import Timer
+from kvjax.models.decoder import sinks_of
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of
 from kvjax.utils.keywords import checks_keywords
@@ -86,8 +87,10 @@ class FullKV:
         num_slots = tuple(num_layer_slots(layer, lengths, capacity) for layer in plan)
         calls = layer_calls(plan, model.config, num_slots)
         prompts = []
-        for layer, (k, v, q, *_) in zip(plan, self.prompts, strict=True):
-            prompts.append(LayerPrompt(k, v, select_queries(layer, q, 0, self.lengths) if q.shape[3] else q))
+        for i, (layer, (k, v, q, *_)) in enumerate(zip(plan, self.prompts, strict=True)):
+            sinks = sinks_of(model.params[f"layer_{i}"])
+            q = select_queries(layer, q, 0, self.lengths) if q.shape[3] else q
+            prompts.append(LayerPrompt(k, v, q, sinks=None if sinks is None else sinks[None]))
         # The cache gets lengths of its own: the decode loop donates them, and these prompts stay usable.
         timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
         with timer.timed():

@@ -67,7 +67,7 @@ class PartialPrefill(ForwardMode):
         query_pos = self.pos
         if state is not None or call.selects_queries:
             query_pos = jnp.where(self.chosen >= 0, take_tokens(self.pos, jnp.maximum(self.chosen, 0)), -1)
-        out = attend_all(q, query_pos, KVBlock(k, v, self.pos[:, None]), call.rule)
+        out = attend_all(q, query_pos, KVBlock(k, v, self.pos[:, None]), call.rule, outside=inputs.outside)
         return out, LayerPrompt(k, v, q[:, :, :, :0]), cross_layer
 
 

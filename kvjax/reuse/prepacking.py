@@ -125,7 +125,7 @@ class PackedPrefill(ForwardMode):
         # `OwnPrompt` can tell prompts apart.
         row_pos = jnp.where(self.pos >= 0, self.prompt_ids * width + self.pos, -1)
         block = KVBlock(inputs.k, inputs.v, row_pos[:, None])
-        out = attend_all(inputs.q, row_pos, block, call.rule, OwnPrompt(width))
+        out = attend_all(inputs.q, row_pos, block, call.rule, OwnPrompt(width), inputs.outside)
         at = jnp.minimum(self.starts[:, None] + jnp.arange(self.longest, dtype=jnp.int32)[None], width - 1)
 
         def unpack(x: Array, axis: int) -> Array:
