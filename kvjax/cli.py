@@ -482,7 +482,8 @@ def _models(args: argparse.Namespace) -> None:
     width = max(map(len, package_models.MODELS))
     print(f"{'testbed':{width}} in the box: 1.2M parameters, trained on recall and source code, 8,192 tokens")
     for name, model in package_models.MODELS.items():
-        print(f"{name:{width}} {model.description}\n{'':{width}} {package_models.status(name)}")
+        lines = (model.description, model.about, package_models.status(name))
+        print(f"{name:{width}} " + f"\n{'':{width}} ".join(lines))
 
 
 def _check(args: argparse.Namespace) -> int:

