@@ -21,7 +21,7 @@ from kvjax.cache.protocol import KVMethod, LayerSpec, Needs, Traits
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, KVBlock
-from kvjax.engine.forward import Target, layer_calls
+from kvjax.engine.forward import layer_calls
 from kvjax.engine.plan import bind, specs
 from kvjax.engine.prefill import measure_layers, stack_measures
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -162,8 +162,8 @@ def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]])
     lengths = place(model, lengths, "B")
     last, prompts = observe_prompts(model, plan, place(model, tokens, "B T"), lengths)
     check_logits(model, last, ids, what="document")
-    calls, target = layer_calls(plan, model.config), Target(model.config, model.mesh)
-    measures = measure_layers(prompts, lengths, calls, target, tokens.shape[1])
+    calls = layer_calls(plan, model.config)
+    measures = measure_layers(prompts, lengths, calls, tokens.shape[1], model.mesh)
     first = ranking.bind(specs(model.config)[0])
     assert first.selection is not None
     statistics = _count_layers(

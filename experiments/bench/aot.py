@@ -316,16 +316,16 @@ def prefill_programs(
         prompt = prompt._replace(output_projection=shapes.on_mesh((1, *kernel.shape), kernel.dtype, partition))
     if layer.needs.paired_layer:
         prompt = prompt._replace(paired=(prompt.k, prompt.v))
-    arguments = {"prompt": prompt, "lengths": lengths, "capacity": shapes.capacity, "target": target}
+    arguments = {"prompt": prompt, "lengths": lengths, "capacity": shapes.capacity, "mesh": target.mesh}
     kept = measure = None
-    static = ("call", "capacity", "target")
+    static = ("call", "capacity", "mesh")
     if layer.needs.global_budget:
         empty_call = dataclasses.replace(call, num_slots=0)
         measure_call = arguments | {"call": empty_call}
         yield "measure", engine_prefill._measure_prompt, measure_call, static
         traced = jax.make_jaxpr(
             lambda prompt, lengths: engine_prefill._measure_prompt(
-                prompt, lengths, call=empty_call, capacity=shapes.capacity, target=Target(c)
+                prompt, lengths, call=empty_call, capacity=shapes.capacity, mesh=None
             ),
             return_shape=True,
         )(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (prompt, lengths)))[1]

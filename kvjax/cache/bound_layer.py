@@ -114,6 +114,7 @@ class MethodLayer:
             prompt_chunk=m.prompt_chunk,
             prompt_pattern=m.attend,
             draft_tokens=m.read.draft_tokens,
+            cross_layer=m.read.cross_layer or (m.side_store is not None and m.side_store.paired_layer != 0),
             unbounded_length=m.positions == "cache" or m.read.unbounded_length,
         )
 

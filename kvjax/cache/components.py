@@ -266,6 +266,7 @@ class Reader:
     """
 
     draft_tokens = 0  # predicted tokens that each decode step carries along
+    cross_layer = False  # whether `read` takes a value from the layer below, or makes one for the layer above
     sequential_writes = False  # whether `append` takes at most one token per call
     supports_eviction = True  # whether tokens can leave the slots, and enter them in any order
     prompt_chunk = 0  # above 0, prompts are read through the reader too, in chunks of this many tokens

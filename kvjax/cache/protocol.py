@@ -100,6 +100,7 @@ class Needs:
         `prefill` makes of an empty block (InfLLM).
       prompt_pattern: sparse attention of the prompt's own queries; None for causal attention.
       draft_tokens: draft tokens that follow the true token in each decode step (SpeCache: 1).
+      cross_layer: a step's `cross_layer` values have to reach the layer above (TidalDecode, MiniCache).
       unbounded_length: relative positions stay within the trained range at any length (StreamingLLM).
     """
 
@@ -112,6 +113,7 @@ class Needs:
     prompt_chunk: int = 0
     prompt_pattern: AttentionPattern | None = None
     draft_tokens: int = 0
+    cross_layer: bool = False
     unbounded_length: bool = False
 
     @property

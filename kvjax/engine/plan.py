@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec
 from kvjax.core import memory
 from kvjax.core.rope import Rope
@@ -29,6 +31,11 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
 
 
 def bind(method: str | KVMethod | None, config: Config, differentiable: bool = False) -> Plan:
+    """Binds a method, or its string, to every layer of a model; `bind_specs` of the model's own layers."""
+    return bind_specs(method, specs(config), differentiable)
+
+
+def bind_specs(method: str | KVMethod | None, specs: Sequence[LayerSpec], differentiable: bool = False) -> Plan:
     """Binds a method, or its string, to every layer; raises KvjaxError where it cannot serve the model.
 
     With `differentiable`, gradients pass through the stored keys and values, see `make_differentiable`.
@@ -40,4 +47,4 @@ def bind(method: str | KVMethod | None, config: Config, differentiable: bool = F
         memory.require_host_memory()
     known: dict[BoundLayer, BoundLayer] = {}
     # Equal layers become one object: every step compares them, and the comparison then ends at identity.
-    return tuple(known.setdefault(layer, layer) for layer in map(method.bind, specs(config)))
+    return tuple(known.setdefault(layer, layer) for layer in map(method.bind, specs))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
@@ -104,7 +105,7 @@ def prefill(
             replay_prompts=replay_prompts,
             progress=progress,
         )
-        states = compress_prompts(prompts, lengths, calls, target, capacity)
+        states = compress_prompts(prompts, lengths, calls, capacity, target.mesh)
     logits = target.unembed(outer_params(params), hidden, target=target)
     # Arrays of zeros are constants until the first token is written, and a caller's loop needs one type throughout.
     return logits, vary(Cache(states, lengths, capacity, plan, target.config, params["embedding"].dtype.name))
@@ -124,7 +125,7 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
         if needs.replay:
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
         prompts.append(prompt)
-    states = compress_prompts(prompts, lengths, calls, target, capacity, longest=0)
+    states = compress_prompts(prompts, lengths, calls, capacity, target.mesh, longest=0)
     return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))
 
 
@@ -227,8 +228,8 @@ def compress_prompts(
     prompts: list[LayerPrompt | Any],
     lengths: Int32[Array, " B"],
     calls: Sequence[LayerCall],
-    target: Target,
     capacity: int,
+    mesh: Mesh | None = None,
     *,
     longest: int | None = None,
 ) -> tuple[Any, ...]:
@@ -238,8 +239,8 @@ def compress_prompts(
       prompts: what each layer holds; the list is emptied, so that a layer's exact prompt is freed once it is used.
       lengths: of the prompts.
       calls: see `layer_calls`; their numbers of slots hold where layers divide no budget among them.
-      target: model configuration and mesh.
       capacity: tokens that a sequence of the cache may grow to.
+      mesh: the devices that heads and sequences are split over, or None.
       longest: tokens of the longest prompt, where a caller knows it under a transformation; None: their width.
 
     Returns:
@@ -249,7 +250,7 @@ def compress_prompts(
     num_kept: list[Any] = [None] * len(plan)
     measures: list[Any] = [None] * len(plan)
     if any(layer.needs.global_budget for layer in plan):
-        measures = measure_layers(prompts, lengths, calls, target, capacity)
+        measures = measure_layers(prompts, lengths, calls, capacity, mesh)
         division = _divide_budget(tuple(measures), lengths, plan=plan)
         if isinstance(division, Tracer):
             # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.
@@ -280,7 +281,7 @@ def compress_prompts(
         below = prompt if prompts and calls[i + 1].layer.needs.paired_layer < 0 else None
         if not needs.prompt_chunk:  # a prompt that was fed through its method is a cache state already
             division = num_kept[i], measures[i]
-            prompt = compress(prompt, lengths, *division, call=calls[i], capacity=capacity, target=target)
+            prompt = compress(prompt, lengths, *division, call=calls[i], capacity=capacity, mesh=mesh)
         measures[i] = None
         states.append(prompt)
     return tuple(states)
@@ -290,12 +291,12 @@ def measure_layers(
     prompts: Sequence[LayerPrompt],
     lengths: Int32[Array, " B"],
     calls: Sequence[LayerCall],
-    target: Target,
     capacity: int,
+    mesh: Mesh | None = None,
 ) -> list[Any]:
     """Measures every layer's prompt, for a budget that all layers share (CAKE): for each layer arrays [B ..]."""
     return [
-        _measure_prompt(prompt, lengths, call=dataclasses.replace(call, num_slots=0), capacity=capacity, target=target)
+        _measure_prompt(prompt, lengths, call=dataclasses.replace(call, num_slots=0), capacity=capacity, mesh=mesh)
         for call, prompt in zip(calls, prompts, strict=True)
     ]
 
@@ -334,10 +335,10 @@ def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Ta
     return LayerPrompt(zeros(width, a.head_dim), zeros(width, a.value_dim), queries, hidden)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))
-def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, capacity: int, target: Target) -> Any:
+@functools.partial(jax.jit, static_argnames=("call", "capacity", "mesh"))
+def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, capacity: int, mesh: Mesh | None) -> Any:
     (layer,) = _budgeted_layers([call.layer])
-    measure = per_device(layer.measure, *prompt.k.shape[:2], mesh=target.mesh)
+    measure = per_device(layer.measure, *prompt.k.shape[:2], mesh=mesh)
     return measure(*observed_block(call.layer, truncate_prompt(call.layer, prompt, capacity), lengths))
 
 
@@ -347,7 +348,7 @@ def _divide_budget(measures: tuple[Any, ...], lengths: Array, plan: Plan) -> Arr
     return _budgeted_layers(plan)[0].divide_budget(stack_measures(measures), lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("call", "capacity", "target"))
+@functools.partial(jax.jit, static_argnames=("call", "capacity", "mesh"))
 def compress(
     prompt: LayerPrompt,
     lengths: Int32[Array, " B"],
@@ -355,10 +356,10 @@ def compress(
     measure: Any,
     call: LayerCall,
     capacity: int,
-    target: Target,
+    mesh: Mesh | None,
 ) -> Any:
     """Turns one layer's exact prompt into its cache state, as a program of its own."""
-    return compress_prompt(call, prompt, lengths, capacity, target.mesh, num_kept, measure)
+    return compress_prompt(call, prompt, lengths, capacity, mesh, num_kept, measure)
 
 
 @functools.partial(jax.jit, static_argnames="width")

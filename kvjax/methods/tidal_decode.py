@@ -30,6 +30,7 @@ class PersistentTokens(kv.Reader):
     chooses: bool = True
 
     supports_eviction = False  # positions are found by binary search, in slots that ascend
+    cross_layer = True
 
     __post_init__ = kv.check_fields
 

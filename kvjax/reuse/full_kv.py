@@ -13,7 +13,7 @@ from kvjax.cache.protocol import Cache, KVMethod, Needs, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
-from kvjax.engine.forward import Plan, Target, layer_calls, outer_params
+from kvjax.engine.forward import Plan, layer_calls, outer_params
 from kvjax.engine.layer_prompt import LayerPrompt, select_queries
 from kvjax.engine.plan import bind
 from kvjax.engine.prefill import compress_prompts, prefill_exactly
@@ -92,9 +92,9 @@ class FullKV:
             q = select_queries(layer, q, 0, self.lengths) if q.shape[3] else q
             prompts.append(LayerPrompt(k, v, q, sinks=None if sinks is None else sinks[None]))
         # The cache gets lengths of its own: the decode loop donates them, and these prompts stay usable.
-        timer, target, lengths = Timer(), Target(model.config, model.mesh), jnp.copy(self.lengths)
+        timer, lengths = Timer(), jnp.copy(self.lengths)
         with timer.timed():
-            layers = jax.block_until_ready(compress_prompts(prompts, lengths, calls, target, capacity))
+            layers = jax.block_until_ready(compress_prompts(prompts, lengths, calls, capacity, model.mesh))
         cache = Cache(layers, lengths, capacity, plan, model.config, model.dtype.name, self.weights)
         return Context(model, cache, self.last, method, timer.run_seconds, self.ids)
 
