@@ -13,6 +13,7 @@ from . import testing as testing
 from .cache.accounting import CacheBytes, kept_positions, state_bytes
 from .cache.method import Method
 from .cache.protocol import Cache
+from .core.rope import Rope, RopeScaling
 from .core.step_bytes import StepBytes
 from .engine.sampling import SamplingParams
 from .errors import IncompatibleMethod, KvjaxError, KvjaxWarning
@@ -23,9 +24,11 @@ from .generation.memory_plan import planned_bytes, step_bytes
 from .generation.model_calls import extend, logits, prefill, score
 from .generation.options import GenerateOptions
 from .generation.result import Result
+from .layer_cache import LayerCache, attach, attend, finish, specs_of
 from .models.config import Config
 from .models.model import Model, load, random_model
 from .registry.strings import compose, name_of, parse
+from .rope_check import check_rope
 
 __version__: str
 
@@ -38,14 +41,21 @@ __all__ = [
     "IncompatibleMethod",
     "KvjaxError",
     "KvjaxWarning",
+    "LayerCache",
     "Method",
     "Model",
     "Result",
+    "Rope",
+    "RopeScaling",
     "SamplingParams",
     "StepBytes",
+    "attach",
+    "attend",
     "chat",
+    "check_rope",
     "compose",
     "extend",
+    "finish",
     "generate",
     "kept_positions",
     "load",
@@ -59,6 +69,7 @@ __all__ = [
     "read",
     "resume",
     "score",
+    "specs_of",
     "state_bytes",
     "step_bytes",
     "stream",

@@ -217,7 +217,7 @@ def replay(
         instruction = np.asarray(replay_prompts[min(start, 1)], np.int32)
         first = max(start - settings.lead_tokens, 0)
         copied = tokens[:, first : start + settings.chunk_tokens]
-        copy, num_tokens = _copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(first), width=width)
+        copy, num_tokens = copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(first), width=width)
         hidden, angles, pos = embed(outer, copy, lengths, num_tokens, target=target)
         mode = PromptReplay(np.int32(start), pos, lengths)
         _, prompts = run_layers(params, hidden, angles, mode, calls, prompts, target=target)
@@ -363,7 +363,7 @@ def compress(
 
 
 @functools.partial(jax.jit, static_argnames="width")
-def _copy_chunk(
+def copy_chunk(
     copied: Int32[Array, "B C"],
     lengths: Int32[Array, " B"],
     instruction: Int32[Array, " I"],
