@@ -382,9 +382,7 @@ def attend(
     commit = T if commit is None else arguments.integer("commit", commit, 0, T)
     if commit < T and (is_prompt or is_copy):
         raise KvjaxError("a prompt has no drafts: leave commit out, or give the prompt first and the drafts in a step")
-    inputs = LayerInputs(q, k, v, hidden, output_projection)
-    if sinks is not None:
-        inputs = inputs._replace(sinks=sinks)
+    inputs = LayerInputs(q, k, v, hidden, output_projection, sinks)
     up = None if isinstance(cross_layer, _Absent) else cross_layer
     if needs.cross_layer and isinstance(cross_layer, _Absent):
         raise KvjaxError(f"this method hands a value from layer to layer: {GIVES['cross_layer']}")
@@ -411,8 +409,9 @@ def attend(
             mode = FullPrefill(length, layer.capacity, None)
         out, after, up = _run(mode, first, inputs, up, call=call, mesh=layer.mesh)
         if layer.defers:
-            if not needs.prompt_chunk and needs.output_projection:
+            if not needs.prompt_chunk:
                 after = after._replace(output_projection=inputs.output_projection)
+                after = after._replace(sinks=None if inputs.sinks is None else inputs.sinks[None])
             if needs.replay:
                 after = after._replace(replay_scores=jnp.zeros(after.k.shape[:3], jnp.float32))
             after = ExactPrompt(after, order if needs.replay else None, None, state.index)

@@ -38,8 +38,9 @@ class LayerInputs(NamedTuple):
     q: Float[Array, "B K G T H"]  # after RoPE
     k: Float[Array, "B K T H"]  # after RoPE
     v: Float[Array, "B K T H"]
-    hidden: Float[Array, "B T D"]  # normalized, from which q, k and v were projected
-    output_projection: Float[Array, "1 K G H D"]
+    # Normalized, what q, k and v were projected from; None where no method observes it.
+    hidden: Float[Array, "B T D"] | None
+    output_projection: Float[Array, "1 K G H D"] | None
     sinks: Float[Array, "K G"] | None = None  # logits that take weight and give no value
 
     @property
@@ -83,7 +84,7 @@ def prompt_of_inputs(
         inputs.k,
         inputs.v,
         select_queries(layer, inputs.q, first_query, lengths),
-        hidden=inputs.hidden[:, None] if layer.needs.hidden_states else None,
+        hidden=inputs.hidden[:, None] if layer.needs.hidden_states and inputs.hidden is not None else None,
         output_projection=inputs.output_projection if layer.needs.output_projection else None,
         softmax_lse=softmax_lse,
         sinks=None if inputs.sinks is None else inputs.sinks[None],
