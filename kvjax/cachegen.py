@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.mesh import to_numpy
+from kvjax.engine.plan import specs
 from kvjax.errors import KvjaxError
 from kvjax.generation import archive
 from kvjax.generation.context import Context
@@ -65,9 +66,12 @@ def write(path: str | Path, context: FullKV | Context, *, levels: Levels | None 
     lengths, side_levels = to_numpy(exact.lengths), _levels_of_sides(levels, exact.model.config.layers)
     tokens = _flatten_tokens(lengths, group)
     sides, quantized = [x for prompt in exact.prompts for x in (prompt.k, prompt.v)], []
+    # All sides have as many channels in the file, as the widest of them: zeros cost the coder almost nothing.
+    num_channels = max(side.shape[1] * side.shape[3] for side in sides)
     for side, num_levels in zip(sides, side_levels, strict=True):
         x = to_numpy(side)[tokens.row, :, tokens.pos].astype(np.float32)
         x = x.reshape(len(x), -1)
+        x = np.pad(x, [(0, 0), (0, num_channels - x.shape[1])])
         anchor = _quantize(x[tokens.is_anchor], ANCHOR_LEVELS)
         # The difference is to the anchor as it is read back, so that the anchor's rounding error does not add up.
         quantized.append((anchor, _quantize((x - _predictions(anchor, tokens))[~tokens.is_anchor], num_levels)))
@@ -108,14 +112,16 @@ def read(model: Model, path: str | Path) -> FullKV:
     symbols = rans.decode(arrays["words"], arrays["states"], [(num_anchors, anchor_table), (num_others, table)])
     num_sides, C = arrays["counts"].shape[:2]
     anchor_codes, codes = (x.reshape(len(x), num_sides, C).swapaxes(0, 1) for x in symbols)
-    c, B, S = model.config, int(tokens.row.max()) + 1, round_up(int(tokens.pos.max()) + 1)
+    B, S = int(tokens.row.max()) + 1, round_up(int(tokens.pos.max()) + 1)
+    widths = [(spec.num_kv_heads, width) for spec in specs(model.config) for width in (spec.head_dim, spec.value_dim)]
     sides = []
     for i, levels in enumerate(header["levels"]):
         anchors, others = Codes(anchor_codes[i], arrays["anchor scales"][i]), Codes(codes[i], arrays["scales"][i])
         x = np.array(np.broadcast_to(_predictions(anchors, tokens), (len(tokens.row), C)))
         x[~tokens.is_anchor] += _dequantize(others, levels)
-        side = np.zeros((B, c.kv_heads, S, c.head_dim), model.dtype)
-        side[tokens.row, :, tokens.pos] = x.reshape(-1, c.kv_heads, c.head_dim)
+        K, H = widths[i]
+        side = np.zeros((B, K, S, H), model.dtype)
+        side[tokens.row, :, tokens.pos] = x[:, : K * H].reshape(-1, K, H)
         sides.append(place(model, side, "B K"))
     lengths = place(model, arrays["length"], "B")
     exact = full_kv_from_arrays(model, list(zip(sides[::2], sides[1::2], strict=True)), lengths)

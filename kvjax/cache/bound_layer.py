@@ -545,8 +545,8 @@ def slot_bytes(layer: MethodLayer, slots: int, dtype: str, filled: bool = False)
     spec, num_queries = layer.spec, layer.needs.observed_queries
     K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
     num_queries = slots if num_queries is None else num_queries
-    tokens = abstract((1, K, slots, H), dtype)
-    block = KVBlock(tokens, tokens, abstract((1, 1, slots), jnp.int32))
+    keys, values = (abstract((1, K, slots, width), dtype) for width in (H, spec.value_dim))
+    block = KVBlock(keys, values, abstract((1, 1, slots), jnp.int32))
     observation = Observation(abstract((1, K, G, num_queries, H), dtype), abstract((1, num_queries), jnp.int32))
     # `jax.eval_shape` would not tell in which memory an array lies; the abstract values of a jaxpr do.
     return array_bytes(jax.make_jaxpr(store)(block, observation).out_avals)

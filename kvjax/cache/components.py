@@ -133,7 +133,7 @@ class Codec:
         """`scores`, computed in the memory where the keys are, if the codec can do so."""
         return self.scores(q, self.load(memory.map_buffers(memory.to_device, stored)))
 
-    def mix(self, p: Float32[Array, "B K G T S"], stored: Any) -> Float32[Array, "B K G T H"]:
+    def mix(self, p: Float32[Array, "B K G T S"], stored: Any) -> Float32[Array, "B K G T Hv"]:
         """Sums all values by weights; `stored` in device memory."""
         return attention.mix(p, self.decode(stored))
 

@@ -122,14 +122,14 @@ def weights(
     return p, m, p.sum(-1)
 
 
-def mix(p: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Float32[Array, "B K G T H"]:
+def mix(p: Float32[Array, "B K G T S"], v: Float[Array, "B K S Hv"]) -> Float32[Array, "B K G T Hv"]:
     """Sums values by weights."""
     # Weights are rounded to the values' dtype, as in FlashAttention: a product of two 16-bit arrays is what matrix
     # units are fast at, and the weights, at most 1, lose less than the values already have.
     return jnp.einsum("bkgts,bksh->bkgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
 
-def attend_scores(s: Float32[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Partial:
+def attend_scores(s: Float32[Array, "B K G T S"], v: Float[Array, "B K S Hv"]) -> Partial:
     """Attends by scores, MASKED_LOGIT where masked."""
     p, m, l = weights(s)
     return Partial(mix(p, v), m, l)
@@ -156,7 +156,7 @@ def combine(a: Partial, b: Partial) -> Partial:
     return Partial(x[..., None] * a.o + y[..., None] * b.o, m, x * a.l + y * b.l)
 
 
-def merge(parts: list[Partial]) -> Float32[Array, "B K G T H"]:
+def merge(parts: list[Partial]) -> Float32[Array, "B K G T Hv"]:
     """Returns the attention output of partials over disjoint slots, exact for any partition of the slots."""
     p = functools.reduce(combine, parts)
     # A padding query sees no slot: its sum is 0, and its output 0 instead of NaN.
@@ -192,13 +192,13 @@ def log_sum_exp(m: Float32[Array, "*rest"], l: Float32[Array, "*rest"]) -> Float
 def causal_attention(
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
     start: Int32[Array, ""] | np.integer | int = 0,
     rule: Rule = PLAIN,
     *,
     block: int = 512,
     pattern: AttentionPattern | None = None,
-) -> Float[Array, "B K G T H"]:
+) -> Float[Array, "B K G T Hv"]:
     """Returns the output of `causal_attention_with_lse` alone."""
     return causal_attention_with_lse(q, k, v, start, rule, block=block, pattern=pattern)[0]
 
@@ -206,13 +206,13 @@ def causal_attention(
 def causal_attention_with_lse(
     q: Float[Array, "B K G T H"],
     k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    v: Float[Array, "B K S Hv"],
     start: Int32[Array, ""] | np.integer | int = 0,
     rule: Rule = PLAIN,
     *,
     block: int = 512,
     pattern: AttentionPattern | None = None,
-) -> tuple[Float[Array, "B K G T H"], Float32[Array, "B K G T"]]:
+) -> tuple[Float[Array, "B K G T Hv"], Float32[Array, "B K G T"]]:
     """Computes exact causal attention block by block: memory grows with `block`, never with T x S.
 
     Padding on the right needs no mask: it lies in the future of every real query. Key blocks that no query of a block
@@ -239,7 +239,7 @@ def causal_attention_with_lse(
         attend = functools.partial(causal_attention_with_lse, start=start, rule=rule, block=block, pattern=pattern)
         out, lse = lax.map(lambda sequence: attend(*(x[None] for x in sequence)), (q, k, v))
         return out[:, 0], lse[:, 0]
-    (B, K, G, T, H), dtype = q.shape, q.dtype
+    (B, K, G, T, _), dtype = q.shape, q.dtype
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" and not has_matrix_unit():
         # Such a CPU multiplies float32 numbers faster: 512 queries of nine heads of 64 take 13 ms instead of 20.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -255,7 +255,7 @@ def causal_attention_with_lse(
         return None, (merge([partial]).astype(dtype), log_sum_exp(partial.m, partial.l))
 
     _, (out, lse) = lax.scan(attend_block, None, (jnp.arange(len(queries)), queries))
-    out, lse = jnp.moveaxis(out, 0, 3).reshape(B, K, G, -1, H), jnp.moveaxis(lse, 0, 3).reshape(B, K, G, -1)
+    out, lse = jnp.moveaxis(out, 0, 3).reshape(B, K, G, -1, v.shape[3]), jnp.moveaxis(lse, 0, 3).reshape(B, K, G, -1)
     return out[:, :, :, :T], lse[..., :T]
 
 
@@ -269,7 +269,7 @@ class _KeyBlocks(NamedTuple):
     """All keys and values, read block by block."""
 
     k: Float[Array, "B K S H"]  # S whole blocks
-    v: Float[Array, "B K S H"]
+    v: Float[Array, "B K S Hv"]
     size: int  # tokens of a block
     rule: Rule
     pattern: AttentionPattern | None
@@ -296,7 +296,8 @@ class _KeyBlocks(NamedTuple):
             branch = some.astype(jnp.int32) + (some & every).astype(jnp.int32)
             return lax.switch(branch, branches, acc, first), None
 
-        zero = Partial(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], MASKED_LOGIT), jnp.zeros(q.shape[:-1]))
+        zero_out = jnp.zeros((*q.shape[:-1], self.v.shape[3]), jnp.float32)
+        zero = Partial(zero_out, jnp.full(q.shape[:-1], MASKED_LOGIT), jnp.zeros(q.shape[:-1]))
         return lax.scan(add_block, vary(zero), jnp.arange(self.k.shape[2] // self.size))[0]
 
     def _add_block(

@@ -28,7 +28,7 @@ class Observation(NamedTuple):
     # Tokens that each sequence, or each head, keeps of a budget that was divided among the layers.
     num_kept: Int32[Array, " B"] | Int32[Array, "B K"] | None = None
     measure: Any = None  # what this layer has measured of the prompt, where `num_kept` is its part of a divided budget
-    output_projection: Float[Array, "1 K G H D"] | None = None  # of the layer
+    output_projection: Float[Array, "1 K G Hv D"] | None = None  # of the layer
     hidden_states: Float[Array, "B 1 Q D"] | None = None  # the layer's inputs, from which these queries were projected
     replay_scores: Float32[Array, "B K S"] | None = None  # scores of the tokens from a second pass over the prompt
     paired_block: KVBlock | None = None  # the same prompt in the layer above or below

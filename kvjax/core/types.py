@@ -5,9 +5,10 @@ Axis letters, in einsums, annotations and docstrings:
     B sequences      T query tokens of this call    S cache slots     L layers
     N query heads    K key/value heads              G = N // K        H head dim
     D model width    F MLP width                    V vocabulary      Q observed queries
+    Hv width of a head's values, H in most models
     U units or pages of slots                       C tokens of a chunk of the prompt
 
-Queries are `q [B K G T H]`; keys and values `k, v [B K S H]`, keys after RoPE. `pos i32[B K S]` is the original
+Queries are `q [B K G T H]`; keys `k [B K S H]`, after RoPE; values `v [B K S Hv]`. `pos i32[B K S]` is the original
 position of the token in a slot, -1 in an empty slot; its K axis is 1 where all heads hold the same tokens.
 
 Annotations are those of jaxtyping: `Float[Array, "B K S H"]` takes any float dtype, and in `Int32[Array, "B #K S"]` the
@@ -82,7 +83,7 @@ class Partial(NamedTuple):
     """Attention over some of the slots, not yet normalized; `attention.combine` adds those over the others."""
 
     # float32 whatever the model's dtype: partials over many blocks are added up, and each sum would round again.
-    o: Float32[Array, "B K G T H"]  # sum of exp(logit - m) * value
+    o: Float32[Array, "B K G T Hv"]  # sum of exp(logit - m) * value
     m: Float32[Array, "B K G T"]  # largest logit
     l: Float32[Array, "B K G T"]  # sum of exp(logit - m)
 
@@ -92,7 +93,7 @@ class KVBlock:
     """The keys and values of one layer in full precision; slot i is empty iff pos[..., i] < 0."""
 
     k: Float[Array, "B K S H"]  # after RoPE
-    v: Float[Array, "B K S H"]
+    v: Float[Array, "B K S Hv"]
     pos: Int32[Array, "B #K S"]
     bias: Float32[Array, "B K S"] | None = None  # added to a slot's logits: log of the number of tokens merged into it
 

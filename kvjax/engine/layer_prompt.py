@@ -37,10 +37,10 @@ class LayerInputs(NamedTuple):
 
     q: Float[Array, "B K G T H"]  # after RoPE
     k: Float[Array, "B K T H"]  # after RoPE
-    v: Float[Array, "B K T H"]
+    v: Float[Array, "B K T Hv"]
     # Normalized, what q, k and v were projected from; None where no method observes it.
     hidden: Float[Array, "B T D"] | None
-    output_projection: Float[Array, "1 K G H D"] | None
+    output_projection: Float[Array, "1 K G Hv D"] | None
     sinks: Float[Array, "K G"] | None = None  # logits that take weight and give no value
 
     @property
@@ -53,13 +53,13 @@ class LayerPrompt(NamedTuple):
     """Exact keys and values of a prompt in one layer, and what the layer's method observes; None where it does not."""
 
     k: Float[Array, "B K S H"]
-    v: Float[Array, "B K S H"]
+    v: Float[Array, "B K S Hv"]
     q: Float[Array, "B K G Q H"]  # the observed queries
     hidden: Float[Array, "B 1 S D"] | None = None  # the input of the projections
-    output_projection: Float[Array, "1 K G H D"] | None = None
+    output_projection: Float[Array, "1 K G Hv D"] | None = None
     replay_scores: Float32[Array, "B K S"] | None = None
     # Keys and values of the layer that this one is paired with.
-    paired: tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]] | None = None
+    paired: tuple[Float[Array, "B K S H"], Float[Array, "B K S Hv"]] | None = None
     softmax_lse: Float32[Array, "B K G Q"] | None = None  # the log normalizer of each observed query
     sinks: Float[Array, "1 K G"] | None = None  # of the layer, see `LayerInputs`
 

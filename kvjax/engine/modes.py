@@ -43,7 +43,7 @@ class ForwardMode:
     @abstract
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Float[Array, "B K G Q H"], Any, Any]:
+    ) -> tuple[Float[Array, "B K G Q Hv"], Any, Any]:
         """Runs attention in one layer.
 
         Args:
@@ -75,7 +75,7 @@ class FullPrefill(ForwardMode):
 
     def attend(
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Float[Array, "B K G Q H"], Any, Any]:
+    ) -> tuple[Float[Array, "B K G Q Hv"], Any, Any]:
         q, k, v = inputs[:3]
         needs = call.layer.needs
         first_query, softmax_lse = 0, None
@@ -171,7 +171,7 @@ class Decode(ForwardMode):
 
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Float[Array, "B K G Q H"], Any, Any]:
+    ) -> tuple[Float[Array, "B K G Q Hv"], Any, Any]:
         new = KVBlock(inputs.k, inputs.v, self.pos[:, None])
         return extend_layer(call.layer, state, inputs.q, new, self.commit, cross_layer, inputs.outside, mesh=mesh)
 
@@ -204,7 +204,7 @@ def attend_all(
     rule: Rule,
     pattern: Any = None,
     outside: Partial | None = None,
-) -> Float[Array, "B K G T H"]:
+) -> Float[Array, "B K G T Hv"]:
     """Computes exact attention of queries at their positions to a block, a few queries at a time.
 
     Args:

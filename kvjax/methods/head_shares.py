@@ -85,7 +85,7 @@ class Division:
 
     Args:
       given: a file of `CalibratedShares`.
-      model: layers, key/value heads, query heads per key/value head, and head size.
+      model: layers, key/value heads, query heads per key/value head, and the widths of keys and of values.
       budget: the selection's budget, the mean number of tokens over all heads.
       sinks: first tokens that every head keeps.
       recent: last tokens that every head keeps.
@@ -94,7 +94,7 @@ class Division:
     """
 
     given: kv.TableFile
-    model: tuple[int, int, int, int]
+    model: tuple[int, int, int, int, int]
     budget: kv.Budget
     sinks: int
     recent: int
@@ -186,11 +186,11 @@ def round_to_totals(ideal: np.ndarray, total: np.ndarray, least: np.ndarray, mos
 
 
 @functools.lru_cache(maxsize=16)
-def _load_table(table: kv.TableFile, model: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _load_table(table: kv.TableFile, model: tuple[int, int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Loads (fractions f64[R], shares f64[L K R]); raises KvjaxError for a table of another model."""
     shares, fractions = [], []
     for i in range(model[0]):
-        spec = kv.LayerSpec(i, *model, None, kv.Rope(model[3]))
+        spec = kv.LayerSpec(i, *model[:4], kv.Rope(model[3]), value_dim=model[4])
         size = table.layer_arrays(spec, fractions=(None,))["fractions"].shape[0]
         arrays = table.layer_arrays(spec, shares=(spec.num_kv_heads, size), fractions=(size,))
         shares.append(arrays["shares"].astype(np.float64))
@@ -300,8 +300,8 @@ class CalibratedDivision(kv.HeadBudgets):
         return LayerMean(layer_division), layer_division
 
 
-def _model_shape(spec: kv.LayerSpec) -> tuple[int, int, int, int]:
-    return spec.num_layers, spec.num_kv_heads, spec.num_groups, spec.head_dim
+def _model_shape(spec: kv.LayerSpec) -> tuple[int, int, int, int, int]:
+    return spec.num_layers, spec.num_kv_heads, spec.num_groups, spec.head_dim, spec.value_dim
 
 
 @kv.register_method(example="turned_queries:budget=512,level=head + head_shares", family="component over a selection")

@@ -42,7 +42,7 @@ class TopValues(kv.Reader):
         keys = storage.k.load(state.k)
 
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.ReadResult:
-            B, K, G, T, H = q.shape
+            B, K, G, T, _ = q.shape
             p, m, l = kv.attention.weights(logits(storage, state, q, q_pos, keys))
             n = min(self.n, p.shape[-1])
             importance = p
@@ -50,8 +50,8 @@ class TopValues(kv.Reader):
                 # Query heads have maxima of their own, so their weights are comparable only once they sum to 1.
                 importance = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2, keepdims=True)
             idx = lax.top_k(importance, n)[1]  # [B K G|1 T n]
-            values = storage.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, H)
-            values = jnp.broadcast_to(values, (B, K, G, T, n, H)).astype(jnp.float32)
+            values = storage.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, -1)
+            values = jnp.broadcast_to(values, (B, K, G, T, n, values.shape[-1])).astype(jnp.float32)
             heaviest = jnp.take_along_axis(p, jnp.broadcast_to(idx, (B, K, G, T, n)), -1)
             mixed = jnp.einsum("bkgtn,bkgtnh->bkgth", heaviest, values)
             total = heaviest.sum(-1) if self.renormalise else l

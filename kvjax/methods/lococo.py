@@ -21,7 +21,7 @@ LEARNING_RATE = 3e-3  # Adam's, in calibration
 class Convolution(NamedTuple):
     """The weights by which M slots mix tokens, the same in all heads."""
 
-    weight: kv.Array  # f32[M 2*H w], over keys and values of w neighbors, w odd
+    weight: kv.Array  # f32[M H+Hv w], over keys and values of w neighbors, w odd
     bias: kv.Array  # f32[M]
     normalizer: kv.Array  # f32[1], weight of the mix against a slot's own token
 
@@ -31,7 +31,7 @@ class Convolution(NamedTuple):
 class ConvolutionTable(kv.TableKind):
     """The weights of LoCoCo's convolution for M mixed slots, as its public code lays them out.
 
-    They come from the `memory_saver` of each attention module: `weight` [M 2*H w] and `bias` [M] are `layers.0.weight`
+    They come from the `memory_saver` of each attention module: `weight` [M H+Hv w] and `bias` [M] are `layers.0.weight`
     and `layers.0.bias` of its only convolution, a token's key before its value, w odd; `normalizer` [1] is its own.
 
     Calibrated layer by layer, where the authors train through the model: of each text's earlier half 2 * M tokens are
@@ -90,13 +90,14 @@ class ConvolutionTable(kv.TableKind):
         return arrays | {"weight": arrays["weight"].astype(np.float16)}
 
     def _initial_weights(self, spec: kv.LayerSpec) -> Convolution:
-        num_inputs = 2 * spec.head_dim
+        num_inputs = spec.head_dim + spec.value_dim
         weight = np.random.default_rng(spec.index).normal(size=(self.slots, num_inputs, self.kernel))
         weight = jnp.asarray(weight / np.sqrt(num_inputs * self.kernel), jnp.float32)
         return Convolution(weight, jnp.zeros(self.slots), jnp.full(1, 0.5))
 
     def example(self, spec: kv.LayerSpec, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
-        arrays = {"weight": rng.normal(size=(3, 2 * spec.head_dim, 5)), "bias": rng.normal(size=3), "normalizer": [0.5]}
+        weight = rng.normal(size=(3, spec.head_dim + spec.value_dim, 5))
+        arrays = {"weight": weight, "bias": rng.normal(size=3), "normalizer": [0.5]}
         return {name: np.asarray(array, np.float32) for name, array in arrays.items()}
 
 
@@ -195,12 +196,12 @@ def merge_by_convolution(
     weight = convolution.normalizer[None, None, None]
     new = (1 - weight) * own + weight * mix
     new = jnp.where((is_anchor & (rank < num_mixed))[..., None], new, own).astype(kept.k.dtype)
-    k, v = jnp.split(new, 2, -1)
+    k, v = jnp.split(new, [kept.k.shape[3]], -1)
     return dataclasses.replace(kept, k=k, v=v)
 
 
 def _convolve(x: kv.Array, slot: kv.Array, convolution: Convolution) -> kv.Array:
-    """Mixes the tokens of x [B K T 2*H] at slot i32[B K T], -1 behind the last, for each of M slots: f32[B K M 2*H]."""
+    """Mixes the tokens of x [B K T H+Hv] at slot i32[B K T], -1 behind the last: f32[B K M H+Hv], of M slots."""
     B, K, T, channels = x.shape
     real, edge = slot >= 0, (convolution.weight.shape[2] - 1) // 2
     x = jnp.where(real[..., None], kv.memory.take(x, jnp.maximum(slot, 0)), 0.0)
@@ -230,9 +231,8 @@ class ConvolutionMerge:
     recent: int
 
     def __call__(self, block: kv.KVBlock, kept: kv.KVBlock, choice: kv.SelectedSlots, spec: kv.LayerSpec) -> kv.KVBlock:
-        arrays = self.given.layer_arrays(
-            spec, weight=(None, 2 * spec.head_dim, None), bias=(None,), normalizer=(1,)
-        ).values()
+        num_inputs = spec.head_dim + spec.value_dim
+        arrays = self.given.layer_arrays(spec, weight=(None, num_inputs, None), bias=(None,), normalizer=(1,)).values()
         convolution = Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays))
         num_mixed, width = convolution.weight.shape[0], convolution.weight.shape[2]
         if convolution.bias.shape[0] != num_mixed or width % 2 == 0:

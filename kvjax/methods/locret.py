@@ -20,8 +20,8 @@ from kvjax.cache.calibration.text_halves import max_logits
 class RetainingHeads(kv.TableKind):
     """The weights of a network of one hidden layer of R units, without biases, as Locret's public release has them.
 
-    `fc1` f32[R (N+2*K)*H]: of the layer's N query heads, its K keys and its K values, in this order and before RoPE;
-    `fc2` f32[K R]. They are `model.layers.{i}.self_attn.fc1.weight` and `....fc2.weight` of the release.
+    `fc1` f32[R (N+K)*H+K*Hv]: of the layer's N query heads, its K keys and its K values, in this order and before
+    RoPE; `fc2` f32[K R]. They are `model.layers.{i}.self_attn.fc1.weight` and `....fc2.weight` of the release.
 
     Calibrated, R = 2 K: linear regression of the greatest logit that a token of a text's earlier half gets from the
     queries of the later half. The SiLU of a number, minus that of its negative, is the number itself, so two units make
@@ -61,7 +61,9 @@ class RetainingHeads(kv.TableKind):
         x, y = counted["x"] / tokens, counted["y"] / tokens
         covariance = counted["xx"][0] / tokens - x.T @ x
         covariance += np.eye(len(covariance)) * (np.trace(covariance) / len(covariance) / self.ridge + 1e-12)
-        linear = np.linalg.solve(covariance, (counted["xy"] / tokens - y * x).T)  # [K*(G+2)*H K], a column for a head
+        linear = np.linalg.solve(
+            covariance, (counted["xy"] / tokens - y * x).T
+        )  # [K*((G+1)*H+Hv) K], a column for a head
         weights = ungroup_heads(linear.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
         same = np.eye(spec.num_kv_heads)
         arrays = {"fc1": np.concatenate([weights, -weights]), "fc2": np.concatenate([same, -same], 1)}
@@ -69,7 +71,7 @@ class RetainingHeads(kv.TableKind):
 
 
 def group_by_head(fc1: np.ndarray, spec: kv.LayerSpec) -> np.ndarray:
-    """Groups the released weights of the first layer [R (K*G+2*K)*H] by key/value head: [K (G+2)*H R]."""
+    """Groups the released weights of the first layer [R (N+K)*H+K*Hv] by key/value head: [K (G+1)*H+Hv R]."""
     K, G, H = spec.num_kv_heads, spec.num_groups, spec.head_dim
     parts = np.split(fc1, [K * G * H, (K * G + K) * H], 1)
     return np.concatenate([x.reshape(-1, K, x.shape[1] // K) for x in parts], 2).transpose(1, 2, 0)
@@ -89,15 +91,15 @@ def network_inputs(q: kv.Array, pos: kv.Array, k: kv.Array, v: kv.Array, rope: k
       q: queries [B K G T H].
       pos: i32[B T], -1 for padding.
       k: keys [B K 1 T H].
-      v: values [B K 1 T H].
+      v: values [B K 1 T Hv].
       rope: the model's rotary embedding.
 
     Returns:
-      f32[B K T (G+2)*H].
+      f32[B K T (G+1)*H+Hv].
     """
-    pre_rope = [rope.unrotate_queries(q, pos), rope.unrotate_queries(k, pos), v.astype(jnp.float32)]
-    x = jnp.where((pos >= 0)[:, None, None, :, None], jnp.concatenate(pre_rope, 2), 0.0)
-    return jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
+    pre_rope = rope.unrotate_queries(q, pos), rope.unrotate_queries(k, pos), v.astype(jnp.float32)
+    x = jnp.concatenate([jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1) for x in pre_rope], -1)
+    return jnp.where((pos >= 0)[:, None, :, None], x, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,7 @@ class RetainingScorer(kv.Scorer):
     def scores(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> kv.Scores:
         observation = self.require_observation(observation)
         K = spec.num_kv_heads
-        columns = (K * spec.num_groups + 2 * K) * spec.head_dim
+        columns = K * ((spec.num_groups + 1) * spec.head_dim + spec.value_dim)
         fc1, fc2 = self.given.layer_arrays(spec, fc1=(None, columns), fc2=(K, None)).values()
         weights = (jnp.asarray(x, jnp.float32) for x in (group_by_head(fc1, spec), fc2))
         fc1, fc2 = (kv.over_heads.local_part(x, block.k.shape[1]) for x in weights)

@@ -84,8 +84,9 @@ class SharedDirections(kv.PrecisionTiers):
             return total
         # The upper layer reads what the lower one has decoded of its store, in the dtype of the values.
         decoded = jax.eval_shape(storage.v.decode, state.v)
-        tokens = jax.ShapeDtypeStruct((*state.side_store.pos.shape, storage.spec.head_dim), decoded.dtype)
-        return total + kv.StepBytes.of_all((tokens, tokens))
+        widths = storage.spec.head_dim, storage.spec.value_dim
+        shapes = ((*state.side_store.pos.shape, width) for width in widths)
+        return total + kv.StepBytes.of_all([jax.ShapeDtypeStruct(shape, decoded.dtype) for shape in shapes])
 
     def read(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.Partial:
         store: MergedTokens = state.side_store

@@ -101,8 +101,9 @@ class ShadowStore(kv.SideStore):
         newest = store.tokens.pos[:, :, self.chunk - 1 :: self.chunk]
 
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.Partial:
-            is_visible = kv.attention.visible(newest, q_pos, storage.spec.rule)
-            p, _, l = kv.attention.weights(jnp.where(is_visible, kv.attention.scores(q, landmarks), kv.MASKED_LOGIT))
+            rule = storage.spec.rule
+            is_visible = kv.attention.visible(newest, q_pos, rule)
+            p, _, l = kv.attention.weights(rule.logits(kv.attention.scores(q, landmarks), newest, q_pos))
             weight = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
             num_chunks = min(self.budget // self.chunk, weight.shape[4])
             best, chunk = lax.top_k(jnp.where(is_visible, weight, -1.0), num_chunks)

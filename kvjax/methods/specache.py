@@ -60,12 +60,12 @@ class SpeculativeReader(kv.Reader):
     supports_eviction = False  # the low-bit copy quantizes groups of tokens
 
     def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> LowBitCopy:
-        B, K, S, H = block.k.shape
+        S = block.pos.shape[2]
         fetched = None
         if self.speculative:
             n = min(self.topk, S)
-            empty = jnp.zeros((B, K, n, H), block.k.dtype)
-            fetched = FetchedTokens(empty, empty, jnp.full((B, K, n), -1, jnp.int32))
+            k, v = (jnp.zeros((*x.shape[:2], n, x.shape[3]), x.dtype) for x in (block.k, block.v))
+            fetched = FetchedTokens(k, v, jnp.full((*k.shape[:2], n), -1, jnp.int32))
         return LowBitCopy(self.k.encode(block.k, block.pos), self.v.encode(block.v, block.pos), fetched)
 
     def append(self, reader_state: LowBitCopy, new: kv.KVBlock, at: kv.Array, spec: kv.LayerSpec) -> LowBitCopy:

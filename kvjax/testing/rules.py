@@ -157,15 +157,22 @@ def find_unpacked(run: ModelRun) -> str | Breach:
     config, dtype = run.model.config, run.model.dtype
     few, many = 1024, 2048  # multiples of every group and page, and beyond every recent window
 
-    def stored_arrays(codec: Codec, slots: int) -> list[Any]:
-        x = jax.ShapeDtypeStruct((1, config.kv_heads, slots, config.head_dim), dtype)
+    def stored_arrays(codec: Codec, spec: LayerSpec, width: int, slots: int) -> list[Any]:
+        x = jax.ShapeDtypeStruct((1, spec.num_kv_heads, slots, width), dtype)
         stored = jax.eval_shape(codec.encode, x, jax.ShapeDtypeStruct((1, 1, slots), jnp.int32))
         return jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, memory.Buffer))
 
     layers: list[Any] = [layer for layer in dict.fromkeys(bind(run.method, config)) if hasattr(layer, "storage")]
-    codecs = dict.fromkeys(codec.on_device() for layer in layers for codec in (layer.k, layer.v))
-    for codec in (codec for codec in codecs if not type(codec).__module__.startswith("kvjax.")):
-        for array, larger in zip(stored_arrays(codec, few), stored_arrays(codec, many), strict=True):
+    codecs = dict.fromkeys(
+        (codec.on_device(), layer.spec, width)
+        for layer in layers
+        for codec, width in ((layer.k, layer.spec.head_dim), (layer.v, layer.spec.value_dim))
+    )
+    for codec, spec, width in codecs:
+        if type(codec).__module__.startswith("kvjax."):
+            continue
+        stored = (stored_arrays(codec, spec, width, slots) for slots in (few, many))
+        for array, larger in zip(*stored, strict=True):
             if array == larger:  # a recent window, or a number for each sequence
                 continue
             shape, larger_shape = (getattr(x, "data", x).shape for x in (array, larger))
@@ -319,16 +326,18 @@ def find_codec_mismatch(run: MethodRun) -> str:
     for t in (0, len(run.steps) - 1):
         _, cache = run.steps[t]
         for i, (layer, state) in enumerate(_method_layers(cache)):
-            for name, codec, stored in (("keys", layer.k, state.k), ("values", layer.v, state.v)):
-                if wrong := _codec_mismatch(run, layer.spec, codec, stored, np.asarray(state.pos)):
+            spec, pos = layer.spec, np.asarray(state.pos)
+            sides = ("keys", layer.k, state.k, spec.head_dim), ("values", layer.v, state.v, spec.value_dim)
+            for name, codec, stored, width in sides:
+                if wrong := _codec_mismatch(run, codec, stored, pos, spec.num_kv_heads, width):
                     return f"in layer {i}, after step {t}, of the {name}, {wrong}"
     return ""
 
 
-def _codec_mismatch(run: MethodRun, spec: LayerSpec, codec: Codec, stored: Any, pos: np.ndarray) -> str:
+def _codec_mismatch(run: MethodRun, codec: Codec, stored: Any, pos: np.ndarray, num_heads: int, width: int) -> str:
     decoded, name = codec.decode(stored), type(codec).__name__
     B, _, S = pos.shape
-    shape = (B, spec.num_kv_heads, S, spec.head_dim)
+    shape = (B, num_heads, S, width)
     if decoded.shape != shape or not jnp.issubdtype(decoded.dtype, jnp.floating):
         return f"{name}.decode gives {jax.typeof(decoded)}, and must give floats [B K S H], here {shape}"
     idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), shape[:3])

@@ -37,7 +37,7 @@ NewTokens = tuple[jax.Array, KVBlock]
 
 @dataclasses.dataclass(frozen=True)
 class SequenceBatch:
-    """Prompts and decoded tokens of a batch: q [B K G S H], k, v [B K S H], left-aligned, padded at the end."""
+    """Prompts and decoded tokens of a batch: q [B K G S H], k [B K S H], v [B K S Hv], left-aligned, padded behind."""
 
     q: jax.Array
     k: jax.Array
@@ -64,8 +64,10 @@ class SequenceBatch:
         return tuple(np.asarray(x[(b, *head)][..., :end, :], np.float64) for x in (self.q, self.k, self.v))
 
 
-def random_batch(seed: int = 0, padding: float = 0.0, dtype=jnp.float32) -> SequenceBatch:
-    """Random sequences; everything after a sequence's last token is `padding`."""
+def random_batch(
+    seed: int = 0, padding: float = 0.0, dtype=jnp.float32, value_dim: int = H, loudness: float = 1.0
+) -> SequenceBatch:
+    """Random sequences; everything after a sequence's last token is `padding`, and `loudness` multiplies queries."""
     rng = np.random.default_rng(seed)
     S = int(TOTAL.max())
     is_token = np.arange(S)[None] < TOTAL[:, None]
@@ -73,8 +75,8 @@ def random_batch(seed: int = 0, padding: float = 0.0, dtype=jnp.float32) -> Sequ
     def pad(x: np.ndarray, is_token: np.ndarray) -> jax.Array:
         return jnp.asarray(np.where(is_token, x, padding), dtype)
 
-    q = pad(rng.normal(size=(B, K, G, S, H)) * 2, is_token[:, None, None, :, None])
-    k, v = (pad(rng.normal(size=(B, K, S, H)), is_token[:, None, :, None]) for _ in range(2))
+    q = pad(rng.normal(size=(B, K, G, S, H)) * 2 * loudness, is_token[:, None, None, :, None])
+    k, v = (pad(rng.normal(size=(B, K, S, width)), is_token[:, None, :, None]) for width in (H, value_dim))
     return SequenceBatch(q, k, v, LENGTHS)
 
 

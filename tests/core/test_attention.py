@@ -94,7 +94,7 @@ def test_logits_are_bounded_before_their_bias_and_the_mask():
     expected = [MASKED_LOGIT, 2 * np.tanh(1.5) + 7, MASKED_LOGIT, 2 * np.tanh(4.5)]
     np.testing.assert_allclose(logits, expected, rtol=1e-6)
     unread = Rule().logits(s, pos, q_pos, readable=s < 5)[0, 0, 0, 0]
-    np.testing.assert_array_equal(unread, [0, 3, MASKED_LOGIT, MASKED_LOGIT])
+    np.testing.assert_array_equal(unread, np.float32([0, 3, MASKED_LOGIT, MASKED_LOGIT]))
 
 
 @pytest.mark.parametrize("window", [None, 6])

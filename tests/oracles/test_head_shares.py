@@ -83,8 +83,8 @@ def test_the_example_by_hand(tmp_path):
     assert division.tokens(40)[40].tolist() == [[12, 8]]
 
 
-def shape(layers: int, heads: int) -> tuple[int, int, int, int]:
-    return layers, heads, layer.G, layer.H
+def shape(layers: int, heads: int) -> tuple[int, int, int, int, int]:
+    return layers, heads, layer.G, layer.H, layer.H
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Tables: arrays that a method reads from a file, such as learned weights, calibrated matrices, budgets of heads.
 
 The file is a safetensors file. Its arrays are named by layer, as in `3.bases`; its metadata say which `kind` of table
-it is and for which model it was made: `layers`, `kv_heads`, `groups` and `head_dim`. `write` makes one.
+it is and for which model it was made: `layers`, `kv_heads`, `groups`, `head_dim` and, where values are of another width
+than keys, `value_dim`. `write` makes one.
 
 Some tables ship with kvjax, below `kvjax/tables/`: each kind has one for the shipped model, and small examples.
 """
@@ -25,6 +26,13 @@ from kvjax.utils.files import replace_atomically
 FORMAT = "kvjax-table-1"
 SPEC_FIELDS = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "num_groups", "head_dim": "head_dim"}
 """The file's metadata about the model -> the field of `LayerSpec`."""
+
+
+def _model_of(spec: LayerSpec) -> dict[str, str]:
+    """The metadata of the model; `value_dim` is written only where it is not `head_dim`, so that older files fit."""
+    model = {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
+    return model if spec.value_dim == spec.head_dim else model | {"value_dim": str(spec.value_dim)}
+
 
 SHIPPED = "shipped"
 """The path that stands for the tables that ship with kvjax; a layer takes the table that fits the model."""
@@ -110,11 +118,11 @@ class TableFile:
 
     def _read_fitting(self, spec: LayerSpec) -> Mapping[str, np.ndarray]:
         """Reads all arrays of the file, or of the shipped file that fits the model."""
-        model = {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
+        model = _model_of(spec)
         if self.path == SHIPPED:
             for file in self._files():
                 metadata, arrays = _read(str(file), self.digest)
-                if metadata.items() >= model.items():
+                if metadata.items() >= model.items() and metadata.get("value_dim") == model.get("value_dim"):
                     return arrays
             shape = ", ".join(f"{name}={value}" for name, value in model.items())
             raise KvjaxError(
@@ -125,10 +133,11 @@ class TableFile:
         if metadata.get("format") != FORMAT or metadata.get("kind") != self.kind:
             kind = metadata.get("kind", "none that kvjax knows")
             raise KvjaxError(f"{self.path} is a table of {kind}, and one of {self.kind} is needed")
-        for name, value in model.items():
-            if metadata.get(name) != value:
+        for name, value in (model | {"value_dim": str(spec.value_dim)}).items():
+            made_for = metadata.get("head_dim" if name == "value_dim" and name not in metadata else name)
+            if made_for != value:
                 raise KvjaxError(
-                    f"{self.path} was made for a model of {name}={metadata.get(name)}, and this one has "
+                    f"{self.path} was made for a model of {name}={made_for}, and this one has "
                     f"{name}={value}; make a table for this model, as with `kvjax calibrate`"
                 )
         return arrays
@@ -166,7 +175,7 @@ def write(
         f"{i}.{name}": np.ascontiguousarray(array) for i, layer in enumerate(layers) for name, array in layer.items()
     }
     metadata = {"format": FORMAT, "kind": kind, "source": source}
-    metadata |= {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
+    metadata |= _model_of(spec)
     with replace_atomically(path) as file:
         file.write(save(arrays, metadata))
     return path

@@ -97,11 +97,11 @@ class TableKind:
         """Makes the arrays of a small table from random tokens, for tests and as an example of the format."""
         K, G, H, num_tokens = spec.num_kv_heads, spec.num_groups, spec.head_dim, 64
         # Channels of unequal variance, as those of a model are: a calibration has something to find.
-        mixing = rng.normal(size=(2, K, H, H)) * 0.9 ** np.arange(H)[:, None]
-        k, v = (jnp.asarray(rng.normal(size=(1, K, num_tokens, H)) @ m, jnp.float32) for m in mixing)
+        mixing = [rng.normal(size=(K, n, n)) * 0.9 ** np.arange(n)[:, None] for n in (H, spec.value_dim)]
+        k, v = (jnp.asarray(rng.normal(size=(1, K, num_tokens, m.shape[1])) @ m, jnp.float32) for m in mixing)
         pos = jnp.arange(num_tokens, dtype=jnp.int32)[None]
         hidden = jnp.asarray(rng.normal(size=(1, 1, num_tokens, H)), jnp.float32)
-        output = jnp.asarray(rng.normal(size=(1, K, G, H, H)), jnp.float32)
+        output = jnp.asarray(rng.normal(size=(1, K, G, spec.value_dim, H)), jnp.float32)
         q = jnp.asarray(rng.normal(size=(1, K, G, num_tokens, H)), jnp.float32)
         observation = Observation(q, pos, output_projection=output, hidden_states=hidden)
         counted = self.count(KVBlock(k, v, pos[:, None]), observation, spec)

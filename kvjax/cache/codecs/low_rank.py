@@ -186,7 +186,8 @@ class CalibratedLowRank(LowRank):
     def _read_table(self) -> tuple[np.ndarray, np.ndarray]:
         """The leading directions f32[K H r], and the mean f32[K H]."""
         assert self.spec is not None and self.table is not None
-        K, H, size = self.spec.num_kv_heads, self.spec.head_dim, group_size(self.heads, self.spec)
+        K, size = self.spec.num_kv_heads, group_size(self.heads, self.spec)
+        H = self.spec.value_dim if self.of == "values" else self.spec.head_dim
         groups, channels = K // size, size * H
         shapes = {self.of: (groups, channels, None), f"{self.of}_mean": (groups, channels)}
         basis, mean = self.table.layer_arrays(self.spec, **shapes).values()

@@ -244,7 +244,7 @@ def attend_slots(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, 
     fetched_pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), idx, 2, mode="clip")
     pos = jnp.where(slots >= 0, fetched_pos.reshape(slots.shape), -1)
     k, v = storage.gather_keys(state.k, idx, fetched_pos), storage.v.gather(state.v, idx)
-    k, v = (x.reshape(B, K, sets, T, n, H) for x in (k, v))
+    k, v = (x.reshape(B, K, sets, T, n, -1) for x in (k, v))
     v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # an empty slot may hold inf, and 0 * inf is NaN
     by_set = q.reshape(B, K, sets, G // sets, T, H)
     s = jnp.einsum("bksgth,bkstnh->bksgtn", by_set, k, preferred_element_type=jnp.float32) * H**-0.5
@@ -258,4 +258,4 @@ def attend_slots(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, 
         is_visible &= pos > t - window
     p, m, l = weights(jnp.where(is_visible[:, :, :, None], s, MASKED_LOGIT))
     o = jnp.einsum("bksgtn,bkstnh->bksgth", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return Partial(o.reshape(q.shape), m.reshape(q.shape[:4]), l.reshape(q.shape[:4]))
+    return Partial(o.reshape(B, K, G, T, -1), m.reshape(q.shape[:4]), l.reshape(q.shape[:4]))
