@@ -176,8 +176,8 @@ def sink_partial(sinks: Float[Array, "K G"], q: Float[Array, "B K G T H"], value
 
 
 def with_sinks(
-    out: Float[Array, "B K G T H"], lse: Float32[Array, "B K G T"], sinks: Float[Array, "K G"]
-) -> Float[Array, "B K G T H"]:
+    out: Float[Array, "B K G T Hv"], lse: Float32[Array, "B K G T"], sinks: Float[Array, "K G"]
+) -> Float[Array, "B K G T Hv"]:
     """Adds to a finished softmax, whose log-sum-exp is `lse`, a logit of each query head that has no value."""
     # Of all weight, the sink takes exp(sink) / (exp(sink) + exp(lse)).
     remaining = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, :, :, None])
