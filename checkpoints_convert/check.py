@@ -11,7 +11,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from checkpoints_convert.conversion_plan import ConversionPlan, plan_conversion
-from checkpoints_convert.convert import Progress, num_bytes, open_source
+from checkpoints_convert.convert import Progress, open_source
 from checkpoints_convert.source import Source
 from kvjax.errors import KvjaxError
 from kvjax.generation.model_calls import logits
@@ -74,7 +74,7 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
             )
     if refusal is not None:
         raise KvjaxError(refusal)
-    return Report(len(plan.bindings), difference, lacking)
+    return Report(sum(len(b.sources) for b in plan.bindings), difference, lacking)
 
 
 def missing_packages(src: str | Path) -> tuple[str, ...]:
@@ -88,16 +88,17 @@ def _compare_tensors(
 ) -> list[str]:
     """Rebuilds each source tensor from our parameters, one top-level entry at a time."""
     problems, dtype = [], np.dtype(record.dtype)
-    done, total = 0, sum(num_bytes(b.shape, dtype) for b in plan.bindings)
+    done, total = 0, sum(b.num_values for b in plan.bindings) * dtype.itemsize
     if progress:
         progress("", done, total)
     for name, bindings in plan.parts.items():
         flat = flatten_dict({name: checkpoint.read_part(dst, name, record)}, sep="/")
         ours = {p: np.asarray(x) for p, x in flat.items()}
         for b in bindings:
-            if not np.array_equal(b.join(ours), source.read(b.source).astype(dtype)):
-                problems.append(f"{b.source}: differs")
-            done += num_bytes(b.shape, dtype)
+            for tensor, joined in zip(b.sources, b.join(ours), strict=True):
+                if not np.array_equal(joined, source.read(tensor).astype(dtype)):
+                    problems.append(f"{tensor}: differs")
+            done += b.num_values * dtype.itemsize
         if progress:
             progress(name, done, total)
     return problems

@@ -1,58 +1,96 @@
-"""The plan of a conversion: which source tensor becomes which parameter, and all problems before a byte is written."""
+"""The plan of a conversion: which source tensors become which parameter, and all problems before a byte is written."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from einops import rearrange
 
-from checkpoints_convert.families import FAMILIES, IGNORED, Rule, Target
+from checkpoints_convert.families import FAMILIES, IGNORED, Family, Table, Target, TensorRule
 from checkpoints_convert.hf_config import translate
-from checkpoints_convert.source import FLOATS, Source
+from checkpoints_convert.source import FLOATS, Source, Tensor
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config
 from kvjax.models.checkpoint import parameter_shapes, part_names
 
-TIED = ("lm_head.weight", "model.embed_tokens.weight")
-"""With tied embeddings the first may be absent, or repeat the second."""
+HEAD, EMBEDDING = "head/kernel", "embedding"
+"""With tied embeddings the tensor of the first may be absent, or repeat that of the second."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """A source tensor of one layer, and the parameters that it holds."""
+    """Source tensors of one layer, one or those of all experts, and the parameters that they hold."""
 
-    source: str
+    sources: tuple[str, ...]
+    rule: TensorRule
     targets: tuple[Target, ...]
     sizes: dict[str, int]  # axis letter -> size
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether the source tensors are those of the experts."""
+        return "{e}" in self.rule.source
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the source tensor must have."""
-        shapes = [self._source_shape(t) for t in self.targets]
-        return (sum(s[0] for s in shapes), *shapes[0][1:])
+        """The shape that each source tensor must have."""
+        stored = self.rule.unpack.split("->")[0] if self.rule.unpack else ""
+        if stored:
+            shape = _shape(stored, self.sizes)
+        else:
+            shapes = [_shape(target.axes.split("->")[0], self.sizes) for target in self.targets]
+            shape = (sum(s[0] for s in shapes), *shapes[0][1:])
+        return shape[1:] if self.is_stacked else shape
 
-    def _source_shape(self, target: Target) -> tuple[int, ...]:
-        """The shape of a target's rows of the source tensor."""
-        groups = re.findall(r"\(.*?\)|\S+", target.axes.split("->")[0])
-        return tuple(math.prod(self.sizes[a] for a in group.strip("()").split()) for group in groups)
+    @property
+    def num_values(self) -> int:
+        """The numbers in all source tensors."""
+        return math.prod(self.shape) * len(self.sources)
 
-    def _rearrange(self, x: np.ndarray, axes: str) -> np.ndarray:
-        return rearrange(x, axes, **{a: n for a, n in self.sizes.items() if a in axes})
+    def split(self, tensors: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Splits the source tensors into parameters by path, which are views where the layout allows it."""
+        x = np.stack(tensors) if self.is_stacked else tensors[0]
+        if self.rule.unpack:
+            x = _rearrange(x, self.rule.unpack, self.sizes)
+        if self.rule.unrotated:
+            x = x[_turned_channels(len(x), self.sizes[self.rule.unrotated])]
+        ends = np.cumsum([_shape(target.axes.split("->")[0], self.sizes)[0] for target in self.targets])
+        parts = zip(self.targets, np.split(x, ends[:-1]), strict=True)
+        return {target.path: _rearrange(rows, target.axes, self.sizes) for target, rows in parts}
 
-    def split(self, tensor: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Splits the source tensor into (path, parameter) pairs, which are views where the layout allows it."""
-        ends = np.cumsum([self._source_shape(t)[0] for t in self.targets])
-        for target, rows in zip(self.targets, np.split(tensor, ends[:-1]), strict=True):
-            yield target.path, self._rearrange(rows, target.axes)
-
-    def join(self, parameters: dict[str, np.ndarray]) -> np.ndarray:
+    def join(self, parameters: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Inverts `split`."""
-        inverse = {t: "->".join(reversed(t.axes.split("->"))) for t in self.targets}
-        return np.concatenate([self._rearrange(parameters[t.path], axes) for t, axes in inverse.items()])
+        rows = [_rearrange(parameters[target.path], _invert(target.axes), self.sizes) for target in self.targets]
+        x = np.concatenate(rows)
+        if self.rule.unrotated:
+            x = x[np.argsort(_turned_channels(len(x), self.sizes[self.rule.unrotated]))]
+        if self.rule.unpack:
+            x = _rearrange(x, _invert(self.rule.unpack), self.sizes)
+        return list(x) if self.is_stacked else [x]
+
+
+def _shape(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an array with these axes, groups in parentheses."""
+    groups = re.findall(r"\(.*?\)|\S+", axes)
+    return tuple(math.prod(sizes[a] for a in group.strip("()").split()) for group in groups)
+
+
+def _invert(axes: str) -> str:
+    return "->".join(reversed(axes.split("->")))
+
+
+def _rearrange(x: np.ndarray, axes: str, sizes: Mapping[str, int]) -> np.ndarray:
+    return rearrange(x, axes, **{letter: sizes[letter] for letter in set(re.findall(r"\w+", axes))})
+
+
+def _turned_channels(count: int, num_unrotated: int) -> np.ndarray:
+    """Returns which of `count` channels of a source, without position and then in pairs, is each of ours."""
+    pairs = np.arange(num_unrotated, count).reshape(-1, 2)
+    return np.concatenate([pairs.T.reshape(-1), np.arange(num_unrotated)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +100,8 @@ class ConversionPlan:
     config: Config
     parts: dict[str, tuple[Binding, ...]]
     dtype: np.dtype  # of the source tensors
+    tied_head: str | None = None  # the head's source tensor, if the checkpoint has one and the model ties it
+    num_left_out: int = 0  # source tensors that are no part of the decoder
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
@@ -69,48 +109,82 @@ class ConversionPlan:
         return tuple(b for bindings in self.parts.values() for b in bindings)
 
 
-def bind(rules: tuple[Rule, ...], config: Config) -> tuple[Binding, ...]:
-    """Applies each rule once per layer; a rule whose parameter `config` does not have does not apply."""
-    expected, c = parameter_shapes(config), config
+def bind(table: Table, config: Config) -> tuple[Binding, ...]:
+    """Applies each rule once per layer; a rule whose parameters or axes a layer does not have does not apply to it."""
+    expected = parameter_shapes(config)
+    sizes = [_read_sizes(config, i) for i in range(config.layers)]
     bindings = []
-    for rule in rules:
+    for rule in table:
+        letters = set(re.findall(r"\w+", " ".join((rule.unpack, *(target.axes for target in rule.targets)))))
         for i in range(config.layers if "{i}" in rule.source else 1):
             targets = tuple(t._replace(path=t.path.format(i=i)) for t in rule.targets)
-            if all(t.path in expected for t in targets):
-                a, mlp = c.kind(i).attention, c.kind(i).mlp
-                sizes = dict(V=c.vocab_size, D=c.width, F=mlp.width, K=a.kv_heads, G=a.groups, H=a.head_dim)
-                bindings.append(Binding(rule.source.format(i=i), targets, sizes))
+            has_parameters = all(t.path in expected for t in targets)
+            if not has_parameters or rule.unless.format(i=i) in expected or letters - sizes[i].keys():
+                continue
+            experts = range(sizes[i]["E"]) if "{e}" in rule.source else (0,)
+            sources = tuple(rule.source.format(i=i, e=e) for e in experts)
+            bindings.append(Binding(sources, rule, targets, sizes[i]))
     return tuple(bindings)
+
+
+def _read_sizes(config: Config, layer: int) -> dict[str, int]:
+    """Returns the sizes of the axes of one layer's parameters, by the letters of `families`."""
+    attention, mlp = config.kind(layer).attention, config.kind(layer).mlp
+    sizes = {"V": config.vocab_size, "D": config.width, "F": mlp.width, "two": 2}
+    sizes |= {"K": attention.kv_heads, "G": attention.groups, "H": attention.head_dim, "W": attention.value_dim}
+    if mlp.experts is not None:
+        sizes |= {"E": mlp.experts.count, "S": mlp.experts.shared_width}
+    if (latent := attention.latent) is not None:
+        rotated = 0 if attention.rope is None else attention.rope.dim
+        sizes |= {"P": rotated, "U": latent.unrotated, "R": latent.rank, "W": latent.value}
+        sizes |= {"X": rotated + latent.unrotated, "Y": rotated + latent.rank, "Z": latent.unrotated + latent.value}
+        if latent.query_rank is not None:
+            sizes["Q"] = latent.query_rank
+    return sizes
+
+
+def choose_table(family: Family, config: Config, names: Collection[str]) -> tuple[Table, tuple[Binding, ...]]:
+    """Returns that table of a family which names the most of these tensors, and its bindings."""
+    bound = [(table, bind(table, config)) for table in family.tables]
+    return max(bound, key=lambda pair: sum(name in names for b in pair[1] for name in b.sources))
 
 
 def plan_conversion(source: Source) -> ConversionPlan:
     """Matches names and shapes; raises one KvjaxError that lists all tensors missing, left over or misshapen."""
     config = translate(source.config, source.generation, source.eos_id(), len(source.tensors))
-    bindings = bind(FAMILIES[source.config["model_type"]].rules, config)
-    if problems := _find_problems(source, bindings, config):
+    family = FAMILIES[source.config["model_type"]]
+    table, bindings = choose_table(family, config, source.tensors)
+    head = next(rule.source for rule in table if rule.targets[0].path == HEAD)
+    tied_head = head if config.tie_embeddings and head in source.tensors else None
+    left_out = {name for name in source.tensors if family.left_out is not None and family.left_out.search(name)}
+    found = {name: t for name, t in source.tensors.items() if not IGNORED.search(name) and name not in left_out}
+    if problems := _find_problems(found, bindings, head, tied_head):
         lines = "\n  ".join(problems)
         raise KvjaxError(f"{len(problems)} problems with the tensors, nothing was written:\n  {lines}")
     parts = {name: [] for name in part_names(parameter_shapes(config))}
     for b in bindings:
         parts[b.targets[0].path.split("/")[0]].append(b)
     # float32 for a mixture of types, and for float64, which JAX does not have unless it is turned on.
-    stored = {FLOATS[source.tensors[b.source].dtype] for b in bindings}
+    stored = {FLOATS[source.tensors[name].dtype] for b in bindings for name in b.sources}
     dtype = np.dtype(stored.pop() if len(stored) == 1 and "float64" not in stored else "float32")
-    return ConversionPlan(config, {name: tuple(bs) for name, bs in parts.items()}, dtype)
+    return ConversionPlan(config, {name: tuple(bs) for name, bs in parts.items()}, dtype, tied_head, len(left_out))
 
 
-def _find_problems(source: Source, bindings: tuple[Binding, ...], config: Config) -> list[str]:
-    expected = {b.source: b.shape for b in bindings}
-    found = {name: t for name, t in source.tensors.items() if not IGNORED.search(name)}
-    if config.tie_embeddings:
-        found.pop(TIED[0], None)
-    problems = [f"{name}: missing" for name in expected if name not in found]
-    if TIED[0] in expected and TIED[0] not in found:  # the last rule, and so the last problem
-        problems[-1] += " (if the model ties its embeddings, config.json must say tie_word_embeddings: true)"
+def _find_problems(
+    found: Mapping[str, Tensor], bindings: tuple[Binding, ...], head: str, tied_head: str | None
+) -> list[str]:
+    expected = {name: b.shape for b in bindings for name in b.sources}
+    problems = []
+    for name in expected:
+        hint = ""
+        if name == head:
+            hint = " (if the model ties its embeddings, config.json must say tie_word_embeddings: true)"
+        if name not in found:
+            problems.append(f"{name}: missing{hint}")
     problems += [
         f"{escape_unprintable(name)}: no such tensor in this family; is config.json the right one?"
         for name in found
-        if name not in expected
+        if name not in expected and name != tied_head
     ]
     for name, shape in expected.items():
         if name in found and found[name].shape != shape:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from checkpoints_convert.conversion_plan import TIED, Binding, ConversionPlan, plan_conversion
+from checkpoints_convert.conversion_plan import EMBEDDING, Binding, ConversionPlan, plan_conversion
 from checkpoints_convert.source import Directory, Source
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, checkpoint, tokenizer
@@ -62,13 +62,13 @@ def convert(src, dst, dtype: str | None = None, *, replace: bool = False, progre
     if tokenizer.FILE in files:
         tokenizer.Tokenizer.from_files(files, src).check_works()
     with checkpoint.Writer(dst, plan.config, weight_dtype, label, extra_files=files, replace=replace) as writer:
-        done, total = 0, sum(num_bytes(b.shape, weight_dtype) for b in plan.bindings)
+        done, total = 0, sum(b.num_values for b in plan.bindings) * weight_dtype.itemsize
         if progress:
             progress("", done, total)
         for name, part in read_parts(source, plan, weight_dtype):
             writer.put(name, part)
             del part  # otherwise it stays in memory while the next part is read
-            done += sum(num_bytes(b.shape, weight_dtype) for b in plan.parts[name])
+            done += sum(b.num_values for b in plan.parts[name]) * weight_dtype.itemsize
             if progress:
                 progress(name, done, total)
     return plan.config
@@ -86,42 +86,47 @@ def read_parts(source: Source, plan: ConversionPlan, dtype: np.dtype) -> Iterato
     for name, bindings in plan.parts.items():
         flat = {}
         for binding in bindings:
-            flat |= convert_tensor(source, binding, dtype, tied=plan.config.tie_embeddings)
+            flat |= convert_tensors(source, binding, dtype, plan.tied_head)
         yield name, unflatten_dict(flat, sep="/")[name]
 
 
-def convert_tensor(source: Source, binding: Binding, dtype: np.dtype, tied: bool = False) -> dict[str, np.ndarray]:
-    """Reads one source tensor as parameters by path.
+def convert_tensors(
+    source: Source, binding: Binding, dtype: np.dtype, tied_head: str | None = None
+) -> dict[str, np.ndarray]:
+    """Reads the source tensors of a binding as parameters by path.
 
     Args:
-      source: of the tensor.
-      binding: its name and its parameters.
+      source: of the tensors.
+      binding: their names and their parameters.
       dtype: of the parameters.
-      tied: whether the model ties its embeddings, so that a head in the checkpoint must repeat them.
+      tied_head: the head's tensor, if the model ties its embeddings and the checkpoint has a head, which must repeat
+        them.
 
     Raises:
       KvjaxError: with the tensor's name, if a weight is not finite, or if tied embeddings differ.
     """
-    tensor, name, problem = source.read(binding.source), binding.source, None
-    with np.errstate(over="ignore", invalid="ignore"):
-        cast = tensor.astype(dtype, copy=False)
-    head, embedding = TIED
-    if tied and name == embedding and head in source.tensors and not np.array_equal(source.read(head), tensor):
-        problem = (
-            f"{head} differs, but config.json says that they are tied; set tie_word_embeddings to false in config.json "
-            "to use both, or remove the tensor to tie them"
-        )
-    elif not np.isfinite(cast).all():
-        finite = np.isfinite(tensor)
-        if finite.all():
-            problem = f"weights up to {np.abs(tensor).max():.3g} do not fit {dtype}; use --dtype f32"
-        else:
-            where = [int(i) for i in np.argwhere(~finite)[0]]
-            count = f"{np.count_nonzero(~finite)} of {tensor.size}"
-            problem = f"{count} weights are not finite, first at {where}; copy it again"
-    if problem is not None:
-        raise KvjaxError(f"{name}: {problem}")
-    return {path: np.ascontiguousarray(x) for path, x in binding.split(cast)}
+    cast = []
+    for name in binding.sources:
+        tensor, problem = source.read(name), None
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast.append(tensor.astype(dtype, copy=False))
+        is_tied = tied_head is not None and binding.targets[0].path == EMBEDDING
+        if is_tied and not np.array_equal(source.read(tied_head), tensor):
+            problem = (
+                f"{tied_head} differs, but config.json says that they are tied; set tie_word_embeddings to false in "
+                "config.json to use both, or remove the tensor to tie them"
+            )
+        elif not np.isfinite(cast[-1]).all():
+            finite = np.isfinite(tensor)
+            if finite.all():
+                problem = f"weights up to {np.abs(tensor).max():.3g} do not fit {dtype}; use --dtype f32"
+            else:
+                where = [int(i) for i in np.argwhere(~finite)[0]]
+                count = f"{np.count_nonzero(~finite)} of {tensor.size}"
+                problem = f"{count} weights are not finite, first at {where}; copy it again"
+        if problem is not None:
+            raise KvjaxError(f"{name}: {problem}")
+    return {path: np.ascontiguousarray(x) for path, x in binding.split(cast).items()}
 
 
 def num_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

@@ -1,15 +1,27 @@
-"""Model families as tables: source tensor -> our parameter, and the defaults that a config.json leaves out.
+"""Model families: how each differs from a Llama, and its table from source tensors to our parameters.
+
+A family is a function from config.json to the kind of each layer (`Family.refine`, on top of what all families share,
+which `hf_config` reads), and one or more tables of tensors.
 
 Axes have the letters of `kvjax.core.types`, in the notation of einops: a source weight "(K G H) D" holds the query
-heads of all KV heads in its rows. `{i}` is the layer's number.
+heads of all KV heads in its rows. Further letters: E experts, S the shared MLP's width, W the width of a value head
+before the output projection; of latent attention R its rank, Q that of queries, P and U the channels of a query head
+with and without position, X = P + U, Y = P + R, Z = U + W. `{i}` is the layer's number, `{e}` an expert's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
+
+from kvjax.core.rope import yarn_length_factor
+from kvjax.models.kinds import Experts, Latent, LayerKind, MlpKind
+
+Values = Mapping[str, Any]
+"""A config.json with the defaults of its family."""
 
 
 class Target(NamedTuple):
@@ -19,70 +31,250 @@ class Target(NamedTuple):
     axes: str  # "source axes -> our axes"
 
 
-class Rule(NamedTuple):
-    """A source tensor, and the parameters that it holds along its first axis."""
+class TensorRule(NamedTuple):
+    """A source tensor, and the parameters that it holds.
+
+    Attributes:
+      source: the tensor's name. With `{e}` it stands for the tensors of all experts, stacked along a new first axis E.
+      targets: the parameters, one after the other along the first axis.
+      unpack: axes of the tensor as it is stored, and as `targets` sees them: "E D (two F) -> (two E) D F".
+      unrotated: the letter for the number of channels without position that the first axis begins with; after them come
+        those with position, in neighboring pairs. Ours are the pairs' first halves, their second halves, the others.
+      unless: the rule is not for a layer that has this parameter.
+    """
 
     source: str
     targets: tuple[Target, ...]
+    unpack: str = ""
+    unrotated: str = ""
+    unless: str = ""
 
 
-def _rule(source: str, path: str, axes: str) -> Rule:
-    return Rule(source, (Target(path, axes),))
+Table = tuple[TensorRule, ...]
+
+
+def _rule(source: str, path: str, axes: str, **how: str) -> TensorRule:
+    return TensorRule(source, (Target(path, axes),), **how)
 
 
 LAYER, OURS = "model.layers.{i}", "layer_{i}"
+IS_MOE = f"{OURS}/mlp/router/kernel"
 
-LLAMA = (
+OUTSIDE = (
     _rule("model.embed_tokens.weight", "embedding", "V D -> V D"),
-    _rule(f"{LAYER}.input_layernorm.weight", f"{OURS}/attention_norm/scale", "D -> D"),
-    _rule(f"{LAYER}.self_attn.q_proj.weight", f"{OURS}/attention/q/kernel", "(K G H) D -> D K G H"),
-    _rule(f"{LAYER}.self_attn.k_proj.weight", f"{OURS}/attention/k/kernel", "(K H) D -> D K H"),
-    _rule(f"{LAYER}.self_attn.v_proj.weight", f"{OURS}/attention/v/kernel", "(K H) D -> D K H"),
-    _rule(f"{LAYER}.self_attn.o_proj.weight", f"{OURS}/attention/o/kernel", "D (K G H) -> K G H D"),
-    _rule(f"{LAYER}.self_attn.q_proj.bias", f"{OURS}/attention/q/bias", "(K G H) -> K G H"),
-    _rule(f"{LAYER}.self_attn.k_proj.bias", f"{OURS}/attention/k/bias", "(K H) -> K H"),
-    _rule(f"{LAYER}.self_attn.v_proj.bias", f"{OURS}/attention/v/bias", "(K H) -> K H"),
-    _rule(f"{LAYER}.self_attn.o_proj.bias", f"{OURS}/attention/o/bias", "D -> D"),
-    _rule(f"{LAYER}.self_attn.q_norm.weight", f"{OURS}/attention/q_norm/scale", "H -> H"),
-    _rule(f"{LAYER}.self_attn.k_norm.weight", f"{OURS}/attention/k_norm/scale", "H -> H"),
-    _rule(f"{LAYER}.post_attention_layernorm.weight", f"{OURS}/mlp_norm/scale", "D -> D"),
-    _rule(f"{LAYER}.mlp.gate_proj.weight", f"{OURS}/mlp/gate/kernel", "F D -> D F"),
-    _rule(f"{LAYER}.mlp.up_proj.weight", f"{OURS}/mlp/up/kernel", "F D -> D F"),
-    _rule(f"{LAYER}.mlp.down_proj.weight", f"{OURS}/mlp/down/kernel", "D F -> F D"),
-    _rule(f"{LAYER}.mlp.gate_proj.bias", f"{OURS}/mlp/gate/bias", "F -> F"),
-    _rule(f"{LAYER}.mlp.up_proj.bias", f"{OURS}/mlp/up/bias", "F -> F"),
-    _rule(f"{LAYER}.mlp.down_proj.bias", f"{OURS}/mlp/down/bias", "D -> D"),
     _rule("model.norm.weight", "final_norm/scale", "D -> D"),
     _rule("lm_head.weight", "head/kernel", "V D -> D V"),
 )
+PRE_NORMS = (
+    _rule(f"{LAYER}.input_layernorm.weight", f"{OURS}/attention_norm/scale", "D -> D"),
+    _rule(f"{LAYER}.post_attention_layernorm.weight", f"{OURS}/mlp_norm/scale", "D -> D"),
+)
+POST_NORMS = (
+    _rule(f"{LAYER}.post_attention_layernorm.weight", f"{OURS}/attention_post_norm/scale", "D -> D"),
+    _rule(f"{LAYER}.post_feedforward_layernorm.weight", f"{OURS}/mlp_post_norm/scale", "D -> D"),
+)
+OUTPUT = (
+    _rule(f"{LAYER}.self_attn.o_proj.weight", f"{OURS}/attention/o/kernel", "D (K G W) -> K G W D"),
+    _rule(f"{LAYER}.self_attn.o_proj.bias", f"{OURS}/attention/o/bias", "D -> D"),
+)
+ATTENTION = (
+    _rule(f"{LAYER}.self_attn.q_proj.weight", f"{OURS}/attention/q/kernel", "(K G H) D -> D K G H"),
+    _rule(f"{LAYER}.self_attn.k_proj.weight", f"{OURS}/attention/k/kernel", "(K H) D -> D K H"),
+    _rule(f"{LAYER}.self_attn.v_proj.weight", f"{OURS}/attention/v/kernel", "(K W) D -> D K W"),
+    _rule(f"{LAYER}.self_attn.q_proj.bias", f"{OURS}/attention/q/bias", "(K G H) -> K G H"),
+    _rule(f"{LAYER}.self_attn.k_proj.bias", f"{OURS}/attention/k/bias", "(K H) -> K H"),
+    _rule(f"{LAYER}.self_attn.v_proj.bias", f"{OURS}/attention/v/bias", "(K W) -> K W"),
+    *OUTPUT,
+)
+HEAD_NORMS = (
+    _rule(f"{LAYER}.self_attn.q_norm.weight", f"{OURS}/attention/q_norm/scale", "H -> H"),
+    _rule(f"{LAYER}.self_attn.k_norm.weight", f"{OURS}/attention/k_norm/scale", "H -> H"),
+)
+ALL_HEADS_NORMS = (
+    _rule(f"{LAYER}.self_attn.q_norm.weight", f"{OURS}/attention/q_norm/scale", "(K G H) -> K G H"),
+    _rule(f"{LAYER}.self_attn.k_norm.weight", f"{OURS}/attention/k_norm/scale", "(K H) -> K H"),
+)
+SINKS = _rule(f"{LAYER}.self_attn.sinks", f"{OURS}/attention/sinks", "(K G) -> K G")
+
+LATENT = (
+    _rule(
+        f"{LAYER}.self_attn.q_proj.weight",
+        f"{OURS}/attention/q/kernel",
+        "X G D -> D G X",
+        unpack="(G X) D -> X G D",
+        unrotated="U",
+        unless=f"{OURS}/attention/q_down/kernel",
+    ),
+    _rule(f"{LAYER}.self_attn.q_a_proj.weight", f"{OURS}/attention/q_down/kernel", "Q D -> D Q"),
+    _rule(f"{LAYER}.self_attn.q_a_proj.bias", f"{OURS}/attention/q_down/bias", "Q -> Q"),
+    _rule(f"{LAYER}.self_attn.q_a_layernorm.weight", f"{OURS}/attention/q_down_norm/scale", "Q -> Q"),
+    _rule(
+        f"{LAYER}.self_attn.q_b_proj.weight",
+        f"{OURS}/attention/q/kernel",
+        "X G Q -> Q G X",
+        unpack="(G X) Q -> X G Q",
+        unrotated="U",
+    ),
+    _rule(
+        f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight",
+        f"{OURS}/attention/kv_down/kernel",
+        "Y D -> D Y",
+        unrotated="R",
+    ),
+    _rule(f"{LAYER}.self_attn.kv_a_proj_with_mqa.bias", f"{OURS}/attention/kv_down/bias", "Y -> Y", unrotated="R"),
+    _rule(f"{LAYER}.self_attn.kv_a_layernorm.weight", f"{OURS}/attention/kv_down_norm/scale", "R -> R"),
+    TensorRule(
+        f"{LAYER}.self_attn.kv_b_proj.weight",
+        (
+            Target(f"{OURS}/attention/key_up", "U G R -> G U R"),
+            Target(f"{OURS}/attention/value_up", "W G R -> G W R"),
+        ),
+        unpack="(G Z) R -> Z G R",
+    ),
+    *OUTPUT,
+)
+
+MLP = (
+    _rule(f"{LAYER}.mlp.gate_proj.weight", f"{OURS}/mlp/gate/kernel", "F D -> D F", unless=IS_MOE),
+    _rule(f"{LAYER}.mlp.up_proj.weight", f"{OURS}/mlp/up/kernel", "F D -> D F", unless=IS_MOE),
+    _rule(f"{LAYER}.mlp.down_proj.weight", f"{OURS}/mlp/down/kernel", "D F -> F D", unless=IS_MOE),
+    _rule(f"{LAYER}.mlp.gate_proj.bias", f"{OURS}/mlp/gate/bias", "F -> F", unless=IS_MOE),
+    _rule(f"{LAYER}.mlp.up_proj.bias", f"{OURS}/mlp/up/bias", "F -> F", unless=IS_MOE),
+    _rule(f"{LAYER}.mlp.down_proj.bias", f"{OURS}/mlp/down/bias", "D -> D", unless=IS_MOE),
+)
+GATE_AND_UP = (f"{OURS}/mlp/gate/kernel", f"{OURS}/mlp/up/kernel")
+SPLIT_EXPERTS = (
+    _rule(f"{LAYER}.mlp.gate.weight", f"{OURS}/mlp/router/kernel", "E D -> D E"),
+    _rule(f"{LAYER}.mlp.experts.{{e}}.gate_proj.weight", f"{OURS}/mlp/gate/kernel", "E F D -> E D F"),
+    _rule(f"{LAYER}.mlp.experts.{{e}}.up_proj.weight", f"{OURS}/mlp/up/kernel", "E F D -> E D F"),
+    _rule(f"{LAYER}.mlp.experts.{{e}}.down_proj.weight", f"{OURS}/mlp/down/kernel", "E D F -> E F D"),
+)
+"""Experts as they are published, and as transformers saves them by default."""
+JOINED_EXPERTS = (
+    _rule(f"{LAYER}.mlp.gate.weight", f"{OURS}/mlp/router/kernel", "E D -> D E"),
+    TensorRule(
+        f"{LAYER}.mlp.experts.gate_up_proj",
+        tuple(Target(path, "E F D -> E D F") for path in GATE_AND_UP),
+        unpack="E (two F) D -> (two E) F D",
+    ),
+    _rule(f"{LAYER}.mlp.experts.down_proj", f"{OURS}/mlp/down/kernel", "E D F -> E F D"),
+)
+"""Experts as transformers 5 has them in memory, and saves them with save_original_format=False."""
+SHARED_EXPERTS = tuple(
+    _rule(f"{LAYER}.mlp.shared_experts.{theirs}", f"{OURS}/mlp/shared/{ours}", axes)
+    for theirs, ours, axes in (
+        ("gate_proj.weight", "gate/kernel", "S D -> D S"),
+        ("up_proj.weight", "up/kernel", "S D -> D S"),
+        ("down_proj.weight", "down/kernel", "D S -> S D"),
+        ("gate_proj.bias", "gate/bias", "S -> S"),
+        ("up_proj.bias", "up/bias", "S -> S"),
+        ("down_proj.bias", "down/bias", "D -> D"),
+    )
+)
+GPT_OSS_EXPERTS = (
+    _rule(f"{LAYER}.mlp.router.weight", f"{OURS}/mlp/router/kernel", "E D -> D E"),
+    _rule(f"{LAYER}.mlp.router.bias", f"{OURS}/mlp/router/bias", "E -> E"),
+    # Columns 0, 2, .. are the gate's, 1, 3, .. are those of the other half.
+    TensorRule(
+        f"{LAYER}.mlp.experts.gate_up_proj",
+        tuple(Target(path, "E D F -> E D F") for path in GATE_AND_UP),
+        unpack="E D (F two) -> (two E) D F",
+    ),
+    TensorRule(
+        f"{LAYER}.mlp.experts.gate_up_proj_bias",
+        tuple(Target(f"{OURS}/mlp/{name}/bias", "E F -> E F") for name in ("gate", "up")),
+        unpack="E (F two) -> (two E) F",
+    ),
+    _rule(f"{LAYER}.mlp.experts.down_proj", f"{OURS}/mlp/down/kernel", "E F D -> E F D"),
+    _rule(f"{LAYER}.mlp.experts.down_proj_bias", f"{OURS}/mlp/down/bias", "E D -> E D"),
+)
+
+LLAMA = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *HEAD_NORMS, *MLP)
 """All tensors that a Llama-like decoder can have; a rule whose parameter the config lacks does not apply."""
 
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)position_ids$")
 """Buffers of old checkpoints, which the config determines."""
 
 
-def fuse(table: tuple[Rule, ...], joins: Mapping[str, tuple[str, ...]]) -> tuple[Rule, ...]:
+def fuse(table: Table, joins: Mapping[str, tuple[str, ...]]) -> Table:
     """Returns the rules where modules are stored as one: {"qkv_proj": ("q_proj", ...)} stacks rows in table order."""
     names = {member: name for name, members in joins.items() for member in members}
-    joined: dict[str, tuple[Target, ...]] = {}
+    joined: dict[str, TensorRule] = {}
     for rule in table:
         source = ".".join(names.get(word, word) for word in rule.source.split("."))
-        joined[source] = joined.get(source, ()) + rule.targets
-    return tuple(Rule(*item) for item in joined.items())
+        before = joined[source].targets if source in joined else ()
+        joined[source] = rule._replace(source=source, targets=before + rule.targets)
+    return tuple(joined.values())
+
+
+def rename(table: Table, *names: tuple[str, str]) -> Table:
+    """Returns the rules with other names of source tensors: each pair is (regular expression, its replacement)."""
+    renamed = []
+    for rule in table:
+        source = rule.source
+        for pattern, replacement in names:
+            source = re.sub(pattern, replacement, source)
+        renamed.append(rule._replace(source=source))
+    return tuple(renamed)
+
+
+# What values must be, in words; `hf_config.KINDS` says whether one is.
+COUNT, NUMBER, SWITCH = "be a positive integer", "be a positive number", "be true or false"
+COUNT_OR_ZERO = "be 0 or a positive integer"
+COUNT_OR_NULL, NUMBER_OR_NULL = "be null or a positive integer", "be null or a positive number"
+INDICES, SWITCHES = "be null or a list of layers' numbers", "be null or a list of 0 and 1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One `model_type`, as transformers reads it: its tensors, its defaults, and the config keys that it obeys."""
+    """One `model_type`, as transformers reads it: its tensors, its defaults, and the config keys that it obeys.
+
+    Attributes:
+      architecture: the class of transformers.
+      defaults: of its config class, for keys that config.json leaves out.
+      tables: of its tensors; with several, the one holds that names the most of a checkpoint's tensors.
+      left_out: tensors that are no part of the decoder.
+      layer: fields of every layer's `LayerKind`.
+      attention: fields of every layer's `AttentionKind`.
+      switches: config.json key -> fields of the layer's `AttentionKind` and "mlp_bias" that it turns on.
+      keys: config.json key -> what its value must be, for further keys that are obeyed.
+      aliases: config.json key -> the key that transformers reads it as.
+      activation: the key of the MLP's activation.
+      head_dim: the key of the width of a head.
+      sliding: "never" | "every layer" | "by layer": which layers `sliding_window` is for.
+      window_switch: whether `use_sliding_window` turns windows on.
+      layer_types: makes the types of layers, where sliding is "by layer" and config.json has none.
+      partial_rotary: whether `partial_rotary_factor` is obeyed.
+      rope_by_type: whether layers of each type have RoPE parameters of their own.
+      longrope_names: types of RoPE scaling that mean longrope.
+      refine: changes what the layer of an index is made of, from its kind without what is the family's own.
+      outside: fields of `Config` beside the layers.
+      find_unsupported: yields what is the family's own and not supported.
+    """
 
     architecture: str
-    defaults: Mapping[str, Any]  # of its config class, for keys that config.json leaves out
-    rules: tuple[Rule, ...] = LLAMA
-    always: tuple[str, ...] = ()  # boolean fields of kvjax.models.Config that are always true
-    switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # config.json key -> such fields
-    sliding: str = "never"  # "never" | "every layer" | "by layer": which layers `sliding_window` is for
-    partial_rotary: bool = False  # whether `partial_rotary_factor` is obeyed
+    defaults: Values
+    tables: tuple[Table, ...] = (LLAMA,)
+    left_out: re.Pattern[str] | None = None
+    layer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    attention: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    activation: str = "hidden_act"
+    head_dim: str = "head_dim"
+    sliding: str = "never"
+    window_switch: bool = False
+    layer_types: Callable[[Values], list[str]] | None = None
+    partial_rotary: bool = False
+    rope_by_type: bool = False
+    longrope_names: tuple[str, ...] = ("longrope",)
+    refine: Callable[[LayerKind, Values, int], LayerKind] = lambda kind, values, i: kind
+    outside: Callable[[Values], dict[str, float | None]] = lambda values: {}
+    find_unsupported: Callable[[Values], Iterator[str]] = lambda values: iter(())
 
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 COMMON = {
     "hidden_act": "silu",
@@ -107,6 +299,181 @@ QWEN = COMMON | {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+GEMMA = COMMON | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "use_bidirectional_attention": None,
+}
+
+BIASES = {"attention_bias": ("qkv_bias", "out_bias")}
+MLP_BIAS = {"mlp_bias": ("mlp_bias",)}
+GEMMA_KEYS = {
+    "query_pre_attn_scalar": NUMBER,
+    "final_logit_softcapping": NUMBER_OR_NULL,
+    "attn_logit_softcapping": NUMBER_OR_NULL,
+    "use_bidirectional_attention": SWITCH,
+}
+GEMMA_LAYER = {"norms": "both", "unit_offset": True}
+GEMMA_3_KEYS = GEMMA_KEYS | {"sliding_window_pattern": COUNT, "rope_local_base_freq": NUMBER}
+EXPERT_KEYS = {"num_experts_per_tok": COUNT}
+
+
+def qwen_types(values: Values) -> list[str]:
+    """Qwen2 and Qwen3: the layers from `max_window_layers` on have the window."""
+    layers, has_window = values["num_hidden_layers"], values["use_sliding_window"] and values["sliding_window"]
+    return [SLIDING if has_window and i >= values["max_window_layers"] else FULL for i in range(layers)]
+
+
+def alternating_types(values: Values) -> list[str]:
+    """Gemma 2 and gpt-oss: every other layer from the first on has the window."""
+    return [FULL if i % 2 else SLIDING for i in range(values["num_hidden_layers"])]
+
+
+def gemma3_types(values: Values) -> list[str]:
+    """Gemma 3: all layers but every sixth have the window, or all but every `sliding_window_pattern`-th."""
+    pattern = values["sliding_window_pattern"]
+    return [SLIDING if (i + 1) % pattern else FULL for i in range(values["num_hidden_layers"])]
+
+
+def smollm3_types(values: Values) -> list[str]:
+    """SmolLM3: the layers without RoPE have the window, if there is one."""
+    has_window = values["use_sliding_window"] and values["sliding_window"]
+    return [FULL if has_rope or not has_window else SLIDING for has_rope in _read_rope_layers(values)]
+
+
+def _read_rope_layers(values: Values) -> list[bool]:
+    layers, interval = values["num_hidden_layers"], values["no_rope_layer_interval"]
+    if values["no_rope_layers"] is not None:
+        return [bool(has_rope) for has_rope in values["no_rope_layers"]]
+    return [(i + 1) % interval != 0 for i in range(layers)]
+
+
+def refine_granite(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Granite: a scale of the dot products, and a factor of what each part adds to the residual stream."""
+    attention = replace(kind.attention, scale=float(values["attention_multiplier"]))
+    return replace(kind, attention=attention, residual=float(values["residual_multiplier"]))
+
+
+def refine_smollm3(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """SmolLM3: some layers have no RoPE."""
+    return kind if _read_rope_layers(values)[i] else replace(kind, attention=replace(kind.attention, rope=None))
+
+
+def refine_gemma2(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Gemma 2: a scale and a soft cap of the dot products."""
+    rule = replace(kind.attention.rule, soft_cap=_optional(values["attn_logit_softcapping"]))
+    return refine_gemma3(replace(kind, attention=replace(kind.attention, rule=rule)), values, i)
+
+
+def refine_gemma3(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Gemma 3: a scale of the dot products. Its class in transformers has a soft cap in its config, and none else."""
+    return replace(kind, attention=replace(kind.attention, scale=values["query_pre_attn_scalar"] ** -0.5))
+
+
+def refine_mixtral(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Mixtral: experts in all layers."""
+    experts = Experts(values["num_local_experts"], values["num_experts_per_tok"])
+    return replace(kind, mlp=replace(kind.mlp, experts=experts))
+
+
+def refine_qwen3_moe(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """Qwen3-MoE: experts of a width of their own, in all layers or in some."""
+    is_dense = i in (values["mlp_only_layers"] or ()) or (i + 1) % values["decoder_sparse_step"]
+    if is_dense or not values["num_experts"]:
+        return kind
+    experts = Experts(values["num_experts"], values["num_experts_per_tok"], bool(values["norm_topk_prob"]))
+    return replace(kind, mlp=replace(kind.mlp, width=values["moe_intermediate_size"], experts=experts))
+
+
+def refine_gpt_oss(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """gpt-oss: sinks, and experts with biases and a clamped gate."""
+    experts = Experts(values["num_local_experts"], values["num_experts_per_tok"], router_bias=True)
+    bounds = {"limit": float(values["swiglu_limit"]), "slope": float(values["swiglu_alpha"])}
+    mlp = MlpKind(values["intermediate_size"], "clamped_swiglu", bias=True, experts=experts, **bounds)
+    return replace(kind, attention=replace(kind.attention, sinks=True), mlp=mlp)
+
+
+def refine_deepseek_v2(kind: LayerKind, values: Values, i: int) -> LayerKind:
+    """DeepSeek-V2: latent attention in its absorbed form, and experts after the first layers."""
+    rank, unrotated = values["kv_lora_rank"], values["qk_nope_head_dim"]
+    rope = kind.attention.rope
+    assert rope is not None
+    scale = (unrotated + rope.dim) ** -0.5
+    if rope.scaling is not None and values["mscale_all_dim"]:
+        scale *= yarn_length_factor(rope.scaling.factor, values["mscale_all_dim"]) ** 2
+    attention = replace(
+        kind.attention,
+        kv_heads=1,
+        head_dim=rope.dim + rank,
+        value_dim=rank,
+        scale=scale,
+        latent=Latent(rank, unrotated, values["v_head_dim"], values["q_lora_rank"]),
+    )
+    mlp = kind.mlp
+    if i >= values["first_k_dense_replace"]:
+        is_grouped = values["topk_method"] == "group_limited_greedy"
+        experts = Experts(
+            values["n_routed_experts"],
+            values["num_experts_per_tok"],
+            normalize=False,
+            factor=float(values["routed_scaling_factor"]),
+            shared_width=values["moe_intermediate_size"] * values["n_shared_experts"],
+            shared_bias=mlp.bias,
+            groups=values["n_group"] if is_grouped else 1,
+            top_groups=values["topk_group"] if is_grouped else 1,
+        )
+        mlp = replace(mlp, width=values["moe_intermediate_size"], bias=False, experts=experts)
+    return replace(kind, attention=attention, mlp=mlp)
+
+
+def _optional(x: Any) -> float | None:
+    return None if x is None else float(x)
+
+
+def _read_gemma_outside(values: Values) -> dict[str, float | None]:
+    return {"embed_scale": values["hidden_size"] ** 0.5, "final_cap": _optional(values["final_logit_softcapping"])}
+
+
+def _find_bidirectional(values: Values) -> Iterator[str]:
+    if values["use_bidirectional_attention"]:
+        yield "use_bidirectional_attention (true) is not supported; a cache needs tokens that see only earlier ones"
+
+
+def _find_smollm3_problems(values: Values) -> Iterator[str]:
+    listed, layers = values["no_rope_layers"], values["num_hidden_layers"]
+    if listed is not None and len(listed) < layers:
+        yield f"no_rope_layers names {len(listed)} of {layers} layers; give 1 or 0 for each"
+
+
+def _find_deepseek_problems(values: Values) -> Iterator[str]:
+    method, methods = values["topk_method"], ("greedy", "group_limited_greedy")
+    if method not in methods:
+        yield f"topk_method {method!r:.80} is not supported; supported: {', '.join(map(repr, methods))}"
+    elif method == methods[1] and None in (values["n_group"], values["topk_group"]):
+        yield f"topk_method {method!r} needs n_group and topk_group; copy config.json again"
+    if values["scoring_func"] != "softmax":
+        yield f"scoring_func {values['scoring_func']!r:.80} is not supported; supported: 'softmax'"
+    if values["moe_layer_freq"] != 1:
+        yield f"moe_layer_freq {values['moe_layer_freq']!r:.80} is not supported; supported: 1"
+    if values["num_key_value_heads"] not in (None, values["num_attention_heads"]):
+        yield (
+            f"num_key_value_heads {values['num_key_value_heads']} is not num_attention_heads; all heads of latent "
+            "attention read one latent vector, so leave it out"
+        )
+
 
 FAMILIES = {
     "llama": Family(
@@ -114,7 +481,7 @@ FAMILIES = {
         COMMON
         | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048}
         | {"bos_token_id": 1, "eos_token_id": 2, "attention_bias": False, "mlp_bias": False},
-        switches={"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)},
+        switches=BIASES | MLP_BIAS,
     ),
     "mistral": Family(
         "MistralForCausalLM",
@@ -123,21 +490,217 @@ FAMILIES = {
         | {"num_key_value_heads": 8, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
         sliding="every layer",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", QWEN, always=("qkv_bias",), sliding="by layer"),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        QWEN,
+        attention={"qkv_bias": True},
+        sliding="by layer",
+        window_switch=True,
+        layer_types=qwen_types,
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         QWEN | {"head_dim": 128, "attention_bias": False},
-        always=("qk_norm",),
-        switches={"attention_bias": ("qkv_bias", "out_bias")},
+        attention={"qk_norm": "head"},
+        switches=BIASES,
         sliding="by layer",
+        window_switch=True,
+        layer_types=qwen_types,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
         COMMON
         | {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096}
-        | {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000},
-        rules=fuse(LLAMA, {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}),
+        | {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32000, "original_max_position_embeddings": 4096},
+        tables=(fuse(LLAMA, {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}),),
         sliding="every layer",
         partial_rotary=True,
+        longrope_names=("longrope", "su", "yarn"),
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        COMMON
+        | {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048}
+        | {"bos_token_id": 1, "eos_token_id": 2, "attention_bias": False, "mlp_bias": False}
+        | {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0},
+        switches=BIASES | MLP_BIAS,
+        keys=dict.fromkeys(
+            ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), NUMBER
+        ),
+        refine=refine_granite,
+        outside=lambda values: {
+            "embed_scale": float(values["embedding_multiplier"]),
+            "logit_scale": 1 / values["logits_scaling"],
+        },
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        COMMON
+        | {"vocab_size": 50304, "intermediate_size": 11008, "max_position_embeddings": 2048}
+        | {"rms_norm_eps": 1e-5, "eos_token_id": 50279, "attention_bias": False},
+        tables=((*OUTSIDE, *POST_NORMS, *ATTENTION, *ALL_HEADS_NORMS, *MLP),),
+        layer={"norms": "after"},
+        attention={"qk_norm": "all"},
+        switches=BIASES,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        COMMON
+        | {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36}
+        | {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768}
+        | {"bos_token_id": 128000, "eos_token_id": 128001, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}
+        | {"use_sliding_window": False, "no_rope_layers": None, "no_rope_layer_interval": 4}
+        | {"attention_bias": False, "mlp_bias": False},
+        switches=BIASES | MLP_BIAS,
+        keys={"no_rope_layers": SWITCHES, "no_rope_layer_interval": COUNT},
+        sliding="by layer",
+        window_switch=True,
+        layer_types=smollm3_types,
+        refine=refine_smollm3,
+        find_unsupported=_find_smollm3_problems,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        COMMON
+        | {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8}
+        | {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+        | {"bos_token_id": 1, "eos_token_id": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+        tables=(
+            rename(
+                (*OUTSIDE, *PRE_NORMS, *ATTENTION, *SPLIT_EXPERTS),
+                (r"\.mlp\.", ".block_sparse_moe."),
+                (r"}\.gate_proj\.", "}.w1."),
+                (r"}\.up_proj\.", "}.w3."),
+                (r"}\.down_proj\.", "}.w2."),
+            ),
+            (*OUTSIDE, *PRE_NORMS, *ATTENTION, *JOINED_EXPERTS),
+        ),
+        keys=EXPERT_KEYS | {"num_local_experts": COUNT},
+        aliases={"num_experts": "num_local_experts"},
+        sliding="every layer",
+        refine=refine_mixtral,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        COMMON
+        | {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24}
+        | {"num_key_value_heads": 4, "max_position_embeddings": 32768, "attention_bias": False}
+        | {"use_sliding_window": False, "sliding_window": 4096, "decoder_sparse_step": 1, "mlp_only_layers": None}
+        | {"moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False},
+        tables=tuple(
+            (*OUTSIDE, *PRE_NORMS, *ATTENTION, *HEAD_NORMS, *MLP, *experts)
+            for experts in (SPLIT_EXPERTS, JOINED_EXPERTS)
+        ),
+        attention={"qk_norm": "head"},
+        switches=BIASES,
+        keys=EXPERT_KEYS
+        | {"num_experts": COUNT_OR_ZERO, "moe_intermediate_size": COUNT, "decoder_sparse_step": COUNT}
+        | {"mlp_only_layers": INDICES, "norm_topk_prob": SWITCH},
+        aliases={"num_local_experts": "num_experts"},
+        sliding="every layer",
+        window_switch=True,
+        refine=refine_qwen3_moe,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        GEMMA
+        | {"vocab_size": 256000, "max_position_embeddings": 8192}
+        | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        tables=(
+            (
+                *OUTSIDE,
+                PRE_NORMS[0],
+                *POST_NORMS,
+                _rule(f"{LAYER}.pre_feedforward_layernorm.weight", f"{OURS}/mlp_norm/scale", "D -> D"),
+                *ATTENTION,
+                *HEAD_NORMS,
+                *MLP,
+            ),
+        ),
+        layer=GEMMA_LAYER,
+        switches=BIASES,
+        keys=GEMMA_KEYS,
+        activation="hidden_activation",
+        sliding="by layer",
+        layer_types=alternating_types,
+        refine=refine_gemma2,
+        outside=_read_gemma_outside,
+        find_unsupported=_find_bidirectional,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        COMMON
+        | {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072}
+        | {"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "sliding_window": 128, "attention_bias": True}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            }
+        },
+        tables=((*OUTSIDE, *PRE_NORMS, *ATTENTION, SINKS, *GPT_OSS_EXPERTS),),
+        switches=BIASES,
+        keys=EXPERT_KEYS | {"num_local_experts": COUNT, "swiglu_alpha": NUMBER, "swiglu_limit": NUMBER},
+        aliases={"num_experts": "num_local_experts"},
+        sliding="by layer",
+        layer_types=alternating_types,
+        refine=refine_gpt_oss,
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        COMMON
+        | {"vocab_size": 102400, "intermediate_size": 11008, "max_position_embeddings": 2048}
+        | {"bos_token_id": 1, "eos_token_id": 2, "attention_bias": False, "mlp_bias": False}
+        | {"first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536, "n_group": None, "topk_group": None}
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None, "moe_intermediate_size": 1407}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "routed_scaling_factor": 1.0}
+        | {"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
+        tables=tuple(
+            (*OUTSIDE, *PRE_NORMS, *LATENT, *MLP, *experts, *SHARED_EXPERTS)
+            for experts in (SPLIT_EXPERTS, JOINED_EXPERTS)
+        ),
+        switches=BIASES | MLP_BIAS,
+        keys=EXPERT_KEYS
+        | dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), COUNT)
+        | dict.fromkeys(("n_routed_experts", "n_shared_experts", "moe_intermediate_size"), COUNT)
+        | {"q_lora_rank": COUNT_OR_NULL, "first_k_dense_replace": COUNT_OR_ZERO, "routed_scaling_factor": NUMBER}
+        | {"n_group": COUNT_OR_NULL, "topk_group": COUNT_OR_NULL},
+        aliases={"num_experts": "n_routed_experts"},
+        head_dim="qk_rope_head_dim",
+        refine=refine_deepseek_v2,
+        find_unsupported=_find_deepseek_problems,
     ),
 }
+FAMILIES["gemma3_text"] = replace(
+    FAMILIES["gemma2"],
+    architecture="Gemma3ForCausalLM",
+    defaults=GEMMA
+    | {"vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1_000_000.0}
+    | {"rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6},
+    attention={"qk_norm": "head"},
+    keys=GEMMA_3_KEYS,
+    layer_types=gemma3_types,
+    rope_by_type=True,
+    refine=refine_gemma3,
+)
+# A model that reads images too: its decoder alone is converted.
+FAMILIES["gemma3"] = replace(
+    FAMILIES["gemma3_text"],
+    architecture="Gemma3ForConditionalGeneration",
+    tables=tuple(
+        rename(FAMILIES["gemma3_text"].tables[0], (r"^model\.", model), (r"^lm_head\.", head))
+        for model, head in (
+            ("language_model.model.", "language_model.lm_head."),
+            ("model.language_model.", "lm_head."),
+        )
+    ),
+    left_out=re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\."),
+    # That class of transformers does not bound its logits.
+    outside=lambda values: _read_gemma_outside(values) | {"final_cap": None},
+)

@@ -1,4 +1,7 @@
-"""A transformers config.json (versions 4 and 5) as a `kvjax.models.Config`; what cannot be obeyed is refused."""
+"""A transformers config.json (versions 4 and 5) as a `kvjax.models.Config`; what cannot be obeyed is refused.
+
+transformers is the reference for what a key means: keys that the classes of a family do not read are not read here.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,48 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
-from checkpoints_convert.families import FAMILIES, Family
+from checkpoints_convert import mxfp4
+from checkpoints_convert.families import (
+    COUNT,
+    COUNT_OR_NULL,
+    COUNT_OR_ZERO,
+    FAMILIES,
+    FULL,
+    INDICES,
+    NUMBER,
+    NUMBER_OR_NULL,
+    SLIDING,
+    SWITCH,
+    SWITCHES,
+    Family,
+)
+from kvjax.core.attention import Rule
+from kvjax.core.rope import Rope, RopeScaling, longrope_scaling, yarn_scaling
 from kvjax.errors import KvjaxError
-from kvjax.models import Config, RopeScaling
+from kvjax.models import Config
+from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind
 
 Raw = Mapping[str, Any]
 
-ORIGINAL, ROPE = "original_max_position_embeddings", "RoPE parameters"
-HARMLESS = ("rope_theta", "partial_rotary_factor", "rope_type", "type", ORIGINAL)
+ORIGINAL, ROPE, HEAD_DIM = "original_max_position_embeddings", "RoPE parameters", "width of a rotated head"
+HARMLESS = ("rope_theta", "partial_rotary_factor", "rope_type", "type", ORIGINAL, "truncate")
 """RoPE parameters that need no type of scaling."""
 
 REFUSED = {
     "quantization_config": "save the weights dequantized (bf16, f16 or f32) and remove the key",
-    "per_layer_config": "only decoders whose layers are all alike are supported",
+    "per_layer_config": "only the differences between layers that transformers' own classes have are supported",
 }
 """Key -> remedy, for keys that change the numbers and that no family here has."""
+
+RELATIVES = {
+    "llama4": "llama",
+    "llama4_text": "llama",
+    "deepseek_v3": "deepseek_v2",
+    "qwen3_next": "qwen3_moe",
+    "gemma3n": "gemma3",
+    "gemma3n_text": "gemma3",
+}
+"""Families that are often asked for and need more than the one named here has -> that one."""
 
 SIZES = {
     "vocab_size": "vocab_size",
@@ -30,7 +60,15 @@ SIZES = {
     "mlp_width": "intermediate_size",
     "max_positions": "max_position_embeddings",
 }
-"""Field of Config -> key, for positive integers."""
+"""Size -> key, for positive integers."""
+
+ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), "gelu_tanh"),
+}
+"""Names of activations in transformers, several for one function -> `MlpKind.activation`."""
+
+SCALINGS = ("linear", "llama3", "yarn", "longrope")
 
 
 def is_integer(x: Any) -> TypeGuard[int]:
@@ -43,20 +81,24 @@ def is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-COUNT, NUMBER, SWITCH, IDS = (
-    "be a positive integer",
-    "be a positive number",
-    "be true or false",
-    "name tokens by their ids",
-)
-COUNT_OR_ZERO, NAMES = "be 0 or a positive integer", "be a list of names"
+def _is_positive(x: Any) -> bool:
+    return is_number(x) and 0 < x <= sys.float_info.max
+
+
+FACTOR = "be null, 0 or a positive number"
+IDS, NAMES, NUMBERS = "name tokens by their ids", "be a list of names", "be a list of positive numbers"
 ONE_SET = "be one set for all layers, and not differ by layer type"
-SLIDING = "sliding_attention"
 KINDS: dict[str, Callable[[Any], bool]] = {
     COUNT: lambda x: is_integer(x) and x > 0,
     COUNT_OR_ZERO: lambda x: is_integer(x) and x >= 0,
-    NUMBER: lambda x: is_number(x) and 0 < x <= sys.float_info.max,
+    COUNT_OR_NULL: lambda x: x is None or (is_integer(x) and x > 0),
+    NUMBER: _is_positive,
+    NUMBER_OR_NULL: lambda x: x is None or _is_positive(x),
+    FACTOR: lambda x: x is None or (is_number(x) and 0 <= x <= sys.float_info.max),
+    NUMBERS: lambda x: isinstance(x, list) and bool(x) and all(map(_is_positive, x)),
     SWITCH: lambda x: x is None or isinstance(x, bool),
+    INDICES: lambda x: x is None or (isinstance(x, list) and all(is_integer(i) and i >= 0 for i in x)),
+    SWITCHES: lambda x: x is None or (isinstance(x, list) and all(i in (0, 1) for i in x)),
     IDS: lambda x: all(is_integer(i) and i >= 0 for i in (x if isinstance(x, list) else [x])),
     NAMES: lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x),
     ONE_SET: lambda x: isinstance(x, Mapping) and not any(isinstance(value, Mapping) for value in x.values()),
@@ -77,127 +119,188 @@ def translate(
     """
     if problems := list(_find_problems(raw, generation or {}, num_tensors)):
         raise KvjaxError("\n".join(f"config.json: {problem}" for problem in problems))
-    kind = FAMILIES[raw["model_type"]]
-    values = _complete(raw, kind)
-    sizes = {field: values[key] for field, key in SIZES.items()}
-    kv_heads, head_dim = values["num_key_value_heads"], values["head_dim"]
+    family = FAMILIES[raw["model_type"]]
+    values = _complete(raw, family)
+    types = _read_types(values, family)
+    layers = [_read_layer(values, family, types, i) for i in range(values["num_hidden_layers"])]
+    kinds = tuple(dict.fromkeys(layers))
     # generation_config.json overrides config.json, as in transformers' `generate`.
     both_eos = ((generation or {}).get("eos_token_id"), values["eos_token_id"])
     eos_ids = _read_ids(next((x for x in both_eos if x is not None), None), values)
     bos_ids = _read_ids(values["bos_token_id"], values)
-    return Config.llama(
-        **sizes,
-        kv_heads=sizes["heads"] if kv_heads is None else kv_heads,
-        head_dim=sizes["width"] // sizes["heads"] if head_dim is None else head_dim,
+    return Config(
+        values["vocab_size"],
+        values["hidden_size"],
+        kinds,
+        tuple(kinds.index(layer) for layer in layers),
+        max_positions=values["max_position_embeddings"],
         norm_eps=float(values["rms_norm_eps"]),
-        rope_theta=float(values["rope_theta"]),
-        rope_fraction=float(values["partial_rotary_factor"]),
-        rope_scaling=_read_scaling(values),
-        windows=_read_windows(values, kind),
         tie_embeddings=bool(values["tie_word_embeddings"]),
         eos_ids=tuple(dict.fromkeys((*eos_ids, *_read_ids(tokenizer_eos_id, values)))),
         bos_id=bos_ids[0] if bos_ids else None,
-        **{field: True for field in kind.always},
-        **{field: bool(values[key]) for key, fields in kind.switches.items() for field in fields},
+        **family.outside(values),
     )
+
+
+def _read_layer(values: Raw, family: Family, types: list[str], i: int) -> LayerKind:
+    """Reads what the layer of an index is made of; `types` has the type of each."""
+    heads, kv_heads, head_dim = values["num_attention_heads"], values["num_key_value_heads"], _read_head_dim(values)
+    kind = types[i]
+    rope = values[ROPE][kind if family.rope_by_type else ""]
+    rotary_dim = int(head_dim * rope["partial_rotary_factor"])
+    biases = {name: True for key, names in family.switches.items() if values[key] for name in names}
+    has_mlp_bias = biases.pop("mlp_bias", False)
+    attention = AttentionKind(
+        heads,
+        heads if kv_heads is None else kv_heads,
+        head_dim,
+        Rope(rotary_dim, float(rope["rope_theta"]), _read_scaling(values, rope)),
+        Rule(_read_window(values, family) if kind == SLIDING else None),
+        **{**family.attention, **biases},
+    )
+    mlp = MlpKind(values["intermediate_size"], ACTIVATIONS[values[family.activation]], has_mlp_bias)
+    return family.refine(LayerKind(attention, mlp, **family.layer), values, i)
 
 
 def _find_problems(raw: Raw, generation: Raw, num_tensors: int | None) -> Iterator[str]:
     """Yields what cannot be obeyed: an unknown family, else values of a wrong kind, else what is not supported."""
     model_type, names = raw.get("model_type"), raw.get("architectures") or []
-    kind = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if not KINDS[NAMES](names):
         yield f"architectures must {NAMES}, got {names!r:.80}; copy config.json again"
         return
-    if kind is None or (names and kind.architecture not in names):
+    if family is None or (names and family.architecture not in names):
         what = f"model_type {model_type!r:.80}"
-        if kind is not None:
+        if family is not None:
             what = f"architecture {names[0]!r:.80} of {what}"
         supported = ", ".join(f"{name} ({known.architecture})" for name, known in FAMILIES.items())
         yield f"{what} is not supported; supported: {supported}"
+        if family is None and isinstance(model_type, str) and (relative := RELATIVES.get(model_type)):
+            yield f"{model_type} has parts that {relative} lacks, so it cannot be converted as {relative}"
         return
-    values = _complete(raw, kind)
-    wrong = [(name, must, x) for name, must, x in _list_values(values, kind, generation) if not KINDS[must](x)]
+    text = raw.get("text_config")
+    if model_type == "gemma3" and not isinstance(text, Mapping):
+        yield f"text_config must be the config of the decoder, got {text!r:.80}; copy config.json again"
+        return
+    for alias, key in family.aliases.items():
+        # Compared as they are: they are checked later.
+        if raw.get(alias) is not None and raw.get(key) is not None and raw[alias] != raw[key]:
+            yield f"{alias} is {raw[alias]!r:.80} and {key}, which means the same, {raw[key]!r:.80}; remove one of them"
+            return
+    if problems := list(_check_rope_sets(_unwrap(raw), family)):
+        yield from problems
+        return
+    values = _complete(raw, family)
+    wrong = [(name, must, x) for name, must, x in _list_values(values, family, generation) if not KINDS[must](x)]
     for name, must, x in wrong:
         yield f"{name} must {must}, got {x!r:.80}; copy config.json again"
     if wrong:
         return
     # Before anything is made for each layer.
-    layers = raw.get("num_hidden_layers", 0)
+    layers = values["num_hidden_layers"]
     if num_tensors is not None and layers > num_tensors:
         yield f"num_hidden_layers is {layers:,}, but the checkpoint has only {num_tensors:,} tensors; copy both again"
         return
-    yield from _find_unsupported(values, kind)
+    yield from _find_unsupported(values, family)
 
 
-def _list_values(values: Raw, kind: Family, generation: Raw) -> Iterator[tuple[str, str, Any]]:
+def _list_values(values: Raw, family: Family, generation: Raw) -> Iterator[tuple[str, str, Any]]:
     """Lists the values that `translate` reads: (name, one of KINDS, value)."""
-    yield ROPE, ONE_SET, values[ROPE]
-    if not isinstance(values[ROPE], Mapping):
-        return
     for key in SIZES.values():
         yield key, COUNT, values[key]
-    for key in ("num_key_value_heads", "head_dim"):
-        if values[key] is not None:
-            yield key, COUNT, values[key]
-    for key in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):
-        yield key, NUMBER, values[key]
-    by_layer = kind.sliding == "by layer"
-    for key in ("tie_word_embeddings", *kind.switches, *(["use_sliding_window"] if by_layer else [])):
+    for key, x in (("num_key_value_heads", values["num_key_value_heads"]), (family.head_dim, values[HEAD_DIM])):
+        if x is not None:
+            yield key, COUNT, x
+    yield "rms_norm_eps", NUMBER, values["rms_norm_eps"]
+    window_switch = ["use_sliding_window"] if family.window_switch else []
+    for key in ("tie_word_embeddings", *family.switches, *window_switch):
         yield key, SWITCH, values[key]
-    window = _read_window(values, kind)
+    for key, must in family.keys.items():
+        yield key, must, values[key]
+    window = _read_window(values, family)
     if window is not None:
         yield "sliding_window", COUNT, window
-        if by_layer and values.get("layer_types") is None:
+        if family.layer_types is not None and "max_window_layers" in values and values.get("layer_types") is None:
             yield "max_window_layers", COUNT_OR_ZERO, values["max_window_layers"]
     ids = {"eos_token_id": values["eos_token_id"], "bos_token_id": values["bos_token_id"]}
     for key, x in (*ids.items(), ("generation_config.json's eos_token_id", generation.get("eos_token_id"))):
         if x is not None:
             yield key, IDS, x
-    scaling = _scaling_type(values)
-    if scaling is not None:
-        numbers = ("factor",) if scaling == "linear" else ("low_freq_factor", "high_freq_factor", "factor")
-        for key in numbers:
-            yield f"RoPE scaling {scaling!r}: {key}", NUMBER, values[ROPE].get(key)
-    if scaling == "llama3":
-        yield f"RoPE scaling {scaling!r}: {ORIGINAL}", COUNT, _read_original(values)
+    for rope in values[ROPE].values():
+        yield "rope_theta", NUMBER, rope["rope_theta"]
+        yield "partial_rotary_factor", NUMBER, rope["partial_rotary_factor"]
+        kind = _scaling_type(values, rope)
+        for key, must in _SCALING_VALUES.get(kind or "", {}).items():
+            x = rope.get(key)
+            if key == "factor" and key in rope and x is None and kind == "yarn":
+                continue  # the quotient of the two contexts
+            if key == ORIGINAL:
+                x = _read_original(values, rope)
+            yield f"RoPE scaling {kind!r}: {key}", must, x
 
 
-def _find_unsupported(values: Raw, kind: Family) -> Iterator[str]:
+_SCALING_VALUES = {
+    "linear": {"factor": NUMBER},
+    "llama3": dict.fromkeys(("low_freq_factor", "high_freq_factor", "factor"), NUMBER) | {ORIGINAL: COUNT},
+    "yarn": {"factor": NUMBER, ORIGINAL: COUNT, "truncate": SWITCH}
+    | dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), NUMBER_OR_NULL)
+    | dict.fromkeys(("mscale", "mscale_all_dim"), FACTOR),
+    "longrope": {"short_factor": NUMBERS, "long_factor": NUMBERS, ORIGINAL: COUNT}
+    | {"factor": NUMBER_OR_NULL, "attention_factor": NUMBER_OR_NULL},
+}
+"""Type of scaling -> its parameters and what their values must be."""
+
+
+def _find_unsupported(values: Raw, family: Family) -> Iterator[str]:
     """Yields what would change the numbers and is not supported, each with its remedy."""
-    rope, window, fraction = values[ROPE], _read_window(values, kind), values["partial_rotary_factor"]
     for key, remedy in REFUSED.items():
-        if values.get(key):
+        is_read = key == "quantization_config" and mxfp4.is_used(values)
+        if values.get(key) and not is_read:
             yield f"{key} ({values[key]!r:.80}) is not supported; {remedy}"
-    if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
-        yield f"hidden_act {values['hidden_act']!r:.80} is not supported; supported: 'silu'"
+    activation = values[family.activation]
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        supported = ", ".join(map(repr, ACTIVATIONS))
+        yield f"{family.activation} {activation!r:.80} is not supported; supported: {supported}"
     width, heads = values["hidden_size"], values["num_attention_heads"]
-    if values["head_dim"] is None and width % heads:
+    if values[HEAD_DIM] is None and width % heads:
         yield f"hidden_size {width} is no multiple of num_attention_heads {heads}; set head_dim"
-    if fraction > 1 or (fraction < 1 and not kind.partial_rotary):
-        yield f"partial_rotary_factor {fraction} is not supported for {kind.architecture}; leave it out"
-    scaling = rope.get("rope_type") or rope.get("type")
+    for rope in values[ROPE].values():
+        yield from _find_unsupported_rope(values, family, rope)
+    yield from family.find_unsupported(values)
+    window, sliding = _read_window(values, family), family.sliding
+    types, layers, names = values.get("layer_types"), values["num_hidden_layers"], [FULL, SLIDING]
+    if types is None:
+        if sliding == "by layer" and window is None and SLIDING in _read_types(values, family):
+            yield "sliding_window is unset, and layers of this family have one; set it, or set layer_types"
+    elif not isinstance(types, list) or len(types) != layers or any(x not in names for x in types):
+        yield f"layer_types must name {layers} layers, each one of {names}; got {types!r:.200}"
+    elif sliding != "by layer" and any((x == SLIDING) != (window is not None) for x in types):
+        yield f"{family.architecture} does not obey layer_types {types!r:.200}; remove the key"
+    elif SLIDING in types and window is None:
+        yield "layer_types has sliding layers, but sliding_window is unset or switched off; set it"
+
+
+def _find_unsupported_rope(values: Raw, family: Family, rope: Raw) -> Iterator[str]:
+    fraction, scaling = rope["partial_rotary_factor"], rope.get("rope_type")
+    if fraction > 1 or (fraction < 1 and not family.partial_rotary):
+        yield f"partial_rotary_factor {fraction} is not supported for {family.architecture}; leave it out"
     unnamed = {key: x for key, x in rope.items() if key not in HARMLESS and x is not None}
     if scaling is None and (unnamed.get("factor", 1) != 1 or unnamed.keys() - {"factor"}):
         yield (  # nothing says which formula such parameters belong to
             f"RoPE scaling {unnamed!r:.200} names no rope_type; add the one that the model was trained with, or remove "
             "it"
         )
-    is_known = scaling in (None, "default", "linear", "llama3") or _scales_by_one(values, scaling)
-    if not is_known:
+    if scaling not in (None, "default", *SCALINGS):
+        supported = ", ".join(map(repr, ("default", *SCALINGS)))
         yield (
-            f"RoPE scaling {scaling!r:.80} is not supported; supported: 'default', 'linear', 'llama3'; it would change "
-            "every logit, so use a checkpoint without it"
+            f"RoPE scaling {scaling!r:.80} is not supported; supported: {supported}; it would change every logit, so "
+            "use a checkpoint without it"
         )
-    types, layers, names = values.get("layer_types"), values["num_hidden_layers"], ["full_attention", SLIDING]
-    if types is None:
-        return
-    if not isinstance(types, list) or len(types) != layers or any(x not in names for x in types):
-        yield f"layer_types must name {layers} layers, each one of {names}; got {types!r:.200}"
-    elif kind.sliding != "by layer" and any((x == SLIDING) != (window is not None) for x in types):
-        yield f"{kind.architecture} does not obey layer_types {types!r:.200}; remove the key"
-    elif SLIDING in types and window is None:
-        yield "layer_types has sliding layers, but sliding_window is unset or switched off; set it"
+    pairs = int(_read_head_dim(values) * fraction) // 2
+    for key in ("short_factor", "long_factor") if _scaling_type(values, rope) == "longrope" else ():
+        if len(rope[key]) != pairs:
+            numbers = f"{len(rope[key])} numbers for {pairs} pairs of channels"
+            yield f"RoPE scaling 'longrope': {key} has {numbers}; copy config.json again"
 
 
 def _read_ids(raw: Any, values: Raw) -> tuple[int, ...]:
@@ -209,65 +312,125 @@ def _read_ids(raw: Any, values: Raw) -> tuple[int, ...]:
     return tuple(i for i in dict.fromkeys(ids) if i is not None and i < values["vocab_size"])
 
 
-def _complete(raw: Raw, kind: Family) -> dict[str, Any]:
-    """Adds the defaults of the family, and the parameters of RoPE in one place for both versions of transformers."""
-    values = {**kind.defaults, **raw}
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    inner = rope if isinstance(rope, Mapping) else {}
-    fraction = inner.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    theta = inner.get("rope_theta", values["rope_theta"])
-    return values | {ROPE: rope, "rope_theta": theta, "partial_rotary_factor": 1.0 if fraction is None else fraction}
+def _unwrap(raw: Raw) -> Raw:
+    """Returns the config of the decoder; `gemma3` has it inside that of a model that reads images too."""
+    if raw.get("model_type") != "gemma3":
+        return raw
+    outer = ("model_type", "architectures", "tie_word_embeddings", "eos_token_id", "bos_token_id")
+    kept = {key: raw[key] for key in (*outer, *REFUSED) if raw.get(key) is not None}
+    return {**raw["text_config"], **kept}
 
 
-def _read_scaling(values: Raw) -> RopeScaling | None:
+def _complete(raw: Raw, family: Family) -> dict[str, Any]:
+    """Adds the defaults of the family, and the parameters of RoPE in one place for both versions of transformers.
+
+    These have one set, under "", or one for each type of layers.
+    """
+    raw = _unwrap(raw)
+    aliases = {key: raw[alias] for alias, key in family.aliases.items() if alias in raw and raw.get(key) is None}
+    values = {**family.defaults, **raw, **aliases}
+    scaling, parameters = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    thetas = {"": values["rope_theta"]}
+    if family.rope_by_type:
+        thetas = {FULL: values["rope_theta"], SLIDING: values["rope_local_base_freq"]}
+        # transformers looks for `truncate` outside of the two sets, where it is not.
+        sets = {kind: {**(parameters.get(kind) or {}), "truncate": True} for kind in thetas}
+        sets[FULL] |= scaling
+    else:
+        sets = {"": scaling or parameters or family.defaults.get("rope_parameters", {})}
+    ropes = {}
+    for kind, theta in thetas.items():
+        rope = {"rope_theta": theta, "partial_rotary_factor": values.get("partial_rotary_factor"), **sets[kind]}
+        if (name := rope.get("rope_type") or rope.get("type")) is not None:
+            rope["rope_type"] = "longrope" if name in family.longrope_names else name
+        if rope["partial_rotary_factor"] is None:
+            rope["partial_rotary_factor"] = 1.0
+        ropes[kind] = rope
+    head_dim = values[family.head_dim]
+    return values | {
+        ROPE: ropes,
+        "mscale_all_dim": next(iter(ropes.values())).get("mscale_all_dim"),
+        HEAD_DIM: head_dim,
+    }
+
+
+def _check_rope_sets(raw: Raw, family: Family) -> Iterator[str]:
+    """Yields what is wrong with the outer form of the parameters of RoPE."""
+    by_type = (FULL, SLIDING)
+    for key in ("rope_scaling", "rope_parameters"):
+        x = raw.get(key)
+        if family.rope_by_type and key == "rope_parameters" and x is not None:
+            if not isinstance(x, Mapping) or x.keys() - by_type or not all(KINDS[ONE_SET](x[k] or {}) for k in x):
+                must = f"have one set for each of {', '.join(by_type)}"
+                yield f"{key} must {must}, got {x!r:.200}; copy config.json again"
+        elif x is not None and not KINDS[ONE_SET](x):
+            yield f"{ROPE} must {ONE_SET}, got {x!r:.80}; copy config.json again"
+
+
+def _read_scaling(values: Raw, rope: Raw) -> RopeScaling | None:
     """Reads the scaling of RoPE; None where it changes nothing."""
-    kind, rope = _scaling_type(values), values[ROPE]
+    kind = _scaling_type(values, rope)
     if kind is None:
         return None
     if kind == "linear":
         return RopeScaling("linear", float(rope["factor"]))
-    low, high, factor = (float(rope[key]) for key in ("low_freq_factor", "high_freq_factor", "factor"))
-    return RopeScaling("llama3", factor, low, high, _read_original(values))
+    original, positions = _read_original(values, rope), values["max_position_embeddings"]
+    factor = positions / original if rope.get("factor") is None else float(rope["factor"])
+    if kind == "llama3":
+        low, high = (float(rope[key]) for key in ("low_freq_factor", "high_freq_factor"))
+        return RopeScaling("llama3", factor, low, high, original)
+    if kind == "longrope":
+        # transformers takes the long factors in passes beyond the original context; see `kvjax.core.rope.RopeScaling`.
+        lists = (tuple(map(float, rope[key])) for key in ("short_factor", "long_factor"))
+        return longrope_scaling(*lists, factor, original, positions > original, rope.get("attention_factor"))
+    return yarn_scaling(
+        factor,
+        original,
+        float(rope.get("beta_fast") or 32),
+        float(rope.get("beta_slow") or 1),
+        bool(rope.get("truncate", True)),
+        rope.get("attention_factor"),
+        rope.get("mscale"),
+        rope.get("mscale_all_dim"),
+    )
 
 
-def _scaling_type(values: Raw) -> str | None:
-    """Returns "linear" or "llama3", None for a scaling of another type and for one that changes nothing."""
-    kind = values[ROPE].get("rope_type") or values[ROPE].get("type")
-    return kind if kind in ("linear", "llama3") and not _scales_by_one(values, kind) else None
+def _scaling_type(values: Raw, rope: Raw) -> str | None:
+    """Returns one of SCALINGS, None for a scaling of another type and for one that changes nothing."""
+    kind = rope.get("rope_type")
+    return kind if kind in SCALINGS and not _scales_by_one(values, rope, kind) else None
 
 
-def _read_original(values: Raw) -> Any:
+def _read_original(values: Raw, rope: Raw) -> Any:
     """Returns the positions before scaling: transformers prefers the key outside of it; by default the model's own."""
-    return values.get(ORIGINAL) or values[ROPE].get(ORIGINAL) or values["max_position_embeddings"]
+    return values.get(ORIGINAL) or rope.get(ORIGINAL) or values["max_position_embeddings"]
 
 
-def _scales_by_one(values: Raw, kind: Any) -> bool:
+def _scales_by_one(values: Raw, rope: Raw, kind: str) -> bool:
     """Whether a scaling of RoPE leaves every angle and the length of the vectors as they are."""
-    rope = values[ROPE]
     factor, attention = rope.get("factor"), rope.get("attention_factor")
     factors = [1 if attention is None else attention]
     if kind == "longrope":  # the factor only sets the length of the vectors, by default from the two contexts
-        is_original = _read_original(values) == values["max_position_embeddings"]
+        is_original = _read_original(values, rope) == values["max_position_embeddings"]
         factor = 1 if factor is None and is_original else factor
         for name in ("short_factor", "long_factor"):
             factors += rope[name] if isinstance(rope.get(name), list) and rope[name] else [None]
-    is_known = kind in ("linear", "llama3", "yarn", "longrope")
-    return is_known and all(x == 1 and not isinstance(x, bool) for x in (factor, *factors))
+    return all(x == 1 and not isinstance(x, bool) for x in (factor, *factors))
 
 
-def _read_window(values: Raw, kind: Family) -> int | None:
+def _read_head_dim(values: Raw) -> int:
+    head_dim = values[HEAD_DIM]
+    return values["hidden_size"] // values["num_attention_heads"] if head_dim is None else head_dim
+
+
+def _read_window(values: Raw, family: Family) -> int | None:
     """Reads the size of the sliding window, in latest positions that a query sees; None where none is used."""
-    is_on = kind.sliding == "every layer" or (kind.sliding == "by layer" and values["use_sliding_window"])
+    is_on = family.sliding != "never" and (not family.window_switch or values["use_sliding_window"])
     return values["sliding_window"] if is_on and values["sliding_window"] not in (None, 0) else None
 
 
-def _read_windows(values: Raw, kind: Family) -> tuple[int | None, ...] | None:
-    """Reads each layer's sliding window; None where no layer has one."""
-    layers, types, window, first = values["num_hidden_layers"], values.get("layer_types"), _read_window(values, kind), 0
-    if kind.sliding == "by layer" and types is not None:
-        windows = tuple(window if x == SLIDING else None for x in types)
-    else:
-        if kind.sliding == "by layer" and window is not None:
-            first = values["max_window_layers"]
-        windows = tuple(window if i >= first else None for i in range(layers))
-    return windows if any(windows) else None
+def _read_types(values: Raw, family: Family) -> list[str]:
+    """Reads the type of each layer, which says whether it has the window."""
+    if family.layer_types is not None:
+        return values.get("layer_types") or family.layer_types(values)
+    return [FULL if _read_window(values, family) is None else SLIDING] * values["num_hidden_layers"]

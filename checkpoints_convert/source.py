@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from checkpoints_convert import mxfp4
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import chat_template, tokenizer
 from kvjax.models.tokenizer import Tokenizer
@@ -96,7 +97,8 @@ class Directory:
         else:
             self.config: dict[str, Any] = config
             self.generation = self._read_json("generation_config.json")
-            self.tensors, problem = self._read_headers()
+            self.stored, problem = self._read_headers()
+            self.tensors = mxfp4.list_tensors(self.stored) if mxfp4.is_used(config) else self.stored
         if problem is not None:
             raise KvjaxError(problem)
 
@@ -131,8 +133,10 @@ class Directory:
         return Tokenizer.from_files(files, self.directory).eos_id if tokenizer.FILE in files else None
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor as stored; the file is mapped for this call only, so nothing else stays in memory."""
-        with safe_open(self.tensors[name].file, framework="np") as f:
+        """Reads one tensor; the file is mapped for this call only, so nothing else stays in memory."""
+        if name not in self.stored:
+            return mxfp4.dequantize(*(self.read(name + end) for end in (mxfp4.BLOCKS, mxfp4.SCALES)))
+        with safe_open(self.stored[name].file, framework="np") as f:
             return f.get_tensor(name)
 
     def _read_headers(self) -> tuple[dict[str, Tensor], str | None]:

@@ -54,7 +54,7 @@ class GgufSource:
         num_layers = min(self.config["num_hidden_layers"], len(self.stored))  # `translate` refuses more
         known = gguf.get_tensor_name_map(arch, num_layers)
         names: dict[str, str] = {}
-        for rule in FAMILIES[self.config["model_type"]].rules:
+        for rule in FAMILIES[self.config["model_type"]].tables[0]:
             for i in range(num_layers if "{i}" in rule.source else 1):
                 name = rule.source.format(i=i)
                 own_name = known.get_name(name, try_suffixes=(".weight", ".bias"))

@@ -27,8 +27,6 @@ output [B K G T H], the layer's new state). Values and outputs have the width of
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever that of the model's other norms is (DeepSeek-V2's own code)."""
-SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
-"""Bound of the clamped gate and slope of its sigmoid (gpt-oss' own code)."""
 
 
 class Attention(nn.Module):
@@ -134,8 +132,8 @@ def sinks_of(params: Any) -> Array | None:
 def gate(kind: MlpKind, gate: Array, up: Array) -> Array:
     """Multiplies a gated feed-forward part's two projections (Shazeer, 2020)."""
     if kind.activation == "clamped_swiglu":
-        gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
-        return (up + 1) * (gate * jax.nn.sigmoid(SWIGLU_SLOPE * gate))
+        gate, up = jnp.minimum(gate, kind.limit), jnp.clip(up, -kind.limit, kind.limit)
+        return (up + 1) * (gate * jax.nn.sigmoid(kind.slope * gate))
     activation = jax.nn.silu if kind.activation == "silu" else functools.partial(jax.nn.gelu, approximate=True)
     return activation(gate) * up
 
@@ -184,7 +182,7 @@ class MixtureOfExperts(nn.Module):
         # Back in the order of the tokens: a sum over each one's experts, and no scatter, whose order would vary.
         y = rows[jnp.argsort(order)].reshape(-1, experts.top_k, D).sum(1).astype(x.dtype).reshape(x.shape)
         if experts.shared_width:
-            shared = MlpKind(experts.shared_width, self.kind.activation, self.kind.bias)
+            shared = MlpKind(experts.shared_width, self.kind.activation, experts.shared_bias)
             y = y + MLP(D, self.dtype, shared, name="shared")(x)
         return y
 

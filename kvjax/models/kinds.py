@@ -171,6 +171,7 @@ class Experts:
       normalize: whether the weights of a token's experts sum to one; else they are those of a softmax over all.
       factor: multiplies the weights.
       shared_width: width of the MLP that every token passes beside its experts; 0 for none.
+      shared_bias: whether the projections of that MLP have a bias.
       router_bias: whether the router has a bias.
       groups: equal groups of neighboring experts (DeepSeek-V2); 1 for none.
       top_groups: groups that a token's experts are chosen from, those with the best single experts.
@@ -181,6 +182,7 @@ class Experts:
     normalize: bool = True
     factor: float = 1.0
     shared_width: int = 0
+    shared_bias: bool = False
     router_bias: bool = False
     groups: int = 1
     top_groups: int = 1
@@ -188,7 +190,7 @@ class Experts:
     def __post_init__(self):
         check_sizes("the experts'", self, "count", "top_k", "groups", "top_groups")
         check_sizes("the experts'", self, "shared_width", least=0)
-        check_switches("the experts'", self, "normalize", "router_bias")
+        check_switches("the experts'", self, "normalize", "router_bias", "shared_bias")
         check_factors("the experts'", self, "factor")
         if self.count % self.groups or self.top_groups > self.groups:
             raise KvjaxError(
@@ -206,17 +208,21 @@ class MlpKind:
     Attributes:
       width: F, of one expert where there are several.
       activation: of the gate; "clamped_swiglu" is that of gpt-oss.
-      bias: whether its projections have a bias.
+      bias: whether its projections have a bias; with experts, those of each expert.
       experts: mixture of experts, or None.
+      limit, slope: of "clamped_swiglu", the bound of its two projections and the slope of its sigmoid.
     """
 
     width: int
     activation: Activation = "silu"
     bias: bool = False
     experts: Experts | None = None
+    limit: float = 7.0
+    slope: float = 1.702
 
     def __post_init__(self):
         check_sizes("the MLP's", self, "width")
+        check_factors("the MLP's", self, "limit", "slope")
         check_switches("the MLP's", self, "bias")
         _check_choice("the MLP's activation", self.activation, Activation)
         _check_parts("the MLP's", self, experts=Experts)

@@ -331,6 +331,6 @@ def test_command_line(tmp_path, capsys):
 
 
 def test_inspect_says_why_not(hf, capsys):
-    directory = hf("llama3").config(rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    directory = hf("llama3").config(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert main(["inspect", str(directory)]) == 0
-    assert "no: config.json: RoPE scaling 'yarn' is not supported" in " ".join(capsys.readouterr().out.split())
+    assert "no: config.json: RoPE scaling 'dynamic' is not supported" in " ".join(capsys.readouterr().out.split())

@@ -11,7 +11,7 @@ from checkpoints_convert.families import FAMILIES as MODEL_TYPES
 from checkpoints_convert.families import IGNORED
 from checkpoints_convert.source import Directory
 from kvjax.models.checkpoint import parameter_shapes
-from tests.fixtures import FAMILIES, ROOT, load_family
+from tests.fixtures import FAMILIES, LOUD, ROOT, load_family
 
 
 def load_tensors(name: str) -> dict[str, np.ndarray]:
@@ -62,23 +62,86 @@ def test_fused_projections_are_split():
     np.testing.assert_array_equal(ours["mlp"]["up"]["kernel"].T, gate_up[F:])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_parameter_has_one_source_and_split_is_inverted_by_join(name):
-    source = Directory(ROOT / name)
+@pytest.mark.parametrize("directory", [*FAMILIES, *(f"loud/{name}" for name in LOUD)])
+def test_every_parameter_has_one_source_and_split_is_inverted_by_join(directory):
+    source = Directory(ROOT / directory)
     plan = plan_conversion(source)
     parameter_names = []
     for binding in plan.bindings:
-        tensor = source.read(binding.source)
-        parameters = dict(binding.split(tensor))
+        tensors = [source.read(name) for name in binding.sources]
+        parameters = binding.split(tensors)
         parameter_names += parameters
-        np.testing.assert_array_equal(binding.join(parameters), tensor)
+        assert len(binding.join(parameters)) == len(tensors)
+        for joined, tensor in zip(binding.join(parameters), tensors, strict=True):
+            np.testing.assert_array_equal(joined, tensor)
+            assert joined.dtype == tensor.dtype
     assert sorted(parameter_names) == sorted(parameter_shapes(plan.config))
 
 
 def test_families_share_one_table():
-    assert {f.rules for k, f in MODEL_TYPES.items() if k != "phi3"} == {MODEL_TYPES["llama"].rules}
-    phi3, llama = ({t for rule in MODEL_TYPES[kind].rules for t in rule.targets} for kind in ("phi3", "llama"))
+    first = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3")
+    assert {MODEL_TYPES[kind].tables for kind in first} == {MODEL_TYPES["llama"].tables}
+    phi3, llama = ({t for rule in MODEL_TYPES[kind].tables[0] for t in rule.targets} for kind in ("phi3", "llama"))
     assert phi3 == llama
+
+
+def load_loud(name: str) -> dict[str, np.ndarray]:
+    return {k: x.astype(np.float32) for k, x in load_file(ROOT / "loud" / name / "model.safetensors").items()}
+
+
+def test_experts_are_stacked():
+    config, params, _ = load_family("mixtral")
+    weights, ours = load_loud("mixtral"), params["layer_1"]["mlp"]
+    prefix = "model.layers.1.block_sparse_moe"
+    np.testing.assert_array_equal(ours["router"]["kernel"], weights[f"{prefix}.gate.weight"].T)
+    for e in range(config.kind(1).mlp.experts.count):
+        for name, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            np.testing.assert_array_equal(ours[name]["kernel"][e], weights[f"{prefix}.experts.{e}.{theirs}.weight"].T)
+
+
+def test_joined_experts_are_split():
+    config, params, _ = load_family("qwen3_moe_joined")
+    (layer,) = (i for i in range(config.layers) if config.kind(i).mlp.experts is not None)
+    weights, ours = load_loud("qwen3_moe_joined"), params[f"layer_{layer}"]["mlp"]
+    joined = weights[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+    width = joined.shape[1] // 2
+    np.testing.assert_array_equal(ours["gate"]["kernel"], joined[:, :width].swapaxes(1, 2))
+    np.testing.assert_array_equal(ours["up"]["kernel"], joined[:, width:].swapaxes(1, 2))
+    down = weights[f"model.layers.{layer}.mlp.experts.down_proj"]
+    np.testing.assert_array_equal(ours["down"]["kernel"], down.swapaxes(1, 2))
+
+
+def test_halves_of_gpt_oss_are_interleaved():
+    _, params, _ = load_family("gpt_oss")
+    weights, ours = load_loud("gpt_oss"), params["layer_2"]["mlp"]
+    joined, bias = (weights[f"model.layers.2.mlp.experts.gate_up_proj{end}"] for end in ("", "_bias"))
+    for name, first in (("gate", 0), ("up", 1)):
+        np.testing.assert_array_equal(ours[name]["kernel"], joined[..., first::2])
+        np.testing.assert_array_equal(ours[name]["bias"], bias[..., first::2])
+    np.testing.assert_array_equal(ours["down"]["kernel"], weights["model.layers.2.mlp.experts.down_proj"])
+    sinks = weights["model.layers.2.self_attn.sinks"]
+    np.testing.assert_array_equal(params["layer_2"]["attention"]["sinks"].reshape(-1), sinks)
+
+
+@pytest.mark.parametrize(("name", "source"), [("deepseek_v2", "q_b_proj"), ("deepseek_v2_lite", "q_proj")])
+def test_channels_with_position_come_first_and_in_halves(name, source):
+    config, params, _ = load_family(name)
+    attention = config.kind(1).attention
+    P, U, R, N = attention.rope.dim, attention.latent.unrotated, attention.latent.rank, attention.heads
+    weights, ours = load_loud(name), params["layer_1"]["attention"]
+    prefix = "model.layers.1.self_attn"
+    heads = weights[f"{prefix}.{source}.weight"].reshape(N, U + P, -1)
+    down = weights[f"{prefix}.kv_a_proj_with_mqa.weight"]
+    for pair in range(P // 2):
+        for half in (0, 1):
+            channel = 2 * pair + half
+            np.testing.assert_array_equal(ours["q"]["kernel"][:, :, half * P // 2 + pair], heads[:, U + channel].T)
+            np.testing.assert_array_equal(ours["kv_down"]["kernel"][:, half * P // 2 + pair], down[R + channel])
+    np.testing.assert_array_equal(ours["q"]["kernel"][:, :, P:], heads[:, :U].transpose(2, 0, 1))
+    np.testing.assert_array_equal(ours["kv_down"]["kernel"][:, P:], down[:R].T)
+    up = weights[f"{prefix}.kv_b_proj.weight"].reshape(N, U + attention.latent.value, R)
+    np.testing.assert_array_equal(ours["key_up"], up[:, :U])
+    np.testing.assert_array_equal(ours["value_up"], up[:, U:])
 
 
 @pytest.mark.parametrize(

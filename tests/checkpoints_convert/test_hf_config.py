@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 
 import pytest
 
@@ -115,24 +116,83 @@ def test_scalings_by_one_scale_nothing(key, said):
     assert translate({"model_type": "llama", key: said}) == translate({"model_type": "llama"})
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def read_scaling(raw: dict) -> RopeScaling:
+    scaling = translate({"model_type": "llama"} | raw).kind(0).attention.rope.scaling
+    assert scaling is not None
+    return scaling
+
+
 @pytest.mark.parametrize(
-    "said",
+    ("said", "expected"),
     [
-        {"rope_type": "yarn", "factor": 1.0, "attention_factor": 1.2},
-        {"rope_type": "yarn"},
-        {"rope_type": "yarn", "factor": True},
-        {"rope_type": "longrope", **ONES, "original_max_position_embeddings": 1024},
-        {"rope_type": "longrope", **ONES, "long_factor": [1.0, 2.0], "factor": 1.0},
-        {"rope_type": "longrope", "factor": 1.0},
-        {"rope_type": "dynamic", "factor": 1.0},  # beyond the model's context it scales all the same
+        ({}, {"attention_factor": 0.1 * math.log(4) + 1}),
+        ({"attention_factor": 1.2, "mscale": 3.0, "mscale_all_dim": 2.0}, {"attention_factor": 1.2}),
+        ({"factor": None}, {"factor": 4.0, "attention_factor": 0.1 * math.log(4) + 1}),  # 2048 / 512
+        ({"factor": 1.0, "attention_factor": 1.2}, {"factor": 1.0, "attention_factor": 1.2}),
+        ({"beta_fast": 8, "beta_slow": 2, "truncate": False}, {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}),
+        ({"beta_fast": None, "beta_slow": 0.5}, {"beta_fast": 32.0, "beta_slow": 0.5}),
+        ({"mscale": 1.0}, {"attention_factor": 0.1 * math.log(4) + 1}),
+        (
+            {"mscale": 1.0, "mscale_all_dim": 0.5},
+            {"attention_factor": (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)},
+        ),
     ],
 )
-def test_scalings_by_more_than_one_are_refused(said):
-    with pytest.raises(KvjaxError, match="is not supported.*use a checkpoint without it"):
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_yarn(key, said, expected):
+    scaling = read_scaling({key: YARN | said})
+    assert (scaling.kind, scaling.original_max_positions) == ("yarn", 512)
+    for name, x in expected.items():
+        assert getattr(scaling, name) == pytest.approx(x)
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3, 4.0]}
+SMALL_HEADS = {"head_dim": 4, "max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("raw", "said", "is_long", "attention_factor"),
+    [
+        ({}, {"original_max_position_embeddings": 256}, True, (1 + math.log(4) / math.log(256)) ** 0.5),
+        ({}, {"original_max_position_embeddings": 256, "attention_factor": 1.3}, True, 1.3),
+        ({}, {"original_max_position_embeddings": 256, "factor": 16}, True, 1.5**0.5),
+        ({}, {}, False, 1.0),
+        ({"original_max_position_embeddings": 256}, {"original_max_position_embeddings": 1024}, True, None),
+        ({"model_type": "phi3"}, {"type": "su"}, False, 1.0),  # its class says 4096 positions
+        ({"model_type": "phi3"}, {"type": "yarn"}, False, 1.0),
+    ],
+)
+def test_longrope_takes_the_factors_for_the_positions_of_the_model(raw, said, is_long, attention_factor):
+    scaling = read_scaling(SMALL_HEADS | raw | {"rope_scaling": LONGROPE | said})
+    assert (scaling.kind, scaling.is_long) == ("longrope", is_long)
+    assert (scaling.short_factors, scaling.long_factors) == ((1.0, 2.0), (3.0, 4.0))
+    if attention_factor is not None:
+        assert scaling.attention_factor == pytest.approx(attention_factor)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"rope_type": "yarn"}, "'yarn': factor must be a positive number, got None"),
+        ({"rope_type": "yarn", "factor": True}, "factor must be a positive number, got True"),
+        (YARN | {"beta_fast": "32"}, "beta_fast must be null or a positive number, got '32'"),
+        (YARN | {"beta_fast": 1, "beta_slow": 2}, "beta_fast .1. .* must be above beta_slow"),
+        ({"rope_type": "longrope", "factor": 1.0}, "short_factor must be a list of positive numbers, got None"),
+        (LONGROPE, "short_factor has 2 numbers for 64 pairs of channels"),
+        (LONGROPE | {"long_factor": [1.0, 0.0]}, "long_factor must be a list of positive numbers"),
+        ({"rope_type": "dynamic", "factor": 1.0}, "'dynamic' is not supported"),  # beyond the context it scales
+        ({"rope_type": "proportional"}, "'proportional' is not supported"),
+    ],
+)
+def test_scalings_that_say_too_little_are_refused(said, message):
+    with pytest.raises(KvjaxError, match=message):
         translate({"model_type": "llama", "rope_scaling": said})
 
 
-@pytest.mark.parametrize("kind", ["yarn", "longrope", "su", "dynamic", "mrope"])
+@pytest.mark.parametrize("kind", ["su", "dynamic", "mrope"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_other_rope_scalings_are_refused_by_name(kind, key):
     with pytest.raises(KvjaxError, match=f"'{kind}' is not supported.*use a checkpoint without it"):
@@ -142,7 +202,11 @@ def test_other_rope_scalings_are_refused_by_name(kind, key):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"model_type": "gemma2"}, r"'gemma2' is not supported; supported: llama \(LlamaForCausalLM\)"),
+        ({"model_type": "gpt2"}, r"'gpt2' is not supported; supported: llama \(LlamaForCausalLM\)"),
+        ({"model_type": "deepseek_v3"}, r"'deepseek_v3' is not .*deepseek_v2 .*\n.* has parts that deepseek_v2 lacks"),
+        ({"model_type": "llama4_text"}, "has parts that llama lacks"),
+        ({"model_type": "gemma3n_text"}, "has parts that gemma3 lacks"),
+        ({"model_type": "qwen3_next"}, "has parts that qwen3_moe lacks"),
         ({}, "model_type None"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act 'gelu'"),
