@@ -310,7 +310,7 @@ def read_later_queries(model: Model, batch: Batch) -> LaterQueries:
     for i, (text, start) in enumerate(zip(texts, first, strict=True)):
         query_pos[i, : len(text) - start] = np.arange(start, len(text))
     lengths, at = jnp.array([len(p) for p in batch.prompts], jnp.int32), jnp.array(query_pos)
-    every = jnp.ones((len(texts), model.config.kv_heads, exact.prompts[0].k.shape[2]), bool)
+    every = jnp.ones((len(texts), model.config.kind(0).attention.kv_heads, exact.prompts[0].k.shape[2]), bool)
     output = [_attend(p, exact.lengths, lengths, at, every) for p in exact.prompts]
     return LaterQueries(exact, lengths, at, output)
 

@@ -46,7 +46,8 @@ Gate = dict[str, Array]
 def init(config: Config, key: Array, width: int = 32) -> Gate:
     """Initializes a gate of random weights."""
     first, second = jax.random.split(key)
-    heads, inputs = (config.layers, config.kv_heads), 2 * config.head_dim
+    a = config.kind(0).attention
+    heads, inputs = (config.layers, a.kv_heads), 2 * a.head_dim
     return {
         "first": jax.random.normal(first, (*heads, inputs, width)) * inputs**-0.5,
         "bias": jnp.zeros((*heads, width)),
@@ -59,7 +60,7 @@ def score_slots(gate: Gate, cache: Cache) -> list[Array]:
     found = []
     for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         # Without rotation the gate cannot select by position.
-        k = cache.config.rope.unrotate(layer.k.decode(state.k), state.pos)
+        k = cache.config.kind(0).attention.rope.unrotate(layer.k.decode(state.k), state.pos)
         x = jnp.concatenate([_normalize(k, state.pos), _normalize(layer.v.decode(state.v), state.pos)], -1)
         hidden = jax.nn.gelu(jnp.einsum("bksi,kiw->bksw", x, gate["first"][i]) + gate["bias"][i][None, :, None])
         score = jnp.einsum("bksw,kw->bks", hidden, gate["second"][i])

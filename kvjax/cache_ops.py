@@ -16,11 +16,13 @@ from kvjax.cache.protocol import BoundLayer, Cache, EditableLayer, RewindableLay
 from kvjax.cache.sequences import CONTEXT_REMEDY, concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
 from kvjax.core.mesh import check_divides, per_device, to_numpy
-from kvjax.core.rope import Rope, rotate
+from kvjax.core.rope import rotate
 from kvjax.core.types import Array, KVBlock
 from kvjax.errors import IncompatibleMethod, KvjaxError, OtherWeights
 from kvjax.generation.inputs import Prompts, check_cache, round_up, token_ids
 from kvjax.generation.model_calls import extend_padded
+from kvjax.models.config import Config
+from kvjax.models.kinds import LayerKind
 from kvjax.models.model import Model
 from kvjax.utils import arguments
 from kvjax.utils.keywords import checks_keywords
@@ -57,18 +59,19 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
                 f"{old_lengths[row] - max_rollback[row]} tokens or more; {CONTEXT_REMEDY}"
             )
     count = jnp.asarray(count, jnp.int32)
-    layers = crop_layers(cache.layers, count, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
+    layers = crop_layers(cache.layers, count, plan=cache.plan, config=cache.config, mesh=mesh_of(cache))
     return dataclasses.replace(cache, layers=layers, length=cache.length - count)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "heads", "mesh"))
+@functools.partial(jax.jit, static_argnames=("plan", "config", "mesh"))
 def crop_layers(
-    layers: tuple[Any, ...], count: Array, plan: tuple[BoundLayer, ...], heads: int, mesh: Mesh | None
+    layers: tuple[Any, ...], count: Array, plan: tuple[BoundLayer, ...], config: Config, mesh: Mesh | None
 ) -> tuple:
     """Removes the last count i32[B] tokens of each sequence, at most `max_rollback`, from the states of all layers."""
     states = []
-    for layer, state in zip(plan, layers, strict=True):
+    for i, (layer, state) in enumerate(zip(plan, layers, strict=True)):
         assert isinstance(layer, RewindableLayer)
+        heads = config.kind(i).attention.kv_heads
         states.append(per_device(layer.crop, count.shape[0], heads, mesh)(state, count))
     return tuple(states)
 
@@ -193,14 +196,13 @@ def edit(model: Model, cache: Cache, start: int | Sequence[int], stop: int | Seq
         shift=jnp.asarray(shift, jnp.int32),
         plan=cache.plan,
         width=min(round_up(int(num_later.max())), cache.capacity),
-        rope=model.config.rope,
-        heads=model.config.kv_heads,
+        config=model.config,
         mesh=model.mesh,
     )
     return dataclasses.replace(edited, layers=layers, length=edited.length + count)
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "width", "rope", "heads", "mesh"))
+@functools.partial(jax.jit, static_argnames=("plan", "width", "config", "mesh"))
 def _append_later_tokens(
     *,
     states: tuple[Any, ...],
@@ -209,13 +211,12 @@ def _append_later_tokens(
     shift: Array,
     plan: tuple[BoundLayer, ...],
     width: int,
-    rope: Rope,
-    heads: int,
+    config: Config,
     mesh: Mesh | None,
 ) -> tuple[Any, ...]:
     """Appends the last count i32[B] tokens of the old states, moved on by shift i32[B] positions, in `width` slots."""
 
-    def append(layer: BoundLayer, state: Any, old_state: Any) -> Any:
+    def append(layer: BoundLayer, kind: LayerKind, state: Any, old_state: Any) -> Any:
         assert isinstance(layer, EditableLayer)
 
         def run(state: Any, old_state: Any, count: Array, shift: Array) -> Any:
@@ -226,13 +227,15 @@ def _append_later_tokens(
             pos = jnp.take_along_axis(block.pos, jnp.broadcast_to(slot, (*block.pos.shape[:2], width)), 2)
             pos = jnp.where((index < count[:, None])[:, None], pos, -1)
             # Keys are stored after RoPE, so one more rotation by the difference moves them; by 0 it changes no bit.
-            k = rotate(memory.take(block.k, slot), *rope.angles(shift[:, None, None]))
+            k, rope = memory.take(block.k, slot), kind.attention.rope
+            if rope is not None:
+                k = rotate(k, *rope.angles(shift[:, None, None]))
             v, pos = memory.take(block.v, slot), jnp.where(pos >= 0, pos + shift[:, None, None], -1)
             return layer.append_block(state, KVBlock(k, v, pos))
 
-        return per_device(run, count.shape[0], heads, mesh)(state, old_state, count, shift)
+        return per_device(run, count.shape[0], kind.attention.kv_heads, mesh)(state, old_state, count, shift)
 
-    return tuple(map(append, plan, states, old_states))
+    return tuple(map(append, plan, map(config.kind, range(config.layers)), states, old_states))
 
 
 def per_sequence(

@@ -112,12 +112,13 @@ class Shapes:
     def state(self, layer: BoundLayer) -> Any:
         """Describes a layer's part of the cache after the prompt."""
         slots = num_layer_slots(layer, (self.tokens,), self.capacity)
-        arrays, tree = abstract_state(layer, self.config, self.tokens, slots, 1, jnp.dtype(DTYPE), guards=True)
+        (call,) = layer_calls((layer,), self.config, (slots,))
+        arrays, tree = abstract_state(call, self.config, self.tokens, 1, jnp.dtype(DTYPE), guards=True)
         return jax.tree.unflatten(tree, [self.layer_array(x) for x in arrays])
 
     def layer_array(self, x: Any) -> jax.ShapeDtypeStruct:
         """Describes an array of a layer, which devices divide as `kvjax.core.mesh.per_device` does."""
-        axes = axes_of_layer_array(x.shape, 1, self.config.kv_heads)
+        axes = axes_of_layer_array(x.shape, 1, self.config.kind(0).attention.kv_heads)
         return self.array(x.shape, x.dtype, axes, memory.memory_kind(x))
 
     @property
@@ -374,7 +375,8 @@ def topology_problems(topology: str) -> Iterator[str]:
 def write_tables(folder: Path, config: Config) -> None:
     """Writes tables of random numbers for a model's shape, one of each kind that kvjax knows, as if they shipped."""
     rng, (first, *_) = np.random.default_rng(0), specs(config)
-    K, D = config.kv_heads, config.width
+    a = config.kind(0).attention
+    K, D = a.kv_heads, config.width
     # The examples of these two kinds are for small models; here they have the sizes that `kvjax calibrate` makes.
     sizes = {
         "attention_gate": {
@@ -384,7 +386,7 @@ def write_tables(folder: Path, config: Config) -> None:
             "output": (1, K, K),
             "bias": (K,),
         },
-        "lococo": {"weight": (32, 2 * config.head_dim, 21), "bias": (32,), "normalizer": (1,)},
+        "lococo": {"weight": (32, 2 * a.head_dim, 21), "bias": (32,), "normalizer": (1,)},
     }
     for name, kind in TABLE_KINDS.items():
         (folder / name).mkdir(parents=True)

@@ -69,7 +69,8 @@ def random_loop(model: kvjax.Model, method: str | kvjax.Method, batch: int, toke
       room: decode steps that fit the cache.
     """
     c = model.config
-    shape = (batch, c.kv_heads, tokens, c.head_dim)
+    a = c.kind(0).attention
+    shape = (batch, a.kv_heads, tokens, a.head_dim)
 
     def draw(layer: int, which: int) -> jax.Array:
         return jax.random.normal(jax.random.fold_in(jax.random.key(layer), which), shape, model.dtype)
@@ -109,16 +110,17 @@ def llama_config(config: kvjax.Config) -> Any:
     """The configuration of the same model in transformers."""
     from transformers import LlamaConfig  # here, since it is optional and slow to import
 
+    a = config.kind(0).attention
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.width,
         num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.mlp_width,
+        num_attention_heads=a.heads,
+        num_key_value_heads=a.kv_heads,
+        head_dim=a.head_dim,
+        intermediate_size=config.kind(0).mlp.width,
         rms_norm_eps=config.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": a.rope.theta},
         max_position_embeddings=config.max_positions,
         tie_word_embeddings=config.tie_embeddings,
     )
@@ -143,7 +145,8 @@ def state_dict(
       copy: makes an array of the other library of one that stays as it is.
       transpose: makes a matrix [out, in] of a weight and its number of inputs.
     """
-    D, F, heads = config.width, config.mlp_width, config.heads * config.head_dim
+    a = config.kind(0).attention
+    D, F, heads = config.width, config.kind(0).mlp.width, a.heads * a.head_dim
     yield "model.embed_tokens.weight", copy(params["embedding"])
     yield "model.norm.weight", copy(params["final_norm"]["scale"])
     head = copy(params["embedding"]) if config.tie_embeddings else transpose(params["head"]["kernel"], D)

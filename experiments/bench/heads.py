@@ -34,14 +34,15 @@ def random_prompts(model: kvjax.Model, batch: int, tokens: int) -> FullKV:
     """Random keys, values and queries of every layer, as if a prompt had been read; no model runs."""
     c, key = model.config, jax.random.key(0)
     # Queries are scaled by 1/4 to 4: small ones attend to all tokens alike, large ones to few.
-    spread = 4.0 ** jax.random.uniform(key, (c.layers, c.kv_heads), minval=-1.0, maxval=1.0)
+    a = c.kind(0).attention
+    spread = 4.0 ** jax.random.uniform(key, (c.layers, a.kv_heads), minval=-1.0, maxval=1.0)
 
     def draw(layer: int, which: int, *more: int) -> jax.Array:
-        shape = (batch, c.kv_heads, *more, tokens, c.head_dim)
+        shape = (batch, a.kv_heads, *more, tokens, a.head_dim)
         return jax.random.normal(jax.random.fold_in(key, 3 * layer + which), shape, model.dtype)
 
     scale = spread[:, None, :, None, None, None].astype(model.dtype)
-    layers = [LayerPrompt(draw(i, 0), draw(i, 1), draw(i, 2, c.groups) * scale[i]) for i in range(c.layers)]
+    layers = [LayerPrompt(draw(i, 0), draw(i, 1), draw(i, 2, a.groups) * scale[i]) for i in range(c.layers)]
     lengths, logits = jnp.full((batch,), tokens, jnp.int32), jnp.zeros((batch, c.vocab_size))
     return FullKV(model, tuple(layers), lengths, logits)
 

@@ -86,7 +86,8 @@ def loops(model: kvjax.Model, megabytes: int, n: int, room: int) -> dict[str, Kv
     """Decode loops under each method, with `megabytes` of values in all layers together."""
     # The buffers have `megabytes` with their room, since a copy of a whole buffer moves the room, too.
     c = model.config
-    tokens = megabytes * 2**20 // (c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize) - room
+    a = c.kind(0).attention
+    tokens = megabytes * 2**20 // (c.layers * a.kv_heads * a.head_dim * model.dtype.itemsize) - room
     kcache = kvjax.methods.kcache(n=n, device_layers=0)  # or fewer than `megabytes` would be on the host
     methods = {
         "kcache": kcache,

@@ -109,7 +109,7 @@ def run_long_prompt(model: str, tokens: int, chunk: int | None) -> dict[str, Any
         side = KvjaxDecoder(m, kvjax.methods.full())
         seconds.append(side.prefill(ids, chunk=chunk))
     state = kvjax.state_bytes(side.cache).total
-    one_layer_scores = 4 * m.config.heads * tokens**2  # what attention without blocks would allocate
+    one_layer_scores = 4 * m.config.kind(0).attention.heads * tokens**2  # what attention without blocks would allocate
     return {"seconds": seconds[-1], "before": before, "peak": peak_bytes(), "state": state, "s_by_s": one_layer_scores}
 
 

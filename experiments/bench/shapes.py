@@ -19,9 +19,10 @@ SHAPES = {
 def describe(name: str, config: Config, params: Any) -> str:
     """One line with the sizes that decide a model's speed."""
     count = sum(x.size for x in jax.tree.leaves(params))
+    a = config.kind(0).attention
     return (
-        f"{name}: {config.layers} layers, width {config.width}, {config.heads} heads of {config.head_dim} "
-        f"({config.kv_heads} KV heads), MLP {config.mlp_width}, vocabulary {config.vocab_size}, "
+        f"{name}: {config.layers} layers, width {config.width}, {a.heads} heads of {a.head_dim} "
+        f"({a.kv_heads} KV heads), MLP {config.kind(0).mlp.width}, vocabulary {config.vocab_size}, "
         f"{count / 1e6:.1f}M parameters, {jax.tree.leaves(params)[0].dtype}"
     )
 
@@ -33,7 +34,8 @@ def decode_bytes(config: Config, params: Any, batch: int, context: float) -> flo
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     if not config.tie_embeddings:  # a tied embedding is read in full, as the head
         weights += (batch - config.vocab_size) * config.width * size
-    return weights + 2 * batch * config.layers * config.kv_heads * config.head_dim * context * size
+    a = config.kind(0).attention
+    return weights + 2 * batch * config.layers * a.kv_heads * a.head_dim * context * size
 
 
 def prefill_flops(config: Config, params: Any, batch: int, tokens: int) -> float:
@@ -41,5 +43,6 @@ def prefill_flops(config: Config, params: Any, batch: int, tokens: int) -> float
     head = config.vocab_size * config.width
     # The embedding is looked up and not multiplied; the head is, once a sequence, whether or not they are tied.
     matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1) - head * (1 if config.tie_embeddings else 2)
-    attention = 2 * 2 * config.layers * config.heads * config.head_dim * tokens * (tokens + 1) / 2
+    a = config.kind(0).attention
+    attention = 2 * 2 * config.layers * a.heads * a.head_dim * tokens * (tokens + 1) / 2
     return batch * (2 * matrices * tokens + attention + 2 * head)

@@ -92,8 +92,9 @@ class TorchDecoder:
 
         torch, c = self.torch, self.config
         self.cache = DynamicCache(config=self.module.config)
+        a = c.kind(0).attention
         for i in range(c.layers):
-            shape, dtype = (batch, c.kv_heads, tokens, c.head_dim), self.module.model.norm.weight.dtype
+            shape, dtype = (batch, a.kv_heads, tokens, a.head_dim), self.module.model.norm.weight.dtype
             k, v = (torch.randn(shape, dtype=dtype, device=self.device) for _ in "kv")
             self.cache.update(k, v, i)
         self.last = torch.zeros((batch, 1), dtype=torch.long, device=self.device)

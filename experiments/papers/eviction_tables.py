@@ -138,7 +138,7 @@ def describe_gains(lines: Sequence[Mapping[str, Any]], when: str = "first") -> s
 
 def signature_note(model: Model) -> str:
     """One sentence on the number of bits in KVCrush's signatures on this model."""
-    n = model.config.heads
+    n = model.config.kind(0).attention.heads
     return (
         f"This model has {n} query heads, so KVCrush compares tokens by {n} bits ({n + 1} distances to an anchor), "
         f"where the paper's Llama-3-8B has 32; a page's bits are its tokens' {n} bits side by side."

@@ -101,8 +101,9 @@ def state_bytes(cache: Cache) -> CacheBytes:
 
 def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
     """Bytes that the exact cache of sequences of these lengths holds: keys, values, positions and lengths."""
-    per_token = 2 * config.kv_heads * config.head_dim * jnp.dtype(dtype).itemsize + 4
-    return sum(config.layers * (length * per_token + 4) + 4 for length in lengths)
+    numbers = sum(config.kind(i).attention.stored_numbers for i in range(config.layers))
+    per_token = numbers * jnp.dtype(dtype).itemsize + 4 * config.layers
+    return sum(length * per_token + 4 * config.layers + 4 for length in lengths)
 
 
 @checks_keywords
@@ -110,8 +111,8 @@ def kept_positions(cache: Cache) -> list[list[list[np.ndarray]]]:
     """[layer][sequence][key/value head]: the positions, ascending, of the tokens that the cache holds."""
     cache.check_usable()
     kept = []
-    for layer, state in zip(cache.plan, cache.layers, strict=True):
+    for i, (layer, state) in enumerate(zip(cache.plan, cache.layers, strict=True)):
         pos = to_numpy(layer.positions(state))
-        pos = np.broadcast_to(pos, (pos.shape[0], cache.config.kv_heads, pos.shape[2]))
+        pos = np.broadcast_to(pos, (pos.shape[0], cache.config.kind(i).attention.kv_heads, pos.shape[2]))
         kept.append([[np.sort(head[head >= 0]) for head in heads] for heads in pos])
     return kept

@@ -16,7 +16,7 @@ from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerState
 from kvjax.cache.token_status import token_status
 from kvjax.core.attention import Rule, scores, weights
 from kvjax.core.types import Array
-from kvjax.errors import KvjaxWarning
+from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.explore import token_codes
 from kvjax.explore.answer_state import AnswerState
 from kvjax.explore.traced_state import TracedLayer, TracedMethod, TracedState, inner_cache
@@ -68,7 +68,17 @@ def explore(
       methods: values, strings, or strings separated by ";".
       steps: most tokens of the answer, which may end earlier with an end-of-sequence id.
       say: called with each method's name as it begins.
+
+    Raises:
+      KvjaxError: a model whose layers have different numbers of heads.
     """
+    heads = {(kind.attention.kv_heads, kind.attention.groups) for kind in model.config.kinds}
+    if len(heads) > 1:
+        raise KvjaxError(
+            f"the layers of this model have different heads ({model.config.describe_heads()}), and the page shows one "
+            "grid of heads for all; explore a model whose layers have equal ones"
+        )
+    ((_, groups),) = heads
     say("full")
     capacity = round_up(len(prompt) + steps)
     state = _read_prompt(model, prompt, resolve("full")["full"], capacity)
@@ -88,7 +98,7 @@ def explore(
     for name, method in resolve(methods).items():
         say(name)
         traces.append(_trace_answer(_read_prompt(model, prompt, method, capacity), name, answer, exact))
-    return Exploration(model.name, model.config.groups, list(prompt), answer, likeliest, exact, traces)
+    return Exploration(model.name, groups, list(prompt), answer, likeliest, exact, traces)
 
 
 def _read_prompt(model: Model, prompt: Sequence[int], method: KVMethod, capacity: int) -> AnswerState:

@@ -76,15 +76,21 @@ def read_after_prefix(
     mode = PrefillAfterPrefix(lengths, before, members)
     target = target_for(model, tokens.size, in_place=False, num_logits=len(ids))
 
-    def replicate_first(x: Array) -> Array:
+    def replicate_first(x: Array, heads: int) -> Array:
         assert mesh is not None
         first = jax.device_put(x, memory.DEVICE)[:1]
         # For a batch of 2, `axes_of_layer_array` takes one sequence for shared by all: only the heads are split.
-        sharding = named_sharding(axes_of_layer_array(first.shape, 2, prefix.config.kv_heads), mesh)
+        sharding = named_sharding(axes_of_layer_array(first.shape, 2, heads), mesh)
         kind = x.sharding.memory_kind
         return jax.device_put(first, sharding if kind is None else sharding.with_memory_kind(kind))
 
-    states = prefix.layers if mesh is None else jax.tree.map(replicate_first, prefix.layers)
+    states = prefix.layers
+    if mesh is not None:
+        heads = [model.config.kind(i).attention.kv_heads for i in range(len(states))]
+        states = tuple(
+            jax.tree.map(functools.partial(replicate_first, heads=n), state)
+            for n, state in zip(heads, states, strict=True)
+        )
     outer, calls = outer_params(model.params), layer_calls(plan, model.config, num_slots)
     with timer.timed():
         hidden, angles, _ = embed(outer, place(model, tokens, "B T"), before, lengths, target=target)

@@ -16,7 +16,8 @@ from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import KVBlock
-from kvjax.engine.forward import Plan
+from kvjax.engine.forward import Plan, layer_calls
+from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
@@ -151,14 +152,14 @@ def planned_layers(
     width = round_up(prompt) if width is None else arguments.integer("width", width)
     # Equal layers have equal states, and tracing one takes a while.
     states = []
-    for (layer, slots), count in layer_kinds(bind(method, config), prompt, capacity).items():
-        arrays, tree = abstract_state(layer, config, min(width, capacity), slots, batch, dtype)
-        states.append((layer, jax.tree.unflatten(tree, arrays), count))
+    for call, count in count_layers(bind(method, config), config, prompt, capacity).items():
+        arrays, tree = abstract_state(call, config, min(width, capacity), batch, dtype)
+        states.append((call.layer, jax.tree.unflatten(tree, arrays), count))
     return PlannedLayers(config, dtype.name, states)
 
 
-def layer_kinds(plan: Plan, prompt: int, capacity: int) -> collections.Counter[tuple[BoundLayer, int]]:
-    """Counts the layers of each kind after prompts of `prompt` tokens: (bound layer, its slots) -> number of layers."""
+def count_layers(plan: Plan, config: Config, prompt: int, capacity: int) -> collections.Counter[LayerCall]:
+    """Counts equal layers after prompts of `prompt` tokens: bound layer, slots and kind -> number of layers."""
     num_slots = tuple(num_layer_slots(layer, (prompt,), capacity) for layer in plan)
     if any(layer.needs.global_budget for layer in plan):
         # Each layer's slots are rounded up after the budget has been divided: a plan is never below the actual bytes.
@@ -167,37 +168,43 @@ def layer_kinds(plan: Plan, prompt: int, capacity: int) -> collections.Counter[t
             min(n + most_shared_slots(kept, prompt) - kept if kept else n, capacity)
             for n, kept in zip(num_slots, kept_slots, strict=True)
         )
-    return collections.Counter(zip(plan, num_slots, strict=True))
+    return collections.Counter(layer_calls(plan, config, num_slots))
 
 
 def abstract_state(
-    layer: BoundLayer, config: Config, prompt: int, num_slots: int, batch: int, dtype: Any, *, guards: bool = False
+    call: LayerCall, config: Config, prompt: int, batch: int, dtype: Any, *, guards: bool = False
 ) -> tuple[list, Any]:
     """Traces `BoundLayer.prefill` of prompts of `prompt` tokens: the state's abstract arrays, and its tree structure.
 
     The arrays know their memory kind, which `jax.eval_shape` would drop. With `guards`, buffers have theirs, which
     counts of bytes leave out and programs expect.
     """
-    c, needs = config, layer.needs
+    assert call.kind is not None
+    layer, needs, a = call.layer, call.layer.needs, call.kind.attention
 
     def array(*shape: int, dtype: Any = dtype, batch: int = batch) -> Any:  # abstract, where its users say Array
         return jax.ShapeDtypeStruct((batch, *shape), dtype)
 
     length = 0 if needs.prompt_chunk else prompt
     num_queries = prompt if needs.observed_queries is None else needs.observed_queries
-    keys = array(c.kv_heads, length, c.head_dim)
-    block = KVBlock(keys, keys, array(1, length, dtype=jnp.int32))
-    projection = array(c.kv_heads, c.groups, c.head_dim, c.width, batch=1)
+    keys, values = array(a.kv_heads, length, a.head_dim), array(a.kv_heads, length, a.value_dim)
+    block = KVBlock(keys, values, array(1, length, dtype=jnp.int32))
+    projection = array(a.kv_heads, a.groups, a.value_dim, config.width, batch=1)
     observation = Observation(
-        array(c.kv_heads, c.groups, num_queries, c.head_dim),
+        array(a.kv_heads, a.groups, num_queries, a.head_dim),
         array(num_queries, dtype=jnp.int32),
         output_projection=projection if needs.output_projection else None,
-        hidden_states=array(1, length, c.width) if needs.hidden_states else None,
-        replay_scores=array(c.kv_heads, length, dtype=jnp.float32) if needs.replay else None,
+        hidden_states=array(1, length, config.width) if needs.hidden_states else None,
+        replay_scores=array(a.kv_heads, length, dtype=jnp.float32) if needs.replay else None,
         paired_block=block if needs.paired_layer else None,
     )
-    trace = jax.make_jaxpr(lambda block, observation: layer.prefill(block, observation, num_slots), return_shape=True)
-    traced, shapes = trace(block, observation if needs.observes and length else None)
+
+    def prefill(block: KVBlock, observation: Observation | None) -> Any:
+        return layer.prefill(block, observation, call.num_slots)
+
+    traced, shapes = jax.make_jaxpr(prefill, return_shape=True)(
+        block, observation if needs.observes and length else None
+    )
     state = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
     arrays, tree = jax.tree.flatten(state if guards else memory.without_guards(state))
     return arrays, tree

@@ -7,6 +7,7 @@ recovered by tracing the method, so that no file names a class.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, KVMethod, num_layer_slots
+from kvjax.cache.protocol import BudgetedLayer, Cache, KVMethod, num_layer_slots
 from kvjax.cache.shared_prefix import SharedPrefixLayer, SharedPrefixState
 from kvjax.core import memory
 from kvjax.core.mesh import axes_of_layer_array
 from kvjax.core.types import Array
+from kvjax.engine.forward import layer_calls
+from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation import archive
@@ -60,18 +63,18 @@ def read(path: str | Path, model: Model, method: str | KVMethod | None) -> tuple
     else:
         plan = bind(method, model.config)
         layers = [{key: x for key, x in arrays.items() if key.startswith(f"layer {i}, ")} for i in range(len(plan))]
-        for layer, leaves in zip(plan, layers, strict=True):
-            candidates = _candidate_trees(layer, model, batch, capacity, list(leaves.values()))
+        for call, leaves in zip(layer_calls(plan, model.config), layers, strict=True):
+            candidates = _candidate_trees(call, model, batch, capacity, list(leaves.values()))
             trees.append(next((tree for tree in candidates if tree.num_leaves == len(leaves)), None))
         if any(tree is None for tree in trees) or header["code"] != _code_of(method):
             problem = f"{path} was saved under {name} when its code or values were others; read the documents again"
     if method is None or problem is not None:
         raise KvjaxError(problem)
     states = []
-    for tree, leaves in zip(trees, layers, strict=True):
-        placed = []
+    for i, (tree, leaves) in enumerate(zip(trees, layers, strict=True)):
+        placed, heads = [], model.config.kind(i).attention.kv_heads
         for key, x in leaves.items():
-            axes = "" if model.mesh is None else axes_of_layer_array(x.shape, batch, model.config.kv_heads)
+            axes = "" if model.mesh is None else axes_of_layer_array(x.shape, batch, heads)
             x = place(model, x, axes)
             placed.append(jax.device_put(x, memory.HOST) if header["arrays"][key]["host"] else x)
         states.append(memory.map_buffers(memory.with_guard, jax.tree.unflatten(tree, placed)))
@@ -86,11 +89,13 @@ def _code_of(method: KVMethod) -> str:
 
 
 def _candidate_trees(
-    layer: BoundLayer, model: Model, batch: int | None, capacity: int, arrays: Sequence[np.ndarray]
+    call: LayerCall, model: Model, batch: int | None, capacity: int, arrays: Sequence[np.ndarray]
 ) -> Iterator[Any]:
     """Yields tree structures of a layer's state, of `batch` sequences if known, that fit the first of the arrays."""
+    layer, kind = call.layer, call.kind
+    assert kind is not None
     if isinstance(layer, SharedPrefixLayer):
-        prefix, own = layer.parts
+        prefix, own = (dataclasses.replace(call, layer=part) for part in layer.parts)
         capacity = max([capacity, *(x.shape[2] for x in arrays if x.ndim > 2)])  # a prefix may have had a larger one
         for prefix_tree in _candidate_trees(prefix, model, None, capacity, arrays):
             rest = arrays[prefix_tree.num_leaves :]
@@ -111,13 +116,14 @@ def _candidate_trees(
     # The header does not say how long the prompts were nor how many slots there are: candidates, likelier ones first.
     # The state of most methods depends on the slots alone.
     prompts = (capacity, *range(BUCKET_TOKENS, capacity, BUCKET_TOKENS))
-    slots = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, model.config.kv_heads)]
+    slots = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, kind.attention.kv_heads)]
     slots += [num_layer_slots(layer, (n,), capacity) for n in prompts]
     slots = list(dict.fromkeys(n for n in slots if 0 < n <= capacity))
     sizes = [*((n, n) for n in slots), *itertools.product(prompts, slots)]
     for candidate, (prompt, num_slots), count in itertools.product(layers, sizes, batches):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have
-            leaves, tree = abstract_state(candidate, model.config, prompt, num_slots, count, model.dtype)
+            candidate_call = dataclasses.replace(call, layer=candidate, num_slots=num_slots)
+            leaves, tree = abstract_state(candidate_call, model.config, prompt, count, model.dtype)
             if [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in arrays[: len(leaves)]]:
                 yield tree
                 return

@@ -107,16 +107,10 @@ class Config:
         ropes = (self.kinds[i].attention.rope for i in self.pattern)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
-    # TRANSITION: readers of these assume equal layers; each goes to `kind(i)`.
-    heads = property(lambda self: self.kind(0).attention.heads)
-    kv_heads = property(lambda self: self.kind(0).attention.kv_heads)
-    groups = property(lambda self: self.kind(0).attention.groups)
-    head_dim = property(lambda self: self.kind(0).attention.head_dim)
-    mlp_width = property(lambda self: self.kind(0).mlp.width)
-    rope = property(lambda self: self.kind(0).attention.rope)
-
-    def window(self, layer: int) -> int | None:
-        return self.kind(layer).attention.rule.window
+    def describe_heads(self) -> str:
+        """Returns the different heads in words, "32 heads on 8 of 128", in the order of the layers."""
+        attention = (self.kind(i).attention for i in range(self.layers))
+        return " and ".join(dict.fromkeys(f"{a.heads} heads on {a.kv_heads} of {a.head_dim}" for a in attention))
 
     def with_layers(self, pattern: Sequence[int]) -> Config:
         """Returns the config of layers of these kinds, given by index; kinds that none of them has are left out."""

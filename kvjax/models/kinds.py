@@ -155,6 +155,11 @@ class AttentionKind:
         return self.heads // self.kv_heads
 
     @property
+    def stored_numbers(self) -> int:
+        """The numbers of a token that an exact cache holds; values of latent attention are channels of its keys."""
+        return self.kv_heads * (self.head_dim + (0 if self.latent else self.value_dim))
+
+    @property
     def query_factor(self) -> float:
         """What queries are multiplied by, as methods scale dot products by head_dim ** -0.5 in every model."""
         factor = 1.0 if self.scale is None else self.scale * self.head_dim**0.5

@@ -52,7 +52,7 @@ class Model:
 
     def __repr__(self) -> str:
         c, num_parameters = self.config, sum(x.size for x in jax.tree.leaves(self.params))
-        shape = f"{c.layers} layers, width {c.width}, {c.heads} heads on {c.kv_heads} of {c.head_dim}"
+        shape = f"{c.layers} layers, width {c.width}, {c.describe_heads()}"
         return f"Model({self.name or 'no name'}: {num_parameters:,} parameters in {self.dtype}, {shape})"
 
     @property

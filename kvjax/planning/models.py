@@ -1,7 +1,6 @@
 """The models that can be planned for: written-down configurations, config.json files and kvjax checkpoints.
 
-A model needs no weights here, and need not be one that kvjax can run: windows, experts and the further parameters of
-families without a converter are counted, and a note says what the plan assumes about them.
+A model needs no weights here, and need not be one that kvjax can convert: a note says what the plan assumes then.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any
 from checkpoints_convert import hf_config
 from checkpoints_convert.families import FAMILIES
 from kvjax.core.attention import Rule
-from kvjax.core.rope import Rope, RopeScaling
+from kvjax.core.rope import Rope, RopeScaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
-from kvjax.models.checkpoint import parameter_shapes
-from kvjax.models.config import Config
-from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind
+from kvjax.models.checkpoint import parameter_axes, parameter_shapes
+from kvjax.models.config import MOST_LAYERS, Config
+from kvjax.models.kinds import AttentionKind, Experts, LayerKind, MlpKind
 from kvjax.models.model import find_checkpoint
 from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object, read_text_file
@@ -38,43 +37,37 @@ class PlannedModel:
 
     Attributes:
       name: as it was asked for.
-      config: of a decoder with these sizes; with experts, the MLP is that of one of them.
+      config: of the decoder.
       source: where the sizes are from.
-      num_experts: MLPs of each layer, 1 without experts.
-      active_experts: MLPs that a token runs through.
-      other_parameters: parameters that `config` has no place for: routers, further norms, attention sinks.
       notes: what the plan assumes.
     """
 
     name: str
     config: Config
     source: str
-    num_experts: int = 1
-    active_experts: int = 1
-    other_parameters: int = 0
     notes: tuple[str, ...] = ()
 
     @functools.cached_property
-    def dense_parameters(self) -> int:
-        """Parameters of the decoder with one expert a layer."""
-        return sum(math.prod(shape) for shape in parameter_shapes(self.config).values())
-
-    @functools.cached_property
-    def expert_parameters(self) -> int:
-        """Parameters of one expert of all layers."""
-        return sum(math.prod(shape) for path, shape in parameter_shapes(self.config).items() if "/mlp/" in path)
-
-    @property
     def parameters(self) -> int:
         """All parameters."""
-        return self.dense_parameters + (self.num_experts - 1) * self.expert_parameters + self.other_parameters
+        return sum(math.prod(shape) for shape in parameter_shapes(self.config).values())
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a token runs through some of a layer's MLPs alone."""
+        return any(kind.mlp.experts is not None for kind in self.config.kinds)
+
+    @functools.cached_property
     def active_parameters(self) -> int:
         """The parameters that one token's forward pass reads, but for the rows of the embedding that it does not."""
         c = self.config
         looked_up = 0 if c.tie_embeddings else (c.vocab_size - 1) * c.width
-        idle = (self.num_experts - self.active_experts) * self.expert_parameters
+        idle, axes = 0, parameter_axes(c)
+        for path, shape in parameter_shapes(c).items():
+            if axes[path][0] == "E":
+                experts = c.kind(int(path.split("/")[0].removeprefix("layer_"))).mlp.experts
+                assert experts is not None
+                idle += (experts.count - experts.top_k) * math.prod(shape[1:])
         return self.parameters - looked_up - idle
 
 
@@ -108,24 +101,30 @@ def _qwen25_coder(layers: int, width: int, heads: int, head_dim: int, mlp_width:
     )
 
 
-_GEMMA_3_27B = Config.llama(
-    *(262_208, 5376, 62, 32, 16, 128, 21_504),
+def _gemma3(window: int | None) -> LayerKind:
+    rope = Rope(128, 1e6, RopeScaling("linear", 8.0)) if window is None else Rope(128, 1e4)
+    attention = AttentionKind(32, 16, 128, rope, Rule(window), scale=168**-0.5, qk_norm="head")
+    return LayerKind(attention, MlpKind(21_504, "gelu_tanh"), norms="both", unit_offset=True)
+
+
+_GEMMA_3_27B = Config(
+    *(262_208, 5376, (_gemma3(1024), _gemma3(None)), tuple(int((i + 1) % 6 == 0) for i in range(62))),
     max_positions=131_072,
     norm_eps=1e-6,
-    rope_theta=1e6,
-    rope_scaling=RopeScaling("linear", 8.0),
-    windows=tuple(None if (i + 1) % 6 == 0 else 1024 for i in range(62)),
     tie_embeddings=True,
-    qk_norm=True,
+    embed_scale=5376**0.5,
 )
-_GPT_OSS_20B = Config.llama(
-    *(201_088, 2880, 24, 64, 8, 64, 2880),
+
+
+def _gpt_oss(window: int | None) -> LayerKind:
+    rope = Rope(64, 150_000.0, yarn_scaling(32.0, 4096, truncate=False))
+    attention = AttentionKind(64, 8, 64, rope, Rule(window), qkv_bias=True, out_bias=True, sinks=True)
+    return LayerKind(attention, MlpKind(2880, "clamped_swiglu", True, Experts(32, 4, router_bias=True)))
+
+
+_GPT_OSS_20B = Config(
+    *(201_088, 2880, (_gpt_oss(128), _gpt_oss(None)), (0, 1) * 12),
     max_positions=131_072,
-    rope_theta=150_000.0,
-    windows=tuple(128 if i % 2 == 0 else None for i in range(24)),
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
 )
 _GEMMA_3_270M_KINDS = tuple(
     LayerKind(
@@ -159,18 +158,13 @@ _ENTRIES = (
         "gemma-3-27b",
         _GEMMA_3_27B,
         _HUB.format("google/gemma-3-27b-it") + " (text_config)",
-        other_parameters=62 * 2 * 5376,  # two further norms a layer
-        notes=(NOT_CONVERTED, "without the vision tower (0.4B parameters)", HOLDS_WINDOWS),
+        notes=("without the vision tower (0.4B parameters)", HOLDS_WINDOWS),
     ),
     PlannedModel(
         "gpt-oss-20b",
         _GPT_OSS_20B,
         _HUB.format("openai/gpt-oss-20b"),
-        num_experts=32,
-        active_experts=4,
-        other_parameters=24 * (2880 * 32 + 32 + 64),  # the router with its bias, and a sink for each head
         notes=(
-            NOT_CONVERTED,
             "weights in the dtype of the plan; the published file holds its experts in MXFP4, about 13 GB in all",
             HOLDS_WINDOWS,
         ),
@@ -248,37 +242,52 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str) -> PlannedM
             )
         return arguments.integer(f"{keys[0]} of {source}", found)
 
-    width, heads, layers = read("hidden_size"), read("num_attention_heads"), read("num_hidden_layers")
+    width, heads = read("hidden_size"), read("num_attention_heads")
+    layers = arguments.integer(f"num_hidden_layers of {source}", read("num_hidden_layers"), most=MOST_LAYERS)
     experts = read("num_local_experts", "num_experts", "n_routed_experts", default=1)
     window, types = raw.get("sliding_window"), raw.get("layer_types")
-    windows, pattern = None, raw.get("sliding_window_pattern")
+    windows, pattern = (None,) * layers, raw.get("sliding_window_pattern")
     if window is not None and isinstance(types, list) and len(types) == layers:
         windows = tuple(window if kind == "sliding_attention" else None for kind in types)
     elif window is not None and isinstance(pattern, int) and pattern > 0:
         windows = tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
     has_bias = bool(raw.get("attention_bias"))
     is_gemma, is_gpt_oss = (str(raw.get("model_type")).startswith(family) for family in ("gemma", "gpt_oss"))
-    config = Config.llama(
-        vocab_size=read("vocab_size"),
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=read("num_key_value_heads", default=heads),
-        head_dim=read("head_dim", default=width // heads),
-        # An expert's width has a key of its own in families that also have layers without experts.
-        mlp_width=read("moe_intermediate_size", "intermediate_size") if experts > 1 else read("intermediate_size"),
-        max_positions=read("max_position_embeddings", default=131_072),
-        windows=windows,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", is_gemma)),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=is_gpt_oss,
-        qk_norm="qwen3" in str(raw.get("model_type")) or str(raw.get("model_type")).startswith("gemma3"),
+    kv_heads, head_dim = read("num_key_value_heads", default=heads), read("head_dim", default=width // heads)
+    has_qk_norm = "qwen3" in str(raw.get("model_type")) or str(raw.get("model_type")).startswith("gemma3")
+    # An expert's width has a key of its own in families that also have layers without experts.
+    mlp_width = read("moe_intermediate_size", "intermediate_size") if experts > 1 else read("intermediate_size")
+    mixture = None
+    if experts > 1:
+        mixture = Experts(experts, read("num_experts_per_tok", "experts_per_token", default=1), router_bias=is_gpt_oss)
+    different = tuple(dict.fromkeys(windows))
+    kinds = tuple(
+        LayerKind(
+            AttentionKind(
+                heads,
+                kv_heads,
+                head_dim,
+                Rope(head_dim // 2 * 2),
+                Rule(kind_window),
+                qk_norm="head" if has_qk_norm else "",
+                qkv_bias=has_bias,
+                out_bias=has_bias,
+                sinks=is_gpt_oss,
+            ),
+            MlpKind(mlp_width, bias=is_gpt_oss, experts=mixture),
+            norms="both" if is_gemma else "before",
+        )
+        for kind_window in different
     )
-    others = layers * (width * experts if experts > 1 else 0)
-    others += layers * (2 * width * is_gemma + (experts + heads) * is_gpt_oss)
+    config = Config(
+        read("vocab_size"),
+        width,
+        kinds,
+        tuple(map(different.index, windows)),
+        max_positions=read("max_position_embeddings", default=131_072),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", is_gemma)),
+    )
     notes = [f"{NOT_CONVERTED} (model_type {raw.get('model_type')!r:.40}), read by the keys that most families share"]
-    notes += [HOLDS_WINDOWS] * (windows is not None)
+    notes += [HOLDS_WINDOWS] * any(windows)
     notes += ["weights in the dtype of the plan; the file holds them quantized"] * bool(raw.get("quantization_config"))
-    active = read("num_experts_per_tok", "experts_per_token", default=1) if experts > 1 else 1
-    return PlannedModel(name, config, source, experts, active, others, tuple(notes))
+    return PlannedModel(name, config, source, tuple(notes))

@@ -19,16 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from kvjax.cache.protocol import BoundLayer, KVMethod, LayerState, MeteredLayer, Needs
+from kvjax.cache.protocol import KVMethod, LayerState, MeteredLayer, Needs
 from kvjax.core import memory
 from kvjax.core.mesh import RULES, axes_of_layer_array, check_divides
 from kvjax.core.step_bytes import StepBytes
+from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
-from kvjax.generation.memory_plan import abstract_state, layer_kinds
+from kvjax.generation.memory_plan import abstract_state, count_layers
 from kvjax.models.config import Config
-from kvjax.models.sharding import abstract_params
+from kvjax.models.kinds import AttentionKind, LayerKind
+from kvjax.models.sharding import abstract_params, divided_sizes
 from kvjax.planning.hardware import Hardware, find_hardware
 from kvjax.planning.models import PlannedModel, find_model
 from kvjax.planning.ranking import count_ranked
@@ -191,10 +193,11 @@ class Plan:
 
 
 class TracedLayer(NamedTuple):
-    """One kind of layer of a model under a method, of all devices together."""
+    """Equal layers of a model under a method, of all devices together."""
 
     needs: Needs
-    count: int  # layers of this kind
+    kind: LayerKind
+    count: int  # layers that are like this
     slots: int
     arrays: Mapping[tuple[str, tuple[int, int], str, int], int]  # (memory kind, parts, dtype, axes) -> bytes
     step: StepBytes
@@ -293,10 +296,10 @@ def plan(
 
 def check_mesh(setting: Setting, batch: int) -> None:
     """Raises KvjaxError, with the size that does not divide, for a mesh that the engine would refuse."""
-    c = setting.model.config
     mesh: Any = AbstractMesh(setting.mesh, (RULES["B"], RULES["K"]))  # sizes alone: no device of it is here
-    sizes = {"K": (c.kv_heads, "kv_heads"), "F": (c.mlp_width, "mlp_width"), "V": (c.vocab_size, "vocab_size")}
-    for letter, (size, name) in sizes.items():
+    names = {"K": "kv_heads", "F": "mlp_width", "V": "vocab_size"}
+    for letter, size in divided_sizes(setting.model.config):
+        name = names[letter]
         remedy = f"it is {name} of {setting.model.name}: take a mesh BATCHxHEADS whose second number divides all three"
         check_divides(letter, size, mesh, f"{remedy} of kv_heads, mlp_width and vocab_size")
     check_divides("B", batch, mesh, f"plan for a batch that is a multiple of {setting.mesh[0]}, or another mesh")
@@ -384,33 +387,37 @@ bind_once = functools.lru_cache(maxsize=64)(bind)  # the same layers at every co
 def trace_layers(
     method: KVMethod, config: Config, context: int, room: int, batch: int, dtype: str, mesh: tuple[int, int]
 ) -> tuple[TracedLayer, ...]:
-    """Traces the states of all kinds of layers after prompts of `context` tokens."""
+    """Traces the states of all different layers after prompts of `context` tokens."""
     capacity, width = context + room, round_up(context)
-    kinds = layer_kinds(bind_once(method, config), context, capacity)
+    counts = count_layers(bind_once(method, config), config, context, capacity)
 
     @functools.cache
-    def trace(layer: BoundLayer, slots: int) -> TracedLayer:
-        leaves, tree = abstract_state(layer, config, min(width, capacity), slots, batch, arguments.float_type(dtype))
+    def trace(call: LayerCall) -> TracedLayer:
+        assert call.kind is not None
+        layer, a = call.layer, call.kind.attention
+        leaves, tree = abstract_state(call, config, min(width, capacity), batch, arguments.float_type(dtype))
         state, arrays = jax.tree.unflatten(tree, leaves), collections.Counter()
         for x in leaves:
-            axes = axes_of_layer_array(x.shape, batch, config.kv_heads).split() if mesh != (1, 1) else ()
+            axes = axes_of_layer_array(x.shape, batch, a.kv_heads).split() if mesh != (1, 1) else ()
             parts = (mesh[0] if "B" in axes else 1, mesh[1] if "K" in axes else 1)
             arrays[memory.memory_kind(x), parts, x.dtype.name, len(x.shape)] += x.size * x.dtype.itemsize
         step = layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state)
-        coded = count_coded(state, batch * config.kv_heads * config.head_dim)
-        return TracedLayer(layer.needs, kinds[layer, slots], slots, arrays, step, coded)
+        coded = count_coded(state, batch * a.kv_heads * a.head_dim, batch * a.kv_heads * a.value_dim)
+        return TracedLayer(layer.needs, call.kind, counts[call], call.num_slots, arrays, step, coded)
 
-    ordered = sorted(kinds, key=lambda kind: kind[1])
-    if len(ordered) > MOST_KINDS:
+    found = {}
+    for kind in dict.fromkeys(call.kind for call in counts):
+        ordered = sorted((call for call in counts if call.kind == kind), key=lambda call: call.num_slots)
+        low, high, last = trace(ordered[0]), trace(ordered[-1]), len(ordered) - 1
         # PyramidKV gives each layer slots of its own, and tracing all takes seconds: where four layers lie on one line
         # in every number, the others do.
-        last = len(ordered) - 1
-        low, *middle, high = (trace(*ordered[i]) for i in (0, last // 3, 2 * last // 3, last))
-        if all(between(low, high, x.slots, x.count) == x for x in middle):
-            return tuple(
-                between(low, high, slots, count) or trace(layer, slots) for (layer, slots), count in kinds.items()
-            )
-    return tuple(trace(*kind) for kind in kinds)
+        are_on_line = last >= MOST_KINDS and all(
+            between(low, high, x.slots, x.count) == x for x in (trace(ordered[i]) for i in (last // 3, 2 * last // 3))
+        )
+        for call in ordered:
+            on_line = between(low, high, call.num_slots, counts[call]) if are_on_line else None
+            found[call] = on_line or trace(call)
+    return tuple(found[call] for call in counts)
 
 
 def between(low: TracedLayer, high: TracedLayer, slots: int, count: int) -> TracedLayer | None:
@@ -430,10 +437,10 @@ def between(low: TracedLayer, high: TracedLayer, slots: int, count: int) -> Trac
         coded = interpolate(low.coded_values, high.coded_values)
     except ValueError:
         return None
-    return TracedLayer(low.needs, count, slots, arrays, step, coded)
+    return TracedLayer(low.needs, low.kind, count, slots, arrays, step, coded)
 
 
-def count_coded(state: Any, values_per_slot: int) -> int:
+def count_coded(state: Any, *numbers_per_slot: int) -> int:
     """Counts the numbers of keys and values that a layer's state holds as codes."""
     if not isinstance(state, LayerState):
         return 0
@@ -443,28 +450,38 @@ def count_coded(state: Any, values_per_slot: int) -> int:
         dtypes = [jnp.dtype(x.dtype) for x in leaves if isinstance(x, memory.Buffer) and x.data.size]
         return any(dtype.itemsize == 1 or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
 
-    return sum(map(is_coded, (state.k, state.v))) * state.pos.shape[2] * values_per_slot
+    coded = (n for store, n in zip((state.k, state.v), numbers_per_slot, strict=True) if is_coded(store))
+    return sum(coded) * state.pos.shape[2]
 
 
 @functools.lru_cache(maxsize=64)
-def count_weights(model: PlannedModel, dtype: str, num_devices: int, num_experts: float | None = None) -> float:
-    """Bytes of the parameters on one of the devices along the heads; `num_experts` of each layer, None for all."""
+def count_weights(model: PlannedModel, dtype: str, num_devices: int, num_tokens: int | None = None) -> float:
+    """Bytes of the parameters on one device along the heads; with `num_tokens`, of the experts that these use alone."""
     c = model.config
-    # Layers have equal parameters, and tracing all of a large model takes seconds.
-    one = c.with_layers(c.pattern[:1])
-    params = abstract_params(one, dtype)
-    axes = nn.get_partition_spec(params)
-    total, experts = 0.0, model.num_experts if num_experts is None else num_experts
+    # Layers of a kind have equal parameters, and tracing all of a large model takes seconds.
+    params = abstract_params(c.with_layers(range(len(c.kinds))), dtype)
+    axes, total = nn.get_partition_spec(params), 0.0
 
     def add(path: Any, x: Any, letters: PartitionSpec) -> None:
         nonlocal total
         parts = num_devices if any(RULES.get(letter) == RULES["K"] for letter in " ".join(letters).split()) else 1
-        keys = [key.key for key in path if hasattr(key, "key")]
-        times = (c.layers if keys[0].startswith("layer_") else 1) * (experts if "mlp" in keys else 1)
+        name, times = path[0].key, 1.0
+        if name.startswith("layer_"):
+            kind = int(name.removeprefix("layer_"))
+            times, experts = c.pattern.count(kind), c.kinds[kind].mlp.experts
+            if experts is not None and num_tokens is not None and letters and letters[0] == "E":
+                # Each token draws its experts by itself; several share some of them.
+                times *= 1 - (1 - experts.top_k / experts.count) ** num_tokens
         total += times * x.size * x.dtype.itemsize / parts
 
     jax.tree_util.tree_map_with_path(add, nn.unbox(params), axes)
-    return total + model.other_parameters * arguments.float_type(dtype).itemsize
+    return total
+
+
+def active_mlp_width(kind: LayerKind) -> int:
+    """Returns the width of all MLPs of a layer that a token passes."""
+    experts = kind.mlp.experts
+    return kind.mlp.width if experts is None else kind.mlp.width * experts.top_k + experts.shared_width
 
 
 def count_need(setting: Setting, method: KVMethod, context: int, batch: int) -> Need:
@@ -474,27 +491,34 @@ def count_need(setting: Setting, method: KVMethod, context: int, batch: int) -> 
     layers = trace_layers(method, c, context, setting.room, batch, dtype.name, setting.mesh)
     divided = [layer.device_bytes() for layer in layers]
     counts, needs = [layer.count for layer in layers], [layer.needs for layer in layers]
+    kinds = [layer.kind for layer in layers]
     cache = 4 * local + sum(n * size["device"] for n, size in zip(counts, divided, strict=True))
     fed = min((n.prompt_chunk for n in needs if n.prompt_chunk), default=None)
     width = round_up(context)
     at_once = min(setting.chunk or fed or width, width)
 
-    def count_exact(needs: Any) -> int:  # what one layer's prompt holds: keys, values, and what its method observes
+    def count_exact(layer: TracedLayer) -> int:  # what a layer's prompt holds: keys, values, what its method observes
+        needs, a = layer.needs, layer.kind.attention
         if needs.prompt_chunk:
             return 0
         queries = width if needs.observed_queries is None else needs.observed_queries
-        per_head = 2 * c.kv_heads * width * c.head_dim + c.heads * queries * c.head_dim
-        scores = 4 * local * c.kv_heads * width // heads if needs.replay else 0
+        per_head = a.kv_heads * width * (a.head_dim + a.value_dim) + a.heads * queries * a.head_dim
+        scores = 4 * local * a.kv_heads * width // heads if needs.replay else 0
         shared = local * width * c.width * itemsize if needs.hidden_states else 0
         return local * per_head * itemsize // heads + scores + shared
 
     # XLA's program of a layer holds its input, the stream and its output, and then what attention or the MLP makes: the
     # temporary bytes that the compiler reports for a layer of an 8B model, to 4%.
-    blocks = 4 * c.heads // heads * min(ATTENTION_BLOCK, at_once) * (2 * min(ATTENTION_BLOCK, width) + 2 * c.head_dim)
-    attention = local * (3 * at_once * c.heads * c.head_dim * itemsize // heads + blocks)
-    mlp = local * 3 * at_once * c.mlp_width * model.active_experts * itemsize // heads
+    queries, keys = min(ATTENTION_BLOCK, at_once), min(ATTENTION_BLOCK, width)
+
+    def count_attention(a: AttentionKind) -> int:
+        blocks = 4 * a.heads // heads * queries * (2 * keys + a.head_dim + a.value_dim)
+        return local * (at_once * a.heads * (2 * a.head_dim + a.value_dim) * itemsize // heads + blocks)
+
+    attention = max(count_attention(kind.attention) for kind in kinds)
+    mlp = local * 3 * at_once * max(map(active_mlp_width, kinds)) * itemsize // heads
     stream = 3 * local * at_once * c.width * itemsize
-    exact = [count_exact(n) for n in needs]
+    exact = [count_exact(layer) for layer in layers]
     if setting.chunk or any(n.global_budget or n.replay or n.paired_layer for n in needs):
         held = sum(n * size for n, size in zip(counts, exact, strict=True))
         # Each layer's prompt is dropped once its state has been made of it.
@@ -502,7 +526,8 @@ def count_need(setting: Setting, method: KVMethod, context: int, batch: int) -> 
     else:
         reading = cache + stream + max(max(exact) + attention, mlp)
     tokens = 1 + max(n.draft_tokens for n in needs)
-    step = 2 * 4 * c.heads // heads * (context + setting.room) + itemsize * (4 * c.width + 2 * c.mlp_width // heads)
+    query_heads, mlp_width = max(kind.attention.heads for kind in kinds), max(map(active_mlp_width, kinds))
+    step = 2 * 4 * query_heads // heads * (context + setting.room) + itemsize * (4 * c.width + 2 * mlp_width // heads)
     return Need(
         weights=int(count_weights(model, dtype.name, heads)),
         cache=cache,
@@ -517,7 +542,7 @@ def estimate_step(setting: Setting, method: KVMethod, context: int, batch: int) 
     """Estimates the seconds of one decode step after prompts of `context` tokens."""
     model, (data, heads), hardware = setting.model, setting.mesh, setting.hardware
     c, local, itemsize = model.config, batch // data, arguments.float_type(setting.dtype).itemsize
-    read = written = link = host = slots = coded = 0.0
+    read = written = link = host = pairs = coded = 0.0
     draft = 0
     for layer in trace_layers(method, c, context, setting.room, batch, setting.dtype, setting.mesh):
         whole, part = layer.all_bytes(), layer.device_bytes()
@@ -527,19 +552,18 @@ def estimate_step(setting: Setting, method: KVMethod, context: int, batch: int) 
         written += layer.count * layer.step.device_written * on_device
         link += layer.count * (layer.step.link + layer.step.host_written) * on_host
         host += layer.count * layer.step.host * on_host
-        slots += layer.count * layer.slots
+        a = layer.kind.attention
+        pairs += layer.count * layer.slots * a.heads * (a.head_dim + a.value_dim)
         # A reader of few tokens decodes these alone.
         fraction = min(1.0, layer.step.device / max(whole["device"], 1))
         coded += layer.count * layer.coded_values * fraction / (data * heads)
         draft = max(draft, layer.needs.draft_tokens)
     tokens = local * (1 + draft)
-    # Each token draws its experts by itself; several share some of them.
-    experts = model.num_experts * (1 - (1 - model.active_experts / model.num_experts) ** tokens)
-    weights = count_weights(model, setting.dtype, heads, experts if model.num_experts > 1 else None)
+    weights = count_weights(model, setting.dtype, heads, tokens)
     if not c.tie_embeddings:  # only the tokens' own rows are read
         weights -= max(c.vocab_size // heads - tokens, 0) * c.width * itemsize
     multiplied = 2 * tokens * model.active_parameters / heads
-    attention = 2 * 2 * tokens * c.heads * c.head_dim * slots / heads
+    attention = 2 * tokens * pairs / heads
     # Two sums over the heads' devices a layer, as rings, and the logits of all parts of the vocabulary.
     summed = 2 * c.layers * 2 * tokens * c.width * itemsize + local * c.vocab_size * 4
     collectives = 0.0
@@ -570,12 +594,13 @@ def estimate_prefill(setting: Setting, method: KVMethod, context: int, batch: in
     c, local, itemsize = model.config, batch // data, arguments.float_type(setting.dtype).itemsize
     head = c.vocab_size * c.width  # multiplied for the last token alone
     matrices = model.active_parameters - head
-    seen = sum(min(context, c.window(i) or context) for i in range(c.layers))
-    # Half of the pairs are in the future where a layer has no window.
-    full = sum(c.window(i) is None or (c.window(i) or 0) >= context for i in range(c.layers)) * context
-    pairs = context * (full / 2 + (seen - full))
+    products = 0.0
+    for a in (c.kind(i).attention for i in range(c.layers)):
+        # Half of the pairs are in the future where a layer has no window.
+        seen = context / 2 if a.rule.window is None or a.rule.window >= context else a.rule.window
+        products += context * seen * a.heads * (a.head_dim + a.value_dim)
     passes = 1 + any(layer.needs.replay is not None for layer in bind_once(method, c))
-    operations = passes * local * (2 * matrices * context + 4 * c.heads * c.head_dim * pairs) + local * 2 * head
+    operations = passes * local * (2 * matrices * context + 2 * products) + local * 2 * head
     computing = operations / heads / hardware.flops
     reading = count_weights(model, setting.dtype, heads) / hardware.memory_bandwidth
     sent = 2 * c.layers * 2 * local * context * c.width * itemsize * (heads - 1) / heads

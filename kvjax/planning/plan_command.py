@@ -157,10 +157,10 @@ def write_notes(
         notes.append(
             f"{context:,} tokens: {len(fitting)} of {display.count(len(own), 'method')} fit{fastest if fitting else ''}"
         )
-    active = "" if model.num_experts == 1 else f", {model.active_parameters / 1e9:.1f}B of them for each token"
+    active = "" if not model.has_experts else f", {model.active_parameters / 1e9:.1f}B of them for each token"
     notes += [
-        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}; {c.layers} layers, {c.heads} "
-        f"heads on {c.kv_heads} of {c.head_dim}, {c.max_positions:,} positions ({model.source})",
+        f"{model.name}: {model.parameters / 1e9:.2f}B parameters{active}, in {dtype}; {c.layers} layers, "
+        f"{c.describe_heads()}, {c.max_positions:,} positions ({model.source})",
         *model.notes,
         f"{h.name}: {h.memory_bytes / 1e9:.1f} GB, of which programs use {1 - RESERVED:.0%}, "
         f"{h.memory_bandwidth / 1e9:,.0f} GB/s, {h.flops / 1e12:,.1f} TFLOP/s, host link "

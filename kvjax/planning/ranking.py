@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.protocol import BoundLayer, KVMethod, num_layer_slots
+from kvjax.cache.protocol import KVMethod, num_layer_slots
 from kvjax.core import memory
 from kvjax.core.types import KVBlock
+from kvjax.engine.forward import layer_calls
+from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.generation.inputs import round_up
 from kvjax.generation.memory_plan import abstract_state
@@ -27,24 +29,25 @@ def count_ranked(method: KVMethod, config: Config, context: int, room: int, batc
     Arguments are as in `kvjax.planning.plan.trace_layers`, on a single device.
     """
     total, below = 0, None
-    for layer in bind(method, config):
-        slots = num_layer_slots(layer, (context,), context + room)
-        ranked, below = _count_layer(layer, config, min(round_up(context), context + room), slots, batch, dtype, below)
+    plan = bind(method, config)
+    num_slots = tuple(num_layer_slots(layer, (context,), context + room) for layer in plan)
+    for call in layer_calls(plan, config, num_slots):
+        ranked, below = _count_layer(call, config, min(round_up(context), context + room), batch, dtype, below)
         total += ranked
     return total
 
 
 @functools.lru_cache(maxsize=512)
-def _count_layer(
-    layer: BoundLayer, config: Config, prompt: int, slots: int, batch: int, dtype: str, below: Any
-) -> tuple[int, Any]:
+def _count_layer(call: LayerCall, config: Config, prompt: int, batch: int, dtype: str, below: Any) -> tuple[int, Any]:
     """Counts one layer's; `below` is the abstract value that the layer below hands up: its leaves and their tree."""
-    arrays, tree = abstract_state(layer, config, prompt, slots, batch, jnp.dtype(dtype))
+    assert call.kind is not None
+    layer, a = call.layer, call.kind.attention
+    arrays, tree = abstract_state(call, config, prompt, batch, jnp.dtype(dtype))
     from_below, tree_below = ((), None) if below is None else below
     tokens, abstract = 1 + layer.needs.draft_tokens, jax.ShapeDtypeStruct
-    q = abstract((batch, config.kv_heads, config.groups, tokens, config.head_dim), jnp.dtype(dtype))
-    new = abstract((batch, config.kv_heads, tokens, config.head_dim), jnp.dtype(dtype))
-    block: Any = KVBlock(new, new, abstract((batch, 1, tokens), jnp.int32))  # pyright: ignore[reportArgumentType]
+    q = abstract((batch, a.kv_heads, a.groups, tokens, a.head_dim), jnp.dtype(dtype))
+    k, v = (abstract((batch, a.kv_heads, tokens, width), jnp.dtype(dtype)) for width in (a.head_dim, a.value_dim))
+    block: Any = KVBlock(k, v, abstract((batch, 1, tokens), jnp.int32))  # pyright: ignore[reportArgumentType]
 
     def step(leaves: list[Any], from_below: list[Any], q: Any, block: Any) -> Any:
         # Abstract arguments lie on the device; these copies say where the state lies.

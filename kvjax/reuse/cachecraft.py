@@ -21,6 +21,7 @@ from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import Prompts, round_up
+from kvjax.models.decoder import sinks_of
 from kvjax.reuse.chunk_layout import Span, chunk_slots, layout_chunks, recompute
 from kvjax.reuse.full_kv import FullKV
 from kvjax.utils import arguments
@@ -151,20 +152,22 @@ def _attention_to_chunks(read: FullKV, lengths: Sequence[Sequence[int]]) -> np.n
     member = chunk_of_token[..., None] == np.arange(max(1, *map(len, lengths)))[None, None]
     config, pos = read.model.config, jnp.arange(num_tokens, dtype=jnp.int32)[None]
     pos = jnp.where(pos < read.lengths[:, None], pos, -1)
-    layers = [
-        _layer_attention_to_chunks(p.q, p.k, pos, jnp.asarray(member, jnp.float32), Rule(config.window(i)))
-        for i, p in enumerate(read.prompts)
-    ]
+    layers = []
+    for i, p in enumerate(read.prompts):
+        rule, sinks = config.kind(i).attention.rule, sinks_of(read.model.params[f"layer_{i}"])
+        layers.append(_layer_attention_to_chunks(p.q, p.k, pos, jnp.asarray(member, jnp.float32), sinks, rule))
     return np.mean([to_numpy(x).astype(np.float64) for x in layers], 0)
 
 
-@jax.jit(static_argnums=4)
-def _layer_attention_to_chunks(q: Array, k: Array, pos: Array, member: Array, rule: Rule) -> Array:
+@jax.jit(static_argnums=5)
+def _layer_attention_to_chunks(q: Array, k: Array, pos: Array, member: Array, sinks: Array | None, rule: Rule) -> Array:
     """Sums the attention weights of queries [B K G T H] over keys [B K T H] by chunk, member f32[B T C]: f32[B T C]."""
 
     def attend(q: Array, q_pos: Array) -> Array:
         s = rule.logits(scores(q, k), pos[:, None], q_pos)
-        p, _, l = weights(s)
+        p, m, l = weights(s)
+        if sinks is not None:
+            l = l + jnp.exp(sinks.astype(jnp.float32)[None, :, :, None] - m)
         return jnp.einsum("bkgts,bsc->bkgtc", p / jnp.maximum(l, 1e-30)[..., None], member)
 
     return map_query_blocks(attend, q, pos, QUERY_BLOCK_TOKENS).mean((1, 2))

@@ -157,6 +157,7 @@ def full_kv_from_context(context: Context) -> FullKV:
 def full_kv_from_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array) -> FullKV:
     """Wraps keys and values [B K S H] of every layer, of sequences of lengths i32[B]; without queries and logits."""
     B, c = lengths.shape[0], model.config
-    no_queries = jnp.zeros((B, c.kv_heads, c.groups, 0, c.head_dim), model.dtype)
-    prompts = tuple(LayerPrompt(k, v, no_queries) for k, v in pairs)
+    attention = [c.kind(i).attention for i in range(c.layers)]
+    no_queries = [jnp.zeros((B, a.kv_heads, a.groups, 0, a.head_dim), model.dtype) for a in attention]
+    prompts = tuple(LayerPrompt(k, v, q) for (k, v), q in zip(pairs, no_queries, strict=True))
     return FullKV(model, prompts, lengths, jnp.zeros((B, c.vocab_size)))

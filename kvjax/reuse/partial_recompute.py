@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.core.rope import rotate
+from kvjax.core.rope import Rope, rotate
 from kvjax.core.types import Array, KVBlock, pytree
 from kvjax.engine.forward import Target, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt
@@ -51,7 +51,8 @@ class PartialPrefill(ForwardMode):
     pos: Array  # i32[B T], of all tokens, -1 for padding
     chosen: Array  # i32[B n], indices of the tokens that are run, -1 unused
     source: KnownTokens
-    rotation: Angles  # from the known keys' old positions to their new ones, [B 1 T H/2]
+    rotation: Angles  # from the known keys' old positions to their new ones, each [B 1 T pairs], of all `ropes`
+    ropes: tuple[Rope, ...] = dataclasses.field(metadata={"static": True})
 
     def query_indices(self, call: LayerCall) -> Array | None:
         return jnp.maximum(self.chosen, 0) if call.selects_queries else None
@@ -62,7 +63,10 @@ class PartialPrefill(ForwardMode):
         q, k, v = inputs[:3]
         if state is not None:
             known_k, known_v = take_known(state, self.source)
-            k = _put_tokens(rotate(known_k, *self.rotation), k, self.chosen)
+            assert call.kind is not None
+            if (rope := call.kind.attention.rope) is not None:
+                known_k = rotate(known_k, *self.rotation[self.ropes.index(rope)])
+            k = _put_tokens(known_k, k, self.chosen)
             v = _put_tokens(known_v, v, self.chosen)
         query_pos = self.pos
         if state is not None or call.selects_queries:
@@ -83,7 +87,7 @@ class ReadValues(ForwardMode):
     def attend(
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, Array, Any]:
-        return jnp.zeros_like(inputs.q), inputs.v, cross_layer
+        return jnp.zeros((*inputs.q.shape[:-1], inputs.v.shape[-1]), inputs.q.dtype), inputs.v, cross_layer
 
 
 def partial_prefill(
@@ -119,18 +123,18 @@ def partial_prefill(
     calls = list(layer_calls((AllQueries(),) * target.config.layers, target.config))
     # Layers above the one that chooses are fed the chosen tokens alone, so it outputs only these.
     calls[layer] = dataclasses.replace(calls[layer], selects_queries=True)
-    rotation = _rotation_angles(tokens, source.slot, target=target)
+    rotation, ropes = _rotation_angles(tokens, source.slot, target=target), target.config.ropes
 
     def run(first: int, stop: int, mode: ForwardMode, states: Sequence[Any]) -> tuple[Array, tuple[Any, ...]]:
         part = calls[first:stop], states[first:stop]
         return run_layers(params, hidden, angles, mode, *part, target=target, first_layer=first)
 
     no_states = (None,) * len(calls)
-    hidden, below = run(0, layer, PartialPrefill(pos, pos, source, rotation), no_states)
+    hidden, below = run(0, layer, PartialPrefill(pos, pos, source, rotation, ropes), no_states)
     # The choice needs this layer's values, and its outputs depend on the choice: its projections are run twice.
     _, (values,) = run(layer, layer + 1, ReadValues(pos), no_states)
     at = _choose_tokens(values, prompts[layer], source, choice, pos, max_run=max_run)
-    mode = PartialPrefill(pos, at, source, rotation)
+    mode = PartialPrefill(pos, at, source, rotation, ropes)
     hidden, here = run(layer, layer + 1, mode, no_states)
     angles = jax.tree.map(lambda x: take_tokens(x, jnp.maximum(at, 0)), angles)
     hidden, above = run(layer + 1, len(calls), mode, prompts)
@@ -142,7 +146,8 @@ def partial_prefill(
 @functools.partial(jax.jit, static_argnames="target")
 def _rotation_angles(tokens: Array, slot: Array, target: Target) -> Angles:
     """Angles of the rotation from each known key's position, slot i32[B T], to the token's own."""
-    return target.config.rope.angles((token_positions(tokens) - jnp.maximum(slot, 0))[:, None])
+    shift = (token_positions(tokens) - jnp.maximum(slot, 0))[:, None]
+    return tuple(rope.angles(shift) for rope in target.config.ropes)
 
 
 @functools.partial(jax.jit, static_argnames="max_run")

@@ -183,7 +183,7 @@ def _prefill_rewindable(
             if not isinstance(layer, RewindableLayer):
                 raise missing_ability(layer, "give back tokens")
             layer.max_rollback(state)
-        crop = functools.partial(crop_layers, plan=cache.plan, heads=cache.config.kv_heads, mesh=mesh_of(cache))
+        crop = functools.partial(crop_layers, plan=cache.plan, config=cache.config, mesh=mesh_of(cache))
         jax.eval_shape(crop, cache.layers, cache.length)  # traces without running: it only has to be possible
     except IncompatibleMethod as error:
         reason = str(error).partition(";")[0]

@@ -161,7 +161,7 @@ def _roll_back(cache: Cache, count: Array, target: Target) -> tuple[Cache, Array
         for layer, state in zip(cache.plan, cache.layers, strict=True)
         if isinstance(layer, RewindableLayer)  # true for all layers, which was checked before the first round
     ]
-    layers = crop_layers(cache.layers, count, cache.plan, target.config.kv_heads, target.mesh)
+    layers = crop_layers(cache.layers, count, cache.plan, target.config, target.mesh)
     return dataclasses.replace(cache, layers=layers, length=cache.length - count), jnp.stack(failed).any()
 
 

@@ -76,10 +76,11 @@ def test_each_sequence_counts_as_if_it_were_alone(method):
 
 def test_the_exact_cache_by_hand():
     c = MODEL.config
+    a = c.kind(0).attention
     for model, itemsize in ((MODEL, 4), (kvjax.random_model(MODEL.config, dtype="bfloat16"), 2)):
         measured = prefill_bytes(PROMPTS, "full", 128, model)
         tokens = sum(map(len, PROMPTS))
-        token_bytes = 2 * c.kv_heads * c.head_dim * itemsize  # in one layer
+        token_bytes = 2 * a.kv_heads * a.head_dim * itemsize  # in one layer
         keys_and_values = c.layers * tokens * token_bytes
         positions, lengths = c.layers * tokens * 4, c.layers * 2 * 4 + 2 * 4
         assert measured.held == {"device": keys_and_values + positions + lengths, "pinned_host": 0}
@@ -95,11 +96,12 @@ def test_decoded_tokens_are_held_and_no_longer_reserved(method):
     before, now = kvjax.state_bytes(cache), kvjax.state_bytes(next_cache)
     assert before.total == now.total
     c = MODEL.config
-    heads = 1 if method == "full" else c.kv_heads  # under a selection each head has its own tokens
-    token_bytes = c.layers * (2 * c.kv_heads * c.head_dim * 4 + 4 * heads)
+    a = c.kind(0).attention
+    heads = 1 if method == "full" else a.kv_heads  # under a selection each head has its own tokens
+    token_bytes = c.layers * (2 * a.kv_heads * a.head_dim * 4 + 4 * heads)
     growth = now.held["device"] - before.held["device"]
     assert growth == (0 if kvjax.parse(method).traits.constant else 3 * token_bytes)
-    assert now.full - before.full == 3 * c.layers * (2 * c.kv_heads * c.head_dim * 4 + 4)
+    assert now.full - before.full == 3 * c.layers * (2 * a.kv_heads * a.head_dim * 4 + 4)
 
 
 def test_a_prefix_that_sequences_share_is_held_once():
@@ -179,5 +181,5 @@ def test_a_window_that_is_not_full_holds_its_tokens_and_reserves_the_rest(method
     assert 1 <= short.fraction_of_full < 1.05
     long = kvjax.planned_bytes(method, model, 1024)
     windows = kvjax.planned_bytes("full", model, 256).full  # of keys and values, 128 tokens each at most
-    codes = 1024 * 2 * model.config.kv_heads * 32 // 4 * model.config.layers  # 2 bits a number
+    codes = 1024 * 2 * model.config.kind(0).attention.kv_heads * 32 // 4 * model.config.layers  # 2 bits a number
     assert codes < long.held["device"] < long.full - windows

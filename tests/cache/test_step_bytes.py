@@ -13,6 +13,7 @@ import kvjax
 from experiments.bench.cross_compile import count_bytes
 from kvjax import KvjaxError, StepBytes
 from kvjax import method_api as kv
+from kvjax.engine.forward import layer_calls
 from kvjax.engine.plan import bind
 from kvjax.generation.memory_plan import abstract_state
 from kvjax.registry.loading import load_all
@@ -23,12 +24,14 @@ from tests.helpers.state_reads import count_reads
 TESTBED = kvjax.load("testbed").config
 LLAMA = kvjax.Config.llama(512, 4096, 32, heads=32, kv_heads=8, head_dim=128, mlp_width=448, max_positions=131_072)
 SMALL = kvjax.Config.llama(512, 96, 3, heads=6, kv_heads=2, head_dim=16, mlp_width=448, max_positions=8192)
+HEADS = SMALL.kind(0).attention
 NAMES = sorted(name for name, entry in load_all().items() if is_builtin(entry.make))
 
 
 def by_hand(method: str, c: kvjax.Config, S: int, batch: int) -> StepBytes:
     """Bytes read at S tokens in bfloat16, from what each method's paper says that it reads."""
-    B, K, G, H, L = batch, c.kv_heads, c.groups, c.head_dim, c.layers
+    a = c.kind(0).attention
+    B, K, G, H, L = batch, a.kv_heads, a.groups, a.head_dim, c.layers
     side = B * K * S * H * 2  # the keys of a layer, or the values
     own = B * (4 * S + 4)  # positions, and the number of slots in use
     if method == "full":
@@ -75,7 +78,8 @@ def test_the_bytes_read_are_those_counted_by_hand(method, config, context, batch
 
 
 def test_a_step_writes_one_token():
-    token = LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim * 2
+    a = LLAMA.kind(0).attention
+    token = LLAMA.layers * a.kv_heads * a.head_dim * 2
     full, kcache = (kvjax.step_bytes(m, LLAMA, 4096, dtype="bfloat16") for m in ("full", "kcache:device_layers=0"))
     assert (full.device_written, full.host_written) == (2 * token, 0)
     assert (kcache.device_written, kcache.host_written) == (token, token)
@@ -130,18 +134,18 @@ def test_a_users_own_components_read_all_that_they_hold():
     own, full = (
         kvjax.step_bytes(m, SMALL, 512, dtype="float32") for m in (kvjax.Method(read=ReaderWithState()), "full")
     )
-    assert own.device - full.device == SMALL.layers * SMALL.kv_heads * 7 * 4
+    assert own.device - full.device == SMALL.layers * HEADS.kv_heads * 7 * 4
     held = kvjax.planned_bytes("full", SMALL, 512, dtype="float32").held["device"]
     assert full.device == held - 4  # all but the length of the cache itself
     # The layers of a method that is no `kvjax.Method` count nothing themselves.
     assert kvjax.step_bytes(LastTokens(100), SMALL, 512, dtype="float32").device == SMALL.layers * (
-        2 * SMALL.kv_heads * 100 * SMALL.head_dim * 4 + 100 * 4
+        2 * HEADS.kv_heads * 100 * HEADS.head_dim * 4 + 100 * 4
     )
 
 
 def test_a_step_of_a_larger_cache_reads_its_empty_slots_and_arguments_are_checked():
     exact, roomy = (kvjax.step_bytes("full", SMALL, 512, capacity=n, dtype="bfloat16") for n in (512, 1024))
-    assert roomy.device - exact.device == 512 * SMALL.layers * (4 * SMALL.kv_heads * SMALL.head_dim + 4)
+    assert roomy.device - exact.device == 512 * SMALL.layers * (4 * HEADS.kv_heads * HEADS.head_dim + 4)
     with pytest.raises(KvjaxError, match="step_bytes takes a model, whose dtype it counts in"):
         kvjax.step_bytes("full", SMALL, 512)
     with pytest.raises(KvjaxError, match="capacity must be an integer from 512"):
@@ -155,14 +159,17 @@ def test_a_step_of_a_larger_cache_reads_its_empty_slots_and_arguments_are_checke
 def test_xla_counts_as_many_more_bytes_for_a_longer_cache(method, gathered):
     """Reading alone: XLA counts whole, and twice, what an append writes into, and what is gathered from whole, too."""
     config = kvjax.Config.llama(512, 768, 3, heads=6, kv_heads=2, head_dim=128, mlp_width=448)
-    (layer, *_) = bind(method, config)
+    plan = bind(method, config)
+    layer = plan[0]
     counted, said = [], []
+    a = config.kind(0).attention
     for slots in (4096, 8192):
-        arrays, tree = abstract_state(layer, config, slots, slots, 1, jnp.dtype("float32"))
+        (call, *_) = layer_calls(plan, config, (slots,) * len(plan))
+        arrays, tree = abstract_state(call, config, slots, 1, jnp.dtype("float32"))
         state = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
-        q = jax.ShapeDtypeStruct((1, config.kv_heads, config.groups, 1, config.head_dim), jnp.float32)
+        q = jax.ShapeDtypeStruct((1, a.kv_heads, a.groups, 1, a.head_dim), jnp.float32)
         program = jax.jit(lambda *args: layer.partial(*args)).lower(state, q, jax.ShapeDtypeStruct((1, 1), jnp.int32))
         counted.append(count_bytes(program.compile()))
-        said.append(layer.step_bytes(state).device + gathered * slots * config.kv_heads * config.head_dim * 4)
+        said.append(layer.step_bytes(state).device + gathered * slots * a.kv_heads * a.head_dim * 4)
     # XLA adds the logits and weights of a step, each time that they are written or read.
     assert 0.98 < (counted[1] - counted[0]) / (said[1] - said[0]) < 1.2

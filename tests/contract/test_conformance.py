@@ -115,7 +115,8 @@ def test_prefill_extend_and_accounts(model):
     _, cache = kvjax.extend(model, [[5], [6], [7]], cache, method)
     assert [heads[1].tolist() for heads in kvjax.kept_positions(cache)[0]] == [[9, 10, 11, 12], [0, 1], [2, 3, 4, 5]]
     config = model.config
-    bytes_per_layer = 2 * config.kv_heads * 4 * config.head_dim * 4 + 4 * 4  # keys and values, and a position per slot
+    a = config.kind(0).attention
+    bytes_per_layer = 2 * a.kv_heads * 4 * a.head_dim * 4 + 4 * 4  # keys and values, and a position per slot
     planned = kvjax.planned_bytes(method, config, 12, capacity=64, batch=3, dtype=jnp.float32)
     assert planned.total == {"device": config.layers * 3 * bytes_per_layer + 4 * 3, "pinned_host": 0}
     assert kvjax.state_bytes(cache).total == planned.total

@@ -35,7 +35,7 @@ def test_one_layer_knows_no_difference(method, atol):
 def test_later_keys_are_turned_and_later_values_stay():
     before = kvjax.read(TWO, DOCUMENTS, "full", room=40)
     after = before.edit(START, STOP, NEW)
-    rope = TWO.config.rope
+    rope = TWO.config.kind(0).attention.rope
     for i in range(2):
         old, new = before.cache.layers[i], after.cache.layers[i]
         k, v, k_new, v_new = (np.asarray(memory.unpack(x))[0] for x in (old.k, old.v, new.k, new.v))

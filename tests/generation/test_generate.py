@@ -171,7 +171,8 @@ def test_sampling_numbers_do_not_recompile(model, loop):
 
 def test_bytes_of_the_result_are_the_states(model):
     c, B, S = model.config, len(PROMPTS), 64
-    keys = B * c.kv_heads * S * c.head_dim * 4  # of one layer, as many bytes as its values
+    a = c.kind(0).attention
+    keys = B * a.kv_heads * S * a.head_dim * 4  # of one layer, as many bytes as its values
     positions_and_lengths = c.layers * (4 * B * S + 4 * B) + 4 * B
     out = kvjax.generate(model, PROMPTS, "kcache:device_layers=1", max_new_tokens=4)
     assert out.bytes.total == {"device": 4 * keys + positions_and_lengths, "pinned_host": 2 * keys}

@@ -23,6 +23,8 @@ from kvjax.cache.protocol import num_layer_slots
 from kvjax.core import memory
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import KVBlock
+from kvjax.engine.forward import layer_calls
+from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.generation.memory_plan import abstract_state
 from kvjax.models.config import Config
@@ -194,24 +196,30 @@ def count_reads(
     The state is that after a prompt of one sequence, with room for some tokens.
     """
     results, cross_layer = [], None
-    for layer in bind(method, config):
-        slots = num_layer_slots(layer, (prompt,), prompt + room)
-        said, found, cross_layer = _count_layer(layer, config, prompt, slots, dtype, cross_layer)
+    plan = bind(method, config)
+    slots = tuple(num_layer_slots(layer, (prompt,), prompt + room) for layer in plan)
+    for call in layer_calls(plan, config, slots):
+        said, found, cross_layer = _count_layer(call, config, prompt, dtype, cross_layer)
         results.append((said, found))
     return results
 
 
 @functools.lru_cache(maxsize=4096)
 def _count_layer(
-    layer: Any, config: Config, prompt: int, slots: int, dtype: str, cross: Any
+    call: LayerCall, config: Config, prompt: int, dtype: str, cross: Any
 ) -> tuple[StepBytes, StepBytes, Any]:
-    arrays, tree = abstract_state(layer, config, prompt, slots, 1, jnp.dtype(dtype))
+    layer: Any = call.layer
+    arrays, tree = abstract_state(call, config, prompt, 1, jnp.dtype(dtype))
     from_below, cross_tree = ((), None) if cross is None else cross
     abstract: Any = jax.ShapeDtypeStruct
     tokens = 1 + layer.needs.draft_tokens
-    q = abstract((1, config.kv_heads, config.groups, tokens, config.head_dim), dtype)
-    new = abstract((1, config.kv_heads, tokens, config.head_dim), dtype)
-    block = KVBlock(new, new, abstract((1, 1, tokens), jnp.int32))
+    assert call.kind is not None
+    attention = call.kind.attention
+    q = abstract((1, attention.kv_heads, attention.groups, tokens, attention.head_dim), dtype)
+    k, v = (
+        abstract((1, attention.kv_heads, tokens, width), dtype) for width in (attention.head_dim, attention.value_dim)
+    )
+    block = KVBlock(k, v, abstract((1, 1, tokens), jnp.int32))
 
     def step(leaves: list, below: list, q: Any, block: KVBlock) -> Any:
         # Abstract arguments lie on the device; these transfers, which the walk knows, say where the state lies.

@@ -100,7 +100,7 @@ def test_accumulated_attention_never_holds_queries_times_keys():
     model, T = toy_model(layers=1), 4096
     c = model.config
     (call,) = layer_calls(bind("accumulated:budget=64", c), c, (64,))
-    angles = jnp.zeros((1, T, c.head_dim // 2))
+    angles = jnp.zeros((1, T, c.kind(0).attention.head_dim // 2))
     arguments = model.params["layer_0"], jnp.zeros((1, T, c.width)), ((angles, angles),)
     mode = FullPrefill(jnp.array([T], jnp.int32), T, None)
     program = run_layer.lower(*arguments, mode, None, None, call=call, target=Target(c)).compile()

@@ -91,7 +91,7 @@ def reference(name: str, tokens: np.ndarray) -> np.ndarray:
     return np.stack([decoder_oracle.logits(model.config, model.params, row) for row in tokens])
 
 
-@pytest.mark.parametrize("name", ["gemma", "olmo", "gpt_oss"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_exact_logits_are_those_of_the_definition(name):
     model, tokens = loud_model(name), tokens_of()
     expected = reference(name, tokens)
@@ -99,7 +99,7 @@ def test_exact_logits_are_those_of_the_definition(name):
     np.testing.assert_allclose(logits, expected, atol=MOST * abs(expected).max())
 
 
-@pytest.mark.parametrize("name", ["gemma", "olmo"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_prompts_and_steps_are_those_of_the_definition(name):
     model, tokens = loud_model(name), tokens_of()
     expected, lengths = reference(name, tokens), jnp.array([13, 13])

@@ -20,7 +20,8 @@ def model() -> kvjax.Model:
 
 def test_it_is_small_and_grouped(model):
     assert sum(x.nbytes for x in jax.tree.leaves(model.params)) <= 8 * 2**20
-    assert 1 < model.config.kv_heads < model.config.heads
+    a = model.config.kind(0).attention
+    assert 1 < a.kv_heads < a.heads
 
 
 def test_it_loads_to_a_wanted_dtype_and_mesh(model):
@@ -45,7 +46,8 @@ def test_it_recalls_what_a_context_says(model, method):
     right, size = answers(model, kvjax.parse(method), instances)
     assert np.mean(right) >= 0.8
     c = model.config
-    token = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
+    a = c.kind(0).attention
+    token = 2 * c.layers * a.kv_heads * a.head_dim * model.dtype.itemsize
     assert sum(size.held.values()) >= 4 * 512 * token  # neither loses any of 512 tokens
 
 

@@ -61,7 +61,8 @@ def model():
 
 def oracle_scores(model: kvjax.Model, tokens: list[int], plus: bool) -> list[np.ndarray]:
     """The scores [K S] of each layer's tokens, with each replay run as one long prompt of its own."""
-    n, scores = len(tokens), [np.zeros((model.config.kv_heads, len(tokens))) for _ in range(model.config.layers)]
+    a = model.config.kind(0).attention
+    n, scores = len(tokens), [np.zeros((a.kv_heads, len(tokens))) for _ in range(model.config.layers)]
     for start in range(0, n, CHUNK):
         end = min(start + CHUNK, n)
         text = [*tokens, *tokens[max(0, start - LEAD) : end]]
@@ -73,7 +74,7 @@ def oracle_scores(model: kvjax.Model, tokens: list[int], plus: bool) -> list[np.
                 np.asarray(observation.hidden_states[0, 0], np.float64),
                 np.asarray(observation.output_projection[0], np.float64),
             )
-            for head in range(model.config.kv_heads):
+            for head in range(a.kv_heads):
                 more = []
                 if plus:
                     added = np.einsum("sh,ghd->gsd", v[head, start:end], output[head])

@@ -53,9 +53,10 @@ def decoded_tokens() -> list[tuple[jax.Array, KVBlock]]:
     rng, c = np.random.default_rng(0), MODEL.config
     pos = jnp.asarray(LENGTHS[:, None] + np.arange(STEPS)[None], jnp.int32)[:, None]
     tokens = []
+    a = c.kind(0).attention
     for _ in range(c.layers):
-        q = jnp.asarray(rng.normal(size=(3, c.kv_heads, c.groups, STEPS, c.head_dim)) * 2, jnp.float32)
-        k, v = (jnp.asarray(rng.normal(size=(3, c.kv_heads, STEPS, c.head_dim)), jnp.float32) for _ in range(2))
+        q = jnp.asarray(rng.normal(size=(3, a.kv_heads, a.groups, STEPS, a.head_dim)) * 2, jnp.float32)
+        k, v = (jnp.asarray(rng.normal(size=(3, a.kv_heads, STEPS, a.head_dim)), jnp.float32) for _ in range(2))
         tokens.append((q, KVBlock(k, v, pos)))
     return tokens
 
@@ -94,7 +95,7 @@ def test_both_layers_of_a_pair_read_what_the_oracle_holds(share):
     for i, (q, block) in enumerate(new):
         np.testing.assert_allclose(np.concatenate([out[i] for out in singles], 3), chunk[i], atol=2e-6)
         for b, n in enumerate(LENGTHS):
-            for head in range(MODEL.config.kv_heads):
+            for head in range(MODEL.config.kind(0).attention.kv_heads):
                 merged = oracle.merge_layers(head_tokens(LOWER, b, head), head_tokens(UPPER, b, head), share, 0.6)[i]
                 k, v = (np.concatenate([x, y[b, head]]) for x, y in zip(merged, (block.k, block.v), strict=True))
                 expected = dense_attention(np.asarray(q[b, head]), k[None], v[None], n + np.arange(STEPS))
@@ -109,7 +110,7 @@ def test_a_pair_keeps_the_same_tokens_exactly_and_every_position_once():
     assert upper.side_store.k is None and upper.side_store.v is None
     positions = np.asarray(cache.plan[LOWER].positions(lower))
     for b, n in enumerate(LENGTHS):
-        for head in range(MODEL.config.kv_heads):
+        for head in range(MODEL.config.kind(0).attention.kv_heads):
             retained = oracle.retained_tokens(head_tokens(LOWER, b, head)[0], head_tokens(UPPER, b, head)[0], 0.2)
             assert [p for p in np.asarray(lower.pos[b, head]).tolist() if p >= 0] == retained
             assert sorted(p for p in positions[b, head].tolist() if p >= 0) == list(range(n))

@@ -231,7 +231,7 @@ def test_layers_on_a_line_are_planned_as_if_all_were_traced():
 def test_ranked_scores_are_those_of_the_search_for_values():
     """KCache ranks a score for each slot and query head, in the layers whose values are on the host."""
     count = functools.partial(count_ranked, config=CONFIG, context=128, room=0, batch=2, dtype="float32")
-    assert count(kvjax.parse("kcache:n=8,device_layers=1")) == 2 * (2 * CONFIG.heads * 128)
+    assert count(kvjax.parse("kcache:n=8,device_layers=1")) == 2 * (2 * CONFIG.kind(0).attention.heads * 128)
     assert count(kvjax.parse("full")) == 0
 
 

@@ -222,7 +222,7 @@ def test_a_file_is_the_same_on_a_mesh(tmp_path):
     path = kvjax.cachegen.write(tmp_path / "file", EXACT, levels=256)
     on_one_device, on_mesh = kvjax.cachegen.read(MODEL, path), kvjax.cachegen.read(spread, path)
     k = on_mesh.prompts[1].k
-    assert {x.data.shape[1] for x in k.addressable_shards} == {MODEL.config.kv_heads // 2}
+    assert {x.data.shape[1] for x in k.addressable_shards} == {MODEL.config.kind(0).attention.kv_heads // 2}
     np.testing.assert_array_equal(k, on_one_device.prompts[1].k)
     first, second = (
         kvjax.cachegen.write(tmp_path / name, x, levels=256)

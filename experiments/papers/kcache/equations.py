@@ -71,11 +71,12 @@ class Fetch:
 
 def fetches(c: Config) -> list[Fetch]:
     """Equation 3 as printed, in bytes on both sides, and with grouped heads, which share the values of a full read."""
-    weights = NUMBER_BYTES * c.heads
-    values, own = weights * c.head_dim, NUMBER_BYTES * c.kv_heads * c.head_dim
+    a = c.kind(0).attention
+    weights = NUMBER_BYTES * a.heads
+    values, own = weights * a.head_dim, NUMBER_BYTES * a.kv_heads * a.head_dim
     # The 2bd of equation 3's two terms cancel out.
     return [
-        Fetch("(3) as printed, bnNh", c.heads * c.head_dim, weights + values, weights + values),
+        Fetch("(3) as printed, bnNh", a.heads * a.head_dim, weights + values, weights + values),
         Fetch("(3) in bytes, 2bnNh", values, weights + values, weights + values),
         Fetch("(3) with grouped heads", values, weights + own, weights + values),
     ]
@@ -89,10 +90,11 @@ def largest_n(context: int, ratio: float) -> int:
 
 def prefill(m: Machine, c: Config, batch: int, s: int) -> list[dict[str, Any]]:
     """Evaluates equations 1 and 2, and 1 with this model's own operations and grouped heads."""
-    d, own = c.width, c.kv_heads * c.head_dim
+    a = c.kind(0).attention
+    d, own = c.width, a.kv_heads * a.head_dim
     # All that the layer computes counts, the MLP too: while it runs, the previous layer's values cross the bus.
-    matrices = d * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + 3 * d * c.mlp_width
-    exact = batch * s * (2 * matrices + 4 * s * c.heads * c.head_dim)
+    matrices = d * a.head_dim * (2 * a.heads + 2 * a.kv_heads) + 3 * d * c.kind(0).mlp.width
+    exact = batch * s * (2 * matrices + 4 * s * a.heads * a.head_dim)
     lines = [
         ("(1) (22bsd² + 4bs²d) / FLOPS > 2bsd / D2H", (22 * batch * s * d**2 + 4 * batch * s**2 * d) / m.flops)
         + (NUMBER_BYTES * batch * s * d / m.d2h, "ms"),

@@ -127,7 +127,8 @@ def sizes(config: Config, batch: int, context: int, n: int, itemsize: int) -> di
     """Sizes by the letters of the formulas."""
     if not 1 <= n <= context:
         raise KvjaxError(f"--n {n} must lie between 1 and --context {context}")
-    heads = {"n": config.heads, "k": config.kv_heads, "h": config.head_dim, "d": config.width}
+    a = config.kind(0).attention
+    heads = {"n": a.heads, "k": a.kv_heads, "h": a.head_dim, "d": config.width}
     return {"b": batch, "s": context, "N": n, "e": itemsize, **heads}
 
 

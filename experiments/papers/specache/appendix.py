@@ -133,7 +133,9 @@ def _run(args: argparse.Namespace, workers: RayWorkers | None) -> None:
     length = args.length or (max(model.config.max_positions - 512, 1) if real else 2048)
     own = (*STAND_INS, "symbols") if knows_symbols(model) else STAND_INS
     tasks = suite.expand(args.tasks or ([f"longbench.{t}" for t in TASKS] if real else own))
-    labels = methods(length, args.ratios, min(64, model.config.head_dim), args.block or (128 if real else 16))
+    labels = methods(
+        length, args.ratios, min(64, model.config.kind(0).attention.head_dim), args.block or (128 if real else 16)
+    )
     if args.methods:
         labels = {m: m for m in resolve(args.methods)}
     spec = Spec((length,), args.contexts, 4, 5, args.seed, args.text, args.data)

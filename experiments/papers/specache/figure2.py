@@ -100,7 +100,7 @@ def hit_rates(model: Model, tokens: np.ndarray, first: int, queries: int, sizes:
     T, found = tokens.shape[1], []
     for i, prompt in enumerate(kvjax.reuse.read_exactly(model, tokens).prompts):
         q, k = prompt.q[:, :, :, :T], prompt.k[:, :, :T]
-        found.append(np.asarray(hit_rates_of_layer(q, k, first, queries, sizes, Rule(model.config.window(i)))))
+        found.append(np.asarray(hit_rates_of_layer(q, k, first, queries, sizes, model.config.kind(i).attention.rule)))
     return np.stack(found)
 
 
@@ -146,11 +146,13 @@ def move_runs(model: Model, tokens: int, num_moved: int) -> dict[str, Callable[[
     """Timed moves of one context's keys and values to the device: all, `num_moved` tokens in one run, or scattered."""
     c = model.config
 
+    a = c.kind(0).attention
+
     def fill_host_buffer(count: int, value: int) -> memory.Buffer:
-        return memory.pack(jnp.full((1, c.kv_heads, count, c.head_dim), value, model.dtype), host=True)
+        return memory.pack(jnp.full((1, a.kv_heads, count, a.head_dim), value, model.dtype), host=True)
 
     whole, run = ([fill_host_buffer(count, i) for i in range(2 * c.layers)] for count in (tokens, num_moved))
-    rng, every = np.random.default_rng(0), np.tile(np.arange(tokens, dtype=np.int32), (1, c.kv_heads, 1))
+    rng, every = np.random.default_rng(0), np.tile(np.arange(tokens, dtype=np.int32), (1, a.kv_heads, 1))
     # Each head of each layer selects for itself, so its places are its own.
     idx = [jnp.asarray(rng.permuted(every, axis=2)[:, :, :num_moved]) for _ in whole]
     moves = {
@@ -174,8 +176,8 @@ def measure_moves(args: argparse.Namespace, model: Model) -> list[dict[str, Any]
         loop.decode(args.steps)
         moves = move_runs(model, tokens, num_moved)
         seconds = time_decode_steps({"step": loop}, args.steps, args.repeats, moves)
-        c = model.config
-        size = 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize * tokens
+        c, a = model.config, model.config.kind(0).attention
+        size = 2 * c.layers * a.kv_heads * a.head_dim * model.dtype.itemsize * tokens
         timings = {name: measuring.summary(s) for name, s in seconds.items()}
         found.append({"tokens": tokens, "rows": num_moved, "bytes": size, **timings})
     return found

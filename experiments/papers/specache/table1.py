@@ -100,7 +100,7 @@ def size_row(r: Mapping[str, Any]) -> list[Any]:
 
 def methods(model: Model, bits: Sequence[int], groups: Sequence[int]) -> list[str]:
     """Strings of both methods at all bits and at all groups that divide the head dim; at all groups if none does."""
-    fit = [g for g in groups if model.config.head_dim % g == 0]
+    fit = [g for g in groups if model.config.kind(0).attention.head_dim % g == 0]
     # Where none divides it, all are tried: the methods' own errors then say what would fit.
     return [p.format(bits=b, group=g) for b in bits for g in fit or groups for p in PAIR]
 

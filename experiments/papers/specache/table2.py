@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--block", type=int, default=16, help="of InfLLM; 128 would not fit contexts this short")
     args = parser.parse_args(argv)
     before, model = machine(), kvjax.load(args.model)
-    group = min(64, model.config.head_dim)
+    group = min(64, model.config.kind(0).attention.head_dim)
     every, by_name = lines(args, group)
     found = measure(model, args, by_name, with_text=True)
     full = found.bytes["Full"]["device"]

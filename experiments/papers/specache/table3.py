@@ -45,8 +45,8 @@ def weight_bytes(config: Config, itemsize: int = 2) -> int:
 def step_bytes(config: Config, method: Method, context: int) -> int:
     """Bytes of one sequence in a decode step without its cache: one layer's scores and weights, activations, logits."""
     tokens = 1 + max(layer.needs.draft_tokens for layer in bind(method, config))  # SpeCache runs a predicted one, too
-    scores = 2 * 4 * config.heads * context  # float32 logits and weights, of one layer at a time
-    activations = 2 * (4 * config.width + 2 * config.mlp_width)
+    scores = 2 * 4 * config.kind(0).attention.heads * context  # float32 logits and weights, of one layer at a time
+    activations = 2 * (4 * config.width + 2 * config.kind(0).mlp.width)
     return tokens * (scores + activations + 4 * config.vocab_size)
 
 
@@ -85,7 +85,8 @@ def measure(args: argparse.Namespace, records: list[dict[str, Any]]) -> str:
     if chosen is None:
         return "Throughput: not measured, there is no GPU; --measure small times a small random model on this machine."
     name, model = chosen
-    group = args.group if model.config.head_dim % args.group == 0 else model.config.head_dim
+    a = model.config.kind(0).attention
+    group = args.group if a.head_dim % args.group == 0 else a.head_dim
     for r in records:
         text = METHODS[r["column"]].format(group=group)
         batch = args.batch or (r["batch"] if name == "mistral-7b" else 4)

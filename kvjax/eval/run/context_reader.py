@@ -99,4 +99,6 @@ class ContextReader:
     def _exact_bytes(self, batch: int, width: int) -> int:
         """Bytes of the exact keys, values and queries of all layers."""
         c = self.model.config
-        return batch * width * c.layers * (2 * c.kv_heads + c.heads) * c.head_dim * self.model.dtype.itemsize
+        attention = [c.kind(i).attention for i in range(c.layers)]
+        numbers = sum(a.kv_heads * (a.head_dim + a.value_dim) + a.heads * a.head_dim for a in attention)
+        return batch * width * numbers * self.model.dtype.itemsize

@@ -257,7 +257,9 @@ def count_read_flops(config: Config, num_weights: int, step: Step, num_tokens: i
     """
     tokens = step.num_reads * step.width if num_tokens is None else num_tokens
     # A token meets every weight once, and on average half of the prompt's keys and values.
-    attention = config.layers * config.heads * config.head_dim * step.width * (1 if num_tokens is None else 2)
+    kinds = [config.kind(i).attention for i in range(config.layers)]
+    pairs = sum(a.heads * (a.head_dim + a.value_dim) for a in kinds) * step.width
+    attention = pairs // 2 if num_tokens is None else pairs
     return step.batch_size * tokens * (num_weights + attention)
 
 

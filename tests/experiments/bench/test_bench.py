@@ -70,9 +70,10 @@ def test_weights_reach_the_peer_as_the_same_maps(toy):
     assert len(peer_weights) == 3 + 9 * c.layers
     kernels, prefix = toy.params["layer_1"]["attention"], "model.layers.1.self_attn."
     x = rng.normal(size=c.width).astype(np.float32)
-    q = np.einsum("d,dkgh->kgh", x, np.asarray(kernels["q"]["kernel"])).reshape(c.heads, c.head_dim)
-    np.testing.assert_allclose((peer_weights[prefix + "q_proj.weight"] @ x).reshape(c.heads, -1), q, atol=1e-5)
-    out = np.einsum("kgh,kghd->d", q.reshape(c.kv_heads, c.groups, -1), np.asarray(kernels["o"]["kernel"]))
+    a = c.kind(0).attention
+    q = np.einsum("d,dkgh->kgh", x, np.asarray(kernels["q"]["kernel"])).reshape(a.heads, a.head_dim)
+    np.testing.assert_allclose((peer_weights[prefix + "q_proj.weight"] @ x).reshape(a.heads, -1), q, atol=1e-5)
+    out = np.einsum("kgh,kghd->d", q.reshape(a.kv_heads, a.groups, -1), np.asarray(kernels["o"]["kernel"]))
     np.testing.assert_allclose(peer_weights[prefix + "o_proj.weight"] @ q.reshape(-1), out, atol=1e-4)
     np.testing.assert_array_equal(peer_weights["lm_head.weight"], np.asarray(toy.params["head"]["kernel"]).T)
 
