@@ -28,8 +28,8 @@ from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, num_layer_slot
 from kvjax.core.attention import Rule
 from kvjax.core.mesh import to_numpy, vary
 from kvjax.core.rope import Rope
-from kvjax.core.types import Array, KVBlock, pytree
-from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, prefill_layer
+from kvjax.core.types import Array, pytree
+from kvjax.engine.layer_prompt import LayerCall, LayerInputs, LayerPrompt, begin_prompt
 from kvjax.engine.modes import ChunkedPrefill, Decode, ForwardMode, FullPrefill, PromptReplay
 from kvjax.engine.plan import bind_specs
 from kvjax.engine.positions import token_positions
@@ -358,7 +358,7 @@ def attend(
     q, k, v = _arrange(q, k, v, layout, spec)
     B, K, G, T, H = q.shape
     dtype = q.dtype
-    positions = _check_positions(positions, B, T)
+    positions, is_right_padded = _check_positions(positions, B, T)
     if scale is not None:
         q = (q.astype(jnp.float32) * (scale * H**0.5)).astype(dtype)
     if cache.length is not None and cache.length.shape != (B,):
@@ -388,26 +388,29 @@ def attend(
         raise KvjaxError(f"this method hands a value from layer to layer: {GIVES['cross_layer']}")
 
     before = jnp.zeros(B, jnp.int32) if cache.length is None else cache.length
-    # A step of one token has no order, and copies are made in the cache's own.
-    order = jnp.argsort(positions < 0, axis=1, stable=True) if T > 1 and not is_copy else None
+    # The engine takes padding on the right. A step of one token has no order, and copies are made in the cache's own.
+    order = None
+    if T > 1 and not is_copy and not is_right_padded:
+        order = jnp.argsort(positions < 0, axis=1, stable=True)
     if order is not None:
         inputs, positions = _reorder(inputs, order), jnp.take_along_axis(positions, order, 1)
+    inputs = _clean(inputs, positions)
     count = (positions >= 0).sum(1, dtype=jnp.int32)
     length = before if is_copy else before + jnp.minimum(count, commit)
     is_wrong = None if is_copy else _find_wrong(cache, positions, before, count, length)
 
     if is_copy:
         mode: ForwardMode = PromptReplay(state.start, positions, before)
-        out, prompt, up = _run(mode, state.prompt, inputs, up, call=layer.call(0), mesh=layer.mesh)
+        call = LayerCall(layer.bound, spec.rule)
+        out, prompt, up = _run(mode, state.prompt, inputs, up, call=call, mesh=layer.mesh)
         state, length = dataclasses.replace(state, prompt=prompt), cache.length
     elif is_prompt:
-        is_chunked = layer.defers or needs.prompt_chunk
-        call, first = layer.call(T), None
-        if is_chunked:
-            mode, first = ChunkedPrefill(np.int32(0), length), _begin(inputs, call=call, mesh=layer.mesh)
+        call = layer.call(T)
+        if layer.defers or needs.prompt_chunk:
+            mode = ChunkedPrefill(np.int32(0), length)
         else:
             mode = FullPrefill(length, layer.capacity, None)
-        out, after, up = _run(mode, first, inputs, up, call=call, mesh=layer.mesh)
+        out, after, up = _run(mode, None, inputs, up, call=call, mesh=layer.mesh)
         if layer.defers:
             if not needs.prompt_chunk:
                 after = after._replace(output_projection=inputs.output_projection)
@@ -434,22 +437,9 @@ def attend(
 @functools.partial(jax.jit, static_argnames=("call", "mesh"))
 def _run(mode: ForwardMode, state: Any, inputs: LayerInputs, up: Any, call: LayerCall, mesh: Mesh | None) -> Any:
     """Runs a forward mode of the engine, as its own decoder's layers do."""
+    if isinstance(mode, ChunkedPrefill):
+        state = begin_prompt(call, *inputs[:4], mesh)
     return mode.attend(call, state, inputs, up, mesh)
-
-
-@functools.partial(jax.jit, static_argnames=("call", "mesh"))
-def _begin(inputs: LayerInputs, call: LayerCall, mesh: Mesh | None) -> LayerPrompt | Any:
-    """Makes the state of a layer before its prompt, for a prompt that is kept, or fed through the method."""
-    q, k, v, hidden = inputs[:4]
-    needs = call.layer.needs
-    if needs.prompt_chunk:
-        nothing = KVBlock(k[:, :, :0], v[:, :, :0], jnp.zeros((len(k), 1, 0), jnp.int32))
-        return prefill_layer(call.layer, nothing, None, call.num_slots, mesh)
-    num_observed = q.shape[3] if needs.observed_queries is None else needs.observed_queries
-    queries = jnp.zeros((*q.shape[:3], num_observed, q.shape[4]), q.dtype)
-    return LayerPrompt(
-        jnp.zeros_like(k), jnp.zeros_like(v), queries, jnp.zeros_like(hidden)[:, None] if needs.hidden_states else None
-    )
 
 
 def _arrange(q: Array, k: Array, v: Array, layout: str, spec: LayerSpec) -> tuple[Array, Array, Array]:
@@ -489,8 +479,8 @@ def _arrange(q: Array, k: Array, v: Array, layout: str, spec: LayerSpec) -> tupl
     return q.reshape(len(q), K, G, *q.shape[2:]), k, v
 
 
-def _check_positions(positions: Array, B: int, T: int) -> Array:
-    """Returns positions as i32[B T]."""
+def _check_positions(positions: Array, B: int, T: int) -> tuple[Array, bool]:
+    """Returns positions as i32[B T], and whether padding is known to stand on the right alone."""
     if not isinstance(positions, jax.Array):
         positions = np.asarray(positions)
     if positions.shape != (B, T) or not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -498,7 +488,10 @@ def _check_positions(positions: Array, B: int, T: int) -> Array:
             f"positions are integers [B T], here {(B, T)}, -1 for padding, got {positions.dtype} of shape "
             f"{positions.shape}; jnp.broadcast_to(positions, (B, T)) repeats one row for all sequences"
         )
-    return jnp.asarray(positions, jnp.int32)
+    if isinstance(positions, Tracer):
+        return positions.astype(jnp.int32), False
+    is_padding = to_numpy(positions) < 0
+    return jnp.asarray(positions, jnp.int32), bool((is_padding[:, 1:] >= is_padding[:, :-1]).all())
 
 
 def _check_observed(
@@ -535,6 +528,18 @@ def _reorder(inputs: LayerInputs, order: Array) -> LayerInputs:
 
     hidden = None if inputs.hidden is None else take(inputs.hidden, 1)
     return inputs._replace(q=take(inputs.q, 3), k=take(inputs.k, 2), v=take(inputs.v, 2), hidden=hidden)
+
+
+def _clean(inputs: LayerInputs, positions: Array) -> LayerInputs:
+    """Puts zeros where padding is: weights of 0 times what a decoder leaves there may be NaN."""
+    is_token = (positions >= 0)[:, None, :, None]
+
+    def clean(x: Array, is_token: Array) -> Array:
+        return jnp.where(is_token, x, jnp.zeros((), x.dtype))
+
+    hidden = None if inputs.hidden is None else clean(inputs.hidden, is_token[:, 0])
+    q, k, v = clean(inputs.q, is_token[:, None]), clean(inputs.k, is_token), clean(inputs.v, is_token)
+    return inputs._replace(q=q, k=k, v=v, hidden=hidden)
 
 
 def _find_wrong(cache: LayerCache, positions: Array, before: Array, count: Array, length: Array) -> Array | None:

@@ -90,7 +90,7 @@ def _describe(got: np.ndarray, rope: Rope, H: int, digits: int) -> str:
     rotates = np.flatnonzero(others.max(1) > 0)
     dim = len(rotates)
     partner = others[rotates].argmax(1)
-    if dim == 0 or (np.abs(np.linalg.norm(got, axis=2) - 1) > TOLERANCE).any():
+    if dim == 0 or (np.abs(np.linalg.norm(got, axis=2) - 1) > 0.02).any():
         return "is no rotation: vectors change their lengths"
     if rotates[0] != 0 or rotates[-1] != dim - 1:
         return (

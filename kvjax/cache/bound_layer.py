@@ -253,8 +253,10 @@ class MethodLayer:
     ) -> StepResult:
         """Attends T new tokens to past and new ones, and keeps the first `commit` of them; see `BoundLayer`.
 
-        A chunk of T tokens gives what T single steps give. A method with drafts is the exception: a call does not know
-        the draft that an earlier one would have carried.
+        A chunk of T tokens gives what T single steps give, with two exceptions. Under a method with drafts a call does
+        not know the draft that an earlier one would have carried (SpeCache). A reader with a `prompt_chunk` reads the
+        tokens of a chunk together: they share one recall, by their mean query, where single steps make one each
+        (InfLLM).
         """
         if not self.needs.paired_layer or self.method.side_store is None:
             return self._extend_in_steps(state, q, new, commit, cross_layer, outside)

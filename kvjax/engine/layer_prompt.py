@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32, Int32
 from kvjax.cache.protocol import BoundLayer, last_positions
 from kvjax.core.attention import Rule, sink_partial
 from kvjax.core.attention_mass import Observation
-from kvjax.core.mesh import per_device
+from kvjax.core.mesh import constrain, per_device
 from kvjax.core.types import Array, KVBlock, Partial
 from kvjax.engine.positions import token_positions
 from kvjax.models.kinds import LayerKind
@@ -62,6 +62,33 @@ class LayerPrompt(NamedTuple):
     paired: tuple[Float[Array, "B K S H"], Float[Array, "B K S Hv"]] | None = None
     softmax_lse: Float32[Array, "B K G Q"] | None = None  # the log normalizer of each observed query
     sinks: Float[Array, "1 K G"] | None = None  # of the layer, see `LayerInputs`
+
+
+def begin_prompt(call: LayerCall, q: Any, k: Any, v: Any, hidden: Any, mesh: Mesh | None) -> LayerPrompt | Any:
+    """Makes the state of a layer before the first chunk of a prompt: its cache state, or an exact prompt of zeros.
+
+    Args:
+      call: the bound layer, and the slots of its state.
+      q: queries of the whole prompt [B K G S H]; of these and the others only shapes and dtypes are read.
+      k: its keys [B K S H].
+      v: its values [B K S V].
+      hidden: the input of the projections [B S D]; None where the method does not observe it.
+      mesh: the devices that heads and sequences are split over, or None.
+    """
+    needs = call.layer.needs
+
+    def zeros(like: Any, num_tokens: int) -> Array:
+        return constrain(jnp.zeros((*like.shape[:-2], num_tokens, like.shape[-1]), like.dtype), "B K", mesh)
+
+    if needs.prompt_chunk:
+        nothing = KVBlock(zeros(k, 0), zeros(v, 0), jnp.zeros((k.shape[0], 1, 0), jnp.int32))
+        return prefill_layer(call.layer, nothing, None, call.num_slots, mesh)
+    width = k.shape[2]
+    num_observed = width if needs.observed_queries is None else needs.observed_queries
+    all_hidden = None
+    if needs.hidden_states:
+        all_hidden = jnp.zeros((k.shape[0], 1, width, hidden.shape[2]), hidden.dtype)
+    return LayerPrompt(zeros(k, width), zeros(v, width), zeros(q, num_observed), all_hidden)
 
 
 def prompt_of_inputs(

@@ -16,8 +16,8 @@ from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
-from kvjax.core.mesh import constrain, per_device, to_numpy, vary
-from kvjax.core.types import Array, KVBlock
+from kvjax.core.mesh import per_device, to_numpy, vary
+from kvjax.core.types import Array
 from kvjax.engine.forward import (
     Plan,
     Progress,
@@ -31,9 +31,9 @@ from kvjax.engine.forward import (
 from kvjax.engine.layer_prompt import (
     LayerCall,
     LayerPrompt,
+    begin_prompt,
     compress_prompt,
     observed_block,
-    prefill_layer,
     truncate_prompt,
 )
 from kvjax.engine.modes import ChunkedPrefill, FullPrefill, PromptReplay
@@ -319,20 +319,15 @@ def _budgeted_layers(layers: Sequence[BoundLayer]) -> list[BudgetedLayer]:
 @functools.partial(jax.jit, static_argnames=("batch", "width", "dtype", "call", "target"))
 def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Target) -> LayerPrompt | Any:
     """Makes the state of a layer before the first chunk of a prompt of up to `width` tokens."""
-    c, needs, kind = target.config, call.layer.needs, call.kind
-    assert kind is not None
-    a = kind.attention
+    assert call.kind is not None
+    a = call.kind.attention
 
-    def zeros(*axes: int) -> Array:
-        return constrain(jnp.zeros((batch, a.kv_heads, *axes), dtype), "B K", target.mesh)
+    def tokens(*axes: int) -> Any:
+        return jax.ShapeDtypeStruct((batch, *axes), dtype)
 
-    if needs.prompt_chunk:
-        nothing = KVBlock(zeros(0, a.head_dim), zeros(0, a.value_dim), jnp.zeros((batch, 1, 0), jnp.int32))
-        return prefill_layer(call.layer, nothing, None, call.num_slots, target.mesh)
-    hidden = jnp.zeros((batch, 1, width, c.width), dtype) if needs.hidden_states else None
-    num_observed = width if needs.observed_queries is None else needs.observed_queries
-    queries = zeros(a.groups, num_observed, a.head_dim)
-    return LayerPrompt(zeros(width, a.head_dim), zeros(width, a.value_dim), queries, hidden)
+    q, k = tokens(a.kv_heads, a.groups, width, a.head_dim), tokens(a.kv_heads, width, a.head_dim)
+    v, hidden = tokens(a.kv_heads, width, a.value_dim), tokens(width, target.config.width)
+    return begin_prompt(call, q, k, v, hidden, target.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "mesh"))
