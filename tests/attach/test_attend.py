@@ -11,6 +11,8 @@ from jax import lax
 
 import kvjax
 from kvjax.core import memory
+from kvjax.engine.layer_prompt import LayerInputs
+from kvjax.engine.modes import Decode, FullPrefill
 from kvjax.errors import KvjaxError
 from kvjax.testing import dense_attention
 from tests.attach import plain_decoder
@@ -411,3 +413,30 @@ def test_positions_that_do_not_continue_give_nan_under_jit_in_their_sequence_alo
     _, cache = kvjax.attend(layer_cache(), *(x[:, :T] for x in tokens), right_positions())
     out, _ = attend(cache, *(x[:, :1] for x in tokens), jnp.array([[10], [3]]))
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_modes_of_the_engine_give_the_same_bits(method):
+    q, k, v = tokens = random_tokens()
+    pos = jnp.broadcast_to(jnp.arange(T + 1, dtype=jnp.int32), (B, T + 1))
+    empty = layer_cache(method)
+    out, cache = attend(empty, *(x[:, :T] for x in tokens), pos[:, :T])
+    step_out, after = attend(cache, *(x[:, T : T + 1] for x in tokens), pos[:, T:])
+
+    @jax.jit
+    def run(q, k, v):
+        def inputs(part):
+            grouped = jnp.moveaxis(q[:, part], 1, 2).reshape(B, K, N // K, -1, H)
+            return LayerInputs(grouped, *(jnp.moveaxis(x[:, part], 1, 2) for x in (k, v)), None, None)
+
+        mode = FullPrefill(jnp.full(B, T, jnp.int32), CAPACITY, None)
+        out, state, _ = mode.attend(empty.layer.call(T), None, inputs(slice(0, T)), None, None)
+        mode = Decode(pos[:, T:], 1)
+        step_out, after, _ = mode.attend(empty.layer.call(T), state, inputs(slice(T, T + 1)), None, None)
+        return [jnp.moveaxis(x, 3, 1).reshape(B, -1, N, V) for x in (out, step_out)], memory.without_guards(
+            [state, after]
+        )
+
+    outs, states = run(q, k, v)
+    jax.tree.map(np.testing.assert_array_equal, outs, [out, step_out])
+    jax.tree.map(np.testing.assert_array_equal, states, memory.without_guards([cache.state, after.state]))
