@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 
 from checkpoints_convert.families import FAMILIES
+from checkpoints_convert.gguf.architectures import ARCHITECTURES, PATTERN, File, read_longrope, read_yarn, shortest
 from checkpoints_convert.gguf.vocabulary import Metadata, check_metadata, read_end_ids, read_roles
 from checkpoints_convert.hf_config import is_integer, is_number
 from kvjax.errors import KvjaxError
-
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3"}
-"""general.architecture -> model_type."""
 
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -28,17 +26,20 @@ SIZES = {
 READ_ELSEWHERE = (
     *("attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window"),
     *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "rope.scaling.type"),
-    *("rope.scaling.factor", "rope.scale_linear"),
+    *("rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 )
 """Other keys of an architecture that are obeyed."""
 
 WITHOUT_EFFECT = (
     *("vocab_size", "tensor_data_layout"),  # the tensors have a vocabulary and a layout of their own
     "attention.layer_norm_epsilon",  # of LayerNorm, which no architecture here has
-    *("rope.scaling.finetuned", "rope.scaling.original_context_length"),  # of YaRN, which is refused by its type
-    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier"),
+    "rope.scaling.finetuned",
 )
 """Keys that change no number in an architecture and a RoPE scaling that are supported."""
+
+OF_YARN = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor")
+"""Keys that YaRN obeys; of them the first is LongRoPE's too."""
 
 OFF = (0, 0.0, False, "", None)
 """Values by which most other keys ask for nothing; a list of them does too."""
@@ -50,6 +51,7 @@ ASKS_FOR_NOTHING = {
     "rope.scaling.yarn_ext_factor": (0.0, -1.0),  # -1: as the type of the scaling has it
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale"), (*OFF, 1.0)),
     **dict.fromkeys(("attention.output_scale", "attention.value_scale", "expert_weights_scale"), (*OFF, 1.0)),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count", "expert_gating_func"), (*OFF, 1)),
 }
 """Key -> values by which it asks for nothing, where these are not OFF."""
 
@@ -60,8 +62,8 @@ REPEATS = {
 }
 """Key of some layers, or of the outputs -> the key of all; it asks for nothing if both have one value."""
 
-ROPE_FREQS = "rope_freqs.weight"
-ROPE_FACTORS = (ROPE_FREQS, "rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_FACTORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 """Tensors by which frequencies are divided: Llama 3's, and those of LongRoPE for long and short texts."""
 
 COUNT, NUMBER = "one positive integer for all layers", "a positive number"
@@ -149,18 +151,18 @@ def _translate(
     rope_factors: Mapping[str, np.ndarray],
 ) -> tuple[dict[str, Any], list[str]]:
     """Makes the config.json of an architecture's keys, and lists what is not supported of them."""
-    values = {key: x for key, (_, x) in _list_values(own).items()}
-    window, size, rotated = _read_window(own), values["attention.key_length"], values["rope.dimension_count"]
+    values, architecture = {key: x for key, (_, x) in _list_values(own).items()}, ARCHITECTURES[name]
+    size, rotated = values["attention.key_length"], values["rope.dimension_count"]
     value_size = values["attention.value_length"]
     raw: dict[str, Any] = {key: values[ours] for ours, key in SIZES.items()}
     raw |= {
-        "model_type": "mistral" if name == "llama" and window else ARCHITECTURES[name],
-        "sliding_window": window,
+        "model_type": architecture.model_type,
+        "sliding_window": _read_window(own),
         "vocab_size": shapes.get("token_embd.weight", (0,))[0],
         "num_key_value_heads": values["attention.head_count_kv"],
         "head_dim": size,
-        "rms_norm_eps": _shortest(values["attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _shortest(values["rope.freq_base"]),
+        "rms_norm_eps": shortest(values["attention.layer_norm_rms_epsilon"]),
+        "rope_theta": shortest(values["rope.freq_base"]),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
@@ -168,23 +170,33 @@ def _translate(
         "bos_token_id": read_roles(metadata).get("bos"),
         "eos_token_id": read_end_ids(metadata),
     }
-    if rotated != size:
+    # Widths of latent attention, which are those of its absorbed form in some files.
+    is_latent = "attention.kv_lora_rank" in architecture.keys
+    if rotated != size and not is_latent:
         raw["partial_rotary_factor"] = rotated / size
     raw["rope_scaling"], problems = _read_scaling(name, own, raw, rope_factors)
-    if unknown := [key for key, x in own.items() if not _is_harmless(own, key, x)]:
-        entries = ", ".join(f"{name}.{key} = {own[key]!r:.60}" for key in unknown)
+    entries, more = architecture.read(File(own, raw))
+    raw, problems = raw | entries, problems + more
+    kind = (raw["rope_scaling"] or {}).get("rope_type")
+    if kind == "longrope":  # transformers looks for it here first, where Phi-3 has a default of its own
+        raw["original_max_position_embeddings"] = raw["rope_scaling"].get("original_max_position_embeddings")
+    obeyed = {"yarn": OF_YARN, "longrope": OF_YARN[:1]}.get(kind, ("rope.scaling.yarn_log_multiplier",))
+    obeyed += architecture.keys
+    if unknown := [key for key, x in own.items() if key not in obeyed and not _is_harmless(own, key, x)]:
+        asked = ", ".join(f"{name}.{key} = {own[key]!r:.60}" for key in unknown)
         problems.append(
-            f"this GGUF file asks for what is not supported, and its numbers would be wrong without: {entries}; use a "
+            f"this GGUF file asks for what is not supported, and its numbers would be wrong without: {asked}; use a "
             "checkpoint of the model without it"
         )
     if "token_embd.weight" not in shapes:
         problems.append("this GGUF file has no tensor 'token_embd.weight'; give the file of a whole model")
-    if value_size != size:
+    if value_size != size and not is_latent:
         problems.append(
             f"heads of {size} numbers a key and {value_size} a value are not supported ({name}.attention.key_length, "
             f"{name}.attention.value_length); they must be equal"
         )
-    if rotated > size or (rotated < size and not FAMILIES[ARCHITECTURES[name]].partial_rotary):
+    may_rotate_some = is_latent or FAMILIES[raw["model_type"]].partial_rotary
+    if rotated > size or (rotated < size and not may_rotate_some):
         problems.append(
             f"{name}.rope.dimension_count is {rotated}, and the heads have {size} channels; an architecture {name!r} "
             "that rotates other than all of them is not supported"
@@ -196,7 +208,7 @@ def _is_harmless(own: Metadata, key: str, value: Any) -> bool:
     """Whether a key is obeyed, changes no number, or asks for nothing by its value."""
     if key in SIZES or key in READ_ELSEWHERE or key in WITHOUT_EFFECT:
         return True
-    if key == "attention.sliding_window_pattern" and _read_window(own) is None:
+    if key == PATTERN and _read_window(own) is None:
         return True
     if key == "attention.scale" and is_number(value) and value > 0:
         width, heads = own.get("embedding_length"), own.get("attention.head_count")
@@ -219,12 +231,17 @@ def _read_scaling(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Reads the scaling of RoPE, as config.json has it, and what is not supported of it."""
     kind, key = own.get("rope.scaling.type", "linear"), _scaling_key(own)
-    factor = 1.0 if own.get(key) in OFF else _shortest(own[key])
+    factor = 1.0 if own.get(key) in OFF else shortest(own[key])
     tensors = {tensor: np.asarray(x, np.float64) for tensor, x in rope_factors.items()}
-    tensors = {tensor: x for tensor, x in tensors.items() if not np.allclose(x, 1.0, rtol=FACTOR_TOLERANCE)}
-    if tensors.keys() - {ROPE_FREQS}:
-        return {"rope_type": "longrope"}, []  # `hf_config.translate` refuses it by its name
+    is_scaled = {tensor for tensor, x in tensors.items() if not np.allclose(x, 1.0, rtol=FACTOR_TOLERANCE)}
+    context = raw["max_position_embeddings"]
+    if is_scaled - {ROPE_FREQS} or (kind == "longrope" and tensors.keys() - {ROPE_FREQS}):
+        lists = ([shortest(y) for y in rope_factors[x]] if x in tensors else None for x in (ROPE_SHORT, ROPE_LONG))
+        return read_longrope(own, context, *lists)
+    tensors = {tensor: x for tensor, x in tensors.items() if tensor in is_scaled}
     scales_by_one = kind in ("yarn", "longrope") and key in own and factor == 1.0
+    if kind == "yarn" and not scales_by_one and not tensors:
+        return read_yarn(own, factor, context)
     if kind not in ("none", "linear") and not scales_by_one:
         return {"rope_type": kind}, []
     if kind == "none":  # llama.cpp drops the factor then, and applies the tensor
@@ -255,11 +272,6 @@ def _read_count(own: Metadata, key: str, default: Any = None) -> Any:
     """Returns the value of a key, or the one of all layers where a list has one for each."""
     x = own.get(key, default)
     return x[0] if isinstance(x, list) and x and all(value == x[0] for value in x) else x
-
-
-def _shortest(x: Any) -> float:
-    """Returns the shortest decimal that is this float32: config.json had 1e-05, the file has 9.999999747378752e-06."""
-    return float(str(np.asarray(x, np.float32)[()]))
 
 
 def _infer_llama3(raw: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any] | None:

@@ -12,8 +12,10 @@ from ml_dtypes import bfloat16
 
 from checkpoints_convert.families import FAMILIES
 from checkpoints_convert.gguf import config_json, header, tokenizer_files
+from checkpoints_convert.gguf.architectures import ARCHITECTURES
 from checkpoints_convert.gguf.config_json import ROPE_FACTORS
 from checkpoints_convert.gguf.header import StoredTensor
+from checkpoints_convert.gguf.stacks import STACKS, Stack
 from checkpoints_convert.source import Tensor
 from kvjax.errors import KvjaxError
 
@@ -41,29 +43,59 @@ class GgufSource:
         factors = {name: read_weights(self.stored[name]) for name in ROPE_FACTORS if name in self.stored}
         self.config = config_json.make_config(self.metadata, shapes, factors)
         self.generation: dict[str, Any] | None = None
+        self.stacks = self._list_stacks()
         self.names = self._map_names()
         self.tensors = {}
         for name, own_name in self.names.items():
             stored = self.stored[own_name]
-            dtype = stored.kind.name if stored.kind.name in PLAIN_TYPES else "F32"
-            self.tensors[name] = Tensor(stored.shape, dtype, stored.file, stored.kind.name, stored.bytes)
+            self.tensors[name] = Tensor(stored.shape, _dtype_name(stored), stored.file, stored.kind.name, stored.bytes)
+        for name, (how, own_names) in self.stacks.items():
+            parts = [self.stored[own_name] for own_name in own_names]
+            kinds = {part.kind.name for part in parts}
+            shape = how.shape(*(part.shape for part in parts))
+            dtypes = {_dtype_name(part) for part in parts}
+            self.tensors[name] = Tensor(
+                shape,
+                dtypes.pop() if len(dtypes) == 1 else "F32",
+                parts[0].file,
+                kinds.pop() if len(kinds) == 1 else " and ".join(sorted(kinds)),
+                sum(part.bytes for part in parts),
+            )
+
+    def _list_stacks(self) -> dict[str, tuple[Stack, tuple[str, ...]]]:
+        """Lists the tensors that stand in the file otherwise than by themselves, by Hugging Face's names."""
+        found = {}
+        for i in range(min(self.config["num_hidden_layers"], len(self.stored))):  # `translate` refuses more
+            for stack in STACKS.get(self.config["model_type"], ()):
+                own_names = tuple(name.format(i=i) for name in stack.own_names)
+                name = stack.name.format(i=i)
+                if name not in found and all(own_name in self.stored for own_name in own_names):
+                    found[name] = stack, own_names
+        return found
 
     def _map_names(self) -> dict[str, str]:
         """Maps Hugging Face's name of each tensor to the file's; a tensor that the family lacks keeps its own."""
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.metadata["general.architecture"])
-        num_layers = min(self.config["num_hidden_layers"], len(self.stored))  # `translate` refuses more
+        num_layers = min(self.config["num_hidden_layers"], len(self.stored))
         known = gguf.get_tensor_name_map(arch, num_layers)
         names: dict[str, str] = {}
-        for rule in FAMILIES[self.config["model_type"]].tables[0]:
+        found: set[str] = set()
+        # Of several tables the last is that of stacked experts, as they are here.
+        tables = reversed(FAMILIES[self.config["model_type"]].tables)
+        for rule in (rule for table in tables for rule in table):
             for i in range(num_layers if "{i}" in rule.source else 1):
-                name = rule.source.format(i=i)
+                name = rule.source.format(i=i, e="{e}")
                 own_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
-                if own_name in self.stored:
+                # What has no suffix there has one here.
+                own_name = own_name if own_name in self.stored else f"{own_name}.weight"
+                if own_name in self.stored and own_name not in found:
                     names[name] = own_name
+                    found.add(own_name)
         # Types of few bits have a scale for each tensor, which says nothing where it is one.
         scales = (name for name in self.stored if name.endswith((".scale", ".input_scale")))
         ones = (name for name in scales if (read_weights(self.stored[name]) == 1).all())
-        taken = {*ROPE_FACTORS, *names.values(), *ones}
+        stacked = (own_name for _, own_names in self.stacks.values() for own_name in own_names)
+        taken = {*ROPE_FACTORS, *found, *ones, *stacked}
         return names | {name: name for name in self.stored if name not in taken}
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -76,17 +108,25 @@ class GgufSource:
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor in Hugging Face's layout; codes are dequantized to float32."""
-        return self._restore_layout(name, read_weights(self.stored[self.names[name]]))
-
-    def _restore_layout(self, name: str, x: np.ndarray) -> np.ndarray:
-        if self.metadata["general.architecture"] != "llama":
-            return x
+        if name in self.stacks:
+            stack, own_names = self.stacks[name]
+            return stack.join(*(read_weights(self.stored[own_name]) for own_name in own_names))
+        x = read_weights(self.stored[self.names[name]])
+        architecture = ARCHITECTURES[self.metadata["general.architecture"]]
+        if architecture.adds_one and name.endswith("norm.weight"):
+            # Rounds nothing that was not rounded when one was added.
+            return x - x.dtype.type(1)
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-        if heads is None:
+        if not architecture.swaps_halves or heads is None:
             return x
-        # The llama architecture interleaves the halves of a head, because llama.cpp rotates neighboring channels.
+        # The two halves of a head are interleaved, because llama.cpp rotates neighboring channels of these.
         interleaved = x.reshape(self.config[heads], -1, 2, *x.shape[1:])
         return interleaved.swapaxes(1, 2).reshape(x.shape)
+
+
+def _dtype_name(stored: StoredTensor) -> str:
+    """The dtype in which a tensor is read, as safetensors spells it."""
+    return stored.kind.name if stored.kind.name in PLAIN_TYPES else "F32"
 
 
 def _read_parts(file: Path) -> tuple[list[Path], dict[str, Any], dict[str, StoredTensor]]:

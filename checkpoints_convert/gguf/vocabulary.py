@@ -159,7 +159,8 @@ def read_end_ids(metadata: Metadata) -> list[int]:
     # Tokens that llama.cpp takes back: those end a part of a message where these others end the message.
     calls, message = {"<|call|>", "<|calls|>"} & found.keys(), {"<|return|>", "<|flush|>"} & found.keys()
     without = {found.get("<|end|>")} if calls and message else set()
-    if "<|tool_response>" in found:
+    # Gemma's vocabulary has "</s>" as a tag of HTML, beside an end of its own.
+    if "<|tool_response>" in found or ("<eos>" in found and "<end_of_turn>" in found):
         without.add(found.get("</s>"))
     in_order = (*(i for i in ids.values() if i is not None), *found.values())
     return [i for i in dict.fromkeys(in_order) if i not in without]

@@ -42,6 +42,6 @@ def hf(tmp_path):
     """A function from the name of a fixture to an Editable copy of it."""
 
     def make(name: str) -> Editable:
-        return Editable(Path(shutil.copytree(ROOT / name, tmp_path / name)))
+        return Editable(Path(shutil.copytree(ROOT / name, tmp_path / name, dirs_exist_ok=True)))
 
     return make

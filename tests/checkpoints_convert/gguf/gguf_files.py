@@ -127,6 +127,7 @@ def add_metadata(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 def add_value(writer: GGUFWriter, key: str, value: Any) -> None:
     kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    kinds |= {bool: writer.add_bool}
     kinds[type(value)](key, value)
 
 

@@ -21,6 +21,7 @@ from checkpoints_convert.describe import describe
 from checkpoints_convert.gguf import config_json
 from checkpoints_convert.gguf import header as gguf_header
 from checkpoints_convert.gguf.gguf_source import GgufSource, read_weights
+from kvjax.core.rope import yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import Config, RopeScaling, checkpoint
 from tests.checkpoints_convert.gguf.gguf_files import read_tensors, write
@@ -155,7 +156,8 @@ def write_changed(directory: Path, monkeypatch, name: str = "llama2", factors: A
 @pytest.mark.parametrize(
     ("metadata", "says"),
     [
-        ({"llama__expert_count": 8}, "asks for what is not supported.*llama.expert_count = 8"),
+        ({"llama__expert_count": 8}, "positive integers under expert_count, expert_used_count"),
+        ({"llama__expert_shared_count": 1}, "asks for what is not supported.*llama.expert_shared_count = 1"),
         ({"llama__attention__clamp_kqv": 8.0}, "llama.attention.clamp_kqv = 8.0"),
         ({"llama__attention__causal": False}, "llama.attention.causal = False"),
         ({"llama__attention__scale": 1.0}, "llama.attention.scale = 1.0"),
@@ -163,13 +165,11 @@ def write_changed(directory: Path, monkeypatch, name: str = "llama2", factors: A
         ({"llama__final_logit_softcapping": 30.0}, "llama.final_logit_softcapping = 30.0"),
         ({"llama__rope__scaling__attn_factor": 1.19}, "llama.rope.scaling.attn_factor = 1.19"),
         ({"llama__rope__scaling__attn_factor": 0.0}, "llama.rope.scaling.attn_factor = 0.0"),
-        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}, "'yarn' is not supported"),
         ({"llama__rope__scaling__type": "dynamic"}, "'dynamic' is not supported"),
         ({"llama__rope__scaling__factor": -2.0}, "a positive number under 'llama.rope.scaling.factor', got -2.0"),
         ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4, and the heads have 8 channels"),
         ({"llama__rope__dimension_sections": [2, 2, 0, 0]}, "llama.rope.dimension_sections"),
         ({"llama__attention__key_length": 16}, "heads of 16 numbers a key and 8 a value.*llama.attention.key_length"),
-        ({"llama__rope__scaling__type": "yarn"}, "RoPE scaling 'yarn' is not supported"),
         ({"llama__attention__value_length": 4}, "heads of 8 numbers a key and 4 a value"),
         ({"llama__block_count": 0}, "one positive integer for all layers under 'llama.block_count', got 0"),
         ({"llama__block_count": 3}, "model.layers.2.input_layernorm.weight: missing"),
@@ -209,6 +209,8 @@ LINEAR = RopeScaling("linear", 4.0)
         ({"rope__scaling__type": "linear", "rope__scaling__factor": 1.0}, None),
         ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, None),
         ({"rope__scaling__type": "yarn", "rope__scaling__factor": 1.0}, None),
+        ({"rope__scaling__type": "yarn"}, None),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, yarn_scaling(4.0, 128)),
         ({"rope__scaling__factor": 1.0}, None),
         ({"rope__scaling__factor": 0.0}, None),
     ],
@@ -227,12 +229,14 @@ def test_rope_factors_of_one_scale_nothing_and_add_to_none(tmp_path, monkeypatch
     assert "rope_freqs.weight" not in source.tensors
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1.0, None), (2.0, {"rope_type": "longrope"})])
-def test_factors_for_long_texts_are_obeyed_or_name_their_scaling(factor, expected, tmp_path):
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, None), (2.0, "longrope")])
+def test_factors_for_long_texts_are_obeyed_unless_they_are_one(factor, expected, tmp_path):
     source = GgufSource(write(ROOT / "phi3", tmp_path / "model.gguf"))
     shapes = {name: stored.shape for name, stored in source.stored.items()}
     factors = {f"rope_factors_{length}.weight": np.full(4, factor, np.float32) for length in ("long", "short")}
-    assert config_json.make_config(source.metadata, shapes, factors)["rope_scaling"] == expected
+    scaling = config_json.make_config(source.metadata, shapes, factors)["rope_scaling"]
+    assert (scaling and scaling["rope_type"]) == expected
+    assert expected is None or scaling["long_factor"] == scaling["short_factor"] == [2.0] * 4
 
 
 def test_rope_that_is_scaled_twice_is_refused(tmp_path, monkeypatch):

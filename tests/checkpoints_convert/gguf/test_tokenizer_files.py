@@ -156,6 +156,7 @@ def change_tokens(*tokens: str, **keys) -> dict:
         (change_tokens("<|fim_pad|>", "<|file_sep|>", eos_token_id=2, fim_pad_token_id=3), [2, 3, 7]),
         (change_tokens("<|return|>", "<|call|>", eos_token_id=2), [2, 6, 7]),
         (change_tokens("</s>", "<|tool_response>", eos_token_id=2), [2, 7]),
+        (change_tokens("<eos>", "<end_of_turn>", "</s>", eos_token_id=5), [5, 6]),
         (change_tokens("<\uff5cend\u2581of\u2581sentence\uff5c>"), [7]),
         (change_tokens("<|im_start|>", eos_token_id=2), [2]),
         (change_tokens("<|im_end|> ", eos_token_id=2), [2]),

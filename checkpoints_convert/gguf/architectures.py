@@ -1,0 +1,319 @@
+"""What each architecture of GGUF says beyond the keys of all: its own keys, as those of the family's config.json.
+
+A key that is missing has the value that llama.cpp gives it (src/models, `load_arch_hparams`). Some of what a model is
+stands in no file, because llama.cpp's code has it: Gemma's local RoPE, SmolLM3's layers without RoPE, and that
+Qwen3-MoE's weights of experts sum to one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from checkpoints_convert.hf_config import is_integer, is_number
+from kvjax.core.rope import yarn_length_factor
+
+Entries = dict[str, Any]
+
+
+class File(NamedTuple):
+    """What an architecture is read from.
+
+    Attributes:
+      own: the keys of the architecture, without its name.
+      raw: config.json as far as all architectures have it.
+    """
+
+    own: Mapping[str, Any]
+    raw: Mapping[str, Any]
+
+
+Problems = list[str]
+Read = Callable[[File], tuple[Entries, Problems]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """An architecture of GGUF.
+
+    Attributes:
+      model_type: of its config.json.
+      keys: further keys that are obeyed.
+      read: reads what is its own: entries of config.json, and what is not supported.
+      swaps_halves: whether the channels of queries and keys are stored in neighboring pairs, where Hugging Face has
+        the first half of them and then the second.
+      adds_one: whether the scales of norms are stored plus one.
+    """
+
+    model_type: str
+    keys: tuple[str, ...] = ()
+    read: Read = lambda file: ({}, [])
+    swaps_halves: bool = False
+    adds_one: bool = False
+
+
+EXPERTS = ("expert_count", "expert_used_count")
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+LOCAL_THETA = "rope.freq_base_swa"
+
+
+def read_llama(file: File) -> tuple[Entries, Problems]:
+    """Llama, Mistral where there is a window, and Mixtral where there are experts."""
+    if file.own.get("expert_count"):
+        entries, problems = _read_experts(file, "num_local_experts")
+        return {"model_type": "mixtral", **entries}, problems
+    return {"model_type": "mistral"} if file.raw["sliding_window"] else {}, []
+
+
+def read_qwen3_moe(file: File) -> tuple[Entries, Problems]:
+    """Qwen3-MoE: experts in all layers, whose weights sum to one."""
+    entries, problems = _read_experts(file, "num_experts")
+    width = file.own.get("expert_feed_forward_length")
+    if width is None and not problems:
+        width = file.raw["intermediate_size"] // entries["num_experts_per_tok"]
+    return entries | {"moe_intermediate_size": width, "norm_topk_prob": True, "decoder_sparse_step": 1}, problems
+
+
+def read_gpt_oss(file: File) -> tuple[Entries, Problems]:
+    """gpt-oss. Its YaRN does not round the ends of the ramp to whole pairs, for which the format has no key."""
+    entries, problems = _read_experts(file, "num_local_experts")
+    types, more = _read_layer_types(file, 2)
+    scaling = file.raw["rope_scaling"] or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling = scaling | {"truncate": False}
+    width = file.own.get("expert_feed_forward_length", file.raw["intermediate_size"])
+    entries |= {"layer_types": types, "rope_scaling": scaling, "intermediate_size": width}
+    return entries, problems + more + _find_local_theta(file)
+
+
+def read_gemma2(file: File) -> tuple[Entries, Problems]:
+    """Gemma 2: every other layer has a window, of 4,096 for a file that does not say."""
+    types, problems = _read_layer_types(file, 2)
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    entries = {key: file.own.get(key, default) or None for key, default in caps.items()}
+    entries |= {"layer_types": types, "sliding_window": file.own.get(WINDOW, 4096), **_read_gemma(file, 46)}
+    return entries, problems + _find_local_theta(file)
+
+
+def read_gemma3(file: File) -> tuple[Entries, Problems]:
+    """Gemma 3: all layers but every sixth have a window and a RoPE of their own, which no factor scales."""
+    has_window = bool(file.raw["sliding_window"])
+    types, problems = _read_layer_types(file, 6 if has_window else 1)
+    entries = {
+        "layer_types": types,
+        "final_logit_softcapping": file.own.get("final_logit_softcapping") or None,
+        "rope_local_base_freq": shortest(file.own.get(LOCAL_THETA, 10_000.0)),
+        **_read_gemma(file, 62),
+    }
+    return entries, problems
+
+
+def read_granite(file: File) -> tuple[Entries, Problems]:
+    """Granite: four factors."""
+    size = file.raw["head_dim"]
+    factors = {
+        "attention_multiplier": file.own.get("attention.scale") or size**-0.5,
+        "embedding_multiplier": file.own.get("embedding_scale") or 1.0,
+        "residual_multiplier": file.own.get("residual_scale") or 1.0,
+        "logits_scaling": file.own.get("logit_scale"),
+    }
+    problems = []
+    if not factors["logits_scaling"]:
+        problems.append("this GGUF file must have the number 'granite.logit_scale'; make it again")
+    if file.own.get("rope.scaling.finetuned") is False:  # which llama.cpp reads as: no RoPE
+        problems.append(
+            "granite.rope.scaling.finetuned is false, by which this file asks for a model without RoPE, which is not "
+            "supported; use a Granite model with RoPE"
+        )
+    return {key: shortest(x) if is_number(x) else x for key, x in factors.items()}, problems
+
+
+def read_olmo2(file: File) -> tuple[Entries, Problems]:
+    """OLMo 2; with a window it is OLMo 3."""
+    if file.raw["sliding_window"]:
+        return {}, [f"olmo2.{WINDOW} makes this a model of OLMo 3, which is not supported; use one of OLMo 2"]
+    return {}, []
+
+
+def read_deepseek2(file: File) -> tuple[Entries, Problems]:
+    """DeepSeek-V2, of new files, whose heads are those of the absorbed form, and of old ones."""
+    own, problems = file.own, []
+    counts = {
+        "n_routed_experts": own.get("expert_count"),
+        "num_experts_per_tok": own.get("expert_used_count"),
+        "n_shared_experts": own.get("expert_shared_count"),
+        "moe_intermediate_size": own.get("expert_feed_forward_length"),
+        "kv_lora_rank": own.get("attention.kv_lora_rank"),
+        "qk_rope_head_dim": own.get("rope.dimension_count"),
+        "v_head_dim": own.get("attention.value_length_mla", own.get("attention.value_length")),
+    }
+    key_size = own.get("attention.key_length_mla", own.get("attention.key_length"))
+    wrong = [key for key, x in (*counts.items(), ("the width of a key", key_size)) if not is_integer(x) or x < 1]
+    if wrong:
+        return {}, [f"this GGUF file does not say {', '.join(wrong)} in positive integers; make it again"]
+    if own.get("expert_gating_func") not in (None, 0, 1):  # 1 is the softmax
+        problems.append(
+            f"deepseek2.expert_gating_func is {own['expert_gating_func']!r:.60}: experts that are chosen otherwise "
+            "than by a softmax, as in DeepSeek-V3, are not supported; use a model of DeepSeek-V2"
+        )
+    if own.get("expert_weights_norm"):
+        problems.append("deepseek2.expert_weights_norm is true, which is not supported; use a model of DeepSeek-V2")
+    groups = own.get("expert_group_count") or 1
+    entries = counts | {
+        "q_lora_rank": own.get("attention.q_lora_rank") or None,
+        "qk_nope_head_dim": key_size - counts["qk_rope_head_dim"],
+        "first_k_dense_replace": own.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": shortest(own.get("expert_weights_scale") or 1.0),
+        "n_group": groups,
+        "topk_group": own.get("expert_group_used_count") or 1,
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "num_key_value_heads": None,
+        "head_dim": None,
+    }
+    scaling = file.raw["rope_scaling"]
+    if (
+        scaling is not None
+        and scaling["rope_type"] == "yarn"
+        and (stored := own.get("rope.scaling.yarn_log_multiplier"))
+    ):
+        # llama.cpp's converter writes a tenth of mscale_all_dim, and no mscale, which is equal to it in all models.
+        mscale = round(shortest(stored) * 10, 6)
+        entries["rope_scaling"] = scaling | {"mscale": mscale, "mscale_all_dim": mscale}
+    return entries, problems
+
+
+def _read_experts(file: File, name: str) -> tuple[Entries, Problems]:
+    counts = {name: file.own.get("expert_count"), "num_experts_per_tok": file.own.get("expert_used_count")}
+    if any(not is_integer(x) or x < 1 for x in counts.values()):
+        return counts, [f"this GGUF file must have positive integers under {', '.join(EXPERTS)}; make it again"]
+    return counts, []
+
+
+def _read_gemma(file: File, layers_of_27b: int) -> Entries:
+    """What both families of Gemma share; the scale of the largest model is another one, as in llama.cpp."""
+    raw = file.raw
+    is_27b = raw["num_hidden_layers"] == layers_of_27b
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": raw["hidden_size"] // raw["num_attention_heads"] if is_27b else raw["head_dim"],
+    }
+
+
+def _read_layer_types(file: File, default: int) -> tuple[list[str] | None, Problems]:
+    """Reads which layers have the window: all but every n-th, or those that a list names."""
+    pattern, layers = file.own.get(PATTERN, default), file.raw["num_hidden_layers"]
+    is_list = isinstance(pattern, list) and len(pattern) >= layers and all(x in (0, 1) for x in pattern)
+    if not is_list and not (is_integer(pattern) and pattern >= 0):
+        return None, [f"{PATTERN} is {pattern!r:.80}: it must be an integer, or true or false for each layer"]
+    if is_list:
+        slides = [bool(x) for x in pattern[:layers]]
+    else:
+        slides = [pattern == 0 or i % pattern < pattern - 1 for i in range(layers)]
+    return ["sliding_attention" if x else "full_attention" for x in slides], []
+
+
+def _find_local_theta(file: File) -> Problems:
+    """What is not supported where all layers have one RoPE."""
+    if file.own.get(LOCAL_THETA) in (None, 0.0, file.own.get("rope.freq_base", 10_000.0)):
+        return []
+    return [f"{LOCAL_THETA} is {file.own[LOCAL_THETA]}: another RoPE in layers with a window is not supported"]
+
+
+def read_yarn(own: Mapping[str, Any], factor: float, context: int) -> tuple[Entries, Problems]:
+    """Reads YaRN's parameters.
+
+    `rope.scaling.attn_factor` multiplies the factor of rotated vectors that YaRN derives from its own.
+    """
+    problems, default = [], yarn_length_factor(factor)
+    scaling: Entries = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": own.get("rope.scaling.original_context_length") or context,
+    }
+    for key in ("beta_fast", "beta_slow"):
+        if (x := own.get(f"rope.scaling.yarn_{key}")) is not None:
+            scaling[key] = shortest(x)
+    if (more := own.get("rope.scaling.attn_factor")) not in (None, 1.0):
+        scaling["attention_factor"] = default * shortest(more)
+    # llama.cpp's converter writes transformers' attention_factor here, and llama.cpp does not read it.
+    stored = own.get("rope.scaling.yarn_attn_factor")
+    if stored not in (None, 1.0) and not math.isclose(stored, default, rel_tol=1e-6):
+        problems.append(
+            f"rope.scaling.yarn_attn_factor is {stored}, and not YaRN's {default:.6g} for a factor of {factor:g}: "
+            "programs disagree about what it means; convert the safetensors checkpoint instead"
+        )
+    if own.get("rope.scaling.yarn_ext_factor") not in (None, 1.0, -1.0):
+        problems.append(
+            f"rope.scaling.yarn_ext_factor is {own['rope.scaling.yarn_ext_factor']}: only that of 1 is supported"
+        )
+    return scaling, problems
+
+
+def read_longrope(
+    own: Mapping[str, Any], context: int, short: list[float] | None, long: list[float] | None
+) -> tuple[Entries, Problems]:
+    """Reads LongRoPE's parameters; its two lists of factors are tensors."""
+    if short is None or long is None:
+        missing = "rope_factors_short.weight" if short is None else "rope_factors_long.weight"
+        return {}, [f"this GGUF file scales RoPE by lists of factors, and has no tensor {missing!r}; make it again"]
+    original = own.get("rope.scaling.original_context_length") or context
+    scaling: Entries = {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": original,
+    }
+    stored, factor = own.get("rope.scaling.attn_factor", 1.0), context / original
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    if not math.isclose(stored, default, rel_tol=1e-6):
+        scaling["attention_factor"] = shortest(stored)
+    return scaling, []
+
+
+def shortest(x: Any) -> float:
+    """Returns the shortest decimal that is this float32: config.json had 1e-05, the file has 9.999999747378752e-06."""
+    return float(str(np.asarray(x, np.float32)[()]))
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", EXPERTS, read_llama, swaps_halves=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "phi3": Architecture("phi3"),
+    "granite": Architecture(
+        "granite",
+        ("attention.scale", "embedding_scale", "residual_scale", "logit_scale", "rope.scaling.finetuned"),
+        read_granite,
+        swaps_halves=True,
+    ),
+    "olmo2": Architecture("olmo2", (), read_olmo2),
+    "smollm3": Architecture("smollm3", (), lambda file: ({"no_rope_layer_interval": 4}, []), swaps_halves=True),
+    "qwen3moe": Architecture(
+        "qwen3_moe", (*EXPERTS, "expert_feed_forward_length", "expert_weights_norm"), read_qwen3_moe
+    ),
+    "gemma2": Architecture(
+        "gemma2",
+        (PATTERN, LOCAL_THETA, "attn_logit_softcapping", "final_logit_softcapping"),
+        read_gemma2,
+        adds_one=True,
+    ),
+    "gemma3": Architecture(
+        "gemma3_text", (PATTERN, LOCAL_THETA, "final_logit_softcapping"), read_gemma3, adds_one=True
+    ),
+    "gpt-oss": Architecture("gpt_oss", (*EXPERTS, "expert_feed_forward_length", PATTERN, LOCAL_THETA), read_gpt_oss),
+    "deepseek2": Architecture(
+        "deepseek_v2",
+        (
+            *(*EXPERTS, "expert_shared_count", "expert_feed_forward_length", "expert_gating_func"),
+            *("expert_group_count", "expert_group_used_count", "expert_weights_scale", "expert_weights_norm"),
+            *("attention.kv_lora_rank", "attention.q_lora_rank", "leading_dense_block_count"),
+            *("attention.key_length_mla", "attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
+        ),
+        read_deepseek2,
+    ),
+}
+"""general.architecture -> what it says."""
