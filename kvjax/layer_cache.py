@@ -111,6 +111,13 @@ class LayerCache:
     length: Array | None = None  # i32[B], tokens of each sequence so far, also the position of the next one
     dtype: str = dataclasses.field(default="", metadata={"static": True})  # of the keys and values
 
+    def __repr__(self) -> str:
+        if isinstance(self.state, Empty):
+            return f"LayerCache(empty, capacity {self.layer.capacity} tokens a sequence)"
+        waits = ", waits for kvjax.finish" if isinstance(self.state, ExactPrompt) else ""
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+        return f"LayerCache({num_bytes:,} bytes, capacity {self.layer.capacity} tokens a sequence{waits})"
+
     @property
     def positions(self) -> Array:
         """i32[B 1|K S], the position of the token in each slot, -1 for an empty slot."""
@@ -382,6 +389,10 @@ def attend(
     commit = T if commit is None else arguments.integer("commit", commit, 0, T)
     if commit < T and (is_prompt or is_copy):
         raise KvjaxError("a prompt has no drafts: leave commit out, or give the prompt first and the drafts in a step")
+    if needs.draft_tokens and not (is_prompt or commit == 0 or (commit, T) == (1, 1 + needs.draft_tokens)):
+        raise KvjaxError(
+            f"this method reads one step ahead, and takes {GIVES['drafts']}; got {T} tokens with commit={commit}"
+        )
     inputs = LayerInputs(q, k, v, hidden, output_projection, sinks)
     up = None if isinstance(cross_layer, _Absent) else cross_layer
     if needs.cross_layer and isinstance(cross_layer, _Absent):
@@ -423,6 +434,11 @@ def attend(
         bound = getattr(layer.bound, "after_prompt", layer.bound)
         call = LayerCall(bound, spec.rule)
         out, state, up = _run(Decode(positions, commit), state, inputs, up, call=call, mesh=layer.mesh)
+        if up is not None and isinstance(cross_layer, _Absent):
+            raise KvjaxError(
+                "this method hands a value to the layer above, and does not say so in advance: set cross_layer = True "
+                "in its reader"
+            )
     if is_wrong is not None:
         out = jnp.where(is_wrong[:, None, None, None, None], jnp.nan, out)
     if order is not None:
@@ -638,7 +654,10 @@ def _repeat_prompt(
     cache: Any, caches: Sequence[LayerCache], tokens: Array, repeat: Callable[..., Any], replay_prompts: ReplayPrompts
 ) -> Any:
     """Runs the prompt a second time, chunk by chunk after itself; see `kvjax.engine.prefill.replay`."""
-    (settings,) = {x.layer.bound.needs.replay for x in caches}
+    replays = {x.layer.bound.needs.replay for x in caches} - {None}
+    if len(replays) != 1 or any(x.layer.bound.needs.prompt_chunk for x in caches):
+        raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
+    (settings,) = replays
     assert settings is not None
     lengths, order = caches[0].length, caches[0].state.order
     (B, T), index = lengths.shape + caches[0].state.prompt.k.shape[2:3], np.int32

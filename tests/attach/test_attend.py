@@ -168,6 +168,31 @@ def test_a_donated_cache_is_a_carry_of_scan_and_while_loop():
     np.testing.assert_array_equal(out, want[0])
 
 
+def test_a_step_is_exported_with_its_cache():
+    tokens = random_tokens()
+    _, cache = attend(layer_cache(METHODS[1]), *(x[:, :T] for x in tokens), right_positions())
+    step = [x[:, T : T + 1] for x in tokens], jnp.asarray(LENGTHS)[:, None]
+    exported = jax.export.export(jax.jit(lambda cache, qkv, pos: kvjax.attend(cache, *qkv, pos)))(cache, *step)
+    read = jax.export.deserialize(exported.serialize())
+    out, after = read.call(cache, *step)
+    want, expected = attend(cache, *step[0], step[1])
+    np.testing.assert_array_equal(out, want)
+    assert jax.tree.structure(after) == jax.tree.structure(expected) and "LayerCache(" in repr(after)
+
+
+def test_bfloat16_stays_bfloat16():
+    tokens = [x.astype(jnp.bfloat16) for x in random_tokens()]
+    exact = [x.astype(jnp.float32) for x in tokens]
+    for method in METHODS[:2]:
+        results = []
+        for given in (tokens, exact):
+            out, cache = attend(layer_cache(method), *(x[:, :T] for x in given), right_positions())
+            assert out.dtype == given[0].dtype and cache.dtype == given[0].dtype.name
+            results.append([np.asarray(out.astype(jnp.float32)), *steps_after(cache, given)])
+        for low, high in zip(*results, strict=True):
+            np.testing.assert_allclose(low[:, :7].astype(np.float32), high[:, :7], atol=0.05)
+
+
 def test_vmap_gives_each_row_what_it_gives_alone():
     tokens = random_tokens()
     method = METHODS[1]
@@ -350,6 +375,7 @@ def test_wrong_calls_are_named_and_leave_the_cache_as_it_was():
     pos = right_positions()
     _, cache = kvjax.attend(layer_cache(), *tokens, pos)
     one = [x[:, :1] for x in tokens]
+    _, drafting = kvjax.attend(layer_cache("specache:bits=2,group=4,residual=4,topk=3", gives="drafts"), *tokens, pos)
     for call, message in (
         (lambda: kvjax.attend({0: layer_cache()}, *tokens, pos), r"give cache\[i\] in layer i"),
         (lambda: kvjax.attend(layer_cache(), q, k[:, :, :1], v, pos), r"q \[B T 4 8\], k \[B T 2 8\]"),
@@ -367,6 +393,7 @@ def test_wrong_calls_are_named_and_leave_the_cache_as_it_was():
             lambda: kvjax.attend(cache, *(x.astype(jnp.bfloat16) for x in one), LENGTHS[:, None]),
             "the prompt's keys are float32 and these are bfloat16",
         ),
+        (lambda: kvjax.attend(drafting, *one, LENGTHS[:, None]), "takes steps of a token and its draft.*commit=1"),
         (lambda: kvjax.finish({0: layer_cache()}), "finish follows the prompt"),
         (lambda: kvjax.finish({}), "cache is what kvjax.attach returns"),
         (lambda: layer_cache().positions, "holds no compressed prompt yet"),
