@@ -38,7 +38,7 @@ from kvjax.cache.readers.full import Full
 from kvjax.cache.sequences import CONTEXT_REMEDY
 from kvjax.cache.token_status import relative_error
 from kvjax.core import memory
-from kvjax.core.attention import attend_dense, combine, merge
+from kvjax.core.attention import attend_dense, combine, merge, weight_share
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes, bytes_beyond
 from kvjax.core.mesh import to_numpy
@@ -312,6 +312,10 @@ class MethodLayer:
         state = dataclasses.replace(state, reader_state=result.reader_state)
         if m.decode and commit:
             weights = result.weights if m.decode.needs_weights else None
+            if weights is not None and outside is not None:
+                # What the reader normalized over its slots becomes the weight in the softmax over all.
+                rest = functools.reduce(combine, partials[1:] + others)
+                weights = weights * weight_share(result.part, rest)[..., None]
             weights = None if weights is None else weights[:, :, :, 0]
             after = m.decode.after_token(self.spec, state, weights, q_pos[:, :1])
             pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2])

@@ -413,7 +413,9 @@ class Policy:
         Args:
           spec: the layer.
           state: the layer's state, with the new token in it.
-          weights: the new token's attention, where `needs_weights`: a softmax, 0 in empty slots.
+          weights: the new token's attention, where `needs_weights`: those of the softmax that the model makes, in which
+            learned sinks and a prefix that sequences share take their part, so that the sum may be below 1; 0 in empty
+            slots.
           q_pos: its position.
 
         Returns:

@@ -27,7 +27,7 @@ from kvjax.cache.protocol import (
 from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.sequences import concat_sequences, missing_ability, take_sequences
 from kvjax.core import memory
-from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, merge
+from kvjax.core.attention import MASKED_LOGIT, attend_dense, combine, log_sum_exp, merge
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
 from kvjax.core.mesh import to_numpy
@@ -50,7 +50,10 @@ class SharedPrefixLayer:
     """Two bound layers as one: `prefix` holds the shared tokens and is never written to, `own` those of each sequence.
 
     To `own`, a sequence is a text that begins at position 0. Rotations depend on relative positions only, so the
-    products of its queries and keys are the same, and a policy weighs a sequence's own tokens among themselves.
+    products of its queries and keys are the same. The attention weights that its policy gets, and those that
+    `attention_mass` sums for its scorers, are those of the softmax over the prefix and the own tokens, as in the papers
+    of these methods. A scorer that makes a softmax of its own (`turned_queries`, `scissorhands` in the prompt) makes it
+    over the own tokens.
     """
 
     prefix: ShareableLayer
@@ -111,9 +114,15 @@ class SharedPrefixLayer:
         part = self._attend_prefix(prefix, members, q, shift_positions(q_pos, before))
         # A block of queries at a time: the logits of a whole prompt would be a T x T array.
         own_part = map_query_blocks(lambda q, pos: attend_dense(q, block, pos, self.spec.rule), q, q_pos, 128)
+        part = combine(part, own_part)
+        part = part if outside is None else combine(part, outside)
+        if observation is not None:
+            # The observed queries are some of the prompt's, and a position is its index.
+            at = jnp.maximum(observation.pos, 0)[:, None, None]
+            lse = jnp.take_along_axis(log_sum_exp(part.m, part.l), at, 3)
+            observation = observation._replace(softmax_lse=lse)
         own = self.own.prefill(block, observation, num_slots)
-        parts = [part, own_part] if outside is None else [part, own_part, outside]
-        return merge(parts), SharedPrefixState(prefix, own, before, members)
+        return merge([part]), SharedPrefixState(prefix, own, before, members)
 
     def extend(
         self,

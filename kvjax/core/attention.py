@@ -122,6 +122,23 @@ def weights(
     return p, m, p.sum(-1)
 
 
+def softmax(s: Float32[Array, "*rest S"], sinks: Float[Array, "..."] | None = None) -> Float32[Array, "*rest S"]:
+    """Returns the weights of logits, for scorers: 0 where masked, and all 0 where all are masked.
+
+    Args:
+      s: logits, MASKED_LOGIT where masked.
+      sinks: logits that take weight too and get none returned; None for none. Their axes are the first ones of `s`,
+        where a size of 1 stands for all: those of `Observation.sinks`, [B K G], are the first of [B K G T S].
+    """
+    p, m, l = weights(s)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(*sinks.shape, *(1,) * (m.ndim - sinks.ndim))
+        top = lax.stop_gradient(jnp.maximum(m, sink))
+        shrink = jnp.exp(m - top)
+        p, l = p * shrink[..., None], l * shrink + jnp.exp(sink - top)
+    return p / jnp.maximum(l, 1e-30)[..., None]
+
+
 def mix(p: Float32[Array, "B K G T S"], v: Float[Array, "B K S Hv"]) -> Float32[Array, "B K G T Hv"]:
     """Sums values by weights."""
     # Weights are rounded to the values' dtype, as in FlashAttention: a product of two 16-bit arrays is what matrix
@@ -161,6 +178,11 @@ def merge(parts: list[Partial]) -> Float32[Array, "B K G T Hv"]:
     p = functools.reduce(combine, parts)
     # A padding query sees no slot: its sum is 0, and its output 0 instead of NaN.
     return p.o / jnp.maximum(p.l, 1e-30)[..., None]
+
+
+def weight_share(part: Partial, others: Partial) -> Float32[Array, "B K G T"]:
+    """Returns the fraction of each query's weight that one part of its softmax takes, beside the others."""
+    return jax.nn.sigmoid(log_sum_exp(part.m, part.l) - log_sum_exp(others.m, others.l))
 
 
 def sink_partial(sinks: Float[Array, "K G"], q: Float[Array, "B K G T H"], value_dim: int) -> Partial:

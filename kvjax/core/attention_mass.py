@@ -32,11 +32,11 @@ class Observation(NamedTuple):
     hidden_states: Float[Array, "B 1 Q D"] | None = None  # the layer's inputs, from which these queries were projected
     replay_scores: Float32[Array, "B K S"] | None = None  # scores of the tokens from a second pass over the prompt
     paired_block: KVBlock | None = None  # the same prompt in the layer above or below
-    # The log-sum-exp of each query's logits to the block and to the sinks, where attention left it.
+    # The log-sum-exp of each query's logits, where attention left it: to the block, the sinks, and a prefix that
+    # sequences share.
     softmax_lse: Float32[Array, "B K G Q"] | None = None
-    # Logits of the layer that take weight in every softmax and give no value (gpt-oss); axis 0 says that sequences
-    # share them.
-    sinks: Float[Array, "1 K G"] | None = None
+    # Logits of the layer that take weight in every softmax and give no value (gpt-oss); the model's are of axis 0 = 1.
+    sinks: Float[Array, "#B K G"] | None = None
 
 
 def attention_mass(
@@ -49,7 +49,8 @@ def attention_mass(
 ) -> tuple[Float32[Array, "B K G S"], Float32[Array, "B #K S"]]:
     """Sums the attention weights that each slot receives from the observed queries.
 
-    Attention is causal and inside the layer's sliding window. Padding queries see nothing, and empty slots receive 0.
+    The weights are those of the model's softmax, in whose sum learned sinks count (`Observation.sinks`). Attention is
+    causal and inside the layer's sliding window. Padding queries see nothing, and empty slots receive 0.
 
     Args:
       block: keys of the prompt.
@@ -57,7 +58,8 @@ def attention_mass(
       query_weights: by which each query's attention counts.
       rule: the layer's window and soft cap.
       block_size: memory grows with its square, never with Q x S.
-      logit_transform: applied to the logits, after the soft cap and before the softmax.
+      logit_transform: applied to the logits, after the soft cap and before the softmax, which is then one over the
+        slots alone: what the transform makes of a sink is not defined.
 
     Returns:
       (weighted sums; for each slot, the sum of `query_weights` over the queries that see it).
@@ -120,6 +122,7 @@ class _SlotBlocks(NamedTuple):
     slots: _Slots  # arrays [n ...], n blocks
     rule: Rule
     transform: LogitTransform | None
+    sinks: Float[Array, "#B K G"] | None
 
     def logits(self, queries: _Queries, slots: _Slots) -> tuple[Array, Array]:
         """(f32[B K G T S], MASKED_LOGIT where a query does not see a slot; the mask bool[B 1|K 1 T S])."""
@@ -139,7 +142,7 @@ class _SlotBlocks(NamedTuple):
         return lax.cond(some, update, lambda carry: carry, carry)
 
     def log_sum_exp(self, queries: _Queries) -> Float32[Array, "B K G T"]:
-        """The log-sum-exp of each query's logits, over all slots."""
+        """The log-sum-exp of each query's logits, over all slots and the sinks."""
         if queries.lse is not None:
             return queries.lse
 
@@ -154,7 +157,8 @@ class _SlotBlocks(NamedTuple):
 
         shape = queries.q.shape[:-1]
         (m, l), _ = lax.scan(add_block, vary((jnp.full(shape, MASKED_LOGIT), jnp.zeros(shape))), self.slots)
-        return log_sum_exp(m, l)
+        lse = log_sum_exp(m, l)
+        return lse if self.sinks is None else jnp.logaddexp(lse, self.sinks.astype(jnp.float32)[..., None])
 
 
 def _sum_over_queries(
@@ -173,7 +177,7 @@ def _sum_over_queries(
     # Few observed queries (SnapKV's 32) get longer blocks of slots: what is bounded is the size of a tile of logits.
     num_slots = min(block_size * block_size // num_queries, S)
     # A transform changes the logits, and with them their sum.
-    lse = None if transform is not None else observation.softmax_lse
+    lse, sinks = (None, None) if transform is not None else (observation.softmax_lse, observation.sinks)
     query_blocks = _Queries(
         split_blocks(observation.q, 3, num_queries),
         split_blocks(observation.pos, 1, num_queries, -1),
@@ -181,7 +185,7 @@ def _sum_over_queries(
         None if lse is None else split_blocks(lse, 3, num_queries),
     )
     slots = _Slots(split_blocks(block.k, 2, num_slots), split_blocks(block.pos, 2, num_slots, -1))
-    blocks = _SlotBlocks(slots, rule, transform)
+    blocks = _SlotBlocks(slots, rule, transform, sinks)
 
     def reduce_block(queries: _Queries, slots: _Slots, lse: Array) -> Any:
         logits, mask = blocks.logits(queries, slots)

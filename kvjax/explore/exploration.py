@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.cache.accounting import CacheBytes, state_bytes
 from kvjax.cache.protocol import BoundLayer, Cache, KVMethod, LayerState
 from kvjax.cache.token_status import token_status
-from kvjax.core.attention import Rule, scores, weights
+from kvjax.core.attention import Rule, scores, softmax
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, KvjaxWarning
 from kvjax.explore import token_codes
@@ -22,6 +22,7 @@ from kvjax.explore.answer_state import AnswerState
 from kvjax.explore.traced_state import TracedLayer, TracedMethod, TracedState, inner_cache
 from kvjax.generation.context import read
 from kvjax.generation.inputs import round_up
+from kvjax.models.decoder import sinks_of
 from kvjax.models.model import Model
 from kvjax.registry.strings import Methods, resolve
 
@@ -88,8 +89,8 @@ def explore(
         state = state.feed(token)
         likeliest.append(state.likeliest)
         by_layer = [
-            _attention_weights(layer_state, state.cache.length, layer.spec.rule)
-            for layer, layer_state in zip(state.cache.plan, state.cache.layers, strict=True)
+            _attention_weights(layer_state, state.cache.length, sinks_of(model.params[f"layer_{i}"]), layer.spec.rule)
+            for i, (layer, layer_state) in enumerate(zip(state.cache.plan, state.cache.layers, strict=True))
             if isinstance(layer, TracedLayer)
         ]
         attention.append(np.stack(by_layer)[:, :, : len(prompt) + len(answer)])
@@ -148,9 +149,9 @@ def _encode_layer(state: TracedState, layer: BoundLayer) -> tuple[Array, Array]:
     return token_codes.encode_status(token_status(layer, state.inner, state.exact), state.roles, tolerance)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _attention_weights(state: TracedState, length: Array, rule: Rule) -> Array:
+@functools.partial(jax.jit, static_argnums=3)
+def _attention_weights(state: TracedState, length: Array, sinks: Array | None, rule: Rule) -> Array:
     """f32[K C]: the exact attention of the last token, the mean over each head's query heads."""
     exact = state.exact
-    p, _, l = weights(rule.logits(scores(state.q, exact.k), exact.pos, length[:, None] - 1))
-    return (p / l[..., None])[0, :, :, 0].mean(1)
+    logits = rule.logits(scores(state.q, exact.k), exact.pos, length[:, None] - 1)
+    return softmax(logits, None if sinks is None else sinks[None])[0, :, :, 0].mean(1)

@@ -80,7 +80,7 @@ def _window_statistics(
     is_observed = kv.window_query_mask(observation, num_queries)
     count = is_observed.sum(-1, dtype=jnp.int32).astype(jnp.float32)[:, None, None, None]
     count = jnp.maximum(count, 1.0)
-    window = kv.Observation(observation.q, jnp.where(is_observed, observation.pos, -1))
+    window = kv.Observation(observation.q, jnp.where(is_observed, observation.pos, -1), sinks=observation.sinks)
     sums = moments(block, window, spec.rule)
     squares = sums.square - sums.p * sums.p / count
     return sums.p / count, jnp.maximum(squares, 0.0) / jnp.maximum(count - 1, 1.0), -sums.p_log_p

@@ -37,8 +37,7 @@ class ExpectedAttention(kv.Scorer):
         mean, covariance = self._future_queries(block, observation, spec.rope)
         logits = expected_logits(block.k, mean, covariance)
         is_readable = visible_to_next_query(block, spec.rule) & (block.pos >= self.sinks)[:, :, None]
-        p, _, l = kv.attention.weights(jnp.where(is_readable, logits, kv.MASKED_LOGIT))
-        heads = p / jnp.maximum(l, 1e-30)[..., None]
+        heads = kv.attention.softmax(jnp.where(is_readable, logits, kv.MASKED_LOGIT), observation.sinks)
         if self.value_norms:
             norms = jnp.sqrt(jnp.square(block.v.astype(jnp.float32)).sum(-1))
             heads = (heads + self.epsilon) * norms[:, :, None]
@@ -104,7 +103,8 @@ def expected_attention(
       every head keeps the same number of tokens, as under `ExpectedAttentionPress`. `docs/results.md` has what each
       division keeps. Statistics are of a sequence's own queries as the model makes them, so models that normalize
       queries work too, where kvpress computes them from hidden states; tokens that have left a layer's sliding window
-      score 0.
+      score 0. A learned sink counts in the softmax. A soft cap does not: the expectation of the exponential of a
+      bounded logit has no closed form, so that logits are those before the cap, in which large ones stand out more.
 
     Args:
       budget, unit, per: as in `make_selection`.

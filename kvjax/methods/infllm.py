@@ -132,11 +132,11 @@ class BlockReader(kv.Reader):
         recalled, recalled_for_drafts = None, None
         if reader_state.keys is not None:
             recalled = self._recall_blocks(storage, state, reader_state, far_q, is_kept)
-            if other_partial is not None:
+            if other_partial is not None:  # of drafts, or of what is outside of the state, which recalls nothing
                 is_draft = (q_pos >= 0) & ~is_kept
                 recalled_for_drafts = self._recall_blocks(storage, state, reader_state, far_q, is_draft)
 
-        def attend(q: kv.Array, t: kv.Array, far_q: kv.Array) -> tuple[kv.Partial, kv.Array]:
+        def attend(q: kv.Array, t: kv.Array, far_q: kv.Array, *others: kv.Array) -> tuple[kv.Partial, kv.Array]:
             own = own_slots(t)
             is_kept = (own < n)[:, None, None, :, None]
             p, window = _attend(q, near.block, self._visibility(storage, near, t, own)[0], storage.spec.rule)
@@ -146,12 +146,13 @@ class BlockReader(kv.Reader):
                     continue
                 is_far = self._visibility(storage, tokens, t, own)[1] & may_read
                 total = kv.attention.combine(total, _attend(far_q, tokens.block, is_far, storage.spec.rule)[1])
-            # From weights relative to the window's own maximum to those of the softmax over both parts.
-            scale = jnp.exp(window.m - total.m) / jnp.maximum(total.l, 1e-30)
+            # From weights relative to the window's own maximum to those of the softmax over all that a query reads.
+            every = kv.attention.combine(total, kv.Partial(*others)) if others else total
+            scale = jnp.exp(window.m - every.m) / jnp.maximum(every.l, 1e-30)
             return total, jnp.where(is_kept, p * scale[..., None], 0.0).sum(3, keepdims=True)
 
         # `map_query_blocks` concatenates along the axis of queries: mass has one sum for each block of queries there.
-        out, mass = kv.map_query_blocks(attend, q, q_pos, 64, far_q)
+        out, mass = kv.map_query_blocks(attend, q, q_pos, 64, far_q, *(other_partial or ()))
         reader_state = dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3))
         return kv.ReadResult(out, reader_state, cross_layer=cross_layer)
 

@@ -41,14 +41,18 @@ class TopValues(kv.Reader):
     ) -> kv.ReadResult:
         keys = storage.k.load(state.k)
 
-        def attend(q: kv.Array, q_pos: kv.Array) -> kv.ReadResult:
+        def attend(q: kv.Array, q_pos: kv.Array, *others: kv.Array) -> kv.ReadResult:
             B, K, G, T, _ = q.shape
             p, m, l = kv.attention.weights(logits(storage, state, q, q_pos, keys))
             n = min(self.n, p.shape[-1])
             importance = p
             if self.granularity == "kv":
                 # Query heads have maxima of their own, so their weights are comparable only once they sum to 1.
-                importance = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2, keepdims=True)
+                importance = p / jnp.maximum(l, 1e-30)[..., None]
+                if others:  # which each head gives a part of its weight
+                    share = kv.attention.weight_share(kv.Partial(others[0], m, l), kv.Partial(*others))
+                    importance = importance * share[..., None]
+                importance = importance.sum(2, keepdims=True)
             idx = lax.top_k(importance, n)[1]  # [B K G|1 T n]
             values = storage.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, -1)
             values = jnp.broadcast_to(values, (B, K, G, T, n, values.shape[-1])).astype(jnp.float32)
@@ -57,7 +61,7 @@ class TopValues(kv.Reader):
             total = heaviest.sum(-1) if self.renormalise else l
             return kv.ReadResult(kv.Partial(mixed, m, total), weights=normalize_weights(p, l))
 
-        return kv.map_query_blocks(attend, q, q_pos, 64)._replace(cross_layer=cross_layer)
+        return kv.map_query_blocks(attend, q, q_pos, 64, *(other_partial or ()))._replace(cross_layer=cross_layer)
 
 
 @kv.register_method(example="kcache:n=32", family="host memory")

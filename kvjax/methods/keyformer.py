@@ -110,8 +110,7 @@ class Keyformer(kv.Policy):
 def temper_weights(weights: kv.Array, noise: kv.Array, tau: kv.Array) -> kv.Array:
     """Recomputes softmax weights f32[... S] with noise on the logits, at temperature tau; 0 stays 0."""
     logits = jnp.where(weights > 0, (jnp.log(weights) + noise) / tau, kv.attention.MASKED_LOGIT)
-    p, _, l = kv.attention.weights(logits)
-    return p / jnp.maximum(l, 1e-30)[..., None]
+    return kv.attention.softmax(logits)
 
 
 @kv.register_method(example="keyformer:budget=512,recent=153", family="eviction at every step")
@@ -126,7 +125,8 @@ def keyformer(
 
     Differs:
       The authors' code masks tokens and drops none, hides every token for good that leaves the recent ones, so that
-      only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's.
+      only the prompt has key tokens, and adds scores over the batch; here the rule is the paper's. Its softmax, with
+      noise, is over the kept tokens, without a model's learned sinks.
 
     Args:
       budget: tokens that stay of each key/value head, `recent` included (the authors' runs: 60 % of the prompt).

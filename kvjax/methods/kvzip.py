@@ -21,7 +21,7 @@ class ReplayAttention(kv.Scorer):
     """Scores a token by the most attention that it gets while the model repeats its chunk (KVzip, 2505.23416).
 
     For its score, a query of the repetition attends only to the first `sinks` tokens of the prompt, to the chunk that
-    it repeats and to the repetition before it. The fields are the arguments of `kvzip`.
+    it repeats, to the repetition before it, and to a model's learned sinks. The fields are the arguments of `kvzip`.
     """
 
     chunk: kv.PositiveInt = 2048
@@ -77,8 +77,8 @@ class ReplayAttention(kv.Scorer):
 
         def update(most: kv.Array, queries: tuple[kv.Array, kv.Array, kv.Array]) -> tuple[kv.Array, None]:
             q, q_pos, query_scale = queries
-            p, _, l = kv.attention.weights(spec.rule.logits(kv.attention.scores(q, keys), pos, q_pos))
-            received = p[..., :size] / jnp.maximum(l, 1e-30)[..., None] * query_scale[:, None, None, :, None]
+            p = kv.attention.softmax(spec.rule.logits(kv.attention.scores(q, keys), pos, q_pos), observation.sinks)
+            received = p[..., :size] * query_scale[:, None, None, :, None]
             return jnp.maximum(most, (received * value_norms[:, :, :, None]).max((2, 3))), None
 
         blocks = (

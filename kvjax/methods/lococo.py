@@ -62,12 +62,16 @@ class ConvolutionTable(kv.TableKind):
 
         q = jnp.where((observation.pos >= 0)[:, None, None, :, None], observation.q, jnp.zeros((), observation.q.dtype))
         real = jnp.broadcast_to(block.pos >= 0, block.k.shape[:3])
-        return {
+        texts = {
             "q": fit_length(q, 3),
             "k": fit_length(block.k, 2),
             "v": fit_length(block.v, 2),
             "real": fit_length(real, 2),
         }
+        if observation.sinks is not None:  # the model's, the same for every text
+            sinks = observation.sinks.astype(jnp.float32)
+            texts["sinks"] = jnp.broadcast_to(sinks, (len(q), *sinks.shape[1:]))[:, :, None]
+        return texts
 
     def join(self, before: np.ndarray, more: np.ndarray) -> np.ndarray:
         return np.concatenate([before, more], 1)
@@ -75,7 +79,8 @@ class ConvolutionTable(kv.TableKind):
     def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
         q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
         pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
-        texts = split_texts(kv.KVBlock(k, v, pos), q, 2 * self.slots, spec)
+        sinks = jnp.asarray(counted["sinks"][:, 0], jnp.float32) if "sinks" in counted else None
+        texts = split_texts(kv.KVBlock(k, v, pos), q, 2 * self.slots, spec, sinks)
         if not kv.evicted_mask(texts.earlier, texts.choice).any():
             least = 4 * self.slots + 1
             raise kv.KvjaxError(
@@ -108,19 +113,29 @@ class SplitTexts(NamedTuple):
     choice: kv.SelectedSlots
     q: kv.Array  # [B K G T H]
     q_pos: kv.Array  # i32[B T], -1 for queries of the earlier half
-    later: kv.Partial  # what the queries read of their own half
+    later: kv.Partial  # what the queries read of their own half, with the model's sinks
     target: kv.Array  # f32[B K G T H], what they read of both halves
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "spec"))
-def split_texts(block: kv.KVBlock, q: kv.Array, budget: int, spec: kv.LayerSpec) -> SplitTexts:
-    """Splits texts with all of their queries [B K G T H], and selects `budget` tokens of the earlier halves."""
+def split_texts(
+    block: kv.KVBlock, q: kv.Array, budget: int, spec: kv.LayerSpec, sinks: kv.Array | None = None
+) -> SplitTexts:
+    """Splits texts with all of their queries [B K G T H], and selects `budget` tokens of the earlier halves.
+
+    Args:
+      block: keys and values of the texts.
+      q: queries.
+      budget: tokens that stay of an earlier half.
+      spec: the layer.
+      sinks: its learned sinks [K G]; None for none.
+    """
     pos = block.pos[:, 0]
     is_earlier, is_later_query = kv.split_halves(block, kv.Observation(q, pos))
     # The earlier half lies at the front, so that its block needs no more room than that.
     earlier = dataclasses.replace(block, pos=jnp.where(is_earlier, block.pos, -1)).first(-(-pos.shape[1] // 2))
     num_kept = jnp.minimum(is_earlier.sum((1, 2), dtype=jnp.int32), budget)
-    observation = kv.Observation(q, jnp.where(is_earlier[:, 0], pos, -1))
+    observation = kv.Observation(q, jnp.where(is_earlier[:, 0], pos, -1), sinks=None if sinks is None else sinks[None])
     selection = kv.PromptSelection(spec, kv.make_selection(kv.AccumulatedAttention(), budget))
     choice = select_slots(selection, earlier, observation, num_kept, budget)
     later = dataclasses.replace(block, pos=jnp.where(is_later_query[:, None], block.pos, -1))
@@ -130,6 +145,8 @@ def split_texts(block: kv.KVBlock, q: kv.Array, budget: int, spec: kv.LayerSpec)
         return kv.map_query_blocks(lambda q, at: kv.attention.attend_dense(q, half, at, spec.rule), q, q_pos, 64)
 
     read_later = read(later)
+    if sinks is not None:
+        read_later = kv.attention.combine(read_later, kv.attention.sink_partial(sinks, q, block.v.shape[3]))
     return SplitTexts(earlier, choice, q, q_pos, read_later, kv.attention.merge([read(earlier), read_later]))
 
 

@@ -83,7 +83,10 @@ class RepeatedSelection(kv.Policy):
             shift = (observation.pos[:, -1:] + 1) % W
             at = (jnp.arange(W, dtype=jnp.int32)[None] - shift) % W
             q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
-            observation = kv.Observation(q, jnp.take_along_axis(observation.pos, at, 1))
+            # A state's arrays have one entry for each sequence, where the layer's sinks have one for all.
+            sinks = observation.sinks
+            sinks = None if sinks is None else jnp.broadcast_to(sinks, (len(q), *sinks.shape[1:]))
+            observation = kv.Observation(q, jnp.take_along_axis(observation.pos, at, 1), sinks=sinks)
         return jnp.where(place < length, place, -1), observation
 
     def before_token(self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array) -> kv.LayerState:
@@ -93,7 +96,7 @@ class RepeatedSelection(kv.Policy):
             at = jnp.where(q_pos >= 0, q_pos % W, W)  # sequences without a token in this step add no query
             new_q = kv.memory.put(ring.q.reshape(B, K * G, W, H), q.reshape(B, K * G, 1, H), at).reshape(ring.q.shape)
             new_pos = kv.memory.put(ring.pos[:, None], q_pos[:, None], at)[:, 0]
-            state = dataclasses.replace(state, policy_state=kv.Observation(new_q, new_pos))
+            state = dataclasses.replace(state, policy_state=ring._replace(q=new_q, pos=new_pos))
         is_full = ~kv.over_heads.any((state.pos >= 0).sum(2) < self.budget + self.every)[:, 0]
         # A sequence without a token in this step waits, because its own next query has to be observed first.
         is_due = is_full & (q_pos[:, 0] >= 0)
@@ -127,7 +130,8 @@ def latest_queries(observation: kv.Observation, count: int) -> kv.Observation:
     """Returns each sequence's last `count` queries, in the order of their positions, -1 before the first."""
     pos = last_positions(observation.pos.max(1) + 1, count)
     at = (observation.pos[:, None] == pos[:, :, None]).argmax(2).astype(jnp.int32)
-    return kv.Observation(jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3), pos)
+    q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
+    return kv.Observation(q, pos, sinks=observation.sinks)
 
 
 @kv.register_method(example="snapkv:budget=512 + recompress:every=32", family="component over a selection")

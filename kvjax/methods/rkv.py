@@ -35,9 +35,11 @@ class RKV(kv.Scorer):
         observation = latest_queries(self.require_observation(observation), self.num_queries)
         is_visible = kv.attention.visible(block.pos, observation.pos, spec.rule)[:, :, 0] & before[:, :, None]
         logits = spec.rule.cap(kv.attention.scores(observation.q, block.k)).max(2)
-        p, _, l = kv.attention.weights(jnp.where(is_visible, logits, kv.attention.MASKED_LOGIT))
+        # The greatest logit of a group's query heads is taken of their learned sinks too.
+        sinks = None if observation.sinks is None else observation.sinks.max(2)
+        p = kv.attention.softmax(jnp.where(is_visible, logits, kv.attention.MASKED_LOGIT), sinks)
         count = jnp.maximum((observation.pos >= 0).sum(1, dtype=jnp.int32), 1).astype(jnp.float32)
-        received = (p / jnp.maximum(l, 1e-30)[..., None]).sum(2) / count[:, None, None]
+        received = p.sum(2) / count[:, None, None]
         received = pool_scores(received, before, self.kernel, "max")
         score = self.mix * received - (1 - self.mix) * redundancy(block, self.threshold)
         return kv.token_scores(jnp.where(before, score, 1.0), block)
@@ -78,8 +80,7 @@ def redundancy(block: kv.KVBlock, threshold: float, at_once: int = 256) -> kv.Ar
     total = lax.scan(add, kv.vary(jnp.zeros((B, K, S))), blocks)[0]
     real = block.pos >= 0
     count = jnp.maximum(real.sum(2, keepdims=True, dtype=jnp.int32), 1).astype(jnp.float32)
-    p, _, l = kv.attention.weights(jnp.where(real, total / count, kv.attention.MASKED_LOGIT))
-    return p / jnp.maximum(l, 1e-30)[..., None]
+    return kv.attention.softmax(jnp.where(real, total / count, kv.attention.MASKED_LOGIT))
 
 
 @kv.register_method(example="rkv:budget=512,every=32", family="eviction at every step")

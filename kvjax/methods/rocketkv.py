@@ -37,8 +37,7 @@ class HybridBoxes(Boxes):
         return (high + low) / jnp.sqrt(jnp.maximum(known, 1e-12))[..., None]
 
     def rescale(self, score: kv.Array, candidates: kv.Array) -> kv.Array:
-        p, _, l = kv.attention.weights(jnp.where(candidates, score, kv.MASKED_LOGIT))
-        return (p / jnp.maximum(l, 1e-30)[..., None]).mean(2, keepdims=True)
+        return kv.attention.softmax(jnp.where(candidates, score, kv.MASKED_LOGIT)).mean(2, keepdims=True)
 
 
 @kv.register_method(example="rocketkv:budget=1024,topk=256", family="sparse reading")

@@ -103,8 +103,8 @@ class ShadowStore(kv.SideStore):
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.Partial:
             rule = storage.spec.rule
             is_visible = kv.attention.visible(newest, q_pos, rule)
-            p, _, l = kv.attention.weights(rule.logits(kv.attention.scores(q, landmarks), newest, q_pos))
-            weight = (p / jnp.maximum(l, 1e-30)[..., None]).max(2, keepdims=True)
+            logits = rule.logits(kv.attention.scores(q, landmarks), newest, q_pos)
+            weight = kv.attention.softmax(logits).max(2, keepdims=True)
             num_chunks = min(self.budget // self.chunk, weight.shape[4])
             best, chunk = lax.top_k(jnp.where(is_visible, weight, -1.0), num_chunks)
             offset = jnp.arange(self.chunk, dtype=jnp.int32).reshape(1, 1, 1, 1, 1, -1)

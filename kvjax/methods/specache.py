@@ -103,8 +103,12 @@ class SpeculativeReader(kv.Reader):
         s = self.k.scores(q, reader_state.k)
         s = storage.spec.rule.logits(s, state.pos, q_pos, state.bias)
         if not self.speculative:
-            low, _, l = kv.attention.weights(s)
-            mass = self._reduce_group(low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30))
+            low, m, l = kv.attention.weights(s)
+            mass = low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30)
+            if other_partial is not None:
+                share = kv.attention.weight_share(kv.Partial(other_partial.o, m, l), other_partial)
+                mass = mass * share[:, :, :, :1]
+            mass = self._reduce_group(mass)
             fetched = self._fetch(storage, state, mass, self.k.num_quantized(state.n - 1))
         else:
             fetched = reader_state.fetched

@@ -48,8 +48,8 @@ class TurnedQueries(kv.Scorer):
             turned = spec.rope.rotate_queries(pre_rope, jnp.maximum(target_pos, 0)).astype(q.dtype)
             is_visible = kv.attention.visible(block.pos, target_pos) & readable
             logits = spec.rule.cap(kv.attention.scores(turned, block.k))
-            p, _, l = kv.attention.weights(jnp.where(is_visible, logits, kv.MASKED_LOGIT))
-            p = p / jnp.maximum(l, 1e-30)[..., None]  # f32[B K G 64 S]
+            # f32[B K G 64 S]
+            p = kv.attention.softmax(jnp.where(is_visible, logits, kv.MASKED_LOGIT), observation.sinks)
             return (jnp.maximum(total, p.max(3)) if self.reduce == "max" else total + p.sum(3)), None
 
         blocks = (

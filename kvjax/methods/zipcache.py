@@ -60,7 +60,8 @@ class ProbeAttention(kv.Scorer):
         slot = jnp.sort(slot, -1)[:, : kv.fraction_of(self.share, Q) - kv.fraction_of(self.share, -Q)]
         at = jnp.minimum(slot, Q - 1)
         q = jnp.take_along_axis(observation.q, at[:, None, None, :, None], 3)
-        return kv.Observation(q, jnp.where(slot < Q, jnp.take_along_axis(observation.pos, at, 1), -1))
+        pos = jnp.where(slot < Q, jnp.take_along_axis(observation.pos, at, 1), -1)
+        return kv.Observation(q, pos, sinks=observation.sinks)
 
 
 @kv.register_method(family="quantization by channel and group")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.readers.query_blocks import map_query_blocks
-from kvjax.core.attention import Rule, scores, weights
+from kvjax.core.attention import Rule, scores, softmax
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
@@ -164,10 +164,7 @@ def _layer_attention_to_chunks(q: Array, k: Array, pos: Array, member: Array, si
     """Sums the attention weights of queries [B K G T H] over keys [B K T H] by chunk, member f32[B T C]: f32[B T C]."""
 
     def attend(q: Array, q_pos: Array) -> Array:
-        s = rule.logits(scores(q, k), pos[:, None], q_pos)
-        p, m, l = weights(s)
-        if sinks is not None:
-            l = l + jnp.exp(sinks.astype(jnp.float32)[None, :, :, None] - m)
-        return jnp.einsum("bkgts,bsc->bkgtc", p / jnp.maximum(l, 1e-30)[..., None], member)
+        p = softmax(rule.logits(scores(q, k), pos[:, None], q_pos), None if sinks is None else sinks[None])
+        return jnp.einsum("bkgts,bsc->bkgtc", p, member)
 
     return map_query_blocks(attend, q, pos, QUERY_BLOCK_TOKENS).mean((1, 2))

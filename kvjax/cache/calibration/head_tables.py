@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.cache.calibration.table_kinds import TableKind, register_table_kind
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import scores, split_blocks, weights
+from kvjax.core.attention import scores, softmax, split_blocks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import Array, KVBlock
 
@@ -40,7 +40,8 @@ class HeadWeights(TableKind):
         pos = jnp.arange(self.num_positions, dtype=jnp.int32)[None]
         k = jnp.repeat(pre_rope_k.sum(2, keepdims=True) / num_tokens[:, :, 0], self.num_positions, 2)
         q = spec.rope.rotate_queries(pre_rope_q.sum(3, keepdims=True) / num_tokens, pos[:, -1:])
-        attention = jax.nn.softmax(scores(q, spec.rope.rotate(k, pos[:, None])), -1)
+        logits = spec.rule.cap(scores(q, spec.rope.rotate(k, pos[:, None])))
+        attention = softmax(logits, observation.sinks)
         weight = jnp.cumsum(attention, -1).mean((2, 3, 4))
         return {"weights": weight, "texts": jnp.ones_like(weight)}
 
@@ -70,7 +71,7 @@ class RetrievalHeads(TableKind):
         def sum_attention(queries: tuple[Array, Array]) -> dict[str, Array]:
             """Attention of queries [B K G Q H] to earlier copies f32[B K G], and the number of pairs f32[B K 1]."""
             q, q_pos = queries
-            p, _, l = weights(spec.rule.logits(scores(q, block.k), block.pos, q_pos))
+            p = softmax(spec.rule.logits(scores(q, block.k), block.pos, q_pos), observation.sinks)
             distance = q_pos[:, None, :, None] - block.pos[:, :, None]  # i32[B 1 Q S], tokens from the key to the query
             is_real = (q_pos[:, None, :, None] >= 0) & (block.pos[:, :, None] >= 0)
             is_successor = (distance >= 0) & ((distance + 1) % period == 0)
@@ -82,7 +83,7 @@ class RetrievalHeads(TableKind):
             sums = {}
             for name, mask in pairs.items():
                 num_pairs = jnp.broadcast_to(mask, (*q.shape[:2], *mask.shape[2:])).sum((2, 3), dtype=jnp.float32)
-                sums[name] = jnp.where(mask[:, :, None], p / jnp.maximum(l, 1e-30)[..., None], 0.0).sum((3, 4))
+                sums[name] = jnp.where(mask[:, :, None], p, 0.0).sum((3, 4))
                 sums[f"{name}_pairs"] = num_pairs[..., None]
             return sums
 
