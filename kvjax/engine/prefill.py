@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
+from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.mesh import per_device, to_numpy, vary
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
@@ -124,6 +125,11 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
             prompt = prompt._replace(output_projection=jnp.zeros(shape, dtype))
         if needs.replay:
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
+        assert call.kind is not None
+        if call.kind.attention.sinks and not needs.prompt_chunk:
+            # The parameters are not here, so that a state that keeps the sinks of its layer (`recompress`) has its
+            # shapes, and sinks that take nothing.
+            prompt = prompt._replace(sinks=jnp.full((1, *prompt.q.shape[1:3]), MASKED_LOGIT, dtype))
         prompts.append(prompt)
     states = compress_prompts(prompts, lengths, calls, capacity, target.mesh, longest=0)
     return vary(Cache(states, lengths, capacity, plan, c, jnp.dtype(dtype).name))

@@ -197,6 +197,7 @@ def abstract_state(
         hidden_states=array(1, length, config.width) if needs.hidden_states else None,
         replay_scores=array(a.kv_heads, length, dtype=jnp.float32) if needs.replay else None,
         paired_block=block if needs.paired_layer else None,
+        sinks=array(a.kv_heads, a.groups, batch=1) if a.sinks else None,
     )
 
     def prefill(block: KVBlock, observation: Observation | None) -> Any:

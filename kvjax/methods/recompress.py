@@ -145,7 +145,8 @@ def recompress(every: int = 128) -> kv.Method:
 
     Differs:
       kvpress compresses after a step's attention, here before the next token comes in, whose query is observed too;
-      kvpress also counts steps below its target, and rotates every buffered query to the newest position.
+      kvpress also counts steps below its target, and rotates every buffered query to the newest position. A cache that
+      begins empty (`kvjax.functional.empty`) selects without a model's learned sinks.
 
     Args:
       every: decoded tokens between compressions (kvpress: 512).
