@@ -1,4 +1,4 @@
-"""Every method takes the attention to what is outside of its state: learned sinks, and a prefix that sequences share."""
+"""Every method takes the attention to what is outside of its state: learned sinks, or a prefix that others share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scorers count learned sinks in the sum of every softmax, as NumPy does, and sinks that take nothing change nothing."""
+"""Scorers count learned sinks in the sum of every softmax, as NumPy does; sinks that take nothing change nothing."""
 
 from __future__ import annotations
 
