@@ -28,7 +28,7 @@ from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling, longrope_scaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.kinds import AttentionKind, LayerKind, MlpKind
+from kvjax.models.kinds import MAX_SIZE, AttentionKind, LayerKind, MlpKind
 
 Raw = Mapping[str, Any]
 
@@ -89,9 +89,9 @@ FACTOR = "be null, 0 or a positive number"
 IDS, NAMES, NUMBERS = "name tokens by their ids", "be a list of names", "be a list of positive numbers"
 ONE_SET = "be one set for all layers, and not differ by layer type"
 KINDS: dict[str, Callable[[Any], bool]] = {
-    COUNT: lambda x: is_integer(x) and x > 0,
-    COUNT_OR_ZERO: lambda x: is_integer(x) and x >= 0,
-    COUNT_OR_NULL: lambda x: x is None or (is_integer(x) and x > 0),
+    COUNT: lambda x: is_integer(x) and 0 < x <= MAX_SIZE,
+    COUNT_OR_ZERO: lambda x: is_integer(x) and 0 <= x <= MAX_SIZE,
+    COUNT_OR_NULL: lambda x: x is None or (is_integer(x) and 0 < x <= MAX_SIZE),
     NUMBER: _is_positive,
     NUMBER_OR_NULL: lambda x: x is None or _is_positive(x),
     FACTOR: lambda x: x is None or (is_number(x) and 0 <= x <= sys.float_info.max),
@@ -191,15 +191,15 @@ def _find_problems(raw: Raw, generation: Raw, num_tensors: int | None) -> Iterat
         yield from problems
         return
     values = _complete(raw, family)
+    # Before anything is made for each layer.
+    layers = values["num_hidden_layers"]
+    if num_tensors is not None and is_integer(layers) and layers > num_tensors:
+        yield f"num_hidden_layers is {layers:,}, but the checkpoint has only {num_tensors:,} tensors; copy both again"
+        return
     wrong = [(name, must, x) for name, must, x in _list_values(values, family, generation) if not KINDS[must](x)]
     for name, must, x in wrong:
         yield f"{name} must {must}, got {x!r:.80}; copy config.json again"
     if wrong:
-        return
-    # Before anything is made for each layer.
-    layers = values["num_hidden_layers"]
-    if num_tensors is not None and layers > num_tensors:
-        yield f"num_hidden_layers is {layers:,}, but the checkpoint has only {num_tensors:,} tensors; copy both again"
         return
     yield from _find_unsupported(values, family)
 

@@ -28,6 +28,7 @@ from kvjax.utils.files import parse_json_object, read_text_file
 HOLDS_WINDOWS = (
     "layers with a sliding window hold all tokens, as kvjax's caches do; a cache of the window alone would be smaller"
 )
+QUANTIZED = "weights in the dtype of the plan; the file holds them quantized"
 NOT_CONVERTED = "kvjax has no converter for this family yet: the plan is of the shapes"
 
 
@@ -224,7 +225,10 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str) -> PlannedM
       KvjaxError: a size is missing, or the model's cache is not one of keys and values of each layer's heads.
     """
     if raw.get("model_type") in FAMILIES:
-        return PlannedModel(name, hf_config.translate(raw), source)
+        config = hf_config.translate(raw)
+        has_windows = any(kind.attention.rule.window is not None for kind in config.kinds)
+        notes = [HOLDS_WINDOWS] * has_windows + [QUANTIZED] * bool(raw.get("quantization_config"))
+        return PlannedModel(name, config, source, notes=tuple(notes))
     text = raw.get("text_config")
     raw = {**raw, **text} if isinstance(text, Mapping) else raw  # the decoder of a model that reads images, too
     foreign = [key for key in ("kv_lora_rank", "linear_num_key_heads", "mamba_d_state", "state_size") if raw.get(key)]
@@ -289,5 +293,5 @@ def read_config_json(raw: Mapping[str, Any], name: str, source: str) -> PlannedM
     )
     notes = [f"{NOT_CONVERTED} (model_type {raw.get('model_type')!r:.40}), read by the keys that most families share"]
     notes += [HOLDS_WINDOWS] * any(windows)
-    notes += ["weights in the dtype of the plan; the file holds them quantized"] * bool(raw.get("quantization_config"))
+    notes += [QUANTIZED] * bool(raw.get("quantization_config"))
     return PlannedModel(name, config, source, tuple(notes))

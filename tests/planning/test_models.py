@@ -50,7 +50,14 @@ def test_each_configuration_and_each_device_says_where_its_figures_are_from():
     assert all(len(x.source) > 20 and x.name == name for name, x in CATALOGUE.items())
 
 
-def test_a_config_json_of_a_family_without_a_converter_is_read(tmp_path):
+def test_a_config_json_of_a_family_without_a_converter_is_read():
+    raw = {"model_type": "some_new_family", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+    model = read_config_json(raw | {"num_attention_heads": 4, "intermediate_size": 48}, "new", "config.json")
+    assert (model.config.layers, model.config.kind(0).attention.kv_heads) == (2, 4)
+    assert any("no converter" in note and "some_new_family" in note for note in model.notes)
+
+
+def test_a_config_json_with_quantized_experts_is_read(tmp_path):
     raw = {
         "model_type": "gpt_oss",
         "vocab_size": 201_088,
