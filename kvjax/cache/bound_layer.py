@@ -305,10 +305,11 @@ class MethodLayer:
                 others.append(attend_dense(q, new.without_first(commit), q_pos, self.spec.rule))
             # A reader that adapts to the attention weights has to know how much weight lies outside its slots.
             other_partial = functools.reduce(combine, others) if others else None
-            result = m.read.read(self.storage, state, q, q_pos, other_partial, cross_layer)
+            opened = self.storage.open_values(state)
+            result = m.read.read(self.storage, opened, q, q_pos, other_partial, cross_layer)
             partials = [result.part]
             if m.side_store:
-                partials.append(m.side_store.read(self.storage, state, q, q_pos))
+                partials.append(m.side_store.read(self.storage, opened, q, q_pos))
         state = dataclasses.replace(state, reader_state=result.reader_state)
         if m.decode and commit:
             weights = result.weights if m.decode.needs_weights else None
@@ -427,6 +428,7 @@ class MethodLayer:
 
     def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
         """`ShareableLayer.partial`: over all slots and the side store."""
+        state = self.storage.open_values(state)
         part = self.method.read.read(self.storage, state, q, q_pos, None, None).part
         if self.method.side_store is None:
             return part
@@ -436,7 +438,7 @@ class MethodLayer:
         """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
         expected = gather_tokens(exact, state.pos)
         keys = relative_error(self.k.decode(state.k), self.storage.keys_to_store(expected))
-        values = relative_error(self.v.decode(state.v), expected.v)
+        values = relative_error(self.v.decode(self.storage.open_values(state).v), expected.v)
         side_store = self.method.side_store
         if side_store is None:
             return keys, values

@@ -78,6 +78,7 @@ class Codec:
     pre_rope = False  # whether it stores keys before their rotation by RoPE
     is_smooth = False  # whether `decode` is a differentiable function of what was encoded
     scores_in_place = False  # whether `score_in_place` leaves keys of host memory there
+    reads_keys = False  # whether it stores nothing, and reads values off the stored keys (`SharedValues`)
     is_head_specific = False  # whether each head is stored differently, so that a page cannot move between heads
     num_queries: int | None = 0  # last prompt queries of each sequence that `encode_prompt` observes, as in `Needs`
 
@@ -136,6 +137,10 @@ class Codec:
     def mix(self, p: Float32[Array, "B K G T S"], stored: Any) -> Float32[Array, "B K G T Hv"]:
         """Sums all values by weights; `stored` in device memory."""
         return attention.mix(p, self.decode(stored))
+
+    def values_of(self, keys: Float[Array, "*rest H"]) -> Float[Array, "*rest Hv"]:
+        """The values of tokens with these keys; only asked for where `reads_keys`."""
+        raise NotImplementedError
 
     def num_quantized(self, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
         """The number of the first n tokens of each sequence that are inexact when the next token is read.
@@ -227,6 +232,15 @@ class KVStorage:
         """Writes new tokens into stored keys and values, from `slot` on."""
         return self.k.append(k, self.keys_to_store(new), slot), self.v.append(v, new.v, slot)
 
+    def open_values(self, state: LayerState) -> LayerState:
+        """Returns the state as readers take it: where values are channels of the keys, `v` is what `k` stores."""
+        return dataclasses.replace(state, v=state.k) if self.v.reads_keys else state
+
+    def load(self, state: LayerState) -> tuple[Any, Any]:
+        """Copies stored keys and values to device memory, once where they are the same."""
+        keys = self.k.load(state.k)
+        return keys, keys if self.v.reads_keys else self.v.load(state.v)
+
     def read_bytes(self, state: LayerState, tokens: int | None = None) -> StepBytes:
         """Bytes of the stored keys and values that a step reads; `tokens` as in `Codec.read_bytes`."""
         return self.k.read_bytes(state.k, tokens) + self.v.read_bytes(state.v, tokens)
@@ -241,12 +255,20 @@ class KVStorage:
         """Decodes the keys in some slots, rotated to their true positions `pos`."""
         return self._rotate(self.k.gather(stored, idx), pos)
 
+    def gather(
+        self, state: LayerState, idx: Int32[Array, "B K n"], pos: Int32[Array, "B #K n"]
+    ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n Hv"]]:
+        """Decodes keys, rotated to their true positions `pos`, and values in some slots."""
+        keys = self.k.gather(state.k, idx)
+        values = self.v.values_of(keys) if self.v.reads_keys else self.v.gather(state.v, idx)
+        return self._rotate(keys, pos), values
+
     def _rotate(self, k: Array, pos: Array) -> Array:
         return self.spec.rope.rotate(k, pos).astype(k.dtype) if self.k.pre_rope else k
 
     def decode(self, k: Any, v: Any, pos: Int32[Array, "B #K S"]) -> KVBlock:
         """Decodes all stored keys, rotated to their true positions, and values."""
-        return KVBlock(self.decode_keys(k, pos), self.v.decode(v), pos)
+        return KVBlock(self.decode_keys(k, pos), self.v.decode(k if self.v.reads_keys else v), pos)
 
     def in_pages(self, page: int) -> KVStorage:
         """The storage of immutable pages of `page` slots; of codecs whose `in_pages` is not None."""

@@ -9,6 +9,7 @@ from typing import Literal
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
 from kvjax.cache.codecs.plain import Host, Plain
+from kvjax.cache.codecs.shared_values import SharedValues
 from kvjax.cache.components import (
     Codec,
     Components,
@@ -123,6 +124,9 @@ class Method(Components):
         if spec.index < self.device_layers:
             unbound = dataclasses.replace(unbound, k=self.k.on_device(), v=self.v.on_device(), read=Full())
         bound = bind_fields(unbound, spec)
+        # See `SharedValues` for the methods that store values on their own all the same.
+        if spec.values_from is not None and bound.merge is None and bound.k.on_device() == bound.v.on_device():
+            bound = dataclasses.replace(bound, v=SharedValues(bound.k, spec.values_from, spec.value_dim))
         layer_spec, budgets = spec.without_index, ()
         if self.layer_budgets is not None and self.select is not None:
             budgets = tuple(budget.max_kept() for budget in budgets_by_layer(self.select.budget, spec))

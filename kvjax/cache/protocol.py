@@ -47,6 +47,8 @@ class LayerSpec:
       rope: rotary embedding of the first `rope.dim` channels of queries and keys.
       rule: the layer's sliding window and soft cap.
       value_dim: width of the values of a head; None: `head_dim`.
+      values_from: first channel of the keys that is one of the values, where values are channels of their keys
+        (multi-head latent attention); None where they are not.
     """
 
     index: int | None
@@ -57,10 +59,19 @@ class LayerSpec:
     rope: Rope
     rule: Rule = PLAIN
     value_dim: int = None  # type: ignore[assignment]  # an int once made
+    values_from: int | None = None
 
     def __post_init__(self):
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
+        if self.values_from is None:
+            return
+        if not self.rope.dim <= self.values_from <= self.head_dim - self.value_dim:
+            raise KvjaxError(
+                f"values of {self.value_dim} channels cannot be those of the keys from channel {self.values_from} on: "
+                f"keys have {self.head_dim} channels, of which RoPE turns the first {self.rope.dim}; put the channels "
+                "with positions first, or give values_from=None, which stores values on their own"
+            )
 
     @property
     def without_index(self) -> LayerSpec:

@@ -249,7 +249,7 @@ class BlockReader(kv.Reader):
         slot = jnp.where((best > -jnp.inf)[..., None], slot, -1).reshape(B, score.shape[1], -1)
         at = jnp.broadcast_to(jnp.maximum(slot, 0), (B, K, slot.shape[2]))
         with jax.named_scope("recall"):
-            k, v = storage.gather_keys(state.k, at, _take_slots(state.pos, at)), storage.v.gather(state.v, at)
+            k, v = storage.gather(state, at, _take_slots(state.pos, at))
         return _slot_tokens(state, k, v, slot, storage.spec.rope)
 
 

@@ -64,7 +64,9 @@ class SharedDirections(kv.PrecisionTiers):
         main = kv.gather_tokens(own, exact_slots)
         own, other = (kv.gather_tokens(x, merged_slots) for x in (own, other))
 
-        lengths = split_length(own.k)[0], split_length(own.v)[0]
+        # Values that are channels of the keys are those of the merged key, which has one length.
+        k_length = split_length(own.k)[0]
+        lengths = k_length, k_length if storage.v.reads_keys else split_length(own.v)[0]
         if self.paired_layer < 0:  # the upper layer reads the directions of the lower one
             return main, MergedTokens(None, None, *lengths, own.pos)
         k, v = (slerp(a, b, self.t).astype(a.dtype) for a, b in ((own.k, other.k), (own.v, other.v)))
@@ -75,15 +77,15 @@ class SharedDirections(kv.PrecisionTiers):
         if self.paired_layer < 0:
             k, v = cross_layer
             return dataclasses.replace(store, k=k, v=v), None
-        k, v = storage.decode_keys(store.k, store.pos), storage.v.decode(store.v)
-        return dataclasses.replace(store, k=k, v=v), (k, v)
+        block = storage.decode(store.k, store.v, store.pos)
+        return dataclasses.replace(store, k=block.k, v=block.v), (block.k, block.v)
 
     def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
         total = super().read_bytes(storage, state)
         if self.paired_layer > 0:
             return total
-        # The upper layer reads what the lower one has decoded of its store, in the dtype of the values.
-        decoded = jax.eval_shape(storage.v.decode, state.v)
+        # The upper layer reads what the lower one has decoded of its store, in the dtype of the keys.
+        decoded = jax.eval_shape(storage.k.decode, state.k)
         widths = storage.spec.head_dim, storage.spec.value_dim
         shapes = ((*state.side_store.pos.shape, width) for width in widths)
         return total + kv.StepBytes.of_all([jax.ShapeDtypeStruct(shape, decoded.dtype) for shape in shapes])

@@ -169,7 +169,7 @@ class SpeculativeReader(kv.Reader):
         idx = jnp.where(best >= 0, idx, -1)
         at = jnp.maximum(idx, 0)
         pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, mass.shape), at, 2)
-        return FetchedTokens(storage.gather_keys(state.k, at, pos), storage.v.gather(state.v, at), idx)
+        return FetchedTokens(*storage.gather(state, at, pos), idx)
 
 
 def _set_at(x: kv.Array, idx: kv.Array, value: Any) -> kv.Array:

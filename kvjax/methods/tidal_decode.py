@@ -74,7 +74,7 @@ class PersistentTokens(kv.Reader):
         self, storage: kv.KVStorage, state: kv.LayerState, q: kv.Array, q_pos: kv.Array
     ) -> kv.ReadResult:
         """Attends to all tokens; the cross-layer value is positions, i32[B K T G n], -1 where unused."""
-        keys, values = storage.k.load(state.k), storage.v.load(state.v)
+        keys, values = storage.load(state)
         count = min(self.topk - 1, state.pos.shape[2])
 
         def attend(q: kv.Array, q_pos: kv.Array) -> kv.ReadResult:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.protocol import Cache, KVMethod, Needs, num_layer_slots
-from kvjax.core import memory
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.engine.forward import Plan, layer_calls, outer_params
@@ -150,7 +149,9 @@ def full_kv_from_context(context: Context) -> FullKV:
     check_cache(context.model, context.cache)
     if context.cache.plan != bind("full", context.model.config):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
-    pairs = [(memory.unpack(layer.k), memory.unpack(layer.v)) for layer in context.cache.layers]
+    cache = context.cache
+    blocks = [layer.decoded_block(state) for layer, state in zip(cache.plan, cache.layers, strict=True)]
+    pairs = [(block.k, block.v) for block in blocks]
     return dataclasses.replace(full_kv_from_arrays(context.model, pairs, context.cache.length), last=context.last)
 
 

@@ -327,6 +327,7 @@ def find_codec_mismatch(run: MethodRun) -> str:
         _, cache = run.steps[t]
         for i, (layer, state) in enumerate(_method_layers(cache)):
             spec, pos = layer.spec, np.asarray(state.pos)
+            state = layer.storage.open_values(state)
             sides = ("keys", layer.k, state.k, spec.head_dim), ("values", layer.v, state.v, spec.value_dim)
             for name, codec, stored, width in sides:
                 if wrong := _codec_mismatch(run, codec, stored, pos, spec.num_kv_heads, width):
@@ -356,10 +357,12 @@ def find_wrong_contents(run: MethodRun) -> str:
     full = dataclasses.replace(run, method=method_of("full"))
     for t in (0, len(run.steps) - 1):
         first, exact_first = (_method_layers(x.steps[t][1])[:1] for x in (run, full))
-        for (layer, state), (_, exact) in zip(first, exact_first, strict=False):
-            sides = {"values": (layer.v.decode(state.v), memory.unpack(exact.v))}
+        for (layer, state), (exact_layer, exact_state) in zip(first, exact_first, strict=False):
+            held = layer.storage.decode(state.k, state.v, state.pos)
+            exact = exact_layer.storage.decode(exact_state.k, exact_state.v, exact_state.pos)
+            sides = {"values": (held.v, exact.v)}
             if layer.method.positions == "true":
-                sides["keys"] = layer.storage.decode_keys(state.k, state.pos), memory.unpack(exact.k)
+                sides["keys"] = held.k, exact.k
             for name, (stored, true) in sides.items():
                 if wrong := _unlike_vectors(run, np.asarray(state.pos), stored, true):
                     return f"after step {t}, the {name} that the first layer holds {wrong}"

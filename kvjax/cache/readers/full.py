@@ -43,7 +43,7 @@ class Full(Reader):
         if fused:
             part = map_query_blocks(lambda q, t: fused.read(storage, state, q, t), q, q_pos, fused.max_queries)
             return ReadResult(part, cross_layer=cross_layer)
-        keys, values = storage.k.load(state.k), storage.v.load(state.v)
+        keys, values = storage.load(state)
 
         def attend(q: Array, q_pos: Array) -> ReadResult:
             p, m, l = weights(logits(storage, state, q, q_pos, keys))

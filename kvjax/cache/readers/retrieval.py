@@ -243,7 +243,7 @@ def attend_slots(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, 
     idx = jnp.maximum(slots, 0).reshape(B, K, -1)
     fetched_pos = jnp.take_along_axis(jnp.broadcast_to(state.pos, (B, K, state.pos.shape[2])), idx, 2, mode="clip")
     pos = jnp.where(slots >= 0, fetched_pos.reshape(slots.shape), -1)
-    k, v = storage.gather_keys(state.k, idx, fetched_pos), storage.v.gather(state.v, idx)
+    k, v = storage.gather(state, idx, fetched_pos)
     k, v = (x.reshape(B, K, sets, T, n, -1) for x in (k, v))
     v = jnp.where((pos >= 0)[..., None], v, jnp.zeros((), v.dtype))  # an empty slot may hold inf, and 0 * inf is NaN
     by_set = q.reshape(B, K, sets, G // sets, T, H)

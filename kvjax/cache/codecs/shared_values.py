@@ -1,0 +1,75 @@
+"""`SharedValues`: values that are channels of the keys, and are stored once for both."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from kvjax.cache.codecs.plain import CodecWrapper
+from kvjax.cache.components import Codec
+from kvjax.core.attention_mass import Observation
+from kvjax.core.step_bytes import StepBytes
+from kvjax.core.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedValues(CodecWrapper):
+    """Stores no values: they are channels of the keys (`LayerSpec.values_from`), and are read off the stored keys.
+
+    Multi-head latent attention has keys of 576 numbers, of which 512 are the values: a token then takes 576 numbers and
+    not 1,088. Binding puts this codec in the place of the method's value codec where both codecs of the method are
+    equal, wherever they place their buffers, and no tokens are merged. A method whose codecs treat keys and values
+    differently, such as KIVI's, stores values by its own codec, and so does one that merges tokens, whose values are
+    then no longer channels of their keys.
+
+    What the other codecs call the stored form is here that of the keys, which `KVStorage.open_values` passes.
+
+    Args:
+      inner: the codec of the keys.
+      first: first channel of the keys that is one of the values.
+      width: of the values.
+    """
+
+    inner: Codec
+    first: int
+    width: int
+
+    reads_keys: ClassVar[bool] = True
+
+    def values_of(self, keys: Array) -> Array:
+        return keys[..., self.first : self.first + self.width]
+
+    def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> None:
+        return None
+
+    def encode(self, x: Array, pos: Array) -> None:
+        return None
+
+    def append(self, stored: None, x: Array, at: Array) -> None:
+        return None
+
+    def decode(self, stored: Any) -> Array:
+        return self.values_of(self.inner.decode(stored))
+
+    def gather(self, stored: Any, idx: Array) -> Array:
+        return self.values_of(self.inner.gather(stored, idx))
+
+    def load(self, stored: Any) -> Any:
+        return self.inner.load(stored)
+
+    def mix(self, p: Array, stored: Any) -> Array:
+        # All channels are mixed and some are dropped: a slice of the keys would be a copy of most of them.
+        return self.values_of(self.inner.mix(p, stored))
+
+    def num_committed(self, stored: None, n: Array) -> Array:
+        return n * 0  # the codec of the keys says so
+
+    def used_part(self, stored: None, num_tokens: int) -> None:
+        return None
+
+    def read_bytes(self, stored: Any, tokens: int | None = None) -> StepBytes:
+        return StepBytes()  # keys are read once for both
+
+    def in_pages(self, page: int) -> Codec | None:
+        inner = self.inner.in_pages(page)
+        return None if inner is None else dataclasses.replace(self, inner=inner)
