@@ -137,6 +137,7 @@ def specs_of(
     window: int | None | Sequence[int | None] = None,
     soft_cap: float | None | Sequence[float | None] = None,
     value_dim: int | None | Sequence[int | None] = None,
+    values_from: int | None | Sequence[int | None] = None,
 ) -> tuple[LayerSpec, ...]:
     """Describes the layers of a decoder to methods; what differs between layers is a sequence, one entry a layer.
 
@@ -150,6 +151,8 @@ def specs_of(
       window: latest positions that a query sees, its own included; None for all.
       soft_cap: c in c * tanh(s / c), which bounds the logits s (Gemma 2); None for none.
       value_dim: width of values; None: `head_dim`.
+      values_from: first channel of the keys that is one of the values, where values are channels of their keys (latent
+        attention: behind those that `rope` turns), so that they are stored once; None where they are not.
 
     Returns:
       The specs, for `attach`.
@@ -159,7 +162,7 @@ def specs_of(
     """
     num_layers = arguments.integer("num_layers", num_layers)
     given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "rope": rope, "window": window}
-    given |= {"soft_cap": soft_cap, "value_dim": value_dim}
+    given |= {"soft_cap": soft_cap, "value_dim": value_dim, "values_from": values_from}
     by_layer: dict[str, list[Any]] = {}
     for name, value in given.items():
         is_sequence = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
@@ -192,8 +195,10 @@ def specs_of(
                 x[name] = arguments.integer(name + where, x[name], remedy="; None for none")
         if x["soft_cap"] is not None:
             x["soft_cap"] = arguments.number("soft_cap" + where, x["soft_cap"], 1e-3, 1e9, "; None for none")
+        if x["values_from"] is not None:
+            x["values_from"] = arguments.integer("values_from" + where, x["values_from"], 0, remedy="; None for none")
         rule = Rule(x["window"], x["soft_cap"])
-        specs.append(LayerSpec(i, num_layers, K, N // K, H, layer_rope, rule, x["value_dim"]))
+        specs.append(LayerSpec(i, num_layers, K, N // K, H, layer_rope, rule, x["value_dim"], x["values_from"]))
     return tuple(specs)
 
 

@@ -25,6 +25,8 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
             rope=attention.rope or Rope(0),
             rule=attention.rule,
             value_dim=attention.value_dim,
+            # The keys of latent attention are the rotated channels and then the latent vector, which is the values.
+            values_from=None if attention.latent is None else attention.head_dim - attention.latent.rank,
         )
         for i, attention in ((i, config.kind(i).attention) for i in range(config.layers))
     )

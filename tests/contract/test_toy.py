@@ -35,10 +35,10 @@ def run(method: str) -> tuple[np.ndarray, list]:
 
 
 def test_a_cap_that_is_left_out_is_seen():
-    assert np.abs(toy.dense_outputs() - toy.dense_outputs(None)).max() > 0.1
+    assert np.abs(toy.dense_outputs(toy.batch()) - toy.dense_outputs(toy.batch(), None)).max() > 0.1
     plain = dataclasses.replace(toy.spec(), rule=Rule())
     out = toy.compile_steps(parse("full").bind(plain))(*layer.prompt(toy.batch()), layer.stack_steps(toy.batch()))[0]
-    assert np.abs(np.asarray(out) - toy.dense_outputs()).max() > 0.1
+    assert np.abs(np.asarray(out) - toy.dense_outputs(toy.batch())).max() > 0.1
 
 
 def test_no_method_is_left_out():
@@ -48,7 +48,7 @@ def test_no_method_is_left_out():
 @pytest.mark.parametrize("method", [name for name, case in FIRST_CASES.items() if case.lossless])
 def test_without_loss_it_is_dense_attention_under_the_cap(method):
     case = FIRST_CASES[method]
-    out, expected = (x[:, :, :, case.exact_from :] for x in (run(case.lossless)[0], toy.dense_outputs()))
+    out, expected = (x[:, :, :, case.exact_from :] for x in (run(case.lossless)[0], toy.dense_outputs(toy.batch())))
     np.testing.assert_allclose(out, expected, atol=5e-6)
 
 
@@ -56,7 +56,9 @@ def test_without_loss_it_is_dense_attention_under_the_cap(method):
 def test_with_loss_it_is_dense_attention_to_what_it_decodes(method):
     out, blocks = run(FIRST_CASES[method].small)
     np.testing.assert_allclose(out, toy.decoded_outputs(blocks), atol=1e-5)
-    assert np.abs(out - toy.dense_outputs()).max() > 1e-4  # it lost something, or the oracle would be trivial
+    assert (
+        np.abs(out - toy.dense_outputs(toy.batch())).max() > 1e-4
+    )  # it lost something, or the oracle would be trivial
 
 
 def test_codes_that_do_not_fit_the_width_of_values_say_so():

@@ -56,9 +56,8 @@ def tables() -> Path:
     return folder
 
 
-def dense_outputs(soft_cap: float | None = SOFT_CAP) -> np.ndarray:
+def dense_outputs(tokens: layer.SequenceBatch, soft_cap: float | None = SOFT_CAP) -> np.ndarray:
     """The outputs of exact attention in all steps, f64[B K G STEPS Hv]."""
-    tokens = batch()
     out = np.zeros((layer.B, layer.K, layer.G, layer.STEPS, VALUE_DIM))
     for b, length in enumerate(map(int, tokens.lengths)):
         q, k, v = tokens.exact(b)
