@@ -84,8 +84,10 @@ def test_reports_and_plans_count_the_keys_alone(model):
     step = kvjax.step_bytes("full", config, 5, capacity=64, batch=2, dtype="float32")
     assert step.device == 2 * 2 * (64 * (numbers_of_a_token + 4) + counts)
     assert step.device_written == 2 * 2 * numbers_of_a_token
-    retrieved = kvjax.step_bytes("quest:budget=8,page=4 + offload", config, 32, batch=2, dtype="float32")
-    assert retrieved.link % (4 * 48) == 0 and retrieved.link > 0
+    quest = "quest:budget=8,page=4,device_layers=0 + offload"
+    retrieved = kvjax.step_bytes(quest, config, 32, batch=2, dtype="float32")
+    tokens = 8 + 4  # of the pages, and of the query's own, for each of four query heads
+    assert retrieved.link == 2 * 2 * 4 * tokens * numbers_of_a_token
 
 
 def test_generation_is_that_of_a_cache_that_stores_values(model):
