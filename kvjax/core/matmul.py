@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int32
 
 from kvjax.core.types import Array
 
@@ -45,6 +45,27 @@ def matmul(x: Float[Array, "T D"], w: Float[Array, "D F"]) -> Float[Array, "T F"
     if jax.default_backend() == "gpu":
         return (_pad_single_row(x) @ w)[: len(x)]
     return x @ w
+
+
+def grouped_matmul(x: Float[Array, "T D"], w: Float[Array, "E D F"], counts: Int32[Array, " E"]) -> Float[Array, "T F"]:
+    """Multiplies runs of vectors by a weight of their own: the first counts[0] vectors by w[0], and so on.
+
+    Every vector is multiplied, whatever the counts are; they add up to T.
+    """
+    if jax.default_backend() == "tpu":
+        return lax.ragged_dot(x, w, counts)
+    # Elsewhere XLA multiplies every vector by every weight for `ragged_dot`. Here each run is padded to whole blocks,
+    # and a block is multiplied by its own weight alone; T + E * size vectors at most, and so twice T.
+    (T, D), E = x.shape, w.shape[0]
+    size = max(1, T // E)
+    num_blocks = (T + min(E, T) * (size - 1)) // size
+    blocks = -(-counts // size)
+    run = jnp.repeat(jnp.arange(E), counts, total_repeat_length=T)
+    place = ((jnp.cumsum(blocks) - blocks) * size - (jnp.cumsum(counts) - counts))[run] + jnp.arange(T)
+    padded = jnp.zeros((num_blocks * size, D), x.dtype).at[place].set(x, unique_indices=True)
+    weight = jnp.repeat(jnp.arange(E), blocks, total_repeat_length=num_blocks)
+    out = lax.map(lambda block: matmul(block[0], w[block[1]]), (padded.reshape(num_blocks, size, D), weight))
+    return out.reshape(num_blocks * size, -1)[place]
 
 
 def unembed(x: Float[Array, "T D"], embedding: Float[Array, "V D"]) -> Float32[Array, "T V"]:

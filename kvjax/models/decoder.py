@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.core.matmul import unembed
+from kvjax.core.matmul import grouped_matmul, unembed
 from kvjax.core.rope import rotate
 from kvjax.core.types import Array
 from kvjax.models.config import Config
@@ -221,7 +221,7 @@ class ExpertLinear(nn.Module):
     def __call__(self, rows: Array, counts: Array, expert: Array) -> Array:
         names, shape = tuple(self.axes.split()), (self.count, self.size_in, self.size_out)
         init: Any = nn.with_logical_partitioning(nn.initializers.normal(self.size_in**-0.5), names)
-        y = lax.ragged_dot(rows, self.param("kernel", init, shape, self.dtype), counts)
+        y = grouped_matmul(rows, self.param("kernel", init, shape, self.dtype), counts)
         if self.bias:
             zeros: Any = nn.with_logical_partitioning(nn.initializers.zeros, (names[0], names[2]))
             y = y + self.param("bias", zeros, (self.count, self.size_out), self.dtype)[expert]

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.core import matmul as matmul_module
 from kvjax.core.attention import causal_attention
-from kvjax.core.matmul import FEW_TOKENS, LARGE_WEIGHT, MAX_PARTS, has_matrix_unit, matmul, unembed
+from kvjax.core.matmul import FEW_TOKENS, LARGE_WEIGHT, MAX_PARTS, grouped_matmul, has_matrix_unit, matmul, unembed
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, FEW_TOKENS, FEW_TOKENS + 1])
@@ -30,6 +30,17 @@ def test_products_are_numpys(rows, dtype, relative_error):
         np.testing.assert_allclose(
             np.asarray(product, np.float64), expected, atol=2 * relative_error * np.abs(expected).max()
         )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40, 129])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_each_run_of_rows_is_multiplied_by_its_own_weight(rows, crowded):
+    rng = np.random.default_rng(rows)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((rows, 12), (8, 12, 10)))
+    run = np.sort(np.full(rows, 5) if crowded else rng.integers(0, 8, rows))
+    counts = jnp.asarray(np.bincount(run, minlength=8), jnp.int32)
+    expected = np.einsum("td,tdf->tf", x, np.asarray(w)[run])
+    np.testing.assert_allclose(jax.jit(grouped_matmul)(x, w, counts), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("size_in", [LARGE_WEIGHT // 128, LARGE_WEIGHT // 128 + 1])
