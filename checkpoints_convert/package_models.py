@@ -31,7 +31,7 @@ class PackageModel(NamedTuple):
       sha256: of the joined file, checked where others than its makers packaged it.
       terms: the license, with an address where it is none of the common ones.
       download: megabytes of all packages.
-      converted: megabytes of the converted model in float32; its files are compressed, and a little smaller.
+      converted: megabytes of the converted model in float32; its files are compressed, so that they are smaller.
     """
 
     description: str
@@ -46,7 +46,7 @@ class PackageModel(NamedTuple):
         """Says what is to be known before anything is fetched: terms and sizes."""
         count = len(self.parts)
         packages = f"{count} package{'s' if count > 1 else ''} of {self.download:,} MB"
-        return f"terms: {self.terms}; {packages}, about {self.converted:,} MB once converted"
+        return f"terms: {self.terms}; {packages}, up to {self.converted:,} MB once converted"
 
     @property
     def install(self) -> str:
@@ -119,7 +119,7 @@ MODELS = {
         # qwen2.5-coder-1.5b-instruct-q4_k_m.gguf, as Qwen published it
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         terms="Apache-2.0",
-        download=1099,
+        download=1093,
         converted=6175,
     ),
     "gemma3-270m": PackageModel(

