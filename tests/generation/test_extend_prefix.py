@@ -79,6 +79,22 @@ def test_a_method_chooses_among_a_rows_own_tokens():
     np.testing.assert_allclose(together.feed(QUESTIONS).last[2], alone.feed(QUESTIONS[2:]).last[0], atol=1e-5)
 
 
+def test_a_policy_weighs_a_rows_tokens_as_in_the_whole_text():
+    """The scores of H2O, sums of the attention that a token gets from later ones, contain what the prefix takes."""
+    method = "h2o:heavy=60,recent=60"
+    shared = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(DOCUMENTS, method, room=40).feed(QUESTIONS)
+    own, whole = shared.cache.layers[0].own, kvjax.read(MODEL, WHOLE, method, room=40).feed(QUESTIONS).cache.layers[0]
+    for b, (document, question) in enumerate(zip(DOCUMENTS, QUESTIONS, strict=True)):
+        for head in range(2):
+            by_position = []
+            for state, first in ((own, 0), (whole, 30)):
+                pos, scores = np.asarray(state.pos[b, head]), np.asarray(state.policy_state[b, head])
+                order = np.argsort(pos)[np.sort(pos) >= first]
+                assert (pos[order] == first + np.arange(len(document) + len(question))).all()
+                by_position.append(scores[order])
+            np.testing.assert_allclose(*by_position, rtol=1e-4)
+
+
 def test_levels_nest_and_rows_follow_several_prefixes(tmp_path):
     """The tree has a root, two branches that extend it, and four leaves: three extend a branch, one stands alone."""
     branches, leaves = random_texts(5, 8), random_texts(4, 1, 6, 3)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec
+from kvjax.core.attention import sink_partial
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
 from kvjax.core.mesh import axes_of_layer_array, named_sharding
@@ -224,6 +225,28 @@ def test_two_devices_that_divide_the_heads_give_what_one_gives():
         assert [shape[:2] for shape in parts] == [(3, 1), (3, 1)]
     one = run_pair(plan, list(cache.layers[LOWER:]), new)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), two, one)
+
+
+def test_sinks_take_their_part_of_both_layers_of_a_pair():
+    """A sink of logit s changes outputs by 1 / (1 + e^s / L), where L is the sum of the softmax without it."""
+    cache, new = prefill_cache("minicache:share=0.2"), decoded_tokens()[LOWER:]
+    plan, states = cache.plan[LOWER:], list(cache.layers[LOWER:])
+
+    @jax.jit
+    def run(logit: jax.Array) -> list[jax.Array]:
+        outs, carry = [], None
+        for bound, state, (q, block) in zip(plan, states, new, strict=True):
+            outside = sink_partial(jnp.broadcast_to(logit, q.shape[1:3]), q, block.v.shape[3])
+            out, _, carry = bound.extend(state, q, block, STEPS, carry, outside)
+            outs.append(out)
+        return outs
+
+    without, nothing, one, two = run_pair(plan, states, new)[0], run(-1e9), run(1.0), run(2.0)
+    for out, same, first, second in zip(without, nothing, one, two, strict=True):
+        np.testing.assert_allclose(same, out, atol=1e-6)
+        odds = [np.linalg.norm(out, axis=-1) / np.linalg.norm(x, axis=-1) - 1 for x in (first, second)]
+        assert odds[0].min() > 0.001
+        np.testing.assert_allclose(odds[1], np.e * odds[0], rtol=1e-3)
 
 
 def test_what_has_no_meaning_is_refused():
