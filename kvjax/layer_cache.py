@@ -318,11 +318,11 @@ def attend(
     q: Array,
     k: Array,
     v: Array,
-    positions: Array,
+    positions: Array | np.ndarray,
     *,
     hidden: Array | None = None,
     output_projection: Array | None = None,
-    sinks: Array | None = None,
+    sinks: Array | np.ndarray | None = None,
     commit: int | None = None,
     scale: float | None = None,
     layout: str = "BTNH",
@@ -387,10 +387,10 @@ def attend(
     observes_inputs = (is_prompt or is_copy) and not needs.prompt_chunk
     hidden, output_projection = _check_observed(needs, hidden, output_projection, (B, T), spec, observes_inputs)
     if sinks is not None:
-        sinks = jnp.asarray(sinks)
-        if sinks.size != K * G:
-            raise KvjaxError(f"sinks have one logit for each of the {K * G} query heads, got shape {sinks.shape}")
-        sinks = sinks.reshape(K, G)
+        logits = jnp.asarray(sinks)
+        if logits.size != K * G:
+            raise KvjaxError(f"sinks have one logit for each of the {K * G} query heads, got shape {logits.shape}")
+        sinks = logits.reshape(K, G)
     commit = T if commit is None else arguments.integer("commit", commit, 0, T)
     if commit < T and (is_prompt or is_copy):
         raise KvjaxError("a prompt has no drafts: leave commit out, or give the prompt first and the drafts in a step")
@@ -416,6 +416,7 @@ def attend(
     is_wrong = None if is_copy else _find_wrong(cache, positions, before, count, length)
 
     if is_copy:
+        assert state.start is not None
         mode: ForwardMode = PromptReplay(state.start, positions, before)
         call = LayerCall(layer.bound, spec.rule)
         out, prompt, up = _run(mode, state.prompt, inputs, up, call=call, mesh=layer.mesh)
@@ -500,7 +501,7 @@ def _arrange(q: Array, k: Array, v: Array, layout: str, spec: LayerSpec) -> tupl
     return q.reshape(len(q), K, G, *q.shape[2:]), k, v
 
 
-def _check_positions(positions: Array, B: int, T: int) -> tuple[Array, bool]:
+def _check_positions(positions: Array | np.ndarray, B: int, T: int) -> tuple[Array, bool]:
     """Returns positions as i32[B T], and whether padding is known to stand on the right alone."""
     if not isinstance(positions, jax.Array):
         positions = np.asarray(positions)
@@ -602,7 +603,7 @@ def _find_wrong(cache: LayerCache, positions: Array, before: Array, count: Array
 def finish(
     cache: Any,
     *,
-    tokens: Array | None = None,
+    tokens: Array | np.ndarray | None = None,
     repeat: Callable[[Any, Array, Array], Any] | None = None,
     replay_prompts: ReplayPrompts = ((), ()),
 ) -> Any:
@@ -665,6 +666,7 @@ def _repeat_prompt(
     (settings,) = replays
     assert settings is not None
     lengths, order = caches[0].length, caches[0].state.order
+    assert lengths is not None
     (B, T), index = lengths.shape + caches[0].state.prompt.k.shape[2:3], np.int32
     if tokens.shape != (B, T):
         raise KvjaxError(f"tokens are those of the prompt, of shape {(B, T)}, got {tokens.shape}")
@@ -709,8 +711,8 @@ def _layer_caches(cache: Any) -> list[LayerCache]:
 
 def _in_order(caches: Sequence[LayerCache]) -> list[LayerCache]:
     """Sorts the caches by layer; JAX sorts the keys of dictionaries, by which layer_10 comes before layer_2."""
-    known = {x.state.index: x for x in caches if isinstance(x.state, ExactPrompt)}
-    num_layers = 1 + max(i for i in known if i is not None)
+    known = {x.state.index: x for x in caches if isinstance(x.state, ExactPrompt) and x.state.index is not None}
+    num_layers = 1 + max(known)
     if len(known) != len(caches) or len(caches) != num_layers:
         raise KvjaxError(
             f"finish takes the caches of all layers, each after its prompt, got {sorted(known)} of {num_layers}"
