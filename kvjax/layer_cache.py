@@ -413,7 +413,7 @@ def attend(
     inputs = _clean(inputs, positions)
     count = (positions >= 0).sum(1, dtype=jnp.int32)
     length = before if is_copy else before + jnp.minimum(count, commit)
-    is_wrong = None if is_copy else _find_wrong(cache, positions, before, count, length)
+    is_wrong = None if is_copy else _find_wrong(cache, inputs, positions, before, count, length)
 
     if is_copy:
         assert state.start is not None
@@ -564,8 +564,10 @@ def _clean(inputs: LayerInputs, positions: Array) -> LayerInputs:
     return inputs._replace(q=q, k=k, v=v, hidden=hidden)
 
 
-def _find_wrong(cache: LayerCache, positions: Array, before: Array, count: Array, length: Array) -> Array | None:
-    """Finds the sequences whose positions do not continue them, or that exceed the capacity.
+def _find_wrong(
+    cache: LayerCache, inputs: LayerInputs, positions: Array, before: Array, count: Array, length: Array
+) -> Array | None:
+    """Finds the sequences whose positions do not continue them, that exceed the capacity, or contradict `values_from`.
 
     Raises KvjaxError where there are any and the values are known, and then returns None.
     """
@@ -576,8 +578,16 @@ def _find_wrong(cache: LayerCache, positions: Array, before: Array, count: Array
     # A state of constant size has room for any step, but a prompt is cut at the capacity before it is compressed.
     is_limited = isinstance(cache.state, Empty) or not layer.has_constant_size
     exceeds = (length > layer.capacity) if is_limited else jnp.zeros_like(does_not_continue)
-    if any(isinstance(x, Tracer) for x in (does_not_continue, exceeds)):
-        return does_not_continue | exceeds
+    others = jnp.zeros_like(exceeds)
+    if (first := layer.spec.values_from) is not None:  # the values that are given are not stored
+        others = (inputs.v != inputs.k[..., first : first + layer.spec.value_dim]).any((1, 2, 3))
+    if any(isinstance(x, Tracer) for x in (does_not_continue, exceeds, others)):
+        return does_not_continue | exceeds | others
+    if to_numpy(others).any():
+        raise KvjaxError(
+            f"the spec says that values are the channels of the keys from {first} on, and v holds others; give "
+            "v = k[..., values_from:values_from + value_dim], or leave values_from out of kvjax.specs_of"
+        )
     if to_numpy(does_not_continue).any():
         b = int(np.argmax(to_numpy(does_not_continue)))
         start = int(to_numpy(before)[b])

@@ -435,6 +435,22 @@ def test_tokens_beyond_the_capacity_are_an_error_or_nan_and_never_silent():
         kvjax.attend(kvjax.attach("full", SPECS, 12)[0], *tokens, pos)
 
 
+def test_values_that_are_channels_of_their_keys_are_stored_once_and_others_are_refused():
+    rope, first, width = kvjax.Rope(2), 4, 4
+    q, k, _ = random_tokens()
+    pos = np.broadcast_to(np.arange(T + NEW, dtype=np.int32), (B, T + NEW))
+    outs = []
+    for values_from in (None, first):
+        specs = kvjax.specs_of(1, N, K, H, rope=rope, value_dim=width, values_from=values_from)
+        v, cache = k[..., first:], layer_cache(specs=specs)
+        out, cache = kvjax.attend(cache, q[:, :T], k[:, :T], v[:, :T], pos[:, :T])
+        outs.append((out, kvjax.attend(cache, q[:, T:], k[:, T:], v[:, T:], pos[:, T:])[0]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *outs)
+    with pytest.raises(KvjaxError, match="values are the channels of the keys from 4 on, and v holds others"):
+        kvjax.attend(cache, q[:, T:], k[:, T:], v[:, T:] + 1, pos[:, T:])
+    assert np.isnan(attend(cache, q[:, T:], k[:, T:], v[:, T:] + 1, jnp.asarray(pos[:, T:]))[0]).all()
+
+
 def test_positions_that_do_not_continue_give_nan_under_jit_in_their_sequence_alone():
     tokens = random_tokens()
     _, cache = kvjax.attend(layer_cache(), *(x[:, :T] for x in tokens), right_positions())
