@@ -55,7 +55,8 @@ def crop(cache: Cache, lengths: int | Sequence[int]) -> Cache:
         for row in np.flatnonzero(count > max_rollback)[:1]:
             raise IncompatibleMethod(
                 f"sequence {row} of layer {i} cannot give back its last {count[row]} tokens, {max_rollback[row]} at "
-                f"most: those before lie in groups that are coded for good, or in a shared prefix; crop to "
+                "most: those before lie in groups that are coded for good, or in a shared prefix, or would see tokens "
+                "that have left the layer's window (`full + in_windows` keeps them); crop to "
                 f"{old_lengths[row] - max_rollback[row]} tokens or more; {CONTEXT_REMEDY}"
             )
     count = jnp.asarray(count, jnp.int32)

@@ -150,7 +150,9 @@ def _count_batch(model: Model, counting: Counting, ids: Sequence[Sequence[int]])
     if not kind.measuring_method:
         return prefill(model, ids, cast(KVMethod, counting), capacity=max(map(len, ids)))[1].layers
     # The method's scores are ranked over the whole model here, whatever budgets it gives to layers and heads itself.
-    ranking = dataclasses.replace(cast(Method, method_of(kind.measuring_method)), **level_components("model", page=16))
+    # A table has all layers of a model, those with a window too.
+    components = level_components("model", page=16)
+    ranking = dataclasses.replace(cast(Method, method_of(kind.measuring_method)), windowed="method", **components)
     try:
         plan = bind(ranking, model.config)
     except IncompatibleMethod as e:

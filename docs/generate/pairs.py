@@ -15,7 +15,7 @@ from kvjax.core.rope import Rope
 from kvjax.errors import ComponentConflict, IncompatibleMethod
 from kvjax.registry.strings import parse
 
-LAYER = LayerSpec(index=3, num_layers=4, num_kv_heads=2, num_groups=2, head_dim=32, window=None, rope=Rope(32))
+LAYER = LayerSpec(index=3, num_layers=4, num_kv_heads=2, num_groups=2, head_dim=32, rope=Rope(32))
 """A layer of the shipped model, which has calibrated tables, so that every method binds at its default sizes."""
 
 SELECTION = "snapkv"
@@ -34,6 +34,7 @@ SHARED_COMPONENT = {
     "v": "both define the codec of values",
     "read": "both define the slots that a query reads",
     "attend": "both define the attention of the prompt",
+    "windowed": "both say what layers with a window hold",
     "device_layers": "both define how many first layers stay on the device",
 }
 """Component -> the reason why two methods that define it do not compose."""

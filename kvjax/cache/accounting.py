@@ -22,9 +22,11 @@ class CacheBytes:
     Attributes:
       held: bytes that the tokens of the cache take. It is what the same cache would take if every sequence had exactly
         as many slots as it has tokens: codes, scales, positions, indices and residual windows included.
-      reserved: bytes of slots that no token fills yet: room for tokens to come, and padding of shorter sequences.
+      reserved: bytes of slots that no token fills yet: room for tokens to come, padding of shorter sequences, and
+        tokens that have left a layer's window.
         `held` and `reserved` together are the bytes of the arrays.
-      full: bytes that the exact cache (`full`) of the same tokens holds, in the dtype of the model.
+      full: bytes that the exact cache (`full`) of the same tokens holds, in the dtype of the model: in a layer with a
+        sliding window those of its window.
       dtype: the dtype of the model, in which `full` is counted.
     """
 
@@ -100,10 +102,15 @@ def state_bytes(cache: Cache) -> CacheBytes:
 
 
 def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
-    """Bytes that the exact cache of sequences of these lengths holds: keys, values, positions and lengths."""
-    numbers = sum(config.kind(i).attention.stored_numbers for i in range(config.layers))
-    per_token = numbers * jnp.dtype(dtype).itemsize + 4 * config.layers
-    return sum(length * per_token + 4 * config.layers + 4 for length in lengths)
+    """Bytes that the exact cache of sequences of these lengths holds: keys, values, positions and lengths.
+
+    A layer with a sliding window holds the tokens of its window alone.
+    """
+    total = 4 * len(lengths)
+    for attention in (config.kind(i).attention for i in range(config.layers)):
+        per_token = attention.stored_numbers * jnp.dtype(dtype).itemsize + 4
+        total += sum(min(length, attention.rule.window or length) * per_token + 4 for length in lengths)
+    return total
 
 
 @checks_keywords

@@ -498,7 +498,7 @@ class MethodLayer:
                 )
 
 
-def _with_floats(member: Callable[..., Any]) -> Callable[..., Any]:
+def with_floats(member: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a member of `MethodLayer` run inside `memory.as_floats`, which packing asks while it runs."""
 
     @functools.wraps(member)
@@ -514,11 +514,11 @@ class DifferentiableLayer(MethodLayer):
     """A bound layer of a `Method` whose codecs carry gradients: all that it packs stays floats in device memory."""
 
     # The members that pack or unpack.
-    prefill = _with_floats(MethodLayer.prefill)
-    encode_slots = _with_floats(MethodLayer.encode_slots)
-    extend = _with_floats(MethodLayer.extend)
-    append_block = _with_floats(MethodLayer.append_block)
-    crop = _with_floats(MethodLayer.crop)
+    prefill = with_floats(MethodLayer.prefill)
+    encode_slots = with_floats(MethodLayer.encode_slots)
+    extend = with_floats(MethodLayer.extend)
+    append_block = with_floats(MethodLayer.append_block)
+    crop = with_floats(MethodLayer.crop)
 
 
 def _without_sums(observation: Observation | None) -> Observation | None:

@@ -25,6 +25,7 @@ from kvjax.cache.components import (
 from kvjax.cache.eviction.budgets import budgets_by_layer
 from kvjax.cache.protocol import LayerSpec, Traits
 from kvjax.cache.readers.full import Full
+from kvjax.cache.rings import RingLayer
 from kvjax.cache.validation import check_component_type, check_hashable
 from kvjax.core.attention import AttentionPattern
 from kvjax.errors import IncompatibleMethod, KvjaxError
@@ -56,6 +57,10 @@ class Method(Components):
       attend: sparse attention pattern of the prompt's own queries (A-shape). None: causal attention.
       device_layers: number of first layers that stay on the device and are read in full, whatever `k`, `v` and `read`
         say (KCache, section 4.1). Default 0.
+      windowed: what layers with a sliding window hold. "ring": the last tokens that their queries can see, stored by
+        `k` and `v` and read in full, whatever the other components say; these then work in the layers without a window
+        alone, and divide what they divide among them. "method": what all components say, as in every other layer.
+        Default "ring"; `in_windows` in a method's string asks for "method".
     """
 
     select: Selection | None = None
@@ -71,6 +76,8 @@ class Method(Components):
     read: Reader = Full()
     attend: AttentionPattern | None = None
     device_layers: NonNegativeInt = 0
+    # Methods of before this field keep the hash that runs have recorded of them.
+    windowed: Literal["ring", "method"] = dataclasses.field(default="ring", metadata={"hash_default": False})
     # The method's string, for names in tables. It is not compared: two ways to write a method give the same value.
     string: str = dataclasses.field(default="", compare=False)
 
@@ -90,7 +97,9 @@ class Method(Components):
     def traits(self) -> Traits:
         """Facts about the method, for reports."""
         # A method is exact if nothing is left of it once its keys and values lie on the device.
-        on_device = dataclasses.replace(self, k=self.k.on_device(), v=self.v.on_device(), device_layers=0)
+        on_device = dataclasses.replace(
+            self, k=self.k.on_device(), v=self.v.on_device(), device_layers=0, windowed="ring"
+        )
         return Traits(
             evicts=self.select is not None or self.decode is not None,
             exact=on_device == Method(),
@@ -120,9 +129,19 @@ class Method(Components):
             )
         assert spec.index is not None
         # Neither the string that made the method nor the number of device layers may tell equal layers apart.
-        unbound = dataclasses.replace(self, device_layers=0, string="")
+        unbound = dataclasses.replace(self, device_layers=0, string="", windowed="ring")
         if spec.index < self.device_layers:
             unbound = dataclasses.replace(unbound, k=self.k.on_device(), v=self.v.on_device(), read=Full())
+        if self.windowed == "method":
+            spec = dataclasses.replace(spec, method_layers=None)
+        elif spec.rule.window is not None:
+            # Nothing is gained by choosing among the few tokens of a window, and a choice would cost exactness.
+            read = unbound.read if isinstance(unbound.read, Full) else Full()
+            ring = bind_fields(Method(k=unbound.k, v=unbound.v, read=read), spec)
+            if spec.values_from is not None and ring.k.on_device() == ring.v.on_device():
+                ring = dataclasses.replace(ring, v=SharedValues(ring.k, spec.values_from, spec.value_dim))
+            overwrites = ring.k.supports_eviction and ring.v.supports_eviction
+            return (RingLayer if overwrites else MethodLayer)(ring, spec.without_index)
         bound = bind_fields(unbound, spec)
         # See `SharedValues` for the methods that store values on their own all the same.
         if spec.values_from is not None and bound.merge is None and bound.k.on_device() == bound.v.on_device():
@@ -152,7 +171,7 @@ class Method(Components):
 _COMPONENT_TYPES = {
     name: kind
     for name, kind in typing.get_type_hints(Method).items()
-    if name not in ("positions", "device_layers", "string")
+    if name not in ("positions", "device_layers", "windowed", "string")
 }
 
 _WHY_NO_EVICTION = {

@@ -49,6 +49,9 @@ class LayerSpec:
       value_dim: width of the values of a head; None: `head_dim`.
       values_from: first channel of the keys that is one of the values, where values are channels of their keys
         (multi-head latent attention); None where they are not.
+      method_layers: indices of the layers in which the method's own components work: those without a window, or all
+        layers if the method is asked for `in_windows` (`kvjax.Method.windowed`). Methods divide what the model has
+        in common, such as a budget, among these layers. None: all layers.
     """
 
     index: int | None
@@ -60,10 +63,13 @@ class LayerSpec:
     rule: Rule = PLAIN
     value_dim: int = None  # type: ignore[assignment]  # an int once made
     values_from: int | None = None
+    method_layers: tuple[int, ...] = None  # type: ignore[assignment]  # a tuple once made
 
     def __post_init__(self):
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
+        if self.method_layers is None:
+            object.__setattr__(self, "method_layers", tuple(range(self.num_layers)))
         if self.values_from is None:
             return
         if not self.rope.dim <= self.values_from <= self.head_dim - self.value_dim:
@@ -72,6 +78,12 @@ class LayerSpec:
                 f"keys have {self.head_dim} channels, of which RoPE turns the first {self.rope.dim}; put the channels "
                 "with positions first, or give values_from=None, which stores values on their own"
             )
+
+    @property
+    def place(self) -> int:
+        """The layer's place among the `method_layers`, 0 for the first."""
+        assert self.index is not None
+        return self.method_layers.index(self.index)
 
     @property
     def without_index(self) -> LayerSpec:

@@ -15,6 +15,7 @@ from kvjax.registry.strings import method_of
 
 def specs(config: Config) -> tuple[LayerSpec, ...]:
     """Describes each layer of a model to methods."""
+    method_layers = tuple(i for i in range(config.layers) if config.kind(i).attention.rule.window is None)
     return tuple(
         LayerSpec(
             index=i,
@@ -27,6 +28,7 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
             value_dim=attention.value_dim,
             # The keys of latent attention are the rotated channels and then the latent vector, which is the values.
             values_from=None if attention.latent is None else attention.head_dim - attention.latent.rank,
+            method_layers=method_layers,
         )
         for i, attention in ((i, config.kind(i).attention) for i in range(config.layers))
     )

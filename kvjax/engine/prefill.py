@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -255,25 +255,25 @@ def compress_prompts(
     plan = tuple(call.layer for call in calls)
     num_kept: list[Any] = [None] * len(plan)
     measures: list[Any] = [None] * len(plan)
-    if any(layer.needs.global_budget for layer in plan):
-        measures = measure_layers(prompts, lengths, calls, capacity, mesh)
-        division = _divide_budget(tuple(measures), lengths, plan=plan)
+    if shared := [i for i, layer in enumerate(plan) if layer.needs.global_budget]:
+        calls = list(calls)
+        budgeted = _budgeted_layers(plan, shared)
+        measured = measure_layers([prompts[i] for i in shared], lengths, [calls[i] for i in shared], capacity, mesh)
+        division = _divide_budget(tuple(measured), lengths, plan=budgeted)
         if isinstance(division, Tracer):
             # Under a transformation nobody knows what a layer will keep, so each has slots for the whole prompt.
             longest_prompt = min(prompts[0].k.shape[2], capacity) if longest is None else longest
-            num_kept, at_most = list(division), np.full(division.shape, longest_prompt)
+            at_most = np.full(division.shape, longest_prompt)
         else:
-            at_most, longest_prompt = to_numpy(division), int(to_numpy(lengths).max())
-            num_kept = list(at_most)
+            division = at_most = to_numpy(division)
+            longest_prompt = int(to_numpy(lengths).max())
         headroom_tokens = -(-(capacity - longest_prompt) // 16) * 16  # in multiples, as in `num_layer_slots`
-        budgeted = _budgeted_layers(plan)
         needed = [layer.count_slots(num_tokens) for layer, num_tokens in zip(budgeted, at_most, strict=True)]
-        sized = []
-        for call, layer, num_needed in zip(calls, budgeted, needed, strict=True):
+        for i, layer, num_needed, kept, measure in zip(shared, budgeted, needed, division, measured, strict=True):
             kept_slots = round_up_shared(num_needed, sum(needed) // len(needed), longest_prompt)
             resized, num_slots = layer.resize(kept_slots, headroom_tokens)
-            sized.append(dataclasses.replace(call, layer=resized, num_slots=min(capacity, num_slots)))
-        calls = sized
+            calls[i] = dataclasses.replace(calls[i], layer=resized, num_slots=min(capacity, num_slots))
+            num_kept[i], measures[i] = kept, measure
     states: list[Any] = []
     below = None
     while prompts:
@@ -312,14 +312,14 @@ def stack_measures(measures: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *layers: jnp.stack(layers), *measures)
 
 
-def _budgeted_layers(layers: Sequence[BoundLayer]) -> list[BudgetedLayer]:
-    budgeted: list[BudgetedLayer] = [layer for layer in layers if isinstance(layer, BudgetedLayer)]
-    if len(budgeted) < len(layers):
+def _budgeted_layers(plan: Sequence[BoundLayer], shared: Sequence[int]) -> tuple[BudgetedLayer, ...]:
+    """The layers that divide a budget, by their indices in the plan."""
+    if not all(isinstance(layer, BudgetedLayer) for layer in plan):
         raise KvjaxError(
             "some layers divide a budget among all, which takes the members of kvjax.cache.protocol.BudgetedLayer in "
             "every layer; use one method for all, or write these members"
         )
-    return budgeted
+    return tuple(cast(BudgetedLayer, plan[i]) for i in shared)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "width", "dtype", "call", "target"))
@@ -338,15 +338,15 @@ def empty_prompt(batch: int, width: int, dtype: Any, call: LayerCall, target: Ta
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "mesh"))
 def _measure_prompt(prompt: LayerPrompt, lengths: Array, call: LayerCall, capacity: int, mesh: Mesh | None) -> Any:
-    (layer,) = _budgeted_layers([call.layer])
+    layer = cast(BudgetedLayer, call.layer)
     measure = per_device(layer.measure, *prompt.k.shape[:2], mesh=mesh)
     return measure(*observed_block(call.layer, truncate_prompt(call.layer, prompt, capacity), lengths))
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _divide_budget(measures: tuple[Any, ...], lengths: Array, plan: Plan) -> Array:
+def _divide_budget(measures: tuple[Any, ...], lengths: Array, plan: tuple[BudgetedLayer, ...]) -> Array:
     # Stacked in the program, which leaves out what the division does not read: the scores of all tokens.
-    return _budgeted_layers(plan)[0].divide_budget(stack_measures(measures), lengths)
+    return plan[0].divide_budget(stack_measures(measures), lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "capacity", "mesh"))

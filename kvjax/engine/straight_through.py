@@ -22,6 +22,7 @@ from kvjax.cache.components import Codec
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod, LayerSpec, Traits
 from kvjax.cache.readers.full import Full
+from kvjax.cache.rings import DifferentiableRing, RingLayer
 from kvjax.cache.shared_prefix import SharedPrefixMethod
 from kvjax.core import attention, memory
 from kvjax.core.attention_mass import Observation
@@ -125,10 +126,11 @@ class Differentiable:
         """The string that made the method."""
         return self.method.string
 
-    def bind(self, spec: LayerSpec) -> DifferentiableLayer:
+    def bind(self, spec: LayerSpec) -> DifferentiableLayer | DifferentiableRing:
         """Binds the method to one layer; raises KvjaxError where it cannot serve the model."""
         layer = _wrap_codecs(self.method).bind(spec)
-        return DifferentiableLayer(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)})
+        kind = DifferentiableRing if isinstance(layer, RingLayer) else DifferentiableLayer
+        return kind(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)})
 
 
 def make_differentiable(method: KVMethod) -> KVMethod:

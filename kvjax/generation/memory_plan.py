@@ -163,7 +163,7 @@ def count_layers(plan: Plan, config: Config, prompt: int, capacity: int) -> coll
     num_slots = tuple(num_layer_slots(layer, (prompt,), capacity) for layer in plan)
     if any(layer.needs.global_budget for layer in plan):
         # Each layer's slots are rounded up after the budget has been divided: a plan is never below the actual bytes.
-        kept_slots = (layer.num_slots(prompt, 0) for layer in plan)
+        kept_slots = (layer.num_slots(prompt, 0) if layer.needs.global_budget else 0 for layer in plan)
         num_slots = tuple(
             min(n + most_shared_slots(kept, prompt) - kept if kept else n, capacity)
             for n, kept in zip(num_slots, kept_slots, strict=True)

@@ -23,6 +23,7 @@ from .gear import gear as gear
 from .h2o import h2o as h2o
 from .head_shares import head_shares as head_shares
 from .headkv import headkv as headkv
+from .in_windows import in_windows as in_windows
 from .infllm import infllm as infllm
 from .int4 import int4 as int4
 from .int8 import int8 as int8

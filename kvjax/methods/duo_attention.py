@@ -36,11 +36,10 @@ class StreamingBudgets(HeadTableBudgets):
     __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> HeadTokens:
-        assert spec.index is not None
         weights = scores_of_all_heads(self.given, spec, "weights")
         # The heads below an interpolated quantile are ceil(sparsity * (n - 1)); two signs make the floor a ceiling.
         num_streaming = -kv.fraction_of(self.sparsity, 1 - weights.size) if self.sparsity < 1 else weights.size
-        is_full = top_heads_mask(weights, weights.size - num_streaming)[spec.index]
+        is_full = top_heads_mask(weights, weights.size - num_streaming)[spec.place]
         return HeadTokens(tuple(ALL_TOKENS if full else self.streaming for full in is_full.tolist()))
 
 

@@ -86,6 +86,7 @@ class Division:
     Args:
       given: a file of `CalibratedShares`.
       model: layers, key/value heads, query heads per key/value head, and the widths of keys and of values.
+      layers: indices of the layers that the budget is divided among.
       budget: the selection's budget, the mean number of tokens over all heads.
       sinks: first tokens that every head keeps.
       recent: last tokens that every head keeps.
@@ -95,6 +96,7 @@ class Division:
 
     given: kv.TableFile
     model: tuple[int, int, int, int, int]
+    layers: tuple[int, ...]
     budget: kv.Budget
     sinks: int
     recent: int
@@ -139,6 +141,7 @@ def _divide_tokens(
 ) -> np.ndarray:
     """Divides the tokens of prompts of length i64[N]: i32[N, L, K]; the other arrays are `Division.quota` of these."""
     fractions, shares = _load_table(division.given, division.model)
+    shares = shares[list(division.layers)]
     L, K, _ = shares.shape
     fraction = (always + mean * division.size) / np.maximum(length, 1)
     # Nothing is kept at 0 and everything at 1. Between the table's fractions shares are interpolated linearly, because
@@ -221,14 +224,14 @@ class LayerDivision(kv.HeadBudgets):
 
     Args:
       division: the division of the model.
-      index: index of the layer.
+      place: of the layer among those of the division.
     """
 
     division: Division
-    index: int
+    place: int
 
     def num_kept_by_length(self, longest: int) -> np.ndarray:
-        return self.division.tokens(longest)[:, self.index]
+        return self.division.tokens(longest)[:, self.place]
 
     def for_lengths(self, lengths: kv.Array, longest: int) -> kv.HeadBudgets:
         return SequenceBudgets(jnp.asarray(self.num_kept_by_length(longest))[lengths], self.division.size)
@@ -290,13 +293,14 @@ class CalibratedDivision(kv.HeadBudgets):
         division = Division(
             self.given,
             _model_shape(spec),
+            spec.method_layers,
             select.budget,
             select.sinks,
             select.recent,
             select.granularity.size,
             represented,
         )
-        layer_division = LayerDivision(division, index)
+        layer_division = LayerDivision(division, spec.method_layers.index(index))
         return LayerMean(layer_division), layer_division
 
 

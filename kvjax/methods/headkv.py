@@ -47,7 +47,7 @@ class HeadWeightBudgets(HeadTableBudgets):
         each = self.budget - self.window
         pooled = int(each // self.beta)
         tokens = np.round(weights / weights.sum() * pooled * weights.size + each - pooled)
-        return HeadTokens(tuple(self.window + int(n) for n in tokens[spec.index]))
+        return HeadTokens(tuple(self.window + int(n) for n in tokens[spec.place]))
 
 
 @kv.register_method(example="headkv:budget=256", family="heads of unequal length")

@@ -39,13 +39,21 @@ class SharedDirections(kv.PrecisionTiers):
     __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> SharedDirections | None:
-        """Returns the lower or the upper half of a pair; None below the first pair, and in a last layer left over."""
+        """Returns the lower or the upper half of a pair; None in a layer without a partner."""
         assert spec.index is not None
-        place = spec.index - kv.fraction_of(self.start, spec.num_layers)
-        is_lower = place % 2 == 0
-        if place < 0 or (is_lower and spec.index + 1 == spec.num_layers):
-            return None
-        return dataclasses.replace(self, paired_layer=1 if is_lower else -1)
+        layers, lower = spec.method_layers[kv.fraction_of(self.start, len(spec.method_layers)) :], []
+        for layer in layers:
+            if layer + 1 in layers and layer - 1 not in lower:
+                lower.append(layer)
+        if not lower and len(spec.method_layers) < spec.num_layers:
+            raise kv.IncompatibleMethod(
+                "component `side_store` shares directions between neighboring layers, and from layer "
+                f"{layers[0] if layers else spec.num_layers} on this model has no two neighbors without a sliding "
+                "window; give a lower start, or share in windows too, as in 'minicache + in_windows'"
+            )
+        if spec.index in lower:
+            return dataclasses.replace(self, paired_layer=1)
+        return dataclasses.replace(self, paired_layer=-1) if spec.index - 1 in lower else None
 
     def slots(self, spec: kv.LayerSpec, kept: int, width: int) -> kv.Slots:
         merged = kv.fraction_of(1 - self.share, kept)

@@ -21,8 +21,8 @@ class Pyramid(kv.Budget):
         exceed tokens * layers, and prompts shorter than 2 * (tokens - window) get a flat budget. "peer", kvpress'
         floating-point form: the window is a part of each layer's number, and the budget is flat wherever a layer would
         get less than the window.
-      layer: index of the layer, set by `at`.
-      layers: layers of the model, set by `at`.
+      layer: place of the layer among those that the method works in, set by `at`.
+      layers: number of these layers, set by `at`.
     """
 
     tokens: float
@@ -45,7 +45,7 @@ class Pyramid(kv.Budget):
             )
 
     def at(self, spec: kv.LayerSpec) -> Pyramid:
-        return dataclasses.replace(self, layer=spec.index, layers=spec.num_layers)
+        return dataclasses.replace(self, layer=spec.place, layers=len(spec.method_layers))
 
     def num_kept(self, length: int) -> int:
         is_authors = self.rule == "authors"

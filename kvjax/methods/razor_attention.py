@@ -36,11 +36,11 @@ class RazorBudgets(HeadTableBudgets):
     __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> HeadTokens:
-        full = np.zeros((spec.num_layers, spec.num_kv_heads), bool)
+        full = np.zeros((len(spec.method_layers), spec.num_kv_heads), bool)
         for name, share in (("echo", self.echo), ("induction", self.induction)):
             full |= top_heads_mask(scores_of_all_heads(self.given, spec, name), round(share * full.size))
         num_extra = self.sinks + 1  # one more for the mean token
-        tokens = (ALL_TOKENS if whole else num_extra + self.recent for whole in full[spec.index].tolist())
+        tokens = (ALL_TOKENS if whole else num_extra + self.recent for whole in full[spec.place].tolist())
         return HeadTokens(tuple(tokens), self.part, num_extra)
 
 

@@ -35,11 +35,10 @@ class PersistentTokens(kv.Reader):
     __post_init__ = kv.check_fields
 
     def at(self, spec: kv.LayerSpec) -> kv.Reader:
-        assert spec.index is not None
-        if spec.index < self.dense:
+        if spec.place < self.dense:
             return kv.Full()
         # `dense` and `reselect` are dropped, so that layers that do the same are equal and share a compiled program.
-        return PersistentTokens(self.topk, 0, 0, spec.index in (self.dense, self.reselect))
+        return PersistentTokens(self.topk, 0, 0, spec.place in (self.dense, self.reselect))
 
     def read_bytes(self, storage: kv.KVStorage, state: kv.LayerState) -> kv.StepBytes:
         if self.chooses:

@@ -26,7 +26,7 @@ from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object, read_text_file
 
 HOLDS_WINDOWS = (
-    "layers with a sliding window hold all tokens, as kvjax's caches do; a cache of the window alone would be smaller"
+    "layers with a sliding window hold the tokens of their window alone, except under codecs of token groups"
 )
 QUANTIZED = "weights in the dtype of the plan; the file holds them quantized"
 NOT_CONVERTED = "kvjax has no converter for this family yet: the plan is of the shapes"

@@ -40,7 +40,13 @@ def _describe(value: Any) -> str:
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # a function's address differs between processes
     is_users = type(value).__module__.partition(".")[0] != "kvjax"
     # kvjax excludes from comparison what changes no result; a user's class may do so for what does.
-    names = [field.name for field in dataclasses.fields(value) if field.compare or is_users]
+    names = [
+        field.name
+        for field in dataclasses.fields(value)
+        if (field.compare or is_users)
+        # A field that older records know nothing of counts once it says something else.
+        and (field.metadata.get("hash_default", True) or getattr(value, field.name) != field.default)
+    ]
     fields = ", ".join(f"{name}={_describe(getattr(value, name, None))}" for name in names)
     return f"{type(value).__qualname__}({fields}){_class_source(type(value)) if is_users else ''}"
 

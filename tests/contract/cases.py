@@ -413,6 +413,7 @@ CASES = (
         "head_shares", "snapkv:budget={},window=2,kernel=3 + head_shares:page=4", 6, 100, paged_bytes(6, page=4)
     ),
     sized_case("headkv", "headkv:budget={},window=2,kernel=3,page=4", 6, 100, paged_bytes(6, page=4)),
+    MethodCase("in_windows", "in_windows", "in_windows", full_bytes),
     sized_case("infllm", "infllm:block=2,sinks=1,local={},topk=9,representatives=1,chunk=4", 4, 24, infllm_bytes),
     MethodCase("int4", "int4", "", int4_bytes),
     MethodCase("int4", "int4:rotate=false", "", int4_bytes, variant="not rotated"),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.cache.method import Method
 from kvjax.cache.protocol import BoundLayer, Cache, LayerSpec, num_layer_slots
 from kvjax.core.attention import Rule, split_blocks
 from kvjax.core.rope import Rope
@@ -103,7 +104,10 @@ def spec(window: int | None = None, head_dim: int = H) -> LayerSpec:
 
 def bind(method: Any, window: int | None = None, head_dim: int = H) -> BoundLayer:
     """Binds a method, or its string, to that layer."""
-    return method_of(method).bind(spec(window, head_dim))
+    method = method_of(method)
+    if window is not None and isinstance(method, Method):  # tests of rings are in tests/cache/test_rings.py
+        method = dataclasses.replace(method, windowed="method")
+    return method.bind(spec(window, head_dim))
 
 
 def prompt(batch: SequenceBatch, padding: float = 0.0, width: int = LONGEST) -> tuple[jax.Array, KVBlock]:

@@ -33,7 +33,7 @@ def test_one_layer_knows_no_difference(method, atol):
 
 
 def test_later_keys_are_turned_and_later_values_stay():
-    before = kvjax.read(TWO, DOCUMENTS, "full", room=40)
+    before = kvjax.read(TWO, DOCUMENTS, "full + in_windows", room=40)
     after = before.edit(START, STOP, NEW)
     rope = TWO.config.kind(0).attention.rope
     for i in range(2):
@@ -49,14 +49,14 @@ def test_later_keys_are_turned_and_later_values_stay():
 
 @pytest.mark.parametrize("method", ["full", "offload"])
 def test_the_same_tokens_at_the_same_place_change_nothing(method):
-    context = kvjax.read(TWO, DOCUMENTS, method, room=40)
+    context = kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", room=40)
     replaced_tokens = [d[a:b] for d, a, b in zip(DOCUMENTS, START, STOP, strict=True)]
     edited = context.edit(START, STOP, replaced_tokens)
     np.testing.assert_allclose(edited.feed(QUESTIONS).last, context.feed(QUESTIONS).last, atol=1e-5)
 
 
 def test_an_edit_at_the_end_is_a_crop_and_a_feed():
-    context = kvjax.read(TWO, DOCUMENTS, "full", room=40)
+    context = kvjax.read(TWO, DOCUMENTS, "full + in_windows", room=40)
     ends = [len(d) for d in DOCUMENTS]
     edited = context.edit(ends, ends, QUESTIONS).feed(QUESTIONS)
     np.testing.assert_allclose(edited.last, context.feed(QUESTIONS).feed(QUESTIONS).last, atol=1e-5)
@@ -84,7 +84,7 @@ def test_own_tokens_behind_a_shared_prefix_are_edited():
 )
 def test_a_method_that_cannot_be_edited_says_so(method, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        kvjax.read(TWO, DOCUMENTS, method, room=40).edit(0, 1, [[5]] * 3)
+        kvjax.read(TWO, DOCUMENTS, f"{method} + in_windows", room=40).edit(0, 1, [[5]] * 3)
 
 
 @pytest.mark.parametrize(
@@ -99,4 +99,4 @@ def test_a_method_that_cannot_be_edited_says_so(method, says):
 )
 def test_bad_input_is_named(arguments, says):
     with pytest.raises(KvjaxError, match=says):
-        kvjax.read(TWO, DOCUMENTS, "full", capacity=128).edit(*arguments)
+        kvjax.read(TWO, DOCUMENTS, "full + in_windows", capacity=128).edit(*arguments)

@@ -52,6 +52,7 @@ def test_the_micro_example():
 )
 def test_shared_is_repeated(prefix, own):
     """These methods keep every token exactly, except that `int8` rounds."""
+    prefix, own = f"{prefix} + in_windows", f"{own} + in_windows"
     shared = kvjax.read(MODEL, PREFIX, prefix, room=0).extend_prefix(DOCUMENTS, own, room=40)
     repeated = kvjax.read(MODEL, WHOLE, "full", room=40)
     tolerance = {"atol": 0.02 if "int8" in own else 2e-5}
@@ -70,12 +71,12 @@ def test_the_prefix_is_held_once():
 
 def test_a_method_chooses_among_a_rows_own_tokens():
     """A sequence keeps 4 of its own tokens under snapkv, and the whole prefix, whatever the batch is."""
-    prefix = kvjax.read(MODEL, PREFIX, "int4", room=0)
-    together = prefix.extend_prefix(DOCUMENTS, "snapkv:budget=4,window=2", room=40)
+    prefix = kvjax.read(MODEL, PREFIX, "int4 + in_windows", room=0)
+    together = prefix.extend_prefix(DOCUMENTS, "snapkv:budget=4,window=2 + in_windows", room=40)
     positions = together.kept_positions()[0]
     assert [[len(head) for head in sequence] for sequence in positions] == [[30 + n] * 2 for n in (4, 1, 4)]
     assert all((head[:30] == np.arange(30)).all() for sequence in positions for head in sequence)
-    alone = prefix.extend_prefix(DOCUMENTS[2:], "snapkv:budget=4,window=2", room=40)
+    alone = prefix.extend_prefix(DOCUMENTS[2:], "snapkv:budget=4,window=2 + in_windows", room=40)
     np.testing.assert_allclose(together.feed(QUESTIONS).last[2], alone.feed(QUESTIONS[2:]).last[0], atol=1e-5)
 
 
@@ -164,7 +165,7 @@ def test_a_mesh_shares_one_prefix():
 )
 def test_what_cannot_share_says_so(prefix, own, says):
     with pytest.raises(IncompatibleMethod, match=says):
-        kvjax.read(MODEL, PREFIX, prefix, room=0).extend_prefix(DOCUMENTS, own)
+        kvjax.read(MODEL, PREFIX, f"{prefix} + in_windows", room=0).extend_prefix(DOCUMENTS, f"{own} + in_windows")
 
 
 def test_bad_input_is_named():

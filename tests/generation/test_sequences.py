@@ -35,7 +35,7 @@ def assert_same_context(a: kvjax.Context, b: kvjax.Context, atol: float = 1e-6) 
 
 @pytest.mark.parametrize("method", APPEND_ONLY)
 def test_cropping_takes_back_what_was_fed(method):
-    before = kvjax.read(MODEL, DOCUMENTS, method, room=40)
+    before = kvjax.read(MODEL, DOCUMENTS, f"{method} + in_windows", room=40)
     after = before.feed(MORE).crop([len(d) for d in DOCUMENTS])
     assert_same_context(after, before)
     kinds = [[memory.memory_kind(x) for x in jax.tree.leaves(c.cache)] for c in (before, after)]
@@ -74,7 +74,7 @@ def test_groups_that_are_coded_stay_coded():
     ],
 )
 def test_a_method_that_cannot_go_back_says_so(method, slot):
-    context = kvjax.read(MODEL, DOCUMENTS, method, room=40)
+    context = kvjax.read(MODEL, DOCUMENTS, f"{method} + in_windows", room=40)
     with pytest.raises(IncompatibleMethod, match=slot + ".*keep the (one|context) of before"):
         context.crop(0)
 
@@ -89,7 +89,9 @@ def test_after_a_crop_something_must_be_fed(tmp_path):
     assert context.feed([[5], [6], [7]]).generate(max_new_tokens=2).decode_steps == 1
 
 
-@pytest.mark.parametrize("method", ["full", "kivi:bits=4,group=8,residual=8 + offload", "h2o:heavy=8,recent=8"])
+@pytest.mark.parametrize(
+    "method", ["full", "kivi:bits=4,group=8,residual=8 + offload", "h2o:heavy=8,recent=8 + in_windows"]
+)
 def test_branches_and_joined_rows_are_the_rows(method):
     context = kvjax.read(MODEL, DOCUMENTS[:2], method, room=40)
     branched = context.fork(2)

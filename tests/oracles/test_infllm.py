@@ -37,7 +37,7 @@ SMALL = {"block": 4, "sinks": 3, "local": 6, "topk": 2, "representatives": 2, "c
 
 def bind_method(method: Method, window: int | None = None) -> MethodLayer:
     """Binds a method to the only layer of a model."""
-    return method.bind(
+    return dataclasses.replace(method, windowed="method").bind(
         LayerSpec(index=0, num_layers=1, num_kv_heads=K, num_groups=G, head_dim=H, rope=Rope(H), rule=Rule(window))
     )
 

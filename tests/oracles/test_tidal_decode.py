@@ -28,7 +28,7 @@ DATA = [layer.random_batch(seed) for seed in range(LAYERS)]
 
 def bind_layers(method=SMALL, windows=(None,) * LAYERS) -> tuple:
     """Binds a method to each layer of a model with five."""
-    method, rope = method_of(method), Rope(layer.H)
+    method, rope = dataclasses.replace(method_of(method), windowed="method"), Rope(layer.H)
     return tuple(
         method.bind(LayerSpec(i, LAYERS, layer.K, layer.G, layer.H, rope, Rule(windows[i]))) for i in range(LAYERS)
     )

@@ -24,7 +24,7 @@ from tests.oracles import speculation as oracle
 MODEL = toy_model(layers=1, windows=(25,), vocab_size=96)
 RNG = np.random.default_rng(0)
 PROMPTS, OTHERS = ([RNG.integers(0, 96, n).tolist() for n in (40, 23, 1)] for _ in range(2))
-QUEST = "quest:budget=6,page=2,device_layers=0"
+QUEST = "quest:budget=6,page=2,device_layers=0 + in_windows"  # as it would be without the window
 GREEDY = {"max_new_tokens": 17, "eos_ids": ()}
 SAMPLED = {**GREEDY, "temperature": 1.3, "top_p": 0.9}
 verify = jax.jit(acceptance.verify)
@@ -176,13 +176,17 @@ def test_values_that_cannot_be_used_are_named(more, says):
     ("draft", "method", "says"),
     [
         (
-            "snapkv:budget=8,window=4",
+            "snapkv:budget=8,window=4 + in_windows",
             "full",
-            "draft='snapkv:budget=8,window=4' cannot give .* back: component `select`",
+            r"draft='snapkv:budget=8,window=4 \+ in_windows' cannot give .* back: component `select`",
         ),
-        ("full", "h2o:heavy=8,recent=8", "method='h2o:heavy=8,recent=8' cannot give .*: component `decode`"),
+        (
+            "full",
+            "h2o:heavy=8,recent=8 + in_windows",
+            "method='h2o:heavy=8,recent=8 .*' cannot give .*: component `decode`",
+        ),
         (f"int4 + {QUEST}", "full", "component `k`, PerTokenCodec, holds keys inexactly"),
-        ("specache:group=8,residual=8,topk=8", "full", "already guesses ahead by itself"),
+        ("specache:group=8,residual=8,topk=8 + in_windows", "full", "already guesses ahead by itself"),
         ("kivi:bits=2,group=8,residual=8", "full", "draft='kivi.* could not give rejected tokens back in round"),
     ],
 )

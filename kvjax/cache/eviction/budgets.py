@@ -125,5 +125,5 @@ else:
 
 
 def budgets_by_layer(budget: Budget, spec: LayerSpec) -> tuple[Budget, ...]:
-    """An unbound budget as it is in each layer of the model; `spec` may be the one of any layer."""
-    return tuple(bind_component(budget, dataclasses.replace(spec, index=i)) for i in range(spec.num_layers))
+    """An unbound budget as it is in each layer that the method works in; `spec` may be the one of any layer."""
+    return tuple(bind_component(budget, dataclasses.replace(spec, index=i)) for i in spec.method_layers)

@@ -85,8 +85,8 @@ class MeanOfHeads(Budget):
 
 
 def scores_of_all_heads(table: TableFile, spec: LayerSpec, name: str) -> np.ndarray:
-    """Reads one array of every layer of a table, f64[L K]."""
-    layers = (dataclasses.replace(spec, index=i) for i in range(spec.num_layers))
+    """Reads one array of every layer that the method works in from a table of all layers, f64[L K]."""
+    layers = (dataclasses.replace(spec, index=i) for i in spec.method_layers)
     scores = [table.layer_arrays(layer, **{name: (spec.num_kv_heads,)})[name] for layer in layers]
     return np.stack(scores).astype(np.float64)
 

@@ -58,8 +58,8 @@ class MeasuredHeadTokens(HeadBudgets):
     size: int  # tokens of a unit
 
     def num_other_heads(self, spec: LayerSpec) -> int:
-        """All other heads of the model: any of them may have left its budget to one."""
-        return spec.num_layers * spec.num_kv_heads - 1
+        """All other heads of the layers that divide a budget: any of them may have left its budget to one."""
+        return len(spec.method_layers) * spec.num_kv_heads - 1
 
     def allocate_local(self, scores: Array, allowed: Array, num_units: Array, num_always: Array) -> Array:
         local_heads = scores.shape[1]

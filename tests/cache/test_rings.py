@@ -1,0 +1,153 @@
+"""Layers with a sliding window hold the tokens of their window, under every codec and reader, and stay exact."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.rings import ROOM_TOKENS, RingLayer
+from kvjax.engine.forward import exact_logits
+from kvjax.errors import KvjaxError
+from kvjax.models.config import Config
+from kvjax.testing import toy_model
+
+WINDOW = 5
+SLOTS = WINDOW + ROOM_TOKENS
+PROMPTS = [[7, 3, 9, 1, 4, 8, 2, 6, 5, 11, 13, 12], [1, 2, 3], list(range(1, 41))]  # below and beyond the ring
+EXACT = (
+    "full",
+    "offload",
+    "quest",
+    "kcache",
+    "snapkv:budget=100%",
+    "h2o:heavy=100,recent=100",
+    "specache:topk=100,group=8",
+)
+
+
+@functools.cache
+def model():
+    return toy_model(layers=3, windows=(WINDOW, None, WINDOW), vocab_size=64)
+
+
+def texts(length: int) -> list[list[int]]:
+    """The prompts, continued to `length` tokens after their own."""
+    rng = np.random.default_rng(0)
+    return [prompt + rng.integers(1, 60, length).tolist() for prompt in PROMPTS]
+
+
+def expected_logits(whole: list[list[int]]) -> list[np.ndarray]:
+    return [np.asarray(exact_logits(model().params, jnp.array([text]), model().config)[0]) for text in whole]
+
+
+def decode_logits(method, whole, steps, width=1, **options) -> list[np.ndarray]:
+    """Logits of the last prompt token, and of all tokens after it, fed `width` at a time."""
+    tokens = [text[: len(prompt)] for text, prompt in zip(whole, PROMPTS, strict=True)]
+    last, cache = kvjax.prefill(model(), tokens, method, capacity=len(whole[-1]) + 8, **options)
+    out = [np.asarray(last)[:, None]]
+    for at in range(0, steps, width):
+        more = [text[len(p) + at : len(p) + min(at + width, steps)] for text, p in zip(whole, PROMPTS, strict=True)]
+        logits, cache = kvjax.extend(model(), more, cache)
+        out.append(np.asarray(logits))
+    return np.concatenate(out, 1), cache
+
+
+def assert_exact(method, steps=4 * WINDOW, width=1, **options):
+    whole = texts(steps)
+    found, cache = decode_logits(method, whole, steps, width, **options)
+    for row, expected, prompt in zip(found, expected_logits(whole), PROMPTS, strict=True):
+        np.testing.assert_allclose(row, expected[len(prompt) - 1 :], atol=2e-5)
+    return cache
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_four_windows_of_decoding_are_the_exact_forward_pass(method):
+    cache = assert_exact(method)
+    assert [isinstance(layer, RingLayer) for layer in cache.plan] == [True, False, True]
+    assert [state.pos.shape[2] for state in cache.layers][::2] == [SLOTS, SLOTS]
+
+
+@pytest.mark.parametrize(("width", "options"), [(3, {}), (20, {"chunk": 7})])
+def test_chunks_of_any_length_are_the_exact_forward_pass(width, options):
+    assert_exact("full", width=width, **options)
+
+
+@pytest.mark.parametrize("method", ["int8", "int4", "offload + fp8", "turboquant"])
+def test_a_ring_of_codes_gives_what_all_tokens_in_codes_give_in_steps_of_one_token_or_many(method):
+    whole, steps = texts(4 * WINDOW), 4 * WINDOW
+    rings, _ = decode_logits(method, whole, steps)
+    tokens, cache = decode_logits(f"{method} + in_windows", whole, steps)
+    assert not any(isinstance(layer, RingLayer) for layer in cache.plan)
+    np.testing.assert_allclose(rings, tokens, atol=2e-5)
+    np.testing.assert_allclose(decode_logits(method, whole, steps, width=20)[0], rings, atol=2e-5)
+
+
+def test_a_ring_never_holds_more_than_the_window_and_the_bytes_are_those_of_the_hand():
+    long, short = kvjax.prefill(model(), [PROMPTS[2], PROMPTS[1]], "full", capacity=128)[1], 3
+    kv_bytes = 2 * 2 * 8 * 4 + 4
+    held = sum(min(n, WINDOW) * 2 + n for n in (40, short)) * kv_bytes + 2 * (3 * 4 + 4)
+    assert kvjax.state_bytes(long).held["device"] == kvjax.state_bytes(long).full == held
+    assert kvjax.state_bytes(long).total["device"] == 2 * ((2 * SLOTS + long.capacity) * kv_bytes + 3 * 4 + 4)
+    assert [[len(head) for head in layer[0]] for layer in kvjax.kept_positions(long)] == [
+        [WINDOW] * 2,
+        [40] * 2,
+        [WINDOW] * 2,
+    ]
+    planned = kvjax.planned_bytes("full", model(), 40, capacity=128)
+    alone = kvjax.state_bytes(kvjax.prefill(model(), [PROMPTS[2]], "full", capacity=128)[1])
+    assert planned == alone
+    step = kvjax.step_bytes("full", model(), 40, capacity=128).device
+    assert step == (2 * SLOTS + 128) * kv_bytes + 3 * 4
+    whole = kvjax.planned_bytes("full + in_windows", model(), 40, capacity=128)
+    assert whole.held["device"] == 3 * (40 * kv_bytes + 4) + 4 and whole.full == planned.full
+
+
+def test_gemma_3_270m_holds_5_6_times_less_at_32768_tokens():
+    windows = tuple(None if (i + 1) % 6 == 0 else 512 for i in range(18))
+    config = Config.llama(
+        vocab_size=64, width=640, layers=18, heads=4, kv_heads=1, head_dim=256, mlp_width=64, windows=windows
+    )
+    rings, whole = (kvjax.planned_bytes(m, config, 32768, dtype="bfloat16") for m in ("full", "full + in_windows"))
+    assert rings.held["device"] == 3 * 32768 * 1028 + 15 * 512 * 1028 + 18 * 4 + 4
+    assert whole.held["device"] / rings.total["device"] > 5.5
+
+
+def test_a_sequence_can_take_back_what_the_ring_has_room_for_and_says_so_beyond():
+    whole = texts(40)
+    tokens = [text[:41] for text in whole]
+    last, cache = kvjax.prefill(model(), tokens, "full", capacity=100)
+    cropped = kvjax.cache_ops.crop(cache, [41 - ROOM_TOKENS] * 3)
+    logits, _ = kvjax.extend(model(), [text[25:41] for text in whole], cropped)
+    np.testing.assert_allclose(logits[:, -1], last, atol=2e-5)
+    with pytest.raises(KvjaxError, match="cannot give back its last 18 tokens, 17 at most.*`full \\+ in_windows`"):
+        kvjax.cache_ops.crop(cache, 23)
+    more = [5], [5, 6, 7], [9, 8]
+    ragged = kvjax.extend(model(), more, cache)[1]
+    assert np.asarray(ragged.plan[0].max_rollback(ragged.layers[0])).tolist() == [ROOM_TOKENS, 17, ROOM_TOKENS]
+    lengths = [42 - ROOM_TOKENS, 44 - 17, 43 - ROOM_TOKENS]
+    back, again = kvjax.cache_ops.crop(ragged, lengths), [text + m for text, m in zip(tokens, more, strict=True)]
+    logits, _ = kvjax.extend(model(), [text[n:] for text, n in zip(again, lengths, strict=True)], back)
+    expected, _ = kvjax.prefill(model(), again, "full", capacity=100)
+    np.testing.assert_allclose([row[n - 1] for row, n in zip(logits, (16, 17, 16), strict=True)], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "pyramidkv:budget=9,window=2,rule=peer",
+        "cake:budget=9,window=2",
+        "snapkv:budget=9,window=2 + adakv:scope=model,page=2",
+    ],
+)
+def test_a_budget_of_the_model_is_divided_among_the_layers_without_a_window(method):
+    with_windows = toy_model(layers=4, windows=(None, 3, None, 3))
+    cache = kvjax.prefill(with_windows, [PROMPTS[2]], method)[1]
+    kept = [[len(head) for head in layer[0]] for layer in kvjax.kept_positions(cache)]
+    assert kept[1] == kept[3] == [3] * len(kept[1])
+    assert sum(kept[0] + kept[2]) == 2 * 9 * len(kept[0])
+    everywhere = kvjax.prefill(with_windows, [PROMPTS[2]], f"{method} + in_windows")[1]
+    assert sum(len(head) for layer in kvjax.kept_positions(everywhere) for head in layer[0]) == 4 * 9 * len(kept[0])
