@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from kvjax.engine.layer_prompt import (
     select_queries,
 )
 from kvjax.engine.positions import token_positions
+from kvjax.errors import IncompatibleMethod
 from kvjax.utils.abstract import abstract
 
 QUERY_BLOCK_TOKENS = 128
@@ -192,8 +194,14 @@ def extend_layer(
     extend = per_device(
         lambda state, q, new, *more: layer.extend(state, q, new, commit, *more), *q.shape[:2], mesh=mesh
     )
-    # A layer outside of kvjax need not take `outside` to serve models without anything of the kind.
+    # A layer that is not kvjax's own need not take `outside` to serve models without anything of the kind.
     more = (cross_layer,) if outside is None else (cross_layer, outside)
+    if outside is not None and "outside" not in inspect.signature(layer.extend).parameters:
+        raise IncompatibleMethod(
+            f"{type(layer).__name__}.extend does not take `outside`, and queries of this model also attend to what no "
+            "state holds, its learned sinks; write the argument as kvjax.cache.protocol.BoundLayer describes it, and "
+            "merge it with the attention to the state"
+        )
     return extend(state, q, new, *more)
 
 

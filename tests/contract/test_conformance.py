@@ -18,7 +18,7 @@ from kvjax.cache import protocol
 from kvjax.cache.protocol import LayerSpec, Needs, Traits
 from kvjax.core.attention import attend_dense, merge
 from kvjax.core.attention_mass import Observation
-from kvjax.core.types import Array, KVBlock, gather_tokens
+from kvjax.core.types import Array, KVBlock, Partial, gather_tokens
 from kvjax.errors import IncompatibleMethod, KvjaxError
 from kvjax.eval import Case, Spec, compare
 from kvjax.eval.page import report
@@ -59,11 +59,12 @@ class LastTokensLayer:
         return self._last(KVBlock(empty, empty, jnp.full((B, 1, num_slots), -1, jnp.int32)), block)
 
     def extend(
-        self, state: KVBlock, q: Array, new: KVBlock, commit: int, cross_layer: Any
+        self, state: KVBlock, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None = None
     ) -> tuple[Array, KVBlock, Any]:
         new = new.clean()
         q_pos = new.pos[:, 0]
         parts = [attend_dense(q, block, q_pos, self.spec.rule) for block in (state, new)]
+        parts += [] if outside is None else [outside]
         return merge(parts), self._last(state, new.first(commit)), cross_layer
 
     def positions(self, state: KVBlock) -> Array:

@@ -21,7 +21,7 @@ from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import axes_of_layer_array, named_sharding, over_heads, per_device
 from kvjax.core.rope import Rope
-from kvjax.core.types import KVBlock
+from kvjax.core.types import KVBlock, Partial
 from kvjax.engine.layer_prompt import prefill_layer
 from kvjax.engine.modes import extend_layer
 from kvjax.errors import KvjaxError
@@ -80,9 +80,9 @@ class LayerOnMesh:
         return prefill_layer(self.layer, block, observation, num_slots, self.mesh)
 
     def extend(
-        self, state: Any, q: jax.Array, new: KVBlock, commit: int, cross_layer: Any
+        self, state: Any, q: jax.Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None = None
     ) -> tuple[jax.Array, Any, Any]:
-        return extend_layer(self.layer, state, q, new, commit, cross_layer, mesh=self.mesh)
+        return extend_layer(self.layer, state, q, new, commit, cross_layer, outside, mesh=self.mesh)
 
     def update_scores(
         self, block: KVBlock, start: jax.Array, observation: Observation, new: KVBlock, before: jax.Array

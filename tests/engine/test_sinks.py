@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import pytest
 from jax.sharding import Mesh
 
 import kvjax
+from kvjax import IncompatibleMethod
+from kvjax.cache.protocol import LayerSpec, Traits
 from kvjax.engine.forward import exact_logits
 from kvjax.models.config import Config
 from kvjax.models.model import random_model
@@ -69,6 +72,28 @@ def test_prompts_and_steps_have_the_logits_of_the_exact_pass(method, more):
     for t in range(first, first + 2):
         logits, cache = kvjax.extend(model, [[TEXT[t]]], cache)
         np.testing.assert_allclose(logits[0, 0], expected[t], atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutOutside:
+    """A method of somebody whose layers were written before there were sinks."""
+
+    traits: ClassVar[Traits] = Traits()
+
+    def bind(self, spec: LayerSpec) -> Any:
+        full = kvjax.parse("full").bind(spec)
+
+        class Layer(type(full)):
+            def extend(self, state, q, new, commit, cross_layer=None):
+                return super().extend(state, q, new, commit, cross_layer)
+
+        return Layer(**{f.name: getattr(full, f.name) for f in dataclasses.fields(full)})
+
+
+def test_a_layer_that_cannot_count_sinks_is_refused():
+    _, cache = kvjax.prefill(sink_model(), [[1, 2, 3]], WithoutOutside(), capacity=16)
+    with pytest.raises(IncompatibleMethod, match="Layer.extend does not take `outside`.*learned sinks; write"):
+        kvjax.extend(sink_model(), [[4]], cache)
 
 
 def test_a_long_prompts_last_layer_computes_few_outputs():
