@@ -172,6 +172,8 @@ def specs_of(
                 f"{name} has {len(by_layer[name])} entries and the model {num_layers} layers; give one for each layer, "
                 "or one value for all"
             )
+    # As in `kvjax.engine.plan.specs`: methods leave layers with a window alone.
+    method_layers = tuple(i for i, window in enumerate(by_layer["window"]) if window is None)
     specs = []
     for i in range(num_layers):
         x = {name: values[i] for name, values in by_layer.items()}
@@ -198,7 +200,9 @@ def specs_of(
         if x["values_from"] is not None:
             x["values_from"] = arguments.integer("values_from" + where, x["values_from"], 0, remedy="; None for none")
         rule = Rule(x["window"], x["soft_cap"])
-        specs.append(LayerSpec(i, num_layers, K, N // K, H, layer_rope, rule, x["value_dim"], x["values_from"]))
+        specs.append(
+            LayerSpec(i, num_layers, K, N // K, H, layer_rope, rule, x["value_dim"], x["values_from"], method_layers)
+        )
     return tuple(specs)
 
 

@@ -435,6 +435,34 @@ def test_tokens_beyond_the_capacity_are_an_error_or_nan_and_never_silent():
         kvjax.attend(kvjax.attach("full", SPECS, 12)[0], *tokens, pos)
 
 
+def test_a_layer_with_a_window_holds_a_ring_and_is_exact_over_four_windows():
+    window, total = 24, 110
+    specs = kvjax.specs_of(2, N, K, H, rope=ROPE, window=[window, None])
+    assert [spec.method_layers for spec in specs] == [(1,), (1,)]
+    cache = kvjax.attach("full", specs, capacity=128)
+    q, k, v = tokens = random_tokens(num_tokens=total)
+    pos = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), (B, total))
+
+    @jax.jit
+    def run(cache, tokens):
+        first, cache = kvjax.attend(cache, *(x[:, :30] for x in tokens), pos[:, :30])
+
+        def step(cache, i):
+            at = [lax.dynamic_slice_in_dim(x, i, 1, 1) for x in tokens]
+            out, cache = kvjax.attend(cache, *at, jnp.full((B, 1), i, jnp.int32))
+            return cache, out[:, 0]
+
+        cache, steps = lax.scan(step, cache, jnp.arange(30, total, dtype=jnp.int32))
+        return jnp.concatenate([first, jnp.moveaxis(steps, 0, 1)], 1), cache
+
+    out, after = run(cache[0], tokens)
+    for b in range(B):
+        heads = [np.asarray(x[b]).swapaxes(0, 1) for x in (q, k, v)]
+        np.testing.assert_allclose(out[b], dense_attention(*heads, np.arange(total), window).swapaxes(0, 1), atol=2e-5)
+    assert window <= after.positions.shape[2] <= window + 16 and after.length.tolist() == [total] * B
+    assert run(cache[1], tokens)[1].positions.shape[2] == 128
+
+
 def test_values_that_are_channels_of_their_keys_are_stored_once_and_others_are_refused():
     rope, first, width = kvjax.Rope(2), 4, 4
     q, k, _ = random_tokens()
