@@ -185,13 +185,14 @@ def num_slots(layer: BoundLayer, capacity: int = CAPACITY) -> int:
 
 
 @functools.cache
-def _compile_prefill(layer: BoundLayer, slots: int) -> Callable:
+def compile_prefill(layer: BoundLayer, slots: int) -> Callable:
+    """Compiles (queries of the prompts, their block) -> the state after them."""
     return jax.jit(lambda q, block: make_state(layer, q, block, slots))
 
 
 def prefill(layer: BoundLayer, batch: SequenceBatch, padding: float = 0.0) -> Any:
     """Returns the state after the prompts; after each prompt the block holds `padding`."""
-    return _compile_prefill(layer, num_slots(layer))(*prompt(batch, padding))
+    return compile_prefill(layer, num_slots(layer))(*prompt(batch, padding))
 
 
 TRACES: Counter[BoundLayer] = Counter()
@@ -306,7 +307,7 @@ class LayerRun(MethodRun):
 
     def read(self, sequences: list[int]) -> Cache:
         tokens = [self.prompts[i] for i in (sequences * B)[:B]]
-        state = _compile_prefill(self.layer, num_slots(self.layer))(*self.gather(tokens, np.zeros(B, int), LONGEST))
+        state = compile_prefill(self.layer, num_slots(self.layer))(*self.gather(tokens, np.zeros(B, int), LONGEST))
         lengths = jnp.asarray([len(row) for row in tokens], jnp.int32)
         return Cache((state,), lengths, CAPACITY, (self.layer,), MODEL, "float32")
 

@@ -1,4 +1,4 @@
-"""Every method on a layer with a soft cap that bites and values narrower than keys, see `tests.contract.toy`."""
+"""Every method on a layer with a soft cap that bites, sinks and values narrower than keys, see `tests.contract.toy`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.cache.calibration import table_file
 from kvjax.core.attention import Rule
 from kvjax.errors import KvjaxError
 from kvjax.registry.strings import parse
-from tests.contract import layer, toy
+from tests.contract import toy
 from tests.contract.cases import FIRST_CASES
 from tests.contract.table import REGISTRY
 
@@ -30,15 +30,16 @@ def tables_of_the_toy(monkeypatch):
 
 def run(method: str) -> tuple[np.ndarray, list]:
     """The outputs of all steps on the toy layer, and what each step read."""
-    out, blocks = toy.compile_steps(toy.bind(method))(*layer.prompt(toy.batch()), layer.stack_steps(toy.batch()))
-    return np.asarray(out), blocks
+    return toy.decode(toy.bind(method), toy.batch())
 
 
-def test_a_cap_that_is_left_out_is_seen():
-    assert np.abs(toy.dense_outputs(toy.batch()) - toy.dense_outputs(toy.batch(), None)).max() > 0.1
+def test_a_cap_or_a_sink_that_is_left_out_is_seen():
+    expected = toy.dense_outputs(toy.batch())
+    assert np.abs(expected - toy.dense_outputs(toy.batch(), soft_cap=None)).max() > 0.1
+    assert np.abs(expected - toy.dense_outputs(toy.batch(), sinks=None)).max() > 0.1
     plain = dataclasses.replace(toy.spec(), rule=Rule())
-    out = toy.compile_steps(parse("full").bind(plain))(*layer.prompt(toy.batch()), layer.stack_steps(toy.batch()))[0]
-    assert np.abs(np.asarray(out) - toy.dense_outputs(toy.batch())).max() > 0.1
+    out, _ = toy.decode(parse("full").bind(plain), toy.batch())
+    assert np.abs(out - toy.dense_outputs(toy.batch())).max() > 0.1
 
 
 def test_no_method_is_left_out():

@@ -1,4 +1,4 @@
-"""A layer that no shipped model has: loud logits under a soft cap of 1, and values narrower than keys.
+"""A layer that no shipped model has: loud logits under a soft cap of 1, learned sinks, values narrower than keys.
 
 A tiny checkpoint cannot tell whether a cap of 50 is applied, or whether a shape was taken from queries where it is that
 of values. Every method runs on this layer, with tables made for it.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from kvjax.cache.calibration import table_file
 from kvjax.cache.calibration.table_kinds import TABLE_KINDS
 from kvjax.cache.protocol import BoundLayer, LayerSpec
-from kvjax.core.attention import Rule
+from kvjax.core.attention import Rule, sink_partial
 from kvjax.core.rope import Rope
 from kvjax.core.types import KVBlock
 from kvjax.registry.loading import load_all
@@ -28,6 +30,7 @@ from tests.contract import layer
 
 VALUE_DIM = 16
 SOFT_CAP = 1.0
+SINKS = np.ones((layer.K, layer.G), np.float32)
 LOUDNESS = 3.0
 """By which queries are multiplied, as a model does whose scale is not the root of the heads' width."""
 
@@ -56,14 +59,17 @@ def tables() -> Path:
     return folder
 
 
-def dense_outputs(tokens: layer.SequenceBatch, soft_cap: float | None = SOFT_CAP) -> np.ndarray:
+def dense_outputs(
+    tokens: layer.SequenceBatch, soft_cap: float | None = SOFT_CAP, sinks: np.ndarray | None = SINKS
+) -> np.ndarray:
     """The outputs of exact attention in all steps, f64[B K G STEPS Hv]."""
     out = np.zeros((layer.B, layer.K, layer.G, layer.STEPS, VALUE_DIM))
+    flat = None if sinks is None else sinks.reshape(-1)
     for b, length in enumerate(map(int, tokens.lengths)):
         q, k, v = tokens.exact(b)
         pos = length + np.arange(layer.STEPS)
         q = q[:, :, pos].reshape(-1, *q[:, :, pos].shape[2:])
-        out[b] = dense_attention(q, k, v, pos, soft_cap=soft_cap).reshape(out[b].shape)
+        out[b] = dense_attention(q, k, v, pos, soft_cap=soft_cap, sinks=flat).reshape(out[b].shape)
     return out
 
 
@@ -72,21 +78,29 @@ def bind(method: str) -> BoundLayer:
     return parse(method).bind(spec())
 
 
-@functools.cache
-def compile_steps(bound: BoundLayer):
-    """Compiles the prompts and all steps: (outputs f32[B K G STEPS Hv], what each step read).
+def decode(bound: Any, tokens: layer.SequenceBatch) -> tuple[np.ndarray, list[KVBlock]]:
+    """Runs the prompts and all steps: (outputs f32[B K G STEPS Hv], what each step read).
 
     What a step read is the decoded block of all slots after it and, of a method with a side store, that of the store.
     """
     slots = layer.num_slots(bound)
+    state = layer.compile_prefill(bound, slots)(*layer.prompt(tokens))
+    outs, blocks = _compile_steps(bound.after_prompt)(state, layer.stack_steps(tokens))
+    return np.asarray(outs), blocks
 
-    def run(q: jax.Array, block: KVBlock, tokens: Any) -> tuple[jax.Array, list[KVBlock]]:
-        def step(state: Any, token: Any) -> tuple[Any, Any]:
-            out, state, _ = bound.extend(state, *token, 1, None)
-            return state, (out[:, :, :, 0], read_blocks(bound, state))
 
-        outs, blocks = lax.scan(step, layer.make_state(bound, q, block, slots), tokens)[1]
-        return jax.numpy.moveaxis(outs, 0, 3), blocks
+@functools.cache
+def _compile_steps(bound: Any) -> Callable:
+    """Compiles all steps, for methods that only select once for all of them."""
+
+    def step(state: Any, token: layer.NewTokens) -> tuple[Any, Any]:
+        outside = sink_partial(jnp.asarray(SINKS), token[0], VALUE_DIM)
+        out, state, _ = bound.extend(state, *token, 1, None, outside)
+        return state, (out[:, :, :, 0], read_blocks(bound, state))
+
+    def run(state: Any, tokens: layer.NewTokens) -> tuple[jax.Array, list[KVBlock]]:
+        outs, blocks = lax.scan(step, state, tokens)[1]
+        return jnp.moveaxis(outs, 0, 3), blocks
 
     return jax.jit(run)
 
@@ -101,12 +115,11 @@ def read_blocks(bound: Any, state: Any) -> list[KVBlock]:
     return blocks
 
 
-def decoded_outputs(blocks: list[KVBlock], soft_cap: float | None = SOFT_CAP) -> np.ndarray:
+def decoded_outputs(blocks: list[KVBlock]) -> np.ndarray:
     """Attention of each step's queries to what that step read, by NumPy in float64: [B K G STEPS Hv].
 
     Args:
       blocks: keys and values [STEPS B K|1 S ..], with positions and biases, over whose slots one softmax runs.
-      soft_cap: as in `spec`.
     """
     tokens, out = batch(), np.zeros((layer.B, layer.K, layer.G, layer.STEPS, VALUE_DIM))
     for step, b, head in np.ndindex(layer.STEPS, layer.B, layer.K):
@@ -123,7 +136,6 @@ def decoded_outputs(blocks: list[KVBlock], soft_cap: float | None = SOFT_CAP) ->
         k, v, pos, bias = (np.concatenate(x).astype(np.float64) for x in (k, v, pos, bias))
         real = (pos >= 0) & (pos <= at)
         s = np.asarray(tokens.q, np.float64)[b, head, :, at] @ k[real].T / np.sqrt(layer.H)
-        s = (s if soft_cap is None else soft_cap * np.tanh(s / soft_cap)) + bias[real]
-        p = np.exp(s - s.max(-1, keepdims=True))
-        out[b, head, :, step] = p / p.sum(-1, keepdims=True) @ v[real]
+        p = np.exp(SOFT_CAP * np.tanh(s / SOFT_CAP) + bias[real])
+        out[b, head, :, step] = p @ v[real] / (p.sum(-1) + np.exp(SINKS[head]))[:, None]
     return out
