@@ -38,7 +38,13 @@ def describe(directory: str | Path) -> Lines:
         lines |= _describe_weights(stored)
         try:
             lines["tokenizer"] = ", ".join(source.tokenizer_files()) or "none"
-            lines |= {"convertible": "yes"} | _describe_config(plan_conversion(source).config)
+            plan = plan_conversion(source)
+            lines["convertible"] = "yes"
+            if plan.num_left_out:
+                lines["convertible"] += (
+                    f", as a model of texts: {plan.num_left_out} tensors that read images are left out"
+                )
+            lines |= _describe_config(plan.config)
         except KvjaxError as e:
             lines["convertible"] = f"no: {e}"
     return {label: escape_unprintable(value, keep="\n") for label, value in lines.items()}

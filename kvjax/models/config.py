@@ -112,6 +112,24 @@ class Config:
         attention = (self.kind(i).attention for i in range(self.layers))
         return " and ".join(dict.fromkeys(f"{a.heads} heads on {a.kv_heads} of {a.head_dim}" for a in attention))
 
+    def with_max_positions(self, positions: int) -> Config:
+        """Returns the config for texts of at most these positions, by which LongRoPE chooses its factors.
+
+        Raises:
+          KvjaxError: for more positions than the model has.
+        """
+        arguments.integer("max_positions", positions, 1, self.max_positions)
+
+        def choose(kind: LayerKind) -> LayerKind:
+            rope = kind.attention.rope
+            if rope is None or rope.scaling is None or rope.scaling.kind != "longrope":
+                return kind
+            scaling = dataclasses.replace(rope.scaling, is_long=positions > rope.scaling.original_max_positions)
+            attention = dataclasses.replace(kind.attention, rope=dataclasses.replace(rope, scaling=scaling))
+            return dataclasses.replace(kind, attention=attention)
+
+        return dataclasses.replace(self, max_positions=positions, kinds=tuple(map(choose, self.kinds)))
+
     def with_layers(self, pattern: Sequence[int]) -> Config:
         """Returns the config of layers of these kinds, given by index; kinds that none of them has are left out."""
         used = tuple(dict.fromkeys(pattern))

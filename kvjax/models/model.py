@@ -109,7 +109,9 @@ class Model:
 
 
 @checks_keywords
-def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Model:
+def load(
+    path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = None, max_positions: int | None = None
+) -> Model:
     """Loads a checkpoint directory of `checkpoints_convert`, or a model by name, as `kvjax models` lists them.
 
     Programs that are compiled from now on are cached on disk (`use_compilation_cache`).
@@ -119,6 +121,8 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
       dtype: of parameters and cache, as "bfloat16" or "bf16"; None as stored.
       mesh: parameters are restored straight to their shards on it; each of several processes reads those of its own
         devices.
+      max_positions: positions of the longest text, at most the model's; None for the model's. A model with LongRoPE has
+        one list of factors for texts within its original context and one for longer texts, and is loaded with one.
 
     Raises:
       KvjaxError: for an unknown name, for a directory that is missing, foreign, incomplete or damaged, and for
@@ -141,9 +145,13 @@ def load(path: str | pathlib.Path, *, dtype: Any = None, mesh: Mesh | None = Non
     record = checkpoint.read_manifest(directory)
     if mesh is not None and is_shared(mesh):
         # Before any computation between processes, in which those with other shapes would wait for good.
-        require_agreement(checkpoint=(record.config, record.digests), dtype=dtype, mesh=dict(mesh.shape))
+        require_agreement(
+            checkpoint=(record.config, record.digests), dtype=dtype, mesh=dict(mesh.shape), positions=max_positions
+        )
     shardings = None if mesh is None else param_shardings(record.config, mesh)
     config, params = checkpoint.restore(directory, dtype=dtype, shardings=shardings)
+    if max_positions is not None:
+        config = config.with_max_positions(max_positions)
     tokenizer = Tokenizer.from_directory(directory) if (directory / "tokenizer.json").is_file() else None
     # The tokenizer's own end, which config.json and generation_config.json may lack, ends an answer too, as in vLLM.
     if tokenizer is not None and (eos := tokenizer.eos_id) is not None and eos < config.vocab_size:

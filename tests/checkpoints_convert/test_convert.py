@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tokenizers
 from flax.traverse_util import flatten_dict
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from checkpoints_convert import check as checking
@@ -22,6 +22,7 @@ from checkpoints_convert.__main__ import main
 from checkpoints_convert.check import check, missing_packages
 from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import convert, read, read_parts
+from checkpoints_convert.describe import describe
 from checkpoints_convert.source import Directory
 from kvjax.errors import KvjaxError
 from kvjax.models import checkpoint
@@ -328,6 +329,13 @@ def test_command_line(tmp_path, capsys):
     assert main(["convert", source, out]) == 1
     assert "error: " in capsys.readouterr().err
     assert main(["convert", source, out, "--force"]) == 0
+
+
+def test_inspect_says_that_images_are_not_read():
+    names = load_file(ROOT / "loud" / "gemma3_vision" / "model.safetensors")
+    count = sum("language_model" not in name for name in names)
+    lines = describe(ROOT / "loud" / "gemma3_vision")
+    assert lines["convertible"] == f"yes, as a model of texts: {count} tensors that read images are left out"
 
 
 def test_inspect_says_why_not(hf, capsys):

@@ -11,6 +11,8 @@ import pytest
 
 import kvjax
 from kvjax import functional
+from kvjax.errors import KvjaxError
+from kvjax.models import checkpoint
 from kvjax.models.kinds import LayerKind
 from tests.fixtures import LOUD, load_family
 
@@ -135,3 +137,18 @@ def test_what_a_family_differs_in_moves_the_logits(name, what, value):
     logits = kvjax.logits(kvjax.Model(changed, params), [expected["tokens"][-1, :n].tolist()])[0]
     difference = np.abs(np.asarray(logits) - expected["logits"][-1, :n]).max()
     assert difference > 100 * TOLERANCE * np.abs(expected["logits"]).max()
+
+
+def test_longrope_takes_the_factors_for_the_positions_asked_for(tmp_path):
+    config, params, expected = load_family("phi3_longrope")
+    checkpoint.save(tmp_path / "model", config, params)
+    prompt = expected["tokens"][-1, :4].tolist()
+    logits = {}
+    for positions, is_long in ((None, True), (5, True), (4, False)):
+        model = kvjax.load(tmp_path / "model", max_positions=positions)
+        scaling = model.config.kind(0).attention.rope.scaling
+        assert (scaling.is_long, model.config.max_positions) == (is_long, positions or 128)
+        logits[is_long] = np.asarray(kvjax.logits(model, [prompt])[0])
+    assert np.abs(logits[True] - logits[False]).max() > 0.01
+    with pytest.raises(KvjaxError, match="max_positions must be an integer from 1 to 128, got 129"):
+        kvjax.load(tmp_path / "model", max_positions=129)
