@@ -1,6 +1,7 @@
 # make demo    four methods on the model that ships in the repository, a minute once installed; FULL=1 for eleven
 #              make demo MODEL=smollm2-135m   on a real model
 # make test    all tests                 make test ARGS="-k kcache"   some of them
+# make adapters   google-tunix and gemma, in an environment of their own, and the tests of their adapters
 # make bench   all benchmarks, one after the other
 # make gpu       measurements that need a GPU, in stages of minutes; call it again after a cut, and it goes on
 # make aot     every method's programs, compiled for TPUs without one; hours for all of them, and a second run goes on
@@ -22,17 +23,21 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
 	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 
 STAMP := $(VENV)/.installed
+ADAPTERS := .venv-adapters
 # What `make demo` waits for: the whole installation where there is one or where a model's package is needed.
 DEMO := $(if $(filter testbed,$(MODEL)),$(firstword $(wildcard $(STAMP)) $(VENV)/.installed-demo),$(STAMP))
 BROWSER := $(VENV)/chromium/chromium
 
-.PHONY: demo test bench gpu aot experiments docs dist check format clean
+.PHONY: demo test adapters bench gpu aot experiments docs dist check format clean
 
 demo: $(DEMO)
 	$(VENV)/bin/kvjax demo --model $(MODEL) $(if $(FULL),--full)
 
 test: $(STAMP) $(BROWSER)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+adapters: $(ADAPTERS)/.installed
+	$(ADAPTERS)/bin/python -m pytest tests/adapters $(ARGS)
 
 bench: $(STAMP)
 	for b in compile dtypes memory products steps host lowbit packed_kernel decode heads prefill "prefill --long"; do $(VENV)/bin/python -m experiments.bench.$$b || exit 1; done
@@ -63,7 +68,7 @@ format: $(STAMP)
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ADAPTERS)
 
 # pip shows what it fetches, so nothing is quiet here. An environment that is whole is kept, and added to.
 define install
@@ -87,6 +92,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@# Apart: where libtpu is a package of the environment, JAX looks for a TPU in every process, and warns at length.
 	@$(VENV)/bin/python -m pip install --disable-pip-version-check --upgrade --no-deps --target $(VENV)/libtpu \
 		--constraint constraints.txt libtpu || echo "no libtpu for this machine: the test that compiles for a TPU is skipped" >&2
+	@touch $@
+
+# The packages alone, and what they import for inference: all of their requirements are over 2 GB, TensorFlow among them,
+# and google-tunix asks for a safetensors that is older than ours. tests/adapters/absent_packages.py stands in for the rest.
+$(ADAPTERS)/.installed: pyproject.toml constraints.txt tests/adapters/requirements.txt
+	@test -n "$(PYTHON)" || { echo "kvjax needs Python >= 3.11 with its venv module" >&2; exit 1; }
+	@$(ADAPTERS)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(ADAPTERS)
+	@$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable . \
+		beartype matplotlib pandas psutil pytest
+	@$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --no-deps --constraint constraints.txt \
+		--requirement tests/adapters/requirements.txt
 	@touch $@
 
 # A headless Chromium for the tests of the pages; without npm and node these are skipped.

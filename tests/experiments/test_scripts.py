@@ -118,6 +118,7 @@ def test_every_script_has_a_small_form():
         "divisions",
         "divisions_figure",
         "equal_bytes",
+        "gemma_chat",
         "all",
         "run_notebooks",
     }

@@ -84,4 +84,4 @@ def test_what_needs_an_extra_is_imported_by_nothing_else():
     assert done.returncode == 0, done.stderr
     page = {f"kvjax.eval.page.{name}" for name in ("charts", "plots", "report")}
     gguf = {f"checkpoints_convert.gguf.{name}" for name in ("header", "gguf_source")}
-    assert set(json.loads(done.stdout)) == {*page, *gguf, "kvjax.eval.lm_harness"}
+    assert set(json.loads(done.stdout)) == {*page, *gguf, "kvjax.adapters.gemma", "kvjax.eval.lm_harness"}
