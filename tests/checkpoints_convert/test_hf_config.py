@@ -278,6 +278,53 @@ def test_the_tokenizers_own_end_ends_too(own, expected):
     assert translate({"model_type": "llama"}, {"eos_token_id": [7, 5]}, own).eos_ids == expected
 
 
+LATENT = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention .true. is not"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is unset, and layers of this family have"),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 0}, "attn_logit_softcapping must be null or a positive"),
+        ({"model_type": "gemma3"}, "text_config must be the config of the decoder, got None"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 1e4}}, "one set for each of full_attention"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers names 2 of 36 layers"),
+        ({"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8}, "num_experts is 4 and num_local_experts"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "top_k is 9, and a token chooses from 8 experts"),
+        ({"model_type": "deepseek_v2"}, "num_experts_per_tok must be a positive integer, got None"),
+        (LATENT | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        (LATENT | {"topk_method": "group_limited_greedy"}, "needs n_group and topk_group"),
+        (LATENT | {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        (LATENT | {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+        (LATENT | {"num_key_value_heads": 8}, "num_key_value_heads 8 is not num_attention_heads"),
+    ],
+)
+def test_what_a_family_cannot_obey_is_refused(raw, message):
+    with pytest.raises(KvjaxError, match=message):
+        translate(raw)
+
+
+def test_a_family_has_one_kind_for_each_different_layer():
+    gemma3 = translate({"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 9})
+    sliding, full = gemma3.kinds
+    assert gemma3.pattern == (0, 0, 0, 0, 0, 1, 0)
+    assert (sliding.attention.rule.window, full.attention.rule.window) == (9, None)
+    assert (sliding.attention.rope.theta, full.attention.rope.theta) == (10_000.0, 1_000_000.0)
+    assert sliding.attention.scale == 256**-0.5 and gemma3.embed_scale == 2304**0.5
+    deepseek = translate(LATENT | {"num_hidden_layers": 3, "first_k_dense_replace": 1})
+    dense, sparse = deepseek.kinds
+    assert deepseek.pattern == (0, 1, 1) and dense.mlp.experts is None and dense.attention == sparse.attention
+    assert (sparse.attention.head_dim, sparse.attention.value_dim, sparse.attention.kv_heads) == (64 + 512, 512, 1)
+    qwen = translate(
+        {"model_type": "qwen3_moe", "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    )
+    assert [qwen.kind(i).mlp.experts is not None for i in range(4)] == [False, True, False, False]
+    smollm3 = translate({"model_type": "smollm3", "num_hidden_layers": 6, "no_rope_layer_interval": 3})
+    assert [smollm3.kind(i).attention.rope is None for i in range(6)] == [False, False, True] * 2
+
+
 def test_switches_and_derived_sizes():
     llama = translate({"model_type": "llama", "attention_bias": True, "mlp_bias": True, "num_key_value_heads": None})
     assert llama.kind(0).mlp.bias
@@ -300,4 +347,6 @@ if importlib.util.find_spec("transformers"):
         from transformers import AutoConfig
 
         peer_config = AutoConfig.for_model(kind).to_dict()
-        assert translate({"model_type": kind}) == translate(peer_config)
+        needed = {"gemma3": {"text_config": {}}, "deepseek_v2": {"num_experts_per_tok": 6}}.get(kind, {})
+        peer_config |= {key: x for key, x in needed.items() if not isinstance(x, dict)}
+        assert translate({"model_type": kind} | needed) == translate(peer_config)
