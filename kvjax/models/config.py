@@ -34,7 +34,7 @@ MOST_LAYERS = 2**16  # a pattern has an entry for each, and a damaged number of 
 
 
 @hash_once
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Config:
     """A decoder-only transformer with RMSNorm and gated feed-forward parts.
 
@@ -91,6 +91,13 @@ class Config:
             arguments.integer("config field eos_ids or bos_id", token, 0, self.vocab_size - 1)
         check_switches(name, self, "tie_embeddings")
         check_factors(name, self, "norm_eps", "embed_scale", "logit_scale", "final_cap")
+
+    def __repr__(self) -> str:
+        fields = self.llama_arguments()
+        name = "Config" if fields is None else "Config.llama"
+        if fields is None:
+            fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return f"{name}({', '.join(f'{field}={x!r}' for field, x in fields.items())})"
 
     @property
     def layers(self) -> int:

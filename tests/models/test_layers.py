@@ -114,6 +114,7 @@ def test_files_from_before_there_were_kinds_are_read_and_stay_as_they_are():
     assert config.kind(1).attention.rope == Rope(8, 10_000.0, RopeScaling("llama3", 8.0))
     assert config.kind(0).attention.qk_norm == "head" and config.kind(0).attention.qkv_bias
     assert config.to_json() == OLD_CONFIG
+    assert eval(repr(config)) == config and repr(config).startswith("Config.llama(vocab_size=8, width=8, layers=2, ")
 
 
 def kinds(**changes) -> Config:
@@ -128,7 +129,7 @@ def kinds(**changes) -> Config:
 
 def test_a_config_of_kinds_survives_its_file():
     config = kinds(eos_ids=(1,), logit_scale=0.25)
-    assert Config.from_json(config.to_json()) == config
+    assert Config.from_json(config.to_json()) == config and eval(repr(config)) == config
     assert config.llama_arguments() is None and [config.kind(i) for i in range(3)] == [*config.kinds, config.kinds[0]]
     assert config.with_layers([1, 1]).kinds == config.kinds[1:]
     assert config.ropes == (Rope(8),)
