@@ -86,7 +86,9 @@ class TracedLayer:
         outside: Partial | None = None,
     ) -> StepResult:
         """See `BoundLayer.extend`."""
-        out, inner, cross_layer = self.inner.extend(state.inner, q, new, commit, cross_layer, outside)
+        # A layer outside of kvjax need not take `outside` to serve models without anything of the kind.
+        more = (cross_layer,) if outside is None else (cross_layer, outside)
+        out, inner, cross_layer = self.inner.extend(state.inner, q, new, commit, *more)
         state = dataclasses.replace(state, inner=inner)
         if not commit:
             return StepResult(out, state, cross_layer)
