@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax import functional
 from kvjax.cache.rings import ROOM_TOKENS, RingLayer
 from kvjax.engine.forward import exact_logits
+from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.models.config import Config
-from kvjax.testing import toy_model
+from kvjax.testing import full_copies, toy_model
 
 WINDOW = 5
 SLOTS = WINDOW + ROOM_TOKENS
@@ -151,3 +154,17 @@ def test_a_budget_of_the_model_is_divided_among_the_layers_without_a_window(meth
     assert sum(kept[0] + kept[2]) == 2 * 9 * len(kept[0])
     everywhere = kvjax.prefill(with_windows, [PROMPTS[2]], f"{method} + in_windows")[1]
     assert sum(len(head) for layer in kvjax.kept_positions(everywhere) for head in layer[0]) == 4 * 9 * len(kept[0])
+
+
+def test_a_decode_loop_writes_a_ring_in_place_and_is_the_exact_forward_pass():
+    prompt, steps = jnp.array([PROMPTS[2]]), 2 * SLOTS
+    plan, lengths = bind("full", model().config), jnp.array([40])
+    logits, cache = functional.prefill(model().params, prompt, lengths, plan, model().config, 128)
+    first = logits.argmax(-1).astype(jnp.int32)
+    decode = jax.jit(lambda cache, first: functional.decode(model().params, cache, first, steps), donate_argnums=0)
+    compiled = decode.lower(cache, first).compile()
+    assert not full_copies(compiled.as_text(), cache.layers[0].k.data.shape)
+    tokens, _ = compiled(cache, first)
+    whole = jnp.concatenate([prompt, first[:, None], tokens], 1)
+    expected = exact_logits(model().params, whole[:, :-1], model().config)[:, prompt.shape[1] :].argmax(-1)
+    np.testing.assert_array_equal(tokens, expected)
