@@ -206,13 +206,12 @@ def _read_gemma(file: File, layers_of_27b: int) -> Entries:
 def _read_layer_types(file: File, default: int) -> tuple[list[str] | None, Problems]:
     """Reads which layers have the window: all but every n-th, or those that a list names."""
     pattern, layers = file.own.get(PATTERN, default), file.raw["num_hidden_layers"]
-    is_list = isinstance(pattern, list) and len(pattern) >= layers and all(x in (0, 1) for x in pattern)
-    if not is_list and not (is_integer(pattern) and pattern >= 0):
-        return None, [f"{PATTERN} is {pattern!r:.80}: it must be an integer, or true or false for each layer"]
-    if is_list:
+    if isinstance(pattern, list) and len(pattern) >= layers and all(x in (0, 1) for x in pattern):
         slides = [bool(x) for x in pattern[:layers]]
-    else:
+    elif is_integer(pattern) and pattern >= 0:
         slides = [pattern == 0 or i % pattern < pattern - 1 for i in range(layers)]
+    else:
+        return None, [f"{PATTERN} is {pattern!r:.80}: it must be an integer, or true or false for each layer"]
     return ["sliding_attention" if x else "full_attention" for x in slides], []
 
 

@@ -177,7 +177,7 @@ def _translate(
     raw["rope_scaling"], problems = _read_scaling(name, own, raw, rope_factors)
     entries, more = architecture.read(File(own, raw))
     raw, problems = raw | entries, problems + more
-    kind = (raw["rope_scaling"] or {}).get("rope_type")
+    kind = str((raw["rope_scaling"] or {}).get("rope_type"))
     if kind == "longrope":  # transformers looks for it here first, where Phi-3 has a default of its own
         raw["original_max_position_embeddings"] = raw["rope_scaling"].get("original_max_position_embeddings")
     obeyed = {"yarn": OF_YARN, "longrope": OF_YARN[:1]}.get(kind, ("rope.scaling.yarn_log_multiplier",))
