@@ -23,8 +23,11 @@ from typing import Any
 import jax
 import numpy as np
 import psutil
+from rich.table import Table
 
 import kvjax
+from experiments.bench import measuring
+from tests.adapters import absent_packages
 
 METHOD = "streaming_llm:sinks=4,recent=1020"
 
@@ -88,9 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--characters", type=int, default=4_000, help="of each user's turn")
     parser.add_argument("--answer", type=int, default=8, help="tokens of each answer at most")
     args = parser.parse_args(argv)
-    import absent_packages
-
     absent_packages.install()
+    before = measuring.machine()
     from kvjax.adapters.gemma import ChatSampler, gm, layer_specs
 
     own = kvjax.load(args.model)
@@ -124,6 +126,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         if length >= args.tokens:
             break
+    table = Table(title=f"Gemma 3 270M in gemma's own model under {args.method}, float32")
+    for name in ("turn", "tokens", "cache_bytes", "full_bytes", "resident_bytes"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{row[column.header]:,}" for column in table.columns))
+    measuring.report("gemma_chat", before, [table], [], {"method": args.method, "turns": rows})
 
 
 if __name__ == "__main__":
