@@ -13,6 +13,7 @@ from kvjax.cache.calibration import table_file
 from kvjax.core.attention_mass import Observation
 from kvjax.errors import KvjaxError
 from kvjax.methods.lococo import Convolution, ConvolutionTable, relative_error, split_texts
+from kvjax.testing import dense_attention
 from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import lococo as oracle
@@ -76,9 +77,22 @@ def test_a_calibrated_table_makes_later_queries_miss_less():
     arrays = kind.arrays(totals, SPEC)
     assert {name: x.shape for name, x in arrays.items()} == {"weight": (1, 64, 3), "bias": (1,), "normalizer": (1,)}
     texts = split_texts(block.clean(), jnp.nan_to_num(q, posinf=0.0), 2, SPEC)
-    share = jax.jit(lambda kernels: relative_error(kernels, texts, 1, None))
+    share = jax.jit(lambda kernels: relative_error(kernels, texts, 1, SPEC.rule))
     after = share(Convolution(*(jnp.asarray(x, jnp.float32) for x in arrays.values())))
     assert float(after) < 0.97 * float(share(kind._initial_weights(SPEC)))
+
+
+def test_a_calibration_reads_a_models_sinks_too():
+    kind, sinks = ConvolutionTable(slots=1, kernel=3, length=9), np.array([[1.0, 3.0], [-0.5, 2.0]], np.float32)
+    batch = dataclasses.replace(layer.random_batch(4), lengths=np.array([9, 9, 9], np.int32))
+    q, block = layer.prompt(batch)
+    counted = kind.count(block, Observation(q, block.pos[:, 0], sinks=jnp.asarray(sinks)[None]), SPEC)
+    np.testing.assert_array_equal(counted["sinks"], np.broadcast_to(sinks[:, None], (layer.B, layer.K, 1, layer.G)))
+    texts = split_texts(block, q, 2, SPEC, jnp.asarray(sinks))
+    for b in range(layer.B):
+        arrays = q[b].reshape(-1, *q.shape[-2:]), block.k[b], block.v[b]
+        expected = dense_attention(*map(np.asarray, arrays), np.arange(9), sinks=sinks.reshape(-1))
+        np.testing.assert_allclose(texts.target[b].reshape(expected.shape)[:, 5:], expected[:, 5:], atol=5e-6)
 
 
 def test_what_cannot_be_says_so(tmp_path):
