@@ -49,10 +49,9 @@ def check(src, dst, *, compare_logits: bool | None = None, progress: Progress | 
     plan = plan_conversion(source)
     problems = []
     configs = plan.config, record.config
-    flat = [config.llama_arguments() for config in configs]
-    if None in flat:
-        flat = [{f.name: getattr(config, f.name) for f in dataclasses.fields(Config)} for config in configs]
-    expected, found = flat
+    expected, found = (config.llama_arguments() for config in configs)
+    if expected is None or found is None:
+        expected, found = ({f.name: getattr(config, f.name) for f in dataclasses.fields(Config)} for config in configs)
     for name, x in expected.items():
         if found[name] != x:
             problems.append(f"config field {name}: {found[name]!r}, the source says {x!r}")

@@ -110,8 +110,8 @@ def convert_tensors(
         tensor, problem = source.read(name), None
         with np.errstate(over="ignore", invalid="ignore"):
             cast.append(tensor.astype(dtype, copy=False))
-        is_tied = tied_head is not None and binding.targets[0].path == EMBEDDING
-        if is_tied and not np.array_equal(source.read(tied_head), tensor):
+        is_embedding = binding.targets[0].path == EMBEDDING
+        if is_embedding and tied_head is not None and not np.array_equal(source.read(tied_head), tensor):
             problem = (
                 f"{tied_head} differs, but config.json says that they are tied; set tie_word_embeddings to false in "
                 "config.json to use both, or remove the tensor to tie them"

@@ -270,7 +270,7 @@ class Family:
     rope_by_type: bool = False
     longrope_names: tuple[str, ...] = ("longrope",)
     refine: Callable[[LayerKind, Values, int], LayerKind] = lambda kind, values, i: kind
-    outside: Callable[[Values], dict[str, float | None]] = lambda values: {}
+    outside: Callable[[Values], dict[str, Any]] = lambda values: {}
     find_unsupported: Callable[[Values], Iterator[str]] = lambda values: iter(())
 
 
@@ -443,7 +443,7 @@ def _optional(x: Any) -> float | None:
     return None if x is None else float(x)
 
 
-def _read_gemma_outside(values: Values) -> dict[str, float | None]:
+def _read_gemma_outside(values: Values) -> dict[str, Any]:
     return {"embed_scale": values["hidden_size"] ** 0.5, "final_cap": _optional(values["final_logit_softcapping"])}
 
 

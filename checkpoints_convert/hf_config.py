@@ -28,7 +28,7 @@ from kvjax.core.attention import Rule
 from kvjax.core.rope import Rope, RopeScaling, longrope_scaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
-from kvjax.models.kinds import MAX_SIZE, AttentionKind, LayerKind, MlpKind
+from kvjax.models.kinds import MAX_SIZE, Activation, AttentionKind, LayerKind, MlpKind
 
 Raw = Mapping[str, Any]
 
@@ -62,7 +62,7 @@ SIZES = {
 }
 """Size -> key, for positive integers."""
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Activation] = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), "gelu_tanh"),
 }
@@ -381,8 +381,8 @@ def _read_scaling(values: Raw, rope: Raw) -> RopeScaling | None:
         return RopeScaling("llama3", factor, low, high, original)
     if kind == "longrope":
         # transformers takes the long factors in passes beyond the original context; see `kvjax.core.rope.RopeScaling`.
-        lists = (tuple(map(float, rope[key])) for key in ("short_factor", "long_factor"))
-        return longrope_scaling(*lists, factor, original, positions > original, rope.get("attention_factor"))
+        short, long = (tuple(map(float, rope[key])) for key in ("short_factor", "long_factor"))
+        return longrope_scaling(short, long, factor, original, positions > original, rope.get("attention_factor"))
     return yarn_scaling(
         factor,
         original,

@@ -4,9 +4,7 @@
     .venv-adapters/bin/python -m experiments.gemma_chat --model FOLDER
 
 FOLDER is a converted Gemma 3 270M (`kvjax models`). The user's turns are paragraphs of this repository's pages. The
-package's
-own sampler stops at its `cache_length`, 4,096 tokens; the same cache for the whole conversation is what `full` would
-hold.
+package's own sampler stops at its `cache_length`, 4,096 tokens; an exact cache of the whole conversation stands beside.
 """
 
 from __future__ import annotations

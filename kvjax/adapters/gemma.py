@@ -25,10 +25,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import struct
 
 import kvjax
 from kvjax.adapters.common import GIVES, PROBE_CAPACITY, LayerOfPass, Pass, check_layer
@@ -204,7 +204,7 @@ def check_model(model: Any, params: Any) -> None:
         check_layer(f"layer {i}", "gemma", TESTED, model.config.embed_dim, dtype, run_own, run_attached)
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class SamplingState:
     """What a sampler knows between two steps, and between two turns.
 
@@ -275,7 +275,7 @@ class _Loop:
     def run_step(self, params: Any, state: SamplingState) -> SamplingState:
         positions = jnp.where(state.done, -1, state.cache[0].length)[:, None]
         logits, cache = apply(self.model, params, state.last_token[:, None], positions, state.cache)
-        return self.choose(state.replace(cache=cache), logits[:, 0])
+        return self.choose(dataclasses.replace(state, cache=cache), logits[:, 0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -125,6 +125,7 @@ class ChunkedPrefill(ForwardMode):
             out = with_sinks(out, sums, inputs.sinks)
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
         if state.hidden is not None:
+            assert hidden is not None
             prompt = prompt._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden[:, None], at))
         return out, prompt, cross_layer
 
@@ -146,11 +147,12 @@ class PromptReplay(ForwardMode):
         prompt, _ = observed_block(call.layer, state, self.lengths)
         copy = KVBlock(k, v, self.pos[:, None])
         if isinstance(call.layer, ReplayedLayer) and state.replay_scores is not None:
+            assert hidden is not None or not needs.hidden_states
             observation = Observation(
                 q,
                 self.pos,
                 output_projection=output_projection if needs.output_projection else None,
-                hidden_states=hidden[:, None] if needs.hidden_states else None,
+                hidden_states=hidden[:, None] if hidden is not None and needs.hidden_states else None,
                 sinks=None if sinks is None else sinks[None],
             )
             update_scores = per_device(call.layer.update_scores, *k.shape[:2], mesh=mesh)

@@ -171,7 +171,7 @@ class MixtureOfExperts(nn.Module):
         expert = chosen.reshape(-1)[order]
         counts = jnp.bincount(expert, length=experts.count).astype(jnp.int32)
         rows = tokens[order // experts.top_k]
-        multiply = functools.partial(ExpertLinear, self.kind.experts.count, bias=self.kind.bias, dtype=self.dtype)
+        multiply = functools.partial(ExpertLinear, experts.count, bias=self.kind.bias, dtype=self.dtype)
         inner = gate(
             self.kind,
             multiply("E D F", D, F, name="gate")(rows, counts, expert),

@@ -9,7 +9,8 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.protocol import Cache, KVMethod, Needs, num_layer_slots
+from kvjax.cache.protocol import Cache, EditableLayer, KVMethod, Needs, num_layer_slots
+from kvjax.cache.rings import RingLayer
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array
 from kvjax.engine.forward import Plan, layer_calls, outer_params
@@ -145,12 +146,24 @@ def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> 
 
 
 def full_kv_from_context(context: Context) -> FullKV:
-    """Takes the exact keys and values of a context that was read under `full`; its queries are gone."""
+    """Takes the exact keys and values of a context that was read under `full`; its queries are gone.
+
+    Raises:
+      KvjaxError: a context of another method, or one whose layers with a sliding window hold its tokens alone.
+    """
     check_cache(context.model, context.cache)
-    if context.cache.plan != bind("full", context.model.config):
+    cache, config = context.cache, context.model.config
+    if cache.plan not in (bind("full", config), bind("full + in_windows", config)):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
-    cache = context.cache
-    blocks = [layer.decoded_block(state) for layer, state in zip(cache.plan, cache.layers, strict=True)]
+    blocks = []
+    for layer, state in zip(cache.plan, cache.layers, strict=True):
+        if isinstance(layer, RingLayer) and state.pos.shape[2] < cache.capacity:
+            raise KvjaxError(
+                f"this model has layers with a sliding window, which under `full` hold the last {layer.window} tokens: "
+                "read the documents under 'full + in_windows', or by kvjax.reuse.read_exactly"
+            )
+        assert isinstance(layer, EditableLayer)
+        blocks.append(layer.decoded_block(state))
     pairs = [(block.k, block.v) for block in blocks]
     return dataclasses.replace(full_kv_from_arrays(context.model, pairs, context.cache.length), last=context.last)
 

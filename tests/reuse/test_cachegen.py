@@ -275,5 +275,10 @@ def test_what_cannot_be_written_says_so(tmp_path):
     with pytest.raises(KvjaxError, match="read the documents under it"):
         kvjax.cachegen.write(tmp_path / "file", kvjax.read(MODEL, [[1, 2]], "int8", room=0))
     prompts = (EXACT.prompts[0]._replace(k=EXACT.prompts[0].k.at[0, 0, 3, 2].set(jnp.nan)), EXACT.prompts[1])
+    windowed = toy_model(layers=2, windows=(4, None))
+    with pytest.raises(KvjaxError, match="hold the last 4 tokens.*full . in_windows"):
+        cachegen.write(tmp_path / "a", kvjax.read(windowed, [list(range(40))], "full", room=8))
+    cachegen.write(tmp_path / "a", kvjax.read(windowed, [list(range(40))], "full + in_windows", room=8))
+    assert cachegen.read(windowed, tmp_path / "a").lengths.tolist() == [40]
     with pytest.raises(KvjaxError, match="are not finite"):
         kvjax.cachegen.write(tmp_path / "file", dataclasses.replace(EXACT, prompts=prompts))

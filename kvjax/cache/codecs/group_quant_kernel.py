@@ -20,9 +20,11 @@ def fits(storage: KVStorage) -> bool:
     The kernel knows windows, but neither a soft cap nor values of another width than keys.
     """
     k, v, spec = storage.k, storage.v, storage.spec
+    if not (isinstance(k, Kivi) and isinstance(v, Kivi)):
+        return False
     is_tile = spec.head_dim == spec.value_dim and spec.head_dim in packed_attention.HEAD_DIMS
-    both = isinstance(k, Kivi) and isinstance(v, Kivi) and is_tile and spec.rule.soft_cap is None
-    return both and k.bits == v.bits and k.packed == v.packed == "tokens" and (k.axis, v.axis) == ("channel", "token")
+    are_codes = k.bits == v.bits and k.packed == v.packed == "tokens" and (k.axis, v.axis) == ("channel", "token")
+    return is_tile and are_codes and spec.rule.soft_cap is None
 
 
 def read(storage: KVStorage, state: LayerState, q: Array, q_pos: Array) -> Partial:
