@@ -24,10 +24,13 @@ from kvjax.cache.method import Method
 from kvjax.cache.protocol import Cache, KVMethod, LayerSpec, LayerState
 from kvjax.cache.validation import find_difference, uncompared_fields
 from kvjax.core import memory
+from kvjax.core.rope import Rope
 from kvjax.engine.plan import bind
+from kvjax.errors import KvjaxError
 from kvjax.generation.generate import generate
 from kvjax.generation.memory_plan import planned_bytes
 from kvjax.generation.model_calls import capacity_for, extend_padded, logits, run_prompts
+from kvjax.layer_cache import attach, attend, finish, specs_of
 from kvjax.models.model import Model
 from kvjax.registry.strings import method_of
 from kvjax.testing.index_guard import GuardedMethod, IndexRead
@@ -490,6 +493,44 @@ def find_unplanned_bytes(run: ModelRun) -> str:
     return ""
 
 
+def find_ignored_kind(run: ModelRun) -> str | Breach:
+    """Runs one layer with a soft cap of 1 that bites, sinks and values narrower than keys, and its twin without a cap.
+
+    Methods that need what a lone layer cannot give, or that refuse its widths by name, are left alone.
+    """
+    B, N, K, H, V, D, T = 2, 4, 2, 32, 16, 8, 12
+    rng, gives = np.random.default_rng(0), ("hidden", "output_projection", "finish")
+    layers = [specs_of(1, N, K, H, rope=Rope(H), soft_cap=cap, value_dim=V) for cap in (1.0, None)]
+    try:
+        capped, plain = (attach(run.method, specs, capacity=T + 4, gives=gives)[0] for specs in layers)
+    except KvjaxError:
+        return ""
+
+    def random_arrays(num_tokens: int) -> list[jax.Array]:
+        sizes = (4 * H**0.5, (N, H)), (1.0, (K, H)), (1.0, (K, V))
+        return [jnp.asarray(rng.normal(size=(B, num_tokens, *axes)) * x, jnp.float32) for x, axes in sizes]
+
+    hidden, output_projection = (jnp.asarray(rng.normal(size=x), jnp.float32) for x in ((B, T, D), (N, V, D)))
+    needs = capped.layer.bound.needs
+    given = {"hidden": hidden} if needs.hidden_states else {}
+    given |= {"output_projection": output_projection} if needs.output_projection else {}
+    pos = jnp.asarray([range(T), [*range(T - 5), *[-1] * 5]], jnp.int32)
+    _, capped = jax.jit(attend)(capped, *random_arrays(T), pos, sinks=jnp.ones(N), **given)
+    capped = finish({0: capped})[0]
+    new, next_pos = random_arrays(1), jnp.asarray([[T], [T - 5]], jnp.int32)
+    step = jax.jit(functools.partial(attend, sinks=jnp.ones(N)))
+    out, _ = step(capped, *new, next_pos)
+    if out.shape != (B, 1, N, V):
+        return f"a step gives {out.shape} of a layer whose values have {V} channels and whose keys have {H}"
+    uncapped, _ = step(dataclasses.replace(capped, layer=plain.layer), *new, next_pos)
+    if np.allclose(out, uncapped, rtol=0, atol=1e-4):
+        return Breach(
+            "a soft cap of 1 on loud logits changes nothing in a step",
+            "Turn scaled dot products into logits by `storage.spec.rule.logits(s, state.pos, q_pos, state.bias)`.",
+        )
+    return ""
+
+
 def find_loop_mismatch(run: ModelRun) -> str:
     """Compares the tokens of both decode loops, in float32 alone: 16-bit rounding may tell two sound loops apart."""
     if run.model.dtype.itemsize < 4:
@@ -597,6 +638,12 @@ RULES = (
         "`num_slots(prompt_tokens, headroom_tokens)` and its `LayerSpec`; where they grow with the headroom, set "
         "`constant=False` in the traits.",
         find_unplanned_bytes,
+    ),
+    Rule(
+        "kinds",
+        "a layer may bound its logits, have sinks, and values narrower than keys",
+        "Take the shapes of outputs from values, not from queries or keys.",
+        find_ignored_kind,
     ),
     Rule(
         "loops",

@@ -12,8 +12,9 @@ import pytest
 from kvjax import KvjaxError
 from kvjax.cache.protocol import Traits
 from kvjax.core import memory
+from kvjax.core.attention import attend_dense
 from kvjax.core.types import KVBlock
-from kvjax.method_api import Codec, Full, Host, Method, Policy, Reader, Scorer, make_selection, token_scores
+from kvjax.method_api import Codec, Full, Host, Method, Policy, Reader, ReadResult, Scorer, make_selection, token_scores
 from kvjax.testing import BrokenRule, check_method, rules, toy_model
 from tests.contract.test_conformance import LastTokens, LastTokensLayer
 
@@ -295,6 +296,14 @@ def half_precision(fault: str) -> Method:
 
 
 @dataclasses.dataclass(frozen=True)
+class Uncapped(Full):
+    """A reader that makes logits of its own."""
+
+    def read(self, storage, state, q, q_pos, other_partial=None, cross_layer=None):
+        return ReadResult(attend_dense(q, storage.decode(state.k, state.v, state.pos), q_pos), cross_layer=cross_layer)
+
+
+@dataclasses.dataclass(frozen=True)
 class UncomparedField(Norms):
     """Prefers tokens with large or small values, by a number that is not compared."""
 
@@ -411,6 +420,10 @@ FAULTY = {
     "tokens that are lost": (UndeclaredEviction(5), "head 0 holds 5 of 20 tokens, and `traits.evicts` is False"),
     "other logits": (FalselyExact(5), "sequence 0 are not those of the full cache, and `traits.exact` is True"),
     "a state that grows": (Growing(5), "in layer 0 a step makes float32.* of an array float32.* of the state"),
+    "logits without the layer's rule": (
+        Method(read=Uncapped()),
+        "a soft cap of 1 on loud logits changes nothing in a step",
+    ),
     "bytes that grow": (LargeState(5), "its bytes grow with the room for more tokens, and `traits.constant` is True"),
     "bytes that no plan knows": (UnevenSlots(5), ".* are planned for these prompts and .* are held"),
     "no numbers": (Method(v=NanCodec()), "the logits of sequence 0 are not finite in step 1"),
@@ -440,6 +453,7 @@ MENDS = {
     "a compression on another row's step": ("independence", "wait for its own next token"),
     "scores of all rows together": ("independence", "per sequence and head, with no mean, maximum or sort over axis 0"),
     "other logits": ("exact", "Set `exact=False`"),
+    "logits without the layer's rule": ("kinds", "Turn scaled dot products into logits by `storage.spec.rule.logits"),
     "bytes that grow": ("bytes", "set `constant=False`"),
 }
 

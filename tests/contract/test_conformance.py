@@ -54,9 +54,8 @@ class LastTokensLayer:
         return self.count
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> KVBlock:
-        B, K, _, H = block.k.shape
-        empty = jnp.zeros((B, K, num_slots, H), block.k.dtype)
-        return self._last(KVBlock(empty, empty, jnp.full((B, 1, num_slots), -1, jnp.int32)), block)
+        k, v = (jnp.zeros((*x.shape[:2], num_slots, x.shape[3]), x.dtype) for x in (block.k, block.v))
+        return self._last(KVBlock(k, v, jnp.full((k.shape[0], 1, num_slots), -1, jnp.int32)), block)
 
     def extend(
         self, state: KVBlock, q: Array, new: KVBlock, commit: int, cross_layer: Any, outside: Partial | None = None
