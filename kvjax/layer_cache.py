@@ -679,7 +679,8 @@ def _repeat_prompt(
         raise KvjaxError("all layers repeat the prompt in one way, and read it whole before; use one method for all")
     (settings,) = replays
     assert settings is not None
-    lengths, order = caches[0].length, caches[0].state.order
+    # Layers with a window may repeat nothing, and keep no order.
+    lengths, order = caches[0].length, next(x.state.order for x in caches if x.layer.bound.needs.replay)
     assert lengths is not None
     (B, T), index = lengths.shape + caches[0].state.prompt.k.shape[2:3], np.int32
     if tokens.shape != (B, T):

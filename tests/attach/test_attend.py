@@ -418,6 +418,29 @@ def test_a_prompt_that_waits_for_finish_takes_no_step_and_no_finish_without_all_
         kvjax.finish(cache, tokens=np.zeros((B, 3), np.int32), repeat=lambda cache, tokens, pos: cache)
 
 
+@pytest.mark.parametrize("side", ("left", "both"))
+def test_a_prompt_is_repeated_without_its_padding_also_where_the_first_layer_has_a_window(side):
+    columns, positions, width = pad(side)
+    tokens = np.full((B, width), 96)  # of padding
+    for b, n in enumerate(LENGTHS):
+        tokens[b, columns[b, :n]] = 10 * b + np.arange(n)
+    specs = kvjax.specs_of(2, N, K, H, rope=ROPE, window=[4, None])
+    cache = kvjax.attach("kvzip:budget=6,page=4", specs, CAPACITY, gives="repeat")
+    prompt = tuple(place(x[:, :T], columns, width) for x in random_tokens())
+    cache = {i: kvjax.attend(cache[i], *prompt, positions)[1] for i in cache}
+    repeated = []
+
+    def repeat(cache, tokens, positions):
+        repeated.append((np.asarray(tokens), np.asarray(positions)))
+        return cache
+
+    kvjax.finish(cache, tokens=tokens, repeat=repeat)
+    ((copy, at),) = repeated
+    for b, n in enumerate(LENGTHS):
+        assert copy[b][at[b] >= 0].tolist() == (10 * b + np.arange(n)).tolist()
+        assert at[b][at[b] >= 0].tolist() == (n + np.arange(n)).tolist()
+
+
 def test_tokens_beyond_the_capacity_are_an_error_or_nan_and_never_silent():
     tokens = random_tokens(num_tokens=20)
     pos = np.broadcast_to(np.arange(20, dtype=np.int32), (B, 20))
