@@ -410,6 +410,7 @@ def _generate(args: argparse.Namespace) -> None:
         _print(json.dumps(out.to_json() | {"method": args.method}, indent=2))
         return
     out = _print_texts(model, prompts, method, options)
+    user_warnings.warn_of_windows(model, method)
     user_warnings.warn_of_no_saving(method, out.bytes)
     times = f"prefill {out.prefill_seconds:.2f} s, {out.tokens_per_second:,.1f} tokens/s"
     compiling = f"compilation {out.compile_seconds:.1f} s"

@@ -295,6 +295,7 @@ def read(
     plan = bind(method, model.config)
     last, cache = run_prompts(model, plan, ids, capacity, chunk=chunk, width=width, progress=progress, timer=timer)
     context = Context(model, cache, last, method, timer.run_seconds, ids)
+    user_warnings.warn_of_windows(model, method)
     user_warnings.warn_of_no_saving(method, context.bytes)
     return context
 

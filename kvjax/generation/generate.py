@@ -76,6 +76,7 @@ def generate(
     """
     out = start(model, prompts, method, capacity=capacity, cache=cache, **options).finish()
     if method is not None:
+        user_warnings.warn_of_windows(model, method_of(method))
         user_warnings.warn_of_no_saving(method_of(method), out.bytes)
     return out
 

@@ -1,11 +1,14 @@
-"""Warnings: texts longer than a model knows, and methods that save nothing."""
+"""Warnings: texts longer than a model knows, and methods that save nothing or have no layer to work in."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 from kvjax.cache.accounting import CacheBytes
+from kvjax.cache.method import Method
 from kvjax.cache.protocol import KVMethod
+from kvjax.cache.readers.full import Full
 from kvjax.engine.forward import Plan
 from kvjax.errors import KvjaxWarning
 from kvjax.models.model import Model
@@ -30,7 +33,28 @@ def warn_of_positions(model: Model, plan: Plan, used: int, more: int) -> None:
 
 
 _WARNED_METHODS: set[str] = set()
-"""Names of the methods for which `warn_of_no_saving` has warned."""
+"""Names of the methods for which `warn_of_no_saving` or `warn_of_windows` has warned."""
+
+
+def warn_of_windows(model: Model, method: KVMethod) -> None:
+    """Warns, once for each method, where it has components that work in no layer: all layers have a window."""
+    config = model.config
+    has_windows = all(config.kind(i).attention.rule.window is not None for i in range(config.layers))
+    if not has_windows or not isinstance(method, Method) or method.windowed == "method":
+        return
+    left = ("k", "v", "windowed") + (("read",) if isinstance(method.read, Full) else ())
+    fields = (f for f in dataclasses.fields(Method) if f.compare and f.name not in left)
+    idle = [f"`{f.name}`" for f in fields if getattr(method, f.name) != f.default]
+    if not idle or (name := name_of(method)) in _WARNED_METHODS:
+        return
+    _WARNED_METHODS.add(name)
+    components = f"{', '.join(idle)} of {name} does" if len(idle) == 1 else f"{', '.join(idle)} of {name} do"
+    warnings.warn(
+        f"{components} nothing in this model: all of its layers have a sliding window, and hold the last tokens that "
+        f"their queries can see; '{name} + in_windows' works in such layers too",
+        KvjaxWarning,
+        stacklevel=caller_level(),
+    )
 
 
 def warn_of_no_saving(method: KVMethod, size: CacheBytes) -> None:
