@@ -172,6 +172,26 @@ class Codec:
         """
         return StepBytes.of_all(stored) if tokens is None else StepBytes.of_tokens(stored, tokens)
 
+    @property
+    def ring_multiple(self) -> int | None:
+        """A ring, whose slots are written over in order by all heads at once, has a multiple of so many slots.
+
+        None for a codec that cannot be in one.
+        """
+        return 1 if self.supports_eviction else None
+
+    @property
+    def ring_room(self) -> int:
+        """Slots that a ring needs beyond those of tokens that are read."""
+        return 0
+
+    def in_ring(self, num_slots: int) -> Codec:
+        """The codec for a ring; in a cache of fewer than `num_slots` slots it does what this one does.
+
+        A ring's `encode` gets tokens in the order of the slots, and `append` a slot that begins anew with 0.
+        """
+        return self
+
     def in_pages(self, page: int) -> Codec | None:
         """The codec that stores immutable pages of `page` slots, each of one head; None if this one cannot.
 

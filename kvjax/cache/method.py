@@ -140,8 +140,11 @@ class Method(Components):
             ring = bind_fields(Method(k=unbound.k, v=unbound.v, read=read), spec)
             if spec.values_from is not None and ring.k.on_device() == ring.v.on_device():
                 ring = dataclasses.replace(ring, v=SharedValues(ring.k, spec.values_from, spec.value_dim))
-            overwrites = ring.k.supports_eviction and ring.v.supports_eviction
-            return (RingLayer if overwrites else MethodLayer)(ring, spec.without_index)
+            if ring.k.ring_multiple is None or ring.v.ring_multiple is None:
+                return MethodLayer(ring, spec.without_index)
+            num_slots = RingLayer(ring, spec.without_index).ring_slots
+            ring = dataclasses.replace(ring, k=ring.k.in_ring(num_slots), v=ring.v.in_ring(num_slots))
+            return RingLayer(ring, spec.without_index)
         bound = bind_fields(unbound, spec)
         # See `SharedValues` for the methods that store values on their own all the same.
         if spec.values_from is not None and bound.merge is None and bound.k.on_device() == bound.v.on_device():

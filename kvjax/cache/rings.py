@@ -11,6 +11,8 @@ also bounds how many tokens can be taken back, as speculative decoding does.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
@@ -36,8 +38,8 @@ ROOM_TOKENS = 16
 class RingLayer(MethodLayer):
     """A bound layer with a sliding window, whose slots are a ring.
 
-    Its method consists of codecs that overwrite single slots, and a reader of all slots. In a cache whose capacity is
-    below `num_slots` tokens nothing is ever overwritten, and the layer does what a `MethodLayer` does.
+    Its method consists of codecs in their form for rings (`Codec.in_ring`), and a reader of all slots. In a cache whose
+    capacity is below `ring_slots` tokens nothing is ever overwritten, and the layer does what a `MethodLayer` does.
     """
 
     @property
@@ -51,9 +53,17 @@ class RingLayer(MethodLayer):
         """As of a `MethodLayer`; relative positions stay below the window at any length."""
         return dataclasses.replace(super().needs, unbounded_length=True)
 
+    @functools.cached_property
+    def ring_slots(self) -> int:
+        """Slots of the ring: those of the window, of a step, and of what codecs need, in whole multiples."""
+        multiples = self.k.ring_multiple, self.v.ring_multiple
+        assert multiples[0] is not None and multiples[1] is not None  # as binding has asked
+        slots, multiple = self.window + ROOM_TOKENS + max(self.k.ring_room, self.v.ring_room), math.lcm(*multiples)
+        return -(-slots // multiple) * multiple
+
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
         """Slots of the ring, for prompts of any length."""
-        return self.window + ROOM_TOKENS
+        return self.ring_slots
 
     def _slots(self, prompt_tokens: int) -> Slots:
         kept = min(prompt_tokens, self.window)
@@ -61,7 +71,7 @@ class RingLayer(MethodLayer):
 
     def _is_ring(self, num_slots: int) -> bool:
         # A cache of fewer slots has one for each token that it may ever hold.
-        return num_slots >= self.window + ROOM_TOKENS
+        return num_slots == self.ring_slots
 
     def _indices(self, n: Array | None, num_slots: int) -> Array:
         """i32[B S]: the newest of n i32[B] tokens, counted from 0, whose place each slot is; negative for none."""
@@ -77,6 +87,7 @@ class RingLayer(MethodLayer):
 
     def prefill(self, block: KVBlock, observation: Observation | None, num_slots: int) -> LayerState:
         """Stores the last tokens of a prompt; see `BoundLayer`."""
+        assert num_slots <= self.ring_slots  # as the layer itself says how many
         if block.pos.shape[2] <= num_slots or not self._is_ring(num_slots):
             return super().prefill(block, observation, num_slots)
         n = (block.pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)

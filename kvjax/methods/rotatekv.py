@@ -98,6 +98,10 @@ class CrossHeadRotation(kv.CodecWrapper):
     supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
 
     @property
+    def ring_multiple(self) -> int | None:
+        return self.inner.ring_multiple  # in a ring it is written for all of them
+
+    @property
     def is_head_specific(self) -> bool:
         return self.means is not None  # a table's order is that of certain heads
 

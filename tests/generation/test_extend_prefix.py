@@ -82,7 +82,7 @@ def test_a_method_chooses_among_a_rows_own_tokens():
 
 def test_a_policy_weighs_a_rows_tokens_as_in_the_whole_text():
     """The scores of H2O, sums of the attention that a token gets from later ones, contain what the prefix takes."""
-    method = "h2o:heavy=60,recent=60"
+    method = "h2o:heavy=60,recent=60 + in_windows"
     shared = kvjax.read(MODEL, PREFIX, "full", room=0).extend_prefix(DOCUMENTS, method, room=40).feed(QUESTIONS)
     own, whole = shared.cache.layers[0].own, kvjax.read(MODEL, WHOLE, method, room=40).feed(QUESTIONS).cache.layers[0]
     for b, (document, question) in enumerate(zip(DOCUMENTS, QUESTIONS, strict=True)):

@@ -56,6 +56,10 @@ class LowRank(Codec):
     def supports_eviction(self) -> bool:
         return self.heads == 1  # heads that share coordinates cannot overwrite a slot one by one
 
+    @property
+    def ring_multiple(self) -> int:
+        return 1  # in a ring they overwrite it together
+
     def at(self, spec: LayerSpec) -> Codec:
         """Returns the codec of one layer."""
         group_size(self.heads, spec)  # raises where groups of heads do not divide the layer

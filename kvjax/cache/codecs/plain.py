@@ -56,6 +56,9 @@ class CodecWrapper(Codec):
     num_queries = _delegate("num_queries")
     num_quantized = _delegate("num_quantized")
 
+    def in_ring(self, num_slots: int) -> Codec:
+        return dataclasses.replace(self, inner=self.inner.in_ring(num_slots))
+
     def on_device(self) -> Codec:
         return dataclasses.replace(self, inner=self.inner.on_device())
 
@@ -79,6 +82,8 @@ class Host(CodecWrapper):
     mix = _delegate("mix")
     num_committed = _delegate("num_committed")
     used_part = _delegate("used_part")
+    ring_multiple = _delegate("ring_multiple")
+    ring_room = _delegate("ring_room")
 
     def __post_init__(self):
         object.__setattr__(self, "inner", self.inner.on_host())

@@ -36,6 +36,14 @@ class SharedValues(CodecWrapper):
 
     reads_keys: ClassVar[bool] = True
 
+    @property
+    def ring_multiple(self) -> int | None:
+        return self.inner.ring_multiple
+
+    @property
+    def ring_room(self) -> int:
+        return self.inner.ring_room
+
     def values_of(self, keys: Array) -> Array:
         return keys[..., self.first : self.first + self.width]
 
