@@ -96,7 +96,9 @@ def layer_specs(model: Any) -> tuple[LayerSpec, ...]:
                 rule=Rule(c.sliding_window_size if is_local else None, c.attn_logits_soft_cap),
             )
         )
-    return tuple(specs)
+    # Methods leave layers with a window alone, as in kvjax' own decoder.
+    method_layers = tuple(spec.index for spec in specs if spec.rule.window is None)
+    return tuple(dataclasses.replace(spec, method_layers=method_layers) for spec in specs)
 
 
 def init_cache(model: Any, method: Any, cache_length: int) -> dict[int, Any]:
@@ -189,7 +191,7 @@ def check_model(model: Any, params: Any) -> None:
         if spec.without_index in checked:  # layers of one kind differ in their weights alone
             continue
         checked.add(spec.without_index)
-        one = [dataclasses.replace(spec, index=0, num_layers=1)]
+        one = [dataclasses.replace(spec, index=0, num_layers=1, method_layers=None)]
 
         def run(cache: Any, x: Array, positions: Array, mask: Array, i: int = i) -> Array:
             with nn.intercept_methods(_attend_in_attention):

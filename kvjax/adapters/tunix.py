@@ -270,7 +270,9 @@ def layer_specs(model: Any) -> tuple[LayerSpec, ...]:
                 rule=Rule(a.sliding_window_size if is_local else None, getattr(a, "attn_logits_soft_cap", None)),
             )
         )
-    return tuple(specs)
+    # Methods leave layers with a window alone, as in kvjax' own decoder.
+    method_layers = tuple(spec.index for spec in specs if spec.rule.window is None)
+    return tuple(dataclasses.replace(spec, method_layers=method_layers) for spec in specs)
 
 
 def _family_of(model: Any) -> tuple[_Family, ModuleType]:
@@ -300,7 +302,9 @@ def _check_attention(family: _Family, module: ModuleType, attention: Any, spec: 
         return block(attention, **{n: call[n] for n in names if n in call})[1]
 
     def run_attached(x: Array, positions: Array, mask: Array) -> Array:
-        layers = kvjax.attach("full", [dataclasses.replace(spec, index=0, num_layers=1)], capacity=PROBE_CAPACITY)
+        layers = kvjax.attach(
+            "full", [dataclasses.replace(spec, index=0, num_layers=1, method_layers=None)], capacity=PROBE_CAPACITY
+        )
         return run(attached.block, LayerOfPass(Pass(layers, positions), 0), x, positions, mask)
 
     def run_own(x: Array, positions: Array, mask: Array) -> Array:
