@@ -240,6 +240,11 @@ def attach(
         raise KvjaxError(
             "specs name other layers than their places say; take all that kvjax.specs_of returns, in their order"
         )
+    if reading := [spec.index for spec in specs if spec.reads_layer is not None]:
+        raise KvjaxError(
+            f"layer {reading[0]} reads the keys and values of another layer, and kvjax.attach does not serve such "
+            "layers yet: write the model as a kvjax Config (AttentionKind.reads_layer)"
+        )
     gives = {gives} if isinstance(gives, str) else set(gives)
     if unknown := sorted(gives - GIVES.keys()):
         suggestion = arguments.suggest_name(unknown[0], GIVES)

@@ -107,7 +107,8 @@ def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
     A layer with a sliding window holds the tokens of its window alone.
     """
     total = 4 * len(lengths)
-    for attention in (config.kind(i).attention for i in range(config.layers)):
+    every = (config.kind(i).attention for i in range(config.layers))
+    for attention in (attention for attention in every if attention.reads_layer is None):
         per_token = attention.stored_numbers * jnp.dtype(dtype).itemsize + 4
         total += sum(min(length, attention.rule.window or length) * per_token + 4 for length in lengths)
     return total

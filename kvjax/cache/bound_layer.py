@@ -383,12 +383,10 @@ class MethodLayer:
 
     def step_bytes(self, state: LayerState) -> StepBytes:
         """`MeteredLayer.step_bytes`: the sum of what the components say."""
-        m = self.method
-        total = StepBytes.of_all((state.pos, state.bias, state.n)) + m.read.read_bytes(self.storage, state)
+        total = self.read_bytes(state)
         total += StepBytes.of_append((state.k, state.v, state.reader_state), state.pos.shape[2])
-        for component in (m.side_store, m.decode):
-            if component is not None:
-                total += component.read_bytes(self.storage, state)
+        if self.method.decode is not None:
+            total += self.method.decode.read_bytes(self.storage, state)
         return total
 
     def max_rollback(self, state: LayerState) -> Array:
@@ -433,6 +431,46 @@ class MethodLayer:
         if self.method.side_store is None:
             return part
         return combine(part, self.method.side_store.read(self.storage, state, q, q_pos))
+
+    def read_bytes(self, state: LayerState) -> StepBytes:
+        """`ReadableLayer.read_bytes`: of slots and side store."""
+        m = self.method
+        total = StepBytes.of_all((state.pos, state.bias, state.n)) + m.read.read_bytes(self.storage, state)
+        return total if m.side_store is None else total + m.side_store.read_bytes(self.storage, state)
+
+    @property
+    def readable_tokens(self) -> int | None:
+        """`ReadableLayer.readable_tokens`: one where the tokens of a step leave or are coded one after another."""
+        m = self.method
+        return 1 if m.decode is not None or any(x.sequential_writes for x in (m.k, m.v, m.read)) else None
+
+    def read_state(self, state: LayerState, q: Array, q_pos: Array, outside: Partial | None = None) -> Array:
+        """`ReadableLayer.read_state`: as in `extend`, without a trace."""
+        with jax.named_scope("read"):
+            opened = self.storage.open_values(state)
+            result = self.method.read.read(self.storage, opened, q, q_pos, outside, None)
+            partials = [result.part] if outside is None else [result.part, outside]
+            if self.method.side_store is not None:
+                partials.append(self.method.side_store.read(self.storage, opened, q, q_pos))
+        return merge(partials)
+
+    def check_readable(self) -> None:
+        """`ReadableLayer.check_readable`: what is read does not depend on who has read before."""
+        m = self.method
+        reasons = (
+            ("side_store", self.needs.paired_layer != 0, "holds what two layers share, and is opened for each step"),
+            ("read", m.read.prompt_chunk > 0, "reads prompts too, by the queries of the layer that holds them"),
+            ("read", m.read.draft_tokens > 0, "carries drafts, whose keys and values no state holds"),
+            ("read", m.read.cross_layer, "hands the choice of tokens from layer to layer"),
+            ("read", m.read.remembers_queries, "depends on the queries of earlier steps, which are one layer's"),
+        )
+        for name, cannot, reason in reasons:
+            if cannot:
+                raise IncompatibleMethod(
+                    "layers of this model read the cache of another layer, and "
+                    f"component `{name}`, {type(getattr(m, name)).__name__}, {reason}; use a method without it, such "
+                    "as 'full', 'snapkv', 'int8' or 'quest'"
+                )
 
     def reconstruction_error(self, state: LayerState, exact: KVBlock) -> tuple[Array, Array]:
         """`InspectableLayer.reconstruction_error`: of the slots, then of the side store."""
@@ -519,6 +557,7 @@ class DifferentiableLayer(MethodLayer):
     extend = with_floats(MethodLayer.extend)
     append_block = with_floats(MethodLayer.append_block)
     crop = with_floats(MethodLayer.crop)
+    read_state = with_floats(MethodLayer.read_state)
 
 
 def _without_sums(observation: Observation | None) -> Observation | None:

@@ -314,6 +314,7 @@ class Reader:
     prompt_chunk = 0  # above 0, prompts are read through the reader too, in chunks of this many tokens
     unbounded_length = False  # whether relative positions stay in the trained range at any length, as in `Needs`
     num_queries: int | None = 0  # last prompt queries of each sequence that `init_state` observes, as in `Needs`
+    remembers_queries = False  # whether what `read` reads depends on the queries of earlier steps
 
     def init_state(self, block: KVBlock, observation: Observation | None, spec: LayerSpec) -> Any:
         """Returns the reader's state after a prompt, left-aligned; `observation` has its last queries."""

@@ -51,7 +51,10 @@ class LayerSpec:
         (multi-head latent attention); None where they are not.
       method_layers: indices of the layers in which the method's own components work: those without a window, or all
         layers if the method is asked for `in_windows` (`kvjax.Method.windowed`). Methods divide what the model has
-        in common, such as a budget, among these layers. None: all layers.
+        in common, such as a budget, among these layers. None: all layers but the reading ones.
+      reads_layer: index of the layer whose keys and values this one reads, as it has none of its own; None for a layer
+        that has. Methods are not bound to such a layer, see `kvjax.cache.reading_layer`.
+      reading_layers: indices of all layers of the model that read another one's.
     """
 
     index: int | None
@@ -64,12 +67,15 @@ class LayerSpec:
     value_dim: int = None  # type: ignore[assignment]  # an int once made
     values_from: int | None = None
     method_layers: tuple[int, ...] = None  # type: ignore[assignment]  # a tuple once made
+    reads_layer: int | None = None
+    reading_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.value_dim is None:
             object.__setattr__(self, "value_dim", self.head_dim)
         if self.method_layers is None:
-            object.__setattr__(self, "method_layers", tuple(range(self.num_layers)))
+            has_cache = (i for i in range(self.num_layers) if i not in self.reading_layers)
+            object.__setattr__(self, "method_layers", tuple(has_cache))
         if self.values_from is None:
             return
         if not self.rope.dim <= self.values_from <= self.head_dim - self.value_dim:
@@ -341,6 +347,38 @@ class ShareableLayer(BoundLayer[State], Protocol[State]):
 
     def check_with_prefix(self) -> None:
         """Raises IncompatibleMethod unless the layer can follow a prefix, whose attention is `outside`."""
+        ...
+
+
+@runtime_checkable
+class ReadableLayer(BoundLayer[State], Protocol[State]):
+    """A layer whose state is also read by layers above that have no keys and values of their own."""
+
+    def check_readable(self) -> None:
+        """Raises IncompatibleMethod, with the remedy, unless other layers can read the state."""
+        ...
+
+    @property
+    def readable_tokens(self) -> int | None:
+        """Tokens of a step that other layers read as they would in single steps; None for any number."""
+        ...
+
+    def read_state(self, state: State, q: Array, q_pos: Array, outside: Partial | None = None) -> Array:
+        """Attends the queries of another layer to a state, which stays as it is.
+
+        Args:
+          state: of this layer after the step, in which the tokens at q_pos are stored.
+          q: queries [B K G T H], after RoPE.
+          q_pos: i32[B T], their positions, -1 for padding.
+          outside: as in `BoundLayer.extend`.
+
+        Returns:
+          The attention output f32[B K G T Hv].
+        """
+        ...
+
+    def read_bytes(self, state: State) -> StepBytes:
+        """Bytes that `read_state` reads for one token of every sequence; the state may be shapes alone."""
         ...
 
 

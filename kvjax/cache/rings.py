@@ -65,6 +65,12 @@ class RingLayer(MethodLayer):
         """Slots of the ring, for prompts of any length."""
         return self.ring_slots
 
+    @property
+    def readable_tokens(self) -> int | None:
+        """`ReadableLayer.readable_tokens`: as many as the ring has room for beside its window."""
+        most = super().readable_tokens
+        return ROOM_TOKENS if most is None else most
+
     def _slots(self, prompt_tokens: int) -> Slots:
         kept = min(prompt_tokens, self.window)
         return Slots(kept, kept)
@@ -174,3 +180,4 @@ class DifferentiableRing(RingLayer):
     extend = with_floats(RingLayer.extend)
     append_block = with_floats(RingLayer.append_block)
     crop = with_floats(RingLayer.crop)
+    read_state = with_floats(RingLayer.read_state)

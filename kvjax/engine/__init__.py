@@ -10,6 +10,9 @@ caller's own `jax.jit`, `scan`, `vmap` or `grad`, the same code is one program f
     PromptReplay     the prompt and a copy of one of its chunks              the prompt with scores (KVzip)
     Decode           the cache state and the new tokens                      the cache state with the new tokens
 
+A layer without keys and values of its own reads what a layer below it holds after the same pass, or the prompt's exact
+keys and values of that layer (`LayerInputs.source`, `kvjax.cache.reading_layer`).
+
 Modes that serve one feature are defined in its file: prompts after a shared prefix (Hydragen), several prompts in one
 sequence (Prepacking), prompts that are run only in part (CacheBlend).
 

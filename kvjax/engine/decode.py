@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Bool, Float, Float32, Int32, Key
 
 from kvjax.cache.protocol import Cache
+from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core.types import Array
 from kvjax.engine.forward import (
     Plan,
@@ -27,11 +28,18 @@ from kvjax.engine.modes import Decode
 from kvjax.engine.sampling import Sampler, sample, sequence_keys
 from kvjax.models.config import Config
 from kvjax.models.decoder import Angles
+from kvjax.models.kinds import MAX_SIZE
 
 
 def num_draft_tokens(plan: Plan) -> int:
     """Number of draft tokens that follow the true token in each step (SpeCache: 1)."""
     return max(layer.needs.draft_tokens for layer in plan)
+
+
+def most_readable_tokens(plan: Plan) -> int:
+    """Returns how many tokens a step may bring, as layers that read another layer's cache see it after the step."""
+    reading = (layer.source.readable_tokens for layer in plan if isinstance(layer, ReadingLayer))
+    return min((most for most in reading if most is not None), default=MAX_SIZE)
 
 
 def step(
@@ -113,6 +121,9 @@ def extend(
       Logits, which mean nothing for padding, and a new cache.
     """
     B, T = tokens.shape
+    most = most_readable_tokens(cache.plan)
+    if T > most:
+        return _extend_in_parts(params, tokens, cache, most, target, lengths, target_after_first or target)
     if not num_draft_tokens(cache.plan):
         return step(params, tokens, cache, T, target, lengths)
     lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
@@ -132,6 +143,33 @@ def extend(
     xs = jnp.arange(T, dtype=jnp.int32), tokens.T, next_tokens.T, is_known.T
     (cache, _), logits = scan_if_traced(run_token, (cache, predicted), xs)
     return jnp.moveaxis(logits, 0, 1), cache
+
+
+def _extend_in_parts(
+    params: Any,
+    tokens: Int32[Array, "B T"],
+    cache: Cache,
+    size: int,
+    target: Target,
+    lengths: Int32[Array, " B"] | None,
+    target_after_first: Target,
+) -> tuple[Float32[Array, "B T V"], Cache]:
+    """Runs `size` tokens at a time, where layers that read another layer's cache would miss some of more of them."""
+    B, T = tokens.shape
+    lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
+    num_parts = -(-T // size)
+    parts = jnp.pad(tokens, [(0, 0), (0, num_parts * size - T)]).reshape(B, num_parts, size).swapaxes(0, 1)
+    counts = jnp.clip(lengths[None] - size * jnp.arange(num_parts, dtype=jnp.int32)[:, None], 0, size)
+    first, cache = step(params, parts[0], cache, size, target, counts[0])
+
+    def run_part(cache: Cache, xs: tuple[Array, Array]) -> tuple[Cache, Array]:
+        part, count = xs
+        logits, cache = step(params, part, cache, size, target_after_first, count)
+        return cache, logits
+
+    cache, others = scan_if_traced(run_part, cache, (parts[1:], counts[1:]))
+    logits = jnp.moveaxis(jnp.concatenate([first[None], others]), 0, 1)
+    return logits.reshape(B, num_parts * size, -1)[:, :T], cache
 
 
 def decode(

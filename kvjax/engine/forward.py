@@ -79,46 +79,54 @@ def apply_layer(
     mode: ForwardMode,
     state: Any,
     cross_layer: Any,
+    source: Any = None,
     *,
     call: LayerCall,
     target: Target,
-) -> tuple[Float[Array, "B Q D"], Any, Any]:
+) -> tuple[Float[Array, "B Q D"], Any, Any, Any]:
     """Runs one layer of a pass; arguments as in `run_layers`, for this layer alone.
 
     Args:
       cross_layer: value from the layer below in this pass, None in layer 0.
+      source: see `LayerInputs`.
 
     Returns:
       Hidden vectors for the layer above, of all tokens or of the mode's `query_indices`; this layer's new state; the
-      value for the layer above.
+      value for the layer above; what it shares with layers that read it (`ForwardMode.share`), None where none does.
     """
 
     kind = call.kind
     assert kind is not None, "a pass through a decoder's layers needs their kinds"
 
-    def attend(_: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, Any]:
+    def attend(_: int, q: Array, k: Any, v: Any, hidden: Array) -> tuple[Array, Any]:
         inputs = LayerInputs(
             q=constrain(q, "B K G T H", target.mesh),
-            k=constrain(k, "B K T H", target.mesh),
-            v=constrain(v, "B K T H", target.mesh),
+            k=k if source is not None else constrain(k, "B K T H", target.mesh),
+            v=v if source is not None else constrain(v, "B K T H", target.mesh),
             hidden=hidden,
             output_projection=decoder.output_projection_of(params, kind)[None],
             sinks=decoder.sinks_of(params),
+            source=source,
         )
-        out, *rest = mode.attend(call, state, inputs, cross_layer, target.mesh)
-        return out, rest  # the decoder returns `rest` as it is
+        out, new_state, above = mode.attend(call, state, inputs, cross_layer, target.mesh)
+        # The decoder returns the rest as it is.
+        return out, (new_state, above, mode.share(inputs) if call.is_read else None)
 
     # The layer is told its kind and not its index in the model, which would give each a compiled program of its own.
     layer = decoder.Layer(target.config, 0, hidden.dtype, kind)
-    hidden, (state, cross_layer) = layer.apply({"params": params}, hidden, angles, attend, mode.query_indices(call))
-    return hidden, state, cross_layer
+    hidden, rest = layer.apply({"params": params}, hidden, angles, attend, mode.query_indices(call))
+    return hidden, *rest
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def exact_logits(params: Any, tokens: Int32[Array, "B T"], config: Config) -> Float32[Array, "B T V"]:
     """Computes logits under exact causal attention, without a cache."""
 
-    def attend(i: int, q: Array, k: Array, v: Array, hidden: Array) -> tuple[Array, None]:
+    exact: dict[int, tuple[Array, Array]] = {}
+
+    def attend(i: int, q: Array, k: Any, v: Any, hidden: Array) -> tuple[Array, None]:
+        source = config.kind(i).attention.reads_layer
+        k, v = exact[i] = (k, v) if source is None else exact[source]
         rule, sinks = config.kind(i).attention.rule, decoder.sinks_of(params[f"layer_{i}"])
         out, lse = causal_attention_with_lse(q, k, v, rule=rule)
         return out if sinks is None else with_sinks(out, lse, sinks), None
@@ -145,7 +153,7 @@ class Target:
 
     config: Config
     mesh: Mesh | None = None
-    run_layer: Callable[..., tuple[Array, Any, Any]] = dataclasses.field(default=run_layer, compare=False)
+    run_layer: Callable[..., tuple[Array, Any, Any, Any]] = dataclasses.field(default=run_layer, compare=False)
     unembed: Callable[..., Array] = dataclasses.field(default=unembed, compare=False)
 
 
@@ -177,10 +185,12 @@ def run_layers(
       state.
     """
     # An unrolled loop: each layer keeps its own state type and sizes, which a scan over stacked layers could not.
-    results, cross_layer = [], None
+    results, cross_layer, shared = [], None, {}
     for i, (call, state) in enumerate(zip(calls, states, strict=True), first_layer):
-        hidden, result, cross_layer = target.run_layer(
-            params[f"layer_{i}"], hidden, angles, mode, state, cross_layer, call=call, target=target
+        reads = target.config.kind(i).attention.reads_layer
+        source = None if reads is None else (results[reads - first_layer], shared[reads])
+        hidden, result, cross_layer, shared[i] = target.run_layer(
+            params[f"layer_{i}"], hidden, angles, mode, state, cross_layer, source, call=call, target=target
         )
         results.append(result)
     return hidden, tuple(results)
@@ -191,9 +201,11 @@ def layer_calls(plan: Plan, config: Config, num_slots: tuple[int, ...] | None = 
     """Returns the layers of a plan in one pass; `num_slots` of each layer's state, in the modes that make one."""
     # Cached, so that equal calls are one object: every step compares them, which then ends at identity.
     sizes = num_slots or (0,) * len(plan)
-    kinds = map(config.kind, range(len(plan)))
+    kinds = [config.kind(i) for i in range(len(plan))]
+    are_read = {kind.attention.reads_layer for kind in kinds}
     return tuple(
-        LayerCall(layer, kind.attention.rule, n, kind=kind) for layer, kind, n in zip(plan, kinds, sizes, strict=True)
+        LayerCall(layer, kind.attention.rule, n, kind=kind, is_read=i in are_read)
+        for i, (layer, kind, n) in enumerate(zip(plan, kinds, sizes, strict=True))
     )
 
 

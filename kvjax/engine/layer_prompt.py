@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer, last_positions
+from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core.attention import Rule, sink_partial
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import constrain, per_device
@@ -30,6 +31,7 @@ class LayerCall:
     num_slots: int = 0  # of the cache state, in the modes that make one
     selects_queries: bool = False  # whether the mode computes only some outputs in this layer, the model's last one
     kind: LayerKind | None = None  # of kvjax's own decoder; None where another one runs the layers
+    is_read: bool = False  # whether layers above read this one's keys and values, as they have none of their own
 
 
 class LayerInputs(NamedTuple):
@@ -42,6 +44,9 @@ class LayerInputs(NamedTuple):
     hidden: Float[Array, "B T D"] | None
     output_projection: Float[Array, "1 K G Hv D"] | None
     sinks: Float[Array, "K G"] | None = None  # logits that take weight and give no value
+    # Of a layer that has no keys and values, so that k and v are None: the new state of the layer that it reads in
+    # their place, and what `ForwardMode.share` returned there. None for other layers.
+    source: tuple[Any, Any] | None = None
 
     @property
     def outside(self) -> Partial | None:
@@ -80,7 +85,7 @@ def begin_prompt(call: LayerCall, q: Any, k: Any, v: Any, hidden: Any, mesh: Mes
     def zeros(like: Any, num_tokens: int) -> Array:
         return constrain(jnp.zeros((*like.shape[:-2], num_tokens, like.shape[-1]), like.dtype), "B K", mesh)
 
-    if needs.prompt_chunk:
+    if needs.prompt_chunk or isinstance(call.layer, ReadingLayer):
         nothing = KVBlock(zeros(k, 0), zeros(v, 0), jnp.zeros((k.shape[0], 1, 0), jnp.int32))
         return prefill_layer(call.layer, nothing, None, call.num_slots, mesh)
     width = k.shape[2]

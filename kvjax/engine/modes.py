@@ -14,6 +14,7 @@ from jaxtyping import Float, Int32
 
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
 from kvjax.cache.readers.query_blocks import map_query_blocks
+from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core.attention import Rule, attend_dense, causal_attention_with_lse, merge, sink_partial, with_sinks
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
@@ -41,6 +42,13 @@ class ForwardMode:
     def query_indices(self, call: LayerCall) -> Int32[Array, "B Q"] | None:
         """Returns the tokens whose outputs this layer computes; None for all of them."""
         return None
+
+    def share(self, inputs: LayerInputs) -> Any:
+        """Returns what layers that read this one are given beside its new state; see `LayerInputs.source`."""
+        raise IncompatibleMethod(
+            f"{type(self).__name__} runs layers that have keys and values of their own, and in this model layers read "
+            "those of another one (reads_layer); read the prompts with kvjax.prefill"
+        )
 
     @abstract
     def attend(
@@ -75,9 +83,16 @@ class FullPrefill(ForwardMode):
             return None
         return jnp.maximum(last_positions(self.lengths, self.num_observed), 0)
 
+    def share(self, inputs: LayerInputs) -> tuple[Array, Array]:
+        """Returns the exact keys and values of the prompt."""
+        return inputs.k, inputs.v
+
     def attend(
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q Hv"], Any, Any]:
+        if inputs.source is not None:
+            _, (k, v) = inputs.source
+            inputs = inputs._replace(k=k, v=v)
         q, k, v = inputs[:3]
         needs = call.layer.needs
         first_query, softmax_lse = 0, None
@@ -107,6 +122,9 @@ class ChunkedPrefill(ForwardMode):
     start: Int32[Array, ""] | np.int32  # position of the chunk's first token
     lengths: Int32[Array, " B"]  # of whole prompts
 
+    def share(self, inputs: LayerInputs) -> None:
+        """Returns nothing more: the layer holds the exact keys and values of the chunks so far."""
+
     def attend(
         self, call: LayerCall, state: LayerPrompt | Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q H"], LayerPrompt | Any, Any]:
@@ -119,10 +137,15 @@ class ChunkedPrefill(ForwardMode):
             return out, state, cross_layer
         # Causal attention reads the whole buffers: slots behind this chunk are still zero and masked by position.
         at = (0, 0, self.start, 0)
-        k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
+        if inputs.source is None:
+            k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
+        else:
+            k, v = inputs.source[0][:2]
         out, sums = causal_attention_with_lse(q, k, v, self.start, call.rule, pattern=needs.prompt_pattern)
         if inputs.sinks is not None:
             out = with_sinks(out, sums, inputs.sinks)
+        if inputs.source is not None:
+            return out, state, cross_layer
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
         if state.hidden is not None:
             assert hidden is not None
@@ -138,13 +161,18 @@ class PromptReplay(ForwardMode):
     pos: Int32[Array, "B T"]  # of the copy's tokens, -1 for padding
     lengths: Int32[Array, " B"]  # of the prompts
 
+    def share(self, inputs: LayerInputs) -> tuple[Array, Array]:
+        """Returns the keys and values of the copy."""
+        return inputs.k, inputs.v
+
     def attend(
-        self, call: LayerCall, state: LayerPrompt, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
-    ) -> tuple[Float[Array, "B K G Q H"], LayerPrompt, Any]:
-        q, k, v, hidden, output_projection, sinks = inputs
+        self, call: LayerCall, state: LayerPrompt | Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
+    ) -> tuple[Float[Array, "B K G Q Hv"], LayerPrompt | Any, Any]:
+        q, k, v, hidden, output_projection, sinks, source = inputs
+        exact, (k, v) = (state, (k, v)) if source is None else source
         needs = call.layer.needs
         # The copy follows the prompt at later positions; they stay two blocks, whose attention is merged exactly.
-        prompt, _ = observed_block(call.layer, state, self.lengths)
+        prompt, _ = observed_block(call.layer, exact, self.lengths)
         copy = KVBlock(k, v, self.pos[:, None])
         if isinstance(call.layer, ReplayedLayer) and state.replay_scores is not None:
             assert hidden is not None or not needs.hidden_states
@@ -173,9 +201,28 @@ class Decode(ForwardMode):
     pos: Int32[Array, "B T"]  # -1 for padding
     commit: int = dataclasses.field(metadata={"static": True})
 
+    def share(self, inputs: LayerInputs) -> None:
+        """Returns nothing more: the state holds the tokens of this step."""
+
     def attend(
         self, call: LayerCall, state: Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q Hv"], Any, Any]:
+        if inputs.source is not None:
+            layer = call.layer
+            assert isinstance(layer, ReadingLayer) and call.kind is not None
+            most = layer.source.readable_tokens
+            num_tokens = inputs.q.shape[3]
+            if self.commit < num_tokens or (most is not None and num_tokens > most):
+                raise IncompatibleMethod(
+                    f"a step brings {num_tokens} tokens and keeps {self.commit}, and this model has layers that read "
+                    "another layer's cache, in which all tokens of a step have to be"
+                    + ("" if most is None else f", under this method at most {most} at a time")
+                    + "; feed them by kvjax.extend"
+                )
+            arguments: list[Any] = [inputs.source[0], inputs.q, self.pos]
+            if inputs.sinks is not None:
+                arguments.append(sink_partial(inputs.sinks, inputs.q, call.kind.attention.value_dim))
+            return per_device(layer.read, *inputs.q.shape[:2], mesh=mesh)(*arguments), state, cross_layer
         new = KVBlock(inputs.k, inputs.v, self.pos[:, None])
         return extend_layer(call.layer, state, inputs.q, new, self.commit, cross_layer, inputs.outside, mesh=mesh)
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec
+from kvjax.cache.protocol import BoundLayer, KVMethod, LayerSpec, ReadableLayer
+from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core import memory
 from kvjax.core.rope import Rope
 from kvjax.engine.forward import Plan
 from kvjax.engine.straight_through import make_differentiable
+from kvjax.errors import IncompatibleMethod
 from kvjax.models.config import Config
 from kvjax.registry.strings import method_of
 
 
 def specs(config: Config) -> tuple[LayerSpec, ...]:
     """Describes each layer of a model to methods."""
-    method_layers = tuple(i for i in range(config.layers) if config.kind(i).attention.rule.window is None)
+    every = [config.kind(i).attention for i in range(config.layers)]
+    reading_layers = tuple(i for i, attention in enumerate(every) if attention.reads_layer is not None)
+    without_window = (i for i, attention in enumerate(every) if attention.rule.window is None)
+    method_layers = tuple(i for i in without_window if i not in reading_layers)
     return tuple(
         LayerSpec(
             index=i,
@@ -29,8 +35,10 @@ def specs(config: Config) -> tuple[LayerSpec, ...]:
             # The keys of latent attention are the rotated channels and then the latent vector, which is the values.
             values_from=None if attention.latent is None else attention.head_dim - attention.latent.rank,
             method_layers=method_layers,
+            reads_layer=attention.reads_layer,
+            reading_layers=reading_layers,
         )
-        for i, attention in ((i, config.kind(i).attention) for i in range(config.layers))
+        for i, attention in enumerate(every)
     )
 
 
@@ -50,5 +58,20 @@ def bind_specs(method: str | KVMethod | None, specs: Sequence[LayerSpec], differ
     if method.traits.host:
         memory.require_host_memory()
     known: dict[BoundLayer, BoundLayer] = {}
+
+    def bind_layer(spec: LayerSpec) -> BoundLayer:
+        if spec.reads_layer is None:
+            return method.bind(spec)
+        source = method.bind(dataclasses.replace(specs[spec.reads_layer], num_groups=spec.num_groups))
+        if not isinstance(source, ReadableLayer):
+            raise IncompatibleMethod(
+                f"layer {spec.index} of this model reads the cache of layer {spec.reads_layer}, and "
+                f"{type(source).__name__} says of none of its states how another layer reads it; use a method such as "
+                "'full', 'snapkv', 'int8' or 'quest' by itself, or write the members of "
+                "kvjax.cache.protocol.ReadableLayer"
+            )
+        source.check_readable()
+        return ReadingLayer(source)
+
     # Equal layers become one object: every step compares them, and the comparison then ends at identity.
-    return tuple(known.setdefault(layer, layer) for layer in map(method.bind, specs))
+    return tuple(known.setdefault(layer, layer) for layer in map(bind_layer, specs))

@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.eviction.budget_allocation import round_up_shared
 from kvjax.cache.protocol import BoundLayer, BudgetedLayer, Cache, num_layer_slots
+from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core.attention import MASKED_LOGIT
 from kvjax.core.mesh import per_device, to_numpy, vary
 from kvjax.core.types import Array
@@ -126,7 +127,7 @@ def empty(plan: Plan, target: Target, batch: int, capacity: int, dtype: Any) -> 
         if needs.replay:
             prompt = prompt._replace(replay_scores=jnp.zeros(prompt.k.shape[:3], jnp.float32))
         assert call.kind is not None
-        if call.kind.attention.sinks and not needs.prompt_chunk:
+        if call.kind.attention.sinks and isinstance(prompt, LayerPrompt):
             # The parameters are not here, so that a state that keeps the sinks of its layer (`recompress`) has its
             # shapes, and sinks that take nothing.
             prompt = prompt._replace(sinks=jnp.full((1, *prompt.q.shape[1:3]), MASKED_LOGIT, dtype))
@@ -187,7 +188,7 @@ def prefill_exactly(
             output_projection = output_projection_of(params[f"layer_{i}"], target.config.kind(i))
             prompts[i] = prompts[i]._replace(output_projection=output_projection[None])
         sinks = sinks_of(params[f"layer_{i}"])
-        if sinks is not None and not layer.needs.prompt_chunk:
+        if sinks is not None and isinstance(prompts[i], LayerPrompt):
             prompts[i] = prompts[i]._replace(sinks=sinks[None])
     return hidden, prompts
 
@@ -285,7 +286,7 @@ def compress_prompts(
             assert other is not None
             prompt = prompt._replace(paired=(other.k, other.v))
         below = prompt if prompts and calls[i + 1].layer.needs.paired_layer < 0 else None
-        if not needs.prompt_chunk:  # a prompt that was fed through its method is a cache state already
+        if isinstance(prompt, LayerPrompt):  # else a cache state already: fed through its method, or without tokens
             division = num_kept[i], measures[i]
             prompt = compress(prompt, lengths, *division, call=calls[i], capacity=capacity, mesh=mesh)
         measures[i] = None
@@ -314,7 +315,7 @@ def stack_measures(measures: Sequence[Any]) -> Any:
 
 def _budgeted_layers(plan: Sequence[BoundLayer], shared: Sequence[int]) -> tuple[BudgetedLayer, ...]:
     """The layers that divide a budget, by their indices in the plan."""
-    if not all(isinstance(layer, BudgetedLayer) for layer in plan):
+    if not all(isinstance(layer, BudgetedLayer) for layer in plan if not isinstance(layer, ReadingLayer)):
         raise KvjaxError(
             "some layers divide a budget among all, which takes the members of kvjax.cache.protocol.BudgetedLayer in "
             "every layer; use one method for all, or write these members"

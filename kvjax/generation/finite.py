@@ -25,7 +25,7 @@ from kvjax.core.attention import causal_attention_with_lse, with_sinks
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
-from kvjax.engine.forward import Target, apply_layer, embed, outer_params, run_layers
+from kvjax.engine.forward import Plan, Target, apply_layer, embed, layer_calls, outer_params, run_layers
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs
 from kvjax.engine.modes import ForwardMode
 from kvjax.engine.prefill import take_last
@@ -155,7 +155,7 @@ def _find_place(model: Model, ids: Sequence[int], cache: Cache | None) -> str | 
     """
     num_layers, seen = model.config.layers, []
 
-    def run_layer(params: Any, hidden: Array, *more: Any, call: LayerCall, target: Target) -> tuple[Array, Any, Any]:
+    def run_layer(params: Any, hidden: Array, *more: Any, call: LayerCall, target: Target) -> tuple:
         outputs, parts = _run_watched_layer(params, hidden, *more, call=call, target=target)
         seen.append(parts)
         return outputs
@@ -167,10 +167,7 @@ def _find_place(model: Model, ids: Sequence[int], cache: Cache | None) -> str | 
     else:
         tokens, lengths = (jnp.asarray(x) for x in pad([ids]))
         outer, nothing = outer_params(model.params), (None,) * num_layers
-        calls = [
-            LayerCall(cast(Any, None), kind.attention.rule, kind=kind)
-            for kind in map(model.config.kind, range(num_layers))
-        ]
+        calls = layer_calls(cast(Plan, (None,) * num_layers), model.config)
         hidden, angles, pos = embed(outer, tokens, None, lengths, target=target)
         mode = ExactPass(pos)
         hidden, _ = run_layers(model.params, hidden, angles, mode, calls, nothing, target=target)
@@ -189,7 +186,7 @@ WATCHED = {Attention: "its attention", MLP: "its MLP", Layer: "the sum of its re
 @functools.partial(jax.jit, static_argnames=("call", "target"))
 def _run_watched_layer(
     params: Any, hidden: Array, angles: Any, mode: Any, *state: Any, call: LayerCall, target: Target
-) -> tuple[tuple[Array, Any, Any], tuple[Array, ...]]:
+) -> tuple[tuple, tuple[Array, ...]]:
     """Runs `apply_layer`; returns also whether each of the `WATCHED` parts gave finite outputs for all real tokens."""
     is_real = mode.pos >= 0  # both modes have the positions of their tokens
     parts: dict[type, Array] = {}
@@ -212,8 +209,13 @@ class ExactPass(ForwardMode):
 
     pos: Array  # i32[B T], -1 for padding
 
+    def share(self, inputs: LayerInputs) -> tuple[Array, Array]:
+        """Returns the keys and values of the text."""
+        return inputs.k, inputs.v
+
     def attend(
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, None, Any]:
-        out, lse = causal_attention_with_lse(inputs.q, inputs.k, inputs.v, rule=call.rule)
+        k, v = (inputs.k, inputs.v) if inputs.source is None else inputs.source[1]
+        out, lse = causal_attention_with_lse(inputs.q, k, v, rule=call.rule)
         return out if inputs.sinks is None else with_sinks(out, lse, inputs.sinks), None, cross_layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from kvjax.cache.accounting import CacheBytes, full_bytes
 from kvjax.cache.eviction.budget_allocation import most_shared_slots
 from kvjax.cache.protocol import BoundLayer, KVMethod, MeteredLayer, SizedLayer, num_layer_slots
+from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core import memory
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes
@@ -66,7 +68,7 @@ def planned_bytes(
     """
     layers = planned_layers("planned_bytes", method, model, prompt, capacity, batch, width, dtype)
     held, empty = {"device": 4 * batch, "pinned_host": 0}, {"device": 0, "pinned_host": 0}  # the cache's own `length`
-    for layer, state, count in layers.states:
+    for layer, state, _, count in layers.states:
         total, unused = array_bytes(state), dict.fromkeys(held, 0)
         if isinstance(layer, SizedLayer):
             unused = layer.empty_bytes(state, layers.dtype, prompt)
@@ -111,10 +113,24 @@ def step_bytes(
     """
     layers = planned_layers("step_bytes", method, model, prompt, capacity, batch, width, dtype)
     total = StepBytes()
-    for layer, state, count in layers.states:
-        one = layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state)
-        total += one * count
+    for layer, _, state_read, count in layers.states:
+        total += layer_step_bytes(layer, state_read) * count
     return total
+
+
+def layer_step_bytes(layer: BoundLayer, state: Any) -> StepBytes:
+    """Bytes that a layer reads and writes in a step; of one that reads another layer, `state` is that layer's."""
+    if isinstance(layer, ReadingLayer):
+        return layer.read_bytes(state)
+    return layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state)
+
+
+def trace_state_read(call: LayerCall, config: Config, prompt: int, batch: int, dtype: Any) -> Any:
+    """Traces the state that a layer's step reads, its own or that of the layer that it reads, as `abstract_state`."""
+    if isinstance(call.layer, ReadingLayer):
+        call = dataclasses.replace(call, layer=call.layer.source)
+    arrays, tree = abstract_state(call, config, prompt, batch, dtype)
+    return jax.tree.unflatten(tree, arrays)
 
 
 class PlannedLayers(NamedTuple):
@@ -122,7 +138,8 @@ class PlannedLayers(NamedTuple):
 
     config: Config
     dtype: str
-    states: list[tuple[BoundLayer, Any, int]]  # (layer, its abstract state, number of such layers)
+    # (layer, its abstract state, the one that its step reads, number of such layers)
+    states: list[tuple[BoundLayer, Any, Any, int]]
 
 
 def planned_layers(
@@ -154,16 +171,20 @@ def planned_layers(
     states = []
     for call, count in count_layers(bind(method, config), config, prompt, capacity).items():
         arrays, tree = abstract_state(call, config, min(width, capacity), batch, dtype)
-        states.append((call.layer, jax.tree.unflatten(tree, arrays), count))
+        state = state_read = jax.tree.unflatten(tree, arrays)
+        if isinstance(call.layer, ReadingLayer):
+            state_read = trace_state_read(call, config, min(width, capacity), batch, dtype)
+        states.append((call.layer, state, state_read, count))
     return PlannedLayers(config, dtype.name, states)
 
 
 def count_layers(plan: Plan, config: Config, prompt: int, capacity: int) -> collections.Counter[LayerCall]:
     """Counts equal layers after prompts of `prompt` tokens: bound layer, slots and kind -> number of layers."""
     num_slots = tuple(num_layer_slots(layer, (prompt,), capacity) for layer in plan)
+    sources = [layer.source if isinstance(layer, ReadingLayer) else layer for layer in plan]
     if any(layer.needs.global_budget for layer in plan):
         # Each layer's slots are rounded up after the budget has been divided: a plan is never below the actual bytes.
-        kept_slots = (layer.num_slots(prompt, 0) if layer.needs.global_budget else 0 for layer in plan)
+        kept_slots = (layer.num_slots(prompt, 0) if layer.needs.global_budget else 0 for layer in sources)
         num_slots = tuple(
             min(n + most_shared_slots(kept, prompt) - kept if kept else n, capacity)
             for n, kept in zip(num_slots, kept_slots, strict=True)

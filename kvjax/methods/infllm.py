@@ -65,6 +65,7 @@ class BlockReader(kv.Reader):
     per_head: bool = False
 
     supports_eviction = False  # a block is a run of slots
+    remembers_queries = True  # their attention mass
     unbounded_length = True  # beyond the window all tokens are equally far
 
     def __post_init__(self):

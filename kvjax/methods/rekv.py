@@ -45,6 +45,8 @@ class MeanKeys(kv.Index):
 class QuestionRetrieval(kv.Retrieve):
     """Retrieves by the mean of all queries since the prompt (ReKV, Di et al. 2025, arXiv 2503.00540)."""
 
+    remembers_queries = True
+
     def init_state(self, block: kv.KVBlock, observation: kv.Observation | None, spec: kv.LayerSpec) -> QuestionState:
         B, K, _, H = block.k.shape
         pre_rope = dataclasses.replace(block, k=spec.rope.unrotate(block.k, block.pos))

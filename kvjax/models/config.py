@@ -87,10 +87,49 @@ class Config:
         if len({kind.unit_offset for kind in self.kinds}) > 1:
             # The final norm, which belongs to no layer, is like theirs.
             raise KvjaxError("unit_offset must be equal in all kinds of a model's layers")
+        for i in range(self.layers):
+            self._check_source(i)
         for token in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             arguments.integer("config field eos_ids or bos_id", token, 0, self.vocab_size - 1)
         check_switches(name, self, "tie_embeddings")
         check_factors(name, self, "norm_eps", "embed_scale", "logit_scale", "final_cap")
+
+    def _check_source(self, layer: int) -> None:
+        """Raises KvjaxError unless the layer that this one reads, if any, has keys and values that it can read."""
+        mine, source = self.kind(layer).attention, self.kind(layer).attention.reads_layer
+        if source is None:
+            return
+        name = f"layer {layer} reads the keys and values of layer {source} (reads_layer)"
+        if source >= layer:
+            raise KvjaxError(f"{name}, which does not come before it; name an earlier layer, counted from 0")
+        its = self.kind(source).attention
+        if its.reads_layer is not None:
+            raise KvjaxError(f"{name}, which has none; name the layer that it reads, {its.reads_layer}")
+        if its.latent is not None:
+            raise KvjaxError(f"{name}, whose attention is latent: no rule says how another layer's heads would read it")
+        fields = "kv_heads", "head_dim", "value_dim", "rope", "rule"
+        different = [
+            f"{field} is {getattr(mine, field)!r} and there {getattr(its, field)!r}"
+            for field in fields
+            if getattr(mine, field) != getattr(its, field)
+        ]
+        if different:
+            raise KvjaxError(
+                f"{name}, and has to agree with it in {', '.join(fields)}: {'; '.join(different)}; give both layers "
+                "equal values"
+            )
+        if self.pattern[source] > self.pattern[layer]:
+            raise KvjaxError(f"{name}, and its kind stands before that layer's in config field kinds; swap the two")
+
+    def require_own_caches(self, caller: str) -> None:
+        """Raises KvjaxError, for a caller that handles every layer's keys and values, where a layer has none."""
+        for i in range(self.layers):
+            source = self.kind(i).attention.reads_layer
+            if source is not None:
+                raise KvjaxError(
+                    f"{caller} takes keys and values of every layer, and layer {i} of this model has none: it reads "
+                    f"those of layer {source}; read the tokens with kvjax.prefill"
+                )
 
     def __repr__(self) -> str:
         fields = self.llama_arguments()
@@ -138,11 +177,27 @@ class Config:
         return dataclasses.replace(self, max_positions=positions, kinds=tuple(map(choose, self.kinds)))
 
     def with_layers(self, pattern: Sequence[int]) -> Config:
-        """Returns the config of layers of these kinds, given by index; kinds that none of them has are left out."""
-        used = tuple(dict.fromkeys(pattern))
-        return dataclasses.replace(
-            self, kinds=tuple(self.kinds[i] for i in used), pattern=tuple(used.index(i) for i in pattern)
-        )
+        """Returns the config of layers of these kinds, given by index; kinds that none of them has are left out.
+
+        A layer that reads another one reads the first of these layers that is of that one's kind.
+
+        Raises:
+          KvjaxError: for a layer that reads another one, where none of that one's kind comes before it.
+        """
+        pattern, used = tuple(pattern), tuple(dict.fromkeys(pattern))
+        kinds = []
+        for i in used:
+            kind, source = self.kinds[i], self.kinds[i].attention.reads_layer
+            if source is not None and pattern[: source + 1] != self.pattern[: source + 1]:
+                same = [at for at in range(pattern.index(i)) if pattern[at] == self.pattern[source]]
+                if not same:
+                    raise KvjaxError(
+                        f"layers of kind {i} read one of kind {self.pattern[source]}, and none comes before them in "
+                        f"{pattern!r:.80}; take it along"
+                    )
+                kind = dataclasses.replace(kind, attention=dataclasses.replace(kind.attention, reads_layer=same[0]))
+            kinds.append(kind)
+        return dataclasses.replace(self, kinds=tuple(kinds), pattern=tuple(used.index(i) for i in pattern))
 
     @classmethod
     def llama(
@@ -255,6 +310,9 @@ class Config:
         raw = self.llama_arguments()
         if raw is None:
             raw = dataclasses.asdict(self)
+            for attention in (kind["attention"] for kind in raw["kinds"]):
+                if attention["reads_layer"] is None:  # so that configs of before this field keep their text and digests
+                    del attention["reads_layer"]
         elif raw["rope_scaling"] is not None:
             raw["rope_scaling"] = raw["rope_scaling"].to_json()
         return json.dumps(raw, indent=2) + "\n"

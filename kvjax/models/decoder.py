@@ -23,7 +23,8 @@ Angles = tuple[tuple[Array, Array], ...]
 """cos and sin, each f32[B T pairs], for each of the `ropes` of a config."""
 Attend = Callable[[int, Array, Array, Array, Array], tuple[Array, Any]]
 """(layer, q [B K G T H], k [B K T H], both after RoPE, v [B K T H], the attention's input x [B T D]) -> (attention
-output [B K G T H], the layer's new state). Values and outputs have the width of values, which may be another one."""
+output [B K G T H], the layer's new state). Values and outputs have the width of values, which may be another one. k and
+v are None in a layer that reads those of another one."""
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever that of the model's other norms is (DeepSeek-V2's own code)."""
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         if a.rope is not None:
             rotation = angles[c.ropes.index(a.rope)]
             q = rotate(q, *(take_tokens(t, query_indices)[:, None, None] for t in rotation))
-            k = rotate(k, *(t[:, None] for t in rotation))
+            k = None if k is None else rotate(k, *(t[:, None] for t in rotation))
         if factors is not None:
             q = (q * jnp.expand_dims(factors, range(q.ndim - 1))).astype(dtype)
         if a.sinks:
@@ -62,12 +63,17 @@ class Attention(nn.Module):
         shape = (a.kv_heads, a.groups, width, c.width)
         return Linear("K G H D", shape, contract=3, bias=a.out_bias, dtype=self.dtype, name="o")(out), state
 
-    def _project(self, x: Array, x_q: Array) -> tuple[Array, Array, Array, None]:
+    def _project(self, x: Array, x_q: Array) -> tuple[Array, Array | None, Array | None, None]:
         c, a = self.config, self.kind.attention
         D, K, G, H = c.width, a.kv_heads, a.groups, a.head_dim
         linear = functools.partial(Linear, bias=a.qkv_bias, dtype=self.dtype)
         norm = functools.partial(RMSNorm, eps=c.norm_eps, dtype=self.dtype, unit_offset=self.kind.unit_offset)
         q = linear("D K G H", (D, K, G, H), name="q")(x_q)
+        if a.reads_layer is not None:
+            if a.qk_norm == "all":
+                q = norm((K, G, H), axes="K G H", name="q_norm")(q)
+            q = jnp.moveaxis(q, 1, 3)
+            return (norm((H,), axes="H", name="q_norm")(q) if a.qk_norm == "head" else q), None, None, None
         k = linear("D K H", (D, K, H), name="k")(x)
         v = linear("D K H", (D, K, a.value_dim), name="v")(x)
         if a.qk_norm == "all":
@@ -271,7 +277,7 @@ def init(config: Config, key: Array, dtype: Any = jnp.float32) -> Any:
 
     def attend(i: int, q: Array, k: Array, v: Array, x: Array) -> tuple[Array, None]:
         # Only shapes matter here.
-        return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), None
+        return jnp.zeros((*q.shape[:-1], config.kind(i).attention.value_dim), q.dtype), None
 
     return Decoder(config, dtype).init(key, zero, zero, attend, method=Decoder.logits)["params"]
 

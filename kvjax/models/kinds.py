@@ -101,6 +101,8 @@ class AttentionKind:
       qkv_bias, out_bias: whether these projections have a bias.
       sinks: whether each query head has a learned logit that takes weight and gives no value (gpt-oss).
       latent: multi-head latent attention, or None.
+      reads_layer: index of an earlier layer of the model whose keys and values the layer attends to, as it has none of
+        its own: shared key/value caches, as in YOCO, cross-layer attention and Gemma 3n. None for a layer that has.
     """
 
     heads: int
@@ -115,6 +117,7 @@ class AttentionKind:
     out_bias: bool = False
     sinks: bool = False
     latent: Latent | None = None
+    reads_layer: int | None = None
 
     def __post_init__(self):
         name = "attention's"
@@ -128,6 +131,13 @@ class AttentionKind:
         _check_parts(name, self, rule=Rule, latent=Latent)
         if self.rule.window is not None:
             check_sizes("the rule's", self.rule, "window")
+        if self.reads_layer is not None:
+            check_sizes(name, self, "reads_layer", least=0)
+        if self.reads_layer is not None and self.latent is not None:
+            raise KvjaxError(
+                "a layer with latent attention has a latent vector of its own, and reads_layer names another layer's; "
+                "leave one of them out"
+            )
         if self.heads % self.kv_heads:
             raise KvjaxError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         rope, latent = self.rope, self.latent
@@ -157,6 +167,8 @@ class AttentionKind:
     @property
     def stored_numbers(self) -> int:
         """The numbers of a token that an exact cache holds; values of latent attention are channels of its keys."""
+        if self.reads_layer is not None:
+            return 0
         return self.kv_heads * (self.head_dim + (0 if self.latent else self.value_dim))
 
     @property

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from kvjax.cache.protocol import KVMethod, LayerState, MeteredLayer, Needs
+from kvjax.cache.protocol import KVMethod, LayerState, Needs
 from kvjax.core import memory
 from kvjax.core.mesh import RULES, axes_of_layer_array, check_divides
 from kvjax.core.step_bytes import StepBytes
@@ -27,7 +27,7 @@ from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
-from kvjax.generation.memory_plan import abstract_state, count_layers
+from kvjax.generation.memory_plan import count_layers, layer_step_bytes, trace_state_read
 from kvjax.models.config import Config
 from kvjax.models.kinds import AttentionKind, LayerKind
 from kvjax.models.sharding import abstract_params, divided_sizes
@@ -199,7 +199,8 @@ class TracedLayer(NamedTuple):
     kind: LayerKind
     count: int  # layers that are like this
     slots: int
-    arrays: Mapping[tuple[str, tuple[int, int], str, int], int]  # (memory kind, parts, dtype, axes) -> bytes
+    # (memory kind, parts, dtype, axes) -> bytes; of a layer that reads another layer's cache, those of that cache
+    arrays: Mapping[tuple[str, tuple[int, int], str, int], int]
     step: StepBytes
     coded_values: int  # numbers that a step decodes
 
@@ -395,13 +396,13 @@ def trace_layers(
     def trace(call: LayerCall) -> TracedLayer:
         assert call.kind is not None
         layer, a = call.layer, call.kind.attention
-        leaves, tree = abstract_state(call, config, min(width, capacity), batch, arguments.float_type(dtype))
-        state, arrays = jax.tree.unflatten(tree, leaves), collections.Counter()
-        for x in leaves:
+        state = trace_state_read(call, config, min(width, capacity), batch, arguments.float_type(dtype))
+        arrays = collections.Counter()
+        for x in jax.tree.leaves(state):
             axes = axes_of_layer_array(x.shape, batch, a.kv_heads).split() if mesh != (1, 1) else ()
             parts = (mesh[0] if "B" in axes else 1, mesh[1] if "K" in axes else 1)
             arrays[memory.memory_kind(x), parts, x.dtype.name, len(x.shape)] += x.size * x.dtype.itemsize
-        step = layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state)
+        step = layer_step_bytes(layer, state)
         coded = count_coded(state, batch * a.kv_heads * a.head_dim, batch * a.kv_heads * a.value_dim)
         return TracedLayer(layer.needs, call.kind, counts[call], call.num_slots, arrays, step, coded)
 
@@ -489,7 +490,10 @@ def count_need(setting: Setting, method: KVMethod, context: int, batch: int) -> 
     model, (data, heads), dtype = setting.model, setting.mesh, arguments.float_type(setting.dtype)
     c, local, itemsize = model.config, batch // data, dtype.itemsize
     layers = trace_layers(method, c, context, setting.room, batch, dtype.name, setting.mesh)
-    divided = [layer.device_bytes() for layer in layers]
+    # Layers that read another layer's cache hold none, and the bytes that they read are those of that layer.
+    nothing = dict.fromkeys(memory.MEMORY_KINDS, 0)
+    has_cache = [layer.kind.attention.reads_layer is None for layer in layers]
+    divided = [layer.device_bytes() if own else nothing for layer, own in zip(layers, has_cache, strict=True)]
     counts, needs = [layer.count for layer in layers], [layer.needs for layer in layers]
     kinds = [layer.kind for layer in layers]
     cache = 4 * local + sum(n * size["device"] for n, size in zip(counts, divided, strict=True))
@@ -518,7 +522,7 @@ def count_need(setting: Setting, method: KVMethod, context: int, batch: int) -> 
     attention = max(count_attention(kind.attention) for kind in kinds)
     mlp = local * 3 * at_once * max(map(active_mlp_width, kinds)) * itemsize // heads
     stream = 3 * local * at_once * c.width * itemsize
-    exact = [count_exact(layer) for layer in layers]
+    exact = [count_exact(layer) if own else 0 for layer, own in zip(layers, has_cache, strict=True)]
     if setting.chunk or any(n.global_budget or n.replay or n.paired_layer for n in needs):
         held = sum(n * size for n, size in zip(counts, exact, strict=True))
         # Each layer's prompt is dropped once its state has been made of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.protocol import KVMethod, num_layer_slots
+from kvjax.cache.reading_layer import ReadingLayer
 from kvjax.core import memory
 from kvjax.core.types import KVBlock
 from kvjax.engine.forward import layer_calls
@@ -41,6 +43,8 @@ def count_ranked(method: KVMethod, config: Config, context: int, room: int, batc
 def _count_layer(call: LayerCall, config: Config, prompt: int, batch: int, dtype: str, below: Any) -> tuple[int, Any]:
     """Counts one layer's; `below` is the abstract value that the layer below hands up: its leaves and their tree."""
     assert call.kind is not None
+    if isinstance(call.layer, ReadingLayer):  # it ranks what the layer that it reads ranks
+        call = dataclasses.replace(call, layer=call.layer.source)
     layer, a = call.layer, call.kind.attention
     arrays, tree = abstract_state(call, config, prompt, batch, jnp.dtype(dtype))
     from_below, tree_below = ((), None) if below is None else below

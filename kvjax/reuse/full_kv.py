@@ -137,6 +137,7 @@ def observe_prompts(model: Model, plan: Plan, tokens: Array, lengths: Array) -> 
     Returns:
       Logits of each prompt's last token f32[B V], and each layer's exact prompt.
     """
+    model.config.require_own_caches("a pass that keeps exact keys and values")
     target = target_for(model, tokens.size, in_place=True, num_logits=len(tokens))
     calls, texts = layer_calls(plan, model.config), replay_prompts(model, plan)
     with Timer().timed():
@@ -153,6 +154,7 @@ def full_kv_from_context(context: Context) -> FullKV:
     """
     check_cache(context.model, context.cache)
     cache, config = context.cache, context.model.config
+    config.require_own_caches("kvjax.reuse")
     if cache.plan not in (bind("full", config), bind("full + in_windows", config)):
         raise KvjaxError("exact keys and values are left by `full` alone: read the documents under it")
     blocks = []
@@ -171,6 +173,7 @@ def full_kv_from_context(context: Context) -> FullKV:
 def full_kv_from_arrays(model: Model, pairs: Sequence[tuple[Array, Array]], lengths: Array) -> FullKV:
     """Wraps keys and values [B K S H] of every layer, of sequences of lengths i32[B]; without queries and logits."""
     B, c = lengths.shape[0], model.config
+    c.require_own_caches("kvjax.reuse")
     attention = [c.kind(i).attention for i in range(c.layers)]
     no_queries = [jnp.zeros((B, a.kv_heads, a.groups, 0, a.head_dim), model.dtype) for a in attention]
     prompts = tuple(LayerPrompt(k, v, q) for (k, v), q in zip(pairs, no_queries, strict=True))

@@ -19,8 +19,9 @@ def logits(config: Config, params: Any, tokens: np.ndarray) -> np.ndarray:
     """Computes the logits [T V] of one sequence of tokens [T]."""
     kind = config.kind(0)
     x = _array(params["embedding"])[tokens] * config.embed_scale
+    exact: list[tuple[np.ndarray, np.ndarray] | None] = []  # keys and values by layer, which later ones may read
     for i in range(config.layers):
-        x = _layer(config, config.kind(i), params[f"layer_{i}"], x)
+        x = _layer(config, config.kind(i), params[f"layer_{i}"], x, exact)
     x = _norm(x, params["final_norm"], config.norm_eps, kind.unit_offset)
     head = _array(params["embedding"]).T if config.tie_embeddings else _array(params["head"]["kernel"])
     s = x @ head * config.logit_scale
@@ -42,7 +43,7 @@ def _softmax(s: np.ndarray) -> np.ndarray:
     return p / p.sum(-1, keepdims=True)
 
 
-def _layer(config: Config, kind: LayerKind, params: Any, x: np.ndarray) -> np.ndarray:
+def _layer(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exact: list) -> np.ndarray:
     def run(name: str, part: Any) -> np.ndarray:
         y = x
         if kind.norms != "after":
@@ -53,7 +54,7 @@ def _layer(config: Config, kind: LayerKind, params: Any, x: np.ndarray) -> np.nd
         return x + kind.residual * y
 
     attend = _latent_attention if kind.attention.latent else _attention
-    x = run("attention", lambda y: attend(config, kind, params["attention"], y))
+    x = run("attention", lambda y: attend(config, kind, params["attention"], y, exact))
     mlp = kind.mlp
     return run("mlp", lambda y: (_mlp if mlp.experts is None else _experts)(mlp, params["mlp"], y))
 
@@ -69,12 +70,21 @@ def _rotate(x: np.ndarray, a: AttentionKind) -> np.ndarray:
     return np.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)
 
 
-def _attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray) -> np.ndarray:
-    a, eps = kind.attention, config.norm_eps
-    q, k, v = (_project(x, params[name], "td,d...->t...") for name in "qkv")
-    if a.qk_norm:
-        q, k = _norm(q, params["q_norm"], eps, kind.unit_offset), _norm(k, params["k_norm"], eps, kind.unit_offset)
-    q, k = _rotate(q, a), _rotate(k, a)
+def _attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exact: list) -> np.ndarray:
+    a = kind.attention
+
+    def project(name: str) -> np.ndarray:
+        y = _project(x, params[name], "td,d...->t...")
+        if not a.qk_norm or name == "v":
+            return y
+        return _norm(y, params[f"{name}_norm"], config.norm_eps, kind.unit_offset)
+
+    q = _rotate(project("q"), a)
+    if a.reads_layer is None:
+        exact.append((_rotate(project("k"), a), project("v")))
+    else:
+        exact.append(None)
+    k, v = exact[-1 if a.reads_layer is None else a.reads_layer]
     scale = a.head_dim**-0.5 if a.scale is None else a.scale
     out = np.empty((len(x), a.kv_heads, a.groups, a.value_dim))
     for n in range(a.kv_heads):
@@ -84,7 +94,8 @@ def _attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray) -> n
     return _project(out, params["o"], "tkgh,kghd->td")
 
 
-def _latent_attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray) -> np.ndarray:
+def _latent_attention(config: Config, kind: LayerKind, params: Any, x: np.ndarray, exact: list) -> np.ndarray:
+    exact.append(None)
     a, latent = kind.attention, kind.attention.latent
     assert latent is not None
     rotated = 0 if a.rope is None else a.rope.dim
