@@ -193,7 +193,7 @@ def _run_watched_layer(
 
     def watch(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         out = next_fun(*args, **kwargs)
-        if type(context.module) in WATCHED:
+        if type(context.module) in WATCHED and context.method_name == "__call__":
             y = out[0] if isinstance(out, tuple) else out
             parts[type(context.module)] = (jnp.isfinite(y).all(-1) | ~is_real).all()
         return out
