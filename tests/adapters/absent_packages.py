@@ -1,9 +1,8 @@
 """Stand-ins for packages that google-tunix and gemma import, and that inference does not need.
 
 Loggers, data loaders and TensorFlow are over 2 GB. `make adapters` installs the two packages alone, and what is named
-here
-is imported as an empty shell: every attribute of it is a class that does nothing. Whoever uses the packages has the
-real ones.
+here is imported as an empty shell: every attribute of it is a class that does nothing. Whoever uses the packages has
+the real ones.
 """
 
 import abc

@@ -1,8 +1,7 @@
 """Tests of the adapters, against the packages themselves: `make adapters` installs these and runs the tests.
 
 Where a package is not installed, its test file is not collected, and the first lines of a run say so. The packages
-promote
-dtypes and ranks and warn, which the other tests forbid: here both are as users have them.
+promote dtypes and ranks and warn, which the other tests forbid: here both are as users have them.
 """
 
 import importlib

@@ -73,14 +73,17 @@ def gemma3() -> tuple[Config, dict]:
 
 
 def weights(config: Config) -> dict:
-    """Random weights with loud queries and norms that are not 1: quiet ones would make every method look exact."""
+    """Random weights with loud queries and norms that are not 1: quiet ones would make every method look exact.
+
+    Norms behind a layer are louder than the embedding: else a model with tied embeddings repeats its last token.
+    """
     params = jax.tree.map(np.asarray, nn.unbox(decoder.init(config, jax.random.key(0))))
     rng = np.random.default_rng(0)
 
     def change(path, x):
         name = jax.tree_util.keystr(path)
         if "scale" in name:
-            return (x + rng.normal(0, 0.2, x.shape)).astype(np.float32)
+            return (x + rng.normal(4 if "post_norm" in name else 0, 0.2, x.shape)).astype(np.float32)
         return x * np.float32(3) if "'q'" in name else x
 
     return jax.tree_util.tree_map_with_path(change, params)

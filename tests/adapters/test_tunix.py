@@ -15,6 +15,7 @@ from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
 from kvjax.adapters import tunix
+from kvjax.engine import plan
 from kvjax.errors import KvjaxError
 from tests.adapters import reference
 
@@ -128,6 +129,10 @@ def test_a_sampler_gives_what_kvjax_gives_for_the_same_weights(method):
         n = len(out.tokens[b])  # up to an end token
         assert n and out.tokens[b].tolist() == tokens[b, :n].tolist()
         np.testing.assert_allclose(out.logits[b], logits[b, :n], atol=2e-4)
+
+
+def test_layers_of_gemma3_are_described_as_those_of_kvjax():
+    assert tunix.layer_specs(our_gemma3()) == plan.specs(reference.gemma3()[0])
 
 
 @pytest.mark.parametrize("method", ("full", "h2o:heavy=8,recent=8", "kvzip:budget=40"))
