@@ -174,7 +174,7 @@ def test_bytes_of_the_result_are_the_states(model):
     a = c.kind(0).attention
     keys = B * a.kv_heads * S * a.head_dim * 4  # of one layer, as many bytes as its values
     positions_and_lengths = c.layers * (4 * B * S + 4 * B) + 4 * B
-    out = kvjax.generate(model, PROMPTS, "kcache:device_layers=1", max_new_tokens=4)
+    out = kvjax.generate(model, PROMPTS, "kcache:device_layers=1 + in_windows", max_new_tokens=4)
     assert out.bytes.total == {"device": 4 * keys + positions_and_lengths, "pinned_host": 2 * keys}
     full = kvjax.generate(model, PROMPTS, "full", max_new_tokens=4)
     assert full.bytes.total["device"] == 6 * keys + positions_and_lengths

@@ -65,6 +65,7 @@ def full(model):
 @pytest.mark.parametrize("method", EACH)
 def test_a_row_of_a_padded_batch_does_not_depend_on_the_others(model, larger_heads, full, method):
     """Other neighbours in another order have the same shapes, so that nothing is compiled for them."""
+    method += " + in_windows"  # in the layer with a window, too
     larger = any(part.values.get("table") == "shipped" or part.name in PACKED for part in split_methods(method))
     model = larger_heads if larger else model
     together = kvjax.read(model, FEW, method, capacity=64)
@@ -126,7 +127,7 @@ def test_units_have_a_kind_and_a_size(unit):
 
 
 def test_compressing_again_keeps_the_budget_and_the_newest(model):
-    parsed = kvjax.parse("snapkv:budget=12,window=4,kernel=3 + kvcrush + recompress:every=3")
+    parsed = kvjax.parse("snapkv:budget=12,window=4,kernel=3 + kvcrush + recompress:every=3 + in_windows")
     _, state = kvjax.prefill(model, PROMPTS, parsed, capacity=64)
     for step in range(7):
         _, state = kvjax.extend(model, [[9]] * 4, state, parsed)
@@ -166,7 +167,7 @@ def test_a_stream_without_end_takes_constant_bytes(model):
 
 
 def test_blocks_on_the_host_are_kept(model):
-    _, state = kvjax.prefill(model, PROMPTS, INFLLM)
+    _, state = kvjax.prefill(model, PROMPTS, f"{INFLLM} + in_windows")
     for heads in kvjax.kept_positions(state):
         for prompt, row in zip(PROMPTS, heads, strict=True):
             np.testing.assert_array_equal(row[0], np.arange(len(prompt)))

@@ -74,6 +74,7 @@ def test_the_example_by_hand(tmp_path):
     division = Division(
         TableFile(write_table(tmp_path, shares, [0.25], layer.spec()), "head_shares"),
         shape(1, 2),
+        (0,),
         Uniform(10),
         4,
         4,
@@ -95,7 +96,7 @@ def shape(layers: int, heads: int) -> tuple[int, int, int, int, int]:
 def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, spread, tmp_path):
     shares, spec = random_shares(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS)
     table = TableFile(write_table(tmp_path, shares, spec=spec), "head_shares")
-    found = Division(table, shape(LAYERS, HEADS), budget, sinks, recent, size, 0.0).tokens(150)
+    found = Division(table, shape(LAYERS, HEADS), tuple(range(LAYERS)), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:
         base = budget.num_kept(n)
         expected = oracle.head_tokens(shares.tolist(), FRACTIONS, n, base, sinks, recent, size)

@@ -13,7 +13,7 @@ import kvjax
 from kvjax.cache.protocol import BoundLayer, LayerSpec, Needs, Replay, Traits
 from kvjax.core.attention_mass import Observation
 from kvjax.core.types import KVBlock
-from kvjax.engine.prefill import _copy_chunk
+from kvjax.engine import prefill
 from kvjax.generation.inputs import pad
 from kvjax.generation.model_calls import replay_prompts
 from kvjax.methods.kvzip import ReplayAttention
@@ -121,7 +121,7 @@ def test_each_piece_is_repeated_behind_the_instruction_and_the_tokens_before_it(
 
     def copy_chunk(start: int, first: int) -> list[list[int]]:
         source, text = tokens[:, first : start + 4], np.array(texts[min(start, 1)], np.int32)
-        copy, count = _copy_chunk(source, lengths, text, np.int32(start), np.int32(first), width=9)
+        copy, count = prefill.copy_chunk(source, lengths, text, np.int32(start), np.int32(first), width=9)
         return [tokens_of_copy[:n] for tokens_of_copy, n in zip(copy.tolist(), count.tolist(), strict=True)]
 
     assert copy_chunk(0, 0) == [[90, 1, 2, 3, 4], [90, 7, 3], [90, 5, 3, 1, 60]]
