@@ -56,9 +56,12 @@ class RingLayer(MethodLayer):
     @functools.cached_property
     def ring_slots(self) -> int:
         """Slots of the ring: those of the window, of a step, and of what codecs need, in whole multiples."""
-        multiples = self.k.ring_multiple, self.v.ring_multiple
-        assert multiples[0] is not None and multiples[1] is not None  # as binding has asked
-        slots, multiple = self.window + ROOM_TOKENS + max(self.k.ring_room, self.v.ring_room), math.lcm(*multiples)
+        of_keys, of_values = self.k.ring_multiple, self.v.ring_multiple
+        assert of_keys is not None and of_values is not None  # as binding has asked
+        slots, multiple = (
+            self.window + ROOM_TOKENS + max(self.k.ring_room, self.v.ring_room),
+            math.lcm(of_keys, of_values),
+        )
         return -(-slots // multiple) * multiple
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:

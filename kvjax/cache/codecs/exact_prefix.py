@@ -111,6 +111,7 @@ class ExactPrefixRing(ExactPrefix):
         return dataclasses.replace(super().encode_prompt(x, pos, observation), n=n)
 
     def append(self, stored: PrefixState, x: Array, at: Array) -> PrefixState:
+        assert stored.n is not None  # as `encode_prompt` counts
         token = ring_order.nearest_token(at, stored.n[:, None], self.num_slots)
         n = jnp.maximum(stored.n, token[:, 0] + x.shape[2])
         return PrefixState(self.inner.append(stored.inner, x, at), memory.put(stored.first, x, token), n)
@@ -144,4 +145,5 @@ class ExactPrefixRing(ExactPrefix):
 
     def _are_first(self, stored: PrefixState) -> Array:
         """bool[B P]: whether a slot still holds the token of the first round."""
+        assert stored.n is not None
         return stored.n[:, None] <= self.num_slots + jnp.arange(stored.first.shape[2], dtype=jnp.int32)[None]
