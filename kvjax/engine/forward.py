@@ -114,8 +114,10 @@ def apply_layer(
 
     # The layer is told its kind and not its index in the model, which would give each a compiled program of its own.
     layer = decoder.Layer(target.config, 0, hidden.dtype, kind)
-    hidden, rest = layer.apply({"params": params}, hidden, angles, attend, mode.query_indices(call))
-    return hidden, *rest
+    hidden, (state, cross_layer, shared) = layer.apply(
+        {"params": params}, hidden, angles, attend, mode.query_indices(call)
+    )
+    return hidden, state, cross_layer, shared
 
 
 @functools.partial(jax.jit, static_argnames="config")

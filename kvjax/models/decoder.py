@@ -21,7 +21,7 @@ from kvjax.models.layers import Linear, RMSNorm
 
 Angles = tuple[tuple[Array, Array], ...]
 """cos and sin, each f32[B T pairs], for each of the `ropes` of a config."""
-Attend = Callable[[int, Array, Array, Array, Array], tuple[Array, Any]]
+Attend = Callable[[int, Array, Any, Any, Array], tuple[Array, Any]]
 """(layer, q [B K G T H], k [B K T H], both after RoPE, v [B K T H], the attention's input x [B T D]) -> (attention
 output [B K G T H], the layer's new state). Values and outputs have the width of values, which may be another one. k and
 v are None in a layer that reads those of another one."""

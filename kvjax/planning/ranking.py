@@ -42,10 +42,11 @@ def count_ranked(method: KVMethod, config: Config, context: int, room: int, batc
 @functools.lru_cache(maxsize=512)
 def _count_layer(call: LayerCall, config: Config, prompt: int, batch: int, dtype: str, below: Any) -> tuple[int, Any]:
     """Counts one layer's; `below` is the abstract value that the layer below hands up: its leaves and their tree."""
-    assert call.kind is not None
+    kind = call.kind
+    assert kind is not None
     if isinstance(call.layer, ReadingLayer):  # it ranks what the layer that it reads ranks
         call = dataclasses.replace(call, layer=call.layer.source)
-    layer, a = call.layer, call.kind.attention
+    layer, a = call.layer, kind.attention
     arrays, tree = abstract_state(call, config, prompt, batch, jnp.dtype(dtype))
     from_below, tree_below = ((), None) if below is None else below
     tokens, abstract = 1 + layer.needs.draft_tokens, jax.ShapeDtypeStruct
