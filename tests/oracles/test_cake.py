@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.eviction.budgets import PromptFraction
+from kvjax.core.attention import Rule
 from kvjax.core.attention_mass import Observation, moments
 from kvjax.core.types import KVBlock
 from kvjax.errors import KvjaxError
@@ -27,7 +28,9 @@ LENGTHS, S, W, L = (40, 3, 27, 12), 40, 6, 3
 @functools.cache
 def bind_layer(text: str, index: int = 0, layers: int = L):
     """Binds a method to one of several layers."""
-    return kvjax.parse(text).bind(dataclasses.replace(layer.spec(head_dim=8), index=index, num_layers=layers))
+    return kvjax.parse(text).bind(
+        dataclasses.replace(layer.spec(head_dim=8), index=index, num_layers=layers, method_layers=None)
+    )
 
 
 def prompt_batch(seed: int, padding: float = 0.0) -> tuple[KVBlock, Observation]:
@@ -116,7 +119,7 @@ def test_more_queries_than_the_window_change_nothing():
     )
     method = bind_layer(f"cake:budget=16,window={W}")
     np.testing.assert_allclose(method.measure(block, longer), method.measure(block, observation), rtol=1e-6)
-    for few, all_at_once in zip(moments(block, longer, 9, 4), moments(block, longer, 9), strict=True):
+    for few, all_at_once in zip(moments(block, longer, Rule(9), 4), moments(block, longer, Rule(9)), strict=True):
         np.testing.assert_allclose(few, all_at_once, atol=1e-6)
 
 

@@ -94,7 +94,7 @@ def shape(layers: int, heads: int) -> tuple[int, int, int, int, int]:
 @pytest.mark.parametrize(("sinks", "recent", "size"), [(0, 0, 1), (4, 8, 1), (1, 2, 4), (0, 3, 5)])
 @pytest.mark.parametrize("spread", [0.0, 0.9])
 def test_numbers_are_the_oracles_for_every_length(budget, sinks, recent, size, spread, tmp_path):
-    shares, spec = random_shares(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS)
+    shares, spec = random_shares(3, spread), dataclasses.replace(layer.spec(), num_layers=LAYERS, method_layers=None)
     table = TableFile(write_table(tmp_path, shares, spec=spec), "head_shares")
     found = Division(table, shape(LAYERS, HEADS), tuple(range(LAYERS)), budget, sinks, recent, size, 0.0).tokens(150)
     for n in [*range(1, 48), 97, 150]:

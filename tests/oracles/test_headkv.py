@@ -18,7 +18,7 @@ from tests.contract import layer
 from tests.oracles import adakv, eviction
 from tests.oracles import headkv as oracle
 
-SPEC = dataclasses.replace(layer.spec(), num_layers=3, num_kv_heads=4)
+SPEC = dataclasses.replace(layer.spec(), num_layers=3, method_layers=None, num_kv_heads=4)
 
 
 def write_table(path, weights, spec=None) -> str:

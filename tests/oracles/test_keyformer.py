@@ -67,5 +67,9 @@ def test_noise_depends_on_seed_layer_head_and_positions_alone():
     random_noise = noise(6)
     np.testing.assert_array_equal(noise(6, num_sequences=3), random_noise.repeat(3, 0))
     np.testing.assert_array_equal(noise(4, first=2), random_noise[:, :, :, 2:, 2:])
-    flat = [random_noise, noise(6, seed=1), noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2))]
+    flat = [
+        random_noise,
+        noise(6, seed=1),
+        noise(6, spec=dataclasses.replace(layer.spec(), index=1, num_layers=2, method_layers=None)),
+    ]
     assert len(np.unique(np.concatenate(flat))) > 0.99 * sum(x.size for x in flat)  # nothing is drawn twice

@@ -14,7 +14,7 @@ from tests.oracles.eviction import kvpress_pyramid_budget, pyramid_budget
 
 def budget_at_layer(budget, index: int, layers: int):
     """A budget in one of several layers."""
-    spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers)
+    spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers, method_layers=None)
     return budgets_by_layer(budget, spec)[index]
 
 

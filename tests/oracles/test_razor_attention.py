@@ -26,7 +26,7 @@ from tests.contract import layer
 from tests.oracles import eviction
 from tests.oracles import razor_attention as oracle
 
-SPEC = dataclasses.replace(layer.spec(), num_layers=5, num_kv_heads=4)
+SPEC = dataclasses.replace(layer.spec(), num_layers=5, method_layers=None, num_kv_heads=4)
 
 
 def write_table(path, echo, induction, spec=None) -> str:

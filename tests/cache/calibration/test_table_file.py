@@ -13,7 +13,7 @@ from kvjax.cache.calibration.table_file import TableFile
 from kvjax.errors import KvjaxError
 from tests.contract import layer
 
-SPEC = dataclasses.replace(layer.spec(), num_layers=2)
+SPEC = dataclasses.replace(layer.spec(), num_layers=2, method_layers=None)
 
 
 @pytest.fixture
@@ -48,7 +48,12 @@ def test_equal_content_is_an_equal_table_wherever_it_lies(path, tmp_path):
             {},
             "head_dim=32, and this one has head_dim=64; make a table",
         ),
-        ("heads", dataclasses.replace(SPEC, num_layers=3), {}, "layers=2, and this one has layers=3"),
+        (
+            "heads",
+            dataclasses.replace(SPEC, num_layers=3, method_layers=None),
+            {},
+            "layers=2, and this one has layers=3",
+        ),
         ("heads", SPEC, {"bases": (2,)}, "has no array `0.bases`; make the table anew"),
         ("heads", SPEC, {"weights": (5,)}, r"`0.weights` of .* has shape \(2,\), expected \(5\)"),
         ("heads", SPEC, {"weights": (2, None)}, r"expected \(2, any\)"),

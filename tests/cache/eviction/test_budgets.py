@@ -23,7 +23,7 @@ from tests.contract import layer
 
 def layer_budget(budget, index: int, layers: int):
     """The budget of one of `layers` layers."""
-    spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers)
+    spec = dataclasses.replace(layer.spec(), index=0, num_layers=layers, method_layers=None)
     return budgets_by_layer(budget, spec)[index]
 
 
