@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
-if TYPE_CHECKING:
-    from checkpoints_convert.source import Tensor
-
+Description = TypeVar("Description", bound=Any)  # `checkpoints_convert.source.Tensor`, which imports this module
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 EXPONENT_BIAS = 127
@@ -35,7 +33,7 @@ def is_used(config: Mapping[str, Any]) -> bool:
     return is_named and config.get("model_type") == "gpt_oss"
 
 
-def list_tensors(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def list_tensors(stored: Mapping[str, Description]) -> dict[str, Description]:
     """Returns the tensors that a checkpoint stands for: each pair of blocks and scales that fit is one tensor."""
     tensors = dict(stored)
     for name, blocks in stored.items():

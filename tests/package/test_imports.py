@@ -93,7 +93,7 @@ def test_components_know_the_protocol_alone_and_the_bound_layer_is_known_to_the_
     cache = {name: path for name, path in every.items() if name.startswith("kvjax.cache.")}
     assert imports_of(every["kvjax.cache.components"], cache) == {"kvjax.cache.protocol"}
     naming = {path.name for name, path in every.items() if "MethodLayer" in path.read_text()}
-    assert naming <= {"bound_layer.py", "method.py", "compose.py"}
+    assert naming <= {"bound_layer.py", "rings.py", "method.py", "compose.py"}
 
 
 def test_a_method_takes_its_names_from_method_api_and_from_two_modules_more_at_most():

@@ -14,6 +14,7 @@ from experiments.papers.specache import figure2 as specache_figure2
 from experiments.papers.specache import table1 as specache_table1
 from experiments.papers.specache import table3 as specache_table3
 from kvjax import KvjaxError
+from kvjax.core.attention import PLAIN
 from kvjax.testbed import tasks
 
 LOW = "bits=1,group=8,residual=32"
@@ -129,13 +130,13 @@ def test_hit_rates_are_those_of_a_plain_loop():
     q = rng.normal(size=(1, 2, 2, 24, 4)).astype(np.float32) * 2
     k = rng.normal(size=(1, 2, 24, 4)).astype(np.float32)
     heads = [(q[0, i, j], k[0, i]) for i in range(2) for j in range(2)]
-    hits = specache_figure2.greedy_hits(jnp.asarray(q), jnp.asarray(k), first, sizes, None)
+    hits = specache_figure2.greedy_hits(jnp.asarray(q), jnp.asarray(k), first, sizes, PLAIN)
     np.testing.assert_allclose(
         hits, [np.mean([greedy_hit_rate(*h, n, first) for h in heads]) for n in sizes], rtol=1e-5
     )
     at = np.arange(first, 24)
     hits = specache_figure2.top_hits(
-        jnp.asarray(q[:, :, :, at]), jnp.asarray(k), jnp.asarray(at, jnp.int32), sizes, None
+        jnp.asarray(q[:, :, :, at]), jnp.asarray(k), jnp.asarray(at, jnp.int32), sizes, PLAIN
     )
     best = [[np.sort(exact_weights(*h, t))[::-1][:n].sum() for h in heads for t in at] for n in sizes]
     np.testing.assert_allclose(hits, np.mean(best, 1), rtol=1e-5)
