@@ -49,21 +49,19 @@ class GgufSource:
         for name, own_name in self.names.items():
             stored = self.stored[own_name]
             self.tensors[name] = Tensor(stored.shape, _dtype_name(stored), stored.file, stored.kind.name, stored.bytes)
-        for name, (how, own_names) in self.stacks.items():
-            parts = [self.stored[own_name] for own_name in own_names]
-            kinds = {part.kind.name for part in parts}
-            shape = how.shape(*(part.shape for part in parts))
-            dtypes = {_dtype_name(part) for part in parts}
+        for name, (stack, own_names) in self.stacks.items():
+            members = [self.stored[own_name] for own_name in own_names]
+            dtypes = {_dtype_name(member) for member in members}
             self.tensors[name] = Tensor(
-                shape,
+                stack.shape(*(member.shape for member in members)),
                 dtypes.pop() if len(dtypes) == 1 else "F32",
-                parts[0].file,
-                kinds.pop() if len(kinds) == 1 else " and ".join(sorted(kinds)),
-                sum(part.bytes for part in parts),
+                members[0].file,
+                " and ".join(sorted({member.kind.name for member in members})),
+                sum(member.bytes for member in members),
             )
 
     def _list_stacks(self) -> dict[str, tuple[Stack, tuple[str, ...]]]:
-        """Lists the tensors that stand in the file otherwise than by themselves, by Hugging Face's names."""
+        """Lists the tensors that are made of others in the file, by Hugging Face's names."""
         found = {}
         for i in range(min(self.config["num_hidden_layers"], len(self.stored))):  # `translate` refuses more
             for stack in STACKS.get(self.config["model_type"], ()):
@@ -86,7 +84,7 @@ class GgufSource:
             for i in range(num_layers if "{i}" in rule.source else 1):
                 name = rule.source.format(i=i, e="{e}")
                 own_name = known.get_name(name, try_suffixes=(".weight", ".bias"))
-                # What has no suffix there has one here.
+                # A tensor that Hugging Face names without a suffix, such as gpt-oss' sinks, has one in the file.
                 own_name = own_name if own_name in self.stored else f"{own_name}.weight"
                 if own_name in self.stored and own_name not in found:
                     names[name] = own_name

@@ -1,7 +1,8 @@
 """Tensors that a GGUF file splits or joins where Hugging Face's layout does not: experts, and latent attention.
 
 llama.cpp's converter stacks the tensors of all experts, as transformers has them in memory, and keeps the two halves of
-the gated part apart. Of latent attention it stores the up-projections of keys, transposed, and of values for each head.
+the gated part apart. For latent attention it stores two up-projections for each head, that of keys, transposed, and
+that of values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class Stack(NamedTuple):
-    """A tensor of Hugging Face's layout, and how it is made of a file's.
+    """A tensor of Hugging Face's layout, and the function that makes it of a file's tensors.
 
     Attributes:
       name: Hugging Face's; `{i}` is the layer's number.
@@ -29,9 +30,10 @@ class Stack(NamedTuple):
 
     def shape(self, *shapes: Shape) -> Shape:
         """The shape that `join` gives for tensors of these shapes; () where it cannot join them."""
+        # Entries without bytes: joining the experts of a layer takes hundreds of megabytes even with one byte each.
+        entry = np.zeros((), np.dtype([]))
         try:
-            # Of one byte for all its entries, so that no memory is taken.
-            return self.join(*(np.broadcast_to(np.uint8(0), shape) for shape in shapes)).shape
+            return self.join(*(np.broadcast_to(entry, shape) for shape in shapes)).shape
         except ValueError:
             return ()
 
@@ -41,14 +43,14 @@ def _join_rows(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def _interleave(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """gpt-oss: the columns 0, 2, .. are the gate's, and matrices are transposed."""
+    """Joins the halves of gpt-oss: the columns 0, 2, .. are the gate's, and matrices are transposed."""
     if gate.ndim == 3:
         gate, up = gate.swapaxes(1, 2), up.swapaxes(1, 2)
     return np.stack([gate, up], -1).reshape(*gate.shape[:-1], -1)
 
 
 def _join_latent(key: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """[heads rank unrotated] and [heads value rank] as rows of head after head, keys before values."""
+    """Joins [heads rank unrotated] and [heads value rank] to rows of head after head, keys before values."""
     return np.concatenate([key.swapaxes(1, 2), value], 1).reshape(-1, value.shape[-1])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints_convert.conversion_plan import plan_conversion
 from checkpoints_convert.convert import open_source, read
 from checkpoints_convert.gguf.architectures import ARCHITECTURES, File
+from checkpoints_convert.gguf.stacks import STACKS
 from kvjax.core.rope import longrope_scaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from tests.checkpoints_convert.conftest import Editable
@@ -77,6 +79,18 @@ def test_a_file_is_the_directory_that_it_was_made_from(directory, tmp_path):
     expected_config, expected = read(directory)
     assert config == dataclasses.replace(expected_config, eos_ids=config.eos_ids)
     assert_same(parameters, expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_shape_of_joined_experts_takes_no_memory(family):
+    stack = STACKS[family][0]
+    tracemalloc.start()
+    shape = stack.shape((128, 768, 2048), (128, 768, 2048))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert shape == {"mixtral": (128, 1536, 2048), "gpt_oss": (128, 2048, 1536)}[family]
+    assert peak_bytes < 1_000_000
+    assert stack.shape((128, 768, 2048), (128, 768, 1024)) == ()
 
 
 @pytest.mark.parametrize(("directory", "kind"), [("mixtral", "MXFP4"), ("gemma3", "Q8_0")], indirect=["directory"])
