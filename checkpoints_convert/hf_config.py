@@ -25,7 +25,7 @@ from checkpoints_convert.families import (
     Family,
 )
 from kvjax.core.attention import Rule
-from kvjax.core.rope import Rope, RopeScaling, longrope_scaling, yarn_scaling
+from kvjax.core.rope import SCALING_KINDS, Rope, RopeScaling, longrope_scaling, yarn_scaling
 from kvjax.errors import KvjaxError
 from kvjax.models import Config
 from kvjax.models.kinds import MAX_SIZE, Activation, AttentionKind, LayerKind, MlpKind
@@ -67,8 +67,6 @@ ACTIVATIONS: dict[str, Activation] = {
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh"), "gelu_tanh"),
 }
 """Names of activations in transformers, several for one function -> `MlpKind.activation`."""
-
-SCALINGS = ("linear", "llama3", "yarn", "longrope")
 
 
 def is_integer(x: Any) -> TypeGuard[int]:
@@ -290,8 +288,8 @@ def _find_unsupported_rope(values: Raw, family: Family, rope: Raw) -> Iterator[s
             f"RoPE scaling {unnamed!r:.200} names no rope_type; add the one that the model was trained with, or remove "
             "it"
         )
-    if scaling not in (None, "default", *SCALINGS):
-        supported = ", ".join(map(repr, ("default", *SCALINGS)))
+    if scaling not in (None, "default", *SCALING_KINDS):
+        supported = ", ".join(map(repr, ("default", *SCALING_KINDS)))
         yield (
             f"RoPE scaling {scaling!r:.80} is not supported; supported: {supported}; it would change every logit, so "
             "use a checkpoint without it"
@@ -382,23 +380,24 @@ def _read_scaling(values: Raw, rope: Raw) -> RopeScaling | None:
     if kind == "longrope":
         # transformers takes the long factors in passes beyond the original context; see `kvjax.core.rope.RopeScaling`.
         short, long = (tuple(map(float, rope[key])) for key in ("short_factor", "long_factor"))
-        return longrope_scaling(short, long, factor, original, positions > original, rope.get("attention_factor"))
+        is_long, attention_factor = positions > original, rope.get("attention_factor")
+        return longrope_scaling(short, long, factor, original, is_long, attention_factor)
     return yarn_scaling(
         factor,
         original,
-        float(rope.get("beta_fast") or 32),
-        float(rope.get("beta_slow") or 1),
-        bool(rope.get("truncate", True)),
-        rope.get("attention_factor"),
-        rope.get("mscale"),
-        rope.get("mscale_all_dim"),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=rope.get("attention_factor"),
+        mscale=rope.get("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim"),
     )
 
 
 def _scaling_type(values: Raw, rope: Raw) -> str | None:
-    """Returns one of SCALINGS, None for a scaling of another type and for one that changes nothing."""
+    """Returns one of SCALING_KINDS, None for a scaling of another type and for one that changes nothing."""
     kind = rope.get("rope_type")
-    return kind if kind in SCALINGS and not _scales_by_one(values, rope, kind) else None
+    return kind if kind in SCALING_KINDS and not _scales_by_one(values, rope, kind) else None
 
 
 def _read_original(values: Raw, rope: Raw) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkpoints_convert.hf_config import is_integer, is_number
-from kvjax.core.rope import yarn_length_factor
+from kvjax.core.rope import longrope_length_factor, yarn_length_factor
 
 Entries = dict[str, Any]
 
@@ -266,9 +266,8 @@ def read_longrope(
         "long_factor": long,
         "original_max_position_embeddings": original,
     }
-    stored, factor = own.get("rope.scaling.attn_factor", 1.0), context / original
-    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    if not math.isclose(stored, default, rel_tol=1e-6):
+    stored = own.get("rope.scaling.attn_factor", 1.0)
+    if not math.isclose(stored, longrope_length_factor(context / original, original), rel_tol=1e-6):
         scaling["attention_factor"] = shortest(stored)
     return scaling, []
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Float32, Int32
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
-KINDS = ("linear", "llama3", "yarn", "longrope")
+SCALING_KINDS = ("linear", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class RopeScaling:
     is_long: bool = True
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            supported = ", ".join(map(repr, KINDS))
+        if self.kind not in SCALING_KINDS:
+            supported = ", ".join(map(repr, SCALING_KINDS))
             raise KvjaxError(f"RoPE scaling {self.kind!r:.80} is not supported; supported: {supported}")
         numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positions")
         for name in (*numbers, "beta_fast", "beta_slow", "attention_factor"):
@@ -85,16 +85,16 @@ class RopeScaling:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON has them, without those that no scaling of the kind reads; `cls(**x)` inverts it.
+        """Returns the fields that `cls(**fields)` makes the scaling of; the newer kinds' fields are only in their own.
 
-        Files and digests of "linear" and "llama3" are thereby what they were before there were other kinds.
+        So files and digests of "linear" and "llama3" do not depend on the kinds that came later.
         """
-        own = {
+        newer_fields = {
             "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
             "longrope": ("attention_factor", "short_factors", "long_factors", "is_long"),
         }
-        unread = {name for names in own.values() for name in names}.difference(own.get(self.kind, ()))
-        return {name: x for name, x in dataclasses.asdict(self).items() if name not in unread}
+        left_out = set().union(*newer_fields.values()).difference(newer_fields.get(self.kind, ()))
+        return {name: x for name, x in dataclasses.asdict(self).items() if name not in left_out}
 
 
 def _is_positive(x: Any) -> bool:
@@ -126,7 +126,7 @@ def yarn_scaling(
       factor, original_max_positions, beta_fast, beta_slow, truncate: as in `RopeScaling`.
       attention_factor: factor of rotated queries and keys; None for `yarn_length_factor`.
       mscale, mscale_all_dim: DeepSeek's; with both, and without an attention factor, that is the quotient of the length
-        factors of the two. DeepSeek multiplies the scale of its attention by the square of the second beside this.
+        factors of the two. In addition, DeepSeek multiplies the scale of its attention by the square of the second.
     """
     if attention_factor is None:
         attention_factor = yarn_length_factor(factor)
@@ -143,6 +143,17 @@ def yarn_scaling(
     )
 
 
+def longrope_length_factor(factor: float, original_max_positions: int) -> float:
+    """Returns LongRoPE's factor of rotated vectors, sqrt(1 + ln(factor) / ln(original_max_positions)).
+
+    It is 1 for a context that is not extended.
+
+    Reference:
+      Ding et al., 2024, arXiv 2402.13753.
+    """
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
+
+
 def longrope_scaling(
     short_factors: Sequence[float],
     long_factors: Sequence[float],
@@ -156,13 +167,10 @@ def longrope_scaling(
     Args:
       short_factors, long_factors, is_long, original_max_positions: as in `RopeScaling`.
       factor: positions of the model, over the original ones.
-      attention_factor: factor of rotated queries and keys; None for sqrt(1 + ln(factor) / ln(original_max_positions)),
-        1 for a context that is not extended.
+      attention_factor: factor of rotated queries and keys; None for `longrope_length_factor`.
     """
     if attention_factor is None:
-        attention_factor = 1.0
-        if factor > 1:
-            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
+        attention_factor = longrope_length_factor(factor, original_max_positions)
     return RopeScaling(
         "longrope",
         factor,
