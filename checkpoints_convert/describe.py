@@ -40,10 +40,8 @@ def describe(directory: str | Path) -> Lines:
             lines["tokenizer"] = ", ".join(source.tokenizer_files()) or "none"
             plan = plan_conversion(source)
             lines["convertible"] = "yes"
-            if plan.num_left_out:
-                lines["convertible"] += (
-                    f", as a model of texts: {plan.num_left_out} tensors that read images are left out"
-                )
+            if count := plan.num_left_out:
+                lines["convertible"] += f", as a model of texts: {count} tensors that read images are left out"
             lines |= _describe_config(plan.config)
         except KvjaxError as e:
             lines["convertible"] = f"no: {e}"
@@ -65,9 +63,7 @@ def _describe_weights(stored: list[tuple[tuple[int, ...], str, int]]) -> Lines:
 
 def _describe_config(config: Config) -> Lines:
     """Lists the fields of a config, and the bytes of one token's keys and values in bfloat16."""
-    attention = [config.kind(i).attention for i in range(config.layers)]
-    # The values of latent attention are channels of its keys.
-    per_token = sum(2 * a.kv_heads * (a.head_dim + (0 if a.latent else a.value_dim)) for a in attention)
+    per_token = sum(config.kind(i).attention.stored_numbers for i in range(config.layers)) * 2
     fields = config.llama_arguments()
     if fields is None:
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(Config)}
