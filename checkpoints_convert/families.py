@@ -58,7 +58,7 @@ def _rule(source: str, path: str, axes: str, **how: str) -> TensorRule:
 
 
 LAYER, OURS = "model.layers.{i}", "layer_{i}"
-IS_MOE = f"{OURS}/mlp/router/kernel"
+ROUTER = f"{OURS}/mlp/router/kernel"
 
 OUTSIDE = (
     _rule("model.embed_tokens.weight", "embedding", "V D -> V D"),
@@ -135,23 +135,23 @@ LATENT = (
 )
 
 MLP = (
-    _rule(f"{LAYER}.mlp.gate_proj.weight", f"{OURS}/mlp/gate/kernel", "F D -> D F", unless=IS_MOE),
-    _rule(f"{LAYER}.mlp.up_proj.weight", f"{OURS}/mlp/up/kernel", "F D -> D F", unless=IS_MOE),
-    _rule(f"{LAYER}.mlp.down_proj.weight", f"{OURS}/mlp/down/kernel", "D F -> F D", unless=IS_MOE),
-    _rule(f"{LAYER}.mlp.gate_proj.bias", f"{OURS}/mlp/gate/bias", "F -> F", unless=IS_MOE),
-    _rule(f"{LAYER}.mlp.up_proj.bias", f"{OURS}/mlp/up/bias", "F -> F", unless=IS_MOE),
-    _rule(f"{LAYER}.mlp.down_proj.bias", f"{OURS}/mlp/down/bias", "D -> D", unless=IS_MOE),
+    _rule(f"{LAYER}.mlp.gate_proj.weight", f"{OURS}/mlp/gate/kernel", "F D -> D F", unless=ROUTER),
+    _rule(f"{LAYER}.mlp.up_proj.weight", f"{OURS}/mlp/up/kernel", "F D -> D F", unless=ROUTER),
+    _rule(f"{LAYER}.mlp.down_proj.weight", f"{OURS}/mlp/down/kernel", "D F -> F D", unless=ROUTER),
+    _rule(f"{LAYER}.mlp.gate_proj.bias", f"{OURS}/mlp/gate/bias", "F -> F", unless=ROUTER),
+    _rule(f"{LAYER}.mlp.up_proj.bias", f"{OURS}/mlp/up/bias", "F -> F", unless=ROUTER),
+    _rule(f"{LAYER}.mlp.down_proj.bias", f"{OURS}/mlp/down/bias", "D -> D", unless=ROUTER),
 )
 GATE_AND_UP = (f"{OURS}/mlp/gate/kernel", f"{OURS}/mlp/up/kernel")
 SPLIT_EXPERTS = (
-    _rule(f"{LAYER}.mlp.gate.weight", f"{OURS}/mlp/router/kernel", "E D -> D E"),
+    _rule(f"{LAYER}.mlp.gate.weight", ROUTER, "E D -> D E"),
     _rule(f"{LAYER}.mlp.experts.{{e}}.gate_proj.weight", f"{OURS}/mlp/gate/kernel", "E F D -> E D F"),
     _rule(f"{LAYER}.mlp.experts.{{e}}.up_proj.weight", f"{OURS}/mlp/up/kernel", "E F D -> E D F"),
     _rule(f"{LAYER}.mlp.experts.{{e}}.down_proj.weight", f"{OURS}/mlp/down/kernel", "E D F -> E F D"),
 )
 """Experts as they are published, and as transformers saves them by default."""
 JOINED_EXPERTS = (
-    _rule(f"{LAYER}.mlp.gate.weight", f"{OURS}/mlp/router/kernel", "E D -> D E"),
+    _rule(f"{LAYER}.mlp.gate.weight", ROUTER, "E D -> D E"),
     TensorRule(
         f"{LAYER}.mlp.experts.gate_up_proj",
         tuple(Target(path, "E F D -> E D F") for path in GATE_AND_UP),
@@ -172,7 +172,7 @@ SHARED_EXPERTS = tuple(
     )
 )
 GPT_OSS_EXPERTS = (
-    _rule(f"{LAYER}.mlp.router.weight", f"{OURS}/mlp/router/kernel", "E D -> D E"),
+    _rule(f"{LAYER}.mlp.router.weight", ROUTER, "E D -> D E"),
     _rule(f"{LAYER}.mlp.router.bias", f"{OURS}/mlp/router/bias", "E -> E"),
     # Columns 0, 2, .. are the gate's, 1, 3, .. are those of the other half.
     TensorRule(
@@ -247,9 +247,9 @@ class Family:
       partial_rotary: whether `partial_rotary_factor` is obeyed.
       rope_by_type: whether layers of each type have RoPE parameters of their own.
       longrope_names: types of RoPE scaling that mean longrope.
-      refine: changes what the layer of an index is made of, from its kind without what is the family's own.
-      outside: fields of `Config` beside the layers.
-      find_unsupported: yields what is the family's own and not supported.
+      refine: adds to the kind of layer i what only this family has.
+      outside: makes the fields of `Config` that are not those of layers.
+      find_unsupported: yields what only this family has and kvjax does not support.
     """
 
     architecture: str
@@ -275,6 +275,8 @@ class Family:
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+IN_GROUPS = "group_limited_greedy"
+"""DeepSeek's choice of experts from the best groups of them, a value of `topk_method`."""
 
 COMMON = {
     "hidden_act": "silu",
@@ -374,12 +376,15 @@ def refine_smollm3(kind: LayerKind, values: Values, i: int) -> LayerKind:
 
 def refine_gemma2(kind: LayerKind, values: Values, i: int) -> LayerKind:
     """Gemma 2: a scale and a soft cap of the dot products."""
-    rule = replace(kind.attention.rule, soft_cap=_optional(values["attn_logit_softcapping"]))
+    rule = replace(kind.attention.rule, soft_cap=_float_or_none(values["attn_logit_softcapping"]))
     return refine_gemma3(replace(kind, attention=replace(kind.attention, rule=rule)), values, i)
 
 
 def refine_gemma3(kind: LayerKind, values: Values, i: int) -> LayerKind:
-    """Gemma 3: a scale of the dot products. Its class in transformers has a soft cap in its config, and none else."""
+    """Gemma 3: a scale of the dot products.
+
+    A soft cap in config.json is not obeyed: transformers' class of the model does not read it.
+    """
     return replace(kind, attention=replace(kind.attention, scale=values["query_pre_attn_scalar"] ** -0.5))
 
 
@@ -391,7 +396,7 @@ def refine_mixtral(kind: LayerKind, values: Values, i: int) -> LayerKind:
 
 def refine_qwen3_moe(kind: LayerKind, values: Values, i: int) -> LayerKind:
     """Qwen3-MoE: experts of a width of their own, in all layers or in some."""
-    is_dense = i in (values["mlp_only_layers"] or ()) or (i + 1) % values["decoder_sparse_step"]
+    is_dense = i in (values["mlp_only_layers"] or ()) or (i + 1) % values["decoder_sparse_step"] != 0
     if is_dense or not values["num_experts"]:
         return kind
     experts = Experts(values["num_experts"], values["num_experts_per_tok"], bool(values["norm_topk_prob"]))
@@ -424,7 +429,7 @@ def refine_deepseek_v2(kind: LayerKind, values: Values, i: int) -> LayerKind:
     )
     mlp = kind.mlp
     if i >= values["first_k_dense_replace"]:
-        is_grouped = values["topk_method"] == "group_limited_greedy"
+        is_grouped = values["topk_method"] == IN_GROUPS
         experts = Experts(
             values["n_routed_experts"],
             values["num_experts_per_tok"],
@@ -439,12 +444,12 @@ def refine_deepseek_v2(kind: LayerKind, values: Values, i: int) -> LayerKind:
     return replace(kind, attention=attention, mlp=mlp)
 
 
-def _optional(x: Any) -> float | None:
+def _float_or_none(x: Any) -> float | None:
     return None if x is None else float(x)
 
 
 def _read_gemma_outside(values: Values) -> dict[str, Any]:
-    return {"embed_scale": values["hidden_size"] ** 0.5, "final_cap": _optional(values["final_logit_softcapping"])}
+    return {"embed_scale": values["hidden_size"] ** 0.5, "final_cap": _float_or_none(values["final_logit_softcapping"])}
 
 
 def _find_bidirectional(values: Values) -> Iterator[str]:
@@ -459,10 +464,10 @@ def _find_smollm3_problems(values: Values) -> Iterator[str]:
 
 
 def _find_deepseek_problems(values: Values) -> Iterator[str]:
-    method, methods = values["topk_method"], ("greedy", "group_limited_greedy")
+    method, methods = values["topk_method"], ("greedy", IN_GROUPS)
     if method not in methods:
         yield f"topk_method {method!r:.80} is not supported; supported: {', '.join(map(repr, methods))}"
-    elif method == methods[1] and None in (values["n_group"], values["topk_group"]):
+    elif method == IN_GROUPS and None in (values["n_group"], values["topk_group"]):
         yield f"topk_method {method!r} needs n_group and topk_group; copy config.json again"
     if values["scoring_func"] != "softmax":
         yield f"scoring_func {values['scoring_func']!r:.80} is not supported; supported: 'softmax'"

@@ -50,7 +50,7 @@ RELATIVES = {
     "gemma3n": "gemma3",
     "gemma3n_text": "gemma3",
 }
-"""Families that are often asked for and need more than the one named here has -> that one."""
+"""Family that is often asked for -> the supported family that it resembles and that lacks some of its parts."""
 
 SIZES = {
     "vocab_size": "vocab_size",
@@ -141,10 +141,9 @@ def translate(
 
 
 def _read_layer(values: Raw, family: Family, types: list[str], i: int) -> LayerKind:
-    """Reads what the layer of an index is made of; `types` has the type of each."""
+    """Reads the kind of layer i; `types` has the type of each layer."""
     heads, kv_heads, head_dim = values["num_attention_heads"], values["num_key_value_heads"], _read_head_dim(values)
-    kind = types[i]
-    rope = values[ROPE][kind if family.rope_by_type else ""]
+    rope = values[ROPE][types[i] if family.rope_by_type else ""]
     rotary_dim = int(head_dim * rope["partial_rotary_factor"])
     biases = {name: True for key, names in family.switches.items() if values[key] for name in names}
     has_mlp_bias = biases.pop("mlp_bias", False)
@@ -153,7 +152,7 @@ def _read_layer(values: Raw, family: Family, types: list[str], i: int) -> LayerK
         heads if kv_heads is None else kv_heads,
         head_dim,
         Rope(rotary_dim, float(rope["rope_theta"]), _read_scaling(values, rope)),
-        Rule(_read_window(values, family) if kind == SLIDING else None),
+        Rule(_read_window(values, family) if types[i] == SLIDING else None),
         **{**family.attention, **biases},
     )
     mlp = MlpKind(values["intermediate_size"], ACTIVATIONS[values[family.activation]], has_mlp_bias)
@@ -181,7 +180,7 @@ def _find_problems(raw: Raw, generation: Raw, num_tensors: int | None) -> Iterat
         yield f"text_config must be the config of the decoder, got {text!r:.80}; copy config.json again"
         return
     for alias, key in family.aliases.items():
-        # Compared as they are: they are checked later.
+        # The raw values are compared, since what they must be is checked only later.
         if raw.get(alias) is not None and raw.get(key) is not None and raw[alias] != raw[key]:
             yield f"{alias} is {raw[alias]!r:.80} and {key}, which means the same, {raw[key]!r:.80}; remove one of them"
             return
@@ -189,7 +188,7 @@ def _find_problems(raw: Raw, generation: Raw, num_tensors: int | None) -> Iterat
         yield from problems
         return
     values = _complete(raw, family)
-    # Before anything is made for each layer.
+    # This is checked first, because the later checks make a list of all layers.
     layers = values["num_hidden_layers"]
     if num_tensors is not None and is_integer(layers) and layers > num_tensors:
         yield f"num_hidden_layers is {layers:,}, but the checkpoint has only {num_tensors:,} tensors; copy both again"
@@ -284,21 +283,21 @@ def _find_unsupported_rope(values: Raw, family: Family, rope: Raw) -> Iterator[s
         yield f"partial_rotary_factor {fraction} is not supported for {family.architecture}; leave it out"
     unnamed = {key: x for key, x in rope.items() if key not in HARMLESS and x is not None}
     if scaling is None and (unnamed.get("factor", 1) != 1 or unnamed.keys() - {"factor"}):
-        yield (  # nothing says which formula such parameters belong to
-            f"RoPE scaling {unnamed!r:.200} names no rope_type; add the one that the model was trained with, or remove "
-            "it"
-        )
+        # Nothing says which formula such parameters belong to.
+        remedy = "add the one that the model was trained with, or remove it"
+        yield f"RoPE scaling {unnamed!r:.200} names no rope_type; {remedy}"
     if scaling not in (None, "default", *SCALING_KINDS):
         supported = ", ".join(map(repr, ("default", *SCALING_KINDS)))
         yield (
             f"RoPE scaling {scaling!r:.80} is not supported; supported: {supported}; it would change every logit, so "
             "use a checkpoint without it"
         )
-    pairs = int(_read_head_dim(values) * fraction) // 2
-    for key in ("short_factor", "long_factor") if _scaling_type(values, rope) == "longrope" else ():
-        if len(rope[key]) != pairs:
-            numbers = f"{len(rope[key])} numbers for {pairs} pairs of channels"
-            yield f"RoPE scaling 'longrope': {key} has {numbers}; copy config.json again"
+    if _scaling_type(values, rope) == "longrope":
+        pairs = int(_read_head_dim(values) * fraction) // 2
+        for key in ("short_factor", "long_factor"):
+            if len(rope[key]) != pairs:
+                numbers = f"{len(rope[key])} numbers for {pairs} pairs of channels"
+                yield f"RoPE scaling 'longrope': {key} has {numbers}; copy config.json again"
 
 
 def _read_ids(raw: Any, values: Raw) -> tuple[int, ...]:
