@@ -38,11 +38,10 @@ class Binding:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that each source tensor must have."""
-        stored = self.rule.unpack.split("->")[0] if self.rule.unpack else ""
-        if stored:
-            shape = _shape(stored, self.sizes)
+        if self.rule.unpack:
+            shape = _source_shape(self.rule.unpack, self.sizes)
         else:
-            shapes = [_shape(target.axes.split("->")[0], self.sizes) for target in self.targets]
+            shapes = [_source_shape(target.axes, self.sizes) for target in self.targets]
             shape = (sum(s[0] for s in shapes), *shapes[0][1:])
         return shape[1:] if self.is_stacked else shape
 
@@ -58,7 +57,7 @@ class Binding:
             x = _rearrange(x, self.rule.unpack, self.sizes)
         if self.rule.unrotated:
             x = x[_turned_channels(len(x), self.sizes[self.rule.unrotated])]
-        ends = np.cumsum([_shape(target.axes.split("->")[0], self.sizes)[0] for target in self.targets])
+        ends = np.cumsum([_source_shape(target.axes, self.sizes)[0] for target in self.targets])
         parts = zip(self.targets, np.split(x, ends[:-1]), strict=True)
         return {target.path: _rearrange(rows, target.axes, self.sizes) for target, rows in parts}
 
@@ -73,9 +72,9 @@ class Binding:
         return list(x) if self.is_stacked else [x]
 
 
-def _shape(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array with these axes, groups in parentheses."""
-    groups = re.findall(r"\(.*?\)|\S+", axes)
+def _source_shape(axes: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of an array with the axes before the arrow, groups in parentheses."""
+    groups = re.findall(r"\(.*?\)|\S+", axes.split("->")[0])
     return tuple(math.prod(sizes[a] for a in group.strip("()").split()) for group in groups)
 
 
@@ -84,11 +83,15 @@ def _invert(axes: str) -> str:
 
 
 def _rearrange(x: np.ndarray, axes: str, sizes: Mapping[str, int]) -> np.ndarray:
-    return rearrange(x, axes, **{letter: sizes[letter] for letter in set(re.findall(r"\w+", axes))})
+    return rearrange(x, axes, **{letter: sizes[letter] for letter in _find_letters(axes)})
+
+
+def _find_letters(*axes: str) -> set[str]:
+    return set(re.findall(r"\w+", " ".join(axes)))
 
 
 def _turned_channels(count: int, num_unrotated: int) -> np.ndarray:
-    """Returns which of `count` channels of a source, without position and then in pairs, is each of ours."""
+    """Returns for each of our channels its index in a source, which has those without position first, then pairs."""
     pairs = np.arange(num_unrotated, count).reshape(-1, 2)
     return np.concatenate([pairs.T.reshape(-1), np.arange(num_unrotated)])
 
@@ -115,7 +118,7 @@ def bind(table: Table, config: Config) -> tuple[Binding, ...]:
     sizes = [_read_sizes(config, i) for i in range(config.layers)]
     bindings = []
     for rule in table:
-        letters = set(re.findall(r"\w+", " ".join((rule.unpack, *(target.axes for target in rule.targets)))))
+        letters = _find_letters(rule.unpack, *(target.axes for target in rule.targets))
         for i in range(config.layers if "{i}" in rule.source else 1):
             targets = tuple(t._replace(path=t.path.format(i=i)) for t in rule.targets)
             has_parameters = all(t.path in expected for t in targets)
@@ -145,8 +148,9 @@ def _read_sizes(config: Config, layer: int) -> dict[str, int]:
 
 def choose_table(family: Family, config: Config, names: Collection[str]) -> tuple[Table, tuple[Binding, ...]]:
     """Returns that table of a family which names the most of these tensors, and its bindings."""
-    bound = [(table, bind(table, config)) for table in family.tables]
-    return max(bound, key=lambda pair: sum(name in names for b in pair[1] for name in b.sources))
+    candidates = [(table, bind(table, config)) for table in family.tables]
+    num_named = [sum(name in names for b in bindings for name in b.sources) for _, bindings in candidates]
+    return candidates[num_named.index(max(num_named))]
 
 
 def plan_conversion(source: Source) -> ConversionPlan:

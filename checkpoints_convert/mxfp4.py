@@ -21,9 +21,12 @@ Description = TypeVar("Description", bound=Any)  # `checkpoints_convert.source.T
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 EXPONENT_BIAS = 127
-E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-PAIRS = np.concatenate([E2M1, -E2M1])[np.arange(256)[:, None] >> np.array([0, 4]) & 15]
-"""The two numbers of each byte, f32[256 2]."""
+POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+E2M1 = np.concatenate([POSITIVE, -POSITIVE])
+"""The number of each code of four bits, f32[16]; the highest bit is the sign."""
+BYTES = np.arange(256)
+PAIRS = E2M1[np.stack([BYTES & 15, BYTES >> 4], axis=-1)]
+"""The two numbers of each byte, f32[256 2], the low half's first."""
 
 
 def is_used(config: Mapping[str, Any]) -> bool:
@@ -37,16 +40,19 @@ def list_tensors(stored: Mapping[str, Description]) -> dict[str, Description]:
     """Returns the tensors that a checkpoint stands for: each pair of blocks and scales that fit is one tensor."""
     tensors = dict(stored)
     for name, blocks in stored.items():
-        whole, scales = name.removesuffix(BLOCKS), stored.get(name.removesuffix(BLOCKS) + SCALES)
-        if whole == name or scales is None or blocks.shape != (*scales.shape, GROUP // 2) or len(scales.shape) < 2:
+        stem = name.removesuffix(BLOCKS)
+        scales = stored.get(stem + SCALES)
+        if stem == name or scales is None:
             continue
-        if {blocks.dtype, scales.dtype} != {"U8"}:
+        # Others stay as they are, and are refused by their names as tensors that the family lacks.
+        is_matrix = len(scales.shape) >= 2 and blocks.shape == (*scales.shape, GROUP // 2)
+        if not is_matrix or {blocks.dtype, scales.dtype} != {"U8"}:
             continue
         *outer, rows, groups = scales.shape
         size = math.prod(blocks.shape) + math.prod(scales.shape)
-        del tensors[name], tensors[whole + SCALES]
+        del tensors[name], tensors[stem + SCALES]
         shape = (*outer, groups * GROUP, rows)
-        tensors[whole] = blocks._replace(shape=shape, dtype="BF16", stored="MXFP4", bytes=size)
+        tensors[stem] = blocks._replace(shape=shape, dtype="BF16", stored="MXFP4", bytes=size)
     return tensors
 
 
