@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quantize
 
-from tests.checkpoints_convert.gguf.gguf_files import add_value, interleave_halves, read_config, read_tensors
+from tests.checkpoints_convert.gguf.gguf_files import NAMES, add_value, interleave_halves, read_config, read_tensors
 
 ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
@@ -29,27 +29,15 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "smollm3": "smollm3",
 }
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-INSIDE = {
-    "input_layernorm": "attn_norm",
+OUTSIDE = {name: NAMES[name] for name in ("model.embed_tokens", "model.norm", "lm_head")}
+INSIDE = NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_b_proj": "attn_q_b",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
