@@ -1,8 +1,8 @@
-"""What each architecture of GGUF says beyond the keys of all: its own keys, as those of the family's config.json.
+"""Architectures of GGUF: the keys that only one of them has, translated to keys of its family's config.json.
 
-A key that is missing has the value that llama.cpp gives it (src/models, `load_arch_hparams`). Some of what a model is
-stands in no file, because llama.cpp's code has it: Gemma's local RoPE, SmolLM3's layers without RoPE, and that
-Qwen3-MoE's weights of experts sum to one.
+A key that is missing has the value that llama.cpp gives it (src/models, `load_arch_hparams`). Some properties of models
+are in no file, because llama.cpp's code has them: Gemma's local RoPE, SmolLM3's layers without RoPE, and the sum of
+one that Qwen3-MoE's weights of experts have.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from checkpoints_convert.families import FULL, IN_GROUPS, SLIDING
 from checkpoints_convert.hf_config import is_integer, is_number
 from kvjax.core.rope import longrope_length_factor, yarn_length_factor
 
 Entries = dict[str, Any]
+Problems = list[str]
 
 
 class File(NamedTuple):
-    """What an architecture is read from.
+    """The metadata that an architecture reads.
 
     Attributes:
       own: the keys of the architecture, without its name.
@@ -32,7 +34,6 @@ class File(NamedTuple):
     raw: Mapping[str, Any]
 
 
-Problems = list[str]
 Read = Callable[[File], tuple[Entries, Problems]]
 
 
@@ -106,7 +107,7 @@ def read_gemma3(file: File) -> tuple[Entries, Problems]:
     entries = {
         "layer_types": types,
         "final_logit_softcapping": file.own.get("final_logit_softcapping") or None,
-        "rope_local_base_freq": shortest(file.own.get(LOCAL_THETA, 10_000.0)),
+        "rope_local_base_freq": shortest_decimal(file.own.get(LOCAL_THETA, 10_000.0)),
         **_read_gemma(file, 62),
     }
     return entries, problems
@@ -129,7 +130,7 @@ def read_granite(file: File) -> tuple[Entries, Problems]:
             "granite.rope.scaling.finetuned is false, by which this file asks for a model without RoPE, which is not "
             "supported; use a Granite model with RoPE"
         )
-    return {key: shortest(x) if is_number(x) else x for key, x in factors.items()}, problems
+    return {key: shortest_decimal(x) if is_number(x) else x for key, x in factors.items()}, problems
 
 
 def read_olmo2(file: File) -> tuple[Entries, Problems]:
@@ -140,7 +141,7 @@ def read_olmo2(file: File) -> tuple[Entries, Problems]:
 
 
 def read_deepseek2(file: File) -> tuple[Entries, Problems]:
-    """DeepSeek-V2, of new files, whose heads are those of the absorbed form, and of old ones."""
+    """DeepSeek-V2, in new files, whose heads are those of the absorbed form, and in old ones."""
     own, problems = file.own, []
     counts = {
         "n_routed_experts": own.get("expert_count"),
@@ -167,21 +168,17 @@ def read_deepseek2(file: File) -> tuple[Entries, Problems]:
         "q_lora_rank": own.get("attention.q_lora_rank") or None,
         "qk_nope_head_dim": key_size - counts["qk_rope_head_dim"],
         "first_k_dense_replace": own.get("leading_dense_block_count", 0),
-        "routed_scaling_factor": shortest(own.get("expert_weights_scale") or 1.0),
+        "routed_scaling_factor": shortest_decimal(own.get("expert_weights_scale") or 1.0),
         "n_group": groups,
         "topk_group": own.get("expert_group_used_count") or 1,
-        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "topk_method": IN_GROUPS if groups > 1 else "greedy",
         "num_key_value_heads": None,
         "head_dim": None,
     }
-    scaling = file.raw["rope_scaling"]
-    if (
-        scaling is not None
-        and scaling["rope_type"] == "yarn"
-        and (stored := own.get("rope.scaling.yarn_log_multiplier"))
-    ):
+    scaling, stored = file.raw["rope_scaling"], own.get("rope.scaling.yarn_log_multiplier")
+    if stored and scaling is not None and scaling["rope_type"] == "yarn":
         # llama.cpp's converter writes a tenth of mscale_all_dim, and no mscale, which is equal to it in all models.
-        mscale = round(shortest(stored) * 10, 6)
+        mscale = round(shortest_decimal(stored) * 10, 6)
         entries["rope_scaling"] = scaling | {"mscale": mscale, "mscale_all_dim": mscale}
     return entries, problems
 
@@ -194,7 +191,7 @@ def _read_experts(file: File, name: str) -> tuple[Entries, Problems]:
 
 
 def _read_gemma(file: File, layers_of_27b: int) -> Entries:
-    """What both families of Gemma share; the scale of the largest model is another one, as in llama.cpp."""
+    """Reads the entries that Gemma 2 and 3 share; the largest model of each has another scale, as in llama.cpp."""
     raw = file.raw
     is_27b = raw["num_hidden_layers"] == layers_of_27b
     return {
@@ -204,7 +201,7 @@ def _read_gemma(file: File, layers_of_27b: int) -> Entries:
 
 
 def _read_layer_types(file: File, default: int) -> tuple[list[str] | None, Problems]:
-    """Reads which layers have the window: all but every n-th, or those that a list names."""
+    """Reads which layers have the window: all but every n-th, or the layers that a list names."""
     pattern, layers = file.own.get(PATTERN, default), file.raw["num_hidden_layers"]
     if isinstance(pattern, list) and len(pattern) >= layers and all(x in (0, 1) for x in pattern):
         slides = [bool(x) for x in pattern[:layers]]
@@ -212,11 +209,11 @@ def _read_layer_types(file: File, default: int) -> tuple[list[str] | None, Probl
         slides = [pattern == 0 or i % pattern < pattern - 1 for i in range(layers)]
     else:
         return None, [f"{PATTERN} is {pattern!r:.80}: it must be an integer, or true or false for each layer"]
-    return ["sliding_attention" if x else "full_attention" for x in slides], []
+    return [SLIDING if x else FULL for x in slides], []
 
 
 def _find_local_theta(file: File) -> Problems:
-    """What is not supported where all layers have one RoPE."""
+    """Refuses a RoPE of layers with a window that differs from the RoPE of all layers."""
     if file.own.get(LOCAL_THETA) in (None, 0.0, file.own.get("rope.freq_base", 10_000.0)):
         return []
     return [f"{LOCAL_THETA} is {file.own[LOCAL_THETA]}: another RoPE in layers with a window is not supported"]
@@ -235,9 +232,9 @@ def read_yarn(own: Mapping[str, Any], factor: float, context: int) -> tuple[Entr
     }
     for key in ("beta_fast", "beta_slow"):
         if (x := own.get(f"rope.scaling.yarn_{key}")) is not None:
-            scaling[key] = shortest(x)
+            scaling[key] = shortest_decimal(x)
     if (more := own.get("rope.scaling.attn_factor")) not in (None, 1.0):
-        scaling["attention_factor"] = default * shortest(more)
+        scaling["attention_factor"] = default * shortest_decimal(more)
     # llama.cpp's converter writes transformers' attention_factor here, and llama.cpp does not read it.
     stored = own.get("rope.scaling.yarn_attn_factor")
     if stored not in (None, 1.0) and not math.isclose(stored, default, rel_tol=1e-6):
@@ -268,11 +265,11 @@ def read_longrope(
     }
     stored = own.get("rope.scaling.attn_factor", 1.0)
     if not math.isclose(stored, longrope_length_factor(context / original, original), rel_tol=1e-6):
-        scaling["attention_factor"] = shortest(stored)
+        scaling["attention_factor"] = shortest_decimal(stored)
     return scaling, []
 
 
-def shortest(x: Any) -> float:
+def shortest_decimal(x: Any) -> float:
     """Returns the shortest decimal that is this float32: config.json had 1e-05, the file has 9.999999747378752e-06."""
     return float(str(np.asarray(x, np.float32)[()]))
 

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from checkpoints_convert.families import FAMILIES
-from checkpoints_convert.gguf.architectures import ARCHITECTURES, PATTERN, File, read_longrope, read_yarn, shortest
+from checkpoints_convert.gguf.architectures import (
+    ARCHITECTURES,
+    PATTERN,
+    WINDOW,
+    File,
+    read_longrope,
+    read_yarn,
+    shortest_decimal,
+)
 from checkpoints_convert.gguf.vocabulary import Metadata, check_metadata, read_end_ids, read_roles
 from checkpoints_convert.hf_config import is_integer, is_number
 from kvjax.errors import KvjaxError
@@ -38,8 +46,14 @@ WITHOUT_EFFECT = (
 )
 """Keys that change no number in an architecture and a RoPE scaling that are supported."""
 
-OF_YARN = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor")
-"""Keys that YaRN obeys; of them the first is LongRoPE's too."""
+SCALING_KEYS = {
+    "yarn": ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"),
+    "longrope": ("rope.scaling.attn_factor",),
+}
+"""Type of RoPE scaling -> further keys that are obeyed."""
+
+WITHOUT_EFFECT_UNSCALED = ("rope.scaling.yarn_log_multiplier",)
+"""Keys that change no number, unless RoPE is scaled in one of these types."""
 
 OFF = (0, 0.0, False, "", None)
 """Values by which most other keys ask for nothing; a list of them does too."""
@@ -161,8 +175,8 @@ def _translate(
         "vocab_size": shapes.get("token_embd.weight", (0,))[0],
         "num_key_value_heads": values["attention.head_count_kv"],
         "head_dim": size,
-        "rms_norm_eps": shortest(values["attention.layer_norm_rms_epsilon"]),
-        "rope_theta": shortest(values["rope.freq_base"]),
+        "rms_norm_eps": shortest_decimal(values["attention.layer_norm_rms_epsilon"]),
+        "rope_theta": shortest_decimal(values["rope.freq_base"]),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
@@ -170,7 +184,7 @@ def _translate(
         "bos_token_id": read_roles(metadata).get("bos"),
         "eos_token_id": read_end_ids(metadata),
     }
-    # Widths of latent attention, which are those of its absorbed form in some files.
+    # Latent attention has widths of its own, which in some files are those of its absorbed form.
     is_latent = "attention.kv_lora_rank" in architecture.keys
     if rotated != size and not is_latent:
         raw["partial_rotary_factor"] = rotated / size
@@ -180,8 +194,7 @@ def _translate(
     kind = str((raw["rope_scaling"] or {}).get("rope_type"))
     if kind == "longrope":  # transformers looks for it here first, where Phi-3 has a default of its own
         raw["original_max_position_embeddings"] = raw["rope_scaling"].get("original_max_position_embeddings")
-    obeyed = {"yarn": OF_YARN, "longrope": OF_YARN[:1]}.get(kind, ("rope.scaling.yarn_log_multiplier",))
-    obeyed += architecture.keys
+    obeyed = SCALING_KEYS.get(kind, WITHOUT_EFFECT_UNSCALED) + architecture.keys
     if unknown := [key for key, x in own.items() if key not in obeyed and not _is_harmless(own, key, x)]:
         asked = ", ".join(f"{name}.{key} = {own[key]!r:.60}" for key in unknown)
         problems.append(
@@ -223,7 +236,7 @@ def _is_harmless(own: Metadata, key: str, value: Any) -> bool:
 
 def _read_window(own: Metadata) -> int | None:
     """Returns the sliding window, None if there is none."""
-    return own.get("attention.sliding_window") or None
+    return own.get(WINDOW) or None
 
 
 def _read_scaling(
@@ -231,13 +244,16 @@ def _read_scaling(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Reads the scaling of RoPE, as config.json has it, and what is not supported of it."""
     kind, key = own.get("rope.scaling.type", "linear"), _scaling_key(own)
-    factor = 1.0 if own.get(key) in OFF else shortest(own[key])
+    factor = 1.0 if own.get(key) in OFF else shortest_decimal(own[key])
     tensors = {tensor: np.asarray(x, np.float64) for tensor, x in rope_factors.items()}
     is_scaled = {tensor for tensor, x in tensors.items() if not np.allclose(x, 1.0, rtol=FACTOR_TOLERANCE)}
     context = raw["max_position_embeddings"]
     if is_scaled - {ROPE_FREQS} or (kind == "longrope" and tensors.keys() - {ROPE_FREQS}):
-        lists = ([shortest(y) for y in rope_factors[x]] if x in tensors else None for x in (ROPE_SHORT, ROPE_LONG))
-        return read_longrope(own, context, *lists)
+        short, long = (
+            [shortest_decimal(factor) for factor in rope_factors[tensor]] if tensor in rope_factors else None
+            for tensor in (ROPE_SHORT, ROPE_LONG)
+        )
+        return read_longrope(own, context, short, long)
     tensors = {tensor: x for tensor, x in tensors.items() if tensor in is_scaled}
     scales_by_one = kind in ("yarn", "longrope") and key in own and factor == 1.0
     if kind == "yarn" and not scales_by_one and not tensors:

@@ -159,7 +159,7 @@ def read_end_ids(metadata: Metadata) -> list[int]:
     # Tokens that llama.cpp takes back: those end a part of a message where these others end the message.
     calls, message = {"<|call|>", "<|calls|>"} & found.keys(), {"<|return|>", "<|flush|>"} & found.keys()
     without = {found.get("<|end|>")} if calls and message else set()
-    # Gemma's vocabulary has "</s>" as a tag of HTML, beside an end of its own.
+    # Gemma's vocabulary has "</s>" as a tag of HTML, in addition to an end of its own.
     if "<|tool_response>" in found or ("<eos>" in found and "<end_of_turn>" in found):
         without.add(found.get("</s>"))
     in_order = (*(i for i in ids.values() if i is not None), *found.values())
