@@ -43,8 +43,10 @@ class GgufSource:
         factors = {name: read_weights(self.stored[name]) for name in ROPE_FACTORS if name in self.stored}
         self.config = config_json.make_config(self.metadata, shapes, factors)
         self.generation: dict[str, Any] | None = None
-        self.stacks = self._list_stacks()
-        self.names = self._map_names()
+        # `translate` refuses a config of more layers than tensors; until then nothing is listed for each of them.
+        num_layers = min(self.config["num_hidden_layers"], len(self.stored))
+        self.stacks = self._list_stacks(num_layers)
+        self.names = self._map_names(num_layers)
         self.tensors = {}
         for name, own_name in self.names.items():
             stored = self.stored[own_name]
@@ -60,10 +62,10 @@ class GgufSource:
                 sum(member.bytes for member in members),
             )
 
-    def _list_stacks(self) -> dict[str, tuple[Stack, tuple[str, ...]]]:
+    def _list_stacks(self, num_layers: int) -> dict[str, tuple[Stack, tuple[str, ...]]]:
         """Lists the tensors that are made of others in the file, by Hugging Face's names."""
         found = {}
-        for i in range(min(self.config["num_hidden_layers"], len(self.stored))):  # `translate` refuses more
+        for i in range(num_layers):
             for stack in STACKS.get(self.config["model_type"], ()):
                 own_names = tuple(name.format(i=i) for name in stack.own_names)
                 name = stack.name.format(i=i)
@@ -71,10 +73,9 @@ class GgufSource:
                     found[name] = stack, own_names
         return found
 
-    def _map_names(self) -> dict[str, str]:
+    def _map_names(self, num_layers: int) -> dict[str, str]:
         """Maps Hugging Face's name of each tensor to the file's; a tensor that the family lacks keeps its own."""
         arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.metadata["general.architecture"])
-        num_layers = min(self.config["num_hidden_layers"], len(self.stored))
         known = gguf.get_tensor_name_map(arch, num_layers)
         names: dict[str, str] = {}
         found: set[str] = set()
