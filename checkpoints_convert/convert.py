@@ -109,14 +109,15 @@ def convert_tensors(
     for name in binding.sources:
         tensor, problem = source.read(name), None
         with np.errstate(over="ignore", invalid="ignore"):
-            cast.append(tensor.astype(dtype, copy=False))
+            weights = tensor.astype(dtype, copy=False)
+        cast.append(weights)
         is_embedding = binding.targets[0].path == EMBEDDING
         if is_embedding and tied_head is not None and not np.array_equal(source.read(tied_head), tensor):
             problem = (
                 f"{tied_head} differs, but config.json says that they are tied; set tie_word_embeddings to false in "
                 "config.json to use both, or remove the tensor to tie them"
             )
-        elif not np.isfinite(cast[-1]).all():
+        elif not np.isfinite(weights).all():
             finite = np.isfinite(tensor)
             if finite.all():
                 problem = f"weights up to {np.abs(tensor).max():.3g} do not fit {dtype}; use --dtype f32"
@@ -127,8 +128,3 @@ def convert_tensors(
         if problem is not None:
             raise KvjaxError(f"{name}: {problem}")
     return {path: np.ascontiguousarray(x) for path, x in binding.split(cast).items()}
-
-
-def num_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """The size of an array."""
-    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

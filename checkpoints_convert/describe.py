@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from checkpoints_convert.conversion_plan import plan_conversion
-from checkpoints_convert.convert import num_bytes, open_source
+from checkpoints_convert.convert import open_source
 from checkpoints_convert.source import FLOATS
 from kvjax.errors import KvjaxError, escape_unprintable
 from kvjax.models import Config, checkpoint
@@ -23,7 +24,8 @@ def describe(directory: str | Path) -> Lines:
     if (path / checkpoint.MANIFEST).is_file():
         record = checkpoint.read_manifest(path)
         shapes = [tuple(x["shape"]) for x in record.parameters.values()]
-        stored = [(shape, record.dtype, num_bytes(shape, np.dtype(record.dtype))) for shape in shapes]
+        item_bytes = np.dtype(record.dtype).itemsize
+        stored = [(shape, record.dtype, math.prod(shape) * item_bytes) for shape in shapes]
         lines = {"format": "kvjax", "source": record.source} | _describe_weights(stored)
         lines["tokenizer"] = "tokenizer.json" if (path / "tokenizer.json").is_file() else "none"
         lines |= _describe_config(record.config)
@@ -33,7 +35,7 @@ def describe(directory: str | Path) -> Lines:
         lines["files"] = str(len({t.file for t in source.tensors.values()}))
         stored = []
         for t in source.tensors.values():
-            size = num_bytes(t.shape, np.dtype(FLOATS[t.dtype])) if t.dtype in FLOATS else 0
+            size = math.prod(t.shape) * np.dtype(FLOATS[t.dtype]).itemsize if t.dtype in FLOATS else 0
             stored.append((t.shape, t.stored or FLOATS.get(t.dtype, t.dtype), size if t.bytes is None else t.bytes))
         lines |= _describe_weights(stored)
         try:
@@ -51,7 +53,7 @@ def describe(directory: str | Path) -> Lines:
 def _describe_weights(stored: list[tuple[tuple[int, ...], str, int]]) -> Lines:
     """Describes tensors given as (shape, type, bytes), where bytes are 0 for a buffer."""
     total = sum(n for _, _, n in stored)
-    num_parameters = sum(num_bytes(shape, np.dtype("int8")) for shape, _, n in stored if n)
+    num_parameters = sum(math.prod(shape) for shape, _, n in stored if n)
     types = ", ".join(f"{name} ({n})" for name, n in Counter(name for _, name, _ in stored).items())
     return {
         "tensors": str(len(stored)),

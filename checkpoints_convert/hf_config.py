@@ -344,11 +344,9 @@ def _complete(raw: Raw, family: Family) -> dict[str, Any]:
             rope["partial_rotary_factor"] = 1.0
         ropes[kind] = rope
     head_dim = values[family.head_dim]
-    return values | {
-        ROPE: ropes,
-        "mscale_all_dim": next(iter(ropes.values())).get("mscale_all_dim"),
-        HEAD_DIM: head_dim,
-    }
+    # DeepSeek-V2, whose layers have one set, derives the scale of its dot products from this parameter too.
+    mscale_all_dim = next(iter(ropes.values())).get("mscale_all_dim")
+    return values | {ROPE: ropes, "mscale_all_dim": mscale_all_dim, HEAD_DIM: head_dim}
 
 
 def _check_rope_sets(raw: Raw, family: Family) -> Iterator[str]:
