@@ -1,7 +1,6 @@
 """Adapters: other packages' models, and their own samplers, under any method.
 
 `kvjax.adapters.tunix` is for google-tunix, `kvjax.adapters.gemma` for gemma (google-deepmind). Each is imported by its
-name,
-since each needs its package. What they do for a package's attention layer is what `docs/your_model.md` does for a
-decoder of one's own: queries, keys and values go to `kvjax.attend` in place of the package's cache.
+name, since each needs its package. They do for a package's attention layer what `docs/your_model.md` does for a decoder
+of one's own: queries, keys and values go to `kvjax.attend` in place of the package's cache.
 """

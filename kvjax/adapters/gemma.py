@@ -6,7 +6,7 @@
     sampler.chat("Hello!")
 
 `Sampler` and `ChatSampler` take the arguments of `gm.text.Sampler` and `gm.text.ChatSampler`, and `method`. Their loop
-is kvjax': the package's own runs the last token of a prompt twice, which only a cache that can be overwritten allows.
+is kvjax's: the package's own runs the last token of a prompt twice, which only a cache that can be overwritten allows.
 Under a method whose size is constant, a conversation may become longer than `cache_length`; under others the end of
 the cache is an error, and no answer stops in silence.
 
@@ -31,11 +31,9 @@ from flax import linen as nn
 from flax import struct
 
 import kvjax
-from kvjax.adapters.common import GIVES, PROBE_CAPACITY, LayerOfPass, Pass, check_layer
+from kvjax.adapters.common import GIVES, CacheHandle, ForwardPass, check_layer, make_rope
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import Rule
 from kvjax.core.mesh import to_numpy
-from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError, KvjaxWarning
 
@@ -76,29 +74,22 @@ def layer_specs(model: Any) -> tuple[LayerSpec, ...]:
     if not isinstance(model, _transformer.Transformer):
         raise KvjaxError(
             f"{type(model).__name__} is no gm.nn.Transformer (Gemma 2 and 3), which is what this adapter knows. Give "
-            f"the model "
-            "without its wrapper (LoRA, quantization); docs/your_model.md shows the two lines for any other decoder"
+            "the model without its wrapper (LoRA, quantization); docs/your_model.md shows the two lines for any other "
+            "decoder"
         )
     c = model.config
-    specs = []
-    for i, attention_type in enumerate(c.attention_types):
-        is_local = attention_type == _modules.AttentionType.LOCAL_SLIDING
-        theta = c.local_base_frequency if is_local else c.global_base_frequency
-        divisor = c.local_scale_factor if is_local else c.global_scale_factor
-        specs.append(
-            LayerSpec(
-                index=i,
-                num_layers=c.num_layers,
-                num_kv_heads=c.num_kv_heads,
-                num_groups=c.num_heads // c.num_kv_heads,
-                head_dim=c.head_dim,
-                rope=Rope(c.head_dim, float(theta), None if divisor == 1 else RopeScaling("linear", float(divisor))),
-                rule=Rule(c.sliding_window_size if is_local else None, c.attn_logits_soft_cap),
-            )
-        )
-    # Methods leave layers with a window alone, as in kvjax' own decoder.
-    method_layers = tuple(spec.index for spec in specs if spec.rule.window is None)
-    return tuple(dataclasses.replace(spec, method_layers=method_layers) for spec in specs)
+    local_rope = make_rope(c.head_dim, c.local_base_frequency, c.local_scale_factor)
+    global_rope = make_rope(c.head_dim, c.global_base_frequency, c.global_scale_factor)
+    is_local = [kind == _modules.AttentionType.LOCAL_SLIDING for kind in c.attention_types]
+    return kvjax.specs_of(
+        c.num_layers,
+        c.num_heads,
+        c.num_kv_heads,
+        c.head_dim,
+        rope=[local_rope if local else global_rope for local in is_local],
+        window=[c.sliding_window_size if local else None for local in is_local],
+        soft_cap=c.attn_logits_soft_cap,
+    )
 
 
 def init_cache(model: Any, method: Any, cache_length: int) -> dict[int, Any]:
@@ -134,26 +125,26 @@ def apply(
     is_prompt = cache[0].length is None
 
     def run(cache: dict[int, Any], tokens: Array, positions: Array) -> tuple[Array, dict[int, Any]]:
-        current = Pass(cache, positions)
+        forward_pass = ForwardPass(cache, positions)
         with nn.intercept_methods(_attend_in_attention):
-            logits = model.apply({"params": params}, tokens, current, last_only, method=_forward)
-        return logits, current.layers
+            logits = model.apply({"params": params}, tokens, forward_pass, last_only, method=_forward)
+        return logits, forward_pass.layers
 
     logits, cache = run(cache, tokens, positions)
     if is_prompt:
-        cache = kvjax.finish(cache, tokens=tokens, repeat=lambda *at: run(*at)[1])
+        cache = kvjax.finish(cache, tokens=tokens, repeat=lambda *arguments: run(*arguments)[1])
     return logits, cache
 
 
-def _forward(model: Any, tokens: Array, current: Pass, last_only: bool) -> Array:
-    """The package's `Transformer.__call__` for text; its own flattens the batch of every array of a cache."""
+def _forward(model: Any, tokens: Array, forward_pass: ForwardPass, last_only: bool) -> Array:
+    """The package's `Transformer.__call__` for text, which would flatten the batch of every array of a cache."""
     x = model.embedder.encode(tokens)
-    positions = jnp.maximum(current.positions, 0)
+    positions = jnp.maximum(forward_pass.positions, 0)
     for i, block in enumerate(model.blocks):
-        _, x = block(x, positions, LayerOfPass(current, i), None)
+        _, x = block(x, positions, CacheHandle(forward_pass, i), None)
     x = model.final_norm(x)
     if last_only:
-        last = jnp.argmax(jnp.where(current.positions >= 0, current.positions, -1), axis=1)
+        last = jnp.argmax(jnp.where(forward_pass.positions >= 0, forward_pass.positions, -1), axis=1)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
     logits = model.embedder.decode(x)
     cap = model.config.final_logit_softcap
@@ -161,13 +152,13 @@ def _forward(model: Any, tokens: Array, current: Pass, last_only: bool) -> Array
 
 
 def _attend_in_attention(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Runs the attention of a layer whose cache is kvjax', and everything else as it is."""
+    """Runs the attention of a layer whose cache is kvjax's, and everything else as it is."""
     module = context.module
     if not isinstance(module, _modules.Attention) or context.method_name != "__call__":
         return run(*args, **kwargs)
     call = _ATTENTION.bind(module, *args, **kwargs).arguments
-    at, x = call["cache"], call["x"]
-    if not isinstance(at, LayerOfPass):
+    handle, x = call["cache"], call["x"]
+    if not isinstance(handle, CacheHandle):
         return run(*args, **kwargs)
     if module.use_qkv_einsum:
         q, k, v = module.qkv_einsum("BTD,SNDH->SBTNH", x)
@@ -180,35 +171,29 @@ def _attend_in_attention(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
     scale = module.query_pre_attn_scalar * module.head_dim**0.5
     projection = module.attn_vec_einsum
     weight = projection.get_variable("params", projection.weight_name)
-    out = at.attend(q if scale == 1 else q * scale, k, v, x, weight)
-    return at, projection("BTNH,NHD->BTD", out.astype(x.dtype))
+    out = handle.attend(q if scale == 1 else q * scale, k, v, x, weight)
+    return handle, projection("BTNH,NHD->BTD", out.astype(x.dtype))
 
 
 def check_model(model: Any, params: Any) -> None:
     """Compares an attention layer of each kind with this adapter's reading of it; raises KvjaxError if they differ."""
+    dtype = jax.tree.leaves(params)[0].dtype
     checked = set()
     for i, spec in enumerate(layer_specs(model)):
         if spec.without_index in checked:  # layers of one kind differ in their weights alone
             continue
         checked.add(spec.without_index)
-        one = [dataclasses.replace(spec, index=0, num_layers=1, method_layers=None)]
 
         def run(cache: Any, x: Array, positions: Array, mask: Array, i: int = i) -> Array:
             with nn.intercept_methods(_attend_in_attention):
                 return model.apply({"params": params}, method=lambda m: m.blocks[i].attn(x, positions, cache, mask)[1])
 
-        def run_attached(x: Array, positions: Array, mask: Array, one: Any = one, run: Any = run) -> Array:
-            layers = kvjax.attach("full", one, capacity=PROBE_CAPACITY)
-            return run(LayerOfPass(Pass(layers, positions), 0), x, positions, mask)
-
-        dtype = jax.tree.leaves(params)[0].dtype
-        run_own = functools.partial(run, None)
-        check_layer(f"layer {i}", "gemma", TESTED, model.config.embed_dim, dtype, run_own, run_attached)
+        check_layer(spec, run, package="gemma", tested=TESTED, width=model.config.embed_dim, dtype=dtype)
 
 
 @struct.dataclass(kw_only=True)
 class SamplingState:
-    """What a sampler knows between two steps, and between two turns.
+    """The state of a sampler between two steps, and between two turns.
 
     Attributes:
       step: tokens predicted in this turn.
@@ -343,7 +328,7 @@ class Sampler(gm.text.Sampler):
             cache = init_cache(self.model, self.method, self.cache_length)
             width = next((n for n in self._buckets if n >= tokens.shape[1]), tokens.shape[1])
             width = max(min(width, self.cache_length), tokens.shape[1])
-            starts, chunk = [0], width
+            starts, chunk_tokens = [0], width
         else:
             cache = last_state.cache
             if len(last_state.last_token) != B:
@@ -353,30 +338,30 @@ class Sampler(gm.text.Sampler):
             tokens = jnp.concatenate([last_state.last_token[:, None], tokens], axis=1)
             lengths, longest, num_before = lengths + 1, longest + 1, int(to_numpy(cache[0].length).max())
             windows = [x.layer.spec.rule.window for x in cache.values()]
-            chunk = min(TURN_CHUNK_TOKENS, *(w or TURN_CHUNK_TOKENS for w in windows))
-            width = -(-tokens.shape[1] // chunk) * chunk
-            starts = list(range(0, width, chunk))
-        room = self.cache_length - num_before - longest + 1
+            chunk_tokens = min(TURN_CHUNK_TOKENS, *(window or TURN_CHUNK_TOKENS for window in windows))
+            width = -(-tokens.shape[1] // chunk_tokens) * chunk_tokens
+            starts = list(range(0, width, chunk_tokens))
+        # The last token of an answer is not run, so that it needs no slot.
+        headroom_tokens = self.cache_length - num_before - longest + 1
         # A prompt is compressed after it has been read, so that it has to fit even where the state is of constant size.
-        if all(x.layer.has_constant_size for x in cache.values()) and (room > 0 or last_state is not None):
-            room = max_new_tokens
-        if room < 1:
+        if all(x.layer.has_constant_size for x in cache.values()) and (headroom_tokens > 0 or last_state is not None):
+            headroom_tokens = max_new_tokens
+        if headroom_tokens < 1:
             raise KvjaxError(
-                f"the conversation has {num_before + longest} tokens and the cache room for "
-                f"{self.cache_length}; take a "
-                "larger cache_length, or a method of constant size, such as streaming_llm, h2o or tova"
+                f"the conversation has {num_before + longest} tokens and the cache room for {self.cache_length}; "
+                "take a larger cache_length, or a method of constant size, such as streaming_llm, h2o or tova"
             )
         tokens = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
-        at = jnp.arange(width, dtype=jnp.int32)[None]
-        before = jnp.zeros((B, 1), jnp.int32) if last_state is None else cache[0].length[:, None]
-        positions = jnp.where(at < lengths[:, None], before + at, -1)
+        offsets = jnp.arange(width, dtype=jnp.int32)[None]
+        first_position = jnp.zeros((B, 1), jnp.int32) if last_state is None else cache[0].length[:, None]
+        positions = jnp.where(offsets < lengths[:, None], first_position + offsets, -1)
         logits = None
         for start in starts:
-            part = slice(start, start + chunk)
-            new, cache = _run_tokens(self.model, self.params, tokens[:, part], positions[:, part], cache)
+            chunk = slice(start, start + chunk_tokens)
+            chunk_logits, cache = _run_tokens(self.model, self.params, tokens[:, chunk], positions[:, chunk], cache)
             # Each sequence's logits come from the chunk that has its last token.
-            has_token = (positions[:, part] >= 0).any(axis=1)[:, None]
-            logits = new if logits is None else jnp.where(has_token, new, logits)
+            has_token = (positions[:, chunk] >= 0).any(axis=1)[:, None]
+            logits = chunk_logits if logits is None else jnp.where(has_token, chunk_logits, logits)
         end_tokens = (self.tokenizer.special_tokens.EOS, self.tokenizer.special_tokens.END_OF_TURN)
         loop = _Loop(
             self.model,
@@ -393,7 +378,7 @@ class Sampler(gm.text.Sampler):
             cache=cache,
         )
         state = _choose(loop, state, logits)
-        limit = min(max_new_tokens, room)
+        limit = min(max_new_tokens, headroom_tokens)
         if stream:
             states = self._stream(loop, state, limit, max_new_tokens)
             return self._stream_decode_state(states, return_state=return_state)
@@ -420,8 +405,7 @@ class Sampler(gm.text.Sampler):
         if limit < max_new_tokens and not to_numpy(state.done).all():
             warnings.warn(
                 f"the cache of {self.cache_length} tokens is full, and the answer ends there; take a larger "
-                f"cache_length, or a "
-                "method of constant size, such as streaming_llm, h2o or tova",
+                "cache_length, or a method of constant size, such as streaming_llm, h2o or tova",
                 KvjaxWarning,
                 stacklevel=3,
             )

@@ -4,21 +4,19 @@
     tunix.use(model, "snapkv:budget=512")
 
 Two lines, before `Sampler(model, tokenizer, cache_config)` is made. The model's weights, checkpoints and sharding stay
-as they
-are; only this one model object changes, and `with tunix.use(..):` or `remove()` changes it back. The sampler asks the
-model for its cache and gets kvjax' states; its `cache_size` is the capacity. It pads prompts on the left, compiles,
-and donates the states as it does its own.
+as they are; only this one model object changes, and `with tunix.use(..):` or `remove()` changes it back. The sampler
+asks the model for its cache and gets kvjax's states; its `cache_size` is the capacity. It pads prompts on the left,
+compiles, and donates the states as it does its own.
 
-How it is done: the classes of this object's model and attention layers are replaced by subclasses. The model's
-`__call__`
-reads positions and padding once for all layers and compresses after the prompt where a method does; an attention's
-`block`
+The classes of this object's model and attention layers are replaced by subclasses. The model's `__call__` reads
+positions and padding once for all layers, and compresses after the prompt where a method does. An attention's `block`
 hands its rotated queries, keys and values to `kvjax.attend`. Calls without a cache (training, scoring) run the
 package's code.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -31,10 +29,8 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.adapters.common import GIVES, PROBE_CAPACITY, LayerOfPass, Pass, check_layer
+from kvjax.adapters.common import GIVES, PROBE_CAPACITY, CacheHandle, ForwardPass, check_layer, make_rope
 from kvjax.cache.protocol import LayerSpec
-from kvjax.core.attention import Rule
-from kvjax.core.rope import Rope, RopeScaling
 from kvjax.core.types import Array
 from kvjax.errors import KvjaxError
 
@@ -43,7 +39,7 @@ TESTED = "0.1.7"
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """How one of the package's model files computes attention.
+    """The attention of one of the package's model files.
 
     Attributes:
       project: (module, attention, x, call) -> queries [B T N H], scaled by 1 / sqrt(H), keys and values [B T K H],
@@ -125,24 +121,27 @@ def _project_gemma3(module: ModuleType, attention: Any, x: Array, call: Any) -> 
     return q if scale == 1 else q * scale, k, v
 
 
-def _theta_3(module: ModuleType, attention: Any) -> tuple[float, float]:
+def _read_theta_gemma3(module: ModuleType, attention: Any) -> tuple[float, float]:
     return float(attention.rope_base_frequency), float(attention.rope_scale_factor)
 
 
 FAMILIES = {
     "tunix.models.llama3.model": _Family(
-        _project_llama, "o_proj", lambda m, a: (_default_theta(m, "rope_theta"), 1.0), _rotate
+        _project_llama, "o_proj", lambda module, attention: (_default_theta(module, "rope_theta"), 1.0), _rotate
     ),
     "tunix.models.qwen2.model": _Family(
-        _project_qwen2, "o_proj", lambda m, a: (float(a.config.rope_theta), 1.0), _rotate_qwen2
+        _project_qwen2, "o_proj", lambda module, attention: (float(attention.config.rope_theta), 1.0), _rotate_qwen2
     ),
     "tunix.models.qwen3.model": _Family(
-        _project_qwen3, "o_proj", lambda m, a: (_default_theta(m, "rope_theta"), 1.0), _rotate
+        _project_qwen3, "o_proj", lambda module, attention: (_default_theta(module, "rope_theta"), 1.0), _rotate
     ),
     "tunix.models.gemma.model": _Family(
-        _project_gemma, "attn_vec_einsum", lambda m, a: (_default_theta(m, "max_wavelength"), 1.0), _rotate
+        _project_gemma,
+        "attn_vec_einsum",
+        lambda module, attention: (_default_theta(module, "max_wavelength"), 1.0),
+        _rotate,
     ),
-    "tunix.models.gemma3.model": _Family(_project_gemma3, "attn_vec_einsum", _theta_3, _rotate_gemma3),
+    "tunix.models.gemma3.model": _Family(_project_gemma3, "attn_vec_einsum", _read_theta_gemma3, _rotate_gemma3),
 }
 """By the module that defines a model's class."""
 
@@ -152,9 +151,8 @@ FAMILIES = {
 class TunixCache:
     """The states of all layers, as tunix' loops carry them.
 
-    Beam search repeats and gathers every array of a cache by its first axis. Arrays of a state may be shared by all
-    sequences,
-    so that would be wrong; the number of sequences is static here, so that the model sees that it was done.
+    Beam search repeats and gathers every array of a cache by its first axis, which would be wrong for arrays that all
+    sequences share. The number of sequences is therefore static: the model sees by it that beam search was at work.
     """
 
     leaves: list[Array]
@@ -207,8 +205,7 @@ def use(model: Any, method: Any) -> Use:
     """Puts a method into a model of google-tunix: its `Sampler` then generates under it.
 
     Make the `Sampler` afterwards: it keeps what the model was when the sampler was made. Another call replaces the
-    method.
-    A method's `capacity` is the sampler's `cache_size`.
+    method. A method's `capacity` is the sampler's `cache_size`.
 
     Args:
       model: a `Llama3`, `Qwen2`, `Qwen3`, `Gemma` (1 and 2) or `Gemma3` of the package; it is changed in place.
@@ -219,8 +216,7 @@ def use(model: Any, method: Any) -> Use:
 
     Raises:
       KvjaxError: another model; a version of the package whose attention differs from the tested one; a method that
-        needs
-        what the model does not give.
+        needs what the model does not give.
     """
     if hasattr(model, "model_def_and_state"):
         raise KvjaxError(
@@ -236,10 +232,10 @@ def use(model: Any, method: Any) -> Use:
     classes: list[tuple[Any, type]] = []
     undo = Use(model, classes)
     checked = set()
-    for i, (layer, spec) in enumerate(zip(model.layers, specs, strict=True)):
+    for layer, spec in zip(model.layers, specs, strict=True):
         if spec.without_index not in checked:  # layers of one kind differ in their weights alone
             kvjax.check_rope(spec, functools.partial(family.rotate, module, layer.attn))
-            _check_attention(family, module, layer.attn, spec, f"layer {i}")
+            _check_attention(family, module, layer.attn, spec)
             checked.add(spec.without_index)
         for part, make in ((layer.attn, _attention_class), (layer, _without_remat)):
             classes.append((part, type(part)))
@@ -252,27 +248,21 @@ def use(model: Any, method: Any) -> Use:
 def layer_specs(model: Any) -> tuple[LayerSpec, ...]:
     """Describes the layers of a model of google-tunix: heads, rotation, window and soft cap, read off its modules."""
     family, module = _family_of(model)
-    specs = []
-    for i, layer in enumerate(model.layers):
-        a = layer.attn
-        heads, head_dim, _ = getattr(a, family.output).shape
-        kv_heads = a.k_proj.shape[1] if hasattr(a, "k_proj") else a.num_kv_heads
-        theta, divisor = family.rope(module, a)
-        is_local = getattr(getattr(a, "attn_type", None), "name", "GLOBAL") == "LOCAL_SLIDING"
-        specs.append(
-            LayerSpec(
-                index=i,
-                num_layers=len(model.layers),
-                num_kv_heads=kv_heads,
-                num_groups=heads // kv_heads,
-                head_dim=head_dim,
-                rope=Rope(head_dim, theta, None if divisor == 1 else RopeScaling("linear", divisor)),
-                rule=Rule(a.sliding_window_size if is_local else None, getattr(a, "attn_logits_soft_cap", None)),
-            )
+    by_layer: dict[str, list[Any]] = collections.defaultdict(list)
+    for layer in model.layers:
+        attention = layer.attn
+        heads, head_dim, _ = getattr(attention, family.output).shape
+        theta, divisor = family.rope(module, attention)
+        is_local = getattr(getattr(attention, "attn_type", None), "name", "GLOBAL") == "LOCAL_SLIDING"
+        by_layer["heads"].append(heads)
+        by_layer["kv_heads"].append(
+            attention.k_proj.shape[1] if hasattr(attention, "k_proj") else attention.num_kv_heads
         )
-    # Methods leave layers with a window alone, as in kvjax' own decoder.
-    method_layers = tuple(spec.index for spec in specs if spec.rule.window is None)
-    return tuple(dataclasses.replace(spec, method_layers=method_layers) for spec in specs)
+        by_layer["head_dim"].append(head_dim)
+        by_layer["rope"].append(make_rope(head_dim, theta, divisor))
+        by_layer["window"].append(attention.sliding_window_size if is_local else None)
+        by_layer["soft_cap"].append(getattr(attention, "attn_logits_soft_cap", None))
+    return kvjax.specs_of(len(model.layers), **by_layer)
 
 
 def _family_of(model: Any) -> tuple[_Family, ModuleType]:
@@ -281,36 +271,26 @@ def _family_of(model: Any) -> tuple[_Family, ModuleType]:
             return FAMILIES[cls.__module__], sys.modules[cls.__module__]
     names = ", ".join(name.split(".")[2] for name in FAMILIES)
     raise KvjaxError(
-        f"{type(model).__module__}.{type(model).__name__} is no model that this adapter knows; it knows "
-        f"google-tunix' {names}. "
-        "docs/your_model.md shows the two lines that put kvjax.attend into any other decoder"
+        f"{type(model).__module__}.{type(model).__name__} is no model that this adapter knows; it knows google-tunix' "
+        f"{names}. docs/your_model.md shows the two lines that put kvjax.attend into any other decoder"
     )
 
 
-def _check_attention(family: _Family, module: ModuleType, attention: Any, spec: LayerSpec, name: str) -> None:
+def _check_attention(family: _Family, module: ModuleType, attention: Any, spec: LayerSpec) -> None:
     weight = getattr(attention, family.output).w
     if isinstance(weight[...], jax.ShapeDtypeStruct):  # a model whose weights come later
         return
-    attached = _attention_class(type(attention), family, module)
+    block = _attention_class(type(attention), family, module).block
+    names = inspect.signature(type(attention).block).parameters
 
-    def run(block: Callable, cache: Any, x: Array, positions: Array, mask: Array) -> Array:
+    def run(cache: CacheHandle | None, x: Array, positions: Array, mask: Array) -> Array:
         call = {"x": x, "segment_pos": positions, "cache": cache, "attn_mask": mask}
-        names = inspect.signature(type(attention).block).parameters
         if "sin" in names:
             angles = module._generate_pos_embeddings(positions, attention.head_dim, attention.config.rope_theta)
             call["sin"], call["cos"] = (angle.astype(x.dtype) for angle in angles)
-        return block(attention, **{n: call[n] for n in names if n in call})[1]
+        return block(attention, **{name: call[name] for name in names if name in call})[1]
 
-    def run_attached(x: Array, positions: Array, mask: Array) -> Array:
-        layers = kvjax.attach(
-            "full", [dataclasses.replace(spec, index=0, num_layers=1, method_layers=None)], capacity=PROBE_CAPACITY
-        )
-        return run(attached.block, LayerOfPass(Pass(layers, positions), 0), x, positions, mask)
-
-    def run_own(x: Array, positions: Array, mask: Array) -> Array:
-        return run(type(attention).block, None, x, positions, mask)
-
-    check_layer(name, "google-tunix", TESTED, weight.shape[-1], weight.dtype, run_own, run_attached)
+    check_layer(spec, run, package="google-tunix", tested=TESTED, width=weight.shape[-1], dtype=weight.dtype)
 
 
 def _attention_class(base: type, family: _Family, module: ModuleType) -> type:
@@ -318,21 +298,21 @@ def _attention_class(base: type, family: _Family, module: ModuleType) -> type:
 
     def block(self, *args, **kwargs):
         call = signature.bind(self, *args, **kwargs).arguments
-        at = call["cache"]
-        if not isinstance(at, LayerOfPass):
+        handle = call["cache"]
+        if not isinstance(handle, CacheHandle):
             return base.block(self, *args, **kwargs)
         if call.get("segment_ids") is not None:
             raise KvjaxError("packed sequences (segment_ids) have no cache: give one sequence per row, or no cache")
         x = call["x"]
         q, k, v = family.project(module, self, x, call)
         projection = getattr(self, family.output)
-        out = at.attend(q, k, v, x, projection.w[...])
-        return at, projection(out.astype(x.dtype))
+        out = handle.attend(q, k, v, x, projection.w[...])
+        return handle, projection(out.astype(x.dtype))
 
     def __call__(self, *args, **kwargs):
-        # Rematerialization is for gradients, and it would copy `cache`, through which the layers of a pass meet.
+        # Rematerialization is for gradients, and it would copy the handles, through which layers share values.
         call = signature.bind(self, *args, **kwargs).arguments
-        return (block if isinstance(call["cache"], LayerOfPass) else base.__call__)(self, *args, **kwargs)
+        return (block if isinstance(call["cache"], CacheHandle) else base.__call__)(self, *args, **kwargs)
 
     return type(base.__name__, (base,), {"block": block, "__call__": __call__, "__module__": base.__module__})
 
@@ -342,7 +322,7 @@ def _without_remat(base: type, family: _Family, module: ModuleType) -> type:
 
     def __call__(self, *args, **kwargs):
         call = signature.bind(self, *args, **kwargs).arguments
-        run = base.block if isinstance(call["cache"], LayerOfPass) else base.__call__
+        run = base.block if isinstance(call["cache"], CacheHandle) else base.__call__
         return run(self, *args, **kwargs)
 
     return type(base.__name__, (base,), {"__call__": __call__, "__module__": base.__module__})
@@ -383,20 +363,19 @@ def _model_class(base: type, method: Any, specs: tuple[LayerSpec, ...], undo: Us
         if tokens.shape[0] != cache.batch_size:
             raise KvjaxError(
                 f"the cache holds {cache.batch_size} sequences and {tokens.shape[0]} came: beam search copies caches "
-                f"array by "
-                "array, which states do not allow. Sample with beam_size=None (greedy, top_p)"
+                "array by array, which states do not allow. Sample with beam_size=None (greedy, top_p)"
             )
         positions = _mark_padding(positions, mask, cache.num_tokens)
 
         def run(tokens: Array, positions: Array, layers: dict[int, Any]) -> tuple[Array, dict[int, Any]]:
-            current = Pass(layers, positions)
+            forward_pass = ForwardPass(layers, positions)
             given = {
                 tokens_name: tokens,
                 "positions": jnp.maximum(positions, 0),
-                "cache": {f"layer_{i}": LayerOfPass(current, i) for i in range(len(specs))},
+                "cache": {f"layer_{i}": CacheHandle(forward_pass, i) for i in range(len(specs))},
             }
             logits, _ = base.__call__(self, **{**call, **given})
-            return logits, current.layers
+            return logits, forward_pass.layers
 
         logits, layers = run(tokens, positions, cache.unpack())
         if cache.is_prompt:
