@@ -1,10 +1,11 @@
-"""A long conversation with Gemma 3 in google-deepmind's `gemma`, under a method: what the cache holds after each turn.
+"""Bytes of the cache after each turn of a long conversation with Gemma 3 in google-deepmind's `gemma`, under a method.
 
     make adapters
     .venv-adapters/bin/python -m experiments.gemma_chat --model FOLDER
 
 FOLDER is a converted Gemma 3 270M (`kvjax models`). The user's turns are paragraphs of this repository's pages. The
-package's own sampler stops at its `cache_length`, 4,096 tokens; an exact cache of the whole conversation stands beside.
+package's own sampler stops at its `cache_length`, 4,096 tokens. `full_bytes` is the size of an exact cache of the whole
+conversation.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ METHOD = "streaming_llm:sinks=4,recent=1020"
 
 
 def gemma_params(params: Any, config: Any) -> Any:
-    """Renames kvjax' parameters of a Gemma 3 to those of `gm.nn`."""
+    """Renames kvjax's parameters of a Gemma 3 to those of `gm.nn`."""
 
     def layer(p: Any) -> Any:
         a, mlp = p["attention"], p["mlp"]

@@ -107,7 +107,7 @@ def missing_note() -> list[str]:
 
 
 def llama_config(config: kvjax.Config) -> Any:
-    """The configuration of the same model in transformers."""
+    """Returns the configuration of the same model in transformers."""
     from transformers import LlamaConfig  # here, since it is optional and slow to import
 
     a = config.kind(0).attention
@@ -126,8 +126,8 @@ def llama_config(config: kvjax.Config) -> Any:
     )
 
 
-def transpose(kernel: Any, num_inputs: int) -> np.ndarray:
-    """A weight with its input axes first -> transformers' matrix [out, in], heads flattened."""
+def transpose_kernel(kernel: Any, num_inputs: int) -> np.ndarray:
+    """Makes transformers' matrix [out, in] of a weight whose input axes come first; heads are flattened."""
     return np.ascontiguousarray(np.asarray(kernel).reshape(num_inputs, -1).T)
 
 
@@ -135,15 +135,15 @@ def state_dict(
     config: kvjax.Config,
     params: Any,
     copy: Callable[[Any], Any] = np.array,
-    transpose: Callable[[Any, int], Any] = transpose,
+    transpose: Callable[[Any, int], Any] = transpose_kernel,
 ) -> Iterator[tuple[str, Any]]:
     """Yields kvjax's parameters under transformers' names.
 
     Args:
       config: of the model.
       params: its parameters.
-      copy: makes an array of the other library of one that stays as it is.
-      transpose: makes a matrix [out, in] of a weight and its number of inputs.
+      copy: makes an array of the other library from one that keeps its shape.
+      transpose: makes a matrix [out, in] of the other library from a weight and its number of inputs.
     """
     a = config.kind(0).attention
     D, F, heads = config.width, config.kind(0).mlp.width, a.heads * a.head_dim

@@ -76,7 +76,7 @@ def copy_bandwidth(megabytes: int) -> float:
 COLUMNS = ("context", "batch", "method", "tok/s", "ms/step", "cache GB", "host GB", "of exact bound", "error")
 
 
-def row(record: dict[str, Any]) -> list[Any]:
+def format_row(record: dict[str, Any]) -> list[Any]:
     """Formats the record of one method in one cell."""
     about = [f"{record['context']:,}", record["batch"], record["method"]]
     if "error" in record:
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.write:
                 with args.write.open("a") as file:
                     print(json.dumps(record), file=file)
-            lines.append(row(record))
+            lines.append(format_row(record))
         # Caches of the next cell need the memory.
         del loops, made, sides, side
         if peer is not None:

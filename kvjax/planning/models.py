@@ -26,7 +26,7 @@ from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object, read_text_file
 
 HOLDS_WINDOWS = (
-    "layers with a sliding window hold the tokens of their window alone, except under codecs of token groups"
+    "layers with a sliding window hold the tokens of their window alone, except under gear, kvquant, zipcache and zipvl"
 )
 QUANTIZED = "weights in the dtype of the plan; the file holds them quantized"
 NOT_CONVERTED = "kvjax has no converter for this family yet: the plan is of the shapes"

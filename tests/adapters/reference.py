@@ -1,4 +1,4 @@
-"""Tiny models with kvjax' own weights, what its own decoder makes of them, and a tokenizer that the packages accept."""
+"""Tiny models with kvjax's weights, the answers of kvjax's decoder, and a tokenizer that the packages accept."""
 
 import functools
 
@@ -97,7 +97,7 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def expected(family: str, method: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B n] that kvjax' own decoder predicts greedily, and the logits [B n V] that it chose them by."""
+    """Tokens [B n] that kvjax's own decoder predicts greedily, and the logits [B n V] that it chose them by."""
     config, params = {"llama": llama, "gemma3": gemma3}[family]()
     plan = functional.bind(method, config)
     width = LENGTHS.max()

@@ -1,4 +1,4 @@
-"""gemma's own models under methods: what the package's sampler gives, and what kvjax' own decoder gives."""
+"""gemma's own models under methods: what the package's sampler gives, and what kvjax's own decoder gives."""
 
 import dataclasses
 

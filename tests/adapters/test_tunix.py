@@ -1,4 +1,4 @@
-"""google-tunix' own models and `Sampler`: what they give without us, and what kvjax' own decoder gives."""
+"""google-tunix' own models and `Sampler`: what they give without us, and what kvjax's own decoder gives."""
 
 import types
 

@@ -151,6 +151,7 @@ def test_gemma_3_270m_holds_5_6_times_less_at_32768_tokens():
     )
     rings, whole = (kvjax.planned_bytes(m, config, 32768, dtype="bfloat16") for m in ("full", "full + in_windows"))
     assert rings.held["device"] == 3 * 32768 * 1028 + 15 * 512 * 1028 + 18 * 4 + 4
+    assert round(whole.held["device"] / rings.held["device"], 1) == 5.6
     assert whole.held["device"] / rings.total["device"] > 5.5
 
 

@@ -144,9 +144,7 @@ def gather_scattered(buffers: list[memory.Buffer], idx: list[Array]) -> list[Arr
 
 def move_runs(model: Model, tokens: int, num_moved: int) -> dict[str, Callable[[], float]]:
     """Timed moves of one context's keys and values to the device: all, `num_moved` tokens in one run, or scattered."""
-    c = model.config
-
-    a = c.kind(0).attention
+    c, a = model.config, model.config.kind(0).attention
 
     def fill_host_buffer(count: int, value: int) -> memory.Buffer:
         return memory.pack(jnp.full((1, a.kv_heads, count, a.head_dim), value, model.dtype), host=True)
