@@ -49,7 +49,17 @@ GIVES = {
     "finish": "cache = finish(cache) between the prompt and the first step",
     "repeat": "cache = finish(cache, tokens=tokens, repeat=run) between the prompt and the first step",
 }
-"""What a decoder may have to give to a method beside q, k, v and positions."""
+"""Arguments and calls that some methods need in addition to q, k, v and positions, by their names in `gives`."""
+
+REASONS = {
+    "hidden": "it scores tokens by the vectors that keys and values are projected from",
+    "output_projection": "it scores tokens by what their values add to the output",
+    "cross_layer": "each layer of a step hands a value to the layer above",
+    "drafts": "it reads one step ahead, by a draft of the next token",
+    "repeat": "the model repeats the prompt, and its scores come from that",
+    "finish": "what a layer keeps is known once all layers have seen the prompt",
+}
+"""The reasons for which methods need them, in the order of error messages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +171,18 @@ def specs_of(
       KvjaxError: sizes that do not fit together, or a sequence of another length.
     """
     num_layers = arguments.integer("num_layers", num_layers)
-    given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "rope": rope, "window": window}
-    given |= {"soft_cap": soft_cap, "value_dim": value_dim, "values_from": values_from}
+    arguments_of_layers = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rope": rope,
+        "window": window,
+        "soft_cap": soft_cap,
+        "value_dim": value_dim,
+        "values_from": values_from,
+    }
     by_layer: dict[str, list[Any]] = {}
-    for name, value in given.items():
+    for name, value in arguments_of_layers.items():
         is_sequence = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
         by_layer[name] = list(value) if is_sequence else [value] * num_layers
         if len(by_layer[name]) != num_layers:
@@ -176,32 +194,45 @@ def specs_of(
     method_layers = tuple(i for i, window in enumerate(by_layer["window"]) if window is None)
     specs = []
     for i in range(num_layers):
-        x = {name: values[i] for name, values in by_layer.items()}
+        fields = {name: values[i] for name, values in by_layer.items()}
         where = f" in layer {i}"
-        N, K, H = (arguments.integer(name + where, x[name]) for name in ("heads", "kv_heads", "head_dim"))
+        N, K, H = (arguments.integer(name + where, fields[name]) for name in ("heads", "kv_heads", "head_dim"))
         if N % K:
             raise KvjaxError(
                 f"heads={N}{where} is no multiple of kv_heads={K}: every key/value head serves equally many"
             )
-        if not isinstance(x["rope"], Rope | None):
+        if not isinstance(fields["rope"], Rope | None):
             raise KvjaxError(
-                f"rope{where} is kvjax.Rope(dim, theta=.., scaling=..), or None without rotation, got {x['rope']!r:.80}"
+                f"rope{where} is kvjax.Rope(dim, theta=.., scaling=..), or None without rotation, "
+                f"got {fields['rope']!r:.80}"
             )
-        layer_rope = x["rope"] or Rope(0)
+        layer_rope = fields["rope"] or Rope(0)
         if layer_rope.dim > H or layer_rope.dim % 2:
             raise KvjaxError(
                 f"rope{where} rotates {layer_rope.dim} channels of a head of {H}; give an even number, at most {H}"
             )
         for name in ("window", "value_dim"):
-            if x[name] is not None:
-                x[name] = arguments.integer(name + where, x[name], remedy="; None for none")
-        if x["soft_cap"] is not None:
-            x["soft_cap"] = arguments.number("soft_cap" + where, x["soft_cap"], 1e-3, 1e9, "; None for none")
-        if x["values_from"] is not None:
-            x["values_from"] = arguments.integer("values_from" + where, x["values_from"], 0, remedy="; None for none")
-        rule = Rule(x["window"], x["soft_cap"])
+            if fields[name] is not None:
+                fields[name] = arguments.integer(name + where, fields[name], remedy="; None for none")
+        if fields["soft_cap"] is not None:
+            fields["soft_cap"] = arguments.number("soft_cap" + where, fields["soft_cap"], 1e-3, 1e9, "; None for none")
+        if fields["values_from"] is not None:
+            fields["values_from"] = arguments.integer(
+                "values_from" + where, fields["values_from"], 0, remedy="; None for none"
+            )
         specs.append(
-            LayerSpec(i, num_layers, K, N // K, H, layer_rope, rule, x["value_dim"], x["values_from"], method_layers)
+            LayerSpec(
+                index=i,
+                num_layers=num_layers,
+                num_kv_heads=K,
+                num_groups=N // K,
+                head_dim=H,
+                rope=layer_rope,
+                rule=Rule(fields["window"], fields["soft_cap"]),
+                value_dim=fields["value_dim"],
+                values_from=fields["values_from"],
+                method_layers=method_layers,
+            )
         )
     return tuple(specs)
 
@@ -222,7 +253,7 @@ def attach(
       method: a method or its string, as in "snapkv:budget=256 + int8".
       specs: of the layers, from `specs_of`.
       capacity: tokens that a sequence may grow to.
-      gives: what the decoder gives beside q, k, v and positions: names of `GIVES`.
+      gives: what the decoder gives in addition to q, k, v and positions: names of `GIVES`.
       differentiable: gradients pass through what the cache stores; see `kvjax.functional.bind`.
       mesh: the devices that heads and sequences are split over; None for one device, or for the compiler's choice.
 
@@ -264,51 +295,31 @@ def attach(
 def _check_gives(plan: Sequence[BoundLayer], gives: Collection[str]) -> None:
     """Raises KvjaxError, with each remedy, for what a method needs and the decoder does not give."""
     needs = [layer.needs for layer in plan]
-    gives = {*gives, "finish"} if "repeat" in gives else gives
-    why = {
-        "hidden": (
-            any(n.hidden_states for n in needs),
-            "it scores tokens by the vectors that keys and values are projected from",
-            "",
-        ),
-        "output_projection": (
-            any(n.output_projection for n in needs),
-            "it scores tokens by what their values add to the output",
-            "",
-        ),
-        "cross_layer": (
-            any(n.cross_layer for n in needs),
-            "each layer of a step hands a value to the layer above",
-            "",
-        ),
-        "drafts": (
-            any(n.draft_tokens for n in needs),
-            "it reads one step ahead, by a draft of the next token",
-            "; kcache has the same layout without drafts",
-        ),
-        "repeat": (
-            any(n.replay for n in needs),
-            "the model repeats the prompt, and its scores come from that",
-            "; turned_queries scores in one pass",
-        ),
-        "finish": (
-            any((n.global_budget or n.paired_layer) and not n.replay for n in needs),
-            "what a layer keeps is known once all layers have seen the prompt",
-            "; under head_shares the division is known beforehand" if any(n.global_budget for n in needs) else "",
-        ),
+    divides_budget = any(n.global_budget for n in needs)
+    is_needed = {
+        "hidden": any(n.hidden_states for n in needs),
+        "output_projection": any(n.output_projection for n in needs),
+        "cross_layer": any(n.cross_layer for n in needs),
+        "drafts": any(n.draft_tokens for n in needs),
+        "repeat": any(n.replay for n in needs),
+        "finish": any((n.global_budget or n.paired_layer) and not n.replay for n in needs),
     }
-    missing = [
-        f"{reason}: {GIVES[name]}{other}"
-        for name, (is_needed, reason, other) in why.items()
-        if is_needed and name not in gives
-    ]
-    if missing:
-        names = [name for name, (is_needed, *_) in why.items() if is_needed]
-        promise = f"gives={tuple(names)!r}"
-        raise KvjaxError(
-            f"this method needs more than q, k, v and positions. {'. '.join(x[0].upper() + x[1:] for x in missing)}. "
-            f"Say attach(.., {promise}) once your decoder does so"
-        )
+    # A decoder that repeats the prompt does so in `finish`.
+    gives = {*gives, "finish"} if "repeat" in gives else gives
+    needed = [name for name in REASONS if is_needed[name]]
+    missing = [name for name in needed if name not in gives]
+    if not missing:
+        return
+    alternatives = {
+        "drafts": "; kcache has the same layout without drafts",
+        "repeat": "; turned_queries scores in one pass",
+        "finish": "; under head_shares the division is known beforehand" if divides_budget else "",
+    }
+    sentences = [f"{REASONS[name].capitalize()}: {GIVES[name]}{alternatives.get(name, '')}" for name in missing]
+    raise KvjaxError(
+        f"this method needs more than q, k, v and positions. {'. '.join(sentences)}. "
+        f"Say attach(.., gives={tuple(needed)!r}) once your decoder does so"
+    )
 
 
 class _Absent:
@@ -587,12 +598,13 @@ def _find_wrong(
     # A state of constant size has room for any step, but a prompt is cut at the capacity before it is compressed.
     is_limited = isinstance(cache.state, Empty) or not layer.has_constant_size
     exceeds = (length > layer.capacity) if is_limited else jnp.zeros_like(does_not_continue)
-    others = jnp.zeros_like(exceeds)
-    if (first := layer.spec.values_from) is not None:  # the values that are given are not stored
-        others = (inputs.v != inputs.k[..., first : first + layer.spec.value_dim]).any((1, 2, 3))
-    if any(isinstance(x, Tracer) for x in (does_not_continue, exceeds, others)):
-        return does_not_continue | exceeds | others
-    if to_numpy(others).any():
+    has_other_values = jnp.zeros_like(exceeds)
+    first = layer.spec.values_from
+    if first is not None:  # v is not stored, and is read as these channels of k
+        has_other_values = (inputs.v != inputs.k[..., first : first + layer.spec.value_dim]).any((1, 2, 3))
+    if any(isinstance(x, Tracer) for x in (does_not_continue, exceeds, has_other_values)):
+        return does_not_continue | exceeds | has_other_values
+    if to_numpy(has_other_values).any():
         raise KvjaxError(
             f"the spec says that values are the channels of the keys from {first} on, and v holds others; give "
             "v = k[..., values_from:values_from + value_dim], or leave values_from out of kvjax.specs_of"
@@ -670,9 +682,7 @@ def finish(
     compressed = {
         x.state.index: dataclasses.replace(x, state=state) for x, state in zip(ordered, vary(states), strict=True)
     }
-    return jax.tree.map(
-        lambda x: compressed[x.state.index] if isinstance(x, LayerCache) else x, cache, is_leaf=_is_layer_cache
-    )
+    return _map_layer_caches(lambda x: compressed[x.state.index], cache)
 
 
 def _repeat_prompt(
@@ -687,33 +697,29 @@ def _repeat_prompt(
     # Layers with a window may repeat nothing, and keep no order.
     lengths, order = caches[0].length, next(x.state.order for x in caches if x.layer.bound.needs.replay)
     assert lengths is not None
-    (B, T), index = lengths.shape + caches[0].state.prompt.k.shape[2:3], np.int32
+    B, T = len(lengths), caches[0].state.prompt.k.shape[2]
     if tokens.shape != (B, T):
         raise KvjaxError(f"tokens are those of the prompt, of shape {(B, T)}, got {tokens.shape}")
     tokens = tokens if order is None else jnp.take_along_axis(tokens, order, 1)
     width = max(map(len, replay_prompts)) + settings.lead_tokens + min(settings.chunk_tokens, T)
 
-    def with_start(start: Array | None) -> Callable[[Any], Any]:
-        def change(x: Any) -> Any:
-            if not isinstance(x, LayerCache):
-                return x
-            return dataclasses.replace(x, state=dataclasses.replace(x.state, start=start))
-
-        return change
+    def set_start(cache: Any, start: Array | None) -> Any:
+        return _map_layer_caches(
+            lambda x: dataclasses.replace(x, state=dataclasses.replace(x.state, start=start)), cache
+        )
 
     for start in range(0, T, settings.chunk_tokens):
         instruction = np.asarray(replay_prompts[min(start, 1)], np.int32)
         first = max(start - settings.lead_tokens, 0)
         copied = tokens[:, first : start + settings.chunk_tokens]
-        copy, num_tokens = copy_chunk(copied, lengths, instruction, index(start), index(first), width=width)
+        copy, num_tokens = copy_chunk(copied, lengths, instruction, np.int32(start), np.int32(first), width=width)
         pos = token_positions(copy, num_tokens)
         pos = jnp.where(pos >= 0, lengths[:, None] + pos, -1)
-        started = jax.tree.map(with_start(jnp.int32(start)), cache, is_leaf=_is_layer_cache)
-        repeated = repeat(started, copy, pos)
+        repeated = repeat(set_start(cache, jnp.int32(start)), copy, pos)
         for x in _layer_caches(repeated):
             if not isinstance(x.state, ExactPrompt) or x.state.start is None:
                 raise KvjaxError("repeat returns the cache that kvjax.attend has returned in every layer")
-        cache = jax.tree.map(with_start(None), repeated, is_leaf=_is_layer_cache)
+        cache = set_start(repeated, None)
     return cache
 
 
@@ -721,9 +727,14 @@ def _is_layer_cache(x: Any) -> bool:
     return isinstance(x, LayerCache)
 
 
+def _map_layer_caches(change: Callable[[LayerCache], LayerCache], cache: Any) -> Any:
+    """Changes every layer's cache in a pytree, and leaves its other entries."""
+    return jax.tree.map(lambda x: change(x) if _is_layer_cache(x) else x, cache, is_leaf=_is_layer_cache)
+
+
 def _layer_caches(cache: Any) -> list[LayerCache]:
     """The layers' caches in a pytree; raises KvjaxError where there are none."""
-    caches = [x for x in jax.tree.leaves(cache, is_leaf=_is_layer_cache) if isinstance(x, LayerCache)]
+    caches = [x for x in jax.tree.leaves(cache, is_leaf=_is_layer_cache) if _is_layer_cache(x)]
     if not caches:
         raise KvjaxError(f"cache is what kvjax.attach returns, of all layers, got {type(cache).__name__}")
     return caches

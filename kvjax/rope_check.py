@@ -21,9 +21,7 @@ TOLERANCE = 2e-3
 
 
 @checks_keywords
-def check_rope(
-    spec: LayerSpec | Rope, rotate: Callable[[Array, Array], Array], *, layout: str = "BTNH", theta_digits: int = 3
-) -> None:
+def check_rope(spec: LayerSpec | Rope, rotate: Callable[[Array, Array], Array], *, layout: str = "BTNH") -> None:
     """Checks that a decoder rotates queries and keys as its spec says.
 
     Methods that store keys before RoPE, renumber positions, or turn queries to other positions use the spec's rotation.
@@ -33,7 +31,6 @@ def check_rope(
       spec: of a layer, from `specs_of`, or its rope.
       rotate: the decoder's function (x, positions) -> x of the same shape, for x f32[B T N H] and positions i32[B T].
       layout: "BTNH", or "BNTH" for a function that takes x [B N T H].
-      theta_digits: of a theta in the error.
 
     Raises:
       KvjaxError: they differ; the message says which convention the decoder's function looks like.
@@ -46,10 +43,8 @@ def check_rope(
         raise KvjaxError(f"spec is an entry of kvjax.specs_of(..), or a kvjax.Rope, got {type(spec).__name__}")
     if layout not in ("BTNH", "BNTH"):
         raise KvjaxError(f"layout is one of 'BTNH', 'BNTH', got {layout!r:.60}")
-    # Row h holds the unit vector of channel h at all positions, so that the results are the rotation's matrices.
-    positions = jnp.broadcast_to(jnp.asarray(POSITIONS, jnp.int32), (H, len(POSITIONS)))
-    x = jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32)[:, None, None], (H, len(POSITIONS), 1, H))
-    x = x if layout == "BTNH" else jnp.swapaxes(x, 1, 2)
+    x, positions = _unit_vectors(H)
+    x = jnp.swapaxes(x, 1, 2) if layout == "BTNH" else x
     rotated = rotate(x, positions)
     if getattr(rotated, "shape", None) != x.shape:
         raise KvjaxError(
@@ -57,24 +52,40 @@ def check_rope(
         )
     got = to_numpy(rotated).astype(np.float64)
     got = got[:, :, 0] if layout == "BTNH" else got[:, 0]  # [channel, position, channel]
-    want = to_numpy(rope.rotate(jnp.swapaxes(x, 1, 2) if layout == "BTNH" else x, positions[:, None]))[:, 0]
-    want = want.astype(np.float64)
+    want = _rotation_matrices(rope, H)
     # YaRN and LongRoPE multiply rotated vectors by a factor; kvjax's decoder has its square in the queries instead, and
     # a decoder may have it on either side.
     factor = np.where(np.arange(H) < rope.dim, rope.query_factor**0.5, 1.0)
     if min(np.abs(got - want).max(), np.abs(got - want * factor).max()) <= TOLERANCE:
         return
     off = np.abs(got - want).max((0, 2))
-    looks = _describe(got, rope, H, theta_digits)
     raise KvjaxError(
-        f"rotate differs from {rope} by {off.max():.2g} at position {POSITIONS[int(off.argmax())]}; it {looks}"
+        f"rotate differs from {rope} by {off.max():.2g} at position {POSITIONS[int(off.argmax())]}; "
+        f"it {_describe(got, want, rope)}"
     )
 
 
-def _describe(got: np.ndarray, rope: Rope, H: int, digits: int) -> str:
+def _unit_vectors(H: int) -> tuple[Array, Array]:
+    """Returns x f32[H 1 T H] and positions i32[H T]: sequence h holds the unit vector of channel h at all positions.
+
+    Their rotations are the rows of the rotation's matrices.
+    """
+    T = len(POSITIONS)
+    positions = jnp.broadcast_to(jnp.asarray(POSITIONS, jnp.int32), (H, T))
+    return jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32)[:, None, None], (H, 1, T, H)), positions
+
+
+def _rotation_matrices(rope: Rope, H: int) -> np.ndarray:
+    """Computes the matrices [channel, position, channel] of a rotary embedding."""
+    x, positions = _unit_vectors(H)
+    return to_numpy(rope.rotate(x, positions[:, None]))[:, 0].astype(np.float64)
+
+
+def _describe(got: np.ndarray, want: np.ndarray, rope: Rope) -> str:
     """Says which convention the matrices [channel, position, channel] look like, and the remedy."""
+    H = len(got)
     identity = np.eye(H)
-    moved = np.abs(got - np.eye(H)[:, None]).max(1)  # how far each unit vector goes, by channel
+    moved = np.abs(got - identity[:, None]).max(1)  # how far each unit vector goes, by channel
     if not (moved > TOLERANCE).any():
         return "does not rotate at all: say rope=None in kvjax.specs_of"
     zero = got[:, POSITIONS.index(0)]
@@ -105,7 +116,8 @@ def _describe(got: np.ndarray, rope: Rope, H: int, digits: int) -> str:
     else:
         return f"pairs channels in a way of its own, channel 0 with {partner[0]}; kvjax pairs i with i + dim / 2"
     one = got[:, POSITIONS.index(1)]
-    freq, expected = np.arctan2(one[first, second], one[first, first]), to_numpy(rope.frequencies()).astype(np.float64)
+    freq = np.arctan2(one[first, second], one[first, first])
+    expected = to_numpy(rope.frequencies()).astype(np.float64)
     found = []
     if is_interleaved and dim > 2:
         found.append(
@@ -118,9 +130,9 @@ def _describe(got: np.ndarray, rope: Rope, H: int, digits: int) -> str:
         found.append("turns in the other direction: negate the sine, or the second half of the channels of q and k")
         freq = np.abs(freq)
     if dim != rope.dim or np.abs(freq - expected).max() > 1e-6 + 1e-3 * expected.max():
-        found += _describe_frequencies(freq, rope, dim, digits)
+        found += _describe_frequencies(freq, rope)
     elif not found:
-        at = POSITIONS[int(np.abs(got - to_numpy(_matrices(rope, H))).max((0, 2)).argmax())]
+        at = POSITIONS[int(np.abs(got - want).max((0, 2)).argmax())]
         found.append(
             f"agrees at position 1 and is off at position {at}: its angles are rounded, as in bfloat16, or its table "
             "ends there; compute angles in float32"
@@ -128,7 +140,7 @@ def _describe(got: np.ndarray, rope: Rope, H: int, digits: int) -> str:
     return ", and ".join(found)
 
 
-def _describe_frequencies(freq: np.ndarray, rope: Rope, dim: int, digits: int) -> list[str]:
+def _describe_frequencies(freq: np.ndarray, rope: Rope) -> list[str]:
     """Compares the angles of position 1 with those of other bases and scalings."""
     half = len(freq)
     if half < 2 or (freq <= 0).any():
@@ -145,17 +157,9 @@ def _describe_frequencies(freq: np.ndarray, rope: Rope, dim: int, digits: int) -
         ]
     found = []
     if abs(theta / rope.theta - 1) > 0.02:
-        found.append(f"looks like theta={theta:.{digits}g} and not {rope.theta:g}: say Rope({dim}, theta=..)")
+        found.append(f"looks like theta={theta:.3g} and not {rope.theta:g}: say Rope({2 * half}, theta=..)")
     if abs(factor - 1) > 0.02:
-        found.append(
-            f"divides positions by {factor:.{digits}g}: say scaling=kvjax.RopeScaling('linear', {factor:.{digits}g})"
-        )
+        found.append(f"divides positions by {factor:.3g}: say scaling=kvjax.RopeScaling('linear', {factor:.3g})")
     if not found and rope.scaling is not None:
         found.append(f"has no scaling of its frequencies, and the spec has {rope.scaling.kind!r}")
     return found or [f"has other frequencies, {freq[:3]} at first"]
-
-
-def _matrices(rope: Rope, H: int) -> Array:
-    positions = jnp.broadcast_to(jnp.asarray(POSITIONS, jnp.int32), (H, 1, len(POSITIONS)))
-    x = jnp.broadcast_to(jnp.eye(H, dtype=jnp.float32)[:, None, None], (H, 1, len(POSITIONS), H))
-    return rope.rotate(x, positions)[:, 0]

@@ -144,7 +144,7 @@ class Config:
         return len(self.pattern)
 
     def kind(self, layer: int) -> LayerKind:
-        """What the layer of this index is made of."""
+        """Returns the kind of the layer of this index."""
         return self.kinds[self.pattern[layer]]
 
     @functools.cached_property
@@ -179,10 +179,10 @@ class Config:
     def with_layers(self, pattern: Sequence[int]) -> Config:
         """Returns the config of layers of these kinds, given by index; kinds that none of them has are left out.
 
-        A layer that reads another one reads the first of these layers that is of that one's kind.
+        A layer that reads another layer reads the first of the new layers whose kind is that of its source.
 
         Raises:
-          KvjaxError: for a layer that reads another one, where none of that one's kind comes before it.
+          KvjaxError: for a layer that reads another layer, where no layer of the source's kind comes before it.
         """
         pattern, used = tuple(pattern), tuple(dict.fromkeys(pattern))
         kinds = []

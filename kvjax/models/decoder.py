@@ -47,9 +47,10 @@ class Attention(nn.Module):
         if factors is not None:
             q = q.astype(jnp.float32)  # until it is multiplied, so that it is rounded once
         if a.rope is not None:
-            rotation = angles[c.ropes.index(a.rope)]
-            q = rotate(q, *(take_tokens(t, query_indices)[:, None, None] for t in rotation))
-            k = None if k is None else rotate(k, *(t[:, None] for t in rotation))
+            cos, sin = angles[c.ropes.index(a.rope)]
+            q_cos, q_sin = take_tokens(cos, query_indices), take_tokens(sin, query_indices)
+            q = rotate(q, q_cos[:, None, None], q_sin[:, None, None])
+            k = None if k is None else rotate(k, cos[:, None], sin[:, None])
         if factors is not None:
             q = (q * jnp.expand_dims(factors, range(q.ndim - 1))).astype(dtype)
         if a.sinks:
@@ -69,18 +70,20 @@ class Attention(nn.Module):
         linear = functools.partial(Linear, bias=a.qkv_bias, dtype=self.dtype)
         norm = functools.partial(RMSNorm, eps=c.norm_eps, dtype=self.dtype, unit_offset=self.kind.unit_offset)
         q = linear("D K G H", (D, K, G, H), name="q")(x_q)
+        if a.qk_norm == "all":
+            q = norm((K, G, H), axes="K G H", name="q_norm")(q)
+        q = jnp.moveaxis(q, 1, 3)
+        if a.qk_norm == "head":
+            q = norm((H,), axes="H", name="q_norm")(q)
         if a.reads_layer is not None:
-            if a.qk_norm == "all":
-                q = norm((K, G, H), axes="K G H", name="q_norm")(q)
-            q = jnp.moveaxis(q, 1, 3)
-            return (norm((H,), axes="H", name="q_norm")(q) if a.qk_norm == "head" else q), None, None, None
+            return q, None, None, None
         k = linear("D K H", (D, K, H), name="k")(x)
         v = linear("D K H", (D, K, a.value_dim), name="v")(x)
         if a.qk_norm == "all":
-            q, k = norm((K, G, H), axes="K G H", name="q_norm")(q), norm((K, H), axes="K H", name="k_norm")(k)
-        q, k, v = jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
+            k = norm((K, H), axes="K H", name="k_norm")(k)
+        k, v = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
         if a.qk_norm == "head":
-            q, k = norm((H,), axes="H", name="q_norm")(q), norm((H,), axes="H", name="k_norm")(k)
+            k = norm((H,), axes="H", name="k_norm")(k)
         return q, k, v, None
 
     def _project_latent(self, x: Array, x_q: Array) -> tuple[Array, Array, Array, Array]:
@@ -160,7 +163,7 @@ class MLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward part of which each token passes a few experts (Shazeer et al., 2017); no token is dropped."""
+    """A feed-forward part of experts; each token passes a few (Shazeer et al., 2017), and no token is dropped."""
 
     width: int  # D
     dtype: jnp.dtype
@@ -196,15 +199,15 @@ class MixtureOfExperts(nn.Module):
         """Chooses the experts of each token: indices i32[T top_k] and weights f32[T top_k]."""
         experts = self.kind.experts
         assert experts is not None
-        logits = Linear("D E", (self.width, experts.count), bias=experts.router_bias, dtype=self.dtype, name="router")(
-            x
-        ).astype(jnp.float32)
+        shape = (self.width, experts.count)
+        router = Linear("D E", shape, bias=experts.router_bias, dtype=self.dtype, name="router")
+        logits = router(x).astype(jnp.float32)
         candidates = logits
         if experts.groups > 1:
             by_group = logits.reshape(len(x), experts.groups, -1)
             _, best = lax.top_k(by_group.max(-1), experts.top_groups)
-            is_open = jax.nn.one_hot(best, experts.groups).sum(1) > 0
-            candidates = jnp.where(is_open[:, :, None], by_group, -jnp.inf).reshape(logits.shape)
+            is_candidate = jax.nn.one_hot(best, experts.groups).sum(1) > 0
+            candidates = jnp.where(is_candidate[:, :, None], by_group, -jnp.inf).reshape(logits.shape)
         best, chosen = lax.top_k(candidates, experts.top_k)
         if experts.normalize:
             weights = jax.nn.softmax(best, -1)
@@ -262,8 +265,9 @@ class Layer(nn.Module):
             y, state = attention(before(x, "attention"), angles, attend, query_indices)
             x = take_tokens(x, query_indices) + after(y, "attention")
         with jax.named_scope("mlp"):
-            part = MLP if kind.mlp.experts is None else MixtureOfExperts
-            return x + after(part(c.width, self.dtype, kind.mlp, name="mlp")(before(x, "mlp")), "mlp"), state
+            module = MLP if kind.mlp.experts is None else MixtureOfExperts
+            y = module(c.width, self.dtype, kind.mlp, name="mlp")(before(x, "mlp"))
+            return x + after(y, "mlp"), state
 
 
 def take_tokens(x: Array, indices: Array | None) -> Array:

@@ -126,9 +126,9 @@ class AttentionKind:
         check_sizes(name, self, "heads", "kv_heads", "head_dim", "value_dim")
         check_switches(name, self, "qkv_bias", "out_bias", "sinks")
         check_factors(name, self, "scale")
-        check_factors("the rule's", self.rule, "soft_cap")
         _check_choice("attention's qk_norm", self.qk_norm, QKNorm)
         _check_parts(name, self, rule=Rule, latent=Latent)
+        check_factors("the rule's", self.rule, "soft_cap")
         if self.rule.window is not None:
             check_sizes("the rule's", self.rule, "window")
         if self.reads_layer is not None:
@@ -152,7 +152,11 @@ class AttentionKind:
             return
         rotated = 0 if rope is None else rope.dim
         expected = {"kv_heads": 1, "head_dim": rotated + latent.rank, "value_dim": latent.rank, "qk_norm": ""}
-        wrong = [f"{x} = {getattr(self, x)!r} for {n!r}" for x, n in expected.items() if getattr(self, x) != n]
+        wrong = [
+            f"{field} = {getattr(self, field)!r} for {value!r}"
+            for field, value in expected.items()
+            if getattr(self, field) != value
+        ]
         if wrong:
             raise KvjaxError(
                 f"latent attention of rank {latent.rank} with {rotated} rotated channels has one key/value head, whose "
@@ -173,7 +177,7 @@ class AttentionKind:
 
     @property
     def query_factor(self) -> float:
-        """What queries are multiplied by, as methods scale dot products by head_dim ** -0.5 in every model."""
+        """The factor of queries, as methods scale dot products by head_dim ** -0.5 in every model."""
         factor = 1.0 if self.scale is None else self.scale * self.head_dim**0.5
         return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-9) else factor
 
@@ -187,7 +191,7 @@ class Experts:
       top_k: experts that a token is sent to.
       normalize: whether the weights of a token's experts sum to one; else they are those of a softmax over all.
       factor: multiplies the weights.
-      shared_width: width of the MLP that every token passes beside its experts; 0 for none.
+      shared_width: width of the MLP that every token passes in addition to its experts; 0 for none.
       shared_bias: whether the projections of that MLP have a bias.
       router_bias: whether the router has a bias.
       groups: equal groups of neighboring experts (DeepSeek-V2); 1 for none.
@@ -214,8 +218,9 @@ class Experts:
                 f"{self.count} experts cannot be chosen from {self.top_groups} of {self.groups} equal groups; groups "
                 "must divide count, and top_groups be at most groups"
             )
-        if self.top_k > (choice := self.count // self.groups * self.top_groups):
-            raise KvjaxError(f"top_k is {self.top_k}, and a token chooses from {choice} experts; lower top_k")
+        candidates = self.count // self.groups * self.top_groups
+        if self.top_k > candidates:
+            raise KvjaxError(f"top_k is {self.top_k}, and a token chooses from {candidates} experts; lower top_k")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ def abstract_params(config: Config, dtype) -> dict:
 
 def divided_sizes(config: Config) -> list[tuple[str, int]]:
     """Returns the sizes that the devices along the heads must divide, in any layer, each with its axis letter."""
-    heads = {("K", kind.attention.kv_heads): None for kind in config.kinds}
-    widths = {("F", kind.mlp.width): None for kind in config.kinds}
-    shared = (kind.mlp.experts.shared_width for kind in config.kinds if kind.mlp.experts is not None)
-    widths |= {("F", width): None for width in shared if width}
-    return [*heads, *widths, ("V", config.vocab_size)]
+    sizes = [("K", kind.attention.kv_heads) for kind in config.kinds]
+    sizes += [("F", kind.mlp.width) for kind in config.kinds]
+    shared_widths = [kind.mlp.experts.shared_width for kind in config.kinds if kind.mlp.experts is not None]
+    sizes += [("F", width) for width in shared_widths if width]
+    return [*dict.fromkeys(sizes), ("V", config.vocab_size)]
 
 
 def param_shardings(config: Config, mesh: Mesh) -> dict:

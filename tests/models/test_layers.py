@@ -155,6 +155,7 @@ ATTENTION = {"heads": 4, "kv_heads": 2, "head_dim": 8, "rope": Rope(8)}
         (lambda: AttentionKind(**ATTENTION, scale=-1.0), "attention's scale must be a positive number, got -1.0"),
         (lambda: AttentionKind(**ATTENTION, qk_norm="layer"), r"qk_norm must be one of .*, got 'layer'"),
         (lambda: AttentionKind(**ATTENTION, rule=Rule(0)), "the rule's window must be an integer from 1"),
+        (lambda: AttentionKind(**ATTENTION, rule=None), "attention's rule must be a Rule, got None"),
         (lambda: AttentionKind(**ATTENTION, latent=Latent(12, 6, 5)), "kv_heads = 2 for 1, head_dim = 8 for 20"),
         (lambda: Experts(4, 5), "top_k is 5, and a token chooses from 4 experts; lower top_k"),
         (lambda: Experts(6, 1, groups=4), "6 experts cannot be chosen from 1 of 4 equal groups"),
