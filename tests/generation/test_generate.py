@@ -172,12 +172,18 @@ def test_sampling_numbers_do_not_recompile(model, loop):
 def test_bytes_of_the_result_are_the_states(model):
     c, B, S = model.config, len(PROMPTS), 64
     a = c.kind(0).attention
-    keys = B * a.kv_heads * S * a.head_dim * 4  # of one layer, as many bytes as its values
-    positions_and_lengths = c.layers * (4 * B * S + 4 * B) + 4 * B
+    keys_of_slot = B * a.kv_heads * a.head_dim * 4  # as many bytes as its values
+    keys = keys_of_slot * S  # of one layer
+    lengths = c.layers * 4 * B + 4 * B
+    positions_and_lengths = c.layers * 4 * B * S + lengths
     out = kvjax.generate(model, PROMPTS, "kcache:device_layers=1 + in_windows", max_new_tokens=4)
     assert out.bytes.total == {"device": 4 * keys + positions_and_lengths, "pinned_host": 2 * keys}
     full = kvjax.generate(model, PROMPTS, "full", max_new_tokens=4)
-    assert full.bytes.total["device"] == 6 * keys + positions_and_lengths
+    # Layer 1 sees 5 tokens: it holds them, and has room for 16.
+    ring = (5 + 16) * (2 * keys_of_slot + 4 * B)
+    assert full.bytes.total["device"] == 4 * keys + 2 * 4 * B * S + ring + lengths
+    in_windows = kvjax.generate(model, PROMPTS, "full + in_windows", max_new_tokens=4)
+    assert in_windows.bytes.total["device"] == 6 * keys + positions_and_lengths
 
 
 @pytest.mark.parametrize(
