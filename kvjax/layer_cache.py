@@ -410,7 +410,7 @@ def attend(
         logits = jnp.asarray(sinks)
         if logits.size != K * G:
             raise KvjaxError(f"sinks have one logit for each of the {K * G} query heads, got shape {logits.shape}")
-        sinks = logits.reshape(K, G)
+        sinks = logits.reshape(1, K, G)
     commit = T if commit is None else arguments.integer("commit", commit, 0, T)
     if commit < T and (is_prompt or is_copy):
         raise KvjaxError("a prompt has no drafts: leave commit out, or give the prompt first and the drafts in a step")
@@ -451,7 +451,7 @@ def attend(
         if layer.defers:
             if not needs.prompt_chunk:
                 after = after._replace(output_projection=inputs.output_projection)
-                after = after._replace(sinks=None if inputs.sinks is None else inputs.sinks[None])
+                after = after._replace(sinks=inputs.sinks)
             if needs.replay:
                 after = after._replace(replay_scores=jnp.zeros(after.k.shape[:3], jnp.float32))
             after = ExactPrompt(after, order if needs.replay else None, None, state.index)

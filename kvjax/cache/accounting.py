@@ -107,10 +107,14 @@ def full_bytes(config: Any, lengths: Sequence[int], dtype: Any) -> int:
     A layer with a sliding window holds the tokens of its window alone.
     """
     total = 4 * len(lengths)
-    every = (config.kind(i).attention for i in range(config.layers))
-    for attention in (attention for attention in every if attention.reads_layer is None):
+    for i in range(config.layers):
+        attention = config.kind(i).attention
+        if attention.reads_layer is not None:
+            continue
         per_token = attention.stored_numbers * jnp.dtype(dtype).itemsize + 4
-        total += sum(min(length, attention.rule.window or length) * per_token + 4 for length in lengths)
+        for length in lengths:
+            num_held = length if attention.rule.window is None else min(length, attention.rule.window)
+            total += num_held * per_token + 4
     return total
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from kvjax.cache.readers.full import Full
 from kvjax.cache.sequences import CONTEXT_REMEDY
 from kvjax.cache.token_status import relative_error
 from kvjax.core import memory
-from kvjax.core.attention import attend_dense, combine, merge, weight_share
+from kvjax.core.attention import attend_dense, combine, log_sum_exp, merge, weight_share
 from kvjax.core.attention_mass import Observation
 from kvjax.core.memory import array_bytes, bytes_beyond
 from kvjax.core.mesh import to_numpy
@@ -315,8 +315,9 @@ class MethodLayer:
             weights = result.weights if m.decode.needs_weights else None
             if weights is not None and outside is not None:
                 # What the reader normalized over its slots becomes the weight in the softmax over all.
-                rest = functools.reduce(combine, partials[1:] + others)
-                weights = weights * weight_share(result.part, rest)[..., None]
+                own, rest = result.part, functools.reduce(combine, partials[1:] + others)
+                share = weight_share(log_sum_exp(own.m, own.l), log_sum_exp(rest.m, rest.l))
+                weights = weights * share[..., None]
             weights = None if weights is None else weights[:, :, :, 0]
             after = m.decode.after_token(self.spec, state, weights, q_pos[:, :1])
             pos, policy_state = check_policy_result(m.decode, "after_token", after, q.shape[:2])
@@ -424,10 +425,10 @@ class MethodLayer:
         appended = self._append(memory.map_buffers(memory.to_device, state), block.clean())
         return memory.map_buffers(lambda new, old: memory.to_host(new) if old.host else new, appended, state)
 
-    def partial(self, state: LayerState, q: Array, q_pos: Array) -> Partial:
-        """`ShareableLayer.partial`: over all slots and the side store."""
+    def partial(self, state: LayerState, q: Array, q_pos: Array, outside: Partial | None = None) -> Partial:
+        """`ShareableLayer.partial`: over all slots and the side store, without `outside`, which the reader is told."""
         state = self.storage.open_values(state)
-        part = self.method.read.read(self.storage, state, q, q_pos, None, None).part
+        part = self.method.read.read(self.storage, state, q, q_pos, outside, None).part
         if self.method.side_store is None:
             return part
         return combine(part, self.method.side_store.read(self.storage, state, q, q_pos))
@@ -447,12 +448,8 @@ class MethodLayer:
     def read_state(self, state: LayerState, q: Array, q_pos: Array, outside: Partial | None = None) -> Array:
         """`ReadableLayer.read_state`: as in `extend`, without a trace."""
         with jax.named_scope("read"):
-            opened = self.storage.open_values(state)
-            result = self.method.read.read(self.storage, opened, q, q_pos, outside, None)
-            partials = [result.part] if outside is None else [result.part, outside]
-            if self.method.side_store is not None:
-                partials.append(self.method.side_store.read(self.storage, opened, q, q_pos))
-        return merge(partials)
+            part = self.partial(state, q, q_pos, outside)
+        return merge([part] if outside is None else [part, outside])
 
     def check_readable(self) -> None:
         """`ReadableLayer.check_readable`: what is read does not depend on who has read before."""
@@ -536,28 +533,29 @@ class MethodLayer:
                 )
 
 
-def with_floats(member: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a member of `MethodLayer` run inside `memory.as_floats`, which packing asks while it runs."""
-
-    @functools.wraps(member)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with memory.as_floats(True):
-            return member(*args, **kwargs)
-
-    return run
+Layer = TypeVar("Layer", bound=type[MethodLayer])
 
 
+def keep_floats(layer: Layer) -> Layer:
+    """Makes the members of a class that pack or unpack run inside `memory.as_floats`, which packing asks as it runs."""
+
+    def wrap(member: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(member)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with memory.as_floats(True):
+                return member(*args, **kwargs)
+
+        return run
+
+    for name in ("prefill", "encode_slots", "extend", "append_block", "crop", "read_state"):
+        setattr(layer, name, wrap(getattr(layer, name)))
+    return layer
+
+
+@keep_floats
 @dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
 class DifferentiableLayer(MethodLayer):
     """A bound layer of a `Method` whose codecs carry gradients: all that it packs stays floats in device memory."""
-
-    # The members that pack or unpack.
-    prefill = with_floats(MethodLayer.prefill)
-    encode_slots = with_floats(MethodLayer.encode_slots)
-    extend = with_floats(MethodLayer.extend)
-    append_block = with_floats(MethodLayer.append_block)
-    crop = with_floats(MethodLayer.crop)
-    read_state = with_floats(MethodLayer.read_state)
 
 
 def _without_sums(observation: Observation | None) -> Observation | None:

@@ -138,10 +138,6 @@ class Codec:
         """Sums all values by weights; `stored` in device memory."""
         return attention.mix(p, self.decode(stored))
 
-    def values_of(self, keys: Float[Array, "*rest H"]) -> Float[Array, "*rest Hv"]:
-        """The values of tokens with these keys; only asked for where `reads_keys`."""
-        raise NotImplementedError
-
     def num_quantized(self, n: Int32[Array, " B"]) -> Int32[Array, " B"]:
         """The number of the first n tokens of each sequence that are inexact when the next token is read.
 
@@ -174,9 +170,9 @@ class Codec:
 
     @property
     def ring_multiple(self) -> int | None:
-        """A ring, whose slots are written over in order by all heads at once, has a multiple of so many slots.
+        """The number of slots of a ring is a multiple of this; None for a codec that cannot be in a ring.
 
-        None for a codec that cannot be in one.
+        The slots of a ring are overwritten in their order, by all heads at once.
         """
         return 1 if self.supports_eviction else None
 
@@ -280,7 +276,7 @@ class KVStorage:
     ) -> tuple[Float[Array, "B K n H"], Float[Array, "B K n Hv"]]:
         """Decodes keys, rotated to their true positions `pos`, and values in some slots."""
         keys = self.k.gather(state.k, idx)
-        values = self.v.values_of(keys) if self.v.reads_keys else self.v.gather(state.v, idx)
+        values = self.spec.values_of(keys) if self.v.reads_keys else self.v.gather(state.v, idx)
         return self._rotate(keys, pos), values
 
     def _rotate(self, k: Array, pos: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Literal
+from typing import Any, Literal
 
 from kvjax.cache.binding import bind_fields
 from kvjax.cache.bound_layer import MethodLayer
@@ -127,28 +127,17 @@ class Method(Components):
                 f"device_layers={self.device_layers} but the model has {spec.num_layers} layers; use "
                 f"0..{spec.num_layers}"
             )
-        assert spec.index is not None
+        index = spec.index
+        assert index is not None
         # Neither the string that made the method nor the number of device layers may tell equal layers apart.
         unbound = dataclasses.replace(self, device_layers=0, string="", windowed="ring")
-        if spec.index < self.device_layers:
+        if index < self.device_layers:
             unbound = dataclasses.replace(unbound, k=self.k.on_device(), v=self.v.on_device(), read=Full())
         if self.windowed == "method":
             spec = dataclasses.replace(spec, method_layers=None)
         elif spec.rule.window is not None:
-            # Nothing is gained by choosing among the few tokens of a window, and a choice would cost exactness.
-            read = unbound.read if isinstance(unbound.read, Full) else Full()
-            ring = bind_fields(Method(k=unbound.k, v=unbound.v, read=read), spec)
-            if spec.values_from is not None and ring.k.on_device() == ring.v.on_device():
-                ring = dataclasses.replace(ring, v=SharedValues(ring.k, spec.values_from, spec.value_dim))
-            if ring.k.ring_multiple is None or ring.v.ring_multiple is None:
-                return MethodLayer(ring, spec.without_index)
-            num_slots = RingLayer(ring, spec.without_index).ring_slots
-            ring = dataclasses.replace(ring, k=ring.k.in_ring(num_slots), v=ring.v.in_ring(num_slots))
-            return RingLayer(ring, spec.without_index)
-        bound = bind_fields(unbound, spec)
-        # See `SharedValues` for the methods that store values on their own all the same.
-        if spec.values_from is not None and bound.merge is None and bound.k.on_device() == bound.v.on_device():
-            bound = dataclasses.replace(bound, v=SharedValues(bound.k, spec.values_from, spec.value_dim))
+            return _bind_to_window(unbound, spec)
+        bound = _share_values(bind_fields(unbound, spec), spec)
         layer_spec, budgets = spec.without_index, ()
         if self.layer_budgets is not None and self.select is not None:
             budgets = tuple(budget.max_kept() for budget in budgets_by_layer(self.select.budget, spec))
@@ -159,16 +148,40 @@ class Method(Components):
         selection = MethodLayer(bound, layer_spec, budgets).selection
         if selection is None or self.select is None:
             return MethodLayer(bound, layer_spec, budgets)
-        if bound.side_store is not None and bound.side_store.head_budgets is not None:
+        side_store: Any = bound.side_store
+        if side_store is not None and side_store.head_budgets is not None:
             # The budget is that of all layers, which a store with heads of unlike sizes divides.
-            budget, rule = bound.side_store.head_budgets.bind_budget(selection, self.select.budget, spec.index)
-            side_store = dataclasses.replace(bound.side_store, head_budgets=rule)
+            budget, rule = side_store.head_budgets.bind_budget(selection, self.select.budget, index)
+            side_store = dataclasses.replace(side_store, head_budgets=rule)
             bound = dataclasses.replace(
                 bound, select=dataclasses.replace(selection.select, budget=budget), side_store=side_store
             )
         if bound.decode is not None:
             bound = dataclasses.replace(bound, decode=bound.decode.with_selection(selection))
         return MethodLayer(bound, layer_spec, budgets)
+
+
+def _bind_to_window(method: Method, spec: LayerSpec) -> MethodLayer:
+    """Binds the codecs of a method to a layer with a sliding window, which holds all tokens of its window.
+
+    Nothing is gained by choosing among the few tokens of a window, and a choice would cost exactness.
+    """
+    read = method.read if isinstance(method.read, Full) else Full()  # a `Full` of its own may name a kernel
+    bound = _share_values(bind_fields(Method(k=method.k, v=method.v, read=read), spec), spec)
+    layer_spec = spec.without_index
+    if bound.k.ring_multiple is None or bound.v.ring_multiple is None:
+        return MethodLayer(bound, layer_spec)
+    num_slots = RingLayer(bound, layer_spec).ring_slots
+    bound = dataclasses.replace(bound, k=bound.k.in_ring(num_slots), v=bound.v.in_ring(num_slots))
+    return RingLayer(bound, layer_spec)
+
+
+def _share_values(bound: Method, spec: LayerSpec) -> Method:
+    """Has a bound method store values with the keys where they are channels of them, and it can; see `SharedValues`."""
+    are_alike = bound.k.on_device() == bound.v.on_device()
+    if spec.values_from is None or bound.merge is not None or not are_alike:
+        return bound
+    return dataclasses.replace(bound, v=SharedValues(bound.k, spec.without_index))
 
 
 _COMPONENT_TYPES = {

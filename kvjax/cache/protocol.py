@@ -16,7 +16,7 @@ heads share it). What is shared must be equal on all devices, and so must a numb
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,12 @@ class LayerSpec:
       head_dim: width of the keys and queries of a head.
       rope: rotary embedding of the first `rope.dim` channels of queries and keys.
       rule: the layer's sliding window and soft cap.
-      value_dim: width of the values of a head; None: `head_dim`.
+      value_dim: width of the values of a head; by default `head_dim`.
       values_from: first channel of the keys that is one of the values, where values are channels of their keys
         (multi-head latent attention); None where they are not.
       method_layers: indices of the layers in which the method's own components work: those without a window, or all
         layers if the method is asked for `in_windows` (`kvjax.Method.windowed`). Methods divide what the model has
-        in common, such as a budget, among these layers. None: all layers but the reading ones.
+        in common, such as a budget, among these layers. By default all layers but the reading ones.
       reads_layer: index of the layer whose keys and values this one reads, as it has none of its own; None for a layer
         that has. Methods are not bound to such a layer, see `kvjax.cache.reading_layer`.
       reading_layers: indices of all layers of the model that read another one's.
@@ -64,9 +64,9 @@ class LayerSpec:
     head_dim: int
     rope: Rope
     rule: Rule = PLAIN
-    value_dim: int = None  # type: ignore[assignment]  # an int once made
+    value_dim: int = cast(int, None)
     values_from: int | None = None
-    method_layers: tuple[int, ...] = None  # type: ignore[assignment]  # a tuple once made
+    method_layers: tuple[int, ...] = cast(tuple[int, ...], None)
     reads_layer: int | None = None
     reading_layers: tuple[int, ...] = ()
 
@@ -81,9 +81,14 @@ class LayerSpec:
         if not self.rope.dim <= self.values_from <= self.head_dim - self.value_dim:
             raise KvjaxError(
                 f"values of {self.value_dim} channels cannot be those of the keys from channel {self.values_from} on: "
-                f"keys have {self.head_dim} channels, of which RoPE turns the first {self.rope.dim}; put the channels "
+                f"keys have {self.head_dim} channels, and RoPE turns the first {self.rope.dim}; put the channels "
                 "with positions first, or give values_from=None, which stores values on their own"
             )
+
+    def values_of(self, keys: Array) -> Array:
+        """Returns the values [... Hv] of tokens with these keys [... H], where values are channels of their keys."""
+        assert self.values_from is not None
+        return keys[..., self.values_from : self.values_from + self.value_dim]
 
     @property
     def place(self) -> int:

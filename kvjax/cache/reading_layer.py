@@ -19,12 +19,10 @@ from kvjax.core.memory import array_bytes
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array, KVBlock, Partial, pytree
 
-ALL_TOKENS = 2**31 - 1
-
 
 @pytree
 class ReadingState:
-    """What a reading layer holds: no token, in no bytes."""
+    """The state of a reading layer: no token, in no bytes."""
 
     pos: Array  # i32[B 1 0]
 
@@ -41,7 +39,7 @@ class ReadingLayer:
 
     @property
     def needs(self) -> Needs:
-        """What concerns this layer's own queries, which nothing observes."""
+        """Requests that concern this layer's own queries, which nothing observes."""
         needs = self.source.needs
         return Needs(prompt_pattern=needs.prompt_pattern, unbounded_length=needs.unbounded_length)
 
@@ -82,7 +80,7 @@ class ReadingLayer:
 
     def max_rollback(self, state: ReadingState) -> Array:
         """`RewindableLayer.max_rollback`: the source decides."""
-        return jnp.full(state.pos.shape[0], ALL_TOKENS, jnp.int32)
+        return jnp.full(state.pos.shape[0], jnp.iinfo(jnp.int32).max, jnp.int32)
 
     def crop(self, state: ReadingState, count: Array) -> ReadingState:
         """`RewindableLayer.crop`."""

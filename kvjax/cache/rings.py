@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.cache.bound_layer import MethodLayer, with_floats
+from kvjax.cache.bound_layer import MethodLayer, keep_floats
 from kvjax.cache.chunked_extend import extend_in_chunks
 from kvjax.cache.components import Slots
 from kvjax.cache.protocol import LayerState, Needs, StepResult
@@ -50,7 +50,7 @@ class RingLayer(MethodLayer):
 
     @property
     def needs(self) -> Needs:
-        """As of a `MethodLayer`; relative positions stay below the window at any length."""
+        """Requests of a `MethodLayer`; relative positions stay below the window at any length."""
         return dataclasses.replace(super().needs, unbounded_length=True)
 
     @functools.cached_property
@@ -58,10 +58,8 @@ class RingLayer(MethodLayer):
         """Slots of the ring: those of the window, of a step, and of what codecs need, in whole multiples."""
         of_keys, of_values = self.k.ring_multiple, self.v.ring_multiple
         assert of_keys is not None and of_values is not None  # as binding has asked
-        slots, multiple = (
-            self.window + ROOM_TOKENS + max(self.k.ring_room, self.v.ring_room),
-            math.lcm(of_keys, of_values),
-        )
+        slots = self.window + ROOM_TOKENS + max(self.k.ring_room, self.v.ring_room)
+        multiple = math.lcm(of_keys, of_values)
         return -(-slots // multiple) * multiple
 
     def num_slots(self, prompt_tokens: int, headroom_tokens: int) -> int:
@@ -70,7 +68,7 @@ class RingLayer(MethodLayer):
 
     @property
     def readable_tokens(self) -> int | None:
-        """`ReadableLayer.readable_tokens`: as many as the ring has room for beside its window."""
+        """`ReadableLayer.readable_tokens`: as many as the ring has room for after its window."""
         most = super().readable_tokens
         return ROOM_TOKENS if most is None else most
 
@@ -174,13 +172,7 @@ class RingLayer(MethodLayer):
         return gather_tokens(block, order)
 
 
+@keep_floats
 @dataclasses.dataclass(frozen=True, eq=False)  # equality and hash are those of the base
 class DifferentiableRing(RingLayer):
     """A `RingLayer` whose codecs carry gradients, as `DifferentiableLayer`."""
-
-    prefill = with_floats(RingLayer.prefill)
-    encode_slots = with_floats(RingLayer.encode_slots)
-    extend = with_floats(RingLayer.extend)
-    append_block = with_floats(RingLayer.append_block)
-    crop = with_floats(RingLayer.crop)
-    read_state = with_floats(RingLayer.read_state)

@@ -22,7 +22,7 @@ MASKED_LOGIT = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a layer of a model does between scaled dot products and the softmax, beside causality.
+    """The sliding window and the soft cap of a layer's attention: how scaled dot products become logits.
 
     Attributes:
       window: latest positions that a query sees, its own included; None for all.
@@ -180,12 +180,18 @@ def merge(parts: list[Partial]) -> Float32[Array, "B K G T Hv"]:
     return p.o / jnp.maximum(p.l, 1e-30)[..., None]
 
 
-def weight_share(part: Partial, others: Partial) -> Float32[Array, "B K G T"]:
-    """Returns the fraction of each query's weight that one part of its softmax takes, beside the others."""
-    return jax.nn.sigmoid(log_sum_exp(part.m, part.l) - log_sum_exp(others.m, others.l))
+def weight_share(lse: Float32[Array, "B K G T"], others: Float32[Array, "#B K G #T"]) -> Float32[Array, "B K G T"]:
+    """Computes the fraction of each query's weight that one part of its softmax takes.
+
+    Args:
+      lse: the log-sum-exp of the logits of this part.
+      others: that of all other logits.
+    """
+    # exp(lse) / (exp(lse) + exp(others))
+    return jax.nn.sigmoid(lse - others)
 
 
-def sink_partial(sinks: Float[Array, "K G"], q: Float[Array, "B K G T H"], value_dim: int) -> Partial:
+def sink_partial(sinks: Float[Array, "#B K G"], q: Float[Array, "B K G T H"], value_dim: int) -> Partial:
     """Returns the attention to a learned sink of each query head: a logit that takes weight and gives no value.
 
     Args:
@@ -193,17 +199,8 @@ def sink_partial(sinks: Float[Array, "K G"], q: Float[Array, "B K G T H"], value
       q: the queries that attend to them; only its shape is read.
       value_dim: width of the values that others give.
     """
-    m = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], q.shape[:4])
+    m = jnp.broadcast_to(sinks.astype(jnp.float32)[..., None], q.shape[:4])
     return Partial(jnp.zeros((*q.shape[:4], value_dim), jnp.float32), m, jnp.ones_like(m))
-
-
-def with_sinks(
-    out: Float[Array, "B K G T Hv"], lse: Float32[Array, "B K G T"], sinks: Float[Array, "K G"]
-) -> Float[Array, "B K G T Hv"]:
-    """Adds to a finished softmax, whose log-sum-exp is `lse`, a logit of each query head that has no value."""
-    # Of all weight, the sink takes exp(sink) / (exp(sink) + exp(lse)).
-    remaining = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[None, :, :, None])
-    return (out.astype(jnp.float32) * remaining[..., None]).astype(out.dtype)
 
 
 def log_sum_exp(m: Float32[Array, "*rest"], l: Float32[Array, "*rest"]) -> Float32[Array, "*rest"]:
@@ -220,9 +217,10 @@ def causal_attention(
     *,
     block: int = 512,
     pattern: AttentionPattern | None = None,
+    sinks: Float[Array, "1 K G"] | None = None,
 ) -> Float[Array, "B K G T Hv"]:
     """Returns the output of `causal_attention_with_lse` alone."""
-    return causal_attention_with_lse(q, k, v, start, rule, block=block, pattern=pattern)[0]
+    return causal_attention_with_lse(q, k, v, start, rule, block=block, pattern=pattern, sinks=sinks)[0]
 
 
 def causal_attention_with_lse(
@@ -234,6 +232,7 @@ def causal_attention_with_lse(
     *,
     block: int = 512,
     pattern: AttentionPattern | None = None,
+    sinks: Float[Array, "1 K G"] | None = None,
 ) -> tuple[Float[Array, "B K G T Hv"], Float32[Array, "B K G T"]]:
     """Computes exact causal attention block by block: memory grows with `block`, never with T x S.
 
@@ -248,13 +247,19 @@ def causal_attention_with_lse(
       rule: the layer's window and soft cap.
       block: queries and keys of a block, at most.
       pattern: sparse attention; None for all earlier tokens.
+      sinks: learned logits of query heads that take weight and give no value; None for none.
 
     Returns:
-      (outputs in q's dtype; the log-sum-exp of each query's logits).
+      (outputs in q's dtype; the log-sum-exp of each query's logits, the sink's among them).
 
     Reference:
       FlashAttention, Dao et al. 2022, arXiv 2205.14135
     """
+    if sinks is not None:
+        out, lse = causal_attention_with_lse(q, k, v, start, rule, block=block, pattern=pattern)
+        sink_lse = sinks.astype(jnp.float32)[..., None]
+        out_with_sinks = out.astype(jnp.float32) * weight_share(lse, sink_lse)[..., None]
+        return out_with_sinks.astype(out.dtype), jnp.logaddexp(lse, sink_lse)
     if q.shape[0] != 1 and jax.default_backend() == "cpu":
         # One sequence at a time: a CPU's allocator takes a buffer as large as the scores of a whole batch from the
         # system anew at every call.

@@ -55,13 +55,14 @@ def grouped_matmul(x: Float[Array, "T D"], w: Float[Array, "E D F"], counts: Int
     if jax.default_backend() == "tpu":
         return lax.ragged_dot(x, w, counts)
     # Elsewhere XLA multiplies every vector by every weight for `ragged_dot`. Here each run is padded to whole blocks,
-    # and a block is multiplied by its own weight alone; T + E * size vectors at most, and so twice T.
+    # and a block is multiplied by its own weight alone: at most T + E * size vectors, which is at most twice T.
     (T, D), E = x.shape, w.shape[0]
     size = max(1, T // E)
     num_blocks = (T + min(E, T) * (size - 1)) // size
-    blocks = -(-counts // size)
+    blocks = -(-counts // size)  # of each run
     run = jnp.repeat(jnp.arange(E), counts, total_repeat_length=T)
-    place = ((jnp.cumsum(blocks) - blocks) * size - (jnp.cumsum(counts) - counts))[run] + jnp.arange(T)
+    first_in_x, first_in_padded = jnp.cumsum(counts) - counts, (jnp.cumsum(blocks) - blocks) * size
+    place = (first_in_padded - first_in_x)[run] + jnp.arange(T)
     padded = jnp.zeros((num_blocks * size, D), x.dtype).at[place].set(x, unique_indices=True)
     weight = jnp.repeat(jnp.arange(E), blocks, total_repeat_length=num_blocks)
     out = lax.map(lambda block: matmul(block[0], w[block[1]]), (padded.reshape(num_blocks, size, D), weight))

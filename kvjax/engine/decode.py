@@ -28,7 +28,6 @@ from kvjax.engine.modes import Decode
 from kvjax.engine.sampling import Sampler, sample, sequence_keys
 from kvjax.models.config import Config
 from kvjax.models.decoder import Angles
-from kvjax.models.kinds import MAX_SIZE
 
 
 def num_draft_tokens(plan: Plan) -> int:
@@ -36,10 +35,13 @@ def num_draft_tokens(plan: Plan) -> int:
     return max(layer.needs.draft_tokens for layer in plan)
 
 
-def most_readable_tokens(plan: Plan) -> int:
-    """Returns how many tokens a step may bring, as layers that read another layer's cache see it after the step."""
-    reading = (layer.source.readable_tokens for layer in plan if isinstance(layer, ReadingLayer))
-    return min((most for most in reading if most is not None), default=MAX_SIZE)
+def max_tokens_of_step(plan: Plan) -> int | None:
+    """Returns how many tokens a step may bring at most, None for any number.
+
+    Layers that read another layer's cache see it after the step, when some of many tokens may have left it already.
+    """
+    limits = (layer.source.readable_tokens for layer in plan if isinstance(layer, ReadingLayer))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def step(
@@ -121,8 +123,8 @@ def extend(
       Logits, which mean nothing for padding, and a new cache.
     """
     B, T = tokens.shape
-    most = most_readable_tokens(cache.plan)
-    if T > most:
+    most = max_tokens_of_step(cache.plan)
+    if most is not None and T > most:
         return _extend_in_parts(params, tokens, cache, most, target, lengths, target_after_first or target)
     if not num_draft_tokens(cache.plan):
         return step(params, tokens, cache, T, target, lengths)

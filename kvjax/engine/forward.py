@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Float32, Int32
 
 from kvjax.cache.protocol import BoundLayer
-from kvjax.core.attention import causal_attention_with_lse, with_sinks
+from kvjax.core.attention import causal_attention
 from kvjax.core.mesh import constrain
 from kvjax.core.types import Array, hash_once
 from kvjax.engine.layer_prompt import LayerCall, LayerInputs
@@ -130,8 +130,7 @@ def exact_logits(params: Any, tokens: Int32[Array, "B T"], config: Config) -> Fl
         source = config.kind(i).attention.reads_layer
         k, v = exact[i] = (k, v) if source is None else exact[source]
         rule, sinks = config.kind(i).attention.rule, decoder.sinks_of(params[f"layer_{i}"])
-        out, lse = causal_attention_with_lse(q, k, v, rule=rule)
-        return out if sinks is None else with_sinks(out, lse, sinks), None
+        return causal_attention(q, k, v, rule=rule, sinks=sinks), None
 
     pos = token_positions(tokens)
     return _decoder(params, config).apply({"params": params}, tokens, pos, attend, method=Decoder.logits)[0]

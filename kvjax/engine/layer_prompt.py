@@ -43,7 +43,7 @@ class LayerInputs(NamedTuple):
     # Normalized, what q, k and v were projected from; None where no method observes it.
     hidden: Float[Array, "B T D"] | None
     output_projection: Float[Array, "1 K G Hv D"] | None
-    sinks: Float[Array, "K G"] | None = None  # logits that take weight and give no value
+    sinks: Float[Array, "1 K G"] | None = None  # logits that take weight and give no value
     # Of a layer that has no keys and values, so that k and v are None: the new state of the layer that it reads in
     # their place, and what `ForwardMode.share` returned there. None for other layers.
     source: tuple[Any, Any] | None = None
@@ -119,7 +119,7 @@ def prompt_of_inputs(
         hidden=inputs.hidden[:, None] if layer.needs.hidden_states and inputs.hidden is not None else None,
         output_projection=inputs.output_projection if layer.needs.output_projection else None,
         softmax_lse=softmax_lse,
-        sinks=None if inputs.sinks is None else inputs.sinks[None],
+        sinks=inputs.sinks,
     )
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int32
 from kvjax.cache.protocol import BoundLayer, ReplayedLayer, StepResult, last_positions
 from kvjax.cache.readers.query_blocks import map_query_blocks
 from kvjax.cache.reading_layer import ReadingLayer
-from kvjax.core.attention import Rule, attend_dense, causal_attention_with_lse, merge, sink_partial, with_sinks
+from kvjax.core.attention import Rule, attend_dense, causal_attention, causal_attention_with_lse, merge, sink_partial
 from kvjax.core.attention_mass import Observation
 from kvjax.core.mesh import per_device
 from kvjax.core.types import Array, KVBlock, Partial, pytree
@@ -44,7 +44,7 @@ class ForwardMode:
         return None
 
     def share(self, inputs: LayerInputs) -> Any:
-        """Returns what layers that read this one are given beside its new state; see `LayerInputs.source`."""
+        """Returns what layers that read this one are given in addition to its new state; see `LayerInputs.source`."""
         raise IncompatibleMethod(
             f"{type(self).__name__} runs layers that have keys and values of their own, and in this model layers read "
             "those of another one (reads_layer); read the prompts with kvjax.prefill"
@@ -104,10 +104,9 @@ class FullPrefill(ForwardMode):
             part = attend_dense(q, block, query_pos, call.rule, needs.prompt_pattern)
             out = merge([part] if inputs.outside is None else [part, inputs.outside])
         else:
-            out, sums = causal_attention_with_lse(q, k, v, rule=call.rule, pattern=needs.prompt_pattern)
-            if inputs.sinks is not None:
-                out = with_sinks(out, sums, inputs.sinks)
-                sums = jnp.logaddexp(sums, inputs.sinks.astype(jnp.float32)[None, :, :, None])
+            out, sums = causal_attention_with_lse(
+                q, k, v, rule=call.rule, pattern=needs.prompt_pattern, sinks=inputs.sinks
+            )
             # A method that weighs all queries needs each softmax's normalizer; attention just computed it.
             if needs.observed_queries is None and needs.prompt_pattern is None:
                 softmax_lse = sums
@@ -141,9 +140,7 @@ class ChunkedPrefill(ForwardMode):
             k, v = lax.dynamic_update_slice(state.k, k, at), lax.dynamic_update_slice(state.v, v, at)
         else:
             k, v = inputs.source[0][:2]
-        out, sums = causal_attention_with_lse(q, k, v, self.start, call.rule, pattern=needs.prompt_pattern)
-        if inputs.sinks is not None:
-            out = with_sinks(out, sums, inputs.sinks)
+        out = causal_attention(q, k, v, self.start, call.rule, pattern=needs.prompt_pattern, sinks=inputs.sinks)
         if inputs.source is not None:
             return out, state, cross_layer
         prompt = state._replace(k=k, v=v, q=select_queries(layer, q, self.start, self.lengths, state.q))
@@ -169,7 +166,9 @@ class PromptReplay(ForwardMode):
         self, call: LayerCall, state: LayerPrompt | Any, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Float[Array, "B K G Q Hv"], LayerPrompt | Any, Any]:
         q, k, v, hidden, output_projection, sinks, source = inputs
-        exact, (k, v) = (state, (k, v)) if source is None else source
+        exact = state
+        if source is not None:
+            exact, (k, v) = source
         needs = call.layer.needs
         # The copy follows the prompt at later positions; they stay two blocks, whose attention is merged exactly.
         prompt, _ = observed_block(call.layer, exact, self.lengths)
@@ -181,7 +180,7 @@ class PromptReplay(ForwardMode):
                 self.pos,
                 output_projection=output_projection if needs.output_projection else None,
                 hidden_states=hidden[:, None] if hidden is not None and needs.hidden_states else None,
-                sinks=None if sinks is None else sinks[None],
+                sinks=sinks,
             )
             update_scores = per_device(call.layer.update_scores, *k.shape[:2], mesh=mesh)
             scores = update_scores(prompt, self.start, observation, copy, state.replay_scores)

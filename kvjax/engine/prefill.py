@@ -187,9 +187,8 @@ def prefill_exactly(
         if layer.needs.output_projection and not layer.needs.prompt_chunk:
             output_projection = output_projection_of(params[f"layer_{i}"], target.config.kind(i))
             prompts[i] = prompts[i]._replace(output_projection=output_projection[None])
-        sinks = sinks_of(params[f"layer_{i}"])
-        if sinks is not None and isinstance(prompts[i], LayerPrompt):
-            prompts[i] = prompts[i]._replace(sinks=sinks[None])
+        if isinstance(prompts[i], LayerPrompt):
+            prompts[i] = prompts[i]._replace(sinks=sinks_of(params[f"layer_{i}"]))
     return hidden, prompts
 
 

@@ -154,4 +154,4 @@ def _attention_weights(state: TracedState, length: Array, sinks: Array | None, r
     """f32[K C]: the exact attention of the last token, the mean over each head's query heads."""
     exact = state.exact
     logits = rule.logits(scores(state.q, exact.k), exact.pos, length[:, None] - 1)
-    return softmax(logits, None if sinks is None else sinks[None])[0, :, :, 0].mean(1)
+    return softmax(logits, sinks)[0, :, :, 0].mean(1)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from kvjax.cache.protocol import Cache
 from kvjax.cache.sequences import take_sequences
 from kvjax.core import memory
-from kvjax.core.attention import causal_attention_with_lse, with_sinks
+from kvjax.core.attention import causal_attention
 from kvjax.core.mesh import to_numpy
 from kvjax.core.types import Array, pytree
 from kvjax.engine import decode
@@ -217,5 +217,4 @@ class ExactPass(ForwardMode):
         self, call: LayerCall, state: None, inputs: LayerInputs, cross_layer: Any, mesh: Mesh | None
     ) -> tuple[Array, None, Any]:
         k, v = (inputs.k, inputs.v) if inputs.source is None else inputs.source[1]
-        out, lse = causal_attention_with_lse(inputs.q, k, v, rule=call.rule)
-        return out if inputs.sinks is None else with_sinks(out, lse, inputs.sinks), None, cross_layer
+        return causal_attention(inputs.q, k, v, rule=call.rule, sinks=inputs.sinks), None, cross_layer

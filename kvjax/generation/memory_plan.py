@@ -114,12 +114,15 @@ def step_bytes(
     layers = planned_layers("step_bytes", method, model, prompt, capacity, batch, width, dtype)
     total = StepBytes()
     for layer, _, state_read, count in layers.states:
-        total += layer_step_bytes(layer, state_read) * count
+        total += count_step_bytes(layer, state_read) * count
     return total
 
 
-def layer_step_bytes(layer: BoundLayer, state: Any) -> StepBytes:
-    """Bytes that a layer reads and writes in a step; of one that reads another layer, `state` is that layer's."""
+def count_step_bytes(layer: BoundLayer, state: Any) -> StepBytes:
+    """Counts the bytes that a layer reads and writes in a step.
+
+    A layer that reads another layer's cache is given the state of that layer.
+    """
     if isinstance(layer, ReadingLayer):
         return layer.read_bytes(state)
     return layer.step_bytes(state) if isinstance(layer, MeteredLayer) else StepBytes.of_all(state)

@@ -42,16 +42,18 @@ def warn_of_windows(model: Model, method: KVMethod) -> None:
     has_windows = all(config.kind(i).attention.rule.window is not None for i in range(config.layers))
     if not has_windows or not isinstance(method, Method) or method.windowed == "method":
         return
-    left = ("k", "v", "windowed") + (("read",) if isinstance(method.read, Full) else ())
-    fields = (f for f in dataclasses.fields(Method) if f.compare and f.name not in left)
-    idle = [f"`{f.name}`" for f in fields if getattr(method, f.name) != f.default]
-    if not idle or (name := name_of(method)) in _WARNED_METHODS:
+    # A ring stores tokens by the method's codecs, and is read by its reader if that is `Full`.
+    in_use = ("k", "v", "windowed") + (("read",) if isinstance(method.read, Full) else ())
+    fields = (field for field in dataclasses.fields(Method) if field.compare and field.name not in in_use)
+    idle = [f"`{field.name}`" for field in fields if getattr(method, field.name) != field.default]
+    name = name_of(method)
+    if not idle or name in _WARNED_METHODS:
         return
     _WARNED_METHODS.add(name)
-    components = f"{', '.join(idle)} of {name} does" if len(idle) == 1 else f"{', '.join(idle)} of {name} do"
+    verb = "does" if len(idle) == 1 else "do"
     warnings.warn(
-        f"{components} nothing in this model: all of its layers have a sliding window, and hold the last tokens that "
-        f"their queries can see; '{name} + in_windows' works in such layers too",
+        f"{', '.join(idle)} of {name} {verb} nothing in this model: all of its layers have a sliding window, and hold "
+        f"the last tokens that their queries can see; '{name} + in_windows' works in such layers too",
         KvjaxWarning,
         stacklevel=caller_level(),
     )

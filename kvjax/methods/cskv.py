@@ -51,10 +51,12 @@ class ExactWindow(kv.CodecWrapper):
 
     def encode(self, x: kv.Array, pos: kv.Array) -> WindowState:
         slots = x.shape[2]
-        is_ring = slots == self.ring_slots > 0
-        n = ring_order.count_tokens(pos) if is_ring else (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        n = ring_order.count_tokens(pos, self.ring_slots)
         token = kv.RingBuffer(0, min(self.window + 1, slots)).slots(n, jnp.zeros_like(n))
-        newest = kv.memory.take(x, jnp.maximum(token, 0) % slots if is_ring else jnp.maximum(token, 0))
+        newest_slot = jnp.maximum(token, 0)
+        if slots == self.ring_slots:
+            newest_slot = newest_slot % slots
+        newest = kv.memory.take(x, newest_slot)
         newest = jnp.where((token >= 0)[..., None], newest, jnp.zeros((), x.dtype))
         return WindowState(self.inner.encode(x, pos), newest, n)
 
@@ -94,7 +96,9 @@ class ExactWindow(kv.CodecWrapper):
         is_exact = self._is_in_window(stored, self._token_in(slot, stored))
         older = jnp.where(is_exact[:, :, None, None], 0.0, p)
         newest = kv.RingBuffer(0, stored.newest.shape[2]).slots(stored.n, jnp.zeros_like(stored.n))
-        newest_slot = jnp.maximum(newest, 0) % self.ring_slots if self.ring_slots else jnp.maximum(newest, 0)
+        newest_slot = jnp.maximum(newest, 0)
+        if self.ring_slots:
+            newest_slot = newest_slot % self.ring_slots
         at = jnp.broadcast_to(newest_slot[:, :, None, None], (*p.shape[:4], newest.shape[2]))
         is_new = self._is_in_window(stored, newest)[:, :, None, None]
         newer = jnp.where(is_new, jnp.take_along_axis(p, at, 4), 0.0)

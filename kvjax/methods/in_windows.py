@@ -7,7 +7,7 @@ from kvjax import method_api as kv
 
 @kv.register_method(family="exact")
 def in_windows() -> kv.Method:
-    """Has the methods beside it work in layers with a sliding window as in all others, as in 'h2o + in_windows'.
+    """Has the other methods of a string, as in 'h2o + in_windows', work in layers with a sliding window too.
 
     Without it such a layer holds the tokens of its window, which its queries can see, under the codecs of the method
     alone, and a budget of the whole model is divided among the layers without a window. With it, `full` keeps all

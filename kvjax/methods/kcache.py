@@ -49,9 +49,11 @@ class TopValues(kv.Reader):
             if self.granularity == "kv":
                 # Query heads have maxima of their own, so their weights are comparable only once they sum to 1.
                 importance = p / jnp.maximum(l, 1e-30)[..., None]
-                if others:  # which each head gives a part of its weight
-                    share = kv.attention.weight_share(kv.Partial(others[0], m, l), kv.Partial(*others))
-                    importance = importance * share[..., None]
+                if others:
+                    # Each query head gives a part of its weight to what is in no slot, and no two the same part.
+                    _, m_others, l_others = others
+                    lse, lse_others = kv.attention.log_sum_exp(m, l), kv.attention.log_sum_exp(m_others, l_others)
+                    importance = importance * kv.attention.weight_share(lse, lse_others)[..., None]
                 importance = importance.sum(2, keepdims=True)
             idx = lax.top_k(importance, n)[1]  # [B K G|1 T n]
             values = storage.v.gather(state.v, idx.reshape(B, K, -1)).reshape(*idx.shape, -1)
@@ -61,7 +63,9 @@ class TopValues(kv.Reader):
             total = heaviest.sum(-1) if self.renormalise else l
             return kv.ReadResult(kv.Partial(mixed, m, total), weights=normalize_weights(p, l))
 
-        return kv.map_query_blocks(attend, q, q_pos, 64, *(other_partial or ()))._replace(cross_layer=cross_layer)
+        # The blocks are cut from arrays, so that the other partial goes as its arrays.
+        result = kv.map_query_blocks(attend, q, q_pos, 64, *(other_partial or ()))
+        return result._replace(cross_layer=cross_layer)
 
 
 @kv.register_method(example="kcache:n=32", family="host memory")

@@ -79,7 +79,7 @@ class ConvolutionTable(kv.TableKind):
     def arrays(self, counted: dict[str, np.ndarray], spec: kv.LayerSpec) -> Mapping[str, np.ndarray]:
         q, k, v, real = (jnp.asarray(np.moveaxis(counted[x], 1, 0), jnp.float32) for x in ("q", "k", "v", "real"))
         pos = jnp.where(real[:, :1] > 0, jnp.arange(self.length, dtype=jnp.int32)[None, None], -1)
-        sinks = jnp.asarray(counted["sinks"][:, 0], jnp.float32) if "sinks" in counted else None
+        sinks = jnp.asarray(counted["sinks"][None, :, 0], jnp.float32) if "sinks" in counted else None
         texts = split_texts(kv.KVBlock(k, v, pos), q, 2 * self.slots, spec, sinks)
         if not kv.evicted_mask(texts.earlier, texts.choice).any():
             least = 4 * self.slots + 1
@@ -128,14 +128,14 @@ def split_texts(
       q: queries.
       budget: tokens that stay of an earlier half.
       spec: the layer.
-      sinks: its learned sinks [K G]; None for none.
+      sinks: its learned sinks [1 K G]; None for none.
     """
     pos = block.pos[:, 0]
     is_earlier, is_later_query = kv.split_halves(block, kv.Observation(q, pos))
     # The earlier half lies at the front, so that its block needs no more room than that.
     earlier = dataclasses.replace(block, pos=jnp.where(is_earlier, block.pos, -1)).first(-(-pos.shape[1] // 2))
     num_kept = jnp.minimum(is_earlier.sum((1, 2), dtype=jnp.int32), budget)
-    observation = kv.Observation(q, jnp.where(is_earlier[:, 0], pos, -1), sinks=None if sinks is None else sinks[None])
+    observation = kv.Observation(q, jnp.where(is_earlier[:, 0], pos, -1), sinks=sinks)
     selection = kv.PromptSelection(spec, kv.make_selection(kv.AccumulatedAttention(), budget))
     choice = select_slots(selection, earlier, observation, num_kept, budget)
     later = dataclasses.replace(block, pos=jnp.where(is_later_query[:, None], block.pos, -1))

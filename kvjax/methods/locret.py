@@ -61,9 +61,8 @@ class RetainingHeads(kv.TableKind):
         x, y = counted["x"] / tokens, counted["y"] / tokens
         covariance = counted["xx"][0] / tokens - x.T @ x
         covariance += np.eye(len(covariance)) * (np.trace(covariance) / len(covariance) / self.ridge + 1e-12)
-        linear = np.linalg.solve(
-            covariance, (counted["xy"] / tokens - y * x).T
-        )  # [K*((G+1)*H+Hv) K], a column for a head
+        # [K*((G+1)*H+Hv) K], a column for a head
+        linear = np.linalg.solve(covariance, (counted["xy"] / tokens - y * x).T)
         weights = ungroup_heads(linear.reshape(spec.num_kv_heads, -1, spec.num_kv_heads), spec)
         same = np.eye(spec.num_kv_heads)
         arrays = {"fc1": np.concatenate([weights, -weights]), "fc2": np.concatenate([same, -same], 1)}

@@ -87,8 +87,8 @@ class StaircaseQuantizer(kv.Codec):
     def encode(self, x: kv.Array, pos: kv.Array) -> StaircaseState:
         self._check_head_dim(x.shape[3])
         num_slots, last = x.shape[2], len(self.bits) - 1
-        is_ring = num_slots == self.ring_slots > 0
-        length = ring_order.count_tokens(pos) if is_ring else (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        is_ring = num_slots == self.ring_slots
+        length = ring_order.count_tokens(pos, self.ring_slots)
         is_real = jnp.arange(num_slots, dtype=jnp.int32)[None] < length[:, None]
         x = jnp.where(is_real[:, None, :, None], x, jnp.zeros((), x.dtype))
         num_quantized = self.num_quantized(length)

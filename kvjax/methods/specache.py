@@ -106,8 +106,8 @@ class SpeculativeReader(kv.Reader):
             low, m, l = kv.attention.weights(s)
             mass = low[:, :, :, 0] / jnp.maximum(l[:, :, :, :1], 1e-30)
             if other_partial is not None:
-                share = kv.attention.weight_share(kv.Partial(other_partial.o, m, l), other_partial)
-                mass = mass * share[:, :, :, :1]
+                lse_others = kv.attention.log_sum_exp(other_partial.m, other_partial.l)
+                mass = mass * kv.attention.weight_share(kv.attention.log_sum_exp(m, l), lse_others)[:, :, :, :1]
             mass = self._reduce_group(mass)
             fetched = self._fetch(storage, state, mass, self.k.num_quantized(state.n - 1))
         else:

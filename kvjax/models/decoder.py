@@ -134,8 +134,9 @@ def output_projection_of(params: Any, kind: LayerKind) -> Array:
 
 
 def sinks_of(params: Any) -> Array | None:
-    """Returns the sink logits [K G] of a layer with these parameters, None for one without."""
-    return params["attention"].get("sinks")
+    """Returns the sink logits [1 K G] of a layer with these parameters, None for one without."""
+    sinks = params["attention"].get("sinks")
+    return None if sinks is None else sinks[None]
 
 
 def gate(kind: MlpKind, gate: Array, up: Array) -> Array:

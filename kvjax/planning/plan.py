@@ -27,7 +27,7 @@ from kvjax.engine.layer_prompt import LayerCall
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.inputs import round_up
-from kvjax.generation.memory_plan import count_layers, layer_step_bytes, trace_state_read
+from kvjax.generation.memory_plan import count_layers, count_step_bytes, trace_state_read
 from kvjax.models.config import Config
 from kvjax.models.kinds import AttentionKind, LayerKind
 from kvjax.models.sharding import abstract_params, divided_sizes
@@ -402,7 +402,7 @@ def trace_layers(
             axes = axes_of_layer_array(x.shape, batch, a.kv_heads).split() if mesh != (1, 1) else ()
             parts = (mesh[0] if "B" in axes else 1, mesh[1] if "K" in axes else 1)
             arrays[memory.memory_kind(x), parts, x.dtype.name, len(x.shape)] += x.size * x.dtype.itemsize
-        step = layer_step_bytes(layer, state)
+        step = count_step_bytes(layer, state)
         coded = count_coded(state, batch * a.kv_heads * a.head_dim, batch * a.kv_heads * a.value_dim)
         return TracedLayer(layer.needs, call.kind, counts[call], call.num_slots, arrays, step, coded)
 

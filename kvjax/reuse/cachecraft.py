@@ -164,7 +164,7 @@ def _layer_attention_to_chunks(q: Array, k: Array, pos: Array, member: Array, si
     """Sums the attention weights of queries [B K G T H] over keys [B K T H] by chunk, member f32[B T C]: f32[B T C]."""
 
     def attend(q: Array, q_pos: Array) -> Array:
-        p = softmax(rule.logits(scores(q, k), pos[:, None], q_pos), None if sinks is None else sinks[None])
+        p = softmax(rule.logits(scores(q, k), pos[:, None], q_pos), sinks)
         return jnp.einsum("bkgts,bsc->bkgtc", p, member)
 
     return map_query_blocks(attend, q, pos, QUERY_BLOCK_TOKENS).mean((1, 2))

@@ -88,9 +88,8 @@ class FullKV:
         calls = layer_calls(plan, model.config, num_slots)
         prompts = []
         for i, (layer, (k, v, q, *_)) in enumerate(zip(plan, self.prompts, strict=True)):
-            sinks = sinks_of(model.params[f"layer_{i}"])
             q = select_queries(layer, q, 0, self.lengths) if q.shape[3] else q
-            prompts.append(LayerPrompt(k, v, q, sinks=None if sinks is None else sinks[None]))
+            prompts.append(LayerPrompt(k, v, q, sinks=sinks_of(model.params[f"layer_{i}"])))
         # The cache gets lengths of its own: the decode loop donates them, and these prompts stay usable.
         timer, lengths = Timer(), jnp.copy(self.lengths)
         with timer.timed():

@@ -31,7 +31,7 @@ SINKS = np.array([[1.0, 3.0], [-0.5, 2.0]], np.float32)  # logits of the battery
 
 def outside_of(tokens: layer.NewTokens, sinks: jax.Array) -> Partial:
     q, block = tokens
-    return sink_partial(sinks, q, block.v.shape[3])
+    return sink_partial(sinks[None], q, block.v.shape[3])
 
 
 @functools.cache
@@ -167,5 +167,5 @@ def test_a_query_that_sees_nothing_else_gives_its_weight_to_the_sink():
     q = jnp.ones((1, 1, 1, 2, 4))
     block = KVBlock(jnp.ones((1, 1, 1, 4)), jnp.full((1, 1, 1, 3), 8.0), jnp.zeros((1, 1, 1), jnp.int32))
     part = attend_dense(q, block, jnp.asarray([[-1, 0]], jnp.int32))
-    out = merge([part, sink_partial(jnp.full((1, 1), 2.0), q, 3)])  # the other logit is 4 / 2
+    out = merge([part, sink_partial(jnp.full((1, 1, 1), 2.0), q, 3)])  # the other logit is 4 / 2
     np.testing.assert_allclose(out[0, 0, 0], [[0.0] * 3, [4.0] * 3], rtol=1e-6)

@@ -94,7 +94,7 @@ def _compile_steps(bound: Any) -> Callable:
     """Compiles all steps, for methods that only select once for all of them."""
 
     def step(state: Any, token: layer.NewTokens) -> tuple[Any, Any]:
-        outside = sink_partial(jnp.asarray(SINKS), token[0], VALUE_DIM)
+        outside = sink_partial(jnp.asarray(SINKS)[None], token[0], VALUE_DIM)
         out, state, _ = bound.extend(state, *token, 1, None, outside)
         return state, (out[:, :, :, 0], read_blocks(bound, state))
 

@@ -88,7 +88,7 @@ def test_a_calibration_reads_a_models_sinks_too():
     q, block = layer.prompt(batch)
     counted = kind.count(block, Observation(q, block.pos[:, 0], sinks=jnp.asarray(sinks)[None]), SPEC)
     np.testing.assert_array_equal(counted["sinks"], np.broadcast_to(sinks[:, None], (layer.B, layer.K, 1, layer.G)))
-    texts = split_texts(block, q, 2, SPEC, jnp.asarray(sinks))
+    texts = split_texts(block, q, 2, SPEC, jnp.asarray(sinks)[None])
     for b in range(layer.B):
         arrays = q[b].reshape(-1, *q.shape[-2:]), block.k[b], block.v[b]
         expected = dense_attention(*map(np.asarray, arrays), np.arange(9), sinks=sinks.reshape(-1))

@@ -236,7 +236,7 @@ def test_sinks_take_their_part_of_both_layers_of_a_pair():
     def run(logit: jax.Array) -> list[jax.Array]:
         outs, carry = [], None
         for bound, state, (q, block) in zip(plan, states, new, strict=True):
-            outside = sink_partial(jnp.broadcast_to(logit, q.shape[1:3]), q, block.v.shape[3])
+            outside = sink_partial(jnp.broadcast_to(logit, (1, *q.shape[1:3])), q, block.v.shape[3])
             out, _, carry = bound.extend(state, q, block, STEPS, carry, outside)
             outs.append(out)
         return outs

@@ -27,18 +27,17 @@ FORMAT = "kvjax-table-1"
 SPEC_FIELDS = {"layers": "num_layers", "kv_heads": "num_kv_heads", "groups": "num_groups", "head_dim": "head_dim"}
 """The file's metadata about the model -> the field of `LayerSpec`."""
 
-
-def _model_of(spec: LayerSpec) -> dict[str, str]:
-    """The metadata of the model; `value_dim` is written only where it is not `head_dim`, so that older files fit."""
-    model = {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
-    return model if spec.value_dim == spec.head_dim else model | {"value_dim": str(spec.value_dim)}
-
-
 SHIPPED = "shipped"
 """The path that stands for the tables that ship with kvjax; a layer takes the table that fits the model."""
 
 SHIPPED_TABLES = Path(__file__).parents[2] / "tables"
 """Their folder, with a folder for each kind."""
+
+
+def _describe_model(spec: LayerSpec) -> dict[str, str]:
+    """Returns the metadata of a model; `value_dim` only where it is not `head_dim`, so that older files fit."""
+    model = {name: str(getattr(spec, field)) for name, field in SPEC_FIELDS.items()}
+    return model if spec.value_dim == spec.head_dim else model | {"value_dim": str(spec.value_dim)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,7 @@ class TableFile:
 
     def _read_fitting(self, spec: LayerSpec) -> Mapping[str, np.ndarray]:
         """Reads all arrays of the file, or of the shipped file that fits the model."""
-        model = _model_of(spec)
+        model = _describe_model(spec)
         if self.path == SHIPPED:
             for file in self._files():
                 metadata, arrays = _read(str(file), self.digest)
@@ -133,11 +132,12 @@ class TableFile:
         if metadata.get("format") != FORMAT or metadata.get("kind") != self.kind:
             kind = metadata.get("kind", "none that kvjax knows")
             raise KvjaxError(f"{self.path} is a table of {kind}, and one of {self.kind} is needed")
+        # A file that names no width of values is of a model whose values are as wide as its keys.
+        made_for = {"value_dim": metadata.get("head_dim")} | dict(metadata)
         for name, value in (model | {"value_dim": str(spec.value_dim)}).items():
-            made_for = metadata.get("head_dim" if name == "value_dim" and name not in metadata else name)
-            if made_for != value:
+            if made_for.get(name) != value:
                 raise KvjaxError(
-                    f"{self.path} was made for a model of {name}={made_for}, and this one has "
+                    f"{self.path} was made for a model of {name}={made_for.get(name)}, and this one has "
                     f"{name}={value}; make a table for this model, as with `kvjax calibrate`"
                 )
         return arrays
@@ -175,7 +175,7 @@ def write(
         f"{i}.{name}": np.ascontiguousarray(array) for i, layer in enumerate(layers) for name, array in layer.items()
     }
     metadata = {"format": FORMAT, "kind": kind, "source": source}
-    metadata |= _model_of(spec)
+    metadata |= _describe_model(spec)
     with replace_atomically(path) as file:
         file.write(save(arrays, metadata))
     return path

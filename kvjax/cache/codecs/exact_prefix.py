@@ -106,8 +106,7 @@ class ExactPrefixRing(ExactPrefix):
     num_slots: int = 0
 
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> PrefixState:
-        is_ring = x.shape[2] == self.num_slots
-        n = ring_order.count_tokens(pos) if is_ring else (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        n = ring_order.count_tokens(pos, self.num_slots)
         return dataclasses.replace(super().encode_prompt(x, pos, observation), n=n)
 
     def append(self, stored: PrefixState, x: Array, at: Array) -> PrefixState:

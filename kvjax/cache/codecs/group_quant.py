@@ -94,9 +94,8 @@ class Kivi(Codec):
 
     @property
     def ring_room(self) -> int:
-        return (
-            self.num_recent
-        )  # the codes in the slots of exact tokens are those of tokens out of sight, or parts of them
+        # The slots of exact tokens hold codes of tokens out of sight, or parts of such codes.
+        return self.num_recent
 
     def in_ring(self, num_slots: int) -> KiviRing:
         return KiviRing(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Kivi)}, num_slots=num_slots)
@@ -337,6 +336,7 @@ class Kivi(Codec):
     # Tokens are counted from 0, and slots hold them in this order. Only in a ring are the two different numbers.
 
     def is_ring(self, slots: int) -> bool:
+        """Whether a cache of this many slots is a ring, in which tokens take the slots of older ones."""
         return False
 
     def _num_tokens(self, pos: Array) -> Array:
@@ -393,15 +393,15 @@ class KiviRing(Kivi):
         if not self.is_ring(stored.slots):
             return super().num_committed(stored, n)
         committed = n - (n - stored.num_quantized) % stored.slots
-        return (
-            committed if self.axis == "channel" else jnp.where(stored.num_quantized > 0, committed + self.residual, 0)
-        )
+        if self.axis == "channel":
+            return committed
+        return jnp.where(stored.num_quantized > 0, committed + self.residual, 0)
 
     def is_ring(self, slots: int) -> bool:
         return slots == self.num_slots
 
     def _num_tokens(self, pos: Array) -> Array:
-        return ring_order.count_tokens(pos) if self.is_ring(pos.shape[2]) else super()._num_tokens(pos)
+        return ring_order.count_tokens(pos, self.num_slots)
 
     def _next_index(self, at: Array, stored: KiviState) -> Array:
         if not self.is_ring(stored.slots):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+
 from kvjax.cache.codecs.plain import CodecWrapper
 from kvjax.cache.components import Codec
+from kvjax.cache.protocol import LayerSpec
 from kvjax.core.attention_mass import Observation
 from kvjax.core.step_bytes import StepBytes
 from kvjax.core.types import Array
@@ -16,23 +19,21 @@ from kvjax.core.types import Array
 class SharedValues(CodecWrapper):
     """Stores no values: they are channels of the keys (`LayerSpec.values_from`), and are read off the stored keys.
 
-    Multi-head latent attention has keys of 576 numbers, of which 512 are the values: a token then takes 576 numbers and
-    not 1,088. Binding puts this codec in the place of the method's value codec where both codecs of the method are
-    equal, wherever they place their buffers, and no tokens are merged. A method whose codecs treat keys and values
-    differently, such as KIVI's, stores values by its own codec, and so does one that merges tokens, whose values are
-    then no longer channels of their keys.
+    In the multi-head latent attention of DeepSeek-V2, 512 of the 576 numbers of a key are the value: a token then takes
+    576 numbers and not 1,088. Binding puts this codec in the place of the method's value codec where both codecs of the
+    method are equal, wherever they place their buffers, and no tokens are merged. A method whose codecs treat keys and
+    values differently, such as KIVI's, stores values by its own codec, and so does one that merges tokens, whose values
+    are then no longer channels of their keys.
 
-    What the other codecs call the stored form is here that of the keys, which `KVStorage.open_values` passes.
+    The stored form is here that of the keys, which `KVStorage.open_values` passes.
 
     Args:
       inner: the codec of the keys.
-      first: first channel of the keys that is one of the values.
-      width: of the values.
+      spec: the layer, without its index.
     """
 
     inner: Codec
-    first: int
-    width: int
+    spec: LayerSpec
 
     reads_keys: ClassVar[bool] = True
 
@@ -44,9 +45,6 @@ class SharedValues(CodecWrapper):
     def ring_room(self) -> int:
         return self.inner.ring_room
 
-    def values_of(self, keys: Array) -> Array:
-        return keys[..., self.first : self.first + self.width]
-
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> None:
         return None
 
@@ -57,20 +55,20 @@ class SharedValues(CodecWrapper):
         return None
 
     def decode(self, stored: Any) -> Array:
-        return self.values_of(self.inner.decode(stored))
+        return self.spec.values_of(self.inner.decode(stored))
 
     def gather(self, stored: Any, idx: Array) -> Array:
-        return self.values_of(self.inner.gather(stored, idx))
+        return self.spec.values_of(self.inner.gather(stored, idx))
 
     def load(self, stored: Any) -> Any:
         return self.inner.load(stored)
 
     def mix(self, p: Array, stored: Any) -> Array:
         # All channels are mixed and some are dropped: a slice of the keys would be a copy of most of them.
-        return self.values_of(self.inner.mix(p, stored))
+        return self.spec.values_of(self.inner.mix(p, stored))
 
     def num_committed(self, stored: None, n: Array) -> Array:
-        return n * 0  # the codec of the keys says so
+        return jnp.zeros_like(n)  # the codec of the keys says which tokens are
 
     def used_part(self, stored: None, num_tokens: int) -> None:
         return None

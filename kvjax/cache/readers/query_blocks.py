@@ -20,7 +20,7 @@ QUERY_BLOCK = 512
 
 
 def logits(storage: KVStorage, state: LayerState, q: Array, q_pos: Array, keys: Any) -> Array:
-    """f32[B K G T S]: scaled logits of all keys (in device memory), MASKED_LOGIT where hidden."""
+    """f32[B K G T S]: the logits of all keys (in device memory), MASKED_LOGIT where hidden."""
     if storage.indexed_by is not None:
         # Keys are stored before RoPE; keys and queries are rotated to their index in the cache (StreamingLLM).
         rope, index_of = storage.spec.rope, storage.indexed_by.cache_positions
