@@ -14,6 +14,7 @@ import kvjax
 from kvjax import functional
 from kvjax.cache.calibration import table_file
 from kvjax.cache.rings import ROOM_TOKENS, RingLayer
+from kvjax.core.memory import array_bytes
 from kvjax.engine.forward import exact_logits
 from kvjax.engine.plan import bind
 from kvjax.engine.plan import specs as layer_specs
@@ -82,13 +83,14 @@ def test_chunks_of_any_length_are_the_exact_forward_pass(width, options):
     assert_exact("full", width=width, **options)
 
 
-def assert_as_without_rings(method, steps=4 * WINDOW):
+def assert_as_without_rings(method, steps=4 * WINDOW, sequences=3):
+    """Compares the logits of the first sequences."""
     whole = texts(steps)
     rings, cache = decode_logits(method, whole, steps)
     assert [isinstance(layer, RingLayer) for layer in cache.plan] == [True, False, True]
     tokens, cache = decode_logits(kvjax.compose(method, "in_windows"), whole, steps)
     assert not any(isinstance(layer, RingLayer) for layer in cache.plan)
-    np.testing.assert_allclose(rings, tokens, atol=5e-6)
+    np.testing.assert_allclose(rings[:sequences], tokens[:sequences], atol=5e-6)
     return rings
 
 
@@ -122,6 +124,97 @@ def test_heads_that_are_stored_together_and_steps_of_bits_are_in_a_ring_what_the
     )
     for keys, values in ((cskv, cskv), (saq, rotate)):
         assert_as_without_rings(kvjax.Method(k=keys.k, v=values.v))
+
+
+CHUNKS = (
+    "gear:bits=2,rank=2,every=4,share=0.3",
+    "kvquant:bits=4,outliers=0.3,first=2,every=8",
+    "zipcache:every=5",
+    "zipvl:every=4",
+)
+
+
+def codecs_alone(method: str) -> kvjax.Method:
+    """What a method is in a layer with a window: side stores leave it alone."""
+    return kvjax.Method(k=kvjax.parse(method).k, v=kvjax.parse(method).v)
+
+
+@pytest.mark.parametrize("method", CHUNKS)
+def test_chunks_that_begin_where_a_prompt_ends_give_what_they_give_without_a_ring(method):
+    codecs = codecs_alone(method)
+    # The third prompt does not fit into the ring, and its ranges are those of the tokens that do.
+    rings = assert_as_without_rings(codecs, steps=60, sequences=2)
+    np.testing.assert_allclose(decode_logits(codecs, texts(60), 60, width=20)[0], rings, atol=5e-6)
+    assert bind(method, model().config)[0] == bind(codecs, model().config)[0]
+
+
+def assert_codec_as_without_a_ring(codec, prompts, steps):
+    """Compares all tokens that a ring can show, step by step, with those of a cache that holds all tokens."""
+    num_slots = SLOTS + codec.ring_room
+    ring, held = codec.in_ring(num_slots), [min(n, num_slots) for n in prompts]
+    text = np.random.default_rng(1).normal(size=(len(prompts), 2, max(prompts) + steps, 8)).astype(np.float32)
+
+    def encode(codec, tokens):
+        """Stores the tokens with these indices in the text, -1 for an empty slot."""
+        tokens = np.array(tokens, np.int32)[:, None]
+        return jax.jit(codec.encode)(np.take_along_axis(text, np.maximum(tokens, 0)[..., None], 2), tokens)
+
+    last = [[n - 1 - (n - 1 - slot) % num_slots for slot in range(num_slots)] for n in prompts]
+    in_ring = encode(ring, np.maximum(last, -1))
+    whole = [[*range(n - m, n), *[-1] * (num_slots + steps - m)] for n, m in zip(prompts, held, strict=True)]
+    in_order = encode(codec, whole)
+    append_to_ring, append, decode_ring, decode = map(jax.jit, (ring.append, codec.append, ring.decode, codec.decode))
+    gather = jax.jit(ring.gather)
+    all_slots = np.broadcast_to(np.arange(num_slots, dtype=np.int32), (len(prompts), 2, num_slots))
+    for step in range(steps):
+        n = np.array(prompts) + step
+        token = np.take_along_axis(text, n[:, None, None, None], 2)
+        in_ring = append_to_ring(in_ring, token, n[:, None].astype(np.int32) % num_slots)
+        in_order = append(in_order, token, (np.array(held) + step)[:, None].astype(np.int32))
+        found, expected = decode_ring(in_ring), decode(in_order)
+        np.testing.assert_array_equal(gather(in_ring, all_slots), found)
+        for i, m in enumerate(held):
+            tokens = np.arange(max(n[i] + 1 - SLOTS, n[i] - m - step), n[i] + 1)
+            kept = expected[i][:, tokens - (n[i] - m - step)]
+            np.testing.assert_allclose(found[i][:, tokens % num_slots], kept, atol=3e-6)
+
+
+@pytest.mark.parametrize("method", [*CHUNKS, "kvquant:outliers=0.2,every=1", "gear:every=40"])
+def test_a_ring_of_chunks_shows_for_three_rounds_what_all_tokens_in_chunks_show(method):
+    components = kvjax.parse(method)
+    for codec in (components.k, components.v):
+        assert_codec_as_without_a_ring(codec, [12, 3, 100], 3 * (SLOTS + codec.ring_room))
+
+
+def test_a_ring_of_chunks_has_the_bytes_of_the_hand():
+    cache = kvjax.prefill(model(), [PROMPTS[2]], "zipcache:every=4", capacity=128)[1]
+    slots, heads, channels = SLOTS + 4, 2, 8
+    entries, chunks = slots + 3, 1 + 6  # a chunk may reach beyond the last slot; 25 slots show six chunks and a prompt
+    keys = entries * 4 + chunks * 2 * channels * 4 + 4 * channels * 4  # eight 4-bit codes are a word
+    values = entries * (4 + 2 * 4) + chunks * channels * 4 + 4 * channels * 4
+    assert array_bytes(cache.layers[0])["device"] == heads * (keys + values) + 4 * 4 + slots * 4 + 4
+    other = array_bytes(cache.layers[1])["device"]
+    assert kvjax.state_bytes(cache).total["device"] == 2 * array_bytes(cache.layers[0])["device"] + other + 4
+    held = heads * (WINDOW * (4 + 12) + 2 * 3 * channels * 4 + 2 * 4 * channels * 4) + 4 * 4 + WINDOW * 4 + 4
+    layer, state = cache.plan[0], cache.layers[0]
+    assert array_bytes(state)["device"] - layer.empty_bytes(state, "float32")["device"] == held
+
+
+@pytest.mark.parametrize("method", CHUNKS)
+def test_tokens_after_the_last_chunk_can_be_taken_back(method):
+    whole, prompts, codecs = texts(61)[:2], PROMPTS[:2], codecs_alone(method)
+    every, pairs = codecs.v.ring_room, list(zip(whole, map(len, prompts), strict=True))
+    steps = 60 // every * every - 1
+    taken_back = []
+    for kind in (codecs, kvjax.compose(codecs, "in_windows")):
+        cache = kvjax.prefill(model(), prompts, kind, capacity=120)[1]
+        cache = kvjax.extend(model(), [w[n : n + steps] for w, n in pairs], cache)[1]
+        most = cache.plan[0].max_rollback(cache.layers[0])
+        assert np.asarray(most).tolist() == [every - 1] * 2
+        left = steps - every + 2
+        cropped = kvjax.cache_ops.crop(cache, [n + left for _, n in pairs])
+        taken_back.append(kvjax.extend(model(), [w[n + left : n + 61] for w, n in pairs], cropped)[0])
+    np.testing.assert_allclose(*taken_back, atol=5e-6)
 
 
 def test_a_ring_never_holds_more_than_the_window_and_the_bytes_are_those_of_the_hand():
@@ -206,8 +299,9 @@ def test_a_decode_loop_writes_a_ring_in_place_and_is_the_exact_forward_pass():
     np.testing.assert_array_equal(tokens, expected)
 
 
-def test_saved_taken_and_joined_rings_go_on_as_before(tmp_path):
-    context = kvjax.read(model(), PROMPTS, "int8 + offload", capacity=64)
+@pytest.mark.parametrize("method", ["int8 + offload", "gear:every=4,share=0.3 + offload"])
+def test_saved_taken_and_joined_rings_go_on_as_before(tmp_path, method):
+    context = kvjax.read(model(), PROMPTS, method, capacity=64)
     more = [[3, 4], [5], [6, 7, 8]]
     expected = context.feed(more).last
     resumed = kvjax.resume(model(), context.save(tmp_path / "rings"))
@@ -245,6 +339,25 @@ def test_a_decode_loop_writes_codes_of_groups_in_place():
     assert keys.slots == 32
     for words in (keys.codes.data, values.codes.data):
         assert not [line for line in full_copies(text, words.shape) if "= u32[" in line]
+
+
+@pytest.mark.parametrize(
+    "method", ["gear:every=8,share=0.3", "kvquant:every=8,outliers=0.2,first=0", "zipcache:every=8"]
+)
+def test_a_decode_loop_writes_chunks_of_codes_in_place(method):
+    plan = bind(codecs_alone(method), model().config)
+    logits, cache = functional.prefill(
+        model().params, jnp.array([PROMPTS[2]]), jnp.array([40]), plan, model().config, 128
+    )
+    decode = jax.jit(lambda cache, first: functional.decode(model().params, cache, first, 64), donate_argnums=0)
+    text = decode.lower(cache, logits.argmax(-1).astype(jnp.int32)).compile().as_text()
+    layer = cache.layers[0]
+    slots = cache.plan[0].ring_slots
+    for x in jax.tree.leaves((layer.k, layer.v)):
+        if x.ndim == 4 and x.shape[2] >= slots:
+            kind = {"uint32": "u32", "float32": "f32", "uint8": "u8"}.get(x.dtype.name)
+            copies = [line for line in full_copies(text, x.shape) if f"= {kind}[" in line]
+            assert not copies, copies
 
 
 def test_a_method_with_no_layer_to_work_in_says_so_once(monkeypatch):
