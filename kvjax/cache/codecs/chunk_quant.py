@@ -131,8 +131,7 @@ class ChunkCodec(Codec):
         coded = self.encode_chunk(jnp.where(real, x, x[:, :, :1]))
         own = None if coded.own is None else self.pack_tokens(jnp.where(real, coded.own, jnp.zeros((), x.dtype)))
         padding = [(0, 0), (0, 0), (0, self.num_chunks(S)), (0, 0)]
-        is_ring = S == self.ring_slots > 0
-        n = ring_order.count_tokens(pos) if is_ring else (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32)
+        n = ring_order.count_tokens(pos, self.ring_slots)
         return ChunkState(
             self.pack_tokens(self._pack(jnp.where(real, coded.codes, 0))),
             own,
