@@ -68,9 +68,7 @@ class LabelChannels(kv.Index):
     def __post_init__(self):
         kv.check_fields(self)
         if self.bits != 16:
-            kv.MinMax(
-                self.bits
-            )  # which raises for bits that it does not know  # which raises for bits that it does not know
+            kv.MinMax(self.bits)  # which raises for bits that it does not know
 
     @property
     def codec(self) -> kv.Codec:

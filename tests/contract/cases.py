@@ -92,9 +92,8 @@ def gear_bytes(shape: LayerShape) -> StateBytes:
     """2 bits, ranks 2 and 1, an eighth of all numbers outliers on either side, chunks of 3 decoded tokens."""
     num_heads, num_chunks = shape.B * shape.K, shape.S // 3
     codes = 2 * num_heads * shape.S * shape.H * 2 // 8
-    scales_and_minima = (
-        2 * num_heads * shape.itemsize * (shape.H * (1 + num_chunks) + shape.S)
-    )  # of key channels, of value tokens
+    # Of channels of keys, and of tokens of values.
+    scales_and_minima = 2 * num_heads * shape.itemsize * (shape.H * (1 + num_chunks) + shape.S)
     recent = 2 * num_heads * 3 * shape.H * shape.itemsize
     coordinates_and_directions = 2 * num_heads * shape.itemsize * (shape.S * 2 + shape.H * 2 + num_chunks * shape.H * 1)
     channel_outliers = num_heads * shape.H * 2 * (shape.S // 8) * (shape.itemsize + 4)  # a chunk of 3 tokens has none
@@ -189,9 +188,8 @@ def mikv_bytes(shape: LayerShape) -> StateBytes:
     num_low, num_heads = 3 * shape.prompt // 5, shape.B * shape.K
     num_slots = shape.num_slots(shape.prompt - num_low)
     codes_and_scales = 2 * num_heads * num_low * (shape.H * 2 // 8 + 2 * shape.itemsize)
-    counts = (
-        5 * shape.count_bytes()
-    )  # slots in use; of the low tier's keys and values, those of the prompt and in codes
+    # Slots in use, and, of the low tier's keys and of its values, tokens of the prompt and tokens in codes.
+    counts = 5 * shape.count_bytes()
     balance = 4 * num_heads * shape.H
     positions = shape.position_bytes(num_slots + num_low, per_head=True)
     return StateBytes(2 * shape.kv_bytes(num_slots) + codes_and_scales + balance + positions + counts)

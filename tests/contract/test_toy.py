@@ -57,9 +57,8 @@ def test_without_loss_it_is_dense_attention_under_the_cap(method):
 def test_with_loss_it_is_dense_attention_to_what_it_decodes(method):
     out, blocks = run(FIRST_CASES[method].small)
     np.testing.assert_allclose(out, toy.decoded_outputs(blocks), atol=1e-5)
-    assert (
-        np.abs(out - toy.dense_outputs(toy.batch())).max() > 1e-4
-    )  # it lost something, or the oracle would be trivial
+    # It lost something, or the oracle would be trivial.
+    assert np.abs(out - toy.dense_outputs(toy.batch())).max() > 1e-4
 
 
 def test_codes_that_do_not_fit_the_width_of_values_say_so():

@@ -48,10 +48,8 @@ METHODS = {
     "kvpress_lagkv_cross": ("gqa", methods.lagkv(FIELD, lag=16, cross=True)),
     "kvpress_cur": ("gqa", methods.cur(FIELD)),
     "kvpress_cur_mean": ("gqa", methods.cur(FIELD, leverage="mean", window=10)),
-    "kvpress_chunkkv": (
-        "gqa",
-        methods.chunkkv(FIELD, chunk=4, window=8, kernel=5),
-    ),  # all chunks are whole, as the window
+    # All chunks are whole, as the window.
+    "kvpress_chunkkv": ("gqa", methods.chunkkv(FIELD, chunk=4, window=8, kernel=5)),
     "kvpress_expected": ("gqa", methods.expected_attention(FIELD)),
     "kvpress_expected_mean": ("gqa", methods.expected_attention(FIELD, future=16, covariance=False, value_norms=False)),
     "kvpress_expected_adakv": ("gqa", kvjax.compose(methods.expected_attention(FIELD, epsilon=0.02), ADAKV)),

@@ -129,9 +129,8 @@ def test_layers_have_budgets_of_their_own_and_need_not_see_each_other(model, tab
     plan = bind(f"keydiff:budget=12 + head_shares:table={table}", model.config)
     assert not any(part.needs.global_budget for part in plan)
     layer_tokens = [part.num_kept(60) for part in plan]
-    assert (
-        len(set(layer_tokens)) > 1 and sum(layer_tokens) - 12 * LAYERS < LAYERS
-    )  # each is rounded up by less than a token
+    # Each is rounded up by less than a token.
+    assert len(set(layer_tokens)) > 1 and sum(layer_tokens) - 12 * LAYERS < LAYERS
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ def test_the_oracle_by_hand():
     """Blocks of one token in groups of four channels, 2 bits and then 1, whose levels are the quarter points."""
     x = np.array([[0, 1, 2, 3.3], [0, 0, 0, 8], [1, 1, 1, 1], [5, 5, 5, 5]], np.float32)
     at = [oracle.reconstruct(x[:n], 1, (2, 1), 4, 1, "token") for n in (1, 2, 3, 4)]
-    np.testing.assert_allclose(
-        at[0][0], [0, 1.1, 2.2, 3.3], rtol=1e-6
-    )  # a prompt's block is at its first level at once
+    # A prompt's block is at its first level at once.
+    np.testing.assert_allclose(at[0][0], [0, 1.1, 2.2, 3.3], rtol=1e-6)
     np.testing.assert_allclose(at[1], [[0, 1.1, 2.2, 3.3], [0, 0, 0, 8]], rtol=1e-6)
     np.testing.assert_allclose(at[2][:2], [[0.825, 0.825, 2.475, 2.475], [0, 0, 0, 8]], rtol=1e-6)
     np.testing.assert_allclose(at[3][:2], [[0.825, 0.825, 2.475, 2.475], [2, 2, 2, 6]], rtol=1e-6)

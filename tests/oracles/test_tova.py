@@ -45,9 +45,8 @@ def test_each_step_loses_the_token_of_the_lowest_mean_weight(budget, keep_newest
 def test_the_newest_token_may_leave_unless_it_is_kept():
     batch = layer.random_batch()
     k = batch.k.at[:].set(0.0).at[:, :, :, 0].set(-jnp.arange(batch.k.shape[2], dtype=jnp.float32))
-    falling = layer.SequenceBatch(
-        jnp.ones_like(batch.q), k, batch.v, batch.lengths
-    )  # each key has less attention than the one before
+    # Each key has less attention than the one before.
+    falling = layer.SequenceBatch(jnp.ones_like(batch.q), k, batch.v, batch.lengths)
     assert decode("tova:budget=3", falling)[1] == [[0, 1, 2]] * layer.B
     assert decode("tova:budget=3,keep_newest=true", falling)[1] == [[0, 1, n + layer.STEPS - 1] for n in layer.LENGTHS]
 

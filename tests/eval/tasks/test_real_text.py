@@ -50,9 +50,8 @@ def test_a_name_stands_for_the_texts_of_a_package_that_is_not_run(site):
     Path("essays").rmdir()
     Path("essays").write_text("A file of that name wins.")
     assert data_files.read_text(Path("essays")) == "A file of that name wins."
-    assert "Essay a" in text(
-        BYTES, make_cases("niah.essays", depths=1)[0].context
-    )  # the task reads the package's all the same
+    # The task reads the package's all the same.
+    assert "Essay a" in text(BYTES, make_cases("niah.essays", depths=1)[0].context)
 
 
 def test_essays_are_read_wherever_a_text_is(site):
