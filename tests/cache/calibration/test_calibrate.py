@@ -104,7 +104,8 @@ def test_from_the_command_line_to_a_method(tmp_path, capsys):
         ),
     ],
 )
-def test_what_cannot_be_calibrated_says_why(arguments, says, tmp_path, capsys):
+def test_what_cannot_be_calibrated_says_why(arguments, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a checkout has a folder `out` once `make demo` has run
     text = tmp_path / "text"
     text.write_text("ab")
     assert main(["calibrate", *(str(text) if a == "TEXT" else a for a in arguments)]) == 2
