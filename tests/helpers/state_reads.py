@@ -170,14 +170,22 @@ def _walk_branches(eqn: Any, views: list, reads: Reads, times: int, on_host: boo
     return [next((view for view in views if view is not None), None) for views in every]
 
 
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns how many of a scan's arguments are constants, and how many are its carry."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.11
+    return len(list(consts)), len(list(carry))
+
+
 def _walk_scan(eqn: Any, views: list, reads: Reads, times: int, on_host: bool) -> list:
     p = eqn.params
-    consts, carry, length = p["num_consts"], p["num_carry"], p["length"]
+    (consts, carry), length = _scan_sizes(p), p["length"]
     xs = [
         None if view is None else dataclasses.replace(view, nbytes=view.nbytes // length)
         for view in views[consts + carry :]
     ]
-    outs = walk(p["jaxpr"].jaxpr, [*views[: consts + carry], *xs], reads, times * length, on_host)
+    outs = walk(_inner_jaxpr(eqn), [*views[: consts + carry], *xs], reads, times * length, on_host)
     return [*outs[:carry], *[None] * (len(outs) - carry)]
 
 

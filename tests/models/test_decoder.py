@@ -125,8 +125,9 @@ def test_bfloat16_rounds_and_nothing_more():
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
         exact = [decoder_oracle.logits(model.config, params, row) for row in tokens]
         logits = np.asarray(exact_logits(params, tokens, model.config), np.float64)
-        error = np.sqrt(np.mean((logits - exact) ** 2) / np.mean(np.square(exact)))
-        assert error < 0.04, (name, error)
+        error = np.sqrt(np.mean((logits - exact) ** 2, -1) / np.mean(np.square(exact)))
+        # Not the mean: where two experts are about as good, rounding chooses the other one for a token, by chance.
+        assert np.median(error) < 0.02, (name, error)
 
 
 def test_layers_of_one_kind_share_a_program():
