@@ -99,14 +99,6 @@ class StraightThrough(CodecWrapper, PromptAdaptiveKeys):
     def used_part(self, stored: StraightThroughState, num_tokens: int) -> Any:
         return self.inner.used_part(stored.stored, num_tokens), stored.exact[:, :, :num_tokens]
 
-    @property
-    def ring_multiple(self) -> int | None:
-        return self.inner.ring_multiple
-
-    @property
-    def ring_room(self) -> int:
-        return self.inner.ring_room
-
     def in_pages(self, page: int) -> Codec | None:
         inner = self.inner.in_pages(page)
         return None if inner is None else StraightThrough(inner)

@@ -120,8 +120,8 @@ def _candidate_trees(
     slots = [x.shape[2] for x in arrays if x.ndim > 2 and x.shape[1] in (1, kind.attention.kv_heads)]
     slots += [num_layer_slots(layer, (n,), capacity) for n in prompts]
     # Codecs may have arrays of more entries than a ring has slots.
-    most = min(layer.ring_slots, capacity) if isinstance(layer, RingLayer) else capacity
-    slots = list(dict.fromkeys(n for n in slots if 0 < n <= most))
+    max_slots = min(layer.ring_slots, capacity) if isinstance(layer, RingLayer) else capacity
+    slots = list(dict.fromkeys(n for n in slots if 0 < n <= max_slots))
     sizes = [*((n, n) for n in slots), *itertools.product(prompts, slots)]
     for candidate, (prompt, num_slots), count in itertools.product(layers, sizes, batches):
         with contextlib.suppress(ValueError, TypeError):  # sizes that the method cannot have

@@ -39,10 +39,6 @@ class ExactWindow(kv.CodecWrapper):
     __post_init__ = kv.check_fields
 
     @property
-    def ring_multiple(self) -> int | None:
-        return self.inner.ring_multiple
-
-    @property
     def ring_room(self) -> int:
         return max(self.inner.ring_room, self.window)  # no token of the window is in the slot of an older one
 

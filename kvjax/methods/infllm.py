@@ -153,7 +153,7 @@ class BlockReader(kv.Reader):
             return total, jnp.where(is_kept, p * scale[..., None], 0.0).sum(3, keepdims=True)
 
         # `map_query_blocks` concatenates along the axis of queries: mass has one sum for each block of queries there.
-        # It cuts arrays, so that the other partial goes as its arrays.
+        # It cuts arrays into blocks, so that the other partial is given as its arrays.
         out, mass = kv.map_query_blocks(attend, q, q_pos, 64, far_q, *(other_partial or ()))
         reader_state = dataclasses.replace(reader_state, mass=reader_state.mass + mass.sum(3))
         return kv.ReadResult(out, reader_state, cross_layer=cross_layer)

@@ -50,7 +50,7 @@ class TopValues(kv.Reader):
                 # Query heads have maxima of their own, so their weights are comparable only once they sum to 1.
                 importance = p / jnp.maximum(l, 1e-30)[..., None]
                 if others:
-                    # Each query head gives a part of its weight to what is in no slot, and no two the same part.
+                    # A query head gives a part of its weight to what is in no slot, and these parts differ.
                     _, m_others, l_others = others
                     lse, lse_others = kv.attention.log_sum_exp(m, l), kv.attention.log_sum_exp(m_others, l_others)
                     importance = importance * kv.attention.weight_share(lse, lse_others)[..., None]
@@ -63,7 +63,7 @@ class TopValues(kv.Reader):
             total = heaviest.sum(-1) if self.renormalise else l
             return kv.ReadResult(kv.Partial(mixed, m, total), weights=normalize_weights(p, l))
 
-        # The blocks are cut from arrays, so that the other partial goes as its arrays.
+        # `map_query_blocks` cuts arrays into blocks, so that the other partial is given as its arrays.
         result = kv.map_query_blocks(attend, q, q_pos, 64, *(other_partial or ()))
         return result._replace(cross_layer=cross_layer)
 

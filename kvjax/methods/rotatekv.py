@@ -95,11 +95,8 @@ class CrossHeadRotation(kv.CodecWrapper):
     spec: kv.LayerSpec | None = None
 
     pre_rope: ClassVar[bool] = True
-    supports_eviction: ClassVar[bool] = False  # a slot of all heads together cannot be written for one of them
-
-    @property
-    def ring_multiple(self) -> int | None:
-        return self.inner.ring_multiple  # in a ring it is written for all of them
+    # A slot of all heads together cannot be written for one of them; a ring writes it for all.
+    supports_eviction: ClassVar[bool] = False
 
     @property
     def is_head_specific(self) -> bool:

@@ -132,8 +132,7 @@ class StaircaseQuantizer(kv.Codec):
     def append(self, stored: StaircaseState, x: kv.Array, at: kv.Array) -> StaircaseState:
         """Moves down the blocks that are due, then stores x [B K 0|1 H] exactly, at slot at i32[B 1]."""
         if self.ring_slots:
-            middle = stored.num_quantized[:, None] + self.ring_slots // 2
-            at = ring_order.nearest_token(at, middle, self.ring_slots)
+            at = ring_order.first_token(at, stored.num_quantized[:, None], self.ring_slots)
         is_due = at[:, 0] - stored.num_quantized >= self.every
         # A block is complete once in `every` calls, and most calls skip the work by the condition.
         stored = lax.cond(is_due.any(), lambda s: self._move_down(s, is_due), lambda s: s, stored)

@@ -25,9 +25,7 @@ from kvjax.models.model import find_checkpoint
 from kvjax.utils import arguments
 from kvjax.utils.files import parse_json_object, read_text_file
 
-HOLDS_WINDOWS = (
-    "layers with a sliding window hold the tokens of their window alone, except under gear, kvquant, zipcache and zipvl"
-)
+HOLDS_WINDOWS = "layers with a sliding window hold the tokens of their window alone"
 QUANTIZED = "weights in the dtype of the plan; the file holds them quantized"
 NOT_CONVERTED = "kvjax has no converter for this family yet: the plan is of the shapes"
 

@@ -119,7 +119,10 @@ def test_prompts_and_steps_are_those_of_the_definition(name):
 
 
 def test_bfloat16_rounds_and_nothing_more():
-    """A factor or an offset that were folded into bfloat16 parameters, or rounded twice, would show."""
+    """Logits of bfloat16 parameters are those of the definition, by which a rule left out in this dtype would show.
+
+    A factor or an offset that is folded into the parameters would not: it moves logits by less than rounding does.
+    """
     for name in ("gemma", "deepseek"):
         model, tokens = loud_model(name), tokens_of()
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)

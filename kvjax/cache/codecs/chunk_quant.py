@@ -59,8 +59,8 @@ class ChunkState:
     num_quantized: Array  # i32[B]; in a ring, of all rounds
 
 
-def _as_axes(n: Array, ndim: int) -> Array:
-    """Numbers of each sequence, i32[B], with `ndim` axes."""
+def _add_axes(n: Array, ndim: int) -> Array:
+    """Reshapes numbers of each sequence, i32[B], to `ndim` axes, i32[B 1 ..]."""
     return n.reshape(-1, *(1,) * (ndim - 1))
 
 
@@ -180,7 +180,7 @@ class ChunkCodec(Codec):
         In a ring it is counted modulo `num_chunks`.
         """
         token = self._token_in(stored, slot)
-        chunk = (token - _as_axes(stored.num_prompt, slot.ndim)) // max(self.every, 1)
+        chunk = (token - _add_axes(stored.num_prompt, slot.ndim)) // max(self.every, 1)
         if not self.is_ring(stored):
             return chunk
         return jnp.where(chunk < 0, chunk, chunk % self.num_chunks(self.ring_slots))
@@ -216,7 +216,8 @@ class ChunkCodec(Codec):
         if self.is_ring(stored) and S % self.every:
             recent = memory.take(stored.recent, self._token_in(stored, slot[:, :1]) % self.every)
         else:
-            # Slot i is at index i modulo P: repeating the exact tokens puts each into its place without a gather.
+            # Slot i is at index i modulo P, in a ring where P divides its slots: repeating the exact tokens puts each
+            # into its place without a gather.
             recent = jnp.tile(stored.recent, (1, 1, -(-S // stored.recent.shape[2]), 1))[:, :, :S]
         # A slot beyond the codes restores garbage from unwritten words, which `where` drops before anything reads it.
         return jnp.where(self.is_code(stored, slot)[..., None], x, recent)
@@ -252,15 +253,16 @@ class ChunkCodec(Codec):
     def is_code(self, stored: ChunkState, slot: Array) -> Array:
         """bool[B ...]: whether the tokens in slots i32[B ...] are read as codes."""
         token = self._token_in(stored, slot)
-        is_code = token < _as_axes(stored.num_quantized, slot.ndim)
+        is_code = token < _add_axes(stored.num_quantized, slot.ndim)
         return is_code & (token >= 0) if self.is_ring(stored) else is_code
 
     # Buffers with an entry for each token: the codes, and what a codec stores next to them.
 
     def pack_tokens(self, x: Array) -> memory.Buffer:
         """Packs what each slot of a cache has, [B K S W]."""
-        overhang = self.every - 1 if x.shape[2] == self.ring_slots > 0 else 0
-        return memory.pack(jnp.pad(x, [(0, 0), (0, 0), (0, overhang), (0, 0)]) if overhang else x)
+        if x.shape[2] == self.ring_slots > 0:
+            x = jnp.pad(x, [(0, 0), (0, 0), (0, self.every - 1), (0, 0)])
+        return memory.pack(x)
 
     def append_tokens(self, stored: ChunkState, buffer: memory.Buffer, x: Array, is_due: Array) -> memory.Buffer:
         """Writes what each token of the next chunk has, [B K every W], for the sequences that are due, bool[B]."""
@@ -290,24 +292,23 @@ class ChunkCodec(Codec):
         return 0 < self.ring_slots <= stored.codes.data.shape[2]
 
     def _next_token(self, stored: ChunkState, at: Array) -> Array:
-        """The number of the next token, which goes to slot at i32[B 1]."""
+        """Returns the number of the next token, which goes to slot at i32[B 1]."""
         if not self.is_ring(stored):
             return at
-        middle = stored.num_quantized[:, None] + self.ring_slots // 2
-        return ring_order.nearest_token(at, middle, self.ring_slots)
+        return ring_order.first_token(at, stored.num_quantized[:, None], self.ring_slots)
 
     def _token_in(self, stored: ChunkState, slot: Array) -> Array:
-        """The tokens in slots i32[B ...]; in a ring negative in empty ones."""
+        """Returns the numbers of the tokens in slots i32[B ...]; in a ring negative in empty ones."""
         if not self.is_ring(stored):
             return slot
         # The last token that may be exact is `every` behind the first.
-        return ring_order.last_token(slot, _as_axes(stored.num_quantized, slot.ndim) + self.every, self.ring_slots)
+        return ring_order.last_token(slot, _add_axes(stored.num_quantized, slot.ndim) + self.every, self.ring_slots)
 
     def _entry_of(self, stored: ChunkState, slot: Array) -> Array:
-        """The entries that slots i32[B ...] have in a buffer of `pack_tokens`."""
+        """Returns the entries that slots i32[B ...] have in a buffer of `pack_tokens`."""
         if not self.is_ring(stored):
             return slot
-        index = self._token_in(stored, slot) - _as_axes(stored.num_prompt, slot.ndim)  # negative in the prompt
+        index = self._token_in(stored, slot) - _add_axes(stored.num_prompt, slot.ndim)  # negative in the prompt
         is_beyond = (index >= 0) & (index % self.every > slot)  # its chunk begins before the first slot
         return jnp.where(is_beyond, slot + self.ring_slots, slot)
 

@@ -40,10 +40,6 @@ class ExactPrefix(CodecWrapper):
     __post_init__ = check_fields
 
     @property
-    def ring_multiple(self) -> int | None:
-        return self.inner.ring_multiple
-
-    @property
     def ring_room(self) -> int:
         return max(self.inner.ring_room, self.count)
 

@@ -406,7 +406,7 @@ class KiviRing(Kivi):
     def _next_index(self, at: Array, stored: KiviState) -> Array:
         if not self.is_ring(stored.slots):
             return at
-        return ring_order.nearest_token(at, stored.num_quantized + stored.slots // 2, stored.slots)
+        return ring_order.first_token(at, stored.num_quantized, stored.slots)
 
     def slots_of(self, index: Array, slots: int) -> Array:
         return index % slots if self.is_ring(slots) else index

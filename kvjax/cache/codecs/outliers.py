@@ -163,7 +163,8 @@ class ChannelOutliers(Outliers):
         if not self.num_outliers(S):
             return None
         slot, value = self.list_outliers(x, is_outlier)
-        padding = [(0, 0), (0, 0), (0, codec.num_chunks(S) * self.num_outliers(codec.every)), (0, 0)]
+        num_later = codec.num_chunks(S) * self.num_outliers(codec.every)
+        padding = [(0, 0), (0, 0), (0, num_later), (0, 0)]
         return ChannelOutlierState(jnp.pad(slot, padding, constant_values=-1), jnp.pad(value, padding), S)
 
     def add(

@@ -55,6 +55,8 @@ class CodecWrapper(Codec):
     is_head_specific = _delegate("is_head_specific")
     num_queries = _delegate("num_queries")
     num_quantized = _delegate("num_quantized")
+    ring_multiple = _delegate("ring_multiple")
+    ring_room = _delegate("ring_room")
 
     def in_ring(self, num_slots: int) -> Codec:
         return dataclasses.replace(self, inner=self.inner.in_ring(num_slots))
@@ -82,8 +84,6 @@ class Host(CodecWrapper):
     mix = _delegate("mix")
     num_committed = _delegate("num_committed")
     used_part = _delegate("used_part")
-    ring_multiple = _delegate("ring_multiple")
-    ring_room = _delegate("ring_room")
 
     def __post_init__(self):
         object.__setattr__(self, "inner", self.inner.on_host())

@@ -14,7 +14,7 @@ def count_tokens(pos: Array, ring_slots: int) -> Array:
     above S, and the result is the one from S to 2 S - 1.
     """
     held, slots = (pos[:, 0] >= 0).sum(-1, dtype=jnp.int32), pos.shape[2]
-    if not slots == ring_slots > 0:  # a side store may leave a cache without any slot
+    if slots == 0 or slots != ring_slots:  # a side store may leave a cache without any slot
         return held
     last = jnp.argmax(pos[:, 0], -1).astype(jnp.int32)
     return jnp.where(held < slots, held, slots + (last + 1) % slots)
@@ -24,6 +24,11 @@ def nearest_token(slot: Array, to: Array, slots: int) -> Array:
     """Returns the token whose place is in slot i32[B ...], the nearest of all such tokens to token `to` i32[B ...]."""
     half = slots // 2
     return to - half + (slot - to + half) % slots
+
+
+def first_token(slot: Array, start: Array, slots: int) -> Array:
+    """Returns the first token from token `start` i32[B ...] on whose place is slot i32[B ...]."""
+    return start + (slot - start) % slots
 
 
 def last_token(slot: Array, end: Array, slots: int) -> Array:

@@ -37,14 +37,6 @@ class SharedValues(CodecWrapper):
 
     reads_keys: ClassVar[bool] = True
 
-    @property
-    def ring_multiple(self) -> int | None:
-        return self.inner.ring_multiple
-
-    @property
-    def ring_room(self) -> int:
-        return self.inner.ring_room
-
     def encode_prompt(self, x: Array, pos: Array, observation: Observation | None) -> None:
         return None
 
