@@ -20,6 +20,7 @@ from kvjax.engine import forward
 from kvjax.generation import compile_options
 from kvjax.registry.loading import load_all
 from kvjax.registry.registration import REGISTRY
+from tests.helpers import program_cache
 
 jax.config.update("jax_num_cpu_devices", 4)  # what a mesh needs; other tests use the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -39,9 +40,14 @@ os.environ["XLA_FLAGS"] = " ".join(FLAGS).strip()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs in a folder of pytest's own cache, so that a second run of the tests is quick."""
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    """Keeps every compiled program on disk, outside of the clone, so that a second run of the tests is quick."""
+    folder = program_cache.folder()
+    if not hasattr(config, "workerinput"):  # before the workers start
+        program_cache.remove_oldest(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # Programs of one operation are most of what the tests compile, so none is too small or too quick to keep.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 _count = itertools.count()
