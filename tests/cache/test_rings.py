@@ -97,7 +97,10 @@ def assert_as_without_rings(method, steps=4 * WINDOW, sequences=3):
 @pytest.mark.parametrize("method", ["int8", "offload + fp8", "kivi:group=8,residual=8"])
 def test_a_ring_of_codes_gives_what_all_tokens_in_codes_give_in_steps_of_one_token_or_many(method):
     rings = assert_as_without_rings(method)
-    np.testing.assert_allclose(decode_logits(method, texts(20), 20, width=20)[0], rings, atol=5e-6)
+    error = np.abs(decode_logits(method, texts(20), 20, width=20)[0] - rings).max(-1)
+    # A number between two codes may be rounded to the other one in a program of another width, which moves the tokens
+    # after it a little: by 2.5e-5 under fp8 on one processor. A window one token shorter moves each by 0.6 or more.
+    assert np.median(error) < 5e-6 and error.max() < 2e-4, error.max()
 
 
 def random_table(path, kind, groups, *names):
