@@ -48,12 +48,6 @@ SMALL_FORMS = {
     "papers.kvcrush.figure8": f"{EVICTED} --page 4 --pages 8",
     "papers.eviction_curves": f"{EVICTED} --budgets 48 --methods random",
     "papers.streaming": f"{TINY} --tokens 400 --recent 28 --sinks 4 --chunk 32 --full 200",
-    "kvcrush_why": "--model {model} --length 64 --tokens 8 --windows 2 --budgets 1/4,1/2",
-    "gate": "--model {model} --length 112 --budget 16 --steps 2 --batch 1 --contexts 1 --methods random",
-    "cartridge": (
-        "--model {model} --length 96 --pairs 4 --contexts 1 --steps 2 --batch 2 --methods random:budget=64 "
-        "--starts 'first tokens'"
-    ),
     "bench.decode": "--models toy --contexts 8 --batches 1,2 --steps 1 --repeats 1 --read-megabytes 1",
     "bench.heads": "--models toy --tokens 200 --batches 1 --pages 4,8 --steps 1 --repeats 1",
     "bench.products": "--shapes 128x256,64x128 --rows 1,4 --megabytes 1 --repeats 1",
