@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.accounting import kept_positions, state_bytes
-from kvjax.cache.components import Codec
+from kvjax.cache.components import Codec, KVStorage
 from kvjax.cache.eviction.scorers import InvalidScores
 from kvjax.cache.method import Method
 from kvjax.cache.protocol import Cache, KVMethod, LayerSpec, LayerState
 from kvjax.cache.validation import find_difference, uncompared_fields
 from kvjax.core import memory
 from kvjax.core.rope import Rope
+from kvjax.core.types import Array, KVBlock
 from kvjax.engine.plan import bind
 from kvjax.errors import KvjaxError
 from kvjax.generation.generate import generate
@@ -338,14 +339,24 @@ def find_codec_mismatch(run: MethodRun) -> str:
     return ""
 
 
+@functools.partial(jax.jit, static_argnums=0)  # eagerly, every operation of a codec would be compiled by itself
+def _decode_and_gather(codec: Codec, stored: Any, idx: Array) -> tuple[Array, Array]:
+    return codec.decode(stored), codec.gather(stored, idx)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decode_stored(storage: KVStorage, k: Any, v: Any, pos: Array) -> KVBlock:
+    return storage.decode(k, v, pos)
+
+
 def _codec_mismatch(run: MethodRun, codec: Codec, stored: Any, pos: np.ndarray, num_heads: int, width: int) -> str:
-    decoded, name = codec.decode(stored), type(codec).__name__
+    name = type(codec).__name__
     B, _, S = pos.shape
     shape = (B, num_heads, S, width)
+    idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), shape[:3])
+    decoded, gathered = _decode_and_gather(codec, stored, idx)
     if decoded.shape != shape or not jnp.issubdtype(decoded.dtype, jnp.floating):
         return f"{name}.decode gives {jax.typeof(decoded)}, and must give floats [B K S H], here {shape}"
-    idx = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), shape[:3])
-    gathered = codec.gather(stored, idx)
     if gathered.shape != shape:
         return f"{name}.gather gives {jax.typeof(gathered)}, and must give [B K n H], here {shape}"
     is_real = np.broadcast_to(pos >= 0, shape[:3])
@@ -361,8 +372,9 @@ def find_wrong_contents(run: MethodRun) -> str:
     for t in (0, len(run.steps) - 1):
         first, exact_first = (_method_layers(x.steps[t][1])[:1] for x in (run, full))
         for (layer, state), (exact_layer, exact_state) in zip(first, exact_first, strict=False):
-            held = layer.storage.decode(state.k, state.v, state.pos)
-            exact = exact_layer.storage.decode(exact_state.k, exact_state.v, exact_state.pos)
+            held, exact = (
+                _decode_stored(x.storage, y.k, y.v, y.pos) for x, y in ((layer, state), (exact_layer, exact_state))
+            )
             sides = {"values": (held.v, exact.v)}
             if layer.method.positions == "true":
                 sides["keys"] = held.k, exact.k

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -74,6 +76,20 @@ def component_kinds(name: str) -> str:
     return NUMBER.sub("", str(components))
 
 
+# Binding all pairs takes seconds, and each worker of a test run collects all tests: the tests themselves choose their
+# pairs, and not their parameters.
+
+
+@contextlib.contextmanager
+def naming(a: str, b: str) -> Iterator[None]:
+    """Adds a pair's names to an error."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the pair {a} + {b}")
+        raise
+
+
 def distinct_pairs() -> list[tuple[str, str]]:
     """Pairs in which each kind of method meets each set of components that others define."""
     meetings = {
@@ -94,11 +110,12 @@ def distinct_pairs() -> list[tuple[str, str]]:
     return pairs
 
 
-@pytest.mark.parametrize(("a", "b"), distinct_pairs())
-def test_c8_a_pair_keeps_its_types_through_a_step(a, b):
-    first, *others = abstract_types(bind_pair(a, b))
-    for other in others:
-        assert other == first
+def test_c8_every_kind_of_pair_keeps_its_types_through_a_step():
+    for a, b in distinct_pairs():
+        with naming(a, b):
+            first, *others = abstract_types(bind_pair(a, b))
+            for other in others:
+                assert other == first
 
 
 def test_at_most_twelve_pairs_of_the_papers_methods_are_impossible_apart_from_two_values_for_one_slot():
@@ -123,9 +140,10 @@ def covering_pairs() -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-@pytest.mark.parametrize(("a", "b"), covering_pairs())
-def test_a_sequence_under_two_methods_is_independent_of_neighbours_and_padding(a, b):
-    assert not find_dependence(layer.LayerRun.of(pair_string(a, b)))
+def test_a_sequence_under_two_methods_is_independent_of_neighbours_and_padding():
+    for a, b in covering_pairs():
+        with naming(a, b):
+            assert not find_dependence(layer.LayerRun.of(pair_string(a, b)))
 
 
 def assert_dense(text: str, exact_from: int) -> None:
@@ -134,10 +152,12 @@ def assert_dense(text: str, exact_from: int) -> None:
     np.testing.assert_allclose(out, expected, atol=5e-6)
 
 
-@pytest.mark.parametrize(("a", "b"), [p for p in covering_pairs() if all(FIRST_CASES[name].lossless for name in p)])
-def test_two_methods_at_their_limits_are_dense_attention(a, b):
-    exact_from = max(FIRST_CASES[name].exact_from for name in (a, b))
-    assert_dense(pair_string(a, b, lossless=True), exact_from)
+def test_two_methods_at_their_limits_are_dense_attention():
+    pairs = [pair for pair in covering_pairs() if all(FIRST_CASES[name].lossless for name in pair)]
+    assert pairs
+    for a, b in pairs:
+        with naming(a, b):
+            assert_dense(pair_string(a, b, lossless=True), max(FIRST_CASES[name].exact_from for name in (a, b)))
 
 
 @pytest.mark.parametrize(
